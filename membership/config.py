@@ -1,0 +1,59 @@
+"""Every knob of the membership protocol, with what to set it to and where its value comes from."""
+
+import msgspec
+
+
+class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Timings in seconds. The defaults suit a LAN of up to a few hundred nodes.
+
+    probe_interval_s: one peer is probed each interval; detection takes about 1.6 intervals (SWIM) plus suspicion.
+    probe_timeout_s: an answer later than this starts indirect probes; well above the 99th percentile of the round trip.
+    indirect_probes: relays asked when a probe times out (SWIM's k).
+    suspicion_multiplier, suspicion_max_multiplier: shortest suspicion = multiplier * log10(n) * interval, longest = that
+        times the second; confirmations move it from longest to shortest (Lifeguard).
+    gossip_interval_s, gossip_fanout: rumours go to this many members each tick.
+    retransmit_multiplier: a rumour is sent multiplier * ceil(log10(n + 1)) times (memberlist).
+    reconcile_interval_s: push-pull of everything with one random peer.
+    dead_forget_s: how long a dead or left member is remembered, so that old rumours cannot revive it.
+    """
+
+    probe_interval_s: float = 1.0  # memberlist LAN
+    probe_timeout_s: float = 0.5  # memberlist LAN
+    indirect_probes: int = 3  # memberlist LAN
+    suspicion_multiplier: float = 4.0  # memberlist LAN
+    suspicion_max_multiplier: float = 6.0  # memberlist LAN
+    gossip_interval_s: float = 0.2  # memberlist LAN
+    gossip_fanout: int = 3  # memberlist LAN
+    retransmit_multiplier: int = 4  # memberlist LAN
+    health_max: int = 8  # memberlist AwarenessMaxMultiplier
+    reconcile_interval_s: float = 5.0  # ours: lane 2 carries what rumours lost
+    dead_reconcile_interval_s: float = 20.0  # ours: heals partitions (memberlist issue 222)
+    dead_forget_s: float = 24 * 3600.0  # serf's tombstones
+    packet_bytes: int = 1200  # under the 1280 B every IPv6 path carries, with headers
+    max_members: int = 2000  # ours; a bound, not a goal
+
+    def __post_init__(self) -> None:
+        for name in ("probe_interval_s", "probe_timeout_s", "gossip_interval_s", "reconcile_interval_s"):
+            if not 0.01 <= getattr(self, name) <= 3600:
+                raise ValueError(f"{name} must be 0.01 to 3600 seconds")
+        if self.probe_timeout_s > self.probe_interval_s:
+            raise ValueError("probe_timeout_s cannot be longer than probe_interval_s")
+        if not 512 <= self.packet_bytes <= 65_000:
+            raise ValueError("packet_bytes must be 512 to 65000")
+
+    @classmethod
+    def lan(cls) -> "SwimConfig":
+        return cls()
+
+    @classmethod
+    def local(cls) -> "SwimConfig":
+        """For several daemons on one machine: a crash is known in about two seconds."""
+        return cls(
+            probe_interval_s=0.5,
+            probe_timeout_s=0.25,
+            suspicion_multiplier=3.0,
+            suspicion_max_multiplier=2.0,
+            gossip_interval_s=0.1,
+            reconcile_interval_s=2.0,
+            dead_reconcile_interval_s=5.0,
+        )

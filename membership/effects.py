@@ -1,0 +1,52 @@
+"""What the SWIM core asks of its shell, and what it tells its users."""
+
+import msgspec
+
+from membership.wire import AnyPacket
+
+
+class SendPacket(msgspec.Struct, frozen=True):
+    to: bytes
+    host: str
+    port: int
+    packet: AnyPacket
+
+
+class SetTimer(msgspec.Struct, frozen=True):
+    """Call `on_timer(name, token)` at `at`; a stale token is ignored by the core."""
+
+    name: str
+    token: int
+    at: float
+
+
+class WantReconcile(msgspec.Struct, frozen=True):
+    """Push-pull with this member soon: its record table differs, or it is new to us."""
+
+    node: bytes
+    host: str
+    port: int
+
+
+class PersistEpoch(msgspec.Struct, frozen=True):
+    """Write and fsync this epoch before anything else is sent."""
+
+    epoch: int
+
+
+class MemberChanged(msgspec.Struct, frozen=True):
+    """`state` is alive, suspect, dead or left; `was` what it was before, empty for a new member."""
+
+    node: bytes
+    state: str
+    was: str
+    draining: bool
+
+
+class RecordGossip(msgspec.Struct, frozen=True):
+    """A lane-2 record that rode along; the shell verifies and applies it."""
+
+    sealed: bytes
+
+
+Effect = SendPacket | SetTimer | WantReconcile | PersistEpoch | MemberChanged | RecordGossip

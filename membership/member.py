@@ -1,0 +1,103 @@
+"""The member table: what this node believes of each other one, and the one function that may change it.
+
+Beliefs are ordered by (epoch, incarnation, rank): newer evidence wins, and at equal age the worse news wins, so that
+applying any set of evidence in any order, any number of times, ends in the same table (invariants M2 and M3,
+docs/membership.md).
+"""
+
+from typing import Literal
+
+import msgspec
+
+from membership.wire import Alive, AnyEvidence, Dead, Left, Suspect
+
+State = Literal["alive", "suspect", "dead", "left"]
+_RANK: dict[State, int] = {"alive": 0, "suspect": 1, "dead": 2, "left": 3}
+
+
+class Member(msgspec.Struct, frozen=True):
+    """`alive_sealed` is the member's own newest word; `verdict_sealed` the accusation or farewell that outranks it."""
+
+    node: bytes
+    host: str
+    port: int
+    epoch: int
+    incarnation: int
+    state: State
+    draining: bool
+    since: float
+    alive_sealed: bytes
+    verdict_sealed: bytes | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return (self.epoch, self.incarnation, _RANK[self.state])
+
+    @property
+    def present(self) -> bool:
+        return self.state in {"alive", "suspect"}
+
+
+class MemberTable:
+    def __init__(self, max_members: int) -> None:
+        self._members: dict[bytes, Member] = {}
+        self._max_members = max_members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, node: bytes) -> Member | None:
+        return self._members.get(node)
+
+    def all(self) -> list[Member]:
+        return list(self._members.values())
+
+    def present(self) -> list[Member]:
+        return [member for member in self._members.values() if member.present]
+
+    def apply(self, evidence: AnyEvidence, sealed: bytes, now: float) -> tuple[Member | None, Member] | None:
+        """Take in verified evidence; (before, after) if it taught anything, else None."""
+        before = self._members.get(evidence.node)
+        after = self._merged(before, evidence, sealed, now)
+        if after is None or after == before:
+            return None
+        if before is None and len(self._members) >= self._max_members:
+            return None
+        assert before is None or after.order > before.order, "M2: beliefs only advance"
+        self._members[evidence.node] = after
+        return before, after
+
+    def forget(self, node: bytes) -> None:
+        self._members.pop(node, None)
+
+    @staticmethod
+    def _merged(before: Member | None, evidence: AnyEvidence, sealed: bytes, now: float) -> Member | None:
+        age = (evidence.epoch, evidence.incarnation)
+        if isinstance(evidence, Alive):
+            if before is not None and age <= (before.epoch, before.incarnation):
+                return None
+            since = before.since if before is not None and before.state == "alive" else now
+            return Member(
+                node=evidence.node,
+                host=evidence.host,
+                port=evidence.port,
+                epoch=evidence.epoch,
+                incarnation=evidence.incarnation,
+                state="alive",
+                draining=evidence.draining,
+                since=since,
+                alive_sealed=sealed,
+            )
+        if before is None:
+            return None  # nothing is known of it: nobody to accuse
+        state: State = {Suspect: "suspect", Dead: "dead", Left: "left"}[type(evidence)]  # type: ignore[assignment]
+        if (*age, _RANK[state]) <= before.order:
+            return None
+        return msgspec.structs.replace(
+            before,
+            epoch=evidence.epoch,
+            incarnation=evidence.incarnation,
+            state=state,
+            since=now,
+            verdict_sealed=sealed,
+        )

@@ -1,0 +1,605 @@
+"""The asyncio shell of membership: sockets, timers, push-pulls, disk. Every decision is made in the cores.
+
+Lane 1 is UDP on `port`, lane 2 TCP on the same number. Nothing that is not signed by a member of this mesh changes
+anything here; what is refused is counted by reason.
+"""
+
+import asyncio
+import errno
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from membership import reconcile
+from membership.config import SwimConfig
+from membership.discovery import MdnsBeacon, MdnsConfig, advertised_address, parse_seed
+from membership.effects import (
+    Effect,
+    MemberChanged,
+    PersistEpoch,
+    RecordGossip,
+    SendPacket,
+    SetTimer,
+    WantReconcile,
+)
+from membership.envelope import EnvelopeError, Recent, open_envelope, seal
+from membership.identity import Identity, NodeId, short_id
+from membership.records import Record, RecordTable, encode_body
+from membership.snapshot import Peer, Snapshot, SnapshotFile, next_epoch
+from membership.swim import Swim, Verified
+from membership.trust import TrustError, TrustStore
+from membership.wire import WireError, decode_evidence, decode_packet, encode
+
+EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
+GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
+RECONCILE_TIMEOUT_S = 5.0
+RECONCILE_PAUSE_S = 0.3  # between two push-pulls with one peer
+JOIN_BACKOFF_S = (0.3, 15.0)  # first and longest pause between tries to find somebody
+SERVED_AT_ONCE = 32  # push-pulls served at a time; memberlist allows 128
+HEALTHY_SEARCH_S = 15.0  # a node that has company still looks for strangers, so that islands meet
+
+log = logging.getLogger(__name__)
+
+
+class PortInUse(RuntimeError):
+    """Another program has the port; the text says which and what to do."""
+
+
+class MemberView(msgspec.Struct, frozen=True):
+    node_id: bytes
+    nick: str
+    user: str
+    state: str
+    draining: bool
+    host: str
+    port: int
+    epoch: int
+    incarnation: int
+    since_unix: float
+
+
+class RecordChanged(msgspec.Struct, frozen=True):
+    node: bytes
+    section: str
+
+
+class EventsLost(msgspec.Struct, frozen=True):
+    count: int
+
+
+MembershipEvent = MemberChanged | RecordChanged | EventsLost
+
+
+class Subscription:
+    """A bounded queue of events; what does not fit is dropped and told as EventsLost."""
+
+    def __init__(self) -> None:
+        self._events: deque[MembershipEvent] = deque()
+        self._lost = 0
+        self._wake = asyncio.Event()
+
+    def put(self, event: MembershipEvent) -> None:
+        if len(self._events) >= EVENT_QUEUE:
+            self._lost += 1
+        else:
+            self._events.append(event)
+        self._wake.set()
+
+    async def get(self) -> MembershipEvent:
+        while not self._events:
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                return EventsLost(lost)
+            self._wake.clear()
+            await self._wake.wait()
+        return self._events.popleft()
+
+
+class MembershipNode:
+    def __init__(
+        self,
+        identity: Identity,
+        trust: TrustStore,
+        own_chain: bytes,
+        config: SwimConfig,
+        state_dir: Path,
+        *,
+        bind_host: str,
+        port: int,
+        advertise_host: str | None = None,
+        seeds: Sequence[str] = (),
+        mdns: MdnsConfig | None = None,
+        default_port: int = 7373,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.identity = identity
+        self.trust = trust
+        self.config = config
+        self.port = port
+        self.host = ""
+        self.counters: Counter[str] = Counter()
+        self.problem = ""
+        self._chain = own_chain
+        self._bind_host = bind_host
+        self._advertise_host = advertise_host
+        self._seeds = [parse_seed(seed, default_port) for seed in seeds]
+        self._mdns_config = mdns
+        self._beacon: MdnsBeacon | None = None
+        self._snapshots = SnapshotFile(state_dir / "snapshot.json")
+        self._snapshot = Snapshot()
+        self._rng = rng or random.Random()  # timing and choice, not secrets
+        self._swim: Swim | None = None
+        self._records = RecordTable(trust)
+        self._versions: dict[str, int] = {}
+        self._packets = Recent(8192)
+        self._gossip_seen = Recent(8192)
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._reconciled: dict[tuple[str, int], float] = {}
+        self._candidates: dict[tuple[str, int], NodeId | None] = {}
+        self._transport: asyncio.DatagramTransport | None = None
+        self._server: asyncio.Server | None = None
+        self._serving = 0
+        self._epoch = 0
+        self._stopped = False
+
+    # --- life
+
+    async def start(self) -> None:
+        """Bind, take a new epoch, announce, search. PortInUse or TrustError if that cannot be."""
+        now_unix = time.time()
+        self.standing = self.trust.admit_chain(self._chain, now_unix)
+        if self.standing.node_id != self.identity.node_id:
+            raise TrustError("this node's certificate is for another key: run `mesh join INVITE` again")
+        await self._bind()
+        towards = self._seeds[0][0] if self._seeds else None
+        self.host = self._advertise_host or advertised_address(self._bind_host, towards)
+        self._snapshot = await asyncio.to_thread(self._snapshots.read)
+        if self._snapshots.warning:
+            self.problem = self._snapshots.warning
+        self._epoch = next_epoch(self._snapshot.epoch, int(now_unix * 1000))
+        await self._persist(self._epoch)
+        self._swim = Swim(
+            self.identity.node_id,
+            self.host,
+            self.port,
+            self._epoch,
+            self.config,
+            self._rng,
+            lambda evidence: seal(self.identity, self.trust.mesh_id, "member", encode(evidence)),
+            self._records.root,
+        )
+        self._perform(self._swim.start(_now()))
+        self.publish("trust", self._chain, ttl_s=86_400)
+        if self._mdns_config is not None:
+            self._beacon = MdnsBeacon(
+                self._mdns_config,
+                self.identity.node_id,
+                self.standing.nick,
+                self.trust.mesh_id,
+                self.host,
+                self.port,
+                self._found,
+            )
+        self._spawn(self._search(), "search")
+        self._spawn(self._push_pull_for_ever(), "push-pull")
+        self._spawn(self._look_after(), "upkeep")
+
+    async def stop(self) -> None:
+        """Stop without a word: to the others this is a crash. `leave` first to go in order."""
+        self._stopped = True
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._beacon is not None:
+            await self._beacon.stop()
+        if self._transport is not None:
+            self._transport.close()
+        if self._server is not None:
+            self._server.close()
+
+    async def leave(self) -> None:
+        """Tell everybody that this node goes; three farewells to each, spread over 0.2 s."""
+        if self._swim is None or self._swim.left:
+            return
+        await asyncio.to_thread(self._save_peers)
+        effects = self._swim.leave(_now())
+        third = max(1, len(effects) // 3)
+        for start in range(0, len(effects), third):
+            self._perform(effects[start : start + third])
+            await asyncio.sleep(0.07)
+
+    def set_draining(self, draining: bool) -> None:
+        self._perform(self._core.set_draining(draining, _now()))
+
+    # --- what others use
+
+    def members(self) -> list[MemberView]:
+        """Everybody known, ourselves included."""
+        now, now_unix = _now(), time.time()
+        views = []
+        for member in self._core.table.all():
+            standing = self.trust.standing(member.node, now_unix)
+            views.append(
+                MemberView(
+                    node_id=member.node,
+                    nick=standing.nick if standing is not None else short_id(member.node),
+                    user=standing.user if standing is not None else "",
+                    state=member.state,
+                    draining=member.draining,
+                    host=member.host,
+                    port=member.port,
+                    epoch=member.epoch,
+                    incarnation=member.incarnation,
+                    since_unix=now_unix - (now - member.since),
+                )
+            )
+        return sorted(views, key=lambda view: (view.nick, view.node_id))
+
+    def publish(self, section: str, body: bytes, ttl_s: float) -> None:
+        """Replace our own section; others have it within about a second if it is small."""
+        version = self._versions.get(section, 0) + 1
+        self._versions[section] = version
+        payload = encode_body(self._epoch, version, section, int(time.time() + ttl_s), body)
+        sealed = seal(self.identity, self.trust.mesh_id, "record", payload)
+        applied = self._records.apply(sealed, time.time())
+        if isinstance(applied, Record):
+            self._spread(applied)
+            self._tell(RecordChanged(applied.node, section))
+
+    def withdraw(self, section: str) -> None:
+        """An empty section, which ends soon."""
+        if self._records.get(self.identity.node_id, section) is not None:
+            self.publish(section, b"", ttl_s=300)
+
+    def records(self, prefix: str) -> list[Record]:
+        return [record for record in self._records.section(prefix) if record.body]
+
+    def record(self, node: NodeId, section: str) -> Record | None:
+        record = self._records.get(node, section)
+        return record if record is not None and record.body else None
+
+    def subscribe(self) -> Subscription:
+        subscription = Subscription()
+        self._subscriptions.append(subscription)
+        return subscription
+
+    @property
+    def _core(self) -> Swim:
+        if self._swim is None:
+            raise RuntimeError("the membership node has not been started")
+        return self._swim
+
+    # --- effects
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendPacket():
+                    self._send_packet(effect)
+                case SetTimer(name=name, token=token, at=at):
+                    self._set_timer(name, token, at)
+                case WantReconcile():
+                    self._want_reconcile(effect.host, effect.port)
+                case MemberChanged():
+                    self._tell(effect)
+                case RecordGossip(sealed=sealed):
+                    self._take_record(sealed)
+                case PersistEpoch(epoch=epoch):
+                    self._epoch = epoch
+                    self._spawn(self._persist(epoch), "persist epoch")
+
+    def _send_packet(self, effect: SendPacket) -> None:
+        data = seal(self.identity, self.trust.mesh_id, "swim", encode(effect.packet))
+        assert len(data) <= self.config.packet_bytes, "M9: packets fit"
+        if self._transport is not None and not self._transport.is_closing():
+            self.counters["packets_out"] += 1
+            self._transport.sendto(data, (effect.host, effect.port))
+
+    def _set_timer(self, name: str, token: int, at: float) -> None:
+        old = self._timers.pop(name, None)
+        if old is not None:
+            old.cancel()
+        if not self._stopped:
+            loop = asyncio.get_running_loop()
+            self._timers[name] = loop.call_later(max(0.0, at - _now()), self._fire, name, token)
+
+    def _fire(self, name: str, token: int) -> None:
+        self._perform(self._core.on_timer(name, token, _now()))
+
+    def _tell(self, event: MembershipEvent) -> None:
+        for subscription in self._subscriptions:
+            subscription.put(event)
+
+    def _spread(self, record: Record) -> None:
+        if len(record.sealed) <= GOSSIPED_RECORD_BYTES and self._swim is not None:
+            self._swim.rumours.add("record", record.node + record.section.encode(), record.sealed)
+
+    def _take_record(self, sealed: bytes) -> None:
+        applied = self._records.apply(sealed, time.time())
+        if isinstance(applied, Record):
+            self.counters["records_in"] += 1
+            self._spread(applied)
+            self._tell(RecordChanged(applied.node, applied.section))
+        elif applied in {"invalid", "full"}:
+            self.counters[f"record_{applied}"] += 1
+
+    # --- lane 1
+
+    def _on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
+        self.counters["packets_in"] += 1
+        try:
+            sender, payload = open_envelope(data, self.trust.mesh_id, "swim")
+            if self.trust.standing(sender, time.time()) is None:
+                self.counters["refused_foreign"] += 1
+                self._want_reconcile(*source)
+                return
+            packet = decode_packet(payload)
+        except (EnvelopeError, WireError):
+            self.counters["refused_unsigned"] += 1
+            return
+        if packet.to != self.identity.node_id:
+            self.counters["refused_misdirected"] += 1
+            return
+        if self._packets.seen_before(sender + packet.nonce.to_bytes(8, "big", signed=True)):
+            self.counters["refused_replayed"] += 1
+            return
+        evidence: list[Verified] = []
+        records: list[bytes] = []
+        for kind, sealed in packet.gossip:
+            if kind == "record":
+                records.append(sealed)
+            else:
+                verified = self._verified(sealed)
+                if verified is not None:
+                    evidence.append(verified)
+        self._perform(self._core.on_packet(sender, packet, evidence, records, _now()))
+
+    def _verified(self, sealed: bytes) -> Verified | None:
+        """Evidence whose author and subject are members; None (counted) for anything else."""
+        try:
+            author, payload = open_envelope(sealed, self.trust.mesh_id, "member")
+            evidence = decode_evidence(author, payload)
+        except (EnvelopeError, WireError):
+            self.counters["refused_unsigned"] += 1
+            return None
+        now_unix = time.time()
+        if self.trust.standing(author, now_unix) is None or self.trust.standing(evidence.node, now_unix) is None:
+            self.counters["unknown_author"] += 1  # its certificate comes with a push-pull, and the evidence again
+            return None
+        return author, evidence, sealed
+
+    # --- lane 2
+
+    def _want_reconcile(self, host: str, port: int) -> None:
+        key, now = (host, port), _now()
+        if now - self._reconciled.get(key, -1e9) < RECONCILE_PAUSE_S or self._stopped:
+            return
+        self._reconciled[key] = now
+        if len(self._reconciled) > 4096:
+            self._reconciled = {k: at for k, at in self._reconciled.items() if now - at < 60}
+        self._spawn(self._reconcile_quietly(host, port), f"push-pull {host}:{port}")
+
+    async def _reconcile_quietly(self, host: str, port: int) -> None:
+        try:
+            await self.push_pull(host, port)
+        except (
+            OSError,
+            TimeoutError,
+            asyncio.IncompleteReadError,
+            EnvelopeError,
+            reconcile.FrameError,
+            TrustError,
+        ) as e:
+            self.counters["reconcile_failed"] += 1
+            log.debug("push-pull with %s:%d failed: %s", host, port, e)
+
+    async def push_pull(self, host: str, port: int) -> None:
+        """One push-pull with whoever answers at this address, if it is of our mesh."""
+        async with asyncio.timeout(RECONCILE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                nonce = self._rng.getrandbits(62)
+                await self._write(writer, reconcile.Hello(nonce, self._chain, self._records.digest()))
+                sender, reply = await self._read(reader)
+                if not isinstance(reply, reconcile.Reply) or reply.answers != nonce:
+                    raise reconcile.FrameError("an answer to something else")
+                self._admit(sender, reply.chain)
+                self._take_in(reply.records, reply.evidence)
+                await self._write(writer, self._delta(reply.nonce, reply.digest))
+                await self._read(reader)
+                self.counters["reconciled"] += 1
+            finally:
+                writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._serving >= SERVED_AT_ONCE or self._stopped:
+            writer.close()
+            return
+        self._serving += 1
+        try:
+            async with asyncio.timeout(RECONCILE_TIMEOUT_S):
+                sender, hello = await self._read(reader)
+                if not isinstance(hello, reconcile.Hello):
+                    raise reconcile.FrameError("a push-pull starts with Hello")
+                self._admit(sender, hello.chain)
+                nonce = self._rng.getrandbits(62)
+                records = self._records.missing_from(hello.digest, reconcile.DELTA_BYTES)
+                reply = reconcile.Reply(
+                    nonce,
+                    hello.nonce,
+                    self._chain,
+                    self._records.digest(),
+                    records,
+                    self._core.join_evidence(),
+                )
+                await self._write(writer, reply)
+                again, delta = await self._read(reader)
+                if again != sender or not isinstance(delta, reconcile.Delta) or delta.answers != nonce:
+                    self.counters["refused_replayed"] += 1
+                    raise reconcile.FrameError("an answer to something else")
+                self._take_in(delta.records, delta.evidence)
+                await self._write(writer, reconcile.Done(0, delta.nonce))
+        except (EnvelopeError, reconcile.FrameError):
+            self.counters["refused_unsigned"] += 1
+        except TrustError as error:
+            self.counters["refused_foreign"] += 1
+            log.info("refused a node: %s", error)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            self.counters["reconcile_failed"] += 1
+        finally:
+            self._serving -= 1
+            writer.close()
+
+    def _admit(self, sender: NodeId, chain: bytes) -> None:
+        if self.trust.admit_chain(chain, time.time()).node_id != sender:
+            raise TrustError("a node showed the certificate of another one")
+
+    def _delta(self, answers: int, digest: object) -> reconcile.Delta:
+        records = self._records.missing_from(digest, reconcile.DELTA_BYTES)  # type: ignore[arg-type]
+        return reconcile.Delta(self._rng.getrandbits(62), answers, records, self._core.join_evidence())
+
+    def _take_in(self, records: list[bytes], evidence: list[bytes]) -> None:
+        for sealed in records:
+            self._take_record(sealed)
+        for sealed in evidence:
+            if sealed in self._gossip_seen:
+                continue
+            verified = self._verified(sealed)
+            if verified is not None:
+                self._gossip_seen.seen_before(sealed)
+                self._perform(self._core.on_evidence(*verified, _now()))
+
+    async def _write(self, writer: asyncio.StreamWriter, frame: reconcile.AnyFrame) -> None:
+        data = seal(self.identity, self.trust.mesh_id, "reconcile", reconcile.encode_frame(frame))
+        writer.write(len(data).to_bytes(4, "big") + data)
+        await writer.drain()
+
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[NodeId, reconcile.AnyFrame]:
+        length = int.from_bytes(await reader.readexactly(4), "big")
+        if length > reconcile.FRAME_LIMIT:
+            raise reconcile.FrameError(f"a frame of {length} bytes is over the limit")
+        data = await reader.readexactly(length)
+        sender, payload = open_envelope(data, self.trust.mesh_id, "reconcile")
+        return sender, reconcile.decode_frame(payload)
+
+    # --- searching and upkeep
+
+    def _found(self, node: NodeId, host: str, port: int) -> None:
+        """mDNS saw somebody."""
+        self._candidates[host, port] = node
+        member = self._core.table.get(node)
+        if member is None or not member.present:
+            self._want_reconcile(host, port)
+
+    async def _search(self) -> None:
+        if self._beacon is not None:
+            await self._beacon.start()
+            self.problem = self.problem or self._beacon.problem
+        pause, longest = JOIN_BACKOFF_S
+        while True:
+            present = {(m.host, m.port) for m in self._core.table.present()}
+            for host, port in self._addresses():
+                if (host, port) not in present:
+                    self._want_reconcile(host, port)
+            alone = len(present) <= 1
+            await asyncio.sleep(pause * self._rng.uniform(0.8, 1.2) if alone else HEALTHY_SEARCH_S)
+            pause = min(longest, pause * 1.5) if alone else JOIN_BACKOFF_S[0]
+
+    def _addresses(self) -> list[tuple[str, int]]:
+        remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
+        return list(dict.fromkeys([*self._seeds, *self._candidates, *remembered]))
+
+    async def _push_pull_for_ever(self) -> None:
+        dead_due = _now() + self.config.dead_reconcile_interval_s
+        while True:
+            await asyncio.sleep(self.config.reconcile_interval_s * self._rng.uniform(0.8, 1.2))
+            others = [m for m in self._core.table.all() if m.node != self.identity.node_id]
+            present = [m for m in others if m.present]
+            if present:
+                chosen = self._rng.choice(present)
+                self._want_reconcile(chosen.host, chosen.port)
+            gone = [m for m in others if m.state == "dead"]
+            if gone and _now() >= dead_due:
+                dead_due = _now() + self.config.dead_reconcile_interval_s
+                chosen = self._rng.choice(gone)
+                self._want_reconcile(chosen.host, chosen.port)
+
+    async def _look_after(self) -> None:
+        renew_at = _now() + 6 * 3600
+        while True:
+            await asyncio.sleep(10)
+            for record in self._records.expire(time.time()):
+                self._tell(RecordChanged(record.node, record.section))
+            self._core.forget_long_gone(_now())
+            await asyncio.to_thread(self._save_peers)
+            if _now() >= renew_at:
+                renew_at = _now() + 6 * 3600
+                self.publish("trust", self._chain, ttl_s=86_400)
+
+    def _save_peers(self) -> None:
+        known = {peer.node: peer for peer in self._snapshot.peers}
+        for member in self._core.table.all():
+            if member.node != self.identity.node_id and member.present:
+                known[member.node] = Peer(member.node, member.host, member.port, int(time.time()))
+        newest = sorted(known.values(), key=lambda peer: -peer.seen_unix)[:256]
+        self._snapshot = Snapshot(epoch=self._epoch, peers=tuple(newest))
+        self._snapshots.write(self._snapshot)
+
+    async def _persist(self, epoch: int) -> None:
+        self._snapshot = msgspec.structs.replace(self._snapshot, epoch=epoch)
+        await asyncio.to_thread(self._snapshots.write, self._snapshot)
+
+    async def _bind(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await asyncio.start_server(self._serve, self._bind_host, self.port)
+            self.port = self._server.sockets[0].getsockname()[1]
+            self._transport, _ = await loop.create_datagram_endpoint(
+                lambda: _Datagrams(self), local_addr=(self._bind_host, self.port)
+            )
+        except OSError as error:
+            if self._server is not None:
+                self._server.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"port {self.port} on {self._bind_host} is taken by another program (another mesh daemon?). "
+                    "Stop it, or choose one with --port."
+                ) from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise PortInUse(f"{self._bind_host} is not an address of this machine: see --bind") from error
+            raise
+
+    def _spawn(self, work: object, name: str) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("membership task %s failed", task.get_name(), exc_info=task.exception())
+
+
+class _Datagrams(asyncio.DatagramProtocol):
+    def __init__(self, node: MembershipNode) -> None:
+        self._node = node
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        self._node._on_datagram(data, (addr[0], addr[1]))
+
+    def error_received(self, exc: Exception) -> None:
+        self._node.counters["socket_errors"] += 1
+
+
+def _now() -> float:
+    """Seconds of CLOCK_BOOTTIME: it counts while the machine sleeps, so that a wake-up is seen as one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,58 @@
+"""The push-pull: two nodes show each other their chains and digests and send each other what is missing, over TCP.
+
+client: Hello -> server: Reply (its delta) -> client: Delta -> server: Done. Each frame is signed by its sender and echoes the
+other's nonce, so that a replayed frame answers nothing. Records come before evidence, since they carry the certificates
+that make the evidence's authors known.
+"""
+
+import msgspec
+
+from membership.records import Digest
+
+FRAME_LIMIT = 4 * 1024 * 1024  # a digest of 4096 nodes with 16 sections each
+DELTA_BYTES = 1024 * 1024  # the rest comes with the next exchange
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    nonce: int
+
+
+class Hello(Frame, frozen=True, array_like=True, tag="h"):
+    chain: bytes
+    digest: Digest
+
+
+class Reply(Frame, frozen=True, array_like=True, tag="r"):
+    answers: int
+    chain: bytes
+    digest: Digest
+    records: list[bytes]
+    evidence: list[bytes]
+
+
+class Delta(Frame, frozen=True, array_like=True, tag="d"):
+    answers: int
+    records: list[bytes]
+    evidence: list[bytes]
+
+
+class Done(Frame, frozen=True, array_like=True, tag="e"):
+    answers: int
+
+
+AnyFrame = Hello | Reply | Delta | Done
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of a push-pull."""
+
+
+_decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
+encode_frame = msgspec.msgpack.encode
+
+
+def decode_frame(payload: bytes) -> AnyFrame:
+    try:
+        return _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"not a push-pull frame: {error}") from error

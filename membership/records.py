@@ -1,0 +1,156 @@
+"""Lane 2: signed, single-writer, expiring sections of state, replaced whole and relayed verbatim.
+
+Whole replacement removes tombstones: what is absent from the next version is gone. A signed expiry makes collection
+deterministic: nobody can spread an expired record again (scuttlebutt's and chitchat's troubles, chitchat issue 161).
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Literal
+
+import msgspec
+
+from membership.envelope import EnvelopeError, open_envelope
+from membership.trust import TrustError, TrustStore
+
+MAX_BODY_BYTES = 16 * 1024
+MAX_SECTIONS = 512  # of one node; a node that runs or watches more jobs than that publishes no more
+MAX_LIFE_S = 30 * 86_400
+MAX_NODES = 4096
+CLOCK_GRACE_S = 120  # a record from a node whose clock is ahead by less than this is not too long-lived
+ROOT_BYTES = 8
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    epoch: int
+    version: int
+    section: str
+    not_after_unix: int
+    body: bytes
+
+
+class Record(msgspec.Struct, frozen=True):
+    node: bytes
+    epoch: int
+    version: int
+    section: str
+    not_after_unix: int
+    body: bytes
+    sealed: bytes
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.epoch, self.version)
+
+
+Ignored = Literal["invalid", "unknown author", "not newer", "expired", "full"]
+Digest = list[tuple[bytes, str, int, int]]
+
+_decoder = msgspec.msgpack.Decoder(Body)
+
+
+def encode_body(epoch: int, version: int, section: str, not_after_unix: int, body: bytes) -> bytes:
+    """The payload to seal as kind `record`; ValueError if it is too large to travel."""
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"a section holds at most {MAX_BODY_BYTES} bytes, {section!r} has {len(body)}")
+    return msgspec.msgpack.encode(Body(epoch, version, section, not_after_unix, body))
+
+
+class RecordTable:
+    def __init__(self, trust: TrustStore) -> None:
+        self._trust = trust
+        self._records: dict[bytes, dict[str, Record]] = {}
+        self._root = 0
+
+    def apply(self, sealed: bytes, now_unix: float) -> Record | Ignored:
+        """Take in a record from anywhere: the record if it is news, else why it was ignored."""
+        try:
+            node, payload = open_envelope(sealed, self._trust.mesh_id, "record")
+            body = _decoder.decode(payload)
+        except (EnvelopeError, msgspec.MsgspecError):
+            return "invalid"
+        if not body.section or len(body.section) > 128 or len(body.body) > MAX_BODY_BYTES:
+            return "invalid"
+        if body.version < 0 or body.epoch < 0 or body.not_after_unix > now_unix + MAX_LIFE_S + CLOCK_GRACE_S:
+            return "invalid"
+        if body.not_after_unix <= now_unix:
+            return "expired"
+        if body.section == "trust" and not self._admit(node, body.body, now_unix):
+            return "invalid"
+        if self._trust.standing(node, now_unix) is None:
+            return "unknown author"
+        record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, body.body, sealed)
+        sections = self._records.get(node)
+        known = sections.get(body.section) if sections is not None else None
+        if known is not None and record.order <= known.order:
+            return "not newer"
+        if known is None and (len(sections or ()) >= MAX_SECTIONS or len(self._records) >= MAX_NODES):
+            return "full"
+        self._put(record)
+        return record
+
+    def get(self, node: bytes, section: str) -> Record | None:
+        return self._records.get(node, {}).get(section)
+
+    def section(self, prefix: str) -> Iterator[Record]:
+        """All records of this section, or of all sections below `prefix` if it ends with a slash."""
+        for sections in list(self._records.values()):
+            for record in list(sections.values()):
+                if record.section == prefix or (prefix.endswith("/") and record.section.startswith(prefix)):
+                    yield record
+
+    def expire(self, now_unix: float) -> list[Record]:
+        """Drop and return what has expired."""
+        gone = [r for r in self._all() if r.not_after_unix <= now_unix]
+        for record in gone:
+            self._root ^= _fingerprint(record)
+            sections = self._records[record.node]
+            del sections[record.section]
+            if not sections:
+                del self._records[record.node]
+        return gone
+
+    def root(self) -> bytes:
+        """Equal tables have equal roots; 8 bytes travel in every ping and ack."""
+        return self._root.to_bytes(ROOT_BYTES, "big")
+
+    def digest(self) -> Digest:
+        return [(r.node, r.section, r.epoch, r.version) for r in self._all()]
+
+    def missing_from(self, digest: Digest, limit_bytes: int) -> list[bytes]:
+        """What a peer with this digest lacks, most urgent first, up to a size: trust, then nodes new to it, then the rest."""
+        theirs = {(node, section): (epoch, version) for node, section, epoch, version in digest}
+        nodes = {node for node, *_ in digest}
+        news = [r for r in self._all() if r.order > theirs.get((r.node, r.section), (-1, -1))]
+        news.sort(key=lambda r: (r.section != "trust", r.node in nodes, not r.section.startswith("jobs/")))
+        chosen: list[bytes] = []
+        for record in news:
+            limit_bytes -= len(record.sealed) + 8
+            if limit_bytes < 0:
+                break
+            chosen.append(record.sealed)
+        return chosen
+
+    def _all(self) -> Iterator[Record]:
+        for sections in self._records.values():
+            yield from sections.values()
+
+    def _put(self, record: Record) -> None:
+        sections = self._records.setdefault(record.node, {})
+        before = sections.get(record.section)
+        if before is not None:
+            assert record.order > before.order, "S2: sections only advance"
+            self._root ^= _fingerprint(before)
+        sections[record.section] = record
+        self._root ^= _fingerprint(record)
+
+    def _admit(self, node: bytes, chain: bytes, now_unix: float) -> bool:
+        try:
+            return self._trust.admit_chain(chain, now_unix).node_id == node
+        except TrustError:
+            return False
+
+
+def _fingerprint(record: Record) -> int:
+    key = record.node + record.section.encode() + b"\0%d.%d" % (record.epoch, record.version)
+    return int.from_bytes(blake2b(key, digest_size=ROOT_BYTES).digest(), "big")

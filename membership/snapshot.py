@@ -1,0 +1,66 @@
+"""What a node must not forget: its epoch, and the addresses of peers it has seen.
+
+The epoch is written and fsynced before the first packet of a run, and grows with every run, so that a reborn node
+outranks every rumour about its former life. Dead peers' addresses are kept too: after an outage of everything they are
+the way back (serf issue 333).
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+PEERS_KEPT = 256
+
+
+class Peer(msgspec.Struct, frozen=True):
+    node: bytes
+    host: str
+    port: int
+    seen_unix: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    epoch: int = 0
+    peers: tuple[Peer, ...] = ()
+
+
+_decoder = msgspec.json.Decoder(Snapshot)
+
+
+class SnapshotFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.warning = ""
+
+    def read(self) -> Snapshot:
+        """The last snapshot; a damaged one is moved aside, with a warning, and costs only some discovery."""
+        try:
+            return _decoder.decode(self.path.read_bytes())
+        except FileNotFoundError:
+            return Snapshot()
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            aside = self.path.with_suffix(".damaged")
+            self.path.replace(aside)
+            self.warning = f"{self.path} could not be read ({error}); moved to {aside}, starting afresh"
+            return Snapshot()
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Durable and atomic: temporary file, fsync, rename, fsync of the directory."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".new")
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.encode(snapshot))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+        descriptor = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def next_epoch(saved: int, wall_ms: int) -> int:
+    """Above every epoch this node has used, even if its disk was wiped and its clock is merely roughly right."""
+    return max(saved + 1, wall_ms)

@@ -1,0 +1,403 @@
+"""SWIM (Das, Gupta, Motivala 2002) with Lifeguard, as a state machine without I/O.
+
+Each interval one member is pinged, in a shuffled round; a silent one is pinged through relays; one that stays silent is
+suspected, may refute by raising its incarnation, and is declared dead when the suspicion runs out. All news spreads as
+rumours on these packets. Time, randomness and the signing of our own evidence come from outside.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+from membership.config import SwimConfig
+from membership.effects import (
+    Effect,
+    MemberChanged,
+    PersistEpoch,
+    RecordGossip,
+    SendPacket,
+    SetTimer,
+    WantReconcile,
+)
+from membership.health import Health
+from membership.member import Member, MemberTable
+from membership.rumours import RumourQueue
+from membership.suspicion import Suspicion
+from membership.wire import (
+    Ack,
+    Alive,
+    AnyEvidence,
+    AnyPacket,
+    Dead,
+    Gossip,
+    Left,
+    Nack,
+    Ping,
+    PingRequest,
+    Rumours,
+    Suspect,
+)
+
+Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed bytes
+
+PACKET_OVERHEAD = 97 + 32 + 9 + 10 + 34 + 24  # envelope, to, nonce, root, a target, framing: generously
+RELAY_S = 4.0  # a relayed ping's answer is passed on for so long
+LEAVE_ROUNDS = 3  # farewells are sent to everyone this often; two may be lost
+
+
+class _Probe:
+    def __init__(self, target: bytes, nonce: int) -> None:
+        self.target = target
+        self.nonce = nonce
+        self.acked = False
+        self.expected_nacks = 0
+        self.nacks: set[bytes] = set()
+
+
+class Swim:
+    """One node's view. `seal_evidence` signs what we say ourselves; packets are signed by the shell."""
+
+    def __init__(
+        self,
+        node: bytes,
+        host: str,
+        port: int,
+        epoch: int,
+        config: SwimConfig,
+        rng: Random,
+        seal_evidence: Callable[[AnyEvidence], bytes],
+        root: Callable[[], bytes],
+    ) -> None:
+        self.node = node
+        self.config = config
+        self.table = MemberTable(config.max_members)
+        self.health = Health(config.health_max)
+        self.rumours = RumourQueue(config.retransmit_multiplier)
+        self.left = False
+        self._host, self._port = host, port
+        self._epoch, self._incarnation, self._draining = epoch, 0, False
+        self._rng = rng
+        self._seal = seal_evidence
+        self._root = root
+        self._round: list[bytes] = []
+        self._probe: _Probe | None = None
+        self._relays: dict[int, tuple[bytes, int, float]] = {}
+        self._suspicions: dict[bytes, Suspicion] = {}
+        self._tokens: dict[str, int] = {}
+        self._count = 0
+
+    # --- life
+
+    def start(self, now: float) -> list[Effect]:
+        self._announce(now)
+        stagger = self._rng.random()
+        return [
+            self._timer("probe", now + self.config.probe_interval_s * stagger),
+            self._timer("gossip", now + self.config.gossip_interval_s * stagger),
+        ]
+
+    def set_draining(self, draining: bool, now: float) -> list[Effect]:
+        """Tell everyone that this node is about to leave (or not any more)."""
+        if draining == self._draining:
+            return []
+        self._draining = draining
+        self._incarnation += 1
+        self._announce(now)
+        return [MemberChanged(self.node, "alive", "alive", draining), *self._gossip(now)]
+
+    def leave(self, now: float) -> list[Effect]:
+        """Say farewell to everyone at once."""
+        self.left = True
+        farewell = Left(node=self.node, epoch=self._epoch, incarnation=self._incarnation)
+        sealed = self._seal(farewell)
+        self.table.apply(farewell, sealed, now)
+        gossip: Gossip = (("member", sealed),)
+        effects: list[Effect] = []
+        for _ in range(LEAVE_ROUNDS):
+            effects += [self._send(member, self._rumours(member, gossip)) for member in self._others()]
+        return effects
+
+    def join_evidence(self) -> list[bytes]:
+        """Everything we know of members, for a push-pull: each one's own word, and what outranks it."""
+        known: list[bytes] = []
+        for member in self.table.all():
+            known.append(member.alive_sealed)
+            if member.verdict_sealed is not None:
+                known.append(member.verdict_sealed)
+        return known
+
+    def forget_long_gone(self, now: float) -> None:
+        """Drop members that have been dead or gone for so long that no rumour about them is left anywhere."""
+        for member in self.table.all():
+            if not member.present and now - member.since > self.config.dead_forget_s:
+                self.table.forget(member.node)
+
+    def set_address(self, host: str, port: int, now: float) -> None:
+        """A new address of our own, told as a new incarnation."""
+        if (host, port) != (self._host, self._port):
+            self._host, self._port = host, port
+            self._incarnation += 1
+            self._announce(now)
+
+    # --- packets
+
+    def on_packet(
+        self, sender: bytes, packet: AnyPacket, evidence: list[Verified], records: list[bytes], now: float
+    ) -> list[Effect]:
+        """A verified packet from a known member; `evidence` and `records` are its verified rumours."""
+        effects: list[Effect] = [RecordGossip(sealed) for sealed in records]
+        for item in evidence:
+            effects += self.on_evidence(*item, now)
+        member = self.table.get(sender)
+        if member is None or self.left:
+            return effects
+        match packet:
+            case Ping():
+                ack = Ack(to=sender, nonce=self._nonce(), root=self._root(), gossip=(), answers=packet.nonce)
+                effects.append(self._send(member, ack))
+                effects += self._differs(member, packet.root)
+            case Ack():
+                effects += self._on_ack(member, packet, now)
+            case PingRequest():
+                effects += self._relay(member, packet, now)
+            case Nack():
+                if self._probe is not None and packet.answers == self._probe.nonce:
+                    self._probe.nacks.add(sender)
+            case Rumours():
+                pass
+        return effects
+
+    def on_evidence(self, author: bytes, evidence: AnyEvidence, sealed: bytes, now: float) -> list[Effect]:
+        """One verified piece of news, from a packet or a push-pull."""
+        if evidence.node == self.node:
+            return self._about_me(evidence, now)
+        suspicion = self._suspicions.get(evidence.node)
+        if isinstance(evidence, Suspect) and suspicion is not None:
+            member = self.table.get(evidence.node)
+            if (
+                member is not None
+                and (evidence.epoch, evidence.incarnation) == (member.epoch, member.incarnation)
+                and suspicion.confirm(author)
+            ):
+                self.rumours.add("member", evidence.node + author, sealed)
+                return [self._timer(_suspicion_timer(evidence.node), suspicion.deadline)]
+        change = self.table.apply(evidence, sealed, now)
+        if change is None:
+            return []
+        before, after = change
+        self.rumours.add("member", after.node, sealed)
+        return self._changed(before, after, author, now)
+
+    # --- timers
+
+    def on_timer(self, name: str, token: int, now: float) -> list[Effect]:
+        if self._tokens.get(name) != token or self.left:
+            return []
+        if name == "probe":
+            return self._next_probe(now)
+        if name == "probe-timeout":
+            return self._indirect(now)
+        if name == "gossip":
+            return [*self._gossip(now), self._timer("gossip", now + self.config.gossip_interval_s)]
+        if name.startswith("suspect-"):
+            return self._suspicion_over(bytes.fromhex(name.removeprefix("suspect-")), now)
+        return []
+
+    # --- probing
+
+    def _next_probe(self, now: float) -> list[Effect]:
+        effects = self._close_probe(now)
+        target = self._next_target()
+        interval = self.health.scaled(self.config.probe_interval_s)
+        effects.append(self._timer("probe", now + interval))
+        if target is None:
+            return effects
+        self._probe = _Probe(target.node, self._nonce())
+        gossip: Gossip = ()
+        if target.state == "suspect" and target.verdict_sealed is not None:
+            gossip = (("member", target.verdict_sealed),)  # Lifeguard's buddy: let it refute at once
+        ping = Ping(to=target.node, nonce=self._probe.nonce, root=self._root(), gossip=gossip)
+        return [
+            *effects,
+            self._send(target, ping),
+            self._timer("probe-timeout", now + self.config.probe_timeout_s),
+        ]
+
+    def _next_target(self) -> Member | None:
+        while True:
+            if not self._round:
+                self._round = [member.node for member in self._others()]
+                self._rng.shuffle(self._round)
+                if not self._round:
+                    return None
+            member = self.table.get(self._round.pop())
+            if member is not None and member.present:
+                return member
+
+    def _indirect(self, now: float) -> list[Effect]:
+        probe = self._probe
+        if probe is None or probe.acked:
+            return []
+        helpers = [m for m in self._others() if m.node != probe.target and m.state == "alive"]
+        helpers = self._rng.sample(helpers, min(self.config.indirect_probes, len(helpers)))
+        probe.expected_nacks = len(helpers)
+        effects: list[Effect] = []
+        for helper in helpers:
+            request = PingRequest(to=helper.node, nonce=probe.nonce, root=self._root(), gossip=(), target=probe.target)
+            effects.append(self._send(helper, request))
+        return effects
+
+    def _close_probe(self, now: float) -> list[Effect]:
+        probe, self._probe = self._probe, None
+        if probe is None:
+            return []
+        if probe.acked:
+            self.health.better()
+            return []
+        self.health.worse(max(0, probe.expected_nacks - len(probe.nacks)) if probe.expected_nacks else 1)
+        member = self.table.get(probe.target)
+        if member is None or member.state != "alive":
+            return self._confirm(member, now) if member is not None else []
+        accusation = Suspect(node=member.node, epoch=member.epoch, incarnation=member.incarnation)
+        return self.on_evidence(self.node, accusation, self._seal(accusation), now)
+
+    def _confirm(self, member: Member, now: float) -> list[Effect]:
+        """We too got no answer from a suspect: an independent confirmation."""
+        if member.state != "suspect":
+            return []
+        accusation = Suspect(node=member.node, epoch=member.epoch, incarnation=member.incarnation)
+        return self.on_evidence(self.node, accusation, self._seal(accusation), now)
+
+    def _on_ack(self, member: Member, packet: Ack, now: float) -> list[Effect]:
+        probe = self._probe
+        if probe is not None and packet.answers == probe.nonce:
+            probe.acked = True
+        relay = self._relays.pop(packet.answers, None)
+        effects = self._differs(member, packet.root)
+        if relay is not None and relay[2] > now:
+            asker = self.table.get(relay[0])
+            if asker is not None:
+                ack = Ack(to=asker.node, nonce=self._nonce(), root=self._root(), gossip=(), answers=relay[1])
+                effects.append(self._send(asker, ack))
+        return effects
+
+    def _relay(self, asker: Member, packet: PingRequest, now: float) -> list[Effect]:
+        target = self.table.get(packet.target)
+        self._relays = {nonce: relay for nonce, relay in self._relays.items() if relay[2] > now}
+        # The nack says "I am here, and it has not answered yet"; an ack may still follow.
+        nack = Nack(to=asker.node, nonce=self._nonce(), root=self._root(), gossip=(), answers=packet.nonce)
+        effects: list[Effect] = [self._send(asker, nack)]
+        if target is not None:
+            ping = Ping(to=target.node, nonce=self._nonce(), root=self._root(), gossip=())
+            self._relays[ping.nonce] = (asker.node, packet.nonce, now + RELAY_S)
+            effects.append(self._send(target, ping))
+        return effects
+
+    # --- news
+
+    def _about_me(self, evidence: AnyEvidence, now: float) -> list[Effect]:
+        if isinstance(evidence, Alive | Left):
+            # Our own word, older or from another machine with our key; the shell's epoch rule keeps us above it.
+            if evidence.epoch > self._epoch:
+                return self._outbid(evidence.epoch + 1, now)
+            return []
+        if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
+            return []
+        self.health.worse()
+        if evidence.epoch > self._epoch:
+            return self._outbid(evidence.epoch + 1, now)
+        self._incarnation = evidence.incarnation + 1
+        self._announce(now)
+        return []
+
+    def _outbid(self, epoch: int, now: float) -> list[Effect]:
+        self._epoch, self._incarnation = epoch, 0
+        self._announce(now)
+        return [PersistEpoch(epoch)]
+
+    def _announce(self, now: float) -> None:
+        me = Alive(
+            node=self.node,
+            epoch=self._epoch,
+            incarnation=self._incarnation,
+            host=self._host,
+            port=self._port,
+            draining=self._draining,
+        )
+        sealed = self._seal(me)
+        self.table.apply(me, sealed, now)
+        self.rumours.add("member", self.node, sealed)
+
+    def _changed(self, before: Member | None, after: Member, author: bytes, now: float) -> list[Effect]:
+        was = before.state if before is not None else ""
+        effects: list[Effect] = []
+        if after.state != "suspect":
+            self._suspicions.pop(after.node, None)
+            self._tokens.pop(_suspicion_timer(after.node), None)
+        elif was != "suspect" or (before is not None and before.order[:2] != after.order[:2]):
+            suspicion = Suspicion(self.config, len(self.table.present()), author, now)
+            self._suspicions[after.node] = suspicion
+            effects.append(self._timer(_suspicion_timer(after.node), suspicion.deadline))
+        if before is None or before.state != after.state or before.draining != after.draining:
+            effects.append(MemberChanged(after.node, after.state, was, after.draining))
+        if before is None:
+            self._round.insert(self._rng.randint(0, len(self._round)), after.node)
+            effects.append(WantReconcile(after.node, after.host, after.port))
+        return effects
+
+    def _suspicion_over(self, node: bytes, now: float) -> list[Effect]:
+        member = self.table.get(node)
+        if member is None or member.state != "suspect":
+            return []
+        verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
+        return self.on_evidence(self.node, verdict, self._seal(verdict), now)
+
+    def _differs(self, member: Member, root: bytes) -> list[Effect]:
+        return [WantReconcile(member.node, member.host, member.port)] if root != self._root() else []
+
+    def _gossip(self, now: float) -> list[Effect]:
+        if not len(self.rumours):
+            return []
+        others = self._others()
+        # Some who are thought dead hear the news too, so that they can refute it (memberlist's gossip-to-the-dead).
+        dead = [m for m in self.table.all() if m.state == "dead" and now - m.since < 30.0]
+        chosen = self._rng.sample(others, min(self.config.gossip_fanout, len(others)))
+        if dead:
+            chosen.append(self._rng.choice(dead))
+        effects: list[Effect] = []
+        for member in chosen:
+            gossip = self.rumours.take(self.config.packet_bytes - PACKET_OVERHEAD, len(self.table))
+            if gossip:
+                effects.append(self._send_whole(member, self._rumours(member, gossip)))
+        return effects
+
+    # --- small things
+
+    def _others(self) -> list[Member]:
+        return [member for member in self.table.present() if member.node != self.node]
+
+    def _rumours(self, member: Member, gossip: Gossip) -> Rumours:
+        return Rumours(to=member.node, nonce=self._nonce(), root=self._root(), gossip=gossip)
+
+    def _send(self, member: Member, packet: AnyPacket) -> SendPacket:
+        """Send, with as many rumours as still fit."""
+        from msgspec.structs import replace
+
+        used = PACKET_OVERHEAD + sum(len(sealed) + 12 for _, sealed in packet.gossip)
+        more = self.rumours.take(self.config.packet_bytes - used, len(self.table))
+        extra = tuple(item for item in more if item not in packet.gossip)
+        return self._send_whole(member, replace(packet, gossip=packet.gossip + extra))
+
+    def _send_whole(self, member: Member, packet: AnyPacket) -> SendPacket:
+        return SendPacket(member.node, member.host, member.port, packet)
+
+    def _nonce(self) -> int:
+        return self._rng.getrandbits(62)
+
+    def _timer(self, name: str, at: float) -> SetTimer:
+        self._count += 1
+        self._tokens[name] = self._count
+        return SetTimer(name, self._count, at)
+
+
+def _suspicion_timer(node: bytes) -> str:
+    return "suspect-" + node.hex()

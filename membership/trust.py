@@ -1,0 +1,248 @@
+"""Who belongs: a signed genesis, and chains of certificates from its roots to each node.
+
+A mesh is its genesis document; the mesh id is the document's hash and stands in every signature. A node is admitted by a
+chain root -> admitter -> node of at most three certificates. An invite is a certificate for a throw-away key that may
+sign exactly one more level, together with that key, the genesis and some addresses: whoever holds the string can join
+without any server. "Single use" cannot be enforced without a coordinator and is not claimed.
+"""
+
+import base64
+import os
+from hashlib import blake2b
+
+import msgspec
+
+from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.identity import Identity, NodeId, short_id
+
+MAX_CHAIN = 3
+CLOCK_GRACE_S = 120  # certificates of nodes whose clocks differ by this much still hold
+NODE_CERTIFICATE_S = 90 * 86_400  # short enough that a lost laptop ends by itself; as Let's Encrypt
+ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # a root that ends kills its mesh (Nebula issue 712)
+_GENESIS_ID = b"\0" * 16  # the genesis is signed before its own id exists
+
+
+class TrustError(ValueError):
+    """This node, chain or invite is not one of the mesh's; the text says which rule refused it."""
+
+
+class Genesis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    roots: tuple[bytes, ...]
+    created_unix: int
+    salt: bytes
+
+
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    subject: bytes
+    nick: str
+    user: str
+    roles: tuple[str, ...]
+    can_admit: bool
+    not_before: int
+    not_after: int
+    serial: bytes
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """A member as its chain shows it."""
+
+    node_id: bytes
+    nick: str
+    user: str
+    roles: tuple[str, ...]
+    can_admit: bool
+    not_after: int
+
+
+class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    genesis: bytes
+    seed: bytes
+    chain: bytes
+    seeds: tuple[str, ...]
+    not_after: int
+
+
+_genesis_decoder = msgspec.msgpack.Decoder(Genesis)
+_certificate_decoder = msgspec.msgpack.Decoder(Certificate)
+_chain_decoder = msgspec.msgpack.Decoder(list[bytes])
+_invite_decoder = msgspec.msgpack.Decoder(Invite)
+
+
+def genesis_id(genesis_bytes: bytes) -> bytes:
+    return blake2b(genesis_bytes, digest_size=16, person=b"mesh-genesis").digest()
+
+
+class TrustStore:
+    """The mesh's rules and the chains this node has seen. Nothing enters but through `admit_chain`."""
+
+    def __init__(self, genesis_bytes: bytes) -> None:
+        try:
+            self.founder, payload = open_envelope(genesis_bytes, _GENESIS_ID, "genesis")
+            self.genesis = _genesis_decoder.decode(payload)
+        except (EnvelopeError, msgspec.MsgspecError) as error:
+            raise TrustError(f"not a mesh's genesis document: {error}") from error
+        if self.founder not in self.genesis.roots:
+            raise TrustError("the genesis document is not signed by one of its roots")
+        self.genesis_bytes = genesis_bytes
+        self.mesh_id = genesis_id(genesis_bytes)
+        self.revoked: set[NodeId] = set()
+        self._members: dict[NodeId, Standing] = {}
+
+    def admit_chain(self, chain: bytes, now_unix: float) -> Standing:
+        """Check a chain and remember its node; TrustError says which link failed and why."""
+        standing = self.check_chain(chain, now_unix)
+        known = self._members.get(standing.node_id)
+        if known is None or standing.not_after >= known.not_after:
+            self._members[standing.node_id] = standing
+        return self._members[standing.node_id]
+
+    def check_chain(self, chain: bytes, now_unix: float) -> Standing:
+        try:
+            links = _chain_decoder.decode(chain)
+        except msgspec.MsgspecError as error:
+            raise TrustError(f"not a certificate chain: {error}") from error
+        if not 1 <= len(links) <= MAX_CHAIN:
+            raise TrustError(f"a chain has 1 to {MAX_CHAIN} certificates, this one has {len(links)}")
+        issuers, certificate = set(self.genesis.roots), None
+        for link in links:
+            issuer, certificate = self._open_link(link)
+            if issuer not in issuers:
+                raise TrustError(f"{short_id(issuer)} may not admit nodes to mesh {self.genesis.name!r}")
+            if issuer in self.revoked or certificate.subject in self.revoked:
+                raise TrustError(f"the key of {certificate.nick or short_id(certificate.subject)} was revoked")
+            if now_unix < certificate.not_before - CLOCK_GRACE_S:
+                raise TrustError(f"the certificate of {certificate.nick!r} is not valid yet: is the clock right?")
+            if now_unix > certificate.not_after + CLOCK_GRACE_S:
+                raise TrustError(f"the certificate of {certificate.nick!r} has ended: ask for a new `mesh invite`")
+            issuers = {certificate.subject} if certificate.can_admit else set()
+        assert certificate is not None
+        return Standing(
+            node_id=certificate.subject,
+            nick=certificate.nick,
+            user=certificate.user,
+            roles=certificate.roles,
+            can_admit=certificate.can_admit,
+            not_after=certificate.not_after,
+        )
+
+    def standing(self, node_id: NodeId, now_unix: float) -> Standing | None:
+        """The member with this key, while its certificate holds and it is not revoked."""
+        standing = self._members.get(node_id)
+        if standing is None or node_id in self.revoked or now_unix > standing.not_after + CLOCK_GRACE_S:
+            return None
+        return standing
+
+    def _open_link(self, link: bytes) -> tuple[NodeId, Certificate]:
+        try:
+            issuer, payload = open_envelope(link, self.mesh_id, "certificate")
+            certificate = _certificate_decoder.decode(payload)
+        except (EnvelopeError, msgspec.MsgspecError) as error:
+            raise TrustError(f"a certificate of the chain is not valid in this mesh: {error}") from error
+        if len(certificate.subject) != 32 or len(certificate.nick) > 64 or len(certificate.user) > 64:
+            raise TrustError("a certificate of the chain has impossible fields")
+        return issuer, certificate
+
+
+def found_mesh(identity: Identity, name: str, nick: str, user: str, now_unix: float) -> tuple[bytes, bytes]:
+    """A new mesh whose only root is this node: its genesis document and the founder's own chain."""
+    if not 1 <= len(name) <= 64:
+        raise TrustError("a mesh's name has 1 to 64 characters")
+    genesis = Genesis(name=name, roots=(identity.node_id,), created_unix=int(now_unix), salt=os.urandom(16))
+    genesis_bytes = seal(identity, _GENESIS_ID, "genesis", msgspec.msgpack.encode(genesis))
+    own = _certify(
+        identity, genesis_id(genesis_bytes), identity.node_id, nick, user, True, now_unix, ROOT_CERTIFICATE_S
+    )
+    return genesis_bytes, msgspec.msgpack.encode([own])
+
+
+def make_invite(
+    identity: Identity,
+    chain: bytes,
+    genesis_bytes: bytes,
+    seeds: tuple[str, ...],
+    ttl_s: float,
+    now_unix: float,
+) -> str:
+    """One string that lets its holder join until `ttl_s` from now."""
+    store = TrustStore(genesis_bytes)
+    if not store.check_chain(chain, now_unix).can_admit:
+        raise TrustError("this node may not admit others: run `mesh invite` on the node that founded the mesh")
+    guest = Identity.generate()
+    link = _certify(identity, store.mesh_id, guest.node_id, "invite", "", True, now_unix, ttl_s)
+    links = [*_chain_decoder.decode(chain), link]
+    if len(links) > MAX_CHAIN - 1:
+        links = links[-(MAX_CHAIN - 1) :]
+    # A root's own certificate is not needed to prove what the root signed.
+    if identity.node_id in store.genesis.roots:
+        links = [link]
+    invite = Invite(
+        genesis=genesis_bytes,
+        seed=guest.seed,
+        chain=msgspec.msgpack.encode(links),
+        seeds=seeds,
+        not_after=int(now_unix + ttl_s),
+    )
+    body = msgspec.msgpack.encode(invite)
+    return "mesh1-" + base64.urlsafe_b64encode(body + _checksum(body)).decode().rstrip("=")
+
+
+def parse_invite(text: str, now_unix: float) -> Invite:
+    """Read an invite string; TrustError that says whether it is cut off, damaged or too old."""
+    text = "".join(text.split())
+    if not text.startswith("mesh1-"):
+        raise TrustError("an invite starts with 'mesh1-': copy the whole line that `mesh invite` printed")
+    try:
+        plain = text.removeprefix("mesh1-")
+        data = base64.b64decode(plain + "=" * (-len(plain) % 4), altchars=b"-_", validate=True)
+    except ValueError as error:
+        raise TrustError("the invite is damaged or cut off: copy it again, whole") from error
+    body, checksum = data[:-4], data[-4:]
+    if _checksum(body) != checksum:
+        raise TrustError("the invite is damaged or cut off: copy it again, whole")
+    try:
+        invite = _invite_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise TrustError(f"the invite was made by another version of campus-mesh: {error}") from error
+    if len(invite.seed) != 32:
+        raise TrustError("the invite holds no key")
+    if now_unix > invite.not_after + CLOCK_GRACE_S:
+        raise TrustError("the invite has ended: ask for a new one (`mesh invite`)")
+    return invite
+
+
+def accept_invite(invite: Invite, node_id: NodeId, nick: str, user: str, now_unix: float) -> bytes:
+    """The joiner's own chain, signed with the invite's key."""
+    store = TrustStore(invite.genesis)
+    host = Identity(invite.seed)
+    own = _certify(host, store.mesh_id, node_id, nick, user, False, now_unix, NODE_CERTIFICATE_S)
+    chain = msgspec.msgpack.encode([*_chain_decoder.decode(invite.chain), own])
+    store.check_chain(chain, now_unix)
+    return chain
+
+
+def _certify(
+    issuer: Identity,
+    mesh_id: bytes,
+    subject: NodeId,
+    nick: str,
+    user: str,
+    can_admit: bool,
+    now: float,
+    life_s: float,
+) -> bytes:
+    certificate = Certificate(
+        subject=subject,
+        nick=nick[:64],
+        user=user[:64],
+        roles=("provider", "user"),
+        can_admit=can_admit,
+        not_before=int(now),
+        not_after=int(now + life_s),
+        serial=os.urandom(8),
+    )
+    return seal(issuer, mesh_id, "certificate", msgspec.msgpack.encode(certificate))
+
+
+def _checksum(body: bytes) -> bytes:
+    return blake2b(body, digest_size=4, person=b"mesh-invite").digest()

@@ -1,0 +1,103 @@
+"""What travels: evidence about members (signed by its author, relayed verbatim) and the packets that carry it."""
+
+from typing import Literal
+
+import msgspec
+
+MAX_EPOCH = 2**62
+
+
+class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    node: bytes
+    epoch: int
+    incarnation: int
+
+
+class Alive(Evidence, frozen=True, array_like=True, tag="a"):
+    """Said by the node of itself: I am here, at this address; `draining` while I am about to leave."""
+
+    host: str
+    port: int
+    draining: bool
+
+
+class Left(Evidence, frozen=True, array_like=True, tag="l"):
+    """Said by the node of itself: I go, in order."""
+
+
+class Suspect(Evidence, frozen=True, array_like=True, tag="s"):
+    """Said by an accuser: it did not answer me or my relays."""
+
+
+class Dead(Evidence, frozen=True, array_like=True, tag="d"):
+    """Said by an accuser: my suspicion ran out."""
+
+
+AnyEvidence = Alive | Left | Suspect | Dead
+GossipKind = Literal["member", "record"]
+Gossip = tuple[tuple[GossipKind, bytes], ...]
+
+
+class Packet(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """`to` binds a packet to its receiver, `nonce` makes each one new, `root` is the sender's record table's hash."""
+
+    to: bytes
+    nonce: int
+    root: bytes
+    gossip: Gossip
+
+
+class Ping(Packet, frozen=True, array_like=True, tag="p"):
+    pass
+
+
+class Ack(Packet, frozen=True, array_like=True, tag="a"):
+    """`answers` is the nonce of the ping."""
+
+    answers: int
+
+
+class PingRequest(Packet, frozen=True, array_like=True, tag="r"):
+    target: bytes
+
+
+class Nack(Packet, frozen=True, array_like=True, tag="n"):
+    answers: int
+
+
+class Rumours(Packet, frozen=True, array_like=True, tag="g"):
+    pass
+
+
+AnyPacket = Ping | Ack | PingRequest | Nack | Rumours
+
+
+class WireError(ValueError):
+    """Bytes that are no packet or evidence of this protocol."""
+
+
+_packet_decoder: msgspec.msgpack.Decoder[AnyPacket] = msgspec.msgpack.Decoder(AnyPacket)
+_evidence_decoder: msgspec.msgpack.Decoder[AnyEvidence] = msgspec.msgpack.Decoder(AnyEvidence)
+encode = msgspec.msgpack.encode
+
+
+def decode_packet(payload: bytes) -> AnyPacket:
+    try:
+        return _packet_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a packet: {error}") from error
+
+
+def decode_evidence(author: bytes, payload: bytes) -> AnyEvidence:
+    """Evidence, if its author may give it: only the node itself says that it is alive or has left."""
+    try:
+        evidence = _evidence_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not evidence: {error}") from error
+    if isinstance(evidence, Alive | Left) and evidence.node != author:
+        raise WireError("only a node itself says that it is alive or has left")
+    if not (0 <= evidence.epoch < MAX_EPOCH and 0 <= evidence.incarnation < MAX_EPOCH):
+        raise WireError("impossible epoch or incarnation")
+    if isinstance(evidence, Alive) and not (0 < evidence.port < 65536 and 0 < len(evidence.host) <= 64):
+        raise WireError("impossible address")
+    return evidence

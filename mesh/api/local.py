@@ -1,0 +1,175 @@
+"""What a daemon answers to its own machine's command line: JSON over a unix socket that only its owner can open."""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
+from mesh.jobs.spec import SpecError
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+SCHEMA = 1  # of every answer; grows when a field changes its meaning
+
+log = logging.getLogger(__name__)
+
+
+class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids."""
+
+    argv: list[str]
+    name: str = ""
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    image: str | None = None
+    engine: str | None = None
+    gpus: int = 0
+    vram_mib: int = 0
+    memory_mib: int | None = None
+    cpus: float | None = None
+    zone: str | None = None
+    ckpt: str | None = None
+    ckpt_mode: str = "stable"
+    ckpt_to: list[str] = []
+    replicas: int = 2
+    keep: int = 2
+    grace_s: float | None = None
+    retries: int = 0
+    on_exit_0: str = "resume"
+
+
+class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    grace_s: float | None = None
+    now: bool = False
+
+
+class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    paused: bool
+
+
+class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ttl_s: float = 86_400.0
+
+
+class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    destination: str
+
+
+T = TypeVar("T")
+
+
+async def _read(request: web.Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise MeshError(f"the request is not understood: {error}", ExitCode.USAGE) from error
+
+
+def application(daemon: "Daemon") -> web.Application:
+    async def status(request: web.Request) -> Any:
+        return daemon.describe()
+
+    async def nodes(request: web.Request) -> Any:
+        return {"nodes": daemon.nodes()}
+
+    async def jobs(request: web.Request) -> Any:
+        return {"jobs": daemon.job_list()}
+
+    async def job(request: web.Request) -> Any:
+        return await daemon.job_detail(request.match_info["job"])
+
+    async def submit(request: web.Request) -> Any:
+        return await daemon.submit(await _read(request, SubmitOrder))
+
+    async def cancel(request: web.Request) -> Any:
+        return daemon.cancel(request.match_info["job"])
+
+    async def why(request: web.Request) -> Any:
+        return await daemon.why(request.match_info["job"])
+
+    async def pull(request: web.Request) -> Any:
+        return await daemon.pull(request.match_info["job"], (await _read(request, PullOrder)).destination)
+
+    async def events(request: web.Request) -> Any:
+        after = request.query.get("after", "0")
+        if not after.isdigit():
+            raise MeshError("after must be a number", ExitCode.USAGE)
+        return {"events": await daemon.events(request.query.get("job"), int(after))}
+
+    async def pause(request: web.Request) -> Any:
+        return await daemon.set_paused((await _read(request, PauseOrder)).paused)
+
+    async def reclaim(request: web.Request) -> Any:
+        order = await _read(request, ReclaimOrder)
+        return await daemon.reclaim(order.grace_s, order.now)
+
+    async def down(request: web.Request) -> Any:
+        order = await _read(request, ReclaimOrder)
+        return daemon.ask_down(order.grace_s, order.now)
+
+    async def invite(request: web.Request) -> Any:
+        return {"invite": daemon.invite((await _read(request, InviteOrder)).ttl_s)}
+
+    async def logs(request: web.Request) -> web.StreamResponse:
+        lines = daemon.follow_log(request.match_info["job"], request.query.get("follow") == "1")
+        first = await anext(lines, b"")  # an unknown job is an error, not an empty log
+        response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
+        await response.prepare(request)
+        await response.write(first)
+        async for piece in lines:
+            await response.write(piece)
+        await response.write_eof()
+        return response
+
+    app = web.Application(client_max_size=1 << 20)
+    routes: list[tuple[str, str, Callable[[web.Request], Awaitable[Any]]]] = [
+        ("GET", "/v1/status", status),
+        ("GET", "/v1/nodes", nodes),
+        ("GET", "/v1/jobs", jobs),
+        ("POST", "/v1/jobs", submit),
+        ("GET", "/v1/jobs/{job}", job),
+        ("POST", "/v1/jobs/{job}/cancel", cancel),
+        ("GET", "/v1/jobs/{job}/why", why),
+        ("POST", "/v1/jobs/{job}/pull", pull),
+        ("GET", "/v1/jobs/{job}/log", logs),
+        ("GET", "/v1/events", events),
+        ("POST", "/v1/pause", pause),
+        ("POST", "/v1/reclaim", reclaim),
+        ("POST", "/v1/down", down),
+        ("POST", "/v1/invite", invite),
+    ]
+    for method, path, handler in routes:
+        app.router.add_route(method, path, _answering(handler))
+    return app
+
+
+def _answering(
+    handler: Callable[[web.Request], Awaitable[Any]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Answers as JSON; errors as JSON with the text for people and the exit code."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            result = await handler(request)
+        except MeshError as error:
+            return _problem(str(error), error.code)
+        except SpecError as error:
+            return _problem(str(error), ExitCode.USAGE)
+        except (OSError, RuntimeError) as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return _problem(str(error) or type(error).__name__, ExitCode.ERROR)
+        if isinstance(result, web.StreamResponse):
+            return result
+        return web.json_response({"schema": SCHEMA, **result})
+
+    return answer
+
+
+def _problem(text: str, code: ExitCode) -> web.Response:
+    body = json.dumps({"schema": SCHEMA, "error": text, "exit_code": int(code)})
+    return web.Response(status=HTTP_STATUS.get(code, 500), text=body, content_type="application/json")

@@ -1,0 +1,98 @@
+"""Calls to other nodes: signed requests over TLS 1.3, pinned to the certificate each node publishes in its `facts`."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from membership.identity import Identity, NodeId, short_id
+from mesh.api.auth import HEADER, sign_request
+
+CONNECT_TIMEOUT_S = 3.0  # a LAN peer answers in milliseconds; this one is gone
+CALL_TIMEOUT_S = 20.0
+
+
+class PeerError(RuntimeError):
+    """A peer could not be reached or refused; the text names the peer and the reason."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """What a node publishes about how to reach it. Later versions may add fields."""
+
+    api_port: int
+    fingerprint: bytes
+    version: str
+
+
+class Address(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    fingerprint: bytes
+
+
+class PeerClient:
+    """`lookup` gives a node's address from the gossiped facts, or None while it is not known."""
+
+    def __init__(self, identity: Identity, mesh_id: bytes, lookup: Callable[[NodeId], Address | None]) -> None:
+        self._identity = identity
+        self._mesh_id = mesh_id
+        self._lookup = lookup
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=256, limit_per_host=16, keepalive_timeout=30)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(
+        self, node: NodeId, method: str, path: str, body: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
+    ) -> bytes:
+        """A small signed call; the whole answer."""
+        try:
+            async with asyncio.timeout(timeout_s), self.stream(node, method, path, body) as response:
+                return await response.read()
+        except TimeoutError as error:
+            raise PeerError(f"node {short_id(node)} did not answer within {timeout_s:g} s") from error
+
+    @asynccontextmanager
+    async def stream(
+        self, node: NodeId, method: str, path: str, body: bytes | AsyncIterator[bytes]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A signed call whose answer, and perhaps body, is streamed. PeerError on anything but success."""
+        address = self._lookup(node)
+        if address is None or self._session is None:
+            raise PeerError(f"no address is known for node {short_id(node)}")
+        whole = body if isinstance(body, bytes) else None
+        signed = sign_request(
+            self._identity, self._mesh_id, node, method, path, whole, os.urandom(16), int(time.time())
+        )
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        arguments: dict[str, Any] = {"data": body, "headers": {HEADER: signed}}
+        try:
+            async with self._session.request(
+                method,
+                f"https://{host}:{address.port}{path}",
+                ssl=aiohttp.Fingerprint(address.fingerprint),
+                **arguments,
+            ) as response:
+                if response.status >= 400:
+                    text = (await response.content.read(2000)).decode(errors="replace")
+                    raise PeerError(f"node {short_id(node)} answered {response.status}: {text}", response.status)
+                yield response
+        except aiohttp.ServerFingerprintMismatch as error:
+            raise PeerError(f"node {short_id(node)} shows another certificate than it published") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise PeerError(f"node {short_id(node)} at {address.host}:{address.port}: {error}") from error

@@ -1,0 +1,295 @@
+"""`mesh run`, `submit`, `ps`, `logs`, `why`, `cancel`, `pull`, `events`: what a user does with jobs."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.terminal import DURATION, SIZE, ago, client, json_option, print_json, table
+from mesh.client import Client
+
+OVER = {"done", "failed", "cancelled"}
+POLL_S = 0.3
+
+_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--gpus", type=click.IntRange(0, 4096), default=0, show_default=True, help="GPUs the job needs."),
+    click.option("--vram", type=SIZE, default=0, help="Memory each GPU must have, as 20g."),
+    click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
+    click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
+    click.option("--image", help="Container image; without one the job is a plain process."),
+    click.option("--engine", type=click.Choice(["process", "docker"]), help="Insist on an engine."),
+    click.option("--name", default="", help="A name to call the job by."),
+    click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable. Repeatable."),
+    click.option("--ckpt", metavar="DIR", help="Directory, inside the working directory, that holds checkpoints."),
+    click.option(
+        "--ckpt-mode",
+        type=click.Choice(["rename", "marker", "stable"]),
+        default="stable",
+        show_default=True,
+        help="How a checkpoint shows that it is complete (docs/job-contract.md).",
+    ),
+    click.option("--ckpt-to", metavar="NODE,NODE", help="Nodes that are to hold the checkpoints."),
+    click.option("--replicas", type=click.IntRange(0, 16), default=2, show_default=True, help="Copies on other nodes."),
+    click.option("--grace", type=DURATION, help="What the job needs to save at a notice (default 30s)."),
+    click.option(
+        "--retries",
+        type=click.IntRange(0, 1000),
+        default=0,
+        show_default=True,
+        help="Errors to forgive. Departures never count.",
+    ),
+    click.option("--zone", help="Only nodes of this zone."),
+    click.option(
+        "--workdir", type=click.Path(file_okay=False), default=".", help="Directory to take along (default: here)."
+    ),
+    click.option("--no-workdir", is_flag=True, help="Take nothing along."),
+]
+
+
+def _job_options(function: Any) -> Any:
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)(function)
+
+
+def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The body of a submission from the command line's values."""
+    env = {}
+    for pair in options["env"]:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env")
+        env[key] = value
+    return {
+        "argv": list(command),
+        "name": options["name"],
+        "env": env,
+        "workdir": None if options["no_workdir"] else str(Path(options["workdir"]).resolve()),
+        "image": options["image"],
+        "engine": options["engine"],
+        "gpus": options["gpus"],
+        "vram_mib": options["vram"],
+        "memory_mib": options["memory"],
+        "cpus": options["cpus"],
+        "zone": options["zone"],
+        "ckpt": options["ckpt"],
+        "ckpt_mode": options["ckpt_mode"],
+        "ckpt_to": [name for name in (options["ckpt_to"] or "").split(",") if name],
+        "replicas": options["replicas"],
+        "grace_s": options["grace"],
+        "retries": options["retries"],
+    }
+
+
+def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = daemon.post("/v1/jobs", make_order(command, options), timeout_s=600)
+    if answer["warning"]:
+        click.echo(f"mesh: {answer['warning']}", err=True)
+    return answer
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@_job_options
+@json_option
+@click.pass_context
+def submit(ctx: click.Context, /, command: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Submit COMMAND to the mesh. Prints the job's id; the rest goes to standard error."""
+    answer = _submit(client(ctx), command, options)
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(answer["job"])
+    short = answer["job"][:8]
+    size = f" with {answer['workdir_bytes'] / 2**20:.1f} MiB of files" if answer["workdir_bytes"] else ""
+    click.echo(f"submitted{size}; {answer['witnesses']} nodes keep its record. Next:", err=True)
+    for line in (f"mesh logs -f {short}", f"mesh why {short}", f"mesh cancel {short}"):
+        click.echo(f"  {line}", err=True)
+
+
+@click.command()
+@_job_options
+@click.option("--out", metavar="DIR", help="Fetch the job's published files into DIR when it is done.")
+@click.pass_context
+def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **options: Any) -> None:
+    """Run COMMAND on the mesh and follow its output. Ctrl-C once: leave it running; twice: cancel it."""
+    daemon = client(ctx)
+    job = _submit(daemon, command, options)["job"]
+    click.echo(f"job {job[:8]} submitted", err=True)
+    try:
+        _follow(daemon, job)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\nstill running; `mesh logs -f {job[:8]}` follows it again. Ctrl-C once more cancels it.", err=True
+        )
+        try:
+            time.sleep(2.0)
+        except KeyboardInterrupt:
+            daemon.post(f"/v1/jobs/{job}/cancel")
+            click.echo("cancelled", err=True)
+            ctx.exit(int(ExitCode.JOB_CANCELLED))
+        ctx.exit(0)
+    state = daemon.get(f"/v1/jobs/{job}")["job"]
+    outcome = state["outcome"]
+    if out is not None and outcome is not None:
+        answer = daemon.post(f"/v1/jobs/{job}/pull", {"destination": str(Path(out).resolve())}, timeout_s=3600)
+        click.echo(f"{answer['files']} files in {answer['destination']}", err=True)
+    ctx.exit(exit_code(state))
+
+
+def exit_code(state: dict[str, Any]) -> int:
+    """What `run` exits with: the job's own code, or 103 if it was cancelled."""
+    outcome = state["outcome"]
+    if outcome is None:
+        return int(ExitCode.ERROR)
+    if outcome["kind"] == "cancelled":
+        return int(ExitCode.JOB_CANCELLED)
+    if outcome["kind"] == "failed":
+        return int(outcome["exit_code"] or ExitCode.JOB_FAILED)
+    return 0
+
+
+def _follow(daemon: Client, job: str) -> None:
+    """Output to stdout; moves and waits to stderr."""
+    told = ""
+    while True:
+        for piece in daemon.stream(f"/v1/jobs/{job}/log?follow=1"):
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+        state = daemon.get(f"/v1/jobs/{job}")["job"]
+        words = f"{state['state']}: {state['detail']}" if state["detail"] else state["state"]
+        if words != told:
+            click.echo(f"mesh: {words}", err=True)
+            told = words
+        if state["state"] in OVER:
+            return
+        time.sleep(POLL_S)
+
+
+@click.command()
+@click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too.")
+@json_option
+@click.pass_context
+def ps(ctx: click.Context, everything: bool, as_json: bool) -> None:
+    """List jobs, as this node knows them."""
+    answer = client(ctx).get("/v1/jobs")
+    shown = [job for job in answer["jobs"] if everything or job["state"] not in OVER]
+    if as_json:
+        print_json({**answer, "jobs": shown})
+        return
+    rows = []
+    for job in shown:
+        progress = "-"
+        if job["step"] is not None:
+            progress = f"{job['step']}/{job['of']}" if job["of"] else str(job["step"])
+        kept = "-"
+        if job["checkpoint"] is not None:
+            kept = f"{ago(job['checkpoint']['created_unix_ms'])} ago on {len(job['checkpoint']['holders'])}"
+        rows.append(
+            [
+                job["job"][:8],
+                job["name"] or "-",
+                job["user"],
+                job["state"],
+                job["node"] or "-",
+                str(max(0, len(job["attempts"]) - 1)),
+                progress,
+                kept,
+                job["detail"] or job["command"],
+            ]
+        )
+    table(["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "COMMAND"], rows)
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.pass_context
+def logs(ctx: click.Context, job: str, follow: bool) -> None:
+    """Show a job's output, over all its attempts, wherever it ran."""
+    daemon = client(ctx)
+    if follow:
+        _follow(daemon, daemon.get(f"/v1/jobs/{job}")["job"]["job"])
+        return
+    for piece in daemon.stream(f"/v1/jobs/{job}/log"):
+        sys.stdout.buffer.write(piece)
+    sys.stdout.buffer.flush()
+
+
+@click.command()
+@click.argument("job")
+@json_option
+@click.pass_context
+def why(ctx: click.Context, job: str, as_json: bool) -> None:
+    """Explain where a job runs or why it waits: the ranking of all nodes, with reasons."""
+    answer = client(ctx).get(f"/v1/jobs/{job}/why")
+    if as_json:
+        print_json(answer)
+        return
+    where = f" on {answer['node']}" if answer["node"] else ""
+    click.echo(
+        f"job {answer['job'][:8]} is {answer['state']}{where}" + (f": {answer['detail']}" if answer["detail"] else "")
+    )
+    for attempt in answer["attempts"]:
+        click.echo(f"  attempt {attempt['number']} on {attempt['node']}: {attempt['reason'] or 'under way'}")
+    click.echo("for its next attempt: " + answer["explanation"][0])
+    rows = [
+        [str(place), candidate["nick"], str(candidate["weight"]), f"advert {candidate['advert_version']}"]
+        for place, candidate in enumerate(answer["candidates"], 1)
+    ]
+    rows += [["-", refusal["nick"], "-", "; ".join(refusal["reasons"])] for refusal in answer["refused"]]
+    if rows:
+        table(["RANK", "NODE", "SURVIVAL/64", "WHY"], rows)
+
+
+@click.command()
+@click.argument("job")
+@click.pass_context
+def cancel(ctx: click.Context, job: str) -> None:
+    """End a job. What it has published or saved so far stays readable."""
+    daemon = client(ctx)
+    answer = daemon.post(f"/v1/jobs/{job}/cancel")
+    if answer["already"]:
+        click.echo(f"job {answer['job'][:8]} is {answer['state']} already")
+        return
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        if daemon.get(f"/v1/jobs/{answer['job']}")["job"]["state"] in OVER:
+            click.echo(f"job {answer['job'][:8]} cancelled")
+            return
+        time.sleep(0.1)
+    click.echo(f"job {answer['job'][:8]} is asked to end; it will when a majority of its witnesses can be reached")
+
+
+@click.command()
+@click.argument("job")
+@click.argument("directory", type=click.Path(file_okay=False))
+@json_option
+@click.pass_context
+def pull(ctx: click.Context, job: str, directory: str, as_json: bool) -> None:
+    """Fetch what a finished JOB published ($MESH_OUT_DIR) into DIRECTORY."""
+    answer = client(ctx).post(f"/v1/jobs/{job}/pull", {"destination": str(Path(directory).resolve())}, timeout_s=3600)
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"{answer['files']} files, {answer['bytes']} bytes in {answer['destination']}")
+
+
+@click.command()
+@click.argument("job", required=False)
+@json_option
+@click.pass_context
+def events(ctx: click.Context, job: str | None, as_json: bool) -> None:
+    """What this node saw happen, to one JOB or to all."""
+    answer = client(ctx).get("/v1/events" + (f"?job={job}" if job else ""))
+    if as_json:
+        print_json(answer)
+        return
+    for event in answer["events"]:
+        at = time.strftime("%H:%M:%S", time.localtime(event["unix_ms"] / 1000))
+        click.echo(f"{at}  {event['actor']:<12} {(event['job'] or '-')[:8]:<8}  {event['text']}")
+    if not answer["events"] and job:
+        raise MeshError("this node saw nothing of it", ExitCode.NOT_FOUND)

@@ -1,0 +1,106 @@
+"""`mesh`: the group of all commands, in the order in which a newcomer meets them."""
+
+import sys
+
+import click
+
+from mesh.api.errors import MeshError
+
+SECTIONS: dict[str, list[tuple[str, str, str]]] = {
+    "Use the mesh": [
+        ("run", "mesh.cli.jobs", "Run a command on the mesh and follow it"),
+        ("submit", "mesh.cli.jobs", "Submit a command and return at once"),
+        ("ps", "mesh.cli.jobs", "List jobs"),
+        ("logs", "mesh.cli.jobs", "Show a job's output, over all its attempts"),
+        ("why", "mesh.cli.jobs", "Explain where a job runs, or why it waits"),
+        ("cancel", "mesh.cli.jobs", "End a job"),
+        ("pull", "mesh.cli.jobs", "Fetch a finished job's published files"),
+        ("events", "mesh.cli.jobs", "What this node saw happen to jobs"),
+        ("nodes", "mesh.cli.nodes", "List nodes, and what they lend"),
+    ],
+    "Lend your machine": [
+        ("up", "mesh.cli.nodes", "Start this node's daemon"),
+        ("down", "mesh.cli.nodes", "Leave: guests save and move on, then the daemon ends"),
+        ("pause", "mesh.cli.nodes", "Take no new guests"),
+        ("resume", "mesh.cli.nodes", "Take guests again"),
+        ("reclaim", "mesh.cli.nodes", "Take the machine back from its guests"),
+        ("status", "mesh.cli.nodes", "This node's own state"),
+    ],
+    "Found or join a mesh": [
+        ("init", "mesh.cli.trust", "Found a mesh"),
+        ("invite", "mesh.cli.trust", "Print a string that lets its holder join"),
+        ("join", "mesh.cli.trust", "Join a mesh by an invite"),
+    ],
+    "Try it": [
+        ("demo", "mesh.cli.demo", "Watch a training survive three departures"),
+        ("devstack", "mesh.cli.devstack", "Several real daemons on this machine"),
+    ],
+}
+
+
+class Mesh(click.Group):
+    """Commands are imported when they are called, so that the command line answers at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for rows in SECTIONS.values() for name, _, _ in rows]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from importlib import import_module
+
+        for rows in SECTIONS.values():
+            for name, module, _ in rows:
+                if name == cmd_name:
+                    command = getattr(import_module(module), name)
+                    assert isinstance(command, click.Command)
+                    return command
+        return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], self.list_commands(ctx), 1)
+            hint = f" Did you mean `mesh {near[0]}`?" if near else " `mesh --help` lists them."
+            raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, rows in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, help_text) for name, _, help_text in rows])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except MeshError as error:
+            click.echo(f"mesh: {error}", err=True)
+            ctx.exit(int(error.code))
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader (head, less) has had enough
+            ctx.exit(0)
+
+
+@click.group(
+    cls=Mesh,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 no daemon, 4 not found, 5 refused, 6 nobody can run it, "
+    "124 timed out; `run` passes the job's own code through.",
+)
+@click.option("--state", metavar="DIR", help="State directory (default: $MESH_STATE, or ~/.local/state/campus-mesh).")
+@click.version_option(package_name="campus-mesh", prog_name="mesh")
+@click.pass_context
+def cli(ctx: click.Context, state: str | None) -> None:
+    """Lend and borrow lab GPUs on a campus LAN. No server, no admin.
+
+    The owner always wins; the guest never loses work.
+    """
+    ctx.obj = state
+
+
+def main() -> None:
+    try:
+        cli(prog_name="mesh")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,225 @@
+"""`mesh up`, `down`, `pause`, `resume`, `reclaim`, `status`, `nodes`: a machine's own place in the mesh."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesh.api.errors import MeshError
+from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
+from mesh.config import Layout
+
+START_TIMEOUT_S = 30.0
+
+
+def start_daemon(where: Layout, overrides: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a daemon of its own session, logging to its state directory."""
+    with where.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mesh.daemon", "--state", str(where.root), "--overrides", json.dumps(overrides)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def wait_ready(where: Layout, process: subprocess.Popen[bytes], timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+    """Its status once it answers; MeshError with its last words if it does not come up."""
+    from mesh.client import Client
+
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise MeshError(last_words(where.log))
+        if where.socket.exists():
+            try:
+                status: dict[str, Any] = Client(where.socket).get("/v1/status", timeout_s=5)
+                if status["pid"] == process.pid:
+                    return status
+            except MeshError:
+                pass
+        time.sleep(0.05)
+    raise MeshError(f"the daemon did not answer within {timeout_s:g} s; its log is {where.log}")
+
+
+def last_words(log: Path) -> str:
+    """The daemon's own message, without the log around it."""
+    lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+    spoken = [line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: ")]
+    return spoken[-1] if spoken else f"the daemon ended at once; its log is {log}"
+
+
+@click.command()
+@click.option(
+    "--join", multiple=True, metavar="HOST:PORT", help="Where another node is, if mDNS cannot find it. Repeatable."
+)
+@click.option("--lend", is_flag=True, help="Lend this machine: its GPUs, and --slots for jobs without one.")
+@click.option("--slots", type=click.IntRange(0, 1024), help="Jobs without a GPU at a time (default 1).")
+@click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: all).")
+@click.option("--port", type=click.IntRange(0, 65535), help="Gossip port, UDP and TCP (default 7373).")
+@click.option("--api-port", type=click.IntRange(0, 65535), help="Port for direct calls, TLS (default 7374).")
+@click.option("--zone", help="Building or room, for placement.")
+@click.option("--no-mdns", is_flag=True, help="Do not announce or look for nodes by multicast.")
+@click.option("--engine", "engines", multiple=True, type=click.Choice(["process", "docker"]), help="Engines to offer.")
+@click.option(
+    "--allow-process-guests", is_flag=True, help="Run others' jobs without a container. They could read your files."
+)
+@click.option(
+    "--profile", type=click.Choice(["lan", "local"]), help="Timings: lan, or local for many daemons on one machine."
+)
+@click.option("--foreground", is_flag=True, help="Stay in the foreground; Ctrl-C leaves in order.")
+@json_option
+@click.pass_context
+def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -> None:
+    """Start this node. It finds the others by itself (mDNS, remembered peers, --join)."""
+    where = layout(ctx)
+    if client(ctx).alive():
+        raise MeshError("a daemon runs here already: `mesh status` shows it, `mesh down` stops it")
+    overrides = {
+        key: value for key, value in options.items() if value is not None and value is not False and value != ()
+    }
+    if overrides.pop("no_mdns", False):
+        overrides["mdns"] = False
+    if overrides.pop("allow_process_guests", False):
+        overrides["process_engine_for"] = "all"
+        click.echo(
+            "mesh: guests of the process engine run as you, without a sandbox: they can read and change your files",
+            err=True,
+        )
+    try:
+        where.root.mkdir(parents=True, exist_ok=True)
+        if foreground:
+            command = [sys.executable, "-m", "mesh.daemon", "--state", str(where.root)]
+            os.execv(sys.executable, [*command, "--overrides", json.dumps(overrides)])
+        status = wait_ready(where, start_daemon(where, overrides))
+    except OSError as error:
+        raise MeshError(f"cannot write {where.root}: {error.strerror}. Name another place with --state DIR.") from error
+    if as_json:
+        print_json(status)
+        return
+    click.echo(f"{status['nick']} is up in mesh {status['mesh']!r} at {status['address']}, {lending_words(status)}")
+    if status["problem"]:
+        click.echo(f"mesh: {status['problem']}", err=True)
+    click.echo("next: `mesh nodes` lists the others; `mesh run -- COMMAND` runs something", err=True)
+
+
+def lending_words(status: dict[str, Any]) -> str:
+    if status["paused"]:
+        return "lending paused (`mesh resume`)"
+    return "lending" if status["lending"] else "not lending"
+
+
+@click.command()
+@click.option("--grace", type=DURATION, help="How long guests may take to save (default 30s).")
+@click.option("--now", is_flag=True, help="Kill guests at once.")
+@click.pass_context
+def down(ctx: click.Context, grace: float | None, now: bool) -> None:
+    """Leave the mesh: guests save, their state is shipped, the node says farewell, the daemon ends."""
+    answer = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
+    pid, guests = answer["pid"], answer["guests"]
+    if guests:
+        click.echo(f"{guests} guests {'are killed' if now else 'save and move on'} ...", err=True)
+    try:
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        raise MeshError("it goes on leaving in the background; `mesh down --now` hurries it") from None
+    click.echo("down")
+
+
+@click.command()
+@click.pass_context
+def pause(ctx: click.Context) -> None:
+    """Take no new guests; those that run stay. Remembered over restarts."""
+    guests = client(ctx).post("/v1/pause", {"paused": True})["guests"]
+    click.echo("paused" + (f"; {guests} guests still run (`mesh reclaim` sends them away)" if guests else ""))
+
+
+@click.command()
+@click.pass_context
+def resume(ctx: click.Context) -> None:
+    """Lend (again)."""
+    client(ctx).post("/v1/pause", {"paused": False})
+    click.echo("lending")
+
+
+@click.command()
+@click.option("--grace", type=DURATION, help="How long guests may take to save (default 30s).")
+@click.option("--now", is_flag=True, help="Kill guests at once; they go on from their last checkpoint.")
+@json_option
+@click.pass_context
+def reclaim(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> None:
+    """Take the machine back. Guests save within the grace, and move on; lending is paused until `mesh resume`."""
+    answer = client(ctx).post("/v1/reclaim", {"grace_s": grace, "now": now}, timeout_s=None)
+    if as_json:
+        print_json(answer)
+        return
+    count = len(answer["reclaimed"])
+    click.echo(
+        f"yours again after {answer['seconds']:.1f} s; {count} guests have gone" if count else "yours; nobody was here"
+    )
+
+
+@click.command()
+@json_option
+@click.option("--log", is_flag=True, help="Show the end of the daemon's log instead.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool, log: bool) -> None:
+    """This node: who it is, what it lends, whom it has refused."""
+    if log:
+        path = layout(ctx).log
+        if not path.exists():
+            raise MeshError(f"there is no log yet at {path}")
+        click.echo("\n".join(path.read_text(errors="replace").splitlines()[-50:]))
+        return
+    answer = client(ctx).get("/v1/status")
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"{answer['nick']} ({answer['node']})")
+    click.echo(f"  user {answer['user']}, mesh {answer['mesh']!r}, {answer['address']}, {lending_words(answer)}")
+    click.echo(f"  {answer['alive']} nodes alive, {len(answer['guests'])} guests here")
+    refused = {key: count for key, count in answer["counters"].items() if key.startswith("refused") and count}
+    if refused:
+        click.echo(
+            "  refused messages: " + ", ".join(f"{key.removeprefix('refused_')} {n}" for key, n in refused.items())
+        )
+    if answer["problem"]:
+        click.echo(f"  problem: {answer['problem']}")
+
+
+@click.command()
+@json_option
+@click.pass_context
+def nodes(ctx: click.Context, as_json: bool) -> None:
+    """List the nodes of the mesh and what they lend."""
+    answer = client(ctx).get("/v1/nodes")
+    if as_json:
+        print_json(answer)
+        return
+    rows = []
+    for node in answer["nodes"]:
+        lends = "-"
+        if node["lending"]:
+            parts = [f"{node['gpus_free']}/{len(node['gpus'])} GPUs"] if node["gpus"] else []
+            parts += [f"{node['slots_free']}/{node['slots']} slots"] if node["slots"] else []
+            lends = ", ".join(parts)
+        rows.append(
+            [
+                node["nick"] + (" *" if node["me"] else ""),
+                node["state"],
+                ago(node["since_unix"] * 1000),
+                lends,
+                str(node["jobs"]),
+                ",".join(node["engines"]) or "-",
+                node["user"],
+                node["address"],
+            ]
+        )
+    table(["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"], rows)

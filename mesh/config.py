@@ -1,0 +1,137 @@
+"""Where a node keeps its state, and the few settings its owner may write down (TOML, `config.toml` in the state directory).
+
+Unknown keys and wrong types are errors that name the line's key: a typo must never silently mean "default".
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
+API_PORT = 7374
+
+Profile = Literal["lan", "local"]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the text names the file, the key and the reason."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One node's settings. `profile` picks the gossip timings: `lan`, or `local` for many daemons on one machine."""
+
+    nick: str = ""
+    bind: str = "0.0.0.0"
+    advertise: str = ""
+    port: int = GOSSIP_PORT
+    api_port: int = API_PORT
+    zone: str = ""
+    profile: Profile = "lan"
+    join: tuple[str, ...] = ()
+    mdns: bool = True
+    lend: bool = False
+    slots: int = 1
+    accepts: tuple[str, ...] = ("*",)
+    process_engine_for: Literal["own", "all"] = "own"
+    engines: tuple[str, ...] = ("process", "docker")
+    lease_s: float = 15.0
+    grace_s: float = 30.0
+    store_quota_gib: float | None = None
+
+
+def state_directory(explicit: str | None = None) -> Path:
+    """`--state`, else $MESH_STATE, else $XDG_STATE_HOME/campus-mesh, else ~/.local/state/campus-mesh."""
+    chosen = explicit or os.environ.get("MESH_STATE")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "campus-mesh"
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The files of one node's state directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def key(self) -> Path:
+        return self.root / "node.key"
+
+    @property
+    def genesis(self) -> Path:
+        return self.root / "genesis"
+
+    @property
+    def chain(self) -> Path:
+        return self.root / "chain"
+
+    @property
+    def seeds(self) -> Path:
+        return self.root / "seeds"
+
+    @property
+    def tls(self) -> Path:
+        return self.root / "tls.pem"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.sqlite"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def gossip(self) -> Path:
+        return self.root / "gossip"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "daemon.log"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "daemon.lock"
+
+    @property
+    def socket(self) -> Path:
+        """The daemon's local socket; a long state path falls back to a short name (107 bytes fit in sun_path)."""
+        near = self.root / "mesh.sock"
+        if len(os.fsencode(near)) <= 100:
+            return near
+        from hashlib import blake2b
+
+        tag = blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
+        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{tag}.sock"
+
+
+def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
+    """The file's settings, if there is one, with `overrides` (from the command line) on top."""
+    values: dict[str, object] = {}
+    if path.exists():
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+    values |= overrides
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for label, port in [("port", settings.port), ("api_port", settings.api_port)]:
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{path}: {label} must be 0 to 65535, not {port}")
+    if not 0 <= settings.slots <= 1024:
+        raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
+    return settings

@@ -1,0 +1,112 @@
+"""The one protocol behind which guests run, and the part of the job contract that every engine keeps (docs/job-contract.md)."""
+
+from typing import Protocol
+
+import msgspec
+
+
+class EngineError(RuntimeError):
+    """A guest could not be started or handled; the text says why and what to do next."""
+
+
+class BadCommand(EngineError):
+    """The command cannot be run: not found or not executable. Another node would fare no better."""
+
+
+class BadImage(EngineError):
+    """The image is not on this node."""
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
+
+    `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
+    """
+
+    job: str
+    attempt: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    work_dir: str
+    ckpt_dir: str
+    out_dir: str
+    ctl_dir: str
+    log_path: str
+    node: str
+    grace_s: float
+    resume: str | None = None
+    image: str | None = None
+    gpu_uuids: tuple[str, ...] = ()
+    memory_mib: int | None = None
+    cpus: float | None = None
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """`code` is the exit status, or 128 + the signal that ended it."""
+
+    code: int
+    oom: bool = False
+    detail: str = ""
+
+
+class Availability(msgspec.Struct, frozen=True):
+    """Whether an engine can run here, in words; `isolation` says what a guest is kept from, and what not."""
+
+    ok: bool
+    detail: str
+    isolation: str = ""
+
+
+class Guest(Protocol):
+    """One running attempt."""
+
+    async def wait(self) -> Exit: ...
+
+    async def terminate(self) -> bool:
+        """Send SIGTERM if the guest catches it; whether it does."""
+        ...
+
+    async def freeze(self) -> None: ...
+
+    async def thaw(self) -> None: ...
+
+    async def kill(self) -> None:
+        """SIGKILL to everything of the guest; returns when nothing of it is left."""
+        ...
+
+
+class Engine(Protocol):
+    name: str
+
+    async def availability(self) -> Availability: ...
+
+    async def images(self) -> tuple[str, ...]:
+        """Names of images that can be run; empty for an engine without images."""
+        ...
+
+    async def start(self, launch: Launch) -> Guest:
+        """Start the guest; BadCommand, BadImage or EngineError if that cannot be."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def contract_env(launch: Launch, work: str, ckpt: str, out: str, ctl: str) -> dict[str, str]:
+    """The environment of a guest that sees its directories at these paths."""
+    resume = "" if launch.resume is None else f"{ckpt}/{launch.resume}".rstrip("/")
+    gpus = ",".join(launch.gpu_uuids)
+    return {
+        **launch.env,
+        "MESH": "1",
+        "MESH_JOB_ID": launch.job,
+        "MESH_ATTEMPT": str(launch.attempt),
+        "MESH_CKPT_DIR": ckpt,
+        "MESH_RESUME": resume,
+        "MESH_OUT_DIR": out,
+        "MESH_CTL_DIR": ctl,
+        "MESH_WORK_DIR": work,
+        "MESH_GRACE_S": f"{launch.grace_s:g}",
+        "MESH_NODE": launch.node,
+        "MESH_GPU_UUIDS": gpus,
+        "CUDA_VISIBLE_DEVICES": gpus,
+    }

@@ -1,0 +1,149 @@
+"""The first process of a guest of the `process` engine. Standard library only; run as a script, never imported by the daemon.
+
+It makes namespaces where the kernel lets it, starts the job as its own session, reaps orphans, and ends everything when the
+daemon's end of the pipe closes: a guest never outlives the daemon that vouches for it. What it does is told by one JSON line
+on the status pipe: {"pid": ..., "isolation": ...}, and at the end {"exit": code}.
+
+Not a sandbox: the job reads and writes whatever its user may.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import sys
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+PR_SET_PDEATHSIG = 1
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    spec = json.loads(os.read(int(sys.argv[1]), 1 << 20))
+    daemon, status = int(sys.argv[1]), int(sys.argv[2])
+    isolation = enter_namespaces(spec["namespaces"])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.setsid()
+    first = os.fork()
+    if first == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        be_init(spec, daemon, status, isolation)
+    watch(first, daemon, status)
+
+
+def enter_namespaces(wanted: bool) -> str:
+    """A pid namespace above all: it is what lets one SIGKILL end everything. In words, what came of it."""
+    if not wanted:
+        return "session"
+    uid, gid = os.getuid(), os.getgid()
+    flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
+    if uid != 0:
+        flags |= CLONE_NEWUSER
+    if libc.unshare(flags) != 0:
+        return "session"
+    if uid != 0:
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+                file.write(line)
+    libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    return "namespaces"
+
+
+def be_init(spec: dict, daemon: int, status: int, isolation: str) -> None:  # type: ignore[type-arg]
+    """Process 1 of the guest: start the job, reap, pass on its exit."""
+    os.close(daemon)
+    if isolation == "namespaces":
+        libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+    job = os.fork()
+    if job == 0:
+        become_job(spec)
+    os.write(status, (json.dumps({"isolation": isolation}) + "\n").encode())
+    code = 0
+    while True:
+        try:
+            pid, result = os.wait()
+        except InterruptedError:
+            continue
+        except ChildProcessError:
+            break
+        if pid == job:
+            code = os.waitstatus_to_exitcode(result)
+            break
+    code = code if code >= 0 else 128 - code
+    os._exit(code)
+
+
+def become_job(spec: dict) -> None:  # type: ignore[type-arg]
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.closerange(3, 256)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if spec["memory_mib"]:
+        limit = spec["memory_mib"] << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        os.chdir(spec["cwd"])
+        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
+    except OSError as error:
+        missing = error.errno in {errno.ENOENT, errno.ENOTDIR}
+        os.write(2, f"mesh: cannot run {spec['argv'][0]!r}: {error.strerror}\n".encode())
+        os._exit(127 if missing else 126)
+
+
+def watch(first: int, daemon: int, status: int) -> None:
+    """Outside the namespace: end the guest when the daemon is gone, report its exit when it has ended."""
+    child = os.pidfd_open(first)
+    poller = select.poll()
+    poller.register(daemon, select.POLLIN | select.POLLHUP)
+    poller.register(child, select.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if child in ready:
+            break
+        if daemon in ready and not os.read(daemon, 4096):
+            os.kill(first, signal.SIGKILL)
+            break
+    _, result = os.waitpid(first, 0)
+    end_session_children()
+    code = os.waitstatus_to_exitcode(result)
+    line = json.dumps({"exit": code if code >= 0 else 128 - code}) + "\n"
+    with contextlib.suppress(OSError):
+        os.write(status, line.encode())
+
+
+def end_session_children() -> None:
+    """Without a pid namespace, processes the job left behind are found as our descendants (we are their subreaper)."""
+    while True:
+        children = _children()
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123
+        return [int(pid) for pid in file.read().split()]
+    return []
+
+
+if __name__ == "__main__":
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    main()

@@ -1,0 +1,111 @@
+"""An image without a registry: the running interpreter, some packages and the libraries they need, as one tar.
+
+For `mesh demo --engine docker` and the tests, where nothing can be pulled. `docker import` takes it as it is.
+"""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+LEFT_OUT = {"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__", "site-packages"}
+DEMO_IMAGE = "campus-mesh/demo"
+
+
+class ImageError(RuntimeError):
+    """The image could not be made; the text says why."""
+
+
+def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path]) -> None:
+    """Write a root file system as a tar: Python at its own path, `python3` on PATH, packages and single files beside it."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    executable = Path(sys.executable).resolve()
+    with tarfile.open(destination, "w") as tar:
+        chosen: set[Path] = {executable}
+        chosen.update(_tree(stdlib))
+        purelib = Path(sysconfig.get_path("purelib"))
+        for package in packages:
+            spec = find_spec(package)
+            if spec is None or spec.origin is None:
+                raise ImageError(f"package {package} is not installed: `make venv` installs what the demo needs")
+            home = Path(spec.origin).parent
+            chosen.update(_tree(home))
+            libraries = home.parent / f"{package}.libs"
+            if libraries.is_dir():
+                chosen.update(_tree(libraries))
+        chosen.update(files)
+        binaries = [path for path in chosen if path == executable or ".so" in path.name]
+        for library in sorted(_shared_libraries(binaries) - chosen):
+            tar.add(library.resolve(), str(library), recursive=False)
+        for path in sorted(chosen):
+            tar.add(path, str(path), recursive=False)
+        for name in ("python", "python3"):
+            _link(tar, f"/usr/local/bin/{name}", str(executable))
+        line = f"{purelib}\n".encode()
+        info = tarfile.TarInfo(str(stdlib / "site-packages" / "demo.pth"))
+        info.size = len(line)
+        info.mode = 0o644
+        tar.addfile(info, io.BytesIO(line))
+        for directory in ("/tmp", "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/proc", "/dev", "/sys"):
+            info = tarfile.TarInfo(directory)
+            info.type, info.mode = tarfile.DIRTYPE, 0o1777 if directory == "/tmp" else 0o755
+            tar.addfile(info)
+
+
+def ensure_demo_image(client: Any, workspace: Path, tell: Callable[[str], None]) -> str:
+    """The demo's image: numpy and the digits. Made and imported once for each state of the environment it is made from."""
+    import docker.errors
+
+    digits = demo_data()
+    recipe = repr((sys.version, find_spec("numpy").origin, digits, Path(__file__).read_bytes()))  # type: ignore[union-attr]
+    tag = blake2b(recipe.encode(), digest_size=6).hexdigest()
+    name = f"{DEMO_IMAGE}:{tag}"
+    try:
+        client.images.get(name)
+    except docker.errors.ImageNotFound:
+        tell("making a container image from this Python, numpy and the digits (once)")
+        tar = workspace / "demo-image.tar"
+        python_root(tar, ["numpy"], [digits, digits.parents[2] / "__init__.py"])
+        with tar.open("rb") as file:
+            client.api.import_image_from_data(file.read(), repository=DEMO_IMAGE, tag=tag)
+        tar.unlink()
+    return name
+
+
+def demo_data() -> Path:
+    """The digits that scikit-learn ships."""
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise ImageError("scikit-learn is not installed: pip install 'campus-mesh[demo]'")
+    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+
+
+def _tree(root: Path) -> Iterable[Path]:
+    for directory, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in LEFT_OUT)
+        yield from (Path(directory) / name for name in files if not name.endswith((".pyc", ".a")))
+
+
+def _shared_libraries(binaries: list[Path]) -> set[Path]:
+    """Every library these need, by ldd, under the names by which the loader looks for them; the loader too."""
+    found: set[Path] = set()
+    for start in range(0, len(binaries), 50):
+        done = subprocess.run(["ldd", *binaries[start : start + 50]], capture_output=True, text=True, check=False)
+        found.update(
+            Path(os.path.normpath(path)) for path in re.findall(r"(?:=> |^\s+)(/[^\s(]+)", done.stdout, re.MULTILINE)
+        )
+    return found
+
+
+def _link(tar: tarfile.TarFile, path: str, target: str) -> None:
+    info = tarfile.TarInfo(path)
+    info.type, info.linkname = tarfile.SYMTYPE, target
+    tar.addfile(info)

@@ -1,0 +1,371 @@
+"""The shell around one attempt: its directories, its guest, its watchers. Tells the runner core what happens.
+
+jobs/<job>/<term>/work   the working directory, restored      .../ckpt  the checkpoint directory (a link leads here from work)
+                 /out    what the job publishes               .../ctl   notice.json, progress.json
+                 /logs   NNN.txt, one an attempt, earlier ones restored
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ckptstore.errors import SaveTorn, StoreError
+from ckptstore.store import Store
+from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
+from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree, resume_of
+from mesh.jobs.courier import Courier, FetchError
+from mesh.jobs.effects import SaveCheckpoint, SaveResult
+from mesh.jobs.ledger import Ledger
+from mesh.jobs.runner import (
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointStored,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    Progressed,
+    ResultStored,
+    RunnerEvent,
+)
+from mesh.jobs.spec import JobSpec, format_job
+
+POLL_S = 0.25  # of the checkpoint directory and the progress file; ours
+LOG_KEPT_BYTES = 256 * 1024  # of each attempt's log, in checkpoints and results; the whole stays readable while it runs
+TORN_RETRIES = 5
+
+log = logging.getLogger(__name__)
+
+
+class Progress(msgspec.Struct, frozen=True):
+    step: int
+    of: int = 0
+
+
+_progress_decoder = msgspec.json.Decoder(Progress)
+
+
+class Custody(msgspec.Struct, frozen=True):
+    """Who the checkpoint is signed for and who may hold it; asked anew at each save."""
+
+    config: int
+    term: int
+    fallback: tuple[bytes, ...]
+
+
+class Attempt:
+    """`tell` hands an event to the runner core; `custody` says where replicas may go now."""
+
+    def __init__(
+        self,
+        job: bytes,
+        spec: JobSpec,
+        number: int,
+        base: Path,
+        engine: Engine,
+        gpu_uuids: tuple[str, ...],
+        nick: str,
+        store: Store,
+        courier: Courier,
+        seal: Callable[[bytes], bytes],
+        custody: Callable[[], Custody],
+        tell: Callable[[RunnerEvent], None],
+    ) -> None:
+        self.job, self.spec, self.number, self.base = job, spec, number, base
+        self.engine = engine
+        self.progress: Progress | None = None
+        self.note = ""
+        self._gpu_uuids, self._nick = gpu_uuids, nick
+        self._store, self._courier, self._seal = store, courier, seal
+        self._custody, self._tell = custody, tell
+        self._guest: Guest | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saved_key: object = None
+        self._found_key: object = None
+        self._exit_was_clean = False
+        self._started = False
+        self._notices = 0
+        self._closing = False
+
+    @property
+    def log_path(self) -> Path:
+        return self.base / "logs" / f"{self.number:03d}.txt"
+
+    # --- what the runner core orders
+
+    def launch(self, ledger: Ledger) -> None:
+        self._spawn(self._launch(ledger), "launch")
+
+    def save(self, order: SaveCheckpoint) -> None:
+        self._spawn(self._save(order), "save checkpoint")
+
+    def save_result(self, order: SaveResult) -> None:
+        self._spawn(self._save_result(order), "save result")
+
+    def notify(self, kind: str, grace_s: float, reason: str) -> None:
+        self._spawn(self._notify(kind, grace_s, reason), "notify")
+
+    def freeze(self) -> None:
+        if self._guest is not None:
+            self._spawn(self._guest.freeze(), "freeze")
+
+    def thaw(self) -> None:
+        if self._guest is not None:
+            self._spawn(self._guest.thaw(), "thaw")
+
+    def kill(self) -> None:
+        if self._guest is not None:
+            self._spawn(self._guest.kill(), "kill")
+
+    async def close(self) -> None:
+        """Leave nothing of the attempt: no process, no directory."""
+        self._closing = True
+        if self._guest is not None:
+            await self._guest.kill()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self.base, True)
+
+    # --- starting
+
+    async def _launch(self, ledger: Ledger) -> None:
+        try:
+            await self._prepare(ledger)
+        except (FetchError, StoreError, OSError) as error:
+            self._tell(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
+            return
+        resume = None
+        if self.spec.checkpointing is not None:
+            resume = resume_of(self.base / "ckpt", self.spec.checkpointing)
+        launch = Launch(
+            job=format_job(self.job),
+            attempt=self.number,
+            argv=self.spec.argv,
+            env=self.spec.env,
+            work_dir=str(self.base / "work"),
+            ckpt_dir=str(self.base / "ckpt"),
+            out_dir=str(self.base / "out"),
+            ctl_dir=str(self.base / "ctl"),
+            log_path=str(self.log_path),
+            node=self._nick,
+            grace_s=self.spec.grace_s,
+            resume=resume,
+            image=self.spec.image,
+            gpu_uuids=self._gpu_uuids,
+            memory_mib=self.spec.memory_mib,
+            cpus=self.spec.cpus,
+        )
+        try:
+            self._guest = await self.engine.start(launch)
+        except BadCommand as error:
+            await asyncio.to_thread(self.log_path.write_text, f"mesh: {error}\n")
+            self._tell(GuestFailed(str(error), elsewhere=False))
+            return
+        except EngineError as error:
+            self._tell(GuestFailed(str(error), elsewhere=True))
+            return
+        self._started = True
+        self._tell(GuestStarted(ledger.commit.step if ledger.commit is not None else None))
+        self._spawn(self._watch_end(self._guest), "watch the end")
+        self._spawn(self._watch_files(), "watch the files")
+
+    async def _prepare(self, ledger: Ledger) -> None:
+        """Directories as the guest will find them: working directory, last checkpoint, earlier logs."""
+        base = self.base
+        if base.exists():
+            await asyncio.to_thread(shutil.rmtree, base)
+        for name in ("out", "ctl"):
+            (base / name).mkdir(parents=True)
+        if self.spec.workdir is not None:
+            await self._courier.fetch(self.spec.workdir, [*self.spec.workdir_holders, *self._custody().fallback])
+            await asyncio.to_thread(self._store.restore, self.spec.workdir, base / "work", prefix="work")
+        (base / "work").mkdir(exist_ok=True)
+        commit = ledger.commit
+        if commit is not None:
+            await self._courier.fetch(commit.manifest, [*commit.holders, *self._custody().fallback])
+            await asyncio.to_thread(self._store.restore, commit.manifest, base / "ckpt", prefix="ckpt")
+            await asyncio.to_thread(self._store.restore, commit.manifest, base / "logs", prefix="log")
+        (base / "ckpt").mkdir(exist_ok=True)
+        (base / "logs").mkdir(exist_ok=True)
+        if self.spec.checkpointing is not None:
+            tree = committed_tree(base / "ckpt", self.spec.checkpointing, time.time(), ended=True)
+            self._saved_key = self._found_key = tree.key if tree is not None else None
+            await asyncio.to_thread(_link_checkpoints, base, self.spec.checkpointing.directory)
+
+    # --- watching
+
+    async def _watch_end(self, guest: Guest) -> None:
+        end = await guest.wait()
+        self._read_progress()
+        self._exit_was_clean = end.code < 128
+        done = (self.base / "ckpt" / DONE_MARKER).exists()
+        if self.progress is not None:
+            self._tell(Progressed(self.progress.step))
+        self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done))
+
+    async def _watch_files(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._read_progress() and self.progress is not None:
+                self._tell(Progressed(self.progress.step))
+            if self.spec.checkpointing is not None:
+                tree = await asyncio.to_thread(self._committed, False)
+                if tree is not None and tree.key not in (self._saved_key, self._found_key):
+                    self._found_key = tree.key
+                    self._tell(CheckpointFound())
+
+    def _read_progress(self) -> bool:
+        """Whether the progress file says something new; a broken one says nothing."""
+        with suppress(OSError, msgspec.MsgspecError):
+            progress = _progress_decoder.decode((self.base / "ctl" / "progress.json").read_bytes())
+            if progress != self.progress:
+                self.progress = progress
+                return True
+        return False
+
+    def _committed(self, ended: bool) -> CommittedTree | None:
+        assert self.spec.checkpointing is not None
+        with suppress(FileNotFoundError):
+            return committed_tree(self.base / "ckpt", self.spec.checkpointing, time.time(), ended=ended)
+        return None
+
+    # --- saving
+
+    async def _save(self, order: SaveCheckpoint) -> None:
+        try:
+            stored = await self._store_checkpoint(order)
+        except (StoreError, OSError) as error:
+            self.note = str(error)
+            self._tell(CheckpointFailed(str(error)))
+        else:
+            self._tell(stored)
+
+    async def _store_checkpoint(self, order: SaveCheckpoint) -> CheckpointStored:
+        assert self.spec.checkpointing is not None
+        rules = self.spec.checkpointing
+        for remaining in reversed(range(TORN_RETRIES)):
+            tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean)
+            if tree is None or tree.key == self._saved_key:
+                return CheckpointStored(None, (), None)
+            step = self.progress.step if self.progress is not None else None
+            logs = await asyncio.to_thread(self._log_snapshot)
+            custody = self._custody()
+            try:
+                saved = await asyncio.to_thread(
+                    self._store.save,
+                    {**tree.roots, "log": logs},
+                    job=self.job,
+                    config=custody.config,
+                    term=custody.term,
+                    seq=order.seq,
+                    parent=order.parent,
+                    kind="checkpoint",
+                    created_unix=int(time.time()),
+                    seal=self._seal,
+                    note={"resume": tree.resume},
+                )
+            except SaveTorn:
+                if not remaining:
+                    raise
+                await asyncio.sleep(POLL_S)
+                continue
+            copies = await self._courier.replicate(saved.id, rules.to, custody.fallback, rules.replicas)
+            if not copies.holders and rules.replicas and custody.fallback:
+                raise StoreError(f"no other node took it: {copies.short}")
+            self.note = copies.short
+            self._saved_key = self._found_key = tree.key
+            return CheckpointStored(saved.id, copies.holders, step)
+        raise SaveTorn("the checkpoint directory would not stand still")
+
+    async def _save_result(self, order: SaveResult) -> None:
+        custody = self._custody()
+        try:
+            logs = await asyncio.to_thread(self._log_snapshot)
+            roots = {"log": logs}
+            if (self.base / "out").is_dir():
+                roots["out"] = self.base / "out"
+            saved = await asyncio.to_thread(
+                self._store.save,
+                roots,
+                job=self.job,
+                config=custody.config,
+                term=custody.term,
+                seq=order.seq,
+                parent=order.parent,
+                kind="result",
+                created_unix=int(time.time()),
+                seal=self._seal,
+            )
+            chosen = self.spec.checkpointing.to if self.spec.checkpointing is not None else ()
+            copies = await self._courier.replicate(saved.id, chosen, custody.fallback, 2)
+            self._tell(ResultStored(saved.id, copies.holders))
+        except (StoreError, OSError) as error:
+            self._tell(ResultStored(None, (), f"its files could not be kept: {error}"))
+
+    def _log_snapshot(self) -> Path:
+        """A still copy of the logs, the end of each: the live one grows while it would be read."""
+        still = self.base / "logs-still"
+        shutil.rmtree(still, ignore_errors=True)
+        still.mkdir(parents=True)
+        for path in sorted((self.base / "logs").glob("*.txt")) if (self.base / "logs").is_dir() else []:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                file.seek(max(0, size - LOG_KEPT_BYTES))
+                (still / path.name).write_bytes(file.read(LOG_KEPT_BYTES))
+        return still
+
+    # --- notices
+
+    async def _notify(self, kind: str, grace_s: float, reason: str) -> None:
+        self._notices += 1
+        notice = {
+            "seq": self._notices,
+            "kind": kind,
+            "deadline_unix": time.time() + grace_s,
+            "grace_s": grace_s,
+            "reason": reason,
+        }
+        temporary = self.base / "ctl" / ".notice.tmp"
+        await asyncio.to_thread(temporary.write_text, json.dumps(notice))
+        temporary.rename(self.base / "ctl" / "notice.json")
+        if kind != "vacate" or self._guest is None:
+            return
+        caught = await self._guest.terminate()
+        if not caught and not await asyncio.to_thread(self._watches_notices):
+            # Nobody would act on it: the last checkpoint is all there will be, so the owner need not wait.
+            await self._guest.kill()
+
+    def _watches_notices(self) -> bool:
+        """Whether the job has shown that it reads its control directory (it wrote progress there)."""
+        return self.progress is not None
+
+    def _spawn(self, work: object, name: str) -> None:
+        if self._closing:
+            return
+        task: asyncio.Task[None] = asyncio.create_task(work, name=f"{name} {format_job(self.job)[:8]}")  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+            if not self._started:
+                self._tell(GuestFailed(f"internal error: {task.exception()!r}", elsewhere=True))
+
+
+def _link_checkpoints(base: Path, directory: str) -> None:
+    """Let the job find its checkpoint directory under the name it has in the working directory."""
+    link = base / "work" / directory
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)  # a copy of old checkpoints in the working directory is not the job's state
+    link.symlink_to(os.path.relpath(base / "ckpt", link.parent))

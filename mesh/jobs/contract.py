@@ -1,0 +1,55 @@
+"""What an exit means: the exit table of the job contract (docs/job-contract.md) as one pure function.
+
+After HTCondor's self-checkpointing exit code (85), sysexits' EX_TEMPFAIL (75) and the shell's 128+signal. A departure is
+never an error of the job: only `Failed` spends its error budget.
+"""
+
+from typing import Literal
+
+import msgspec
+
+EXIT_CHECKPOINTED = 85  # HTCondor's ERESTART: state is saved, run me again
+EXIT_TEMPFAIL = 75  # sysexits.h EX_TEMPFAIL: this node is no good, try another
+EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # POSIX shells
+_TERMINATED = frozenset({143, 137})  # 128 + SIGTERM, 128 + SIGKILL
+
+Verdict = Literal["done", "vacated", "checkpointed", "elsewhere", "failed"]
+
+
+class ExitFacts(msgspec.Struct, frozen=True):
+    """What is known when a guest has ended. `code` is the exit status, or 128 + signal."""
+
+    code: int
+    oom: bool
+    vacating: bool
+    has_checkpoints: bool
+    forced_done: bool
+    on_exit_0: Literal["resume", "done"]
+
+
+def judge(facts: ExitFacts) -> Verdict:
+    if facts.forced_done and facts.code == 0:
+        return "done"
+    if facts.code == 0:
+        resumes = facts.vacating and facts.has_checkpoints and facts.on_exit_0 == "resume"
+        return "vacated" if resumes else "done"
+    if facts.code == EXIT_CHECKPOINTED:
+        return "vacated" if facts.vacating else "checkpointed"
+    if facts.code == EXIT_TEMPFAIL:
+        return "elsewhere"
+    if facts.vacating and facts.code in _TERMINATED:
+        return "vacated"
+    return "failed"
+
+
+def describe_exit(code: int, oom: bool) -> str:
+    """An exit in words, with what to do about it where that is known."""
+    if oom:
+        return "killed for memory: ask for more with --memory, or use less"
+    if code == EXIT_NOT_FOUND:
+        return "exit 127: command not found (is it in the working directory or the image?)"
+    if code == EXIT_NOT_EXECUTABLE:
+        return "exit 126: found but not executable (chmod +x, or name its interpreter)"
+    if code > 128:
+        return f"ended by signal {code - 128}"
+    return f"exit {code}"

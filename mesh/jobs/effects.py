@@ -1,0 +1,118 @@
+"""What job cores ask of their shell. A shell performs effects in the order in which it got them: `SaveCell` before `Send`
+is what makes a promise durable before it is given."""
+
+from typing import Literal
+
+import msgspec
+
+from mesh.jobs.ledger import Commit, Config, Ledger, Outcome
+from mesh.jobs.messages import AnyMessage
+
+
+class Send(msgspec.Struct, frozen=True):
+    to: bytes
+    message: AnyMessage
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """A witness's durable state of one job. The lease's clock is not in it: see `witness.restored`."""
+
+    job: bytes
+    spec: bytes
+    config: Config
+    promised: int
+    accepted_term: int
+    ledger: Ledger
+    holder: bytes | None
+    cancel_wanted: bool
+
+
+class SaveCell(msgspec.Struct, frozen=True):
+    """Write this cell and fsync it before anything that follows."""
+
+    cell: Cell
+
+
+class SetTimer(msgspec.Struct, frozen=True):
+    """Call back with `Timer(name, token)` at `at`. A newer timer of the same name replaces it."""
+
+    name: str
+    token: int
+    at: float
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """Restore the base checkpoint, if any, and start the guest."""
+
+    ledger: Ledger
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True):
+    """Store what the guest has committed and replicate it; answer with `CheckpointStored` or `CheckpointFailed`."""
+
+    seq: int
+    parent: bytes | None
+    final: bool
+
+
+class SaveResult(msgspec.Struct, frozen=True):
+    """Store the log and the published files; answer with `ResultStored`."""
+
+    seq: int
+    parent: bytes | None
+
+
+class Committed(msgspec.Struct, frozen=True):
+    commit: Commit
+
+
+class Freeze(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class Thaw(msgspec.Struct, frozen=True):
+    pass
+
+
+class Kill(msgspec.Struct, frozen=True):
+    reason: str
+
+
+NoticeKind = Literal["vacate", "checkpoint"]
+
+
+class Notify(msgspec.Struct, frozen=True):
+    """Write the notice file and, for `vacate`, send SIGTERM where it is caught."""
+
+    kind: NoticeKind
+    grace_s: float
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The attempt is over here: clean up. `outcome` is set when the whole job is."""
+
+    reason: str
+    outcome: Outcome | None
+
+
+class StateChanged(msgspec.Struct, frozen=True):
+    state: str
+    detail: str
+
+
+Effect = (
+    Send
+    | SaveCell
+    | SetTimer
+    | Launch
+    | SaveCheckpoint
+    | SaveResult
+    | Committed
+    | Freeze
+    | Thaw
+    | Kill
+    | Notify
+    | Ended
+    | StateChanged
+)

@@ -1,0 +1,114 @@
+"""What job cores say to each other. Every message is one-way; a reply is a message of its own.
+
+`Prepare`/`Promised` and `Accept`/`Accepted` are the two phases of Paxos on a job's ledger; an `Accept` that names a
+holder also grants or renews its lease, one that names none releases it. `Start`/`StartAnswer` hand a term, like a
+baton, from the steward that won it to the node that will run the job.
+"""
+
+import msgspec
+
+from mesh.jobs.ledger import Config, Ledger
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+    job: bytes
+
+
+class Prepare(Message, frozen=True, tag="prepare"):
+    """May I have `term`? Refused while somebody else's lease runs."""
+
+    term: int
+
+
+class Promised(Message, frozen=True, tag="promised"):
+    term: int
+    config: Config
+    accepted_term: int
+    ledger: Ledger
+    cancel_wanted: bool
+
+
+class Accept(Message, frozen=True, tag="accept"):
+    """Under `term`, hold this config and ledger. `holder` takes or renews the lease; None releases it.
+
+    `round` is the sender's own counter and comes back in the answer. `spec` travels until the receiver has it.
+    """
+
+    term: int
+    round: int
+    config: Config
+    ledger: Ledger
+    holder: bytes | None
+    spec: bytes | None = None
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    term: int
+    round: int
+    cancel_wanted: bool = False
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Why not: a higher term was promised, a lease still runs (`lease_left_s`), or the job's spec is needed."""
+
+    term: int
+    round: int
+    promised: int
+    config: Config | None
+    lease_left_s: float
+    needs_spec: bool
+    finished: bool
+    accepted_term: int = 0
+    ledger: Ledger | None = None
+
+
+class Start(Message, frozen=True, tag="start"):
+    """Run this attempt under `term`; the ledger already shows why the one before it ended."""
+
+    term: int
+    config: Config
+    ledger: Ledger
+    spec: bytes
+
+
+class StartAnswer(Message, frozen=True, tag="start_answer"):
+    term: int
+    taken: bool
+    reason: str
+
+
+class Released(Message, frozen=True, tag="released"):
+    """A hint to the other witnesses that the job has no runner any more, so that nobody waits for a lease to expire."""
+
+    term: int
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """The job's owner wants it ended. Authority is checked by whoever receives it, against the spec's user."""
+
+    user: str
+
+
+AnyMessage = Prepare | Promised | Accept | Accepted | Refused | Start | StartAnswer | Released | Cancel
+
+
+class MessageError(ValueError):
+    """Bytes that are no job message."""
+
+
+MAX_MESSAGE_BYTES = 1 << 20  # a spec (256 KiB of text) and a full ledger, with room
+
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: AnyMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_message(data: bytes) -> AnyMessage:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"not a job message: {error}") from error

@@ -1,0 +1,269 @@
+"""One node's part in every job it knows: witness, steward and runner, wired to each other, still without I/O.
+
+The daemon and the simulator drive this same object: messages, timers and local facts go in, effects come out, each with
+the job and role it belongs to.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from mesh.jobs.effects import Effect, Ended, SaveCell, Send, SetTimer
+from mesh.jobs.ledger import Config, Ledger
+from mesh.jobs.messages import (
+    Accept,
+    Accepted,
+    AnyMessage,
+    Cancel,
+    Prepare,
+    Promised,
+    Refused,
+    Released,
+    Start,
+    StartAnswer,
+)
+from mesh.jobs.proposer import Fenced, Proposer
+from mesh.jobs.runner import Runner, RunnerEvent
+from mesh.jobs.spec import JobSpec, SpecError
+from mesh.jobs.steward import Steward
+from mesh.jobs.view import Instant, Timer, TimerTokens, View
+from mesh.jobs.witness import Witness, unknown_job
+
+Role = Literal["witness", "steward", "runner", "submitter"]
+
+RESUBMIT_S = 1.0  # an unanswered round of a submission is sent again; ours
+SUBMIT_WITHIN_S = 10.0  # then the user is told that no majority answered
+
+
+class Directed(msgspec.Struct, frozen=True):
+    """An effect and whose it is."""
+
+    job: bytes
+    role: Role
+    effect: Effect
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """The answer to a submission: None when a majority of witnesses has the job on disk, else why not."""
+
+    job: bytes
+    problem: str | None
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """Judgements that need keys or the machine; pure functions for the simulator.
+
+    `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` says why this node does not
+    take a job now, None if it does (and reserves what it needs). `may_cancel` checks a sender against the spec.
+    """
+
+    open_spec: Callable[[bytes, bytes], JobSpec]
+    admit: Callable[[bytes, JobSpec, Start], str | None]
+    may_cancel: Callable[[bytes, str, JobSpec], bool]
+
+
+class _Submission:
+    def __init__(self, proposer: Proposer, give_up_at: float) -> None:
+        self.proposer = proposer
+        self.give_up_at = give_up_at
+        self.tokens = TimerTokens()
+
+
+class Participant:
+    def __init__(self, me: bytes, nick: str, rules: Rules, rng: Random) -> None:
+        self.me = me
+        self.nick = nick
+        self.witnesses: dict[bytes, Witness] = {}
+        self.stewards: dict[bytes, Steward] = {}
+        self.runners: dict[bytes, Runner] = {}
+        self.refused = 0  # messages that no honest peer would send
+        self._submissions: dict[bytes, _Submission] = {}
+        self._rules = rules
+        self._rng = rng
+        self._view_for: Callable[[bytes], View] | None = None
+
+    # --- what comes in
+
+    def restore(self, cell_witness: Witness, at: Instant) -> list[Directed | Submitted]:
+        """A cell read back from the journal after a restart."""
+        job = cell_witness.cell.job
+        self.witnesses[job] = cell_witness
+        self.stewards[job] = Steward(cell_witness, cell_witness.spec, self._rng)
+        return self._steward_looks(job, at)
+
+    def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed | Submitted]:
+        config = Config(number=0, term=0, members=spec.witnesses)
+        proposer = Proposer(job, spec_bytes, 0, config, Ledger(), None)
+        self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
+        return self._resubmit(job, at)
+
+    def observe(self, view_for: Callable[[bytes], View], at: Instant) -> list[Directed | Submitted]:
+        """The mesh changed. `view_for(job)` is the view with the witnesses ranked for that job."""
+        self._view_for = view_for
+        out: list[Directed | Submitted] = []
+        for job, runner in list(self.runners.items()):
+            out += self._from(job, "runner", runner.observe(view_for(job), at))
+        for job, steward in list(self.stewards.items()):
+            if not steward.witness.finished:
+                out += self._from(job, "steward", steward.observe(view_for(job), at))
+        return out
+
+    def receive(self, sender: bytes, message: AnyMessage, at: Instant) -> list[Directed | Submitted]:
+        job = message.job
+        match message:
+            case Accept():
+                return self._on_accept(sender, message, at)
+            case Prepare():
+                witness = self.witnesses.get(job)
+                if witness is None:
+                    return self._from(job, "witness", [Send(sender, unknown_job(message))])
+                effects = witness.handle(sender, message, at.now)
+                if any(isinstance(effect, SaveCell) for effect in effects):
+                    self.stewards[job].rival_seen(sender, at)
+                return self._from(job, "witness", effects) + self._steward_looks(job, at)
+            case Released():
+                witness = self.witnesses.get(job)
+                if witness is None:
+                    return []
+                return self._from(job, "witness", witness.handle(sender, message, at.now)) + self._steward_looks(
+                    job, at
+                )
+            case Cancel():
+                return self._on_cancel(sender, message, at)
+            case Start():
+                return self._on_start(sender, message, at)
+            case Promised() | StartAnswer():
+                steward = self.stewards.get(job)
+                return self._from(job, "steward", steward.handle(sender, message, at)) if steward else []
+            case Accepted() | Refused():
+                return self._on_answer(sender, message, at)
+
+    def on_timer(self, job: bytes, role: Role, timer: Timer, at: Instant) -> list[Directed | Submitted]:
+        if role == "runner" and job in self.runners:
+            return self._from(job, role, self.runners[job].on_timer(timer, at))
+        if role == "steward" and job in self.stewards:
+            return self._from(job, role, self.stewards[job].on_timer(timer, at))
+        submission = self._submissions.get(job)
+        if role == "submitter" and submission is not None and submission.tokens.is_current(timer):
+            if at.now >= submission.give_up_at:
+                del self._submissions[job]
+                return [Submitted(job, "no majority of its witnesses answered")]
+            return self._resubmit(job, at)
+        return []
+
+    def tell_runner(self, job: bytes, event: RunnerEvent, at: Instant) -> list[Directed | Submitted]:
+        runner = self.runners.get(job)
+        return self._from(job, "runner", runner.handle(event, at)) if runner is not None else []
+
+    # --- the parts
+
+    def _on_accept(self, sender: bytes, message: Accept, at: Instant) -> list[Directed | Submitted]:
+        job = message.job
+        witness = self.witnesses.get(job)
+        effects: list[Effect] = []
+        if witness is None:
+            if message.spec is None:
+                return self._from(job, "witness", [Send(sender, unknown_job(message))])
+            try:
+                spec = self._rules.open_spec(job, message.spec)
+            except SpecError:
+                self.refused += 1
+                return []
+            witness = Witness.created(message, message.spec, spec)
+            self.witnesses[job] = witness
+            self.stewards[job] = Steward(witness, spec, self._rng)
+            if self._view_for is not None:
+                self.stewards[job].view = self._view_for(job)
+            effects.append(SaveCell(witness.cell))
+        held = witness.cell.holder
+        effects += witness.handle(sender, message, at.now)
+        accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
+        if accepted and message.holder is None and held is None and message.term > 0:
+            self.stewards[job].rival_seen(sender, at)  # a steward that keeps the job waiting
+        return self._from(job, "witness", effects) + self._steward_looks(job, at)
+
+    def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed | Submitted]:
+        from mesh.jobs.runner import CancelWanted
+
+        job = message.job
+        out: list[Directed | Submitted] = []
+        witness, runner = self.witnesses.get(job), self.runners.get(job)
+        spec = witness.spec if witness is not None else runner.spec if runner is not None else None
+        if spec is None or not self._rules.may_cancel(sender, message.user, spec):
+            self.refused += 1
+            return []
+        if witness is not None:
+            out += self._from(job, "witness", witness.handle(sender, message, at.now))
+            out += self._steward_looks(job, at)
+        if runner is not None:
+            out += self._from(job, "runner", runner.handle(CancelWanted(), at))
+        return out
+
+    def _on_start(self, sender: bytes, message: Start, at: Instant) -> list[Directed | Submitted]:
+        job = message.job
+
+        def answer(reason: str) -> list[Directed | Submitted]:
+            reply = StartAnswer(job=job, term=message.term, taken=not reason, reason=reason)
+            return self._from(job, "runner", [Send(sender, reply)])
+
+        running = self.runners.get(job)
+        if running is not None:
+            return answer("" if running.term == message.term else "still ending an earlier attempt here")
+        try:
+            spec = self._rules.open_spec(job, message.spec)
+        except SpecError as error:
+            self.refused += 1
+            return answer(str(error))
+        if sender not in message.config.everyone:
+            self.refused += 1
+            return answer("only a witness of the job may start it")
+        refusal = self._rules.admit(job, spec, message)
+        if refusal is not None:
+            return answer(refusal)
+        runner = Runner(self.me, self.nick, message, spec, at)
+        self.runners[job] = runner
+        return answer("") + self._from(job, "runner", runner.begin(at))
+
+    def _on_answer(self, sender: bytes, message: Accepted | Refused, at: Instant) -> list[Directed | Submitted]:
+        job = message.job
+        out: list[Directed | Submitted] = []
+        submission = self._submissions.get(job)
+        if submission is not None and message.term == 0:
+            out += self._on_submission_answer(job, submission, sender, message)
+        steward, runner = self.stewards.get(job), self.runners.get(job)
+        if steward is not None:
+            out += self._from(job, "steward", steward.handle(sender, message, at))
+        if runner is not None:
+            if isinstance(message, Accepted):
+                out += self._from(job, "runner", runner.on_accepted(sender, message, at))
+            else:
+                out += self._from(job, "runner", runner.on_refused(sender, message, at))
+        return out
+
+    def _on_submission_answer(
+        self, job: bytes, submission: _Submission, sender: bytes, message: Accepted | Refused
+    ) -> list[Directed | Submitted]:
+        if isinstance(message, Refused):
+            answer = submission.proposer.on_refused(sender, message)
+            if not isinstance(answer, Fenced):
+                return self._from(job, "submitter", list(answer))
+            # Somebody already won a term on it: so it is known.
+        elif submission.proposer.on_accepted(sender, message) is None:
+            return []
+        del self._submissions[job]
+        return [Submitted(job, None)]
+
+    def _resubmit(self, job: bytes, at: Instant) -> list[Directed | Submitted]:
+        submission = self._submissions[job]
+        timer = SetTimer("resubmit", submission.tokens.fresh("resubmit"), at.now + RESUBMIT_S)
+        return self._from(job, "submitter", [*submission.proposer.propose(at.now), timer])
+
+    def _steward_looks(self, job: bytes, at: Instant) -> list[Directed | Submitted]:
+        return self._from(job, "steward", self.stewards[job].act(at))
+
+    def _from(self, job: bytes, role: Role, effects: Sequence[Effect]) -> list[Directed | Submitted]:
+        if role == "runner" and any(isinstance(effect, Ended) for effect in effects):
+            self.runners.pop(job, None)
+        return [Directed(job, role, effect) for effect in effects]

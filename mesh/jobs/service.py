@@ -1,0 +1,459 @@
+"""Jobs on this node: the shell around `Participant`. Performs its effects in order, and carries the world's answers back.
+
+One queue of inputs, one task that works it off: messages, timers, changes of the mesh, facts from attempts. So the cores never
+see two things at once, and a promise is on disk before it is sent.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+from ckptstore.store import Store
+from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.identity import Identity, NodeId, short_id
+from membership.node import MembershipNode
+from membership.trust import TrustStore
+from mesh.api.peer import PeerClient
+from mesh.engine.engine import Engine
+from mesh.jobs.attempt import Attempt, Custody
+from mesh.jobs.courier import Courier
+from mesh.jobs.effects import (
+    Committed,
+    Ended,
+    Freeze,
+    Kill,
+    Launch,
+    Notify,
+    SaveCell,
+    SaveCheckpoint,
+    SaveResult,
+    Send,
+    SetTimer,
+    StateChanged,
+    Thaw,
+)
+from mesh.jobs.journal import Journal
+from mesh.jobs.messages import AnyMessage, Cancel, Start, decode_message, encode_message
+from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
+from mesh.jobs.postman import Postman
+from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
+from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id
+from mesh.jobs.status import JobStatus, encode_status, status_of
+from mesh.jobs.view import Instant, Timer, View
+from mesh.jobs.witness import Witness
+from mesh.provider.inventory import Inventory
+from placement.advert import Advert, AdvertError, decode_advert
+from placement.decision import replica_order, witness_order
+from placement.filters import engine_for
+from placement.request import Request
+
+INPUT_LIMIT = 10_000  # inputs waiting; a peer that sends more is told to slow down (503)
+STATUS_TTL_S = 3600.0
+REPUBLISH_S = 600.0
+COLLECT_EVERY_S = 60.0
+COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
+
+log = logging.getLogger(__name__)
+
+Input = Callable[[Instant], "list[Directed | Submitted]"]
+
+
+class JobService:
+    def __init__(
+        self,
+        identity: Identity,
+        trust: TrustStore,
+        membership: MembershipNode,
+        journal: Journal,
+        store: Store,
+        engines: dict[str, Engine],
+        inventory: Inventory,
+        peers: PeerClient,
+        directory: Path,
+        rng: Random,
+    ) -> None:
+        self.membership = membership
+        self.journal = journal
+        self.store = store
+        self.inventory = inventory
+        self.courier = Courier(peers, store)
+        self.attempts: dict[bytes, Attempt] = {}
+        self.states: dict[bytes, tuple[str, str]] = {}
+        self._identity, self._trust = identity, trust
+        self._me = identity.node_id
+        self._nick = membership.standing.nick
+        self._engines = engines
+        self._directory = directory
+        self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body))
+        rules = Rules(open_spec=self._open_spec, admit=self._admit, may_cancel=self._may_cancel)
+        self.participant = Participant(self._me, self._nick, rules, rng)
+        self._inputs: asyncio.Queue[Input] = asyncio.Queue(INPUT_LIMIT)
+        self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
+        self._timers: dict[tuple[bytes, Role, str], asyncio.TimerHandle] = {}
+        self._endings: set[asyncio.Task[None]] = set()
+        self._cell_saved = asyncio.Event()
+        self._published: dict[bytes, tuple[JobStatus, float]] = {}
+        self._view_changed = asyncio.Event()
+        self._vacated: dict[bytes, asyncio.Event] = {}
+
+    # --- life
+
+    async def restore(self) -> None:
+        """Take up the cells of an earlier run."""
+        for cell in await self.journal.cells():
+            try:
+                spec = self._open_spec(cell.job, cell.spec)
+            except SpecError as error:
+                await self.journal.record(cell.job, "journal", f"a witness cell was skipped: {error}")
+                continue
+            witness = Witness.restored(cell, spec, _instant().now)
+            self._feed(lambda at, witness=witness: self.participant.restore(witness, at))  # type: ignore[misc]
+
+    async def run(self) -> None:
+        """Work off inputs until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._work(), name="job inputs")
+            group.create_task(self._watch_mesh(), name="job view")
+            group.create_task(self._upkeep(), name="job upkeep")
+
+    async def close(self) -> None:
+        """End every guest at once, whatever its state. Vacate first to be kind."""
+        for timer in self._timers.values():
+            timer.cancel()
+        await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
+        await asyncio.gather(*self._endings, return_exceptions=True)
+        await self._postman.close()
+
+    # --- for the API
+
+    def deliver(self, sender: NodeId, data: bytes) -> bool:
+        """A message from a peer; False if this node has too much to do. MessageError if it is none."""
+        message = decode_message(data)
+        if self._inputs.full():
+            return False
+        self._feed(lambda at: self.participant.receive(sender, message, at))
+        return True
+
+    async def submit(self, spec: JobSpec) -> tuple[bytes, str | None]:
+        """Hand a job to its witnesses: its id, and why no majority has it, or None."""
+        payload = encode_spec(spec)
+        sealed = seal(self._identity, self._trust.mesh_id, "job", payload)
+        job = job_id(payload)
+        await self.journal.save_submitted(job, sealed)
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._submissions[job] = answer
+        self._feed(lambda at: self.participant.submit(job, sealed, spec, at))
+        try:
+            return job, await answer
+        finally:
+            del self._submissions[job]
+
+    def cancel(self, job: bytes, user: str, nodes: Sequence[NodeId]) -> None:
+        """Ask everybody who may have a part in the job to end it."""
+        for node in dict.fromkeys([*nodes, self._me]):
+            self._send(node, Cancel(job=job, user=user))
+
+    async def vacate(self, grace_s: float, reason: str) -> list[bytes]:
+        """Give notice to every guest and wait until each attempt has ended (or its grace has, and it was killed)."""
+        jobs = list(self.participant.runners)
+        await self._end_all(jobs, VacateWanted(grace_s, reason), grace_s + 30)
+        return jobs
+
+    async def kill(self, reason: str) -> list[bytes]:
+        """SIGKILL to every guest, now; the bookkeeping follows."""
+        jobs = list(self.participant.runners)
+        await asyncio.gather(
+            *(attempt._guest.kill() for attempt in self.attempts.values() if attempt._guest is not None)
+        )
+        await self._end_all(jobs, KillWanted(reason), 10.0)
+        return jobs
+
+    async def hand_over(self, timeout_s: float) -> None:
+        """Before leaving: let runners and stewards replace this node in its witness groups, and deliver what is posted."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._still_witness():
+                    self._cell_saved.clear()
+                    await self._cell_saved.wait()
+        except TimeoutError:
+            log.info("still a witness of some jobs; their groups go on without this node")
+        await self._postman.flush(1.0)
+
+    def views_changed(self) -> None:
+        self._view_changed.set()
+
+    def adverts(self) -> list[Advert]:
+        """The valid adverts of present members, one each."""
+        found = []
+        present = {member.node_id for member in self.membership.members() if member.state in {"alive", "suspect"}}
+        for record in self.membership.records("advert"):
+            try:
+                advert = decode_advert(record.node, record.body)
+            except AdvertError as error:
+                log.debug("ignored the advert of %s: %s", short_id(record.node), error)
+                continue
+            if advert.node in present:
+                found.append(advert)
+        return found
+
+    def view(self, job: bytes) -> View:
+        return self._view_maker()(job)
+
+    # --- inputs
+
+    def _feed(self, item: Input) -> None:
+        try:
+            self._inputs.put_nowait(item)
+        except asyncio.QueueFull:
+            log.error("too many inputs; one was dropped")
+
+    async def _work(self) -> None:
+        while True:
+            item = await self._inputs.get()
+            for output in item(_instant()):
+                await self._perform(output)
+
+    async def _watch_mesh(self) -> None:
+        while True:
+            await self._view_changed.wait()
+            self._view_changed.clear()
+            self._feed(lambda at: self.participant.observe(self._view_maker(), at))
+            await asyncio.sleep(0.1)  # a burst of changes is one change
+
+    async def _upkeep(self) -> None:
+        collect_at = time.monotonic() + COLLECT_EVERY_S
+        while True:
+            await asyncio.sleep(1.0)
+            for job in list(self.participant.witnesses) + list(self.participant.runners):
+                self._publish(job)
+            if time.monotonic() >= collect_at:
+                collect_at = time.monotonic() + COLLECT_EVERY_S
+                await asyncio.to_thread(self._collect)
+
+    def _collect(self) -> None:
+        for witness in list(self.participant.witnesses.values()):
+            commit = witness.cell.ledger.commit
+            keep = witness.spec.checkpointing.keep if witness.spec.checkpointing is not None else 2
+            self.store.prune(witness.cell.job, keep, {commit.manifest} if commit is not None else ())
+        self.store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
+
+    # --- effects
+
+    async def _perform(self, output: Directed | Submitted) -> None:
+        if isinstance(output, Submitted):
+            future = self._submissions.get(output.job)
+            if future is not None and not future.done():
+                future.set_result(output.problem)
+            return
+        job, role, effect = output.job, output.role, output.effect
+        attempt = self.attempts.get(job)
+        match effect:
+            case SaveCell(cell=cell):
+                await self.journal.save_cell(cell)
+                self._cell_saved.set()
+                self._publish(job)
+            case Send(to=to, message=message):
+                self._send(to, message)
+            case SetTimer():
+                self._set_timer(job, role, effect)
+            case Launch(ledger=ledger) if attempt is not None:
+                attempt.launch(ledger)
+            case SaveCheckpoint() if attempt is not None:
+                attempt.save(effect)
+            case SaveResult() if attempt is not None:
+                attempt.save_result(effect)
+            case Notify(kind=kind, grace_s=grace_s, reason=reason) if attempt is not None:
+                attempt.notify(kind, grace_s, reason)
+            case Freeze() if attempt is not None:
+                attempt.freeze()
+            case Thaw() if attempt is not None:
+                attempt.thaw()
+            case Kill() if attempt is not None:
+                attempt.kill()
+            case Committed(commit=commit):
+                step = f" at step {commit.step}" if commit.step is not None else ""
+                await self._note(job, f"checkpoint {commit.seq}{step} committed, on {len(commit.holders)} other nodes")
+            case StateChanged(state=state, detail=detail):
+                if self.states.get(job) != (state, detail):
+                    self.states[job] = (state, detail)
+                    await self._note(job, f"{state}" + (f": {detail}" if detail else ""))
+            case Ended(reason=reason):
+                await self._note(job, f"attempt ended here: {reason}")
+                self.states.pop(job, None)
+                self._end(job, role)
+
+    def _send(self, to: NodeId, message: AnyMessage) -> None:
+        if to == self._me:
+            self._feed(lambda at: self.participant.receive(self._me, message, at))
+        else:
+            self._postman.post(to, encode_message(message))
+
+    def _set_timer(self, job: bytes, role: Role, effect: SetTimer) -> None:
+        key = (job, role, effect.name)
+        old = self._timers.pop(key, None)
+        if old is not None:
+            old.cancel()
+        timer = Timer(effect.name, effect.token)
+        delay = max(0.0, effect.at - _instant().now)
+        loop = asyncio.get_running_loop()
+        self._timers[key] = loop.call_later(
+            delay, self._feed, lambda at: self.participant.on_timer(job, role, timer, at)
+        )
+
+    def _end(self, job: bytes, role: Role) -> None:
+        for name in ("renew", "lease", "grace", "acquire"):
+            timer = self._timers.pop((job, role, name), None)
+            if timer is not None:
+                timer.cancel()
+        attempt = self.attempts.pop(job, None)
+        if attempt is not None:
+            task = asyncio.create_task(self._clear_away(job, attempt), name=f"end {format_job(job)[:8]}")
+            self._endings.add(task)
+            task.add_done_callback(self._endings.discard)
+
+    async def _clear_away(self, job: bytes, attempt: Attempt) -> None:
+        try:
+            await attempt.close()
+        finally:
+            self.inventory.release(job)
+            done = self._vacated.pop(job, None)
+            if done is not None:
+                done.set()
+            self._publish(job)
+
+    async def _end_all(self, jobs: list[bytes], event: RunnerEvent, timeout_s: float) -> None:
+        waits = [self._vacated.setdefault(job, asyncio.Event()) for job in jobs]
+        for job in jobs:
+            self._feed(lambda at, job=job: self.participant.tell_runner(job, event, at))  # type: ignore[misc]
+        try:
+            async with asyncio.timeout(timeout_s):
+                for wait in waits:
+                    await wait.wait()
+        except TimeoutError:
+            log.warning("some guests had not ended after %g s; they are killed", timeout_s)
+            await asyncio.gather(*(a._guest.kill() for a in self.attempts.values() if a._guest is not None))
+
+    # --- the rules
+
+    def _open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        try:
+            signer, payload = open_envelope(sealed, self._trust.mesh_id, "job")
+        except EnvelopeError as error:
+            raise SpecError(f"the job's description is not signed by a node of this mesh: {error}") from error
+        spec = decode_spec(payload)
+        standing = self._trust.standing(signer, time.time())
+        if signer != spec.submitter or job_id(payload) != job or standing is None or standing.user != spec.user:
+            raise SpecError("the job's description is not the one its submitter signed")
+        return spec
+
+    def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
+        request = _request(job, spec, start.ledger.next_attempt)
+        refusal = self.inventory.admit(request)
+        if refusal is not None:
+            return refusal
+        name = engine_for(request, self.inventory.advert())
+        engine = self._engines.get(name or "")
+        if engine is None:
+            self.inventory.release(job)
+            return f"has no {name} engine"
+        self.attempts[job] = Attempt(
+            job,
+            spec,
+            start.ledger.next_attempt,
+            self._directory / format_job(job) / str(start.term),
+            engine,
+            self.inventory.gpus_of(job),
+            self._nick,
+            self.store,
+            self.courier,
+            lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
+            lambda: self._custody(job),
+            lambda event: self._feed(lambda at: self.participant.tell_runner(job, event, at)),
+        )
+        return None
+
+    def _custody(self, job: bytes) -> Custody:
+        runner = self.participant.runners.get(job)
+        leaving = {m.node_id for m in self.membership.members() if m.draining or m.state != "alive"}
+        order = replica_order(job, self.adverts(), {self._me} | leaving, need_mib=1)
+        if runner is None:
+            return Custody(config=0, term=0, fallback=tuple(order))
+        return Custody(config=runner.config_number, term=runner.term, fallback=tuple(order))
+
+    def _may_cancel(self, sender: NodeId, user: str, spec: JobSpec) -> bool:
+        """The user who submitted it, from any of his nodes."""
+        standing = self._trust.standing(sender, time.time())
+        return sender == self._me or (standing is not None and standing.user == user == spec.user)
+
+    # --- what others see
+
+    def status(self, job: bytes) -> JobStatus | None:
+        """This node's own view of a job it has a part in."""
+        witness, runner = self.participant.witnesses.get(job), self.participant.runners.get(job)
+        attempt = self.attempts.get(job)
+        if witness is None and runner is None:
+            return None
+        state, detail = self.states.get(job, ("", ""))
+        progress = attempt.progress if attempt is not None else None
+        note = attempt.note if attempt is not None else ""
+        return status_of(job, witness, runner, state, detail or note, progress)
+
+    def _publish(self, job: bytes) -> None:
+        status = self.status(job)
+        if status is None:
+            return
+        before, at = self._published.get(job, (None, 0.0))
+        now = time.monotonic()
+        if before != status or now - at > REPUBLISH_S:
+            self._published[job] = (status, now)
+            self.membership.publish(f"jobs/{format_job(job)}", encode_status(status), STATUS_TTL_S)
+
+    async def _note(self, job: bytes, text: str) -> None:
+        log.info("job %s: %s", format_job(job)[:8], text)
+        await self.journal.record(job, self._nick, text)
+        self._publish(job)
+
+    def _view_maker(self) -> Callable[[bytes], View]:
+        members = self.membership.members()
+        alive = frozenset(m.node_id for m in members if m.state in {"alive", "suspect"})
+        leaving = frozenset(m.node_id for m in members if m.draining)
+        left = frozenset(m.node_id for m in members if m.state == "left")
+        adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
+
+        def view(job: bytes) -> View:
+            order = witness_order(job, adverts, alive - leaving)
+            return View(me=self._me, alive=alive, leaving=leaving, left=left, adverts=adverts, witnesses=order)
+
+        return view
+
+    def _still_witness(self) -> bool:
+        return any(
+            self._me in witness.cell.config.everyone and not witness.finished
+            for witness in self.participant.witnesses.values()
+            if len(witness.cell.config.members) > 1 or self._others()
+        )
+
+    def _others(self) -> bool:
+        members = self.membership.members()
+        return any(m.node_id != self._me and m.state == "alive" and not m.draining for m in members)
+
+
+def _request(job: bytes, spec: JobSpec, attempt: int) -> Request:
+    return Request(
+        job=job,
+        attempt=attempt,
+        user=spec.user,
+        gpus=spec.gpus,
+        vram_mib=spec.vram_mib,
+        engine=spec.engine,
+        image=spec.image,
+        zone=spec.zone,
+        memory_mib=spec.memory_mib,
+    )
+
+
+def _instant() -> Instant:
+    return Instant(time.clock_gettime(time.CLOCK_BOOTTIME), time.time_ns() // 1_000_000)

@@ -1,0 +1,137 @@
+"""What a user asked for: an immutable, signed description of one job.
+
+The job id is the BLAKE2b hash of the signed payload, so two nodes can never disagree about what a job is and nobody
+can change it after submission. Everything that changes later lives in the ledger (`ledger.py`), not here.
+"""
+
+from hashlib import blake2b
+from typing import Literal
+
+import msgspec
+
+JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
+
+CommitMode = Literal["rename", "marker", "stable"]
+
+
+class SpecError(ValueError):
+    """The description cannot be a job; the text says which field and why."""
+
+
+class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a job shows that a checkpoint is complete, and where its replicas go.
+
+    `directory` is relative to the working directory; `mode` is one of the commit modes of docs/job-contract.md;
+    `replicas` counts peers that must hold a checkpoint, on their disk, before it is committed.
+    """
+
+    directory: str = "ckpts"
+    mode: CommitMode = "stable"
+    stable_s: float = 2.0
+    keep: int = 2
+    replicas: int = 2
+    to: tuple[bytes, ...] = ()
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds."""
+
+    submitter: bytes
+    user: str
+    created_unix_ms: int
+    nonce: bytes
+    argv: tuple[str, ...]
+    witnesses: tuple[bytes, ...]
+    name: str = ""
+    env: dict[str, str] = {}
+    workdir: bytes | None = None
+    workdir_holders: tuple[bytes, ...] = ()
+    image: str | None = None
+    engine: str | None = None
+    gpus: int = 0
+    vram_mib: int = 0
+    memory_mib: int | None = None
+    cpus: float | None = None
+    zone: str | None = None
+    checkpointing: Checkpointing | None = None
+    grace_s: float = 30.0
+    lease_s: float = 15.0
+    error_budget: int = 0
+    on_exit_0: Literal["resume", "done"] = "resume"
+
+
+def job_id(payload: bytes) -> bytes:
+    """The id of the job whose signed payload this is."""
+    return blake2b(payload, digest_size=JOB_ID_BYTES, person=b"mesh-job").digest()
+
+
+def format_job(job: bytes) -> str:
+    """A job id as people type it: 26 lower-case base32 characters; any unique prefix will do on the command line."""
+    from base64 import b32encode
+
+    return b32encode(job).decode().rstrip("=").lower()
+
+
+def encode_spec(spec: JobSpec) -> bytes:
+    check_spec(spec)
+    return msgspec.msgpack.encode(spec)
+
+
+def decode_spec(payload: bytes) -> JobSpec:
+    """Decode and check a payload; SpecError on anything that is not a possible job."""
+    try:
+        spec = _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise SpecError(f"not a job description: {error}") from error
+    check_spec(spec)
+    return spec
+
+
+_decoder = msgspec.msgpack.Decoder(JobSpec)
+
+# Bounds keep one job small enough to travel in a single message; they are ours.
+MAX_ARGUMENTS = 4096
+MAX_TEXT_BYTES = 256 * 1024
+MAX_WITNESSES = 5
+MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
+
+
+def check_spec(spec: JobSpec) -> None:
+    """Raise SpecError naming the first field that no job can have."""
+    if not spec.argv or not spec.argv[0]:
+        raise SpecError("a job needs a command: mesh run [options] -- COMMAND [ARGUMENT ...]")
+    texts = [*spec.argv, *spec.env, *spec.env.values(), spec.name, spec.user]
+    if len(spec.argv) > MAX_ARGUMENTS or sum(len(text) for text in texts) > MAX_TEXT_BYTES:
+        raise SpecError(f"command and environment together may hold {MAX_TEXT_BYTES} bytes; put data into files")
+    if any("\0" in text for text in texts):
+        raise SpecError("a NUL character cannot stand in a command, a variable or a name")
+    if any("=" in key or not key for key in spec.env):
+        raise SpecError("an environment variable's name cannot be empty or hold '='")
+    for label, node in [("submitter", spec.submitter), *(("witness", witness) for witness in spec.witnesses)]:
+        if len(node) != 32:
+            raise SpecError(f"{label} is not a node id")
+    if not 1 <= len(spec.witnesses) <= MAX_WITNESSES or len(set(spec.witnesses)) != len(spec.witnesses):
+        raise SpecError(f"a job has 1 to {MAX_WITNESSES} different witnesses")
+    if not MIN_LEASE_S <= spec.lease_s <= MAX_LEASE_S:
+        raise SpecError(f"lease must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
+    for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
+        if not 0 <= number < 2**31:
+            raise SpecError(f"{label} must be a number from 0")
+    if not 0 <= spec.grace_s <= 86_400:
+        raise SpecError("grace must be 0 to 86400 seconds")
+    if spec.checkpointing is not None:
+        _check_checkpointing(spec.checkpointing)
+
+
+def _check_checkpointing(checkpointing: Checkpointing) -> None:
+    parts = checkpointing.directory.split("/")
+    if checkpointing.directory.startswith("/") or any(part in {"", ".", ".."} for part in parts):
+        raise SpecError(
+            f"checkpoint directory {checkpointing.directory!r} must be a plain path inside the working directory"
+        )
+    if not 0 <= checkpointing.replicas <= 16 or not 1 <= checkpointing.keep <= 1000:
+        raise SpecError("replicas must be 0 to 16 and keep 1 to 1000")
+    if not 0.1 <= checkpointing.stable_s <= 3600:
+        raise SpecError("stable must be 0.1 to 3600 seconds")
+    if any(len(node) != 32 for node in checkpointing.to):
+        raise SpecError("a checkpoint destination is not a node id")

@@ -1,0 +1,107 @@
+"""A job as nodes tell each other about it, and how many such views become one line of `mesh ps`.
+
+Every witness and the runner publish their view as a lane-2 section; whoever asks takes the most advanced one.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from mesh.jobs.ledger import Attempt, Commit, Outcome
+from mesh.jobs.runner import Runner
+from mesh.jobs.witness import Witness
+
+ATTEMPTS_SHOWN = 16  # a section must stay small; `mesh describe` asks a witness for the rest
+
+
+class ProgressLike(Protocol):
+    @property
+    def step(self) -> int: ...
+    @property
+    def of(self) -> int: ...
+
+
+class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """`rank` orders views: a finished one first, then by term, ledger version and nearness to the guest."""
+
+    job: bytes
+    name: str
+    user: str
+    submitter: bytes
+    command: str
+    created_unix_ms: int
+    state: str
+    detail: str
+    rank: tuple[int, int, int, int]
+    witnesses: tuple[bytes, ...]
+    gpus: int
+    attempts: tuple[Attempt, ...] = ()
+    commit: Commit | None = None
+    outcome: Outcome | None = None
+    runner: bytes | None = None
+    step: int | None = None
+    of: int | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(JobStatus)
+
+
+def encode_status(status: JobStatus) -> bytes:
+    return msgspec.msgpack.encode(status)
+
+
+def decode_status(data: bytes) -> JobStatus | None:
+    """The status, or None for bytes that are none: somebody else's newer version, or nonsense."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return None
+
+
+def status_of(
+    job: bytes, witness: Witness | None, runner: Runner | None, state: str, detail: str, progress: ProgressLike | None
+) -> JobStatus:
+    """This node's view: the runner's if the job runs here, else the witness's."""
+    if runner is not None:
+        spec, ledger, term, config = runner.spec, runner.ledger, runner.term, runner.config_members
+        shown = runner.state if runner.state not in {"acquiring", "restoring"} else "starting"
+    else:
+        assert witness is not None
+        cell, spec = witness.cell, witness.spec
+        ledger, term, config = cell.ledger, cell.accepted_term, cell.config.members
+        shown = state if state in {"pending", "starting"} else "pending"
+        if ledger.open_attempt is not None:
+            shown, detail = ("running" if ledger.open_attempt.running_unix_ms else "starting"), ""
+    if ledger.outcome is not None:
+        shown, detail = ledger.outcome.kind, ledger.outcome.detail
+    last = ledger.attempts[-1] if ledger.attempts else None
+    return JobStatus(
+        job=job,
+        name=spec.name,
+        user=spec.user,
+        submitter=spec.submitter,
+        command=" ".join(spec.argv)[:120],
+        created_unix_ms=spec.created_unix_ms,
+        state=shown,
+        detail=detail[:200],
+        rank=(int(ledger.outcome is not None), term, ledger.version, int(runner is not None)),
+        witnesses=config,
+        gpus=spec.gpus,
+        attempts=ledger.attempts[-ATTEMPTS_SHOWN:],
+        commit=ledger.commit,
+        outcome=ledger.outcome,
+        runner=last.node if last is not None and not last.reason else None,
+        step=progress.step if progress is not None else last.last_step if last is not None else None,
+        of=progress.of if progress is not None else None,
+    )
+
+
+def merge_statuses(views: Iterable[JobStatus]) -> dict[bytes, JobStatus]:
+    """One status a job: the most advanced view."""
+    best: dict[bytes, JobStatus] = {}
+    for view in views:
+        known = best.get(view.job)
+        if known is None or view.rank > known.rank:
+            best[view.job] = view
+    return best

@@ -1,0 +1,59 @@
+"""What a job core knows of the mesh when it decides: who is alive, who stays, what they offer."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from placement.advert import Advert
+
+
+class Instant(msgspec.Struct, frozen=True):
+    """`now` is seconds of CLOCK_BOOTTIME and decides; `unix_ms` is wall time and is only written down."""
+
+    now: float
+    unix_ms: int
+
+
+class View(msgspec.Struct, frozen=True):
+    me: bytes
+    alive: frozenset[bytes] = frozenset()
+    leaving: frozenset[bytes] = frozenset()
+    left: frozenset[bytes] = frozenset()
+    adverts: Sequence[Advert] = ()
+    witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
+
+    @property
+    def staying(self) -> frozenset[bytes]:
+        return self.alive - self.leaving
+
+    def absence(self, node: bytes) -> str:
+        """Why an attempt on `node` ended without its own word for it."""
+        if node in self.left:
+            return "node left"
+        return "lease expired" if node in self.alive else "node lost"
+
+
+class Timer(msgspec.Struct, frozen=True):
+    """A timer that a core asked for has come; one with an old token is stale and ignored."""
+
+    name: str
+    token: int
+
+
+class TimerTokens:
+    """Hands out a token for each timer set, and knows whether one that fired is the latest of its name."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, int] = {}
+        self._count = 0
+
+    def fresh(self, name: str) -> int:
+        self._count += 1
+        self._latest[name] = self._count
+        return self._count
+
+    def is_current(self, timer: Timer) -> bool:
+        return self._latest.get(timer.name) == timer.token
+
+    def cancel(self, name: str) -> None:
+        self._latest.pop(name, None)

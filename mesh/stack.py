@@ -1,0 +1,129 @@
+"""Several real daemons on this machine: one mesh, one state directory each, found by mDNS on loopback.
+
+For `mesh devstack`, `mesh demo` and the tests. Nothing is simulated but the distance.
+"""
+
+import getpass
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mesh.api.errors import MeshError
+from mesh.client import Client
+from mesh.config import Layout
+
+LOOPBACK = "127.0.0.1"
+
+
+class StackNode:
+    """One daemon: its state, its process, a client for it."""
+
+    def __init__(self, nick: str, where: Layout) -> None:
+        self.nick = nick
+        self.where = where
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client = Client(where.socket)
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+class Stack:
+    """Use as a context manager: every daemon it started is gone afterwards, and so is their state unless kept."""
+
+    def __init__(self, count: int, *, directory: Path | None = None, overrides: dict[str, Any] | None = None) -> None:
+        self._temporary = directory is None
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="mesh-"))
+        self.nodes = [
+            StackNode(f"node{number}", Layout(self.directory / f"node{number}")) for number in range(1, count + 1)
+        ]
+        self._overrides = {
+            "bind": LOOPBACK,
+            "port": 0,
+            "api_port": 0,
+            "profile": "local",
+            "lend": True,
+            "engines": ["process"],
+            **(overrides or {}),
+        }
+
+    def __enter__(self) -> "Stack":
+        self.found()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def found(self) -> None:
+        """Make the mesh: the first node founds it, the others join by an invite."""
+        from membership.identity import Identity
+        from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
+        from mesh.cli.trust import write_membership
+
+        now, user = time.time(), getpass.getuser()
+        founder = Identity.generate()
+        genesis, chain = found_mesh(founder, "devstack", self.nodes[0].nick, user, now)
+        invite = parse_invite(make_invite(founder, chain, genesis, (), 3600, now), now)
+        for number, node in enumerate(self.nodes):
+            node.where.root.mkdir(parents=True, exist_ok=True)
+            if node.where.genesis.exists():
+                continue
+            identity = founder if number == 0 else Identity.generate()
+            identity.save(node.where.key)
+            own = chain if number == 0 else accept_invite(invite, identity.node_id, node.nick, user, now)
+            write_membership(node.where, genesis, own, ())
+
+    def start(self, node: StackNode) -> None:
+        from mesh.cli.nodes import start_daemon
+
+        node.process = start_daemon(node.where, self._overrides)
+
+    def start_all(self, timeout_s: float = 60.0) -> None:
+        """Start every node and wait until each sees all others alive and lending; MeshError if they do not find each other."""
+        from mesh.cli.nodes import wait_ready
+
+        for node in self.nodes:
+            self.start(node)
+        for node in self.nodes:
+            assert node.process is not None
+            wait_ready(node.where, node.process, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not all(self.sees(node, len(self.nodes)) for node in self.nodes):
+            if time.monotonic() > deadline:
+                raise MeshError(
+                    f"the nodes did not find each other within {timeout_s:g} s; their logs are in {self.directory}"
+                )
+            time.sleep(0.1)
+
+    @staticmethod
+    def sees(node: StackNode, count: int) -> bool:
+        """Whether `node` sees so many nodes alive, each with its offer."""
+        rows = node.client.get("/v1/nodes")["nodes"]
+        return sum(row["state"] == "alive" and bool(row["engines"]) for row in rows) >= count
+
+    def node(self, nick: str) -> StackNode:
+        return next(node for node in self.nodes if node.nick == nick)
+
+    def close(self) -> None:
+        """End what runs, politely first, by pid; then remove the state."""
+        for node in self.nodes:
+            if node.running:
+                assert node.process is not None
+                try:
+                    node.client.post("/v1/down", {"now": True})
+                except MeshError:
+                    node.process.send_signal(signal.SIGTERM)
+        for node in self.nodes:
+            if node.process is not None:
+                try:
+                    node.process.wait(15)
+                except subprocess.TimeoutExpired:
+                    node.process.kill()
+                    node.process.wait()
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)

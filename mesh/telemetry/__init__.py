@@ -1,0 +1,1 @@
+"""What a node can see of itself: its GPUs and its machine."""

@@ -1,0 +1,1 @@
+"""Who runs what: adverts, survival, weighted rendezvous, and decisions that anybody can recompute. Pure, no I/O."""

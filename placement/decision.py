@@ -1,0 +1,132 @@
+"""Ranking nodes for a job, choosing witnesses and replica holders, and explaining each choice.
+
+A decision names the version of every advert it saw, so that anybody with those adverts gets the same one.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from placement.advert import Advert
+from placement.filters import refusals
+from placement.rendezvous import rank
+from placement.request import Request
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    node: bytes
+    nick: str
+    score: int
+    weight: int
+    advert_version: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    node: bytes
+    nick: str
+    reasons: tuple[str, ...]
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """`candidates` best first; everybody else with the reason."""
+
+    candidates: tuple[Candidate, ...]
+    refused: tuple[Refusal, ...]
+
+
+class Decision(msgspec.Struct, frozen=True):
+    job: bytes
+    attempt: int
+    chosen: bytes
+    order: tuple[tuple[bytes, int, int], ...]  # node, advert version, score
+    digest: bytes
+
+
+def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
+    """The same adverts give the same ranking on every node, in whatever order they come."""
+    by_node = {advert.node: advert for advert in adverts}
+    eligible: list[Advert] = []
+    refused: list[Refusal] = []
+    for advert in by_node.values():
+        reasons = refusals(request, advert)
+        if reasons:
+            refused.append(Refusal(advert.node, advert.nick, tuple(reasons)))
+        else:
+            eligible.append(advert)
+    ordered = rank(request.key, [(advert.node, advert.weight) for advert in eligible])
+    ordered.sort(key=lambda pair: pair[0] in request.avoid)
+    candidates = tuple(
+        Candidate(node, by_node[node].nick, points, by_node[node].weight, by_node[node].version)
+        for node, points in ordered
+    )
+    return Ranking(candidates, tuple(sorted(refused, key=lambda refusal: refusal.node)))
+
+
+def decide(request: Request, ranking: Ranking) -> Decision:
+    order = tuple((c.node, c.advert_version, c.score) for c in ranking.candidates)
+    digest = blake2b(msgspec.msgpack.encode((request, order)), digest_size=16).digest()
+    return Decision(request.job, request.attempt, order[0][0], order, digest)
+
+
+def replay(decision: Decision, request: Request, adverts: Iterable[Advert]) -> bool:
+    """Whether these adverts give this very decision."""
+    ranking = rank_nodes(request, adverts)
+    return bool(ranking.candidates) and decide(request, ranking) == decision
+
+
+def explain(request: Request, ranking: Ranking) -> list[str]:
+    """Why the job is where it is, or waits: one plain line each, the most telling first."""
+    if ranking.candidates:
+        best = ranking.candidates[0]
+        return [f"{best.nick} is first of {len(ranking.candidates)} nodes that could run it"]
+    if not ranking.refused:
+        return ["no node of this mesh offers anything yet"]
+    # The refusal closest to being none tells most: fewest reasons, then the commonest first reason.
+    nearest = min(len(refusal.reasons) for refusal in ranking.refused)
+    lines = [f"{r.nick}: {'; '.join(r.reasons)}" for r in ranking.refused if len(r.reasons) == nearest]
+    head = f"no node can run it now ({_summary(request)})"
+    return [f"{head}; {lines[0]}" + (f"; and {len(lines) - 1} more" if len(lines) > 1 else ""), *lines[1:]]
+
+
+def witness_order(job: bytes, adverts: Iterable[Advert], nodes: Collection[bytes]) -> tuple[bytes, ...]:
+    """All nodes, best witness of this job first: rendezvous by survival; a node without an advert weighs least."""
+    weights = dict.fromkeys(nodes, 1) | {ad.node: ad.weight for ad in adverts if ad.node in nodes}
+    return tuple(node for node, _ in rank(job + b"witness", weights.items()))
+
+
+def replica_order(job: bytes, adverts: Iterable[Advert], exclude: Collection[bytes], need_mib: int) -> list[bytes]:
+    """Peers for a job's checkpoints, best first: with room, by survival, each zone once before any twice."""
+    fitting = {ad.node: ad for ad in adverts if ad.node not in exclude and ad.store_free_mib > need_mib}
+    ordered = [node for node, _ in rank(job + b"replica", [(ad.node, ad.weight) for ad in fitting.values()])]
+    seen: dict[str, int] = {}
+    turns: dict[bytes, int] = {}
+    for node in ordered:
+        zone = fitting[node].zone
+        turns[node] = seen[zone] = seen.get(zone, -1) + 1
+    return sorted(ordered, key=lambda node: turns[node])
+
+
+def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
+    """Why no node of this mesh could run it even when idle, or None: told at submission, not after a day of waiting."""
+    if not request.gpus or not adverts:
+        return None
+    most = max(adverts, key=lambda advert: len(advert.gpus))
+    if len(most.gpus) < request.gpus:
+        return (
+            f"no node has {request.gpus} GPUs; the largest, {most.nick}, has {len(most.gpus)}. "
+            "Ask for fewer with --gpus, or see `mesh nodes`."
+        )
+    for advert in adverts:
+        if sum(gpu.vram_mib >= request.vram_mib for gpu in advert.gpus) >= request.gpus:
+            return None
+    return f"no node has {request.gpus} GPUs with {request.vram_mib} MiB each. Ask for less with --vram, or see `mesh nodes`."
+
+
+def _summary(request: Request) -> str:
+    parts = [f"{request.gpus} GPUs" if request.gpus else "one slot"]
+    if request.vram_mib:
+        parts.append(f"{request.vram_mib} MiB each")
+    if request.image:
+        parts.append(f"image {request.image}")
+    return ", ".join(parts)

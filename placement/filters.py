@@ -1,0 +1,68 @@
+"""Why a node cannot take a job, in words. An empty answer means that it can."""
+
+from placement.advert import Advert
+from placement.request import Request
+
+
+def refusals(request: Request, advert: Advert) -> list[str]:
+    reasons: list[str] = []
+    if not advert.lending:
+        reasons.append("does not lend (its owner runs `mesh up --lend` or `mesh resume`)")
+    elif advert.paused:
+        reasons.append("its owner has paused lending")
+    if "*" not in advert.accepts and request.user not in advert.accepts and request.user != advert.user:
+        reasons.append(f"takes jobs of {', '.join(advert.accepts) or advert.user} only, not of {request.user}")
+    reasons += _engine_refusals(request, advert)
+    if request.zone is not None and advert.zone != request.zone:
+        reasons.append(f"is in zone {advert.zone or 'none'}, not {request.zone}")
+    if request.memory_mib is not None and advert.memory_mib < request.memory_mib:
+        reasons.append(f"has {advert.memory_mib} MiB of memory, {request.memory_mib} asked")
+    reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
+    if request.job and advert.node in request.exclude:
+        reasons.append("failed this job before")
+    return reasons
+
+
+def engine_for(request: Request, advert: Advert) -> str | None:
+    """The engine this node would use: the one asked for; else a container if an image is named; else its first."""
+    usable = [name for name in advert.engines if name not in advert.own_only or request.user == advert.user]
+    if request.engine is not None:
+        return request.engine if request.engine in usable else None
+    if request.image is not None:
+        return "docker" if "docker" in usable else None
+    return "process" if "process" in usable else None
+
+
+def _engine_refusals(request: Request, advert: Advert) -> list[str]:
+    wanted = request.engine or ("docker" if request.image is not None else "process")
+    if engine_for(request, advert) is None:
+        if wanted in advert.engines:
+            return [
+                f"runs only its owner's jobs with the {wanted} engine (no sandbox): name an image, or ask its owner"
+            ]
+        return [f"has no {wanted} engine"]
+    if wanted == "docker":
+        if request.image is None:
+            return ["the docker engine needs an image: --image NAME"]
+        if request.image not in advert.images:
+            return [f"has no image {request.image}"]
+    return []
+
+
+def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
+    if len(advert.gpus) < request.gpus:
+        return [f"has {len(advert.gpus)} GPUs, {request.gpus} asked"]
+    fitting = [gpu for gpu in advert.gpus if gpu.vram_mib >= request.vram_mib and gpu.capability >= request.capability]
+    if len(fitting) < request.gpus:
+        largest = max(gpu.vram_mib for gpu in advert.gpus)
+        return [f"its GPUs have up to {largest} MiB, {request.vram_mib} MiB on {request.gpus} asked"]
+    free = [gpu for gpu in fitting if gpu.uuid in advert.gpus_free]
+    if len(free) < request.gpus:
+        return [f"{len(free)} of {len(fitting)} fitting GPUs are free, {request.gpus} asked"]
+    return []
+
+
+def _slot_refusals(advert: Advert) -> list[str]:
+    if advert.slots == 0:
+        return ["takes only GPU jobs"]
+    return [] if advert.slots_free > 0 else [f"all {advert.slots} job slots are taken"]
