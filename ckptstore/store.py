@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptstore.checker import salvage
 from ckptstore.errors import (
     BadManifest,
     BadPath,
@@ -45,14 +46,12 @@ from ckptstore.manifest import (
 )
 from ckptstore.pack import (
     CHUNK_BYTES,
-    HEADER_BYTES,
-    ObjectStream,
     PackWriter,
     chunk_id,
     encode_header,
-    scan_pack,
     sync_directory,
 )
+from ckptstore.receiver import Receiver
 
 
 class SavedManifest(msgspec.Struct, frozen=True):
@@ -80,13 +79,6 @@ class RestoreReport(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class VerifyReport(msgspec.Struct, frozen=True):
-    chunks: int
-    bad_chunks: int
-    quarantined: tuple[str, ...]
-    damaged_manifests: tuple[bytes, ...]
-
-
 class Collected(msgspec.Struct, frozen=True):
     packs: int
     bytes: int
@@ -104,22 +96,22 @@ class Store:
         self.root = root
         self.unseal = unseal
         self._quota_bytes = quota_bytes
-        self._packs, self._manifests = root / "packs", root / "manifests"
-        self._fences, self._tmp, self._quarantine = root / "fences", root / "tmp", root / "quarantine"
-        self._lock = threading.Lock()
+        self.packs, self.manifest_files = root / "packs", root / "manifests"
+        self._fences, self.tmp, self.quarantine = root / "fences", root / "tmp", root / "quarantine"
+        self.lock = threading.Lock()
         self._writers = 0  # open saves and receipts; collection waits for none to be open
         self._known: dict[bytes, Manifest] = {}
-        with self._disk_errors():
-            for directory in (self._packs, self._manifests, self._fences, self._tmp, self._quarantine):
+        with self.disk_errors():
+            for directory in (self.packs, self.manifest_files, self._fences, self.tmp, self.quarantine):
                 directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self._tmp.iterdir():
+            for leftover in self.tmp.iterdir():
                 leftover.unlink()
-            self._index = Index(root / "index.sqlite", self._packs)
-            for path in self._index.damaged:
-                self._salvage(path)
+            self.index = Index(root / "index.sqlite", self.packs)
+            for path in self.index.damaged:
+                salvage(self, path)
 
     def close(self) -> None:
-        self._index.close()
+        self.index.close()
 
     # --- saving
 
@@ -141,8 +133,8 @@ class Store:
 
         SaveTorn if a file changes meanwhile; then nothing is visible and nothing is lost.
         """
-        with self._writing(), self._disk_errors():
-            writer = PackWriter(self._tmp, self._packs)
+        with self.writing(), self.disk_errors():
+            writer = PackWriter(self.tmp, self.packs)
             try:
                 files: list[FileEntry] = []
                 for prefix, path in sorted(roots.items()):
@@ -161,11 +153,11 @@ class Store:
                     note=note or {},
                 )
                 sealed = seal(encode_manifest(manifest))
-                self._check_quota(writer.bytes_written)
+                self.check_quota(writer.bytes_written)
             except BaseException:
                 writer.abort()
                 raise
-            self._publish_pack(writer)
+            self.publish_pack(writer)
             identity = manifest_id(sealed)
             self._raise_fence(manifest)
             self._publish_manifest(identity, sealed, manifest)
@@ -201,7 +193,7 @@ class Store:
                     if not data:
                         break
                     identity = chunk_id(data)
-                    if self._index.find(identity) is None:
+                    if self.index.find(identity) is None:
                         writer.add(identity, data)
                     chunks.append(identity)
                     size += len(data)
@@ -221,7 +213,7 @@ class Store:
         entries = [entry for entry in manifest.files if entry.path.startswith(cut)]
         temporary = destination.with_name(f"{destination.name}.restoring-{os.urandom(4).hex()}")
         total = 0
-        with self._disk_errors():
+        with self.disk_errors():
             destination.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             try:
@@ -265,11 +257,11 @@ class Store:
 
     def chunk(self, identity: bytes) -> bytes:
         """One chunk, verified; CorruptChunk or MissingChunks."""
-        where = self._index.find(identity)
+        where = self.index.find(identity)
         if where is None:
             raise MissingChunks("a chunk is not in this store", [identity])
         try:
-            with (self._packs / f"{where.pack}.pack").open("rb", buffering=0) as file:
+            with (self.packs / f"{where.pack}.pack").open("rb", buffering=0) as file:
                 file.seek(where.offset)
                 data = _read_exactly(file.fileno(), where.length)
         except FileNotFoundError as error:
@@ -293,7 +285,7 @@ class Store:
 
     def sealed(self, identity: bytes) -> bytes:
         try:
-            sealed = (self._manifests / identity.hex()).read_bytes()
+            sealed = (self.manifest_files / identity.hex()).read_bytes()
         except FileNotFoundError as error:
             raise NotFound(f"checkpoint {identity.hex()[:12]} is not in this store") from error
         if manifest_id(sealed) != identity:
@@ -303,7 +295,7 @@ class Store:
     def manifests(self, job: bytes | None = None) -> list[ManifestInfo]:
         """Every readable manifest, of one job or all, oldest first."""
         found = []
-        for path in self._manifests.iterdir():
+        for path in self.manifest_files.iterdir():
             try:
                 identity = bytes.fromhex(path.name)
                 manifest = self.manifest(identity)
@@ -327,16 +319,16 @@ class Store:
         return sorted(found, key=lambda info: (info.job, info.term, info.seq))
 
     def has(self, identity: bytes) -> bool:
-        return (self._manifests / identity.hex()).exists()
+        return (self.manifest_files / identity.hex()).exists()
 
     def accept_manifest(self, sealed: bytes) -> bytes:
         """Take a manifest from a peer, once every chunk of it is here; its id. Durable on return."""
         _, manifest = decode_manifest(sealed, self.unseal)
-        missing = self._index.missing(manifest.chunks)
+        missing = self.index.missing(manifest.chunks)
         if missing:
             raise MissingChunks(f"{len(missing)} chunks of this checkpoint have not arrived", missing)
         identity = manifest_id(sealed)
-        with self._writing(), self._disk_errors():
+        with self.writing(), self.disk_errors():
             self._raise_fence(manifest)
             if not self.has(identity):
                 self._publish_manifest(identity, sealed, manifest)
@@ -344,7 +336,7 @@ class Store:
 
     def forget(self, identity: bytes) -> None:
         """Drop a manifest; its chunks go with the next collection if nothing else needs them."""
-        (self._manifests / identity.hex()).unlink(missing_ok=True)
+        (self.manifest_files / identity.hex()).unlink(missing_ok=True)
         self._known.pop(identity, None)
 
     def prune(self, job: bytes, keep: int, spare: Collection[bytes] = ()) -> list[bytes]:
@@ -377,11 +369,11 @@ class Store:
     # --- exchange with peers
 
     def missing(self, ids: Sequence[bytes]) -> list[bytes]:
-        return self._index.missing(ids)
+        return self.index.missing(ids)
 
     def frames(self, ids: Sequence[bytes]) -> Iterator[bytes]:
         """The stream of these objects for a peer; MissingChunks before the first byte if one is not here."""
-        missing = self._index.missing(ids)
+        missing = self.index.missing(ids)
         if missing:
             raise MissingChunks(f"{len(missing)} of the asked chunks are not in this store", missing)
         return self._frames(ids)
@@ -391,111 +383,57 @@ class Store:
             data = self.chunk(identity)
             yield encode_header(identity, len(data)) + data
 
-    def receive(self, max_bytes: int) -> "Receiver":
+    def receive(self, max_bytes: int) -> Receiver:
         """Begin to take chunks from a peer, up to a total."""
-        self._check_quota(0)
-        with self._disk_errors():
+        self.check_quota(0)
+        with self.disk_errors():
             return Receiver(self, max_bytes)
 
     # --- upkeep
 
     def collect(self, *, min_age_s: float, now_unix: float, keep: Collection[bytes] = ()) -> Collected:
         """Remove packs that nothing reaches and that are old enough; nothing while anything is being written."""
-        with self._lock:
+        with self.lock:
             if self._writers:
                 return Collected(0, 0)
             reachable = set(keep)
             for info in self.manifests():
                 reachable.update(self.manifest(info.id).chunks)
             packs = removed = 0
-            for path in list(self._packs.glob("*.pack")):
+            for path in list(self.packs.glob("*.pack")):
                 age = now_unix - path.stat().st_mtime
-                if age < min_age_s or any(identity in reachable for identity in self._index.chunks_of(path.stem)):
+                if age < min_age_s or any(identity in reachable for identity in self.index.chunks_of(path.stem)):
                     continue
                 size = path.stat().st_size
                 failpoint("collect-before-unlink")
-                self._index.drop_pack(path.stem)
+                self.index.drop_pack(path.stem)
                 path.unlink()
                 failpoint("collect-after-unlink")
                 packs, removed = packs + 1, removed + size
             return Collected(packs, removed)
 
-    def verify(self) -> VerifyReport:
-        """Read everything; packs with damage are salvaged and moved to `quarantine/`."""
-        chunks = bad = 0
-        quarantined: list[str] = []
-        for path in sorted(self._packs.glob("*.pack")):
-            good, wrong, readable = self._inspect(path)
-            chunks, bad = chunks + good + wrong, bad + wrong
-            if wrong or not readable:
-                quarantined.append(path.name)
-                with self._lock, self._disk_errors():
-                    self._salvage(path)
-        damaged = []
-        for path in self._manifests.iterdir():
-            try:
-                identity = bytes.fromhex(path.name)
-                _, manifest = decode_manifest(self.sealed(identity), self.unseal)
-                if self._index.missing(manifest.chunks):
-                    damaged.append(identity)
-            except (ValueError, StoreError):
-                path.rename(self._quarantine / path.name)
-                quarantined.append(path.name)
-        return VerifyReport(chunks, bad, tuple(quarantined), tuple(damaged))
-
     def stored_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._packs.glob("*.pack"))
-
-    def _inspect(self, path: Path) -> tuple[int, int, bool]:
-        good = wrong = 0
-        try:
-            with path.open("rb") as file:
-                for header, offset in scan_pack(path):
-                    file.seek(offset)
-                    if chunk_id(file.read(header.stored_length)) == header.id:
-                        good += 1
-                    else:
-                        wrong += 1
-        except CorruptChunk:
-            return good, wrong + 1, False
-        return good, wrong, True
-
-    def _salvage(self, path: Path) -> None:
-        """Copy what is good out of a damaged pack, then put the pack away."""
-        writer = PackWriter(self._tmp, self._packs)
-        try:
-            with path.open("rb") as file:
-                for header, offset in scan_pack(path):
-                    file.seek(offset)
-                    data = file.read(header.stored_length)
-                    if chunk_id(data) == header.id:
-                        writer.add(header.id, data)
-        except CorruptChunk:
-            pass  # everything before the break is already copied
-        writer.publish()
-        path.rename(self._quarantine / path.name)
-        self._index.drop_pack(path.stem)
-        self._index.add(writer.name, writer.locations)
+        return sum(path.stat().st_size for path in self.packs.glob("*.pack"))
 
     # --- writing
 
-    def _publish_pack(self, writer: PackWriter) -> None:
+    def publish_pack(self, writer: PackWriter) -> None:
         try:
             writer.publish()
         except BaseException:
             writer.abort()
             raise
         if writer.locations:
-            self._index.add(writer.name, writer.locations)
+            self.index.add(writer.name, writer.locations)
 
     def _publish_manifest(self, identity: bytes, sealed: bytes, manifest: Manifest) -> None:
-        path = self._manifests / identity.hex()
+        path = self.manifest_files / identity.hex()
         self._write_durably(path, sealed, "manifest-before-rename")
         failpoint("manifest-after-rename")
         self._known[identity] = manifest
 
     def _write_durably(self, path: Path, data: bytes, point: str) -> None:
-        temporary = self._tmp / f"{path.name}.{os.urandom(4).hex()}"
+        temporary = self.tmp / f"{path.name}.{os.urandom(4).hex()}"
         try:
             with temporary.open("xb") as file:
                 file.write(data)
@@ -509,24 +447,24 @@ class Store:
             raise
         sync_directory(path.parent)
 
-    def _check_quota(self, more: int) -> None:
+    def check_quota(self, more: int) -> None:
         if self._quota_bytes is not None and self.stored_bytes() + more > self._quota_bytes:
             raise QuotaExceeded(
                 f"the store may hold {self._quota_bytes / 2**30:.1f} GiB (store_quota_gib); nothing was saved"
             )
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        with self._lock:
+    def writing(self) -> Iterator[None]:
+        with self.lock:
             self._writers += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self._writers -= 1
 
     @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
+    def disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -537,62 +475,6 @@ class Store:
             if error.errno in {errno.EROFS, errno.EACCES, errno.EPERM}:
                 raise ReadOnlyStore(f"cannot write in {error.filename or self.root}: {error.strerror}") from error
             raise
-
-
-class Receiver:
-    """Chunks arriving from a peer. Nothing is kept unless `finish` returns."""
-
-    def __init__(self, store: Store, max_bytes: int) -> None:
-        self._store = store
-        self._left = max_bytes
-        self._stream = ObjectStream()
-        self._writing = store._writing()
-        self._writing.__enter__()
-        self._open = True
-        self._writer = PackWriter(store._tmp, store._packs)
-
-    def feed(self, data: bytes) -> int:
-        """Take some bytes; how many chunks they completed. CorruptChunk ends the receipt."""
-        self._left -= len(data)
-        if self._left < 0:
-            raise CorruptChunk("the peer sends more than was asked for")
-        count = 0
-        with self._store._disk_errors():
-            for identity, payload in self._stream.feed(data):
-                count += 1
-                if self._store._index.find(identity) is None:
-                    self._writer.add(identity, payload)
-        return count
-
-    def finish(self) -> int:
-        """Make what arrived durable; how many chunks were new. CorruptChunk if the stream ended inside one."""
-        if not self._stream.clean:
-            self.abort()
-            raise CorruptChunk("the stream ended inside a chunk")
-        try:
-            with self._store._disk_errors():
-                self._store._check_quota(self._writer.bytes_written)
-                self._store._publish_pack(self._writer)
-        except BaseException:
-            self.abort()
-            raise
-        self._close()
-        return len(self._writer.locations)
-
-    def abort(self) -> None:
-        if self._open:
-            self._writer.abort()
-            self._close()
-
-    def _close(self) -> None:
-        if self._open:
-            self._open = False
-            self._writing.__exit__(None, None, None)
-
-
-def stream_bytes(ids: Sequence[bytes]) -> int:
-    """The most that a stream of these objects can be."""
-    return len(ids) * (CHUNK_BYTES + HEADER_BYTES)
 
 
 def _fingerprint(info: os.stat_result) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from membership import reconcile
+from membership import pushpull
 from membership.config import SwimConfig
 from membership.discovery import MdnsBeacon, MdnsConfig, advertised_address, parse_seed
 from membership.effects import (
@@ -37,10 +37,8 @@ from membership.wire import WireError, decode_evidence, decode_packet, encode
 
 EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
 GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
-RECONCILE_TIMEOUT_S = 5.0
 RECONCILE_PAUSE_S = 0.3  # between two push-pulls with one peer
 JOIN_BACKOFF_S = (0.3, 15.0)  # first and longest pause between tries to find somebody
-SERVED_AT_ONCE = 32  # push-pulls served at a time; memberlist allows 128
 HEALTHY_SEARCH_S = 15.0  # a node that has company still looks for strangers, so that islands meet
 
 log = logging.getLogger(__name__)
@@ -145,7 +143,16 @@ class MembershipNode:
         self._candidates: dict[tuple[str, int], NodeId | None] = {}
         self._transport: asyncio.DatagramTransport | None = None
         self._server: asyncio.Server | None = None
-        self._serving = 0
+        self._push_pull = pushpull.PushPull(
+            identity,
+            trust,
+            own_chain,
+            self._records,
+            self.counters,
+            self._rng,
+            self._join_evidence,
+            self._take_in,
+        )
         self._epoch = 0
         self._stopped = False
 
@@ -390,82 +397,19 @@ class MembershipNode:
 
     async def _reconcile_quietly(self, host: str, port: int) -> None:
         try:
-            await self.push_pull(host, port)
-        except (
-            OSError,
-            TimeoutError,
-            asyncio.IncompleteReadError,
-            EnvelopeError,
-            reconcile.FrameError,
-            TrustError,
-        ) as e:
+            await self._push_pull.exchange(host, port)
+        except pushpull.FAILURES as e:
             self.counters["reconcile_failed"] += 1
             log.debug("push-pull with %s:%d failed: %s", host, port, e)
 
-    async def push_pull(self, host: str, port: int) -> None:
-        """One push-pull with whoever answers at this address, if it is of our mesh."""
-        async with asyncio.timeout(RECONCILE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                nonce = self._rng.getrandbits(62)
-                await self._write(writer, reconcile.Hello(nonce, self._chain, self._records.digest()))
-                sender, reply = await self._read(reader)
-                if not isinstance(reply, reconcile.Reply) or reply.answers != nonce:
-                    raise reconcile.FrameError("an answer to something else")
-                self._admit(sender, reply.chain)
-                self._take_in(reply.records, reply.evidence)
-                await self._write(writer, self._delta(reply.nonce, reply.digest))
-                await self._read(reader)
-                self.counters["reconciled"] += 1
-            finally:
-                writer.close()
+    def _join_evidence(self) -> list[bytes]:
+        return self._core.join_evidence()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._serving >= SERVED_AT_ONCE or self._stopped:
+    async def _serve_unless_stopped(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stopped:
             writer.close()
             return
-        self._serving += 1
-        try:
-            async with asyncio.timeout(RECONCILE_TIMEOUT_S):
-                sender, hello = await self._read(reader)
-                if not isinstance(hello, reconcile.Hello):
-                    raise reconcile.FrameError("a push-pull starts with Hello")
-                self._admit(sender, hello.chain)
-                nonce = self._rng.getrandbits(62)
-                records = self._records.missing_from(hello.digest, reconcile.DELTA_BYTES)
-                reply = reconcile.Reply(
-                    nonce,
-                    hello.nonce,
-                    self._chain,
-                    self._records.digest(),
-                    records,
-                    self._core.join_evidence(),
-                )
-                await self._write(writer, reply)
-                again, delta = await self._read(reader)
-                if again != sender or not isinstance(delta, reconcile.Delta) or delta.answers != nonce:
-                    self.counters["refused_replayed"] += 1
-                    raise reconcile.FrameError("an answer to something else")
-                self._take_in(delta.records, delta.evidence)
-                await self._write(writer, reconcile.Done(0, delta.nonce))
-        except (EnvelopeError, reconcile.FrameError):
-            self.counters["refused_unsigned"] += 1
-        except TrustError as error:
-            self.counters["refused_foreign"] += 1
-            log.info("refused a node: %s", error)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            self.counters["reconcile_failed"] += 1
-        finally:
-            self._serving -= 1
-            writer.close()
-
-    def _admit(self, sender: NodeId, chain: bytes) -> None:
-        if self.trust.admit_chain(chain, time.time()).node_id != sender:
-            raise TrustError("a node showed the certificate of another one")
-
-    def _delta(self, answers: int, digest: object) -> reconcile.Delta:
-        records = self._records.missing_from(digest, reconcile.DELTA_BYTES)  # type: ignore[arg-type]
-        return reconcile.Delta(self._rng.getrandbits(62), answers, records, self._core.join_evidence())
+        await self._push_pull.serve(reader, writer)
 
     def _take_in(self, records: list[bytes], evidence: list[bytes]) -> None:
         for sealed in records:
@@ -477,19 +421,6 @@ class MembershipNode:
             if verified is not None:
                 self._gossip_seen.seen_before(sealed)
                 self._perform(self._core.on_evidence(*verified, _now()))
-
-    async def _write(self, writer: asyncio.StreamWriter, frame: reconcile.AnyFrame) -> None:
-        data = seal(self.identity, self.trust.mesh_id, "reconcile", reconcile.encode_frame(frame))
-        writer.write(len(data).to_bytes(4, "big") + data)
-        await writer.drain()
-
-    async def _read(self, reader: asyncio.StreamReader) -> tuple[NodeId, reconcile.AnyFrame]:
-        length = int.from_bytes(await reader.readexactly(4), "big")
-        if length > reconcile.FRAME_LIMIT:
-            raise reconcile.FrameError(f"a frame of {length} bytes is over the limit")
-        data = await reader.readexactly(length)
-        sender, payload = open_envelope(data, self.trust.mesh_id, "reconcile")
-        return sender, reconcile.decode_frame(payload)
 
     # --- searching and upkeep
 
@@ -561,7 +492,7 @@ class MembershipNode:
     async def _bind(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._server = await asyncio.start_server(self._serve, self._bind_host, self.port)
+            self._server = await asyncio.start_server(self._serve_unless_stopped, self._bind_host, self.port)
             self.port = self._server.sockets[0].getsockname()[1]
             self._transport, _ = await loop.create_datagram_endpoint(
                 lambda: _Datagrams(self), local_addr=(self._bind_host, self.port)

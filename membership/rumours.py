@@ -52,13 +52,13 @@ class RumourQueue:
         has_records = any(rumour.kind == "record" for rumour in self._queue)
         member_room = int(room * MEMBER_SHARE) if has_records else room
         chosen: list[Rumour] = []
-        for kind, share in (("member", member_room), ("record", room)):
+        used = 0
+        for kind, bound in (("member", member_room), ("record", room)):
             for rumour in self._queue:
                 size = len(rumour.sealed) + ITEM_OVERHEAD
-                if rumour.kind == kind and size <= min(room, share):
+                if rumour.kind == kind and used + size <= bound:
                     chosen.append(rumour)
-                    room -= size
-                    share -= size
+                    used += size
         for rumour in chosen:
             self._queue.remove(rumour)
             rumour.transmits += 1

@@ -104,7 +104,7 @@ class Stack:
     def sees(node: StackNode, count: int) -> bool:
         """Whether `node` sees so many nodes alive, each with its offer."""
         rows = node.client.get("/v1/nodes")["nodes"]
-        return sum(row["state"] == "alive" and bool(row["engines"]) for row in rows) >= count
+        return len([row for row in rows if row["state"] == "alive" and row["engines"]]) >= count
 
     def node(self, nick: str) -> StackNode:
         return next(node for node in self.nodes if node.nick == nick)

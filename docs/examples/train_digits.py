@@ -23,7 +23,9 @@ from pathlib import Path
 for threads in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[threads] = "1"  # one order of additions, so one result
 if "avx2" in Path("/proc/cpuinfo").read_text():
-    os.environ["OPENBLAS_CORETYPE"] = "Haswell"  # one kernel on every machine of the last ten years, for the same reason
+    os.environ["OPENBLAS_CORETYPE"] = (
+        "Haswell"  # one kernel on every machine of the last ten years, for the same reason
+    )
 
 import numpy as np  # noqa: E402
 

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
+from mesh.api.orders import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, SubmitOrder
 from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
@@ -17,47 +18,6 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of every answer; grows when a field changes its meaning
 
 log = logging.getLogger(__name__)
-
-
-class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids."""
-
-    argv: list[str]
-    name: str = ""
-    env: dict[str, str] = {}
-    workdir: str | None = None
-    image: str | None = None
-    engine: str | None = None
-    gpus: int = 0
-    vram_mib: int = 0
-    memory_mib: int | None = None
-    cpus: float | None = None
-    zone: str | None = None
-    ckpt: str | None = None
-    ckpt_mode: str = "stable"
-    ckpt_to: list[str] = []
-    replicas: int = 2
-    keep: int = 2
-    grace_s: float | None = None
-    retries: int = 0
-    on_exit_0: str = "resume"
-
-
-class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    grace_s: float | None = None
-    now: bool = False
-
-
-class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    paused: bool
-
-
-class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    ttl_s: float = 86_400.0
-
-
-class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    destination: str
 
 
 T = TypeVar("T")
@@ -72,51 +32,51 @@ async def _read(request: web.Request, kind: type[T]) -> T:
 
 def application(daemon: "Daemon") -> web.Application:
     async def status(request: web.Request) -> Any:
-        return daemon.describe()
+        return daemon.desk.describe()
 
     async def nodes(request: web.Request) -> Any:
-        return {"nodes": daemon.nodes()}
+        return {"nodes": daemon.desk.nodes()}
 
     async def jobs(request: web.Request) -> Any:
-        return {"jobs": daemon.job_list()}
+        return {"jobs": daemon.desk.job_list()}
 
     async def job(request: web.Request) -> Any:
-        return await daemon.job_detail(request.match_info["job"])
+        return await daemon.desk.job_detail(request.match_info["job"])
 
     async def submit(request: web.Request) -> Any:
-        return await daemon.submit(await _read(request, SubmitOrder))
+        return await daemon.desk.submit(await _read(request, SubmitOrder))
 
     async def cancel(request: web.Request) -> Any:
-        return daemon.cancel(request.match_info["job"])
+        return daemon.desk.cancel(request.match_info["job"])
 
     async def why(request: web.Request) -> Any:
-        return await daemon.why(request.match_info["job"])
+        return await daemon.desk.why(request.match_info["job"])
 
     async def pull(request: web.Request) -> Any:
-        return await daemon.pull(request.match_info["job"], (await _read(request, PullOrder)).destination)
+        return await daemon.desk.pull(request.match_info["job"], (await _read(request, PullOrder)).destination)
 
     async def events(request: web.Request) -> Any:
         after = request.query.get("after", "0")
         if not after.isdigit():
             raise MeshError("after must be a number", ExitCode.USAGE)
-        return {"events": await daemon.events(request.query.get("job"), int(after))}
+        return {"events": await daemon.desk.events(request.query.get("job"), int(after))}
 
     async def pause(request: web.Request) -> Any:
-        return await daemon.set_paused((await _read(request, PauseOrder)).paused)
+        return await daemon.desk.set_paused((await _read(request, PauseOrder)).paused)
 
     async def reclaim(request: web.Request) -> Any:
         order = await _read(request, ReclaimOrder)
-        return await daemon.reclaim(order.grace_s, order.now)
+        return await daemon.desk.reclaim(order.grace_s, order.now)
 
     async def down(request: web.Request) -> Any:
         order = await _read(request, ReclaimOrder)
         return daemon.ask_down(order.grace_s, order.now)
 
     async def invite(request: web.Request) -> Any:
-        return {"invite": daemon.invite((await _read(request, InviteOrder)).ttl_s)}
+        return {"invite": daemon.desk.invite((await _read(request, InviteOrder)).ttl_s)}
 
     async def logs(request: web.Request) -> web.StreamResponse:
-        lines = daemon.follow_log(request.match_info["job"], request.query.get("follow") == "1")
+        lines = daemon.logs.follow_log(request.match_info["job"], request.query.get("follow") == "1")
         first = await anext(lines, b"")  # an unknown job is an error, not an empty log
         response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
         await response.prepare(request)

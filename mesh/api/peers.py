@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ckptstore.errors import FenceError, MissingChunks, NotFound, StoreError
 from ckptstore.manifest import MAX_MANIFEST_BYTES
-from ckptstore.store import stream_bytes
+from ckptstore.receiver import stream_bytes
 from membership.trust import Standing
 from mesh.api.auth import HEADER, Gatekeeper, RequestRefused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
@@ -131,7 +131,7 @@ class PeerApi:
 
     async def _spec(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        sealed = await self._daemon.sealed_spec(_hex(request.match_info["job"], 16))
+        sealed = await self._daemon.desk.sealed_spec(_hex(request.match_info["job"], 16))
         if sealed is None:
             raise web.HTTPNotFound(text="this node does not know the job")
         return web.Response(body=sealed)
@@ -147,7 +147,7 @@ class PeerApi:
             raise web.HTTPForbidden(text=f"the log is {running.spec.user}'s")
         response = web.StreamResponse()
         await response.prepare(request)
-        async for piece in self._daemon.tail(job, attempt, offset, follow=request.query.get("follow") == "1"):
+        async for piece in self._daemon.logs.tail(job, attempt, offset, follow=request.query.get("follow") == "1"):
             await response.write(piece)
         await response.write_eof()
         return response

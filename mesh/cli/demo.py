@@ -33,7 +33,7 @@ POLL_S = 0.1
     "--json", "json_file", type=click.Path(dir_okay=False), metavar="FILE", help="Write the facts to FILE as JSON."
 )
 @click.option("--engine", type=click.Choice(["process", "docker"]), default="process", show_default=True)
-@click.option("--epochs", type=click.IntRange(5, 10_000), default=60, show_default=True, help="Length of the training.")
+@click.option("--epochs", type=click.IntRange(5, 10_000), default=75, show_default=True, help="Length of the training.")
 def demo(json_file: str | None, engine: str, epochs: int) -> None:
     """Watch a training survive three departures, and check its result. Takes about a minute."""
     if not EXAMPLE.exists():

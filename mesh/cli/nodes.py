@@ -52,7 +52,9 @@ def last_words(log: Path) -> str:
     """The daemon's own message, without the log around it."""
     lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     spoken = [line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: ")]
-    return spoken[-1] if spoken else f"the daemon ended at once; its log is {log}"
+    if spoken:
+        return spoken[-1]
+    return f"the daemon ended at once ({lines[-1] if lines else 'without a word'}); its log is {log}"
 
 
 @click.command()

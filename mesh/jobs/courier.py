@@ -14,8 +14,9 @@ import msgspec
 from ckptstore.errors import CorruptChunk, StoreError
 from ckptstore.fetch import Fetch, Fetched, Request
 from ckptstore.manifest import decode_manifest
+from ckptstore.receiver import stream_bytes
 from ckptstore.replication import Ask, Replication, Settled
-from ckptstore.store import Store, stream_bytes
+from ckptstore.store import Store
 from membership.identity import NodeId, short_id
 from mesh.api.peer import PeerClient, PeerError
 

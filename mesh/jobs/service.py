@@ -430,15 +430,14 @@ class JobService:
         return view
 
     def _still_witness(self) -> bool:
+        """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""
+        staying = {m.node_id for m in self.membership.members() if m.state == "alive" and not m.draining}
         return any(
-            self._me in witness.cell.config.everyone and not witness.finished
+            self._me in witness.cell.config.everyone
+            and not witness.finished
+            and staying - set(witness.cell.config.everyone)
             for witness in self.participant.witnesses.values()
-            if len(witness.cell.config.members) > 1 or self._others()
         )
-
-    def _others(self) -> bool:
-        members = self.membership.members()
-        return any(m.node_id != self._me and m.state == "alive" and not m.draining for m in members)
 
 
 def _request(job: bytes, spec: JobSpec, attempt: int) -> Request:

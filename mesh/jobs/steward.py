@@ -124,7 +124,10 @@ class Steward:
 
     def _place_in_line(self) -> int:
         assert self.view is not None
+        # Whoever is about to leave lets the others go first.
         line = [node for node in self.witness.cell.config.everyone if node in self.view.alive]
+        leaving = self.view.leaving
+        line.sort(key=lambda node: node in leaving)
         return line.index(self.view.me) if self.view.me in line else len(line)
 
     def _prepare(self, at: Instant) -> list[Effect]:
@@ -176,8 +179,9 @@ class Steward:
             return list(answer)
         if self.state == "preparing" and not message.needs_spec:
             self._to_watching()
-            self._idle_since = at.now
             pause = max(message.lease_left_s, self._rng.uniform(0.1, 0.5) * (1 + self._place_in_line()))
+            # It is still our turn, once the lease that we had not heard of is over.
+            self._idle_since = at.now + pause - self._place_in_line() * STAGGER_S
             return [self._timer("turn", at.now + pause)]
         return []
 

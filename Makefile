@@ -1,0 +1,28 @@
+# `make demo` and `make test` are all that a newcomer needs; each sets up what it uses.
+PYTHON := .venv/bin/python
+PYTEST_ARGS ?=
+
+.PHONY: demo test venv lint bench-cli clean
+
+demo: venv
+	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
+
+test: venv
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+venv: .venv/.ready
+
+.venv/.ready: pyproject.toml .ci/venv
+	bash .ci/venv
+	touch $@
+
+lint: venv
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench-cli: venv
+	$(PYTHON) tests/bench/cli.py
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

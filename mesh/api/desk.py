@@ -1,0 +1,449 @@
+"""What a person at this node can ask and order, in terms of the daemon's parts; the answers are plain JSON values."""
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptstore.errors import StoreError
+from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.identity import format_id, parse_id, short_id
+from membership.node import MemberView
+from membership.trust import TrustError, make_invite
+from mesh import __version__
+from mesh.api.errors import ExitCode, MeshError
+from mesh.api.orders import SubmitOrder
+from mesh.api.peer import PeerError
+from mesh.jobs.courier import FetchError
+from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, decode_spec, format_job
+from mesh.jobs.status import JobStatus, decode_status, merge_statuses
+from mesh.jobs.steward import WANT_WITNESSES
+from mesh.jobs.workdir import collect_files
+from placement.decision import cannot_ever, explain, rank_nodes, replica_order, witness_order
+from placement.request import Request
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+WORKDIR_REPLICAS = 2
+LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
+
+
+class Desk:
+    def __init__(self, daemon: "Daemon") -> None:
+        self._daemon = daemon
+
+    def describe(self) -> dict[str, Any]:
+        """`mesh status`."""
+        members = self._daemon.membership.members()
+        counters = self._daemon.membership.counters + self._daemon.peer_api.counters
+        counters["refused_job_messages"] += self._daemon.jobs.participant.refused
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "node": format_id(self._daemon.me),
+            "nick": self._daemon.standing.nick,
+            "user": self._daemon.standing.user,
+            "mesh": self._daemon.trust.genesis.name,
+            "mesh_id": self._daemon.trust.mesh_id.hex(),
+            "address": f"{self._daemon.membership.host}:{self._daemon.membership.port}",
+            "api_port": self._daemon.api_port,
+            "lending": self._daemon.inventory.lending.lending,
+            "paused": self._daemon.inventory.lending.paused,
+            "leaving": self._daemon.leaving,
+            "alive": sum(member.state == "alive" for member in members),
+            "guests": [format_job(job) for job in self._daemon.jobs.participant.runners],
+            "certificate_ends_unix": self._daemon.standing.not_after,
+            "problem": self._daemon.membership.problem,
+            "counters": dict(sorted(counters.items())),
+        }
+
+    def nodes(self) -> list[dict[str, Any]]:
+        adverts = {advert.node: advert for advert in self._daemon.jobs.adverts()}
+        running: dict[bytes, int] = {}
+        for status in self.statuses().values():
+            if status.runner is not None and status.outcome is None:
+                running[status.runner] = running.get(status.runner, 0) + 1
+        rows = []
+        for member in self._daemon.membership.members():
+            advert = adverts.get(member.node_id)
+            rows.append(
+                {
+                    "node": format_id(member.node_id),
+                    "nick": member.nick,
+                    "user": member.user,
+                    "state": "draining" if member.draining and member.state == "alive" else member.state,
+                    "address": f"{member.host}:{member.port}",
+                    "me": member.node_id == self._daemon.me,
+                    "since_unix": round(member.since_unix, 3),
+                    "zone": advert.zone if advert else "",
+                    "lending": bool(advert and advert.lending and not advert.paused),
+                    "gpus": [msgspec.to_builtins(gpu) for gpu in advert.gpus] if advert else [],
+                    "gpus_free": len(advert.gpus_free) if advert else 0,
+                    "slots": advert.slots if advert else 0,
+                    "slots_free": advert.slots_free if advert else 0,
+                    "engines": list(advert.engines) if advert else [],
+                    "weight": advert.weight if advert else 0,
+                    "jobs": running.get(member.node_id, 0),
+                }
+            )
+        return rows
+
+    def statuses(self) -> dict[bytes, JobStatus]:
+        views = [decode_status(record.body) for record in self._daemon.membership.records("jobs/")]
+        participant = self._daemon.jobs.participant
+        mine = [self._daemon.jobs.status(job) for job in {*participant.witnesses, *participant.runners}]
+        return merge_statuses(view for view in (*views, *mine) if view is not None)
+
+    def job_list(self) -> list[dict[str, Any]]:
+        ordered = sorted(self.statuses().values(), key=lambda status: status.created_unix_ms)
+        return [self._show(status) for status in ordered]
+
+    def _show(self, status: JobStatus) -> dict[str, Any]:
+        nicks = {member.node_id: member.nick for member in self._daemon.membership.members()}
+
+        def nick(node: bytes | None) -> str | None:
+            return None if node is None else nicks.get(node, short_id(node))
+
+        commit, outcome = status.commit, status.outcome
+        return {
+            "job": format_job(status.job),
+            "name": status.name,
+            "user": status.user,
+            "submitter": nick(status.submitter),
+            "command": status.command,
+            "created_unix_ms": status.created_unix_ms,
+            "state": status.state,
+            "detail": status.detail,
+            "node": nick(status.runner),
+            "gpus": status.gpus,
+            "witnesses": [nick(node) for node in status.witnesses],
+            "step": status.step,
+            "of": status.of,
+            "checkpoint": None
+            if commit is None
+            else {
+                "seq": commit.seq,
+                "step": commit.step,
+                "manifest": commit.manifest.hex(),
+                "holders": [nick(node) for node in commit.holders],
+                "created_unix_ms": commit.created_unix_ms,
+            },
+            "attempts": [
+                {
+                    "number": attempt.number,
+                    "node": attempt.nick,
+                    "term": attempt.term,
+                    "started_unix_ms": attempt.started_unix_ms,
+                    "running_unix_ms": attempt.running_unix_ms,
+                    "ended_unix_ms": attempt.ended_unix_ms,
+                    "seen_unix_ms": attempt.seen_unix_ms,
+                    "reason": attempt.reason,
+                    "exit_code": attempt.exit_code,
+                    "resumed_step": attempt.resumed_step,
+                    "last_step": attempt.last_step,
+                }
+                for attempt in status.attempts
+            ],
+            "outcome": None
+            if outcome is None
+            else {
+                "kind": outcome.kind,
+                "detail": outcome.detail,
+                "exit_code": outcome.exit_code,
+                "ended_unix_ms": outcome.ended_unix_ms,
+            },
+        }
+
+    def find_job(self, text: str) -> JobStatus:
+        """By id, prefix of an id, or name; MeshError if none or several fit."""
+        statuses = self.statuses()
+        wanted = text.lower()
+        fits = [status for job, status in statuses.items() if format_job(job).startswith(wanted)]
+        named = [status for status in statuses.values() if status.name and status.name == text]
+        fits = fits or sorted(named, key=lambda status: -status.created_unix_ms)[:1]
+        if not fits or not wanted:
+            raise MeshError(f"no job {text!r} is known here: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
+        if len(fits) > 1:
+            raise MeshError(
+                f"{text!r} fits {len(fits)} jobs: give more of the id ({', '.join(format_job(s.job)[:8] for s in fits)})",
+                ExitCode.USAGE,
+            )
+        return fits[0]
+
+    async def job_detail(self, text: str) -> dict[str, Any]:
+        return {"job": self._show(self.find_job(text))}
+
+    async def events(self, job: str | None, after: int) -> list[dict[str, Any]]:
+        wanted = self.find_job(job).job if job else None
+        return [
+            {
+                "id": event.id,
+                "unix_ms": event.unix_ms,
+                "job": format_job(event.job) if event.job else None,
+                "actor": event.actor,
+                "text": event.text,
+            }
+            for event in await self._daemon.journal.events(wanted, after)
+        ]
+
+    # --- what it does
+
+    async def submit(self, order: SubmitOrder) -> dict[str, Any]:
+        chosen = [self._find_node(name).node_id for name in order.ckpt_to]
+        self._refuse_impossible(order)
+        workdir, holders, size = await self._pack_workdir(order)
+        members = [m for m in self._daemon.membership.members() if m.state == "alive" and not m.draining]
+        alive = [member.node_id for member in members]
+        spec = JobSpec(
+            submitter=self._daemon.me,
+            user=self._daemon.standing.user,
+            created_unix_ms=time.time_ns() // 1_000_000,
+            nonce=os.urandom(16),
+            argv=tuple(order.argv),
+            witnesses=self._choose_witnesses(alive),
+            name=order.name,
+            env=order.env,
+            workdir=workdir,
+            workdir_holders=holders,
+            image=order.image,
+            engine=order.engine,
+            gpus=order.gpus,
+            vram_mib=order.vram_mib,
+            memory_mib=order.memory_mib,
+            cpus=order.cpus,
+            zone=order.zone,
+            checkpointing=self._checkpointing(order, chosen),
+            grace_s=self._daemon.settings.grace_s if order.grace_s is None else order.grace_s,
+            lease_s=LOCAL_LEASE_S if self._daemon.settings.profile == "local" else self._daemon.settings.lease_s,
+            error_budget=order.retries,
+            on_exit_0="done" if order.on_exit_0 == "done" else "resume",
+        )
+        job, problem = await self._daemon.jobs.submit(spec)
+        if problem is not None:
+            raise MeshError(f"the job was not accepted: {problem}. Try again, or see `mesh nodes`.")
+        return {
+            "job": format_job(job),
+            "workdir_bytes": size,
+            "witnesses": len(spec.witnesses),
+            "warning": "" if len(spec.witnesses) >= WANT_WITNESSES else _FEW_WITNESSES.format(len(alive)),
+        }
+
+    def _refuse_impossible(self, order: SubmitOrder) -> None:
+        adverts = self._daemon.jobs.adverts()
+        request = Request(
+            job=b"",
+            attempt=0,
+            user=self._daemon.standing.user,
+            gpus=order.gpus,
+            vram_mib=order.vram_mib,
+            image=order.image,
+        )
+        reason = cannot_ever(request, adverts)
+        if reason is None and order.engine not in {None, "process", "docker"}:
+            raise MeshError(f"there is no engine {order.engine!r}: process or docker", ExitCode.USAGE)
+        if reason is None and order.image is not None and not any(order.image in ad.images for ad in adverts):
+            reason = (
+                f"no node of the mesh has image {order.image}: load it on a lending node (`docker pull`, `docker load`)"
+            )
+        if reason is not None:
+            raise MeshError(reason, ExitCode.IMPOSSIBLE)
+
+    def _checkpointing(self, order: SubmitOrder, chosen: list[bytes]) -> Checkpointing | None:
+        if order.ckpt is None:
+            if chosen:
+                raise MeshError("--ckpt-to needs --ckpt DIR: which directory holds checkpoints?", ExitCode.USAGE)
+            return None
+        if order.ckpt_mode not in {"rename", "marker", "stable"}:
+            raise MeshError("--ckpt-mode is rename, marker or stable", ExitCode.USAGE)
+        return Checkpointing(
+            directory=order.ckpt.strip("/"),
+            mode=order.ckpt_mode,  # type: ignore[arg-type]
+            keep=order.keep,
+            replicas=order.replicas,
+            to=tuple(chosen),
+        )
+
+    def _choose_witnesses(self, alive: list[bytes]) -> tuple[bytes, ...]:
+        """This node and two others, or this node alone on a mesh of one or two."""
+        others = [n for n in witness_order(os.urandom(8), self._daemon.jobs.adverts(), alive) if n != self._daemon.me]
+        return (
+            (self._daemon.me, *others[: WANT_WITNESSES - 1])
+            if len(others) >= WANT_WITNESSES - 1
+            else (self._daemon.me,)
+        )
+
+    async def _pack_workdir(self, order: SubmitOrder) -> tuple[bytes | None, tuple[bytes, ...], int]:
+        if order.workdir is None:
+            return None, (), 0
+        leave = (order.ckpt.strip("/"),) if order.ckpt else ()
+        files = await asyncio.to_thread(collect_files, Path(order.workdir), leave)
+        try:
+            saved = await asyncio.to_thread(
+                self._daemon.store.save,
+                files,
+                job=b"\0" * 16,
+                config=0,
+                term=0,
+                seq=0,
+                parent=None,
+                kind="workdir",
+                created_unix=int(time.time()),
+                seal=lambda payload: seal(self._daemon.identity, self._daemon.trust.mesh_id, "manifest", payload),
+            )
+        except StoreError as error:
+            raise MeshError(f"the working directory could not be packed: {error}") from error
+        order_of_peers = replica_order(saved.id[:16], self._daemon.jobs.adverts(), {self._daemon.me}, need_mib=1)
+        copies = await self._daemon.jobs.courier.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
+        return saved.id, (self._daemon.me, *copies.holders), saved.manifest.total_bytes
+
+    def cancel(self, text: str) -> dict[str, Any]:
+        status = self.find_job(text)
+        if status.outcome is not None:
+            return {"job": format_job(status.job), "state": status.state, "already": True}
+        if status.user != self._daemon.standing.user:
+            raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
+        nodes = [*([status.runner] if status.runner is not None else []), *status.witnesses, status.submitter]
+        self._daemon.jobs.cancel(status.job, self._daemon.standing.user, nodes)
+        return {"job": format_job(status.job), "state": "cancelling", "already": False}
+
+    async def sealed_spec(self, job: bytes) -> bytes | None:
+        witness = self._daemon.jobs.participant.witnesses.get(job)
+        return witness.cell.spec if witness is not None else (await self._daemon.journal.submitted()).get(job)
+
+    async def _spec_of(self, status: JobStatus) -> JobSpec:
+        sealed = await self.sealed_spec(status.job)
+        for node in status.witnesses:
+            if sealed is None and node != self._daemon.me:
+                with suppress(PeerError):
+                    sealed = await self._daemon.peers.call(node, "GET", f"/v1/jobs/{status.job.hex()}/spec")
+        if sealed is None:
+            raise MeshError("none of the job's witnesses can be reached now; try again in a moment")
+        try:
+            return decode_spec(open_envelope(sealed, self._daemon.trust.mesh_id, "job")[1])
+        except (EnvelopeError, SpecError) as error:
+            raise MeshError(f"a witness gave a damaged job description: {error}") from error
+
+    async def why(self, text: str) -> dict[str, Any]:
+        """The ranking for the job's next attempt, with reasons; computed from this node's adverts, as anybody would."""
+        status = self.find_job(text)
+        spec = await self._spec_of(status)
+        last = status.attempts[-1] if status.attempts else None
+        attempt = 0 if last is None else last.number + bool(last.reason)
+        request = Request(
+            job=status.job,
+            attempt=attempt,
+            user=spec.user,
+            gpus=spec.gpus,
+            vram_mib=spec.vram_mib,
+            engine=spec.engine,
+            image=spec.image,
+            zone=spec.zone,
+            memory_mib=spec.memory_mib,
+        )
+        adverts = self._daemon.jobs.adverts()
+        ranking = rank_nodes(request, adverts)
+        return {
+            "job": format_job(status.job),
+            "state": status.state,
+            "detail": status.detail,
+            "node": self._show(status)["node"],
+            "explanation": explain(request, ranking),
+            "candidates": [
+                {"nick": c.nick, "score": str(c.score), "weight": c.weight, "advert_version": c.advert_version}
+                for c in ranking.candidates
+            ],
+            "refused": [{"nick": r.nick, "reasons": list(r.reasons)} for r in ranking.refused],
+            "attempts": self._show(status)["attempts"],
+        }
+
+    async def pull(self, text: str, destination: str) -> dict[str, Any]:
+        """Bring a finished job's published files here."""
+        status = self.find_job(text)
+        if status.outcome is None or status.outcome.manifest is None:
+            raise MeshError(
+                f"job {format_job(status.job)[:8]} is {status.state}: it has no results to pull yet", ExitCode.NOT_FOUND
+            )
+        target = Path(destination)
+        if await asyncio.to_thread(_in_the_way, target):
+            raise MeshError(f"{target} exists and is not empty: name a new directory", ExitCode.USAGE)
+        try:
+            await self.bring(status, status.outcome.manifest, status.outcome.holders)
+            report = await asyncio.to_thread(
+                lambda: self._daemon.store.restore(status.outcome.manifest, target, prefix="out")  # type: ignore[union-attr,arg-type]
+            )
+        except StoreError as error:
+            raise MeshError(f"the results could not be written to {target}: {error}") from error
+        return {"job": format_job(status.job), "destination": str(target), "files": report.files, "bytes": report.bytes}
+
+    async def bring(self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...]) -> None:
+        ran = [attempt.node for attempt in status.attempts]
+        sources = [node for node in dict.fromkeys([*holders, *reversed(ran)]) if node != self._daemon.me]
+        try:
+            await self._daemon.jobs.courier.fetch(manifest, sources)
+        except FetchError as error:
+            raise MeshError(f"its files cannot be reached now: {error}") from error
+
+    async def set_paused(self, paused: bool) -> dict[str, Any]:
+        marker = self._daemon.layout.root / "paused"
+        if paused:
+            await asyncio.to_thread(marker.touch)
+        else:
+            await asyncio.to_thread(marker.unlink, True)
+        lending = msgspec.structs.replace(self._daemon.inventory.lending, paused=paused)
+        if not paused:
+            lending = msgspec.structs.replace(lending, lending=True)
+        self._daemon.inventory.lending = lending
+        self._daemon.refresh_advert(force=True)
+        return {"paused": paused, "lending": lending.lending, "guests": len(self._daemon.jobs.participant.runners)}
+
+    async def reclaim(self, grace_s: float | None, now: bool) -> dict[str, Any]:
+        """Take the machine back: no new work, and every guest gone when this returns."""
+        await self.set_paused(True)
+        begun = time.monotonic()
+        if now:
+            jobs = await self._daemon.jobs.kill("its owner took the machine back at once")
+        else:
+            grace = self._daemon.settings.grace_s if grace_s is None else grace_s
+            jobs = await self._daemon.jobs.vacate(grace, "its owner took the machine back")
+        return {"reclaimed": [format_job(job) for job in jobs], "seconds": round(time.monotonic() - begun, 3)}
+
+    def invite(self, ttl_s: float) -> str:
+        if not 60 <= ttl_s <= 365 * 86_400:
+            raise MeshError("an invite may live from a minute to a year", ExitCode.USAGE)
+        seeds = tuple(f"{m.host}:{m.port}" for m in self._daemon.membership.members() if m.state == "alive")[:3]
+        chain = self._daemon.layout.chain.read_bytes()
+        try:
+            return make_invite(
+                self._daemon.identity, chain, self._daemon.trust.genesis_bytes, seeds, ttl_s, time.time()
+            )
+        except TrustError as error:
+            raise MeshError(str(error), ExitCode.REFUSED) from error
+
+    def _find_node(self, text: str) -> MemberView:
+        members = self._daemon.membership.members()
+        fits = [member for member in members if member.nick == text]
+        if not fits:
+            with suppress(ValueError):
+                wanted = parse_id(text)
+                fits = [member for member in members if member.node_id == wanted]
+        if not fits:
+            fits = [member for member in members if format_id(member.node_id).startswith(text.lower())]
+        if len(fits) != 1:
+            known = ", ".join(member.nick for member in members)
+            word = "no node" if not fits else f"{len(fits)} nodes"
+            raise MeshError(f"{word} called {text!r} (known: {known})", ExitCode.NOT_FOUND)
+        return fits[0]
+
+
+_FEW_WITNESSES = (
+    "only {} nodes are here, so one witness keeps the job's record: if this node is lost, so is the job's place in it"
+)
+
+
+def _in_the_way(target: Path) -> bool:
+    return target.exists() and (not target.is_dir() or any(target.iterdir()))

@@ -1,0 +1,44 @@
+"""The bodies of what the command line asks of its daemon; unknown fields and wrong types are refused."""
+
+import msgspec
+
+
+class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids."""
+
+    argv: list[str]
+    name: str = ""
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    image: str | None = None
+    engine: str | None = None
+    gpus: int = 0
+    vram_mib: int = 0
+    memory_mib: int | None = None
+    cpus: float | None = None
+    zone: str | None = None
+    ckpt: str | None = None
+    ckpt_mode: str = "stable"
+    ckpt_to: list[str] = []
+    replicas: int = 2
+    keep: int = 2
+    grace_s: float | None = None
+    retries: int = 0
+    on_exit_0: str = "resume"
+
+
+class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    grace_s: float | None = None
+    now: bool = False
+
+
+class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    paused: bool
+
+
+class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ttl_s: float = 86_400.0
+
+
+class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    destination: str

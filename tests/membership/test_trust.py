@@ -1,0 +1,93 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membership.identity import Identity
+from membership.trust import (
+    TrustError,
+    TrustStore,
+    accept_invite,
+    found_mesh,
+    make_invite,
+    parse_invite,
+)
+
+NOW = 1_800_000_000.0
+ROOT = Identity(b"\x11" * 32)
+GENESIS, CHAIN = found_mesh(ROOT, "lab", "root", "ada", NOW)
+INVITE = make_invite(ROOT, CHAIN, GENESIS, ("10.0.0.1:7373",), 3600, NOW)
+GUEST = Identity(b"\x12" * 32)
+
+
+def test_founder_and_invited_node_are_members() -> None:
+    store = TrustStore(GENESIS)
+    assert store.admit_chain(CHAIN, NOW).can_admit
+    invite = parse_invite(INVITE, NOW)
+    standing = store.admit_chain(accept_invite(invite, GUEST.node_id, "desk", "bob", NOW), NOW)
+    assert (standing.node_id, standing.nick, standing.user, standing.can_admit) == (GUEST.node_id, "desk", "bob", False)
+    assert invite.seeds == ("10.0.0.1:7373",)
+
+
+def test_a_node_of_another_mesh_is_foreign() -> None:
+    other_genesis, other_chain = found_mesh(Identity(b"\x13" * 32), "lab", "x", "eve", NOW)
+    with pytest.raises(TrustError):
+        TrustStore(GENESIS).admit_chain(other_chain, NOW)
+    assert TrustStore(GENESIS).mesh_id != TrustStore(other_genesis).mesh_id, "a name is no identity"
+
+
+def test_an_ordinary_member_cannot_admit() -> None:
+    chain = accept_invite(parse_invite(INVITE, NOW), GUEST.node_id, "desk", "bob", NOW)
+    with pytest.raises(TrustError, match="may not admit"):
+        make_invite(GUEST, chain, GENESIS, (), 3600, NOW)
+
+
+def test_invites_and_certificates_end() -> None:
+    with pytest.raises(TrustError, match="has ended"):
+        parse_invite(INVITE, NOW + 2 * 86_400)
+    chain = accept_invite(parse_invite(INVITE, NOW), GUEST.node_id, "desk", "bob", NOW)
+    store = TrustStore(GENESIS)
+    # The invite's own certificate is in the chain: once it has ended, nobody new is admitted by it.
+    with pytest.raises(TrustError, match="has ended"):
+        store.check_chain(chain, NOW + 91 * 86_400)
+
+
+def test_revoked_keys_have_no_standing() -> None:
+    store = TrustStore(GENESIS)
+    store.admit_chain(CHAIN, NOW)
+    store.revoked.add(ROOT.node_id)
+    assert store.standing(ROOT.node_id, NOW) is None
+    with pytest.raises(TrustError, match="revoked"):
+        store.admit_chain(CHAIN, NOW)
+
+
+@given(st.integers(6, len(INVITE) - 1), st.sampled_from("ABCxyz019-_"))
+def test_a_mistyped_invite_is_told(place: int, other: str) -> None:
+    if INVITE[place] == other:
+        return
+    text = INVITE[:place] + other + INVITE[place + 1 :]
+    try:
+        parse_invite(text, NOW)
+    except TrustError as error:
+        assert "again" in str(error)
+    else:
+        # Only the unused low bits of the last base64 character may differ without changing a byte.
+        assert place == len(INVITE) - 1
+
+
+@given(st.one_of(st.text(max_size=100), st.binary(max_size=100).map(lambda b: "mesh1-" + b.hex())))
+def test_hostile_invites_are_trust_errors(text: str) -> None:
+    with pytest.raises(TrustError):
+        parse_invite(text, NOW)
+
+
+@given(st.binary(max_size=400))
+def test_hostile_chains_and_genesis_are_trust_errors(data: bytes) -> None:
+    with pytest.raises(TrustError):
+        TrustStore(GENESIS).admit_chain(data, NOW)
+    with pytest.raises(TrustError):
+        TrustStore(data)
+
+
+def test_an_invite_survives_line_breaks() -> None:
+    broken = INVITE[:40] + "\n  " + INVITE[40:] + "\n"
+    assert parse_invite(broken, NOW).genesis == GENESIS
