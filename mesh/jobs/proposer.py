@@ -38,6 +38,7 @@ class Proposer:
         self.config = config
         self.ledger = ledger
         self.holder = holder
+        self._removed: tuple[bytes, ...] = ()
         self._round = 0
         self._open: dict[int, tuple[float, Ledger, Config, set[bytes]]] = {}
 
@@ -47,7 +48,12 @@ class Proposer:
         self._open[self._round] = (now, self.ledger, self.config, set())
         while len(self._open) > MAX_OPEN_ROUNDS:
             del self._open[min(self._open)]
-        return [Send(node, self._accept(with_spec=False)) for node in self.config.everyone]
+        audience = self.config.everyone + tuple(node for node in self._removed if node not in self.config.everyone)
+        return [Send(node, self._accept(with_spec=False)) for node in audience]
+
+    def introduction(self) -> Accept:
+        """What makes a node that has never heard of the job a witness of it."""
+        return self._accept(with_spec=True)
 
     def change_group(self, members: tuple[bytes, ...]) -> None:
         """Move to another witness group with the next round; one change at a time."""
@@ -65,6 +71,8 @@ class Proposer:
         for number in [number for number in self._open if number <= message.round]:
             del self._open[number]
         if config.previous and self.config == config:
+            # Those who were replaced are told with the rounds to come, so that they stop minding the job.
+            self._removed = tuple(node for node in config.previous if node not in config.members)
             self.config = config.settled()
         return Decided(sent_at, ledger, config)
 

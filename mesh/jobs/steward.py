@@ -68,7 +68,7 @@ class Steward:
         """Look at the cell and do what is due; called whenever the cell or the view changed."""
         if self.view is None or self.state != "watching":
             return []
-        if self.witness.finished:
+        if self.witness.finished or self.view.me not in self.witness.cell.config.everyone:
             self._tokens.cancel("turn")
             return []
         left = self.witness.lease_left_s(at.now)
@@ -140,7 +140,10 @@ class Steward:
         return [*sends, self._timer("answer", at.now + ANSWER_S)]
 
     def _count_promises(self, at: Instant) -> list[Effect]:
+        assert self.view is not None
         config = max((promise.config for promise in self._promises.values()), key=lambda config: config.order)
+        if self.view.me not in config.everyone:
+            return self._stand_down()
         asked = set(self.witness.cell.config.everyone)
         late = [node for node in config.everyone if node not in asked and node not in self._promises]
         if not config.quorum(set(self._promises)):
@@ -168,8 +171,11 @@ class Steward:
 
     def _on_refused(self, sender: bytes, message: Refused, at: Instant) -> list[Effect]:
         self._seen_term = max(self._seen_term, message.promised)
-        if message.term != self._term:
+        if message.term != self._term or self.state == "retired":
             return []
+        newer = message.config is not None and message.config.order > self.witness.cell.config.order
+        if newer and self.view is not None and self.view.me not in message.config.everyone:  # type: ignore[union-attr]
+            return self._stand_down()
         if self._proposer is not None and self.state in {"waiting", "finishing"}:
             answer = self._proposer.on_refused(sender, message)
             if isinstance(answer, Fenced):
@@ -177,13 +183,29 @@ class Steward:
                 self._idle_since = at.now
                 return [self._timer("turn", at.now + STAGGER_S)]
             return list(answer)
-        if self.state == "preparing" and not message.needs_spec:
+        if self.state == "preparing" and message.needs_spec:
+            return self._install(sender)
+        if self.state == "preparing":
             self._to_watching()
             pause = max(message.lease_left_s, self._rng.uniform(0.1, 0.5) * (1 + self._place_in_line()))
             # It is still our turn, once the lease that we had not heard of is over.
             self._idle_since = at.now + pause - self._place_in_line() * STAGGER_S
             return [self._timer("turn", at.now + pause)]
         return []
+
+    def _stand_down(self) -> list[Effect]:
+        """The group has replaced this node: the job is others' now."""
+        self._to_watching()
+        self.state = "retired"
+        return []
+
+    def _install(self, node: bytes) -> list[Effect]:
+        """A member of the first group that the submission did not reach is given the job, as the submitter would have."""
+        config = self.witness.cell.config
+        if config.number > 0:
+            return []
+        blank = Proposer(self.job, self.witness.cell.spec, 0, config, Ledger(), None)
+        return [Send(node, blank.introduction()), Send(node, Prepare(job=self.job, term=self._term))]
 
     # --- using it
 

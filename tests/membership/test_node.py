@@ -1,0 +1,191 @@
+"""Real nodes over real UDP and TCP on loopback."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from membership.config import SwimConfig
+from membership.discovery import MdnsConfig, parse_seed
+from membership.envelope import seal
+from membership.identity import Identity
+from membership.node import MembershipNode, PortInUse
+from membership.trust import TrustStore, accept_invite, found_mesh, make_invite, parse_invite
+from membership.wire import Left, Ping, encode
+
+LOOPBACK = "127.0.0.1"
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        await asyncio.sleep(0.02)
+
+
+class Mesh:
+    """Nodes of one mesh in this process; the first one's address is the others' seed."""
+
+    def __init__(self, directory: Path) -> None:
+        now = time.time()
+        self.directory = directory
+        self.root = Identity.generate()
+        self.genesis, chain = found_mesh(self.root, "test", "n0", "ada", now)
+        self.invite = parse_invite(make_invite(self.root, chain, self.genesis, (), 3600, now), now)
+        self.identities = {"n0": (self.root, chain)}
+        self.nodes: list[MembershipNode] = []
+
+    def make(self, nick: str, *, mdns: bool = False, port: int = 0) -> MembershipNode:
+        if nick not in self.identities:
+            identity = Identity.generate()
+            self.identities[nick] = (
+                identity,
+                accept_invite(self.invite, identity.node_id, nick, "ada", time.time()),
+            )
+        identity, chain = self.identities[nick]
+        seeds = [f"{LOOPBACK}:{self.nodes[0].port}"] if self.nodes and not mdns else []
+        return MembershipNode(
+            identity,
+            TrustStore(self.genesis),
+            chain,
+            SwimConfig.local(),
+            self.directory / nick,
+            bind_host=LOOPBACK,
+            port=port,
+            seeds=seeds,
+            mdns=MdnsConfig((LOOPBACK,)) if mdns else None,
+        )
+
+    async def start(self, count: int, *, mdns: bool = False) -> None:
+        for number in range(count):
+            node = self.make(f"n{number}", mdns=mdns)
+            await node.start()
+            self.nodes.append(node)
+        await until(lambda: all(alive(n) == count for n in self.nodes), "all to see all")
+
+
+def alive(node: MembershipNode) -> int:
+    return sum(member.state == "alive" for member in node.members())
+
+
+def state(node: MembershipNode, nick: str) -> str:
+    return next((member.state for member in node.members() if member.nick == nick), "")
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    made = Mesh(tmp_path)
+    yield made
+    for node in made.nodes:
+        await node.stop()
+
+
+async def test_five_nodes_meet_lose_one_and_see_one_leave(mesh: Mesh) -> None:
+    await mesh.start(5)
+    await mesh.nodes[4].stop()
+    await until(lambda: all(state(n, "n4") == "dead" for n in mesh.nodes[:4]), "the crash to be known")
+    await mesh.nodes[3].leave()
+    await mesh.nodes[3].stop()
+    await until(lambda: all(state(n, "n3") == "left" for n in mesh.nodes[:3]), "the farewell to be known")
+    assert alive(mesh.nodes[0]) == 3
+
+
+async def test_nodes_find_each_other_by_mdns_on_loopback(mesh: Mesh) -> None:
+    await mesh.start(3, mdns=True)
+
+
+async def test_records_spread_and_a_restarted_node_outranks_its_past(mesh: Mesh) -> None:
+    await mesh.start(3)
+    me = mesh.nodes[2].identity.node_id
+    mesh.nodes[2].publish("jobs/x", b"first", 600)
+    mesh.nodes[2].publish("jobs/large", bytes(5000), 600)
+    await until(lambda: all(n.record(me, "jobs/x") and n.record(me, "jobs/large") for n in mesh.nodes), "the records")
+    epoch = next(m.epoch for m in mesh.nodes[0].members() if m.node_id == me)
+    await mesh.nodes[2].stop()
+    await until(lambda: state(mesh.nodes[0], "n2") == "dead", "the crash to be known")
+    again = mesh.make("n2")
+    await again.start()
+    mesh.nodes[2] = again
+    await until(lambda: all(alive(n) == 3 for n in mesh.nodes), "the node to be back")
+    assert next(m.epoch for m in mesh.nodes[0].members() if m.node_id == me) > epoch
+    again.publish("jobs/x", b"second", 600)
+    await until(
+        lambda: all(n.record(me, "jobs/x").body == b"second" for n in mesh.nodes),  # type: ignore[union-attr]
+        "the newer record",
+    )
+
+
+async def test_draining_is_told(mesh: Mesh) -> None:
+    await mesh.start(2)
+    mesh.nodes[1].set_draining(True)
+    await until(lambda: any(m.draining for m in mesh.nodes[0].members()), "the drain to be known")
+
+
+async def test_unsigned_foreign_and_replayed_messages_change_nothing_and_are_counted(mesh: Mesh) -> None:
+    await mesh.start(2)
+    target = mesh.nodes[0]
+    peer, _ = mesh.identities["n1"]
+    before = [(m.node_id, m.state, m.incarnation) for m in target.members()]
+    mesh_id = target.trust.mesh_id
+    genuine = seal(peer, mesh_id, "swim", encode(Ping(target.identity.node_id, 4711, b"", ())))
+    stranger = Identity.generate()
+    foreign = seal(stranger, mesh_id, "swim", encode(Ping(target.identity.node_id, 1, b"", ())))
+    other_mesh = seal(peer, b"\0" * 16, "swim", encode(Ping(target.identity.node_id, 2, b"", ())))
+    forged = seal(stranger, mesh_id, "member", encode(Left(peer.node_id, 1 << 60, 0)))
+    carrier = seal(peer, mesh_id, "swim", encode(Ping(target.identity.node_id, 3, b"", (("member", forged),))))
+    misdirected = seal(peer, mesh_id, "swim", encode(Ping(stranger.node_id, 5, b"", ())))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for data in (b"junk", genuine[:-1] + b"x", other_mesh, foreign, genuine, genuine, carrier, misdirected):
+            sender.sendto(data, (LOOPBACK, target.port))
+    await until(lambda: target.counters["refused_misdirected"] == 1, "the packets to be read")
+    assert target.counters["refused_foreign"] == 1
+    assert target.counters["refused_replayed"] == 1
+    assert target.counters["refused_unsigned"] == 4  # junk, altered, another mesh's, and the forged farewell
+    assert [(m.node_id, m.state, m.incarnation) for m in target.members()] == before
+
+
+async def test_a_stranger_is_not_let_in(mesh: Mesh, tmp_path: Path) -> None:
+    await mesh.start(2)
+    stranger = Identity.generate()
+    genesis, chain = found_mesh(stranger, "test", "evil", "eve", time.time())
+    intruder = MembershipNode(
+        stranger,
+        TrustStore(genesis),
+        chain,
+        SwimConfig.local(),
+        tmp_path / "evil",
+        bind_host=LOOPBACK,
+        port=0,
+        seeds=[f"{LOOPBACK}:{mesh.nodes[0].port}"],
+    )
+    await intruder.start()
+    try:
+        await until(lambda: mesh.nodes[0].counters["refused_unsigned"] > 0, "the stranger to be refused")
+        assert alive(mesh.nodes[0]) == 2 and alive(intruder) == 1
+    finally:
+        await intruder.stop()
+
+
+async def test_a_taken_port_is_told(mesh: Mesh) -> None:
+    await mesh.start(1)
+    second = mesh.make("n1", port=mesh.nodes[0].port)
+    with pytest.raises(PortInUse, match="--port"):
+        await second.start()
+    await second.stop()
+
+
+async def test_a_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "n0").mkdir()
+    (tmp_path / "n0" / "snapshot.json").write_bytes(b"\xff{ nonsense")
+    await mesh.start(1)
+    assert "moved to" in mesh.nodes[0].problem
+    assert (tmp_path / "n0" / "snapshot.damaged").exists()
+
+
+@pytest.mark.parametrize("text", ["", "host:", ":1", "host:0", "host:99999", "host:x"])
+def test_a_bad_seed_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match="HOST"):
+        parse_seed(text, 7373)

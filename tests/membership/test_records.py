@@ -1,0 +1,116 @@
+import contextlib
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membership.envelope import seal
+from membership.identity import Identity
+from membership.reconcile import FrameError, decode_frame
+from membership.records import MAX_BODY_BYTES, Record, RecordTable, encode_body
+from membership.trust import TrustStore, accept_invite, found_mesh, make_invite, parse_invite
+
+NOW = 1_800_000_000.0
+ROOT, PEER = Identity(b"\x21" * 32), Identity(b"\x22" * 32)
+GENESIS, CHAIN = found_mesh(ROOT, "lab", "root", "ada", NOW)
+PEER_CHAIN = accept_invite(
+    parse_invite(make_invite(ROOT, CHAIN, GENESIS, (), 3600, NOW), NOW), PEER.node_id, "peer", "bob", NOW
+)
+
+
+def table() -> RecordTable:
+    trust = TrustStore(GENESIS)
+    trust.admit_chain(CHAIN, NOW)
+    trust.admit_chain(PEER_CHAIN, NOW)
+    return RecordTable(trust)
+
+
+def sealed(who: Identity, section: str, epoch: int, version: int, body: bytes = b"x", life_s: int = 600) -> bytes:
+    mesh_id = TrustStore(GENESIS).mesh_id
+    return seal(who, mesh_id, "record", encode_body(epoch, version, section, int(NOW) + life_s, body))
+
+
+POOL = [
+    sealed(who, section, epoch, version, b"%d" % version)
+    for who in (ROOT, PEER)
+    for section in ("facts", "jobs/a")
+    for epoch in (1, 2)
+    for version in (1, 2)
+]
+
+
+@given(st.permutations(POOL), st.lists(st.sampled_from(POOL)))
+def test_any_order_gives_one_table_and_equal_roots_mean_equal_tables(order: list[bytes], repeats: list[bytes]) -> None:
+    first, second = table(), table()
+    for item in POOL:
+        first.apply(item, NOW)
+    for item in [*order, *repeats]:
+        second.apply(item, NOW)
+    assert first.root() == second.root()
+    assert sorted(first.digest()) == sorted(second.digest())
+    assert all(record.order == (2, 2) for record in second.section("jobs/"))
+
+
+@given(st.lists(st.sampled_from(POOL), unique=True), st.lists(st.sampled_from(POOL), unique=True))
+def test_one_exchange_makes_tables_equal(ours: list[bytes], theirs: list[bytes]) -> None:
+    a, b = table(), table()
+    for item in ours:
+        a.apply(item, NOW)
+    for item in theirs:
+        b.apply(item, NOW)
+    from_a, from_b = a.missing_from(b.digest(), 10**6), b.missing_from(a.digest(), 10**6)
+    for item in from_a:
+        b.apply(item, NOW)
+    for item in from_b:
+        a.apply(item, NOW)
+    assert a.root() == b.root()
+    assert a.missing_from(b.digest(), 10**6) == []
+
+
+def test_expired_is_never_served_and_never_returns() -> None:
+    records = table()
+    short = sealed(ROOT, "facts", 1, 1, life_s=10)
+    assert isinstance(records.apply(short, NOW), Record)
+    empty = table().root()
+    assert len(records.expire(NOW + 11)) == 1
+    assert records.get(ROOT.node_id, "facts") is None and records.root() == empty
+    assert records.apply(short, NOW + 11) == "expired"
+
+
+def test_only_members_write_and_only_in_their_own_name() -> None:
+    records = table()
+    stranger = Identity(b"\x23" * 32)
+    assert records.apply(sealed(stranger, "facts", 1, 1), NOW) == "unknown author"
+    forged = bytearray(sealed(ROOT, "facts", 1, 1))
+    forged[1:33] = PEER.node_id
+    assert records.apply(bytes(forged), NOW) == "invalid"
+    assert list(records.section("facts")) == []
+
+
+def test_a_chain_in_a_trust_record_admits_its_author_only() -> None:
+    trust = TrustStore(GENESIS)
+    records = RecordTable(trust)
+    assert records.apply(sealed(PEER, "trust", 1, 1, CHAIN), NOW) == "invalid", "another one's certificate"
+    assert isinstance(records.apply(sealed(PEER, "trust", 1, 1, PEER_CHAIN), NOW), Record)
+    assert trust.standing(PEER.node_id, NOW) is not None
+
+
+@given(st.binary(max_size=400))
+def test_hostile_bytes_change_nothing(data: bytes) -> None:
+    records = table()
+    before = records.root()
+    assert records.apply(data, NOW) == "invalid"
+    assert records.root() == before
+    with contextlib.suppress(FrameError):
+        decode_frame(data)
+
+
+def test_trust_comes_before_what_it_makes_readable() -> None:
+    records = table()
+    for item in (*POOL, sealed(ROOT, "trust", 1, 1, CHAIN)):
+        records.apply(item, NOW)
+    first = records.missing_from([], 10**6)[0]
+    assert table().apply(first, NOW).section == "trust"  # type: ignore[union-attr]
+
+
+def test_a_body_has_a_limit() -> None:
+    assert isinstance(table().apply(sealed(ROOT, "facts", 1, 1, bytes(MAX_BODY_BYTES)), NOW), Record)

@@ -1,0 +1,211 @@
+"""Step tests of the SWIM core: no sockets, no sleeping; time is an argument."""
+
+import contextlib
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membership.config import SwimConfig
+from membership.effects import Effect, MemberChanged, SendPacket, SetTimer
+from membership.envelope import OVERHEAD
+from membership.rumours import RumourQueue
+from membership.suspicion import Suspicion
+from membership.swim import Swim
+from membership.wire import (
+    Ack,
+    Alive,
+    AnyEvidence,
+    Dead,
+    Left,
+    Nack,
+    Ping,
+    PingRequest,
+    Suspect,
+    WireError,
+    decode_evidence,
+    decode_packet,
+    encode,
+)
+
+CONFIG = SwimConfig.lan()
+ME, PEER, THIRD, FOURTH = (bytes([n]) * 32 for n in range(1, 5))
+
+
+def sealed(item: AnyEvidence) -> bytes:
+    return encode(item)
+
+
+def alive(node: bytes, epoch: int = 1, incarnation: int = 0) -> Alive:
+    return Alive(node, epoch, incarnation, "10.0.0.9", 7000 + node[0], False)
+
+
+def core(*peers: bytes) -> Swim:
+    swim = Swim(ME, "10.0.0.1", 7373, 1, CONFIG, Random(5), sealed, lambda: b"root")
+    swim.start(0.0)
+    for peer in peers:
+        swim.on_evidence(peer, alive(peer), sealed(alive(peer)), 0.0)
+    return swim
+
+
+def fire(swim: Swim, name: str, now: float) -> list[Effect]:
+    return swim.on_timer(name, swim._tokens[name], now)
+
+
+def packets(effects: list[Effect], kind: type) -> list[SendPacket]:
+    return [e for e in effects if isinstance(e, SendPacket) and isinstance(e.packet, kind)]
+
+
+def changes(effects: list[Effect]) -> list[tuple[bytes, str]]:
+    return [(e.node, e.state) for e in effects if isinstance(e, MemberChanged)]
+
+
+def test_a_ping_is_answered_with_its_nonce() -> None:
+    swim = core(PEER)
+    effects = swim.on_packet(PEER, Ping(ME, 77, b"root", ()), [], [], 1.0)
+    (ack,) = packets(effects, Ack)
+    assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 77
+
+
+def test_a_silent_peer_is_pinged_through_others_then_suspected_then_dead() -> None:
+    swim = core(PEER)
+    (ping,) = packets(fire(swim, "probe", 1.0), Ping)
+    assert ping.to == PEER
+    for other in (THIRD, FOURTH):
+        swim.on_evidence(other, alive(other), sealed(alive(other)), 1.0)
+    relayed = packets(fire(swim, "probe-timeout", 1.5), PingRequest)
+    assert {p.to for p in relayed} == {THIRD, FOURTH}
+    effects = fire(swim, "probe", 2.0)
+    assert (PEER, "suspect") in changes(effects)
+    (timer,) = [e for e in effects if isinstance(e, SetTimer) and e.name.startswith("suspect")]
+    assert changes(swim.on_timer(timer.name, timer.token, timer.at)) == [(PEER, "dead")]
+
+
+def test_an_ack_in_time_keeps_the_peer_alive() -> None:
+    swim = core(PEER)
+    (ping,) = packets(fire(swim, "probe", 1.0), Ping)
+    swim.on_packet(PEER, Ack(ME, 5, b"root", (), ping.packet.nonce), [], [], 1.1)
+    assert fire(swim, "probe-timeout", 1.5) == []
+    assert changes(fire(swim, "probe", 2.0)) == []
+
+
+def test_an_ack_to_another_nonce_does_not_count() -> None:
+    swim = core(PEER)
+    (ping,) = packets(fire(swim, "probe", 1.0), Ping)
+    swim.on_packet(PEER, Ack(ME, 5, b"root", (), ping.packet.nonce + 1), [], [], 1.1)
+    assert (PEER, "suspect") in changes(fire(swim, "probe", 2.0))
+
+
+def test_a_suspicion_of_ourselves_is_refuted_with_a_higher_incarnation() -> None:
+    swim = core(PEER)
+    accusation = Suspect(ME, 1, 4)
+    swim.on_evidence(PEER, accusation, sealed(accusation), 1.0)
+    me = swim.table.get(ME)
+    assert me is not None and me.state == "alive" and me.incarnation == 5
+
+
+@given(st.integers(0, 5), st.integers(0, 50), st.sampled_from([Suspect, Dead]))
+def test_a_node_never_holds_itself_dead(epoch: int, incarnation: int, kind: type) -> None:
+    swim = core(PEER)
+    swim.on_evidence(PEER, kind(ME, epoch, incarnation), b"", 1.0)
+    me = swim.table.get(ME)
+    assert me is not None and me.state == "alive"
+    assert epoch > 5 or (me.epoch, me.incarnation) > (epoch, incarnation) or epoch < 1 or (epoch, incarnation) < (1, 0)
+
+
+def test_a_stale_timer_is_ignored() -> None:
+    swim = core(PEER)
+    token = swim._tokens["probe"]
+    fire(swim, "probe", 1.0)
+    assert swim.on_timer("probe", token, 1.1) == []
+
+
+def test_a_suspect_is_told_so_that_it_can_refute() -> None:
+    swim = core(PEER)
+    accusation = Suspect(PEER, 1, 0)
+    swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0)
+    (ping,) = packets(fire(swim, "probe", 2.0), Ping)
+    assert ("member", sealed(accusation)) in ping.packet.gossip
+
+
+def test_relays_pass_on_the_ack_and_say_at_once_that_they_are_there() -> None:
+    swim = core(PEER, THIRD)
+    effects = swim.on_packet(PEER, PingRequest(ME, 9, b"root", (), THIRD), [], [], 1.0)
+    (ping,), (nack,) = packets(effects, Ping), packets(effects, Nack)
+    assert ping.to == THIRD and nack.to == PEER
+    (ack,) = packets(swim.on_packet(THIRD, Ack(ME, 3, b"root", (), ping.packet.nonce), [], [], 1.2), Ack)
+    assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 9
+
+
+def test_leaving_is_told_to_everyone() -> None:
+    swim = core(PEER, THIRD)
+    told = {e.to for e in swim.leave(1.0) if isinstance(e, SendPacket)}
+    assert told == {PEER, THIRD}
+    assert fire(swim, "gossip", 2.0) == [], "nothing more is said after the farewell"
+
+
+def test_left_is_not_dead_and_a_new_life_is_a_new_member() -> None:
+    swim = core(PEER)
+    farewell = Left(PEER, 1, 0)
+    assert changes(swim.on_evidence(PEER, farewell, sealed(farewell), 1.0)) == [(PEER, "left")]
+    again = alive(PEER, epoch=2)
+    assert changes(swim.on_evidence(PEER, again, sealed(again), 2.0)) == [(PEER, "alive")]
+
+
+def test_every_packet_fits() -> None:
+    swim = core(*(bytes([n]) * 32 for n in range(2, 120)))
+    for number in range(60):
+        swim.rumours.add("record", bytes([number]), bytes(200 + number * 10))
+    sizes = []
+    for round_number in range(1, 40):
+        for effect in [*fire(swim, "gossip", round_number * 0.2), *fire(swim, "probe", float(round_number))]:
+            if isinstance(effect, SendPacket):
+                sizes.append(len(encode(effect.packet)) + OVERHEAD)
+    assert sizes and max(sizes) <= CONFIG.packet_bytes
+
+
+def test_members_cannot_starve_records() -> None:
+    queue = RumourQueue(4)
+    for number in range(50):
+        queue.add("member", b"m%d" % number, bytes(150))
+    queue.add("record", b"r", bytes(200))
+    kinds = [kind for kind, _ in queue.take(1000, 50)]
+    assert kinds.count("record") == 1 and kinds.count("member") >= 3
+
+
+@given(st.integers(2, 500), st.lists(st.binary(min_size=1, max_size=1), max_size=10))
+def test_suspicion_stays_within_its_bounds_and_confirmations_only_shorten_it(
+    members: int, accusers: list[bytes]
+) -> None:
+    suspicion = Suspicion(CONFIG, members, b"first", 0.0)
+    deadlines = [suspicion.deadline]
+    for accuser in accusers:
+        suspicion.confirm(accuser)
+        deadlines.append(suspicion.deadline)
+    assert deadlines == sorted(deadlines, reverse=True)
+    shortest = CONFIG.suspicion_multiplier * CONFIG.probe_interval_s
+    assert shortest <= deadlines[-1] <= deadlines[0]
+
+
+def test_the_same_accuser_counts_once() -> None:
+    suspicion = Suspicion(CONFIG, 50, b"a", 0.0)
+    before = suspicion.deadline
+    assert not suspicion.confirm(b"a")
+    assert suspicion.deadline == before
+    assert suspicion.confirm(b"b") and suspicion.deadline < before
+
+
+@given(st.binary(max_size=200))
+def test_hostile_bytes_are_wire_errors(data: bytes) -> None:
+    for decode in (decode_packet, lambda d: decode_evidence(ME, d)):
+        with contextlib.suppress(WireError):
+            decode(data)
+
+
+def test_nobody_speaks_for_another() -> None:
+    with pytest.raises(WireError, match="itself"):
+        decode_evidence(PEER, encode(alive(THIRD)))
+    with pytest.raises(WireError, match="itself"):
+        decode_evidence(PEER, encode(Left(THIRD, 1, 1)))
+    assert decode_evidence(PEER, encode(Dead(THIRD, 1, 1))) == Dead(THIRD, 1, 1)
