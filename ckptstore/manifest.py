@@ -73,7 +73,7 @@ def decode_manifest(sealed: bytes, unseal: Unseal) -> tuple[bytes, Manifest]:
     try:
         signer, payload = unseal(sealed)
         manifest = _decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise BadManifest(f"not a valid manifest: {error}") from error
     check_manifest(manifest)
     return signer, manifest

@@ -352,7 +352,7 @@ class Store:
     def fence(self, job: bytes) -> Fence:
         try:
             return msgspec.json.decode((self._fences / job.hex()).read_bytes(), type=Fence)
-        except (FileNotFoundError, msgspec.MsgspecError):
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
             return Fence(0, 0)
 
     def _raise_fence(self, manifest: Manifest) -> None:

@@ -54,5 +54,5 @@ encode_frame = msgspec.msgpack.encode
 def decode_frame(payload: bytes) -> AnyFrame:
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameError(f"not a push-pull frame: {error}") from error

@@ -67,7 +67,7 @@ class RecordTable:
         try:
             node, payload = open_envelope(sealed, self._trust.mesh_id, "record")
             body = _decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError):
+        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError):
             return "invalid"
         if not body.section or len(body.section) > 128 or len(body.body) > MAX_BODY_BYTES:
             return "invalid"

@@ -80,7 +80,7 @@ class TrustStore:
         try:
             self.founder, payload = open_envelope(genesis_bytes, _GENESIS_ID, "genesis")
             self.genesis = _genesis_decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError) as error:
+        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TrustError(f"not a mesh's genesis document: {error}") from error
         if self.founder not in self.genesis.roots:
             raise TrustError("the genesis document is not signed by one of its roots")
@@ -100,7 +100,7 @@ class TrustStore:
     def check_chain(self, chain: bytes, now_unix: float) -> Standing:
         try:
             links = _chain_decoder.decode(chain)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TrustError(f"not a certificate chain: {error}") from error
         if not 1 <= len(links) <= MAX_CHAIN:
             raise TrustError(f"a chain has 1 to {MAX_CHAIN} certificates, this one has {len(links)}")
@@ -137,7 +137,7 @@ class TrustStore:
         try:
             issuer, payload = open_envelope(link, self.mesh_id, "certificate")
             certificate = _certificate_decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError) as error:
+        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TrustError(f"a certificate of the chain is not valid in this mesh: {error}") from error
         if len(certificate.subject) != 32 or len(certificate.nick) > 64 or len(certificate.user) > 64:
             raise TrustError("a certificate of the chain has impossible fields")
@@ -202,7 +202,7 @@ def parse_invite(text: str, now_unix: float) -> Invite:
         raise TrustError("the invite is damaged or cut off: copy it again, whole")
     try:
         invite = _invite_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TrustError(f"the invite was made by another version of campus-mesh: {error}") from error
     if len(invite.seed) != 32:
         raise TrustError("the invite holds no key")

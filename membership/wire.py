@@ -84,7 +84,7 @@ encode = msgspec.msgpack.encode
 def decode_packet(payload: bytes) -> AnyPacket:
     try:
         return _packet_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"not a packet: {error}") from error
 
 
@@ -92,7 +92,7 @@ def decode_evidence(author: bytes, payload: bytes) -> AnyEvidence:
     """Evidence, if its author may give it: only the node itself says that it is alive or has left."""
     try:
         evidence = _evidence_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"not evidence: {error}") from error
     if isinstance(evidence, Alive | Left) and evidence.node != author:
         raise WireError("only a node itself says that it is alive or has left")

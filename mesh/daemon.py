@@ -311,7 +311,7 @@ class Daemon:
             return None
         try:
             facts = msgspec.msgpack.decode(record.body, type=Facts)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
         return Address(member.host, facts.api_port, facts.fingerprint)
 

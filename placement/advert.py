@@ -59,7 +59,7 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     """The advert, if it can be one and speaks of its own author."""
     try:
         advert = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise AdvertError(f"not an advert: {error}") from error
     if advert.node != node:
         raise AdvertError("an advert must speak of its own author")

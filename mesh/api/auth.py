@@ -81,7 +81,7 @@ class Gatekeeper:
             data = base64.b64decode(header, validate=True)
             sender, payload = open_envelope(data, self._mesh_id, "request")
             request = _decoder.decode(payload)
-        except (binascii.Error, ValueError, EnvelopeError, msgspec.MsgspecError) as error:
+        except (binascii.Error, ValueError, EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RequestRefused("unsigned", f"the request's signature is not valid: {error}") from error
         if request.recipient != self._me or request.method != method or request.path != path:
             raise RequestRefused("misdirected", "the request was signed for another node or another call")

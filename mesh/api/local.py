@@ -26,7 +26,7 @@ T = TypeVar("T")
 async def _read(request: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MeshError(f"the request is not understood: {error}", ExitCode.USAGE) from error
 
 

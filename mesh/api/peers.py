@@ -68,7 +68,7 @@ class PeerApi:
             for data in messages[:BATCH_LIMIT]:
                 if not self._daemon.jobs.deliver(standing.node_id, data):
                     raise web.HTTPServiceUnavailable(text="this node has too much to do")
-        except (msgspec.MsgspecError, MessageError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, MessageError) as error:
             self.counters["refused_malformed"] += 1
             raise web.HTTPBadRequest(text=f"not job messages: {error}") from error
         return web.Response()
@@ -156,7 +156,7 @@ class PeerApi:
 def _ids(body: bytes) -> list[bytes]:
     try:
         ids = _ids_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise web.HTTPBadRequest(text=f"not a list of chunk ids: {error}") from error
     if len(ids) > MAX_IDS or any(len(identity) != 32 for identity in ids):
         raise web.HTTPBadRequest(text="not a list of chunk ids")

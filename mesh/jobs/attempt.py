@@ -224,7 +224,7 @@ class Attempt:
 
     def _read_progress(self) -> bool:
         """Whether the progress file says something new; a broken one says nothing."""
-        with suppress(OSError, msgspec.MsgspecError):
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             progress = _progress_decoder.decode((self.base / "ctl" / "progress.json").read_bytes())
             if progress != self.progress:
                 self.progress = progress

@@ -76,7 +76,7 @@ class Journal:
         for job, data in rows:
             try:
                 cells.append(_cell_decoder.decode(data))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 await self.record(job, "journal", f"a damaged witness cell was skipped: {error}")
         return cells
 

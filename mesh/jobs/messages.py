@@ -110,5 +110,5 @@ def decode_message(data: bytes) -> AnyMessage:
         raise MessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MessageError(f"not a job message: {error}") from error

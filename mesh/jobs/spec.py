@@ -81,7 +81,7 @@ def decode_spec(payload: bytes) -> JobSpec:
     """Decode and check a payload; SpecError on anything that is not a possible job."""
     try:
         spec = _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SpecError(f"not a job description: {error}") from error
     check_spec(spec)
     return spec

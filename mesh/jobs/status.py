@@ -55,7 +55,7 @@ def decode_status(data: bytes) -> JobStatus | None:
     """The status, or None for bytes that are none: somebody else's newer version, or nonsense."""
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 

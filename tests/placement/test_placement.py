@@ -1,0 +1,210 @@
+import subprocess
+import sys
+from math import log2
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.advert import Advert, AdvertError, Gpu, decode_advert, encode_advert
+from placement.decision import cannot_ever, decide, explain, rank_nodes, replay, replica_order, witness_order
+from placement.rendezvous import FRACTION_BITS, negative_log2, rank, score
+from placement.request import Request
+from placement.survival import EDGES_S, History, hazard_per_hour, survival, weight
+
+NODES = [bytes([n]) * 32 for n in range(1, 9)]
+JOB = b"j" * 16
+
+
+def advert(node: bytes, **changes: object) -> Advert:
+    base = Advert(
+        version=1,
+        node=node,
+        nick=f"n{node[0]}",
+        user="owner",
+        zone="",
+        weight=32,
+        up_since_unix=0,
+        lending=True,
+        paused=False,
+        gpus=(),
+        gpus_free=(),
+        slots=1,
+        slots_free=1,
+        cpus=4,
+        memory_mib=8192,
+        engines=("process",),
+        own_only=(),
+        images=(),
+        accepts=("*",),
+        store_free_mib=1000,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def gpu(number: int, vram_mib: int) -> Gpu:
+    return Gpu(f"GPU-{number}", "fake", vram_mib, (8, 6))
+
+
+@given(st.integers(1, 2**64 - 1))
+def test_the_integer_logarithm_is_the_logarithm(draw: int) -> None:
+    exact = (64 - log2(draw)) * 2**FRACTION_BITS
+    assert abs(negative_log2(draw) - exact) <= max(4.0, exact * 1e-9) or negative_log2(draw) == 1
+
+
+def test_scores_are_the_same_everywhere() -> None:
+    # Fixed values: a change here would make nodes of two versions disagree about every placement.
+    assert score(b"key", NODES[0], 10) == 10 * 2**64 // negative_log2(_draw(b"key", NODES[0]))
+    code = "from placement.rendezvous import score; print(score(b'key', bytes([1]) * 32, 10))"
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert seen == {f"{score(b'key', NODES[0], 10)}\n"}
+
+
+def _draw(key: bytes, node: bytes) -> int:
+    from hashlib import blake2b
+
+    return int.from_bytes(blake2b(node, key=key, digest_size=8, person=b"mesh-rendezvous").digest(), "big") | 1
+
+
+WEIGHTED = st.dictionaries(st.sampled_from(NODES), st.integers(1, 64), min_size=2)
+
+
+@given(st.binary(max_size=20), WEIGHTED, st.data())
+def test_removing_a_node_moves_nobody_else(key: bytes, weights: dict[bytes, int], data: st.DataObject) -> None:
+    gone = data.draw(st.sampled_from(sorted(weights)))
+    before = [node for node, _ in rank(key, weights.items()) if node != gone]
+    after = [node for node, _ in rank(key, [(n, w) for n, w in weights.items() if n != gone])]
+    assert before == after
+
+
+@given(st.binary(max_size=20), WEIGHTED, st.data())
+def test_more_weight_never_costs_a_rank(key: bytes, weights: dict[bytes, int], data: st.DataObject) -> None:
+    node = data.draw(st.sampled_from(sorted(weights)))
+
+    def place(table: dict[bytes, int]) -> int:
+        return [name for name, _ in rank(key, table.items())].index(node)
+
+    assert place({**weights, node: weights[node] + data.draw(st.integers(1, 64))}) <= place(weights)
+
+
+def test_shares_follow_weights() -> None:
+    weights = {NODES[0]: 10, NODES[1]: 20, NODES[2]: 30}
+    wins = dict.fromkeys(weights, 0)
+    keys = 6000
+    for number in range(keys):
+        wins[rank(b"%d" % number, weights.items())[0][0]] += 1
+    chi2 = sum((wins[n] - keys * w / 60) ** 2 / (keys * w / 60) for n, w in weights.items())
+    assert chi2 < 20, wins  # two degrees of freedom: 20 is one in twenty thousand
+
+
+@given(st.permutations(NODES))
+def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[bytes]) -> None:
+    request = Request(job=JOB, attempt=0, user="ada", avoid=(NODES[2],))
+    ranking = rank_nodes(request, [advert(node) for node in order])
+    assert ranking == rank_nodes(request, [advert(node) for node in NODES])
+    decision = decide(request, ranking)
+    assert replay(decision, request, [advert(node) for node in order])
+    assert not replay(decision, request, [advert(node, version=2) for node in order])
+    assert ranking.candidates[-1].node == NODES[2], "the node it has just left comes last, but it comes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "request_changes", "words"),
+    [
+        ({"lending": False}, {}, "does not lend"),
+        ({"paused": True}, {}, "paused"),
+        ({"accepts": ("bob",)}, {}, "bob only"),
+        ({"engines": ()}, {}, "no process engine"),
+        ({"own_only": ("process",)}, {}, "no sandbox"),
+        ({}, {"image": "torch"}, "no docker engine"),
+        ({"engines": ("docker",)}, {"image": "torch"}, "no image torch"),
+        ({}, {"zone": "b2"}, "zone"),
+        ({}, {"memory_mib": 10**6}, "memory"),
+        ({"slots_free": 0}, {}, "slots are taken"),
+        ({"slots": 0}, {}, "only GPU jobs"),
+        ({}, {"gpus": 1}, "has 0 GPUs"),
+        ({"gpus": (gpu(1, 1000),), "gpus_free": ("GPU-1",)}, {"gpus": 1, "vram_mib": 2000}, "up to 1000 MiB"),
+        ({"gpus": (gpu(1, 1000),)}, {"gpus": 1}, "are free"),
+        ({}, {"exclude": (NODES[0],)}, "failed this job before"),
+    ],
+)
+def test_each_refusal_says_why(changes: dict[str, object], request_changes: dict[str, object], words: str) -> None:
+    request = msgspec.structs.replace(Request(job=JOB, attempt=0, user="ada"), **request_changes)
+    ranking = rank_nodes(request, [advert(NODES[0], **changes)])
+    assert ranking.candidates == ()
+    assert words in " ".join(ranking.refused[0].reasons)
+    assert words in explain(request, ranking)[0]
+
+
+def test_owners_run_their_own_jobs_without_a_sandbox() -> None:
+    request = Request(job=JOB, attempt=0, user="owner")
+    assert rank_nodes(request, [advert(NODES[0], own_only=("process",), accepts=())]).candidates
+
+
+def test_an_impossible_request_is_told_at_once() -> None:
+    adverts = [advert(NODES[0], gpus=(gpu(1, 1000),)), advert(NODES[1])]
+    assert "no node has 99 GPUs; the largest, n1, has 1" in str(cannot_ever(Request(JOB, 0, "a", gpus=99), adverts))
+    assert "5000 MiB" in str(cannot_ever(Request(JOB, 0, "a", gpus=1, vram_mib=5000), adverts))
+    assert cannot_ever(Request(JOB, 0, "a", gpus=1), adverts) is None, "taken today is not never"
+
+
+@given(st.binary(max_size=300))
+def test_hostile_adverts_are_refused(data: bytes) -> None:
+    with pytest.raises(AdvertError):
+        decode_advert(NODES[0], data)
+
+
+@pytest.mark.parametrize("changes", [{"weight": 0}, {"weight": 65}, {"slots": -1}, {"gpus_free": ("ghost",)}])
+def test_impossible_adverts_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(AdvertError):
+        decode_advert(NODES[0], encode_advert(advert(NODES[0], **changes)))
+    with pytest.raises(AdvertError, match="its own author"):
+        decode_advert(NODES[1], encode_advert(advert(NODES[0])))
+    assert decode_advert(NODES[0], encode_advert(advert(NODES[0]))) == advert(NODES[0])
+
+
+def test_replicas_go_to_other_zones_first_and_to_whoever_has_room() -> None:
+    adverts = [advert(node, zone="ab"[number % 2]) for number, node in enumerate(NODES)]
+    adverts[3] = advert(NODES[3], store_free_mib=0)
+    order = replica_order(JOB, adverts, {NODES[0]}, need_mib=10)
+    assert NODES[0] not in order and NODES[3] not in order and len(order) == 6
+    zones = {ad.node: ad.zone for ad in adverts}
+    assert zones[order[0]] != zones[order[1]]
+
+
+def test_witnesses_are_everybody_in_one_order() -> None:
+    adverts = [advert(node) for node in NODES[:4]]
+    order = witness_order(JOB, adverts, NODES)
+    assert sorted(order) == sorted(NODES)
+    assert order == witness_order(JOB, list(reversed(adverts)), list(reversed(NODES)))
+
+
+@given(st.lists(st.tuples(st.floats(1, 10**6), st.booleans()), max_size=20), st.floats(0, 10**6), st.floats(0, 10**5))
+def test_survival_is_a_probability_that_falls_with_the_horizon(
+    sessions: list[tuple[float, bool]], age_s: float, horizon_s: float
+) -> None:
+    history = History.of(sessions)
+    near, far = survival(history, age_s, horizon_s), survival(history, age_s, horizon_s + 600)
+    assert 0 <= far <= near <= 1
+    assert 1 <= weight(history, age_s) <= 64
+
+
+def test_a_node_that_has_been_up_for_long_is_trusted_more_and_history_tells() -> None:
+    new = History()
+    assert survival(new, 60, 3600) < survival(new, 6 * 3600, 3600) < survival(new, 24 * 3600, 3600)
+    flaky = History.of([(1200.0, True)] * 40)
+    steady = History.of([(86_400.0, False)] * 40)
+    assert survival(flaky, 600, 3600) < survival(new, 600, 3600) < survival(steady, 600, 3600)
+
+
+def test_exposure_adds_up() -> None:
+    history = History().with_session(EDGES_S[1], ended=True)
+    assert sum(history.exposure_h) == pytest.approx(EDGES_S[1] / 3600)
+    assert sum(history.events) == 1
+    assert hazard_per_hour(history, EDGES_S[1]) > hazard_per_hour(History(), EDGES_S[1])
