@@ -54,9 +54,6 @@ ADVERT_TTL_S = 120.0
 REFRESH_S = 1.0
 ENGINES_EVERY_S = 15.0
 HAND_OVER_S = 4.0  # two lease rounds and a gossip spread
-TAIL_POLL_S = 0.2
-WORKDIR_REPLICAS = 2
-LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
 
 log = logging.getLogger("mesh.daemon")
 
@@ -68,6 +65,7 @@ class Daemon:
         self._down: asyncio.Future[tuple[float, bool]] | None = None
         self._started_unix = time.time()
         self._runners: list[web.AppRunner] = []
+        self._advert_published = (0, 0.0)  # version, when
         self.leaving = False
 
     # --- life
@@ -169,21 +167,21 @@ class Daemon:
             await work
 
     async def stop(self) -> None:
-        """Let go of everything that `start` took."""
+        """Let go of everything that `start` took; one part's trouble does not keep the others."""
+        length_s = time.time() - self._started_unix
         for step in (
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
+            lambda: self.journal.record_session(length_s, ended=True),
+            self.journal.close,
         ):
             try:
                 await step()
-            except Exception:
-                log.exception("while stopping")
-        length_s = time.time() - self._started_unix
-        await self.journal.record_session(length_s, ended=True)
-        await self.journal.close()
+            except Exception as error:
+                log.error("while stopping: %s", error)
         self.store.close()
         self.layout.socket.unlink(missing_ok=True)
 
@@ -247,7 +245,7 @@ class Daemon:
         self.inventory.store_free_mib = free // 1024 * 1024  # to the GiB, so that it does not flutter
         advert = self.inventory.advert()
         now = time.monotonic()
-        published_version, published_at = getattr(self, "_advert_published", (0, 0.0))
+        published_version, published_at = self._advert_published
         if force or advert.version != published_version or now - published_at > ADVERT_TTL_S / 4:
             self._advert_published = (advert.version, now)
             self.membership.publish("advert", encode_advert(advert), ADVERT_TTL_S)
@@ -348,10 +346,29 @@ def main() -> None:
             sys.exit(f"mesh: another daemon runs with {layout.root}: `mesh status`, or `mesh down` to stop it")
         settings = load_settings(layout.config, json.loads(options.overrides))
         asyncio.run(_main(layout, settings))
-    except (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError) as error:
-        sys.exit(f"mesh: {error}")
-    except OSError as error:
-        sys.exit(f"mesh: {error.filename or layout.root}: {error.strerror}. Name another place with --state.")
+    except BaseExceptionGroup as group:
+        sys.exit(f"mesh: {_words(_first(group), layout)}")
+    except (*EXPECTED, OSError) as error:
+        sys.exit(f"mesh: {_words(error, layout)}")
+
+
+EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What made a part of the daemon fail; a fault of ours keeps its traceback in the log."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, (*EXPECTED, OSError)):
+        log.error("a part of the daemon failed", exc_info=error)
+    return error
+
+
+def _words(error: BaseException, layout: Layout) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or layout.root}: {error.strerror}. Name another place with --state."
+    return str(error) if isinstance(error, EXPECTED) else f"the daemon failed: {error!r}"
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ from pathlib import Path
 for threads in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[threads] = "1"  # one order of additions, so one result
 if "avx2" in Path("/proc/cpuinfo").read_text():
-    os.environ["OPENBLAS_CORETYPE"] = (
-        "Haswell"  # one kernel on every machine of the last ten years, for the same reason
-    )
+    os.environ["OPENBLAS_CORETYPE"] = "Haswell"  # one kernel on all machines of ten years, for the same reason
 
 import numpy as np  # noqa: E402
 
@@ -147,7 +145,7 @@ def tell_progress(step: int, total: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=75)
     parser.add_argument("--ckpt", default=os.environ.get("MESH_CKPT_DIR"), help="where checkpoints go")
     parser.add_argument("--out", default=os.environ.get("MESH_OUT_DIR"), help="where weights.bin goes")
     options = parser.parse_args()

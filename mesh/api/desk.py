@@ -230,7 +230,7 @@ class Desk:
             "job": format_job(job),
             "workdir_bytes": size,
             "witnesses": len(spec.witnesses),
-            "warning": "" if len(spec.witnesses) >= WANT_WITNESSES else _FEW_WITNESSES.format(len(alive)),
+            "warning": "" if len(spec.witnesses) >= WANT_WITNESSES else _few_witnesses(len(alive)),
         }
 
     def _refuse_impossible(self, order: SubmitOrder) -> None:
@@ -440,9 +440,9 @@ class Desk:
         return fits[0]
 
 
-_FEW_WITNESSES = (
-    "only {} nodes are here, so one witness keeps the job's record: if this node is lost, so is the job's place in it"
-)
+def _few_witnesses(alive: int) -> str:
+    here = "this node is alone" if alive <= 1 else f"only {alive} nodes are here"
+    return f"{here}, so one witness keeps the job's record: if its disk is lost, so is the record"
 
 
 def _in_the_way(target: Path) -> bool:

@@ -4,12 +4,16 @@ import getpass
 import os
 import socket
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import DURATION, client, layout
 from mesh.config import Layout
+
+if TYPE_CHECKING:
+    from membership.identity import Identity
 
 
 def default_nick() -> str:
@@ -93,7 +97,7 @@ def join(ctx: click.Context, invite_text: str, nick: str | None, user: str | Non
     click.echo("next: `mesh up --lend` to lend this machine, or `mesh up` only to use others'", err=True)
 
 
-def _own_identity(where: Layout):  # type: ignore[no-untyped-def]
+def _own_identity(where: Layout) -> "Identity":
     from membership.identity import Identity, IdentityError
 
     try:

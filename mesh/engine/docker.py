@@ -24,7 +24,7 @@ from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, 
 from mesh.engine.process import catches, children_of
 from mesh.engine.warden import Warden
 
-THREADS = 32  # two a guest (its log and its end), so 15 guests, and a few for calls
+THREADS = 8  # for calls; each guest is followed by a thread of its own, so that no number of guests delays a kill
 CALL_TIMEOUT_S = 30.0
 GUEST_UID = 65_532  # "nonroot" of distroless images; owns nothing on a normal host
 LABEL_NODE, LABEL_JOB = "campus-mesh.node", "campus-mesh.job"
@@ -158,7 +158,9 @@ class DockerGuest:
         self._container = container
         self._threads = threads
         self._log_path = log_path
-        self._end = threads.submit(self._follow)
+        follower = ThreadPoolExecutor(1, thread_name_prefix="docker guest")
+        self._end = follower.submit(self._follow)
+        follower.shutdown(wait=False)
 
     async def wait(self) -> Exit:
         return await asyncio.shield(asyncio.wrap_future(self._end))
@@ -176,7 +178,7 @@ class DockerGuest:
         await self._run(lambda: self._quietly(self._container.kill))
         await self.wait()
 
-    # --- in the pool's threads
+    # --- in threads
 
     def _follow(self) -> Exit:
         """Copy the log to its file until the container ends, then take its exit and remove it."""

@@ -21,6 +21,7 @@ from ckptstore.errors import SaveTorn, StoreError
 from ckptstore.store import Store
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree, resume_of
+from mesh.jobs.contract import Progress, decode_progress
 from mesh.jobs.courier import Courier, FetchError
 from mesh.jobs.effects import SaveCheckpoint, SaveResult
 from mesh.jobs.ledger import Ledger
@@ -42,14 +43,6 @@ LOG_KEPT_BYTES = 256 * 1024  # of each attempt's log, in checkpoints and results
 TORN_RETRIES = 5
 
 log = logging.getLogger(__name__)
-
-
-class Progress(msgspec.Struct, frozen=True):
-    step: int
-    of: int = 0
-
-
-_progress_decoder = msgspec.json.Decoder(Progress)
 
 
 class Custody(msgspec.Struct, frozen=True):
@@ -121,14 +114,17 @@ class Attempt:
             self._spawn(self._guest.thaw(), "thaw")
 
     def kill(self) -> None:
+        self._spawn(self.kill_guest(), "kill")
+
+    async def kill_guest(self) -> None:
+        """SIGKILL to all of it; returns when nothing of it is left."""
         if self._guest is not None:
-            self._spawn(self._guest.kill(), "kill")
+            await self._guest.kill()
 
     async def close(self) -> None:
         """Leave nothing of the attempt: no process, no directory."""
         self._closing = True
-        if self._guest is not None:
-            await self._guest.kill()
+        await self.kill_guest()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -224,9 +220,9 @@ class Attempt:
 
     def _read_progress(self) -> bool:
         """Whether the progress file says something new; a broken one says nothing."""
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            progress = _progress_decoder.decode((self.base / "ctl" / "progress.json").read_bytes())
-            if progress != self.progress:
+        with suppress(OSError):
+            progress = decode_progress((self.base / "ctl" / "progress.json").read_bytes())
+            if progress is not None and progress != self.progress:
                 self.progress = progress
                 return True
         return False

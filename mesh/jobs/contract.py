@@ -1,10 +1,10 @@
-"""What an exit means: the exit table of the job contract (docs/job-contract.md) as one pure function.
+"""What a guest says to the mesh (docs/job-contract.md): its exit, by the exit table as one pure function, and its progress.
 
 After HTCondor's self-checkpointing exit code (85), sysexits' EX_TEMPFAIL (75) and the shell's 128+signal. A departure is
 never an error of the job: only `Failed` spends its error budget.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ EXIT_CHECKPOINTED = 85  # HTCondor's ERESTART: state is saved, run me again
 EXIT_TEMPFAIL = 75  # sysexits.h EX_TEMPFAIL: this node is no good, try another
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # POSIX shells
 _TERMINATED = frozenset({143, 137})  # 128 + SIGTERM, 128 + SIGKILL
+
+MAX_PROGRESS_BYTES = 4096  # a step and a total; a guest that writes more says nothing
 
 Verdict = Literal["done", "vacated", "checkpointed", "elsewhere", "failed"]
 
@@ -40,6 +42,26 @@ def judge(facts: ExitFacts) -> Verdict:
     if facts.vacating and facts.code in _TERMINATED:
         return "vacated"
     return "failed"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """`$MESH_CTL_DIR/progress.json`: how far the guest is, `of` being 0 when it does not know the total."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    of: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+
+
+_progress_decoder = msgspec.json.Decoder(Progress)
+
+
+def decode_progress(data: bytes) -> Progress | None:
+    """What the guest wrote, or None if that says nothing."""
+    if len(data) > MAX_PROGRESS_BYTES:
+        return None
+    try:
+        return _progress_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def describe_exit(code: int, oom: bool) -> str:

@@ -25,7 +25,7 @@ from mesh.jobs.messages import (
     StartAnswer,
 )
 from mesh.jobs.proposer import Fenced, Proposer
-from mesh.jobs.runner import Runner, RunnerEvent
+from mesh.jobs.runner import CancelWanted, Runner, RunnerEvent
 from mesh.jobs.spec import JobSpec, SpecError
 from mesh.jobs.steward import Steward
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
@@ -87,11 +87,15 @@ class Participant:
     # --- what comes in
 
     def restore(self, cell_witness: Witness, at: Instant) -> list[Directed | Submitted]:
-        """A cell read back from the journal after a restart."""
-        job = cell_witness.cell.job
-        self.witnesses[job] = cell_witness
-        self.stewards[job] = Steward(cell_witness, cell_witness.spec, self._rng)
-        return self._steward_looks(job, at)
+        """A cell read back from the journal after a restart. This node's own guest ended with the run before."""
+        cell = cell_witness.cell
+        self.witnesses[cell.job] = cell_witness
+        self.stewards[cell.job] = Steward(cell_witness, cell_witness.spec, self._rng)
+        sends: list[Effect] = []
+        if cell.holder == self.me:
+            released = Released(job=cell.job, term=cell.promised)
+            sends = [Send(node, released) for node in cell.config.everyone]
+        return self._from(cell.job, "witness", sends) + self._steward_looks(cell.job, at)
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed | Submitted]:
         config = Config(number=0, term=0, members=spec.witnesses)
@@ -185,8 +189,6 @@ class Participant:
         return self._from(job, "witness", effects) + self._steward_looks(job, at)
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed | Submitted]:
-        from mesh.jobs.runner import CancelWanted
-
         job = message.job
         out: list[Directed | Submitted] = []
         witness, runner = self.witnesses.get(job), self.runners.get(job)

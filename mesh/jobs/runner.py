@@ -441,9 +441,8 @@ class Runner:
     def _close(self, at: Instant) -> list[Effect]:
         """Write the attempt's end into the ledger and give the lease back."""
         self.state = "releasing"
-        self.lease_until = (
-            0.0  # from the moment it is offered back: a witness may have given it on before we hear of it
-        )
+        # From the moment it is offered back: a witness may have given it on before we hear of it.
+        self.lease_until = 0.0
         code = self._exited.code if self._exited is not None else None
         self._amend_attempt(reason=self._ending, ended_unix_ms=at.unix_ms, seen_unix_ms=at.unix_ms, exit_code=code)
         self._proposer.holder = None

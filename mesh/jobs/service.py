@@ -165,9 +165,7 @@ class JobService:
     async def kill(self, reason: str) -> list[bytes]:
         """SIGKILL to every guest, now; the bookkeeping follows."""
         jobs = list(self.participant.runners)
-        await asyncio.gather(
-            *(attempt._guest.kill() for attempt in self.attempts.values() if attempt._guest is not None)
-        )
+        await asyncio.gather(*(attempt.kill_guest() for attempt in self.attempts.values()))
         await self._end_all(jobs, KillWanted(reason), 10.0)
         return jobs
 
@@ -334,7 +332,7 @@ class JobService:
                     await wait.wait()
         except TimeoutError:
             log.warning("some guests had not ended after %g s; they are killed", timeout_s)
-            await asyncio.gather(*(a._guest.kill() for a in self.attempts.values() if a._guest is not None))
+            await asyncio.gather(*(attempt.kill_guest() for attempt in self.attempts.values()))
 
     # --- the rules
 

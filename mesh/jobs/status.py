@@ -4,22 +4,15 @@ Every witness and the runner publish their view as a lane-2 section; whoever ask
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import msgspec
 
+from mesh.jobs.contract import Progress
 from mesh.jobs.ledger import Attempt, Commit, Outcome
 from mesh.jobs.runner import Runner
 from mesh.jobs.witness import Witness
 
 ATTEMPTS_SHOWN = 16  # a section must stay small; `mesh describe` asks a witness for the rest
-
-
-class ProgressLike(Protocol):
-    @property
-    def step(self) -> int: ...
-    @property
-    def of(self) -> int: ...
 
 
 class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -60,7 +53,7 @@ def decode_status(data: bytes) -> JobStatus | None:
 
 
 def status_of(
-    job: bytes, witness: Witness | None, runner: Runner | None, state: str, detail: str, progress: ProgressLike | None
+    job: bytes, witness: Witness | None, runner: Runner | None, state: str, detail: str, progress: Progress | None
 ) -> JobStatus:
     """This node's view: the runner's if the job runs here, else the witness's."""
     if runner is not None:

@@ -1,6 +1,7 @@
 """The GPUs of this machine, by NVML. A machine without NVIDIA's driver is a node with none, and no error."""
 
 import logging
+from typing import Any
 
 from placement.advert import Gpu
 
@@ -9,10 +10,8 @@ log = logging.getLogger(__name__)
 
 def inventory() -> tuple[Gpu, ...]:
     """Every GPU this user may use; empty where there is no driver. Any other trouble is logged."""
-    try:
-        import pynvml
-    except ImportError:
-        return ()
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -28,18 +27,17 @@ def inventory() -> tuple[Gpu, ...]:
         pynvml.nvmlShutdown()
 
 
-def _describe(pynvml: object, number: int) -> Gpu:
-    nvml: object = pynvml
-    handle = nvml.nvmlDeviceGetHandleByIndex(number)  # type: ignore[attr-defined]
-    name = nvml.nvmlDeviceGetName(handle)  # type: ignore[attr-defined]
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)  # type: ignore[attr-defined]
+def _describe(nvml: Any, number: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),  # type: ignore[attr-defined]
-        model=_text(name),
-        vram_mib=int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20,  # type: ignore[attr-defined]
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        model=_text(nvml.nvmlDeviceGetName(handle)),
+        vram_mib=int(nvml.nvmlDeviceGetMemoryInfo(handle).total) >> 20,
         capability=(int(major), int(minor)),
     )
 
 
 def _text(value: str | bytes) -> str:
+    """Older bindings give bytes."""
     return value.decode() if isinstance(value, bytes) else value
