@@ -1,0 +1,109 @@
+"""Every decoder of job traffic, with what it is meant for and with hostile bytes."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.api.orders import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, SubmitOrder
+from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome
+from mesh.jobs.messages import (
+    MAX_MESSAGE_BYTES,
+    Accept,
+    Accepted,
+    AnyMessage,
+    Cancel,
+    MessageError,
+    Prepare,
+    Promised,
+    Refused,
+    Released,
+    Start,
+    StartAnswer,
+    decode_message,
+    encode_message,
+)
+from mesh.jobs.postman import open_mail
+from mesh.jobs.status import decode_status, encode_status, merge_statuses, status_of
+from tests.jobs.worlds import A, B, C, D, JOB, make_spec, make_witness
+
+CONFIG = Config(number=1, term=2, members=(A, B, C), previous=(A, B, D))
+LEDGER = Ledger(
+    version=4,
+    commit=Commit(seq=1, term=2, manifest=b"m" * 32, parent=None, holders=(B,), step=3, created_unix_ms=5),
+    attempts=(Attempt(number=0, node=D, nick="d", term=2, started_unix_ms=1),),
+    outcome=Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=9),
+)
+EVERY: list[AnyMessage] = [
+    Prepare(job=JOB, term=3),
+    Promised(job=JOB, term=3, config=CONFIG, accepted_term=2, ledger=LEDGER, cancel_wanted=False),
+    Accept(job=JOB, term=3, round=1, config=CONFIG, ledger=LEDGER, holder=D, spec=b"s"),
+    Accepted(job=JOB, term=3, round=1),
+    Refused(
+        job=JOB, term=3, round=1, promised=4, config=None, lease_left_s=1.0, needs_spec=False, finished=True, ledger=LEDGER
+    ),
+    Start(job=JOB, term=3, config=CONFIG, ledger=LEDGER, spec=b"s"),
+    StartAnswer(job=JOB, term=3, taken=False, reason="full"),
+    Released(job=JOB, term=3),
+    Cancel(job=JOB, user="ada"),
+]
+
+
+@pytest.mark.parametrize("message", EVERY, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message: AnyMessage) -> None:
+    assert decode_message(encode_message(message)) == message
+
+
+@given(st.binary(max_size=300))
+def test_hostile_bytes_are_no_message(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode_message(data)
+
+
+@given(st.sampled_from(EVERY), st.data())
+def test_a_damaged_message_is_refused_or_another_message(message: AnyMessage, data: st.DataObject) -> None:
+    raw = bytearray(encode_message(message))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        decode_message(bytes(raw))
+    except MessageError:
+        pass
+
+
+def test_a_message_over_the_limit_is_refused_unread() -> None:
+    with pytest.raises(MessageError, match="limit"):
+        decode_message(b"\x81" * (MAX_MESSAGE_BYTES + 1))
+
+
+@given(st.binary(max_size=300))
+def test_hostile_mail_and_statuses(data: bytes) -> None:
+    assert decode_status(data) is None
+    try:
+        mail = open_mail(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return
+    assert all(isinstance(piece, bytes) for piece in mail)
+
+
+@pytest.mark.parametrize("kind", [SubmitOrder, ReclaimOrder, PauseOrder, InviteOrder, PullOrder])
+@given(data=st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode)))
+def test_hostile_orders_raise_one_kind_of_error(kind: type, data: bytes) -> None:
+    try:
+        msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+
+
+def test_the_most_advanced_view_of_a_job_is_shown() -> None:
+    witness = make_witness()
+    early = status_of(JOB, witness, None, "", "", None)
+    assert early.state == "pending" and decode_status(encode_status(early)) == early
+    witness.cell = msgspec.structs.replace(witness.cell, accepted_term=2, ledger=msgspec.structs.replace(LEDGER, outcome=None))
+    running = status_of(JOB, witness, None, "", "", None)
+    assert running.state == "starting" and running.runner == D and running.commit is not None
+    witness.cell = msgspec.structs.replace(witness.cell, accepted_term=2, ledger=LEDGER)
+    ended = status_of(JOB, witness, None, "", "", None)
+    assert ended.state == "done" and ended.attempts[0].nick == "d"
+    for views in ([early, running, ended], [ended, early, running]):
+        assert merge_statuses(views)[JOB] == ended
+    assert status_of(JOB, make_witness(spec=make_spec(argv=("x" * 999,))), None, "", "", None).command == "x" * 120

@@ -1,0 +1,291 @@
+"""One attempt, from the lease to its end, against three real witnesses."""
+
+import msgspec
+import pytest
+
+from mesh.jobs.effects import (
+    Committed,
+    Effect,
+    Ended,
+    Freeze,
+    Kill,
+    Launch,
+    Notify,
+    SaveCheckpoint,
+    SaveResult,
+    StateChanged,
+    Thaw,
+)
+from mesh.jobs.ledger import Ledger
+from mesh.jobs.messages import Cancel, Prepare, Refused
+from mesh.jobs.runner import (
+    CancelWanted,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointStored,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    KillWanted,
+    Progressed,
+    ResultStored,
+    RunnerEvent,
+    VacateWanted,
+)
+from tests.jobs.worlds import A, B, C, D, E, JOB, Desk, at, make_spec, make_start, make_view
+
+STORED = CheckpointStored(manifest=b"m" * 32, holders=(A, B), step=10)
+RESULT = ResultStored(manifest=b"r" * 32, holders=(A,))
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects if not isinstance(effect, StateChanged) and "Timer" not in type(effect).__name__]
+
+
+def running(**spec: object) -> Desk:
+    desk = Desk(make_spec(**spec))
+    assert kinds(desk.begin()) == [Launch]
+    desk.tell(GuestStarted(None))
+    assert desk.runner.state == "running"
+    return desk
+
+
+def ledgers(desk: Desk) -> list[Ledger]:
+    return [witness.cell.ledger for witness in desk.witnesses.values()]
+
+
+def exited(code: int, **more: object) -> GuestExited:
+    return GuestExited(**{"code": code, "oom": False, "forced_done": False, **more})  # type: ignore[arg-type]
+
+
+def test_nothing_starts_before_a_majority_gave_the_lease() -> None:
+    desk = Desk()
+    desk.silent = {A, B}
+    assert kinds(desk.begin()) == []
+    desk.silent = {A}
+    assert kinds(desk.timer("renew")) == [Launch]
+
+
+def test_a_lease_that_cannot_be_taken_ends_the_attempt() -> None:
+    desk = Desk()
+    desk.silent = {A, B, C}
+    desk.begin()
+    assert kinds(desk.timer("acquire")) == [Ended] and desk.runner.state == "ended"
+
+
+def test_a_checkpoint_is_committed_by_a_majority_then_told() -> None:
+    desk = running()
+    assert desk.tell(CheckpointFound()) == [SaveCheckpoint(seq=1, parent=None, final=False)]
+    assert desk.tell(CheckpointFound()) == [], "one save at a time"
+    effects = desk.tell(STORED)
+    assert kinds(effects) == [SaveCheckpoint, Committed], "what was found meanwhile is saved next"
+    commits = [ledger.commit for ledger in ledgers(desk)]
+    assert all(commit is not None and commit.manifest == STORED.manifest and commit.term == 1 for commit in commits)
+    assert [e for e in effects if isinstance(e, SaveCheckpoint)] == [SaveCheckpoint(seq=2, parent=b"m" * 32, final=False)]
+
+
+def test_a_job_that_is_done_ends_once_with_its_result() -> None:
+    desk = running()
+    assert kinds(desk.tell(exited(0))) == [SaveCheckpoint]
+    assert kinds(desk.tell(CheckpointStored(None, (), None))) == [SaveResult]
+    ended = [effect for effect in desk.tell(RESULT) if isinstance(effect, Ended)]
+    assert len(ended) == 1 and ended[0].outcome is not None and ended[0].outcome.kind == "done"
+    assert {ledger.outcome for ledger in ledgers(desk)} == {ended[0].outcome}
+    assert desk.runner.attempt.reason == "done" and desk.runner.attempt.exit_code == 0
+    assert all(witness.lease_left_s(desk.now) == 0 for witness in desk.witnesses.values())
+    assert desk.tell(RESULT) == [] and desk.timer("renew") == []
+
+
+def test_a_notice_saves_releases_and_spends_nothing() -> None:
+    desk = running()
+    effects = desk.tell(VacateWanted(30.0, "the owner"))
+    assert Notify("vacate", 30.0, "the owner") in effects
+    assert desk.tell(VacateWanted(5.0, "again")) == []
+    assert kinds(desk.tell(exited(85))) == [SaveCheckpoint]
+    ended = [effect for effect in desk.tell(STORED) if isinstance(effect, Ended)]
+    assert ended == [Ended("vacated: the owner", None)]
+    ledger = ledgers(desk)[0]
+    assert ledger.errors == 0 and ledger.outcome is None and ledger.commit is not None
+    assert ledger.attempts[-1].reason == "vacated: the owner"
+
+
+def test_a_guest_that_ignores_its_notice_is_killed_at_the_deadline() -> None:
+    desk = running()
+    desk.tell(VacateWanted(2.0, "the owner"))
+    assert kinds(desk.timer("grace")) == [Kill]
+    desk.tell(exited(137))
+    desk.tell(CheckpointStored(None, (), None))
+    assert desk.runner.attempt.reason == "vacated: the owner"
+
+
+def test_a_notice_before_the_start_gives_the_lease_back_or_kills_what_just_started() -> None:
+    desk = Desk()
+    desk.silent = {A, B, C}
+    desk.begin()
+    desk.silent = set()
+    assert kinds(desk.tell(VacateWanted(5.0, "the owner"))) == [Ended]
+    late = Desk()
+    late.begin()
+    assert kinds(late.tell(VacateWanted(5.0, "the owner"))) == []
+    assert kinds(late.tell(GuestStarted(None))) == [Kill]
+
+
+def test_cut_off_from_its_witnesses_it_freezes_and_thaws() -> None:
+    desk = running()
+    desk.silent = {A, B}
+    for _ in range(3):
+        assert Freeze not in kinds(desk.timer("renew"))
+    assert Freeze in kinds(desk.timer("lease")) and desk.runner.state == "frozen"
+    assert desk.tell(CheckpointFound()) == [], "nothing is committed without a lease"
+    desk.silent = set()
+    assert Thaw in kinds(desk.timer("renew")) and desk.runner.state == "running"
+
+
+def test_its_lease_ends_here_before_it_ends_there() -> None:
+    desk = running()
+    assert all(desk.runner.lease_until < witness.lease_until for witness in desk.witnesses.values())
+
+
+def test_overtaken_by_a_newer_attempt_it_is_killed_and_commits_nothing() -> None:
+    desk = running()
+    desk.silent = {A, B, C}
+    desk.timer("lease")
+    desk.now += 10
+    for witness in desk.witnesses.values():
+        witness.handle(E, Prepare(job=JOB, term=2), desk.now)
+    desk.silent = set()
+    effects = desk.timer("renew")
+    assert kinds(effects) == [Kill, Ended] and desk.runner.state == "ended"
+    assert desk.tell(STORED) == [] and all(ledger.commit is None for ledger in ledgers(desk))
+
+
+def test_a_refusal_of_another_term_means_nothing() -> None:
+    desk = running()
+    stale = Refused(job=JOB, term=9, round=0, promised=9, config=None, lease_left_s=0, needs_spec=False, finished=False)
+    assert desk.runner.on_refused(A, stale, at(1)) == [] and desk.runner.state == "running"
+
+
+@pytest.mark.parametrize(
+    ("code", "budget", "reason", "errors", "excluded"),
+    [
+        (75, 0, "asked for another node (exit 75)", 0, True),
+        (85, 0, "checkpointed", 0, False),
+        (3, 1, "failed (exit 3), retry 1 of 1", 1, True),
+    ],
+)
+def test_ends_that_are_not_the_jobs_end(code: int, budget: int, reason: str, errors: int, excluded: bool) -> None:
+    desk = running(error_budget=budget)
+    desk.tell(exited(code))
+    ended = [effect for effect in desk.tell(CheckpointStored(None, (), None)) if isinstance(effect, Ended)]
+    assert ended == [Ended(reason, None)]
+    ledger = ledgers(desk)[0]
+    assert ledger.errors == errors and (D in ledger.excluded) == excluded and ledger.attempts[-1].exit_code == code
+
+
+@pytest.mark.parametrize(("code", "budget"), [(3, 0), (127, 5), (126, 5)])
+def test_failures_that_are(code: int, budget: int) -> None:
+    desk = running(error_budget=budget, checkpointing=None)
+    assert kinds(desk.tell(exited(code))) == [SaveResult]
+    desk.tell(RESULT)
+    outcome = ledgers(desk)[0].outcome
+    assert outcome is not None and outcome.kind == "failed" and outcome.exit_code == code
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_guest_that_cannot_start(elsewhere: bool) -> None:
+    desk = Desk()
+    desk.begin()
+    effects = desk.tell(GuestFailed("no such image", elsewhere=elsewhere))
+    if elsewhere:
+        assert kinds(effects) == [Ended] and D in ledgers(desk)[0].excluded
+    else:
+        assert kinds(effects) == [SaveResult]
+        desk.tell(RESULT)
+        outcome = ledgers(desk)[0].outcome
+        assert outcome is not None and outcome.kind == "failed" and "no such image" in outcome.detail
+
+
+def test_cancel_kills_and_ends_the_job() -> None:
+    desk = running()
+    assert kinds(desk.tell(CancelWanted())) == [Kill] and desk.tell(CancelWanted()) == []
+    assert kinds(desk.tell(exited(137))) == [SaveResult]
+    desk.tell(RESULT)
+    outcome = ledgers(desk)[0].outcome
+    assert outcome is not None and outcome.kind == "cancelled"
+
+
+def test_a_cancel_that_only_a_witness_heard_of_reaches_the_runner() -> None:
+    desk = running()
+    desk.witnesses[B].handle(A, Cancel(job=JOB, user="ada"), desk.now)
+    assert Kill in kinds(desk.timer("renew"))
+
+
+def test_kill_wanted_is_a_departure_and_not_an_error() -> None:
+    desk = running()
+    assert kinds(desk.tell(KillWanted("reclaimed"))) == [Kill]
+    desk.tell(exited(137))
+    desk.tell(CheckpointStored(None, (), None))
+    assert desk.runner.attempt.reason == "vacated: reclaimed" and ledgers(desk)[0].errors == 0
+
+
+def test_a_checkpoint_that_cannot_be_stored_is_told_and_the_job_goes_on() -> None:
+    desk = running()
+    desk.tell(CheckpointFound())
+    effects = desk.tell(CheckpointFailed("disk full"))
+    assert StateChanged("running", "checkpoint not stored: disk full") in effects
+    assert kinds(desk.tell(CheckpointFound())) == [SaveCheckpoint]
+
+
+def test_an_exit_in_the_middle_of_a_save_waits_for_it_and_saves_once_more() -> None:
+    desk = running()
+    desk.tell(CheckpointFound())
+    assert kinds(desk.tell(exited(0))) == []
+    effects = desk.tell(STORED)
+    assert [e.final for e in effects if isinstance(e, SaveCheckpoint)] == [True]
+    assert SaveResult in kinds(desk.tell(msgspec.structs.replace(STORED, manifest=b"n" * 32)))
+
+
+def test_progress_is_written_down_with_the_next_round() -> None:
+    desk = running()
+    desk.tell(Progressed(41))
+    desk.timer("renew")
+    assert ledgers(desk)[0].attempts[-1].last_step == 41
+
+
+def test_a_witness_that_left_is_replaced_by_a_joint_vote() -> None:
+    desk = running()
+    desk.witnesses[E] = msgspec_copy(desk)
+    desk.silent = {C}
+    view = make_view(D, (A, B, D, E), witnesses=(E, A, B, D))
+    desk.settle(desk.runner.observe(view, at(desk.now)))
+    assert set(desk.runner.config_members) == {A, B, E} and desk.runner.config_number == 1
+    assert {desk.witnesses[node].cell.config.members for node in (A, B, E)} == {(A, B, E)}
+    assert desk.settle(desk.runner.observe(view, at(desk.now))) == []
+
+
+def msgspec_copy(desk: Desk) -> object:
+    """A witness as it is right after its introduction."""
+    from mesh.jobs.witness import Witness
+
+    witness = desk.witnesses[A]
+    return Witness(msgspec.structs.replace(witness.cell, promised=0, accepted_term=0, holder=None), desk.spec)
+
+
+def test_numbers_go_on_from_the_ledger_it_was_handed() -> None:
+    first = running()
+    first.tell(CheckpointFound())
+    first.tell(STORED)
+    ledger = first.runner.ledger
+    second = Desk(first.spec, make_start(term=5, ledger=ledger))
+    second.begin()
+    second.tell(GuestStarted(10))
+    assert second.runner.attempt.number == 1 and second.runner.attempt.resumed_step == 10
+    assert second.tell(CheckpointFound()) == [SaveCheckpoint(seq=2, parent=b"m" * 32, final=False)]
+
+
+@pytest.mark.parametrize("event", [GuestStarted(None), exited(0), CheckpointFound(), STORED, RESULT, CancelWanted()])
+def test_after_its_end_it_does_nothing(event: RunnerEvent) -> None:
+    desk = running(checkpointing=None)
+    desk.tell(exited(0))
+    desk.tell(RESULT)
+    assert desk.runner.state == "ended" and desk.tell(event) == []

@@ -1,0 +1,73 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.jobs.spec import Checkpointing, SpecError, check_spec, decode_spec, encode_spec, format_job, job_id
+from tests.jobs.worlds import A, B, make_spec
+
+
+def test_a_spec_survives_the_wire_and_its_id_is_its_content() -> None:
+    spec = make_spec(env={"SEED": "7"}, gpus=2)
+    assert decode_spec(encode_spec(spec)) == spec
+    assert job_id(encode_spec(spec)) != job_id(encode_spec(make_spec(env={"SEED": "8"}, gpus=2)))
+    text = format_job(job_id(encode_spec(spec)))
+    assert len(text) == 26 and text == text.lower() and "=" not in text
+
+
+@given(st.binary(max_size=400))
+def test_hostile_bytes_are_a_spec_error(data: bytes) -> None:
+    with pytest.raises(SpecError):
+        decode_spec(data)
+
+
+@given(st.data())
+def test_a_damaged_spec_is_a_spec_error_or_another_valid_spec(data: st.DataObject) -> None:
+    payload = bytearray(encode_spec(make_spec()))
+    place = data.draw(st.integers(0, len(payload) - 1))
+    payload[place] ^= data.draw(st.integers(1, 255))
+    try:
+        check_spec(decode_spec(bytes(payload)))
+    except SpecError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"argv": ()}, "command"),
+        ({"argv": ("",)}, "command"),
+        ({"argv": ("a\0b",)}, "NUL"),
+        ({"argv": ("x",) * 5000}, "hold"),
+        ({"env": {"": "x"}}, "variable"),
+        ({"env": {"a=b": "x"}}, "variable"),
+        ({"env": {"a": "y" * 300_000}}, "hold"),
+        ({"submitter": b"short"}, "submitter"),
+        ({"witnesses": ()}, "witnesses"),
+        ({"witnesses": (A, A)}, "different"),
+        ({"witnesses": (A, B, b"x")}, "witness"),
+        ({"lease_s": 0.0}, "lease"),
+        ({"lease_s": float("nan")}, "lease"),
+        ({"gpus": -1}, "gpus"),
+        ({"vram_mib": 2**40}, "vram"),
+        ({"error_budget": -1}, "error budget"),
+        ({"grace_s": -1.0}, "grace"),
+        ({"grace_s": float("inf")}, "grace"),
+        ({"checkpointing": Checkpointing(directory="/etc")}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(directory="../up")}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(directory="")}, "checkpoint directory"),
+        ({"checkpointing": Checkpointing(replicas=99)}, "replicas"),
+        ({"checkpointing": Checkpointing(keep=0)}, "keep"),
+        ({"checkpointing": Checkpointing(stable_s=0.0)}, "stable"),
+        ({"checkpointing": Checkpointing(to=(b"x",))}, "destination"),
+    ],
+)
+def test_what_no_job_can_have_is_refused_by_name(changes: dict[str, object], word: str) -> None:
+    with pytest.raises(SpecError, match=word):
+        encode_spec(make_spec(**changes))
+
+
+def test_an_unknown_field_is_refused() -> None:
+    fields = msgspec.msgpack.decode(encode_spec(make_spec()))
+    with pytest.raises(SpecError, match="sudo"):
+        decode_spec(msgspec.msgpack.encode({**fields, "sudo": True}))

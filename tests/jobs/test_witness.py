@@ -1,0 +1,267 @@
+"""One witness's rules one by one, then three of them against adversarial proposers, networks and crashes."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mesh.jobs.effects import Cell, Effect, SaveCell, Send
+from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome
+from mesh.jobs.messages import Accept, Accepted, Cancel, Prepare, Promised, Refused, Released
+from mesh.jobs.proposer import Decided, Fenced, Proposer
+from mesh.jobs.witness import RATE_BOUND, Witness, unknown_job
+from tests.jobs.worlds import JOB, SPEC_BYTES, A, B, C, D, E, make_spec, make_witness
+
+GROUP = Config(number=0, term=0, members=(A, B, C))
+DONE = Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=1)
+
+
+def accept(term: int, holder: bytes | None, ledger: Ledger | None = None, config: Config = GROUP) -> Accept:
+    return Accept(job=JOB, term=term, round=1, config=config, ledger=ledger or Ledger(version=1), holder=holder)
+
+
+def answer(effects: list[Effect]) -> Any:
+    sends = [effect for effect in effects if isinstance(effect, Send)]
+    assert len(sends) == 1
+    return sends[0].message
+
+
+def test_what_is_promised_is_on_disk_first() -> None:
+    effects = make_witness().handle(D, Prepare(job=JOB, term=1), 0.0)
+    assert isinstance(effects[0], SaveCell) and isinstance(answer(effects), Promised)
+    effects = make_witness().handle(D, accept(1, D), 0.0)
+    assert isinstance(effects[0], SaveCell) and isinstance(answer(effects), Accepted)
+
+
+def test_a_term_is_promised_once() -> None:
+    witness = make_witness()
+    witness.handle(D, Prepare(job=JOB, term=2), 0.0)
+    for term in (1, 2):
+        refused = answer(witness.handle(E, Prepare(job=JOB, term=term), 0.0))
+        assert isinstance(refused, Refused) and refused.promised == 2
+
+
+def test_while_a_lease_runs_no_other_term_is_promised() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, D), 100.0)
+    refused = answer(witness.handle(E, Prepare(job=JOB, term=2), 110.0))
+    assert isinstance(refused, Refused) and 5.0 <= refused.lease_left_s <= 6.0
+    assert isinstance(answer(witness.handle(E, accept(9, E), 110.0)), Refused)
+    after = 100.0 + witness.spec.lease_s * (1 + RATE_BOUND)
+    assert isinstance(answer(witness.handle(E, Prepare(job=JOB, term=2), after)), Promised)
+
+
+def test_a_renewal_costs_no_write_when_it_says_nothing_new() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, D), 0.0)
+    effects = witness.handle(D, accept(1, D), 5.0)
+    assert not any(isinstance(effect, SaveCell) for effect in effects)
+    assert witness.lease_until == 5.0 + witness.spec.lease_s * (1 + RATE_BOUND)
+
+
+def test_a_lease_is_taken_never_given() -> None:
+    assert isinstance(answer(make_witness().handle(D, accept(1, E), 0.0)), Refused)
+
+
+def test_only_the_holder_releases() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, D), 0.0)
+    witness.handle(E, Released(job=JOB, term=1), 1.0)
+    assert witness.lease_left_s(1.0) > 0
+    witness.handle(D, Released(job=JOB, term=1), 1.0)
+    assert witness.lease_left_s(1.0) == 0
+
+
+def test_an_older_group_cannot_speak_for_a_newer_one() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(2, D, config=GROUP.joint((A, B, E), 2)), 0.0)
+    witness.handle(D, Released(job=JOB, term=2), 0.0)
+    assert isinstance(answer(witness.handle(E, accept(3, E), 1.0)), Refused)
+
+
+def test_the_end_is_the_end() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, None, Ledger(version=2, outcome=DONE)), 0.0)
+    assert witness.finished and witness.lease_left_s(0.0) == 0
+    refused = answer(witness.handle(E, accept(5, E, Ledger(version=9)), 1.0))
+    assert isinstance(refused, Refused) and refused.finished and refused.ledger == witness.cell.ledger
+    assert witness.handle(E, Cancel(job=JOB, user="ada"), 2.0) == []
+
+
+def test_a_wish_to_cancel_is_kept_and_told() -> None:
+    witness = make_witness()
+    saved = witness.handle(A, Cancel(job=JOB, user="ada"), 0.0)
+    assert [type(effect) for effect in saved] == [SaveCell]
+    assert witness.handle(A, Cancel(job=JOB, user="ada"), 0.0) == []
+    assert answer(witness.handle(D, Prepare(job=JOB, term=1), 0.0)).cancel_wanted
+    assert answer(witness.handle(D, accept(1, D), 0.0)).cancel_wanted
+
+
+def test_after_a_restart_a_lease_is_given_its_full_length_again() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, D), 0.0)
+    again = Witness.restored(witness.cell, witness.spec, 500.0)
+    assert again.lease_left_s(500.0) == witness.spec.lease_s * (1 + RATE_BOUND)
+
+
+def test_an_unknown_job_asks_for_its_spec() -> None:
+    refused = unknown_job(accept(1, D))
+    assert refused.needs_spec and refused.round == 1
+
+
+class Client:
+    """A steward and runner in one: wins a term, takes the lease, appends to the ledger while it has it."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.term = 0
+        self.promises: dict[bytes, Promised] = {}
+        self.proposer: Proposer | None = None
+        self.lease_until = -1.0
+
+
+class Adversary(RuleBasedStateMachine):
+    """Messages may be lost, doubled and reordered without bound; witnesses crash and come back; time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.spec = make_spec()
+        self.disk: dict[bytes, Cell] = {}
+        self.witnesses = {node: make_witness() for node in GROUP.members}
+        for node, witness in self.witnesses.items():
+            self.disk[node] = witness.cell
+        self.clients = {name: Client(name) for name in (D, E)}
+        self.wire: list[tuple[bytes, bytes, Any]] = []
+        self.decided: list[tuple[int, Ledger]] = []
+
+    @rule(name=st.sampled_from([D, E]))
+    def wants_a_term(self, name: bytes) -> None:
+        client = self.clients[name]
+        if client.proposer is not None and self.now < client.lease_until:
+            return
+        client.term = max([client.term, *(w.cell.promised for w in self.witnesses.values())]) + 1
+        client.promises, client.proposer, client.lease_until = {}, None, -1.0
+        self.wire += [(name, node, Prepare(job=JOB, term=client.term)) for node in GROUP.members]
+
+    @rule(name=st.sampled_from([D, E]))
+    def appends(self, name: bytes) -> None:
+        client = self.clients[name]
+        if client.proposer is None or client.proposer.ledger.outcome is not None:
+            return
+        number = client.proposer.ledger.next_attempt
+        attempt = Attempt(number=number, node=name, nick="", term=client.term, started_unix_ms=int(self.now), reason="x")
+        client.proposer.ledger = client.proposer.ledger.with_attempt(attempt)
+        self._propose(client)
+
+    def _propose(self, client: Client) -> None:
+        assert client.proposer is not None
+        self.wire += [(client.name, send.to, send.message) for send in client.proposer.propose(self.now)]
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data(), keep=st.booleans())
+    def delivers(self, data: st.DataObject, keep: bool) -> None:
+        index = data.draw(st.integers(0, len(self.wire) - 1))
+        source, target, message = self.wire[index] if keep else self.wire.pop(index)
+        if target in self.witnesses:
+            for effect in self.witnesses[target].handle(source, message, self.now):
+                if isinstance(effect, SaveCell):
+                    self.disk[target] = effect.cell
+                elif isinstance(effect, Send):
+                    self.wire.append((target, effect.to, effect.message))
+            return
+        client = self.clients[target]
+        if isinstance(message, Promised) and message.term == client.term and client.proposer is None:
+            client.promises[source] = message
+            if GROUP.quorum(set(client.promises)):
+                best = max(client.promises.values(), key=lambda p: (p.accepted_term, p.ledger.version))
+                client.proposer = Proposer(JOB, SPEC_BYTES, client.term, GROUP, best.ledger, client.name)
+                self._propose(client)
+        elif isinstance(message, Accepted) and client.proposer is not None:
+            decided = client.proposer.on_accepted(source, message)
+            if isinstance(decided, Decided):
+                self.decided.append((client.term, decided.ledger))
+                client.lease_until = max(
+                    client.lease_until, decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND)
+                )
+        elif isinstance(message, Refused) and client.proposer is not None:
+            if isinstance(client.proposer.on_refused(source, message), Fenced):
+                assert self.now >= client.lease_until, "fenced while the lease was valid"
+                client.proposer = None
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data())
+    def loses(self, data: st.DataObject) -> None:
+        self.wire.pop(data.draw(st.integers(0, len(self.wire) - 1)))
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, 14.3, 16.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(node=st.sampled_from(GROUP.members))
+    def crashes(self, node: bytes) -> None:
+        self.witnesses[node] = Witness.restored(self.disk[node], self.spec, self.now)
+
+    @invariant()
+    def at_most_one_valid_lease(self) -> None:
+        holders = [client.name for client in self.clients.values() if self.now < client.lease_until]
+        assert len(holders) <= 1
+
+    @invariant()
+    def decisions_form_one_history(self) -> None:
+        ordered = sorted(self.decided, key=lambda entry: (entry[0], entry[1].version))
+        for (_, earlier), (_, later) in zip(ordered, ordered[1:], strict=False):
+            assert later.version >= earlier.version
+            assert set(earlier.attempts) <= set(later.attempts), "a decided attempt was forgotten"
+
+    @invariant()
+    def the_disk_is_what_witnesses_believe(self) -> None:
+        for node, witness in self.witnesses.items():
+            assert self.disk[node] == witness.cell
+
+
+TestAdversary = Adversary.TestCase
+TestAdversary.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+class Forgetful(Adversary):
+    """The negative control: witnesses whose lease clock does not hold others back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for witness in self.witnesses.values():
+            witness.lease_left_s = lambda now: 0.0  # type: ignore[method-assign]
+
+    @rule(node=st.sampled_from(GROUP.members))
+    def crashes(self, node: bytes) -> None:
+        return
+
+
+def test_without_the_lease_rule_the_invariant_breaks() -> None:
+    """One schedule, by hand: D holds a lease, E asks for the next term at once and gets it."""
+    machine = Forgetful()
+    for name in (D, E):
+        machine.wants_a_term(name)
+        while machine.wire:
+            source, target, message = machine.wire.pop(0)
+            machine.wire.append((source, target, message))
+            machine.delivers(_First(len(machine.wire) - 1), keep=False)
+    holders = [client.name for client in machine.clients.values() if machine.now < client.lease_until]
+    assert len(holders) == 2
+
+
+class _First:
+    """Draws the index it was given."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def draw(self, strategy: object) -> int:
+        return self._index
+
+
+def test_cells_survive_the_disk() -> None:
+    cell = make_witness().cell
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(cell), type=Cell) == cell

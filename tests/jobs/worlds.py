@@ -1,0 +1,150 @@
+"""Specs, views and a small witness group that answers, for tests of job cores."""
+
+from random import Random
+
+from mesh.jobs.effects import Cell, Effect, Send
+from mesh.jobs.ledger import Config, Ledger
+from mesh.jobs.messages import Accept, Accepted, AnyMessage, Prepare, Refused, Start
+from mesh.jobs.runner import Runner
+from mesh.jobs.spec import Checkpointing, JobSpec
+from mesh.jobs.steward import Steward
+from mesh.jobs.view import Instant, View
+from mesh.jobs.witness import Witness
+from placement.advert import Advert
+
+A, B, C, D, E = (bytes([number]) * 32 for number in range(1, 6))
+JOB = b"j" * 16
+SPEC_BYTES = b"the sealed spec"
+
+
+def make_spec(**changes: object) -> JobSpec:
+    fields: dict[str, object] = {
+        "submitter": A,
+        "user": "ada",
+        "created_unix_ms": 1_000,
+        "nonce": b"n" * 16,
+        "argv": ("python", "train.py"),
+        "witnesses": (A, B, C),
+        "checkpointing": Checkpointing(),
+        "lease_s": 15.0,
+    }
+    return JobSpec(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def at(now: float) -> Instant:
+    return Instant(now, int(now * 1000))
+
+
+def make_advert(node: bytes, **changes: object) -> Advert:
+    fields: dict[str, object] = {
+        "version": 1,
+        "node": node,
+        "nick": f"node-{node[0]}",
+        "user": "owner",
+        "zone": "",
+        "weight": 8,
+        "up_since_unix": 0,
+        "lending": True,
+        "paused": False,
+        "gpus": (),
+        "gpus_free": (),
+        "slots": 1,
+        "slots_free": 1,
+        "cpus": 8,
+        "memory_mib": 16_384,
+        "engines": ("process",),
+        "own_only": (),
+        "images": (),
+        "accepts": ("*",),
+        "store_free_mib": 10_240,
+    }
+    return Advert(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_view(me: bytes, alive: tuple[bytes, ...], **changes: object) -> View:
+    fields: dict[str, object] = {
+        "me": me,
+        "alive": frozenset(alive),
+        "adverts": tuple(make_advert(node) for node in alive),
+        "witnesses": alive,
+    }
+    return View(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def make_witness(members: tuple[bytes, ...] = (A, B, C), spec: JobSpec | None = None) -> Witness:
+    cell = Cell(
+        job=JOB,
+        spec=SPEC_BYTES,
+        config=Config(number=0, term=0, members=members),
+        promised=0,
+        accepted_term=0,
+        ledger=Ledger(),
+        holder=None,
+        cancel_wanted=False,
+    )
+    return Witness(cell, spec or make_spec(witnesses=members))
+
+
+def make_start(term: int = 1, ledger: Ledger | None = None, members: tuple[bytes, ...] = (A, B, C)) -> Start:
+    config = Config(number=0, term=0, members=members)
+    return Start(job=JOB, term=term, config=config, ledger=ledger or Ledger(), spec=SPEC_BYTES)
+
+
+class Desk:
+    """A runner on node D with three real witnesses at its elbow. `silent` ones get nothing and answer nothing."""
+
+    def __init__(self, spec: JobSpec | None = None, start: Start | None = None) -> None:
+        self.spec = spec or make_spec()
+        start = start or make_start()
+        self.witnesses = {node: make_witness(start.config.members, self.spec) for node in start.config.members}
+        for witness in self.witnesses.values():  # the steward has won the term from all of them
+            witness.handle(A, Prepare(job=JOB, term=start.term), 0.0)
+        self.silent: set[bytes] = set()
+        self.now = 0.0
+        self.runner = Runner(D, "node-d", start, self.spec, at(0.0))
+        self.seen: list[Effect] = []
+
+    def begin(self) -> list[Effect]:
+        return self.settle(self.runner.begin(at(self.now)))
+
+    def tell(self, event: object) -> list[Effect]:
+        return self.settle(self.runner.handle(event, at(self.now)))  # type: ignore[arg-type]
+
+    def timer(self, name: str) -> list[Effect]:
+        """Let the latest timer of this name come, at its time."""
+        from mesh.jobs.effects import SetTimer
+        from mesh.jobs.view import Timer
+
+        latest = [effect for effect in self.seen if isinstance(effect, SetTimer) and effect.name == name][-1]
+        self.now = max(self.now, latest.at)
+        return self.settle(self.runner.on_timer(Timer(latest.name, latest.token), at(self.now)))
+
+    def settle(self, effects: list[Effect]) -> list[Effect]:
+        """Carry messages to and fro until nothing is under way; every other effect in order."""
+        others: list[Effect] = []
+        queue = list(effects)
+        while queue:
+            effect = queue.pop(0)
+            self.seen.append(effect)
+            if not isinstance(effect, Send):
+                others.append(effect)
+                continue
+            witness = self.witnesses.get(effect.to)
+            if witness is None or effect.to in self.silent or not isinstance(effect.message, Accept | Prepare):
+                continue
+            for answer in witness.handle(D, effect.message, self.now):
+                if isinstance(answer, Send):
+                    queue += self._hear(effect.to, answer.message)
+        return others
+
+    def _hear(self, sender: bytes, message: AnyMessage) -> list[Effect]:
+        if isinstance(message, Accepted):
+            return self.runner.on_accepted(sender, message, at(self.now))
+        if isinstance(message, Refused):
+            return self.runner.on_refused(sender, message, at(self.now))
+        return []
+
+
+def make_steward(me: bytes = A, witness: Witness | None = None) -> Steward:
+    witness = witness or make_witness()
+    return Steward(witness, witness.spec, Random(1))
