@@ -138,13 +138,13 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=FULL")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > SCHEMA_VERSION:
                 raise JournalError(
                     f"{self.path} was written by a newer campus-mesh (schema {version}); upgrade this node"
                 )
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?", [EVENTS_KEPT])

@@ -1,0 +1,136 @@
+"""The journal keeps what it was given, over restarts, damage, and disks that refuse."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.jobs.effects import Cell
+from mesh.jobs.journal import Journal, JournalError
+from tests.jobs.worlds import JOB, make_witness
+
+CELL: Cell = make_witness().cell
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    yield journal
+    await journal.close()
+
+
+async def test_it_gives_back_what_it_got(journal: Journal) -> None:
+    await journal.save_cell(CELL)
+    await journal.save_cell(CELL)
+    await journal.save_submitted(JOB, b"spec")
+    await journal.record(JOB, "node1", "running")
+    await journal.record(None, "node1", "something else")
+    await journal.record_session(5.0, ended=True)
+    assert await journal.cells() == [CELL] and await journal.submitted() == {JOB: b"spec"}
+    events = await journal.events(JOB, 0)
+    assert [(event.actor, event.text) for event in events] == [("node1", "running")]
+    assert [event.text for event in await journal.events(None, events[0].id)] == ["something else"]
+    assert await journal.sessions() == [(5.0, True)]
+    await journal.forget_cell(JOB)
+    assert await journal.cells() == []
+
+
+async def test_a_closed_journal_says_so(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="closed"):
+        await Journal(tmp_path / "j").cells()
+
+
+async def test_a_damaged_file_is_moved_aside_and_never_lost(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"this is no database" * 500)
+    journal = Journal(path)
+    await journal.open()
+    try:
+        assert journal.moved_aside is not None and journal.moved_aside.read_bytes().startswith(b"this is no database")
+        await journal.save_cell(CELL)
+        assert await journal.cells() == [CELL]
+    finally:
+        await journal.close()
+
+
+async def test_a_damaged_cell_is_skipped_kept_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    await journal.open()
+    await journal.save_cell(CELL)
+    await journal.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO cells VALUES (?, ?)", (b"x" * 16, b"\xff\xfe"))
+    connection.close()
+    journal = Journal(path)
+    await journal.open()
+    try:
+        assert await journal.cells() == [CELL]
+        assert "damaged" in (await journal.events(b"x" * 16, 0))[0].text
+    finally:
+        await journal.close()
+    rows = sqlite3.connect(path).execute("SELECT count(*) FROM cells").fetchone()
+    assert rows == (2,)
+
+
+async def test_a_newer_schema_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version=99")
+    connection.commit()
+    connection.close()
+    before = path.read_bytes()
+    journal = Journal(path)
+    with pytest.raises(JournalError, match="newer"):
+        await journal.open()
+    assert path.read_bytes() == before
+
+
+async def test_a_place_that_cannot_be_written_is_told_with_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="--state"):
+        await Journal(tmp_path / "no" / "such" / "directory" / "j").open()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from mesh.jobs.journal import Journal
+async def main():
+    journal = Journal(Path(sys.argv[1]))
+    await journal.open()
+    number = 0
+    while True:
+        await journal.save_submitted(number.to_bytes(16), b"spec")
+        print(number, flush=True)
+        number += 1
+asyncio.run(main())
+"""
+
+
+async def test_what_was_confirmed_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    confirmed = 0
+    for line in process.stdout:
+        confirmed = int(line)
+        if confirmed >= 25:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    confirmed = max([confirmed, *(int(line) for line in process.stdout.read().split())])
+    process.wait()
+    process.stdout.close()
+    journal = Journal(path)
+    await journal.open()
+    try:
+        assert journal.moved_aside is None
+        kept = await journal.submitted()
+        assert all(number.to_bytes(16) in kept for number in range(confirmed + 1))
+    finally:
+        await journal.close()

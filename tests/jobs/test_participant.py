@@ -1,0 +1,157 @@
+"""Witness, steward and runner wired together, and who may do what to a job."""
+
+from random import Random
+
+import pytest
+
+from mesh.jobs.effects import Cell, Launch, Send
+from mesh.jobs.ledger import Config, Ledger
+from mesh.jobs.messages import Accept, AnyMessage, Cancel, Prepare, Refused, Released, Start, StartAnswer
+from mesh.jobs.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules, Submitted
+from mesh.jobs.spec import JobSpec, SpecError
+from mesh.jobs.view import Timer
+from mesh.jobs.witness import Witness
+from tests.jobs.worlds import A, B, C, D, E, JOB, SPEC_BYTES, at, make_spec, make_start, make_view, make_witness
+
+GROUP = Config(number=0, term=0, members=(A, B, C))
+
+
+def open_spec(job: bytes, sealed: bytes) -> JobSpec:
+    if sealed != SPEC_BYTES:
+        raise SpecError("not signed")
+    return make_spec()
+
+
+def make_participant(me: bytes = A, admit: str | None = None) -> Participant:
+    rules = Rules(open_spec=open_spec, admit=lambda job, spec, start: admit, may_cancel=lambda s, user, spec: user == spec.user)
+    return Participant(me, f"node-{me[0]}", rules, Random(1))
+
+
+def messages(out: list[Directed | Submitted], kind: type) -> list[tuple[bytes, AnyMessage]]:
+    effects = [item.effect for item in out if isinstance(item, Directed)]
+    return [(e.to, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def introduce(participant: Participant, holder: bytes | None = None, spec: bytes | None = SPEC_BYTES) -> list[Directed | Submitted]:
+    message = Accept(job=JOB, term=1 if holder else 0, round=1, config=GROUP, ledger=Ledger(), holder=holder, spec=spec)
+    return participant.receive(holder or B, message, at(0))
+
+
+def test_an_unknown_job_asks_for_the_spec_and_takes_no_forged_one() -> None:
+    participant = make_participant()
+    assert messages(introduce(participant, spec=None), Refused) and not participant.witnesses
+    assert introduce(participant, spec=b"forged") == [] and participant.refused == 1 and not participant.witnesses
+    introduce(participant)
+    assert JOB in participant.witnesses and JOB in participant.stewards
+
+
+def test_a_node_starts_what_a_witness_hands_it_once() -> None:
+    participant = make_participant(D)
+    out = participant.receive(A, make_start(), at(0))
+    assert [m.taken for _, m in messages(out, StartAnswer)] == [True]  # type: ignore[union-attr]
+    assert len(messages(out, Accept)) == 3 and JOB in participant.runners
+    again = participant.receive(A, make_start(), at(0))
+    assert [m.taken for _, m in messages(again, StartAnswer)] == [True] and not messages(again, Accept)  # type: ignore[union-attr]
+    other = participant.receive(A, make_start(term=2), at(0))
+    assert [m.taken for _, m in messages(other, StartAnswer)] == [False]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("sender", "admit", "spec", "words", "refused"),
+    [
+        (E, None, SPEC_BYTES, "only a witness", 1),
+        (A, "its slots are taken", SPEC_BYTES, "slots", 0),
+        (A, None, b"forged", "not signed", 1),
+    ],
+)
+def test_a_start_that_is_not_taken_says_why(sender: bytes, admit: str | None, spec: bytes, words: str, refused: int) -> None:
+    participant = make_participant(D, admit)
+    start = Start(job=JOB, term=1, config=GROUP, ledger=Ledger(), spec=spec)
+    (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)
+    assert isinstance(answer, StartAnswer) and not answer.taken and words in answer.reason
+    assert participant.refused == refused and not participant.runners
+
+
+def test_only_the_jobs_user_cancels_it() -> None:
+    participant = make_participant()
+    introduce(participant)
+    participant.receive(E, Cancel(job=JOB, user="mallory"), at(0))
+    assert participant.refused == 1 and not participant.witnesses[JOB].cell.cancel_wanted
+    participant.receive(E, Cancel(job=b"?" * 16, user="ada"), at(0))
+    assert participant.refused == 2
+    participant.receive(E, Cancel(job=JOB, user="ada"), at(0))
+    assert participant.witnesses[JOB].cell.cancel_wanted
+
+
+def test_a_submission_is_answered_by_a_majority() -> None:
+    submitter = make_participant(A)
+    out = submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert sorted(to for to, _ in messages(out, Accept)) == [A, B, C]
+    others = {node: make_participant(node) for node in (B, C)}
+    done: list[Submitted] = []
+    for node, participant in others.items():
+        queue = [m for to, m in messages(out, Accept) if to == node]
+        while queue:
+            for to, answer in messages(participant.receive(A, queue.pop(), at(0)), object):
+                assert to == A
+                reply = submitter.receive(node, answer, at(0))
+                done += [item for item in reply if isinstance(item, Submitted)]
+                queue += [m for target, m in messages(reply, Accept) if target == node]
+    assert done == [Submitted(JOB, None)]
+    assert all(JOB in participant.witnesses for participant in others.values())
+
+
+def test_a_submission_that_nobody_answers_is_given_up_in_words() -> None:
+    submitter = make_participant(A)
+    out = submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    timer = next(item.effect for item in out if isinstance(item, Directed) and not isinstance(item.effect, Send))
+    again = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(1))  # type: ignore[union-attr]
+    assert len(messages(again, Accept)) == 3, "it is sent again"
+    timer = next(item.effect for item in again if isinstance(item, Directed) and not isinstance(item.effect, Send))
+    last = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(SUBMIT_WITHIN_S))  # type: ignore[union-attr]
+    assert last == [Submitted(JOB, "no majority of its witnesses answered")]
+
+
+def test_after_a_restart_its_own_lease_is_given_back_since_its_guest_is_gone() -> None:
+    held = make_witness()
+    held.handle(A, Accept(job=JOB, term=3, round=1, config=GROUP, ledger=Ledger(version=1), holder=A), 0.0)
+    cell: Cell = held.cell
+    participant = make_participant(A)
+    out = participant.restore(Witness.restored(cell, make_spec(), 10.0), at(10))
+    assert sorted(to for to, _ in messages(out, Released)) == [A, B, C]
+    foreign = make_witness()
+    foreign.handle(D, Accept(job=JOB, term=3, round=1, config=GROUP, ledger=Ledger(version=1), holder=D), 0.0)
+    out = make_participant(A).restore(Witness.restored(foreign.cell, make_spec(), 10.0), at(10))
+    assert messages(out, Released) == []
+
+
+def test_the_whole_of_it_with_three_nodes_and_a_runner() -> None:
+    """Messages are carried in order; the job is launched on the one node that lends."""
+    nodes = {node: make_participant(node) for node in (A, B, C, D)}
+    queue: list[tuple[bytes, bytes, AnyMessage]] = []
+    launched: list[bytes] = []
+
+    def take(me: bytes, out: list[Directed | Submitted]) -> None:
+        for item in out:
+            if isinstance(item, Directed) and isinstance(item.effect, Send):
+                queue.append((me, item.effect.to, item.effect.message))
+            elif isinstance(item, Directed) and isinstance(item.effect, Launch):
+                launched.append(me)
+
+    for node, participant in nodes.items():
+        adverts = tuple(ad for ad in make_view(node, (A, B, C, D)).adverts if ad.node == D)
+        view = make_view(node, (A, B, C, D), adverts=adverts)
+        take(node, participant.observe(lambda job, view=view: view, at(0)))  # type: ignore[misc]
+    take(A, nodes[A].submit(JOB, SPEC_BYTES, make_spec(), at(0)))
+    for _ in range(200):
+        if not queue:
+            break
+        source, target, message = queue.pop(0)
+        take(target, nodes[target].receive(source, message, at(0)))
+    assert launched == [D] and not queue
+    holders = {nodes[node].witnesses[JOB].cell.holder for node in (A, B, C)}
+    assert holders == {D}
+
+
+def test_a_prepare_for_an_unknown_job_is_answered() -> None:
+    assert messages(make_participant().receive(B, Prepare(job=JOB, term=1), at(0)), Refused)

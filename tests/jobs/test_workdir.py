@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import pytest
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.jobs import workdir
+from mesh.jobs.workdir import collect_files
+
+
+def make(directory: Path, *names: str) -> None:
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+def test_files_are_taken_by_their_place_and_rubbish_is_left(tmp_path: Path) -> None:
+    make(tmp_path, "train.py", "lib/net.py", ".git/config", "lib/__pycache__/net.pyc", ".venv/bin/python", "ckpts/step-1/a")
+    files = collect_files(tmp_path, ("ckpts",))
+    assert sorted(files) == ["work/lib/net.py", "work/train.py"]
+    assert files["work/lib/net.py"] == tmp_path / "lib" / "net.py"
+
+
+def test_meshignore_names_what_stays_here(tmp_path: Path) -> None:
+    make(tmp_path, "train.py", "data/images.bin", "notes.log", "sub/other.log", "sub/keep.txt")
+    (tmp_path / ".meshignore").write_text("# big\ndata/\n\n*.log\n")
+    assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/sub/keep.txt", "work/train.py"]
+
+
+def test_links_are_taken_as_links_and_not_followed(tmp_path: Path) -> None:
+    make(tmp_path, "real/a.txt")
+    (tmp_path / "to-directory").symlink_to(tmp_path / "real")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert sorted(collect_files(tmp_path, ())) == ["work/loop", "work/real/a.txt", "work/to-directory"]
+
+
+def test_too_much_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, *(f"{number}.bin" for number in range(20)))
+    monkeypatch.setattr(workdir, "LIMIT_FILES", 10)
+    with pytest.raises(MeshError, match=r"\.meshignore") as caught:
+        collect_files(tmp_path, ())
+    assert caught.value.code == ExitCode.USAGE
+
+
+def test_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MeshError, match="not a directory"):
+        collect_files(tmp_path / "missing", ())

@@ -1,0 +1,87 @@
+"""`mesh.job`, as a program that runs as a job uses it; and without a mesh."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mesh import job
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_last", (-1, None))
+    for name in [name for name in os.environ if name.startswith("MESH_")]:
+        monkeypatch.delenv(name)
+
+
+def write_notice(control: Path, **fields: object) -> None:
+    notice = {"seq": 1, "kind": "vacate", "deadline_unix": 99.0, "grace_s": 30.0, "reason": "the owner", **fields}
+    (control / ".new").write_text(json.dumps(notice))
+    (control / ".new").rename(control / "notice.json")
+
+
+def test_without_a_mesh_there_is_never_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert job.notice() is None and not job.should_yield() and job.resume_path() is None
+    job.progress(1, 2)
+    assert list(tmp_path.iterdir()) == []
+    assert job.Checkpoint().directory == Path("ckpts")
+
+
+def test_a_notice_is_read_when_it_comes_and_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    assert job.notice() is None
+    write_notice(tmp_path, kind="checkpoint")
+    os.utime(tmp_path / "notice.json", ns=(1, 1))
+    notice = job.notice()
+    assert notice == job.Notice(1, "checkpoint", 99.0, 30.0, "the owner") and not job.should_yield()
+    write_notice(tmp_path, seq=2, later_field=True)
+    assert job.should_yield() and job.notice() is job.notice()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"seq": 1}', "null"])
+def test_a_broken_notice_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    (tmp_path / "notice.json").write_text(text)
+    assert job.notice() is None
+
+
+def test_progress_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    job.progress(3, 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+    assert json.loads((tmp_path / "progress.json").read_text()) == {"step": 3, "of": 9}
+
+
+def test_resume_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_RESUME", "/mesh/ckpt/step-3")
+    assert job.resume_path() == Path("/mesh/ckpt/step-3")
+
+
+def test_checkpoints_appear_whole_and_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CKPT_DIR", str(tmp_path / "ckpt"))
+    keeper = job.Checkpoint(keep=2)
+    assert keeper.latest() is None
+    for step in (1, 2, 10):
+        keeper.save(step, lambda path, step=step: (path / "weights").write_text(str(step)))  # type: ignore[misc]
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["step-00000002", "step-00000010"]
+    latest = keeper.latest()
+    assert latest is not None and (latest / "weights").read_text() == "10"
+    keeper.save(10, lambda path: (path / "weights").write_text("again"))
+    assert (keeper.directory / "step-00000010" / "weights").read_text() == "again"
+
+
+def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+    keeper = job.Checkpoint(tmp_path)
+    keeper.save(1, lambda path: (path / "weights").write_text("1"))
+
+    def fail(path: Path) -> None:
+        (path / "weights").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        keeper.save(2, fail)
+    latest = keeper.latest()
+    assert latest is not None and latest.name == "step-00000001"

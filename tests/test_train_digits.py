@@ -1,0 +1,95 @@
+"""The example by itself: one result, however often it is stopped, killed, or its checkpoint damaged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "train_digits.py"
+EPOCHS = "6"
+
+
+def start(ckpt: Path, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLE), "--epochs", EPOCHS, "--ckpt", str(ckpt)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def finish(ckpt: Path) -> str:
+    process = start(ckpt)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    return out.split("sha256 ")[1].split()[0]
+
+
+def wait_for_epoch(process: subprocess.Popen[str], epoch: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"epoch {epoch}/"):
+            return
+    pytest.fail("the training ended early")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return finish(tmp_path_factory.mktemp("undisturbed"))
+
+
+def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out
+
+
+def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
+    process = start(tmp_path, MESH="1")
+    wait_for_epoch(process, 2)
+    code, out = end(process, signal.SIGTERM)
+    assert code == 85 and "saved at epoch 2" in out
+    assert finish(tmp_path) == undisturbed
+
+
+def test_killed_it_goes_on_from_the_last_epoch_to_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
+    process = start(tmp_path)
+    wait_for_epoch(process, 3)
+    end(process, signal.SIGKILL)
+    assert finish(tmp_path) == undisturbed
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path, undisturbed: str) -> None:
+    process = start(tmp_path)
+    wait_for_epoch(process, 3)
+    end(process, signal.SIGKILL)
+    newest = max(tmp_path.glob("step-*")) / "state.npz"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    process = start(tmp_path)
+    out, _ = process.communicate(timeout=120)
+    assert f"skipping checkpoint {newest.parent.name}" in out
+    assert out.split("sha256 ")[1].split()[0] == undisturbed
+
+
+def test_it_tells_its_progress_and_publishes_its_weights(tmp_path: Path, undisturbed: str) -> None:
+    import hashlib
+
+    (tmp_path / "ctl").mkdir()
+    process = start(tmp_path / "ckpt", MESH_CTL_DIR=str(tmp_path / "ctl"), MESH_OUT_DIR=str(tmp_path / "out"))
+    process.communicate(timeout=120)
+    progress = json.loads((tmp_path / "ctl" / "progress.json").read_text())
+    assert progress["step"] == progress["of"] > 0
+    assert hashlib.sha256((tmp_path / "out" / "weights.bin").read_bytes()).hexdigest() == undisturbed
+
+
+def test_by_hand_a_sigterm_ends_it_as_the_shell_expects(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MESH"}
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLE), "--epochs", EPOCHS], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    wait_for_epoch(process, 1)
+    assert end(process, signal.SIGTERM)[0] == 143
