@@ -97,6 +97,10 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "jobs"
 
     @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
     def log(self) -> Path:
         return self.root / "daemon.log"
 

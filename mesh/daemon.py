@@ -42,6 +42,7 @@ from mesh.config import ConfigError, Layout, Settings, load_settings, state_dire
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Engine
 from mesh.engine.process import ProcessEngine
+from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal, JournalError
 from mesh.jobs.service import JobService
 from mesh.provider.inventory import Inventory, Lending
@@ -132,6 +133,7 @@ class Daemon:
             self.inventory,
             self.peers,
             layout.jobs,
+            JobLogs(layout.logs),
             random.Random(),
         )
         await asyncio.to_thread(shutil.rmtree, layout.jobs, True)  # guests of an earlier run died with it

@@ -1,4 +1,4 @@
-"""A job's output over all its attempts, from wherever each one ran: live from its node, else from its last checkpoint."""
+"""A job's output over all its attempts: from the node where each ran, else from the copy in its result or last checkpoint."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptstore.errors import StoreError
 from mesh.api.errors import MeshError
 from mesh.api.peer import PeerError
+from mesh.jobs.ledger import Attempt
 from mesh.jobs.status import JobStatus
 
 if TYPE_CHECKING:
@@ -26,38 +27,49 @@ class LogReader:
         """The job's output over all its attempts; with `follow`, until it ends."""
         job = self._desk.find_job(text).job
         given: dict[int, int] = {}
+        told: set[int] = set()  # ended attempts, told to their last byte
         while True:
             status = self._desk.statuses().get(job)
             if status is None:
                 return
             for attempt in status.attempts:
-                async for piece in self._attempt_log(status, attempt.number, given.get(attempt.number, 0), follow):
+                if attempt.number in told:
+                    continue
+                if attempt.reason or status.outcome is not None:
+                    told.add(attempt.number)
+                async for piece in self._attempt_log(status, attempt, given.get(attempt.number, 0), follow):
                     given[attempt.number] = given.get(attempt.number, 0) + len(piece)
                     yield piece
             if not follow or status.outcome is not None:
                 return
             await asyncio.sleep(TAIL_POLL_S)
 
-    async def _attempt_log(self, status: JobStatus, number: int, offset: int, follow: bool) -> AsyncIterator[bytes]:
-        running = self._daemon.jobs.attempts.get(status.job)
-        if running is not None and running.number == number:
-            async for piece in self.tail(status.job, number, offset, follow):
+    async def _attempt_log(
+        self, status: JobStatus, attempt: Attempt, offset: int, follow: bool
+    ) -> AsyncIterator[bytes]:
+        """From `offset`: the whole log where the attempt ran, if that can be reached, else what was kept of it."""
+        runs = status.outcome is None and not attempt.reason
+        given = offset
+        if attempt.node == self._daemon.me:
+            async for piece in self.tail(status.job, attempt.number, given, follow and runs):
+                given += len(piece)
                 yield piece
-            return
-        last = status.attempts[-1]
-        if status.runner is not None and last.number == number and status.outcome is None:
-            path = f"/v1/jobs/{status.job.hex()}/log/{number}?offset={offset}&follow={int(follow)}"
+        elif attempt.node in self._reachable():
+            path = f"/v1/jobs/{status.job.hex()}/log/{attempt.number}?offset={given}&follow={int(follow and runs)}"
             with suppress(PeerError):
-                async with self._daemon.peers.stream(status.runner, "GET", path, b"") as response:
+                async with self._daemon.peers.stream(attempt.node, "GET", path, b"") as response:
                     async for piece in response.content.iter_any():
+                        given += len(piece)
                         yield piece
-            return
-        if offset == 0 or status.outcome is not None:
-            async for piece in self._kept_log(status, number, offset):
+        if given == 0 and not runs:
+            async for piece in self._kept_log(status, attempt.number):
                 yield piece
 
-    async def _kept_log(self, status: JobStatus, number: int, offset: int) -> AsyncIterator[bytes]:
-        """An ended attempt's log, from the result or the last checkpoint."""
+    def _reachable(self) -> set[bytes]:
+        return {member.node_id for member in self._daemon.membership.members() if member.state in {"alive", "suspect"}}
+
+    async def _kept_log(self, status: JobStatus, number: int) -> AsyncIterator[bytes]:
+        """The end of an attempt's log, from the result or the last checkpoint."""
         kept = status.outcome if status.outcome is not None and status.outcome.manifest else status.commit
         if kept is None or kept.manifest is None:
             return
@@ -68,21 +80,19 @@ class LogReader:
             )
         except (MeshError, StoreError):
             return
-        if data[offset:]:
-            yield data[offset:]
+        if data:
+            yield data
 
     async def tail(self, job: bytes, number: int, offset: int, follow: bool) -> AsyncIterator[bytes]:
-        """A running attempt's log from `offset`; with `follow`, until the attempt has ended."""
+        """What an attempt here has printed, from `offset`; with `follow`, until it has ended."""
+        path = self._daemon.jobs.logs.path(job, number)
         while True:
             attempt = self._daemon.jobs.attempts.get(job)
             ended = attempt is None or attempt.number != number
-            if attempt is not None and attempt.number == number:
-                with suppress(FileNotFoundError):
-                    data = await asyncio.to_thread(_read_from, attempt.log_path, offset)
+            with suppress(FileNotFoundError):
+                while data := await asyncio.to_thread(_read_from, path, offset):
                     offset += len(data)
-                    if data:
-                        yield data
-                        continue
+                    yield data
             if ended or not follow:
                 return
             await asyncio.sleep(TAIL_POLL_S)

@@ -140,11 +140,11 @@ class PeerApi:
         standing, _ = await self._admit(request)
         job = _hex(request.match_info["job"], 16)
         attempt, offset = _number(request.match_info["attempt"]), _number(request.query.get("offset", "0"))
-        running = self._daemon.jobs.attempts.get(job)
-        if running is None or running.number != attempt:
-            raise web.HTTPNotFound(text="the attempt does not run here")
-        if standing.user != running.spec.user:
-            raise web.HTTPForbidden(text=f"the log is {running.spec.user}'s")
+        owner = await asyncio.to_thread(self._daemon.jobs.logs.owner, job)
+        if owner is None:
+            raise web.HTTPNotFound(text="the job has not run here, or long ago")
+        if standing.user != owner:
+            raise web.HTTPForbidden(text=f"the log is {owner}'s")
         response = web.StreamResponse()
         await response.prepare(request)
         async for piece in self._daemon.logs.tail(job, attempt, offset, follow=request.query.get("follow") == "1"):

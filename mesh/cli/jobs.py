@@ -122,10 +122,10 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **opti
     try:
         _follow(daemon, job)
     except KeyboardInterrupt:
-        click.echo(
-            f"\nstill running; `mesh logs -f {job[:8]}` follows it again. Ctrl-C once more cancels it.", err=True
-        )
         try:
+            click.echo(
+                f"\nstill running; `mesh logs -f {job[:8]}` follows it again. Ctrl-C once more cancels it.", err=True
+            )
             time.sleep(2.0)
         except KeyboardInterrupt:
             daemon.post(f"/v1/jobs/{job}/cancel")

@@ -6,6 +6,8 @@ import click
 
 from mesh.api.errors import MeshError
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
 SECTIONS: dict[str, list[tuple[str, str, str]]] = {
     "Use the mesh": [
         ("run", "mesh.cli.jobs", "Run a command on the mesh and follow it"),
@@ -77,6 +79,9 @@ class Mesh(click.Group):
         except MeshError as error:
             click.echo(f"mesh: {error}", err=True)
             ctx.exit(int(error.code))
+        except KeyboardInterrupt:
+            click.echo("", err=True)
+            ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             sys.stderr.close()  # the reader (head, less) has had enough
             ctx.exit(0)
@@ -100,7 +105,4 @@ def cli(ctx: click.Context, state: str | None) -> None:
 
 
 def main() -> None:
-    try:
-        cli(prog_name="mesh")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    cli(prog_name="mesh")

@@ -27,8 +27,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    spec = json.loads(os.read(int(sys.argv[1]), 1 << 20))
     daemon, status = int(sys.argv[1]), int(sys.argv[2])
+    spec = read_spec(daemon)
     isolation = enter_namespaces(spec["namespaces"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setsid()
@@ -37,6 +37,17 @@ def main() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         be_init(spec, daemon, status, isolation)
     watch(first, daemon, status)
+
+
+def read_spec(daemon: int) -> dict:  # type: ignore[type-arg]
+    """One line of JSON, however many reads it takes: a pipe gives 64 KiB at a time."""
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = os.read(daemon, 1 << 16)
+        if not piece:
+            sys.exit("the daemon ended before it said what to run")
+        data += piece
+    return json.loads(data)  # type: ignore[no-any-return]
 
 
 def enter_namespaces(wanted: bool) -> str:

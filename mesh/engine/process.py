@@ -93,7 +93,7 @@ class ProcessGuest:
         os.close(theirs)
         os.close(status_theirs)
         self._daemon_end = ours
-        await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode())
+        await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode() + b"\n")
         self._reader = asyncio.create_task(self._follow(status_ours), name="guest status")
         try:
             async with asyncio.timeout(START_S):

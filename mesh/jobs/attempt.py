@@ -2,7 +2,8 @@
 
 jobs/<job>/<term>/work   the working directory, restored      .../ckpt  the checkpoint directory (a link leads here from work)
                  /out    what the job publishes               .../ctl   notice.json, progress.json
-                 /logs   NNN.txt, one an attempt, earlier ones restored
+                 /logs   NNN.txt, of earlier attempts, restored
+logs/<job>/NNN.txt       what attempts here have printed; they stay when the attempt is gone (`joblogs.py`)
 """
 
 import asyncio
@@ -62,6 +63,7 @@ class Attempt:
         spec: JobSpec,
         number: int,
         base: Path,
+        log_path: Path,
         engine: Engine,
         gpu_uuids: tuple[str, ...],
         nick: str,
@@ -71,7 +73,7 @@ class Attempt:
         custody: Callable[[], Custody],
         tell: Callable[[RunnerEvent], None],
     ) -> None:
-        self.job, self.spec, self.number, self.base = job, spec, number, base
+        self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
         self.progress: Progress | None = None
         self.note = ""
@@ -86,10 +88,6 @@ class Attempt:
         self._started = False
         self._notices = 0
         self._closing = False
-
-    @property
-    def log_path(self) -> Path:
-        return self.base / "logs" / f"{self.number:03d}.txt"
 
     # --- what the runner core orders
 
@@ -311,10 +309,9 @@ class Attempt:
         still = self.base / "logs-still"
         shutil.rmtree(still, ignore_errors=True)
         still.mkdir(parents=True)
-        for path in sorted((self.base / "logs").glob("*.txt")) if (self.base / "logs").is_dir() else []:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                file.seek(max(0, size - LOG_KEPT_BYTES))
+        for path in (*(self.base / "logs").glob("*.txt"), self.log_path):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_KEPT_BYTES))
                 (still / path.name).write_bytes(file.read(LOG_KEPT_BYTES))
         return still
 

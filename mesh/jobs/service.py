@@ -35,6 +35,7 @@ from mesh.jobs.effects import (
     StateChanged,
     Thaw,
 )
+from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
 from mesh.jobs.messages import AnyMessage, Cancel, Start, decode_message, encode_message
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
@@ -73,6 +74,7 @@ class JobService:
         inventory: Inventory,
         peers: PeerClient,
         directory: Path,
+        logs: JobLogs,
         rng: Random,
     ) -> None:
         self.membership = membership
@@ -87,6 +89,7 @@ class JobService:
         self._nick = membership.standing.nick
         self._engines = engines
         self._directory = directory
+        self.logs = logs
         self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body))
         rules = Rules(open_spec=self._open_spec, admit=self._admit, may_cancel=self._may_cancel)
         self.participant = Participant(self._me, self._nick, rules, rng)
@@ -236,6 +239,7 @@ class JobService:
             commit = witness.cell.ledger.commit
             keep = witness.spec.checkpointing.keep if witness.spec.checkpointing is not None else 2
             self.store.prune(witness.cell.job, keep, {commit.manifest} if commit is not None else ())
+        self.logs.trim(set(self.attempts))
         self.store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
 
     # --- effects
@@ -362,6 +366,7 @@ class JobService:
             spec,
             start.ledger.next_attempt,
             self._directory / format_job(job) / str(start.term),
+            self.logs.prepare(job, start.ledger.next_attempt, spec.user),
             engine,
             self.inventory.gpus_of(job),
             self._nick,

@@ -91,10 +91,17 @@ def status_of(
 
 
 def merge_statuses(views: Iterable[JobStatus]) -> dict[bytes, JobStatus]:
-    """One status a job: the most advanced view."""
+    """One status a job: the most advanced view, with the progress that only the runner's own view shows."""
     best: dict[bytes, JobStatus] = {}
+    progress: dict[tuple[bytes, int], JobStatus] = {}
     for view in views:
         known = best.get(view.job)
         if known is None or view.rank > known.rank:
             best[view.job] = view
+        if view.of is not None:
+            progress[view.job, view.rank[1]] = view
+    for job, view in best.items():
+        seen = progress.get((job, view.rank[1]))
+        if seen is not None:
+            best[job] = msgspec.structs.replace(view, of=seen.of, step=max(seen.step or 0, view.step or 0))
     return best

@@ -67,5 +67,11 @@ def test_hostile_progress_says_nothing(data: bytes) -> None:
 def test_progress() -> None:
     assert decode_progress(b'{"step": 3, "of": 9, "loss": 0.5}') == Progress(3, 9)
     assert decode_progress(b'{"step": 3}') == Progress(3, 0)
-    for nonsense in (b'{"step": -1}', b'{"step": 1e400}', b'{"step": "3"}', b"[" * 5000, b'{"step": 1' + b" " * 5000 + b"}"):
+    for nonsense in (
+        b'{"step": -1}',
+        b'{"step": 1e400}',
+        b'{"step": "3"}',
+        b"[" * 5000,
+        b'{"step": 1' + b" " * 5000 + b"}",
+    ):
         assert decode_progress(nonsense) is None

@@ -11,7 +11,7 @@ from mesh.jobs.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules,
 from mesh.jobs.spec import JobSpec, SpecError
 from mesh.jobs.view import Timer
 from mesh.jobs.witness import Witness
-from tests.jobs.worlds import A, B, C, D, E, JOB, SPEC_BYTES, at, make_spec, make_start, make_view, make_witness
+from tests.jobs.worlds import JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_start, make_view, make_witness
 
 GROUP = Config(number=0, term=0, members=(A, B, C))
 
@@ -23,7 +23,9 @@ def open_spec(job: bytes, sealed: bytes) -> JobSpec:
 
 
 def make_participant(me: bytes = A, admit: str | None = None) -> Participant:
-    rules = Rules(open_spec=open_spec, admit=lambda job, spec, start: admit, may_cancel=lambda s, user, spec: user == spec.user)
+    rules = Rules(
+        open_spec=open_spec, admit=lambda job, spec, start: admit, may_cancel=lambda s, user, spec: user == spec.user
+    )
     return Participant(me, f"node-{me[0]}", rules, Random(1))
 
 
@@ -32,7 +34,9 @@ def messages(out: list[Directed | Submitted], kind: type) -> list[tuple[bytes, A
     return [(e.to, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
-def introduce(participant: Participant, holder: bytes | None = None, spec: bytes | None = SPEC_BYTES) -> list[Directed | Submitted]:
+def introduce(
+    participant: Participant, holder: bytes | None = None, spec: bytes | None = SPEC_BYTES
+) -> list[Directed | Submitted]:
     message = Accept(job=JOB, term=1 if holder else 0, round=1, config=GROUP, ledger=Ledger(), holder=holder, spec=spec)
     return participant.receive(holder or B, message, at(0))
 
@@ -64,7 +68,9 @@ def test_a_node_starts_what_a_witness_hands_it_once() -> None:
         (A, None, b"forged", "not signed", 1),
     ],
 )
-def test_a_start_that_is_not_taken_says_why(sender: bytes, admit: str | None, spec: bytes, words: str, refused: int) -> None:
+def test_a_start_that_is_not_taken_says_why(
+    sender: bytes, admit: str | None, spec: bytes, words: str, refused: int
+) -> None:
     participant = make_participant(D, admit)
     start = Start(job=JOB, term=1, config=GROUP, ledger=Ledger(), spec=spec)
     (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)

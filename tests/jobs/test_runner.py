@@ -32,14 +32,18 @@ from mesh.jobs.runner import (
     RunnerEvent,
     VacateWanted,
 )
-from tests.jobs.worlds import A, B, C, D, E, JOB, Desk, at, make_spec, make_start, make_view
+from tests.jobs.worlds import JOB, A, B, C, D, Desk, E, at, make_spec, make_start, make_view
 
 STORED = CheckpointStored(manifest=b"m" * 32, holders=(A, B), step=10)
 RESULT = ResultStored(manifest=b"r" * 32, holders=(A,))
 
 
 def kinds(effects: list[Effect]) -> list[type]:
-    return [type(effect) for effect in effects if not isinstance(effect, StateChanged) and "Timer" not in type(effect).__name__]
+    return [
+        type(effect)
+        for effect in effects
+        if not isinstance(effect, StateChanged) and "Timer" not in type(effect).__name__
+    ]
 
 
 def running(**spec: object) -> Desk:
@@ -81,7 +85,9 @@ def test_a_checkpoint_is_committed_by_a_majority_then_told() -> None:
     assert kinds(effects) == [SaveCheckpoint, Committed], "what was found meanwhile is saved next"
     commits = [ledger.commit for ledger in ledgers(desk)]
     assert all(commit is not None and commit.manifest == STORED.manifest and commit.term == 1 for commit in commits)
-    assert [e for e in effects if isinstance(e, SaveCheckpoint)] == [SaveCheckpoint(seq=2, parent=b"m" * 32, final=False)]
+    assert [e for e in effects if isinstance(e, SaveCheckpoint)] == [
+        SaveCheckpoint(seq=2, parent=b"m" * 32, final=False)
+    ]
 
 
 def test_a_job_that_is_done_ends_once_with_its_result() -> None:

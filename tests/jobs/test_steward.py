@@ -7,7 +7,7 @@ from mesh.jobs.ledger import Attempt, Config, Ledger
 from mesh.jobs.messages import Accept, Accepted, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.steward import ANSWER_S, HEARTBEAT_S, STAGGER_S, Steward
 from mesh.jobs.view import Timer
-from tests.jobs.worlds import A, B, C, D, E, JOB, at, make_advert, make_steward, make_view, make_witness
+from tests.jobs.worlds import JOB, A, B, C, D, E, at, make_advert, make_steward, make_view, make_witness
 
 GROUP = Config(number=0, term=0, members=(A, B, C))
 
@@ -25,7 +25,9 @@ def promise(term: int, ledger: Ledger | None = None, config: Config = GROUP, can
     return Promised(job=JOB, term=term, config=config, accepted_term=0, ledger=ledger or Ledger(), cancel_wanted=cancel)
 
 
-def won(steward: Steward, *, alive: tuple[bytes, ...] = (A, B, C, D, E), now: float = 0.0, **reply: object) -> list[Effect]:
+def won(
+    steward: Steward, *, alive: tuple[bytes, ...] = (A, B, C, D, E), now: float = 0.0, **reply: object
+) -> list[Effect]:
     """Let it take its turn and win a majority; what it does then."""
     effects = steward.observe(make_view(A, alive), at(now))
     term = sends(effects, Prepare)[0].message.term  # type: ignore[union-attr]
@@ -112,7 +114,9 @@ def test_a_wish_to_cancel_ends_the_job_without_a_runner() -> None:
     effects = won(steward, cancel=True)
     accepts = [send.message for send in sends(effects, Accept)]
     assert len(accepts) == 3 and steward.state == "finishing"
-    assert all(isinstance(m, Accept) and m.ledger.outcome is not None and m.ledger.outcome.kind == "cancelled" for m in accepts)
+    assert all(
+        isinstance(m, Accept) and m.ledger.outcome is not None and m.ledger.outcome.kind == "cancelled" for m in accepts
+    )
     waiting = make_steward()
     waiting.spec = msgspec.structs.replace(waiting.spec, gpus=1)
     won(waiting)
@@ -123,7 +127,9 @@ def test_a_wish_to_cancel_ends_the_job_without_a_runner() -> None:
 def test_a_refusal_for_a_running_lease_is_waited_out() -> None:
     steward = make_steward()
     steward.observe(make_view(A, (A, B, C)), at(0))
-    refused = Refused(job=JOB, term=1, round=0, promised=4, config=GROUP, lease_left_s=3.0, needs_spec=False, finished=False)
+    refused = Refused(
+        job=JOB, term=1, round=0, promised=4, config=GROUP, lease_left_s=3.0, needs_spec=False, finished=False
+    )
     effects = steward.handle(B, refused, at(1))
     assert steward.state == "watching"
     again = sends(fire(steward, effects, "turn"), Prepare)
@@ -151,7 +157,9 @@ def test_replaced_in_the_group_it_stands_down() -> None:
 def test_a_witness_the_submission_missed_is_given_the_job() -> None:
     steward = make_steward()
     steward.observe(make_view(A, (A, B, C)), at(0))
-    missing = Refused(job=JOB, term=1, round=0, promised=0, config=None, lease_left_s=0, needs_spec=True, finished=False)
+    missing = Refused(
+        job=JOB, term=1, round=0, promised=0, config=None, lease_left_s=0, needs_spec=True, finished=False
+    )
     effects = steward.handle(C, missing, at(0))
     introduction = sends(effects, Accept)[0].message
     assert isinstance(introduction, Accept) and introduction.spec is not None and introduction.term == 0

@@ -1,5 +1,6 @@
 """One witness's rules one by one, then three of them against adversarial proposers, networks and crashes."""
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -152,7 +153,9 @@ class Adversary(RuleBasedStateMachine):
         if client.proposer is None or client.proposer.ledger.outcome is not None:
             return
         number = client.proposer.ledger.next_attempt
-        attempt = Attempt(number=number, node=name, nick="", term=client.term, started_unix_ms=int(self.now), reason="x")
+        attempt = Attempt(
+            number=number, node=name, nick="", term=client.term, started_unix_ms=int(self.now), reason="x"
+        )
         client.proposer.ledger = client.proposer.ledger.with_attempt(attempt)
         self._propose(client)
 
@@ -183,9 +186,7 @@ class Adversary(RuleBasedStateMachine):
             decided = client.proposer.on_accepted(source, message)
             if isinstance(decided, Decided):
                 self.decided.append((client.term, decided.ledger))
-                client.lease_until = max(
-                    client.lease_until, decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND)
-                )
+                client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND))
         elif isinstance(message, Refused) and client.proposer is not None:
             if isinstance(client.proposer.on_refused(source, message), Fenced):
                 assert self.now >= client.lease_until, "fenced while the lease was valid"
@@ -212,7 +213,7 @@ class Adversary(RuleBasedStateMachine):
     @invariant()
     def decisions_form_one_history(self) -> None:
         ordered = sorted(self.decided, key=lambda entry: (entry[0], entry[1].version))
-        for (_, earlier), (_, later) in zip(ordered, ordered[1:], strict=False):
+        for (_, earlier), (_, later) in itertools.pairwise(ordered):
             assert later.version >= earlier.version
             assert set(earlier.attempts) <= set(later.attempts), "a decided attempt was forgotten"
 

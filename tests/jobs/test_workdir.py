@@ -15,7 +15,15 @@ def make(directory: Path, *names: str) -> None:
 
 
 def test_files_are_taken_by_their_place_and_rubbish_is_left(tmp_path: Path) -> None:
-    make(tmp_path, "train.py", "lib/net.py", ".git/config", "lib/__pycache__/net.pyc", ".venv/bin/python", "ckpts/step-1/a")
+    make(
+        tmp_path,
+        "train.py",
+        "lib/net.py",
+        ".git/config",
+        "lib/__pycache__/net.pyc",
+        ".venv/bin/python",
+        "ckpts/step-1/a",
+    )
     files = collect_files(tmp_path, ("ckpts",))
     assert sorted(files) == ["work/lib/net.py", "work/train.py"]
     assert files["work/lib/net.py"] == tmp_path / "lib" / "net.py"

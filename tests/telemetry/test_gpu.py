@@ -25,35 +25,35 @@ class FakeNvml:
         if not self.open:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
-    def Init(self) -> None:  # noqa: N802
+    def Init(self) -> None:
         if self._init_error is not None:
             raise pynvml.NVMLError(self._init_error)
         self.open = True
 
-    def Shutdown(self) -> None:  # noqa: N802
+    def Shutdown(self) -> None:
         self._check()
         self.open = False
 
-    def DeviceGetCount(self) -> int:  # noqa: N802
+    def DeviceGetCount(self) -> int:
         self._check()
         return 2
 
-    def DeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+    def DeviceGetHandleByIndex(self, index: int) -> int:
         self._check()
         if self._lost and index == 1:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return index
 
-    def DeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
+    def DeviceGetName(self, handle: int) -> str | bytes:
         return b"NVIDIA Fake 24" if handle else "NVIDIA Fake 80"
 
-    def DeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+    def DeviceGetUUID(self, handle: int) -> str:
         return f"GPU-{handle}"
 
-    def DeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+    def DeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(total=(24 if handle else 80) << 30)
 
-    def DeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
+    def DeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
         return (8, 6) if handle else (9, 0)
 
 

@@ -1,0 +1,108 @@
+"""The real `mesh` command against real daemons, and conditions to wait for."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mesh.stack import StackNode
+
+WAIT_S = 60.0
+PROJECT = Path(__file__).parent / "project"
+Done = subprocess.CompletedProcess[str]
+
+
+def command(state: StackNode | Path | None, *arguments: str) -> list[str]:
+    where = state.where.root if isinstance(state, StackNode) else state
+    chosen = ["--state", str(where)] if where is not None else []
+    return [sys.executable, "-m", "mesh.cli", *chosen, *arguments]
+
+
+def mesh(
+    state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT, timeout_s: float = WAIT_S, **env: str
+) -> Done:
+    """Run one command to its end."""
+    return subprocess.run(
+        command(state, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "COLUMNS": "160", **env},
+    )
+
+
+def ok(state: StackNode | Path | None, *arguments: str, **options: Any) -> str:
+    """Standard output of a command that must succeed."""
+    done = mesh(state, *arguments, **options)
+    assert done.returncode == 0, f"mesh {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def read(state: StackNode | Path | None, *arguments: str, **options: Any) -> Any:
+    """The JSON of a read."""
+    return json.loads(ok(state, *arguments, "--json", **options))
+
+
+def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(state, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
+    )
+
+
+def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """What `ready` gives once that is true."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = ready()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.1)
+
+
+def job_state(node: StackNode, job: str) -> dict[str, Any]:
+    """The job as this node sees it; empty while it does not know it."""
+    found = [row for row in read(node, "ps", "-a")["jobs"] if row["job"] == job]
+    return found[0] if found else {}
+
+
+def submit_count(node: StackNode, steps: int, *options: str, pace_s: float = 0.02) -> str:
+    """Submit the counting job; its id."""
+    order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", *options)
+    return ok(node, *order, "--", sys.executable, "count.py", str(steps), str(pace_s)).strip()
+
+
+def count_digest(steps: int) -> str:
+    """What an undisturbed count ends with."""
+    digest = ""
+    for step in range(1, steps + 1):
+        digest = hashlib.sha256(f"{digest}{step}".encode()).hexdigest()
+    return digest
+
+
+def running_with_checkpoint(node: StackNode, job: str, elsewhere: str | None = None) -> dict[str, Any]:
+    """Wait until it runs (not on `elsewhere`) and has committed a checkpoint since its last move; its state."""
+
+    def there() -> dict[str, Any] | None:
+        state = job_state(node, job)
+        if not state or state["state"] != "running" or state["node"] in {None, elsewhere} or not state["checkpoint"]:
+            return None
+        resumed = state["attempts"][-1]["resumed_step"] or 0
+        return state if (state["checkpoint"]["step"] or 0) > resumed else None
+
+    state: dict[str, Any] = until(there, "the job to run and to commit a checkpoint")
+    return state
+
+
+def finished(node: StackNode, job: str) -> dict[str, Any]:
+    state: dict[str, Any] = until(
+        lambda: (state := job_state(node, job)) and state.get("outcome") and state, "the job to end"
+    )
+    return state

@@ -1,0 +1,205 @@
+"""What a user does with jobs, by the real command line on a real mesh of four nodes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh.stack import Stack
+from tests.e2e.commands import (
+    count_digest,
+    finished,
+    job_state,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    start,
+    submit_count,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def test_run_passes_output_and_exit_code_through(shared: Stack) -> None:
+    done = mesh(shared.nodes[0], "run", "--no-workdir", "--", "sh", "-c", "echo out; echo err >&2; exit 7")
+    assert done.returncode == 7
+    assert sorted(done.stdout.split()) == ["err", "out"], "the job's output, and nothing else, is on standard output"
+    assert "submitted" in done.stderr and "failed (exit 7)" in done.stderr
+    done = mesh(shared.nodes[1], "run", "--no-workdir", "--", "sh", "-c", "printf done")
+    assert (done.returncode, done.stdout) == (0, "done")
+
+
+def test_any_node_submits_and_any_node_knows(shared: Stack) -> None:
+    job = submit_count(shared.nodes[2], 30, "--name", "counting")
+    for node in shared.nodes:
+        state = finished(node, job)
+        assert (
+            state["state"] == "done" and state["name"] == "counting" and state["command"].endswith("count.py 30 0.02")
+        )
+        assert ok(node, "logs", job[:10]).splitlines()[-1] == f"digest {count_digest(30)}"
+    assert len(state["witnesses"]) == 3 and state["attempts"][0]["exit_code"] == 0
+
+
+def test_results_are_pulled_once_into_a_new_directory(shared: Stack, tmp_path: Path) -> None:
+    job = submit_count(shared.nodes[0], 12)
+    finished(shared.nodes[3], job)
+    answer = read(shared.nodes[3], "pull", job, str(tmp_path / "out"))
+    assert answer["files"] == 1 and (tmp_path / "out" / "digest.txt").read_text() == count_digest(12)
+    again = mesh(shared.nodes[3], "pull", job, str(tmp_path / "out"))
+    assert again.returncode == 2 and "name a new directory" in again.stderr
+
+
+def test_run_fetches_what_was_published(shared: Stack, tmp_path: Path) -> None:
+    script = "echo result > $MESH_OUT_DIR/result.txt"
+    ok(shared.nodes[0], "run", "--no-workdir", "--out", str(tmp_path / "out"), "--", "sh", "-c", script)
+    assert (tmp_path / "out" / "result.txt").read_text() == "result\n"
+
+
+def test_the_working_directory_goes_along_without_what_is_ignored(shared: Stack, tmp_path: Path) -> None:
+    for name in ("main.sh", "big.bin", ".meshignore"):
+        (tmp_path / name).write_text("*.bin\n" if name == ".meshignore" else "x")
+    text = ok(shared.nodes[0], "run", "--", "sh", "-c", "ls -a", cwd=tmp_path)
+    assert "main.sh" in text and "big.bin" not in text
+
+
+def test_environment_and_name(shared: Stack) -> None:
+    arguments = ("--no-workdir", "--name", "greeting", "--env", "WORD=hello", "--env", "EMPTY=")
+    assert ok(shared.nodes[0], "run", *arguments, "--", "sh", "-c", 'echo "$WORD[$EMPTY]"') == "hello[]\n"
+    assert ok(shared.nodes[0], "logs", "greeting") == "hello[]\n"
+
+
+def test_submit_prints_the_id_alone_or_json(shared: Stack) -> None:
+    done = mesh(shared.nodes[0], "submit", "--no-workdir", "--", "true")
+    assert len(done.stdout.split()) == 1 and "mesh logs -f" in done.stderr
+    answer = json.loads(ok(shared.nodes[0], "submit", "--no-workdir", "--json", "--", "true"))
+    assert answer["schema"] == 1 and answer["witnesses"] == 3 and answer["warning"] == ""
+
+
+def test_ps_shows_what_runs_and_with_all_what_ran(shared: Stack) -> None:
+    job = submit_count(shared.nodes[0], 2000, "--name", "long")
+    state = running_with_checkpoint(shared.nodes[1], job)
+    assert state["of"] == 2000 and state["step"] >= state["checkpoint"]["step"] >= 10
+    table = ok(shared.nodes[1], "ps")
+    assert job[:8] in table and "running" in table and "/2000" in table
+    ok(shared.nodes[1], "cancel", job)
+    assert job[:8] not in ok(shared.nodes[1], "ps") and job[:8] in ok(shared.nodes[1], "ps", "-a")
+
+
+def test_logs_follow_a_job_that_runs_elsewhere_until_its_end(shared: Stack) -> None:
+    job = submit_count(shared.nodes[0], 60)
+    state = until(lambda: (s := job_state(shared.nodes[0], job)).get("state") == "running" and s, "the job to run")
+    elsewhere = next(node for node in shared.nodes if node.nick != state["node"])
+    done = mesh(elsewhere, "logs", "-f", job)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("attempt 0 on ") and lines[-1] == f"digest {count_digest(60)}" and len(lines) == 2
+
+
+def test_cancel_ends_a_job_from_any_node_of_its_user(shared: Stack) -> None:
+    job = submit_count(shared.nodes[0], 100_000)
+    running_with_checkpoint(shared.nodes[0], job)
+    assert "cancelled" in ok(shared.nodes[3], "cancel", job[:12])
+    assert "already" in ok(shared.nodes[2], "cancel", job)
+    assert finished(shared.nodes[1], job)["outcome"]["kind"] == "cancelled"
+    until(lambda: not any(row["jobs"] for row in read(shared.nodes[0], "nodes")["nodes"]), "its guest to be gone")
+
+
+def test_why_ranks_every_node_with_reasons_alike_on_every_node(shared: Stack) -> None:
+    job = submit_count(shared.nodes[0], 100_000, "--name", "explained")
+    state = running_with_checkpoint(shared.nodes[0], job)
+    text = ok(shared.nodes[0], "why", job)
+    assert f"is running on {state['node']}" in text and "attempt 0" in text and "SURVIVAL" in text
+
+    def ranking(node: object) -> list[str]:
+        return [row["nick"] for row in read(node, "why", job)["candidates"]]  # type: ignore[arg-type]
+
+    until(lambda: len({tuple(ranking(node)) for node in shared.nodes}) == 1, "all nodes to rank alike")
+    assert sorted(ranking(shared.nodes[0])) == ["node1", "node2", "node3", "node4"]
+    assert ranking(shared.nodes[0])[0] == state["node"]
+    ok(shared.nodes[0], "cancel", job)
+
+
+def test_checkpoints_go_to_the_nodes_the_user_chose(shared: Stack) -> None:
+    job = submit_count(shared.nodes[0], 100_000, "--ckpt-to", "node2,node4")
+    state = running_with_checkpoint(shared.nodes[0], job)
+    if state["node"] in {"node2", "node4"}:
+        assert set(state["checkpoint"]["holders"]) >= {"node2", "node4"} - {state["node"]}
+    else:
+        assert sorted(state["checkpoint"]["holders"]) == ["node2", "node4"]
+    ok(shared.nodes[0], "cancel", job)
+
+
+def test_a_program_that_knows_nothing_of_the_mesh_is_checkpointed_when_it_stands_still(shared: Stack) -> None:
+    script = "mkdir -p ckpts; echo weights > ckpts/model.pt; sleep 600"
+    job = ok(shared.nodes[0], "submit", "--no-workdir", "--ckpt", "ckpts", "--", "sh", "-c", script).strip()
+    state = until(lambda: (s := job_state(shared.nodes[0], job)).get("checkpoint") and s, "a checkpoint")
+    assert state["checkpoint"]["seq"] == 1 and len(state["checkpoint"]["holders"]) == 2
+    ok(shared.nodes[0], "cancel", job)
+
+
+def test_a_failed_job_may_try_again_as_often_as_its_budget_says(shared: Stack) -> None:
+    done = mesh(shared.nodes[0], "run", "--no-workdir", "--retries", "1", "--", "sh", "-c", "echo try; exit 3")
+    assert done.returncode == 3 and done.stdout == "try\ntry\n"
+
+
+def test_a_command_that_does_not_exist_fails_at_once_in_words(shared: Stack) -> None:
+    done = mesh(shared.nodes[0], "run", "--no-workdir", "--retries", "5", "--", "no-such-command")
+    assert done.returncode == 126 and "no-such-command" in done.stderr
+
+
+def test_events_tell_what_happened_here(shared: Stack) -> None:
+    job = submit_count(shared.nodes[0], 20)
+    state = finished(shared.nodes[0], job)
+    host = shared.node(state["attempts"][0]["node"])
+    texts = [event["text"] for event in read(host, "events", job)["events"]]
+    assert any(text.startswith("running") for text in texts) and any("committed" in text for text in texts)
+    assert ok(host, "events", job).count("\n") == len(texts)
+
+
+def test_nodes_and_status(shared: Stack) -> None:
+    rows = read(shared.nodes[0], "nodes")["nodes"]
+    assert sorted(row["nick"] for row in rows) == ["node1", "node2", "node3", "node4"]
+    assert all(row["state"] == "alive" and row["lending"] and row["engines"] == ["process"] for row in rows)
+    assert [row["nick"] for row in rows if row["me"]] == ["node1"]
+    table = ok(shared.nodes[0], "nodes")
+    assert "node1 *" in table and "4/4 slots" in table
+    status = read(shared.nodes[0], "status")
+    assert status["schema"] == 1 and status["alive"] == 4 and status["mesh"] == "devstack"
+    assert "4 nodes alive" in ok(shared.nodes[0], "status") and "INFO" in ok(shared.nodes[0], "status", "--log")
+
+
+def interrupted(shared: Stack, times: int) -> tuple[subprocess.Popen[str], str, str]:
+    process = start(shared.nodes[0], "run", "--ckpt", "ckpts", "--", sys.executable, "count.py", "100000")
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("attempt 0")
+    heard = ""
+    for number in range(times):
+        process.send_signal(signal.SIGINT)
+        if number == 0:
+            while "Ctrl-C once more" not in heard:
+                heard += process.stderr.readline()
+    rest = process.stderr.read()
+    process.wait(30)
+    process.stdout.close()
+    process.stderr.close()
+    return process, heard, rest
+
+
+def test_ctrl_c_once_leaves_the_job_running(shared: Stack) -> None:
+    process, heard, _ = interrupted(shared, 1)
+    job = heard.split("job ")[1].split()[0]
+    full = next(row["job"] for row in read(shared.nodes[0], "ps")["jobs"] if row["job"].startswith(job))
+    assert process.returncode == 0 and job_state(shared.nodes[0], full)["state"] == "running"
+    ok(shared.nodes[0], "cancel", full)
+
+
+def test_ctrl_c_twice_cancels_it(shared: Stack) -> None:
+    process, heard, rest = interrupted(shared, 2)
+    assert process.returncode == 103 and "cancelled" in rest
+    job = heard.split("job ")[1].split()[0]
+    full = next(row["job"] for row in read(shared.nodes[0], "ps", "-a")["jobs"] if row["job"].startswith(job))
+    assert finished(shared.nodes[0], full)["outcome"]["kind"] == "cancelled"

@@ -1,0 +1,381 @@
+"""One suite for every engine: what docs/job-contract.md promises a job, on real processes and real containers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from mesh.engine.docker import DockerEngine
+from mesh.engine.engine import BadCommand, BadImage, Engine, EngineError, Guest, Launch
+from mesh.engine.process import ProcessEngine
+from tests.images import busybox_image
+
+WAIT_S = 30.0
+LOOP = "while :; do sleep 0.05; done"
+
+
+class Bench:
+    """An engine and a place to run in."""
+
+    def __init__(self, engine: Engine, root: Path, image: str | None) -> None:
+        self.engine, self.root, self.image = engine, root, image
+        for name in ("work", "ckpt", "out", "ctl"):
+            (root / name).mkdir()
+        self.guests: list[Guest] = []
+
+    def launch(self, *argv: str, **changes: object) -> Launch:
+        fields: dict[str, object] = {
+            "job": "j" * 26,
+            "attempt": 2,
+            "argv": argv,
+            "env": {},
+            "work_dir": str(self.root / "work"),
+            "ckpt_dir": str(self.root / "ckpt"),
+            "out_dir": str(self.root / "out"),
+            "ctl_dir": str(self.root / "ctl"),
+            "log_path": str(self.root / "log"),
+            "node": "desk",
+            "grace_s": 30.0,
+            "image": self.image,
+        }
+        return Launch(**{**fields, **changes})  # type: ignore[arg-type]
+
+    async def start(self, *argv: str, **changes: object) -> Guest:
+        guest = await self.engine.start(self.launch(*argv, **changes))
+        self.guests.append(guest)
+        return guest
+
+    async def shell(self, script: str, **changes: object) -> Guest:
+        return await self.start("sh", "-c", script, **changes)
+
+    async def output(self, script: str, **changes: object) -> str:
+        guest = await self.shell(script, **changes)
+        async with asyncio.timeout(WAIT_S):
+            await guest.wait()
+        return self.log
+
+    @property
+    def log(self) -> str:
+        return (self.root / "log").read_text()
+
+    async def until_logged(self, text: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not (self.root / "log").exists() or text not in self.log:
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    """`session` is the process engine where namespaces are not to be had."""
+    root = tmp_path / "attempt"
+    root.mkdir()
+    engine: Engine
+    if request.param == "docker":
+        engine, image = DockerEngine(f"test-{os.getpid()}"), busybox_image()
+    else:
+        engine, image = ProcessEngine(namespaces=request.param == "process"), None
+    assert (await engine.availability()).ok
+    bench = Bench(engine, root, image)
+    yield bench
+    for guest in bench.guests:
+        await guest.kill()
+    await engine.close()
+
+
+async def test_the_environment_is_the_contract(bench: Bench) -> None:
+    text = await bench.output("env; pwd", env={"SEED": "7", "MESH_NODE": "forged"}, resume="step-3", gpu_uuids=())
+    env = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    base = "/mesh" if bench.image else str(bench.root)
+    assert (env["MESH"], env["MESH_JOB_ID"], env["MESH_ATTEMPT"], env["MESH_NODE"]) == ("1", "j" * 26, "2", "desk")
+    assert (env["MESH_CKPT_DIR"], env["MESH_RESUME"]) == (f"{base}/ckpt", f"{base}/ckpt/step-3")
+    assert (env["MESH_OUT_DIR"], env["MESH_CTL_DIR"], env["MESH_WORK_DIR"]) == (
+        f"{base}/out",
+        f"{base}/ctl",
+        f"{base}/work",
+    )
+    assert (env["MESH_GRACE_S"], env["MESH_GPU_UUIDS"], env["CUDA_VISIBLE_DEVICES"], env["SEED"]) == ("30", "", "", "7")
+    assert text.splitlines()[-1] == f"{base}/work", "it starts in its working directory"
+    assert "DOCKER_HOST" not in env and "MESH_STATE" not in env, "nothing of the daemon's leaks in"
+
+
+async def test_a_resume_may_be_the_directory_itself_or_nothing(bench: Bench) -> None:
+    base = "/mesh" if bench.image else str(bench.root)
+    assert f"[{base}/ckpt]" in await bench.output('echo "[$MESH_RESUME]"', resume="")
+    assert "[]" in await bench.output('echo "[$MESH_RESUME]"', resume=None)
+
+
+async def test_its_directories_are_its_own_to_write_and_the_nodes_to_read(bench: Bench) -> None:
+    await bench.output("for d in $MESH_CKPT_DIR $MESH_OUT_DIR $MESH_CTL_DIR $MESH_WORK_DIR; do echo it > $d/file; done")
+    for name in ("work", "ckpt", "out", "ctl"):
+        assert (bench.root / name / "file").read_text() == "it\n"
+
+
+async def test_both_streams_are_logged_to_the_last_byte(bench: Bench) -> None:
+    assert await bench.output("echo out; echo err >&2; printf end") in {"out\nerr\nend", "err\nout\nend"}
+    assert (await bench.output("echo again")).endswith("again\n"), "a log is added to, never replaced"
+
+
+@pytest.mark.parametrize(("script", "code"), [("true", 0), ("exit 3", 3), ("exit 85", 85), ("kill -9 $$", 137)])
+async def test_its_exit_is_passed_on(bench: Bench, script: str, code: int) -> None:
+    guest = await bench.shell(f"sh -c '{script}'; exit $?" if "kill" in script else script)
+    async with asyncio.timeout(WAIT_S):
+        assert (await guest.wait()).code == code
+
+
+async def test_a_notice_reaches_a_guest_that_listens(bench: Bench) -> None:
+    guest = await bench.shell(f"trap 'echo saved; exit 85' TERM; echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    assert await guest.terminate()
+    async with asyncio.timeout(WAIT_S):
+        assert (await guest.wait()).code == 85
+    assert "saved" in bench.log
+
+
+async def test_a_guest_that_does_not_listen_is_not_hurt_by_a_notice(bench: Bench) -> None:
+    guest = await bench.shell("echo ready; sleep 1; echo unhurt; exit 4")
+    await bench.until_logged("ready")
+    assert not await guest.terminate()
+    async with asyncio.timeout(WAIT_S):
+        assert (await guest.wait()).code == 4
+    assert "unhurt" in bench.log
+
+
+async def test_kill_leaves_nothing_of_it(bench: Bench) -> None:
+    mark = f"{time.time_ns()}"
+    script = (
+        f"trap '' TERM; (sleep 9{mark[-8:]} &) ; sh -c '(trap \"\" TERM HUP; sleep 8{mark[-8:]}) &'; echo ready; {LOOP}"
+    )
+    guest = await bench.shell(script)
+    await bench.until_logged("ready")
+    async with asyncio.timeout(WAIT_S):
+        await guest.kill()
+        assert (await guest.wait()).code == 137
+        while processes_with(mark[-8:]):
+            await asyncio.sleep(0.02)
+    await guest.kill()  # again is no error
+
+
+async def test_what_a_guest_leaves_behind_ends_with_it(bench: Bench) -> None:
+    mark = f"7{time.time_ns()}"[-9:]
+    guest = await bench.shell(f"sh -c 'sleep {mark} &'; exit 0")
+    async with asyncio.timeout(WAIT_S):
+        assert (await guest.wait()).code == 0
+        while processes_with(mark):
+            await asyncio.sleep(0.02)
+
+
+def processes_with(mark: str) -> list[str]:
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if f"sleep {mark}" in line or f"sleep 9{mark}" in line or f"sleep 8{mark}" in line]
+
+
+async def test_frozen_it_stands_still_and_thawed_it_goes_on(bench: Bench) -> None:
+    guest = await bench.shell("n=0; while :; do n=$((n+1)); echo $n > $MESH_OUT_DIR/n; sleep 0.01; done")
+    counter = bench.root / "out" / "n"
+
+    async def beyond(value: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not counter.exists() or int(counter.read_text() or 0) <= value:
+                await asyncio.sleep(0.01)
+
+    await beyond(3)
+    await guest.freeze()
+    first = counter.read_text()
+    await asyncio.sleep(0.5)  # fifty of its steps
+    assert counter.read_text() == first
+    await guest.thaw()
+    await beyond(int(first or 0) + 3)
+
+
+async def test_a_frozen_guest_can_be_killed(bench: Bench) -> None:
+    guest = await bench.shell(f"echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    await guest.freeze()
+    async with asyncio.timeout(WAIT_S):
+        await guest.kill()
+        assert (await guest.wait()).code == 137
+
+
+async def test_a_command_that_does_not_exist_is_told(bench: Bench) -> None:
+    """At the start; or, where an init in the container starts it, by the shells' exit code and a word in the log."""
+    try:
+        guest = await bench.start("no-such-command")
+    except BadCommand as error:
+        assert "no-such-command" in str(error)
+        return
+    async with asyncio.timeout(WAIT_S):
+        assert bench.image and (await guest.wait()).code == 127
+    assert "no-such-command" in bench.log
+
+
+async def test_guests_run_side_by_side(bench: Bench) -> None:
+    guests = [await bench.shell(f"exit {number}") for number in range(5)]
+    async with asyncio.timeout(WAIT_S):
+        assert [(await guest.wait()).code for guest in guests] == list(range(5))
+
+
+async def test_a_long_environment_and_command_arrive_whole(bench: Bench) -> None:
+    long = "x" * 100_000
+    guest = await bench.start("sh", "-c", "echo ${#LONG} ${#1}", "sh", long, env={"LONG": long})
+    await guest.wait()
+    assert f"{len(long)} {len(long)}" in bench.log
+
+
+async def test_memory_beyond_the_limit_ends_the_guest_and_not_the_node(bench: Bench) -> None:
+    if bench.image:
+        script, limit = "tail /dev/zero", 64
+    else:
+        script, limit = f"{sys.executable} -c 'bytearray(400 << 20)'", 256
+    guest = await bench.shell(f"{script}; exit $?", memory_mib=limit)
+    async with asyncio.timeout(60):
+        end = await guest.wait()
+    assert end.code != 0
+    if bench.image:
+        assert end.oom or end.code == 137
+
+
+async def test_an_engine_says_what_it_does_not_protect_from(bench: Bench) -> None:
+    words = (await bench.engine.availability()).isolation
+    assert ("shares the kernel" if bench.image else "no sandbox") in words
+
+
+# --- one engine's own
+
+
+async def test_with_namespaces_a_guest_sees_only_itself(tmp_path: Path) -> None:
+    engine = ProcessEngine()
+    if "namespaces" not in (await engine.availability()).isolation:
+        pytest.skip("this kernel or container lets nobody make namespaces")
+    bench = Bench(engine, tmp_path, None)
+    text = await bench.output("ls /proc")
+    assert sum(name.isdigit() for name in text.split()) <= 4 and os.path.exists(f"/proc/{os.getpid()}")  # noqa: PTH110
+
+
+async def test_a_relative_command_is_looked_for_in_the_working_directory(tmp_path: Path) -> None:
+    bench = Bench(ProcessEngine(), tmp_path, None)
+    script = tmp_path / "work" / "go.sh"
+    script.write_text("#!/bin/sh\necho went\n")
+    guest = await bench.start("./go.sh")
+    assert (await guest.wait()).code == 126, "not executable"
+    script.chmod(0o755)
+    guest = await bench.start("./go.sh")
+    assert (await guest.wait()).code == 0 and "went" in bench.log
+    guest = await bench.start("./missing.sh")
+    assert (await guest.wait()).code == 127 and "cannot run './missing.sh'" in bench.log
+
+
+@pytest.mark.docker
+async def test_a_container_has_few_rights(tmp_path: Path) -> None:
+    engine = DockerEngine(f"test-{os.getpid()}")
+    await engine.availability()
+    bench = Bench(engine, tmp_path, busybox_image())
+    try:
+        text = await bench.output(
+            "id; touch /bin/x || echo read-only; ls /sys/class/net; cat /proc/self/status; touch /tmp/ok && echo tmp"
+        )
+        assert "uid=0" not in text and "read-only" in text and "eth0" not in text and "tmp" in text
+        assert "CapEff:\t0000000000000000" in text and "NoNewPrivs:\t1" in text
+    finally:
+        await engine.close()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("image", ["no/such:image", "not a name", None])
+async def test_an_image_that_is_not_there_is_told_with_the_next_step(tmp_path: Path, image: str | None) -> None:
+    engine = DockerEngine(f"test-{os.getpid()}")
+    await engine.availability()
+    bench = Bench(engine, tmp_path, image)
+    try:
+        with pytest.raises(BadImage):
+            await bench.start("true")
+    finally:
+        await engine.close()
+
+
+async def test_no_engine_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
+    engine = DockerEngine("test")
+    answer = await engine.availability()
+    assert not answer.ok and "does not exist" in answer.detail
+    assert await engine.images() == ()
+    with pytest.raises(EngineError, match="no Docker engine"):
+        await engine.start(Bench(engine, tmp_path, "x").launch("true"))
+    await engine.close()
+
+
+DAEMON = """
+import asyncio, os, sys
+from tests.engine.test_engines import Bench, LOOP
+from pathlib import Path
+async def main():
+    if sys.argv[1] == "docker":
+        from mesh.engine.docker import DockerEngine
+        from tests.images import busybox_image
+        engine, image = DockerEngine(sys.argv[3]), busybox_image()
+    else:
+        from mesh.engine.process import ProcessEngine
+        engine, image = ProcessEngine(namespaces=sys.argv[1] == "process"), None
+    await engine.availability()
+    bench = Bench(engine, Path(sys.argv[2]), image)
+    await bench.shell(f"trap '' TERM HUP; sleep {sys.argv[4]} & echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
+def test_when_the_daemon_dies_its_guests_die_with_it(kind: str, tmp_path: Path) -> None:
+    mark, label = f"6{time.time_ns()}"[-9:], f"crash-{os.getpid()}-{kind}"
+    command = [sys.executable, "-c", DAEMON, kind, str(tmp_path), label, mark]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert processes_with(mark)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    wait_until(lambda: not processes_with(mark), "its processes to end")
+    if kind == "docker":
+        wait_until(lambda: not containers(label), "its container to be removed")
+
+
+@pytest.mark.docker
+async def test_what_a_crashed_run_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    import docker
+
+    label = f"sweep-{os.getpid()}"
+    client = docker.from_env()
+    client.containers.create(busybox_image(), ["sleep", "60"], labels={"campus-mesh.node": label})
+    other = client.containers.create(busybox_image(), ["sleep", "60"], labels={"campus-mesh.node": label + "-other"})
+    try:
+        engine = DockerEngine(label)
+        await engine.availability()
+        assert containers(label) == [] and containers(label + "-other") != []
+        await engine.close()
+    finally:
+        other.remove(force=True)
+        client.close()
+
+
+def containers(label: str) -> list[object]:
+    import docker
+
+    client = docker.from_env()
+    try:
+        return list(client.containers.list(all=True, filters={"label": f"campus-mesh.node={label}"}))
+    finally:
+        client.close()
+
+
+def wait_until(ready: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < deadline, f"waited too long for {what}"
+        time.sleep(0.05)
