@@ -377,6 +377,7 @@ class World:
         submitter = rng.choice(up)
         others = [node for node in up if node is not submitter]
         spec = JobSpec(
+            chain=b"",
             submitter=submitter.id,
             user="sim",
             created_unix_ms=EPOCH_UNIX_MS,

@@ -104,7 +104,13 @@ class Desk:
         return [self._show(status) for status in ordered]
 
     def _show(self, status: JobStatus) -> dict[str, Any]:
-        nicks = {member.node_id: member.nick for member in self._daemon.membership.members()}
+        members = self._daemon.membership.members()
+        nicks = {member.node_id: member.nick for member in members}
+        present = {member.node_id for member in members if member.state in {"alive", "suspect"}}
+        state, detail = status.state, status.detail
+        if status.outcome is None and not status.config.quorum(present):
+            gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in present]
+            state, detail = "stranded", _stranded(gone, len(status.witnesses))
 
         def nick(node: bytes | None) -> str | None:
             return None if node is None else nicks.get(node, short_id(node))
@@ -117,8 +123,8 @@ class Desk:
             "submitter": nick(status.submitter),
             "command": status.command,
             "created_unix_ms": status.created_unix_ms,
-            "state": status.state,
-            "detail": status.detail,
+            "state": state,
+            "detail": detail,
             "node": nick(status.runner),
             "gpus": status.gpus,
             "witnesses": [nick(node) for node in status.witnesses],
@@ -201,6 +207,7 @@ class Desk:
         alive = [member.node_id for member in members]
         spec = JobSpec(
             submitter=self._daemon.me,
+            chain=self._daemon.chain,
             user=self._daemon.standing.user,
             created_unix_ms=time.time_ns() // 1_000_000,
             nonce=os.urandom(16),
@@ -347,18 +354,20 @@ class Desk:
         )
         adverts = self._daemon.jobs.adverts()
         ranking = rank_nodes(request, adverts)
+        shown = self._show(status)
         return {
-            "job": format_job(status.job),
-            "state": status.state,
-            "detail": status.detail,
-            "node": self._show(status)["node"],
+            "job": shown["job"],
+            "state": shown["state"],
+            "detail": shown["detail"],
+            "node": shown["node"],
+            "witnesses": shown["witnesses"],
             "explanation": explain(request, ranking),
             "candidates": [
                 {"nick": c.nick, "score": str(c.score), "weight": c.weight, "advert_version": c.advert_version}
                 for c in ranking.candidates
             ],
             "refused": [{"nick": r.nick, "reasons": list(r.reasons)} for r in ranking.refused],
-            "attempts": self._show(status)["attempts"],
+            "attempts": shown["attempts"],
         }
 
     async def pull(self, text: str, destination: str) -> dict[str, Any]:
@@ -416,10 +425,9 @@ class Desk:
         if not 60 <= ttl_s <= 365 * 86_400:
             raise MeshError("an invite may live from a minute to a year", ExitCode.USAGE)
         seeds = tuple(f"{m.host}:{m.port}" for m in self._daemon.membership.members() if m.state == "alive")[:3]
-        chain = self._daemon.layout.chain.read_bytes()
         try:
             return make_invite(
-                self._daemon.identity, chain, self._daemon.trust.genesis_bytes, seeds, ttl_s, time.time()
+                self._daemon.identity, self._daemon.chain, self._daemon.trust.genesis_bytes, seeds, ttl_s, time.time()
             )
         except TrustError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
@@ -443,6 +451,10 @@ class Desk:
 def _few_witnesses(alive: int) -> str:
     here = "this node is alone" if alive <= 1 else f"only {alive} nodes are here"
     return f"{here}, so one witness keeps the job's record: if its disk is lost, so is the record"
+
+
+def _stranded(gone: list[str], of: int) -> str:
+    return f"{', '.join(gone)} of the {of} nodes that keep its record are gone; it goes on by itself when a majority is back"
 
 
 def _in_the_way(target: Path) -> bool:

@@ -12,6 +12,7 @@ from aiohttp import web
 from ckptstore.errors import FenceError, MissingChunks, NotFound, StoreError
 from ckptstore.manifest import MAX_MANIFEST_BYTES
 from ckptstore.receiver import stream_bytes
+from membership.envelope import EnvelopeError
 from membership.trust import Standing
 from mesh.api.auth import HEADER, Gatekeeper, RequestRefused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
@@ -109,7 +110,15 @@ class PeerApi:
         return response
 
     async def _put_manifest(self, request: web.Request) -> web.Response:
-        _, body = await self._admit(request)
+        standing, body = await self._admit(request)
+        try:
+            signer, _ = self._daemon.store.unseal(body)
+        except EnvelopeError as error:
+            self.counters["refused_malformed"] += 1
+            raise web.HTTPBadRequest(text=f"not a manifest: {error}") from error
+        if signer != standing.node_id:
+            self.counters["refused_foreign"] += 1
+            raise web.HTTPForbidden(text="a manifest is brought by the node that signed it")
         try:
             identity = await asyncio.to_thread(self._daemon.store.accept_manifest, body)
         except FenceError as error:

@@ -233,6 +233,7 @@ def why(ctx: click.Context, job: str, as_json: bool) -> None:
     click.echo(
         f"job {answer['job'][:8]} is {answer['state']}{where}" + (f": {answer['detail']}" if answer["detail"] else "")
     )
+    click.echo(f"  its record is kept by {', '.join(answer['witnesses'])}")
     for attempt in answer["attempts"]:
         click.echo(f"  attempt {attempt['number']} on {attempt['node']}: {attempt['reason'] or 'under way'}")
     click.echo("for its next attempt: " + answer["explanation"][0])

@@ -128,11 +128,19 @@ def down(ctx: click.Context, grace: float | None, now: bool) -> None:
     if guests:
         click.echo(f"{guests} guests {'are killed' if now else 'save and move on'} ...", err=True)
     try:
-        while Path(f"/proc/{pid}").exists():
+        while _runs(pid):
             time.sleep(0.05)
     except KeyboardInterrupt:
         raise MeshError("it goes on leaving in the background; `mesh down --now` hurries it") from None
     click.echo("down")
+
+
+def _runs(pid: int) -> bool:
+    """Whether it still works; one that has ended but whose parent has not looked yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
 
 
 @click.command()

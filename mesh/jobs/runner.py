@@ -24,7 +24,7 @@ from mesh.jobs.effects import (
     StateChanged,
     Thaw,
 )
-from mesh.jobs.ledger import Attempt, Commit, Ledger, Outcome, OutcomeKind
+from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome, OutcomeKind
 from mesh.jobs.messages import Accepted, Refused, Released, Start
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
 from mesh.jobs.spec import JobSpec
@@ -142,12 +142,8 @@ class Runner:
         return self._proposer.ledger
 
     @property
-    def config_members(self) -> tuple[bytes, ...]:
-        return self._proposer.config.everyone
-
-    @property
-    def config_number(self) -> int:
-        return self._proposer.config.number
+    def config(self) -> Config:
+        return self._proposer.config
 
     def holds_lease(self, now: float) -> bool:
         return now < self.lease_until
@@ -287,7 +283,7 @@ class Runner:
             self.state = "ended"
             self.lease_until = 0.0
             released = Released(job=self.job, term=self.term)
-            sends = [Send(node, released) for node in self.config_members]
+            sends = [Send(node, released) for node in self.config.everyone]
             return [*effects, *sends, Ended(self._ending, ledger.outcome)]
         if self.state == "acquiring":
             self.state = "restoring"

@@ -15,7 +15,7 @@ from ckptstore.store import Store
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 from membership.node import MembershipNode
-from membership.trust import TrustStore
+from membership.trust import TrustError, TrustStore
 from mesh.api.peer import PeerClient
 from mesh.engine.engine import Engine
 from mesh.jobs.attempt import Attempt, Custody
@@ -108,7 +108,7 @@ class JobService:
         """Take up the cells of an earlier run."""
         for cell in await self.journal.cells():
             try:
-                spec = self._open_spec(cell.job, cell.spec)
+                spec = self._read_spec(cell.job, cell.spec)[0]
             except SpecError as error:
                 await self.journal.record(cell.job, "journal", f"a witness cell was skipped: {error}")
                 continue
@@ -341,15 +341,26 @@ class JobService:
     # --- the rules
 
     def _open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        """The job as its submitter signed it, the submitter being a member under the user's name; else SpecError."""
+        spec, signer = self._read_spec(job, sealed)
+        try:
+            standing = self._trust.admit_chain(spec.chain, time.time())
+        except TrustError as error:
+            raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
+        if standing.node_id != signer or standing.user != spec.user:
+            raise SpecError("the job's description carries somebody else's certificate")
+        return spec
+
+    def _read_spec(self, job: bytes, sealed: bytes) -> tuple[JobSpec, NodeId]:
+        """The job and its signer, for one that was let in before."""
         try:
             signer, payload = open_envelope(sealed, self._trust.mesh_id, "job")
         except EnvelopeError as error:
             raise SpecError(f"the job's description is not signed by a node of this mesh: {error}") from error
         spec = decode_spec(payload)
-        standing = self._trust.standing(signer, time.time())
-        if signer != spec.submitter or job_id(payload) != job or standing is None or standing.user != spec.user:
+        if signer != spec.submitter or job_id(payload) != job:
             raise SpecError("the job's description is not the one its submitter signed")
-        return spec
+        return spec, signer
 
     def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
         request = _request(job, spec, start.ledger.next_attempt)
@@ -384,7 +395,7 @@ class JobService:
         order = replica_order(job, self.adverts(), {self._me} | leaving, need_mib=1)
         if runner is None:
             return Custody(config=0, term=0, fallback=tuple(order))
-        return Custody(config=runner.config_number, term=runner.term, fallback=tuple(order))
+        return Custody(config=runner.config.number, term=runner.term, fallback=tuple(order))
 
     def _may_cancel(self, sender: NodeId, user: str, spec: JobSpec) -> bool:
         """The user who submitted it, from any of his nodes."""

@@ -34,9 +34,14 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds."""
+    """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
+
+    `chain` holds the submitter's certificates, so that a node that has never met the submitter, or has forgotten it, can
+    still tell whose job this is.
+    """
 
     submitter: bytes
+    chain: bytes
     user: str
     created_unix_ms: int
     nonce: bytes
@@ -93,6 +98,7 @@ _decoder = msgspec.msgpack.Decoder(JobSpec)
 MAX_ARGUMENTS = 4096
 MAX_TEXT_BYTES = 256 * 1024
 MAX_WITNESSES = 5
+MAX_CHAIN_BYTES = 16 * 1024
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
 
 
@@ -114,6 +120,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError(f"a job has 1 to {MAX_WITNESSES} different witnesses")
     if not MIN_LEASE_S <= spec.lease_s <= MAX_LEASE_S:
         raise SpecError(f"lease must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
+    if len(spec.chain) > MAX_CHAIN_BYTES:
+        raise SpecError(f"the submitter's certificate chain is over {MAX_CHAIN_BYTES} bytes")
     for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from mesh.jobs.contract import Progress
-from mesh.jobs.ledger import Attempt, Commit, Outcome
+from mesh.jobs.ledger import Attempt, Commit, Config, Outcome
 from mesh.jobs.runner import Runner
 from mesh.jobs.witness import Witness
 
@@ -27,7 +27,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     state: str
     detail: str
     rank: tuple[int, int, int, int]
-    witnesses: tuple[bytes, ...]
+    config: Config
     gpus: int
     attempts: tuple[Attempt, ...] = ()
     commit: Commit | None = None
@@ -35,6 +35,10 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     runner: bytes | None = None
     step: int | None = None
     of: int | None = None
+
+    @property
+    def witnesses(self) -> tuple[bytes, ...]:
+        return self.config.everyone
 
 
 _decoder = msgspec.msgpack.Decoder(JobStatus)
@@ -57,12 +61,12 @@ def status_of(
 ) -> JobStatus:
     """This node's view: the runner's if the job runs here, else the witness's."""
     if runner is not None:
-        spec, ledger, term, config = runner.spec, runner.ledger, runner.term, runner.config_members
+        spec, ledger, term, config = runner.spec, runner.ledger, runner.term, runner.config
         shown = runner.state if runner.state not in {"acquiring", "restoring"} else "starting"
     else:
         assert witness is not None
         cell, spec = witness.cell, witness.spec
-        ledger, term, config = cell.ledger, cell.accepted_term, cell.config.members
+        ledger, term, config = cell.ledger, cell.accepted_term, cell.config
         shown = state if state in {"pending", "starting"} else "pending"
         if ledger.open_attempt is not None:
             shown, detail = ("running" if ledger.open_attempt.running_unix_ms else "starting"), ""
@@ -79,7 +83,7 @@ def status_of(
         state=shown,
         detail=detail[:200],
         rank=(int(ledger.outcome is not None), term, ledger.version, int(runner is not None)),
-        witnesses=config,
+        config=config,
         gpus=spec.gpus,
         attempts=ledger.attempts[-ATTEMPTS_SHOWN:],
         commit=ledger.commit,

@@ -264,7 +264,7 @@ def test_a_witness_that_left_is_replaced_by_a_joint_vote() -> None:
     desk.silent = {C}
     view = make_view(D, (A, B, D, E), witnesses=(E, A, B, D))
     desk.settle(desk.runner.observe(view, at(desk.now)))
-    assert set(desk.runner.config_members) == {A, B, E} and desk.runner.config_number == 1
+    assert set(desk.runner.config.everyone) == {A, B, E} and desk.runner.config.number == 1
     assert {desk.witnesses[node].cell.config.members for node in (A, B, E)} == {(A, B, E)}
     assert desk.settle(desk.runner.observe(view, at(desk.now))) == []
 

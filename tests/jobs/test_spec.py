@@ -43,6 +43,7 @@ def test_a_damaged_spec_is_a_spec_error_or_another_valid_spec(data: st.DataObjec
         ({"env": {"a=b": "x"}}, "variable"),
         ({"env": {"a": "y" * 300_000}}, "hold"),
         ({"submitter": b"short"}, "submitter"),
+        ({"chain": b"x" * 20_000}, "chain"),
         ({"witnesses": ()}, "witnesses"),
         ({"witnesses": (A, A)}, "different"),
         ({"witnesses": (A, B, b"x")}, "witness"),

@@ -187,10 +187,13 @@ class Adversary(RuleBasedStateMachine):
             if isinstance(decided, Decided):
                 self.decided.append((client.term, decided.ledger))
                 client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND))
-        elif isinstance(message, Refused) and client.proposer is not None:
-            if isinstance(client.proposer.on_refused(source, message), Fenced):
-                assert self.now >= client.lease_until, "fenced while the lease was valid"
-                client.proposer = None
+        elif (
+            isinstance(message, Refused)
+            and client.proposer is not None
+            and isinstance(client.proposer.on_refused(source, message), Fenced)
+        ):
+            assert self.now >= client.lease_until, "fenced while the lease was valid"
+            client.proposer = None
 
     @precondition(lambda self: self.wire)
     @rule(data=st.data())

@@ -20,6 +20,7 @@ SPEC_BYTES = b"the sealed spec"
 def make_spec(**changes: object) -> JobSpec:
     fields: dict[str, object] = {
         "submitter": A,
+        "chain": b"",
         "user": "ada",
         "created_unix_ms": 1_000,
         "nonce": b"n" * 16,

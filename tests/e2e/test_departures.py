@@ -1,0 +1,262 @@
+"""A job's hosts, submitter and witnesses leave, die, and come back: real daemons, real signals."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mesh.stack import Stack, StackNode
+from tests.e2e.commands import (
+    count_digest,
+    finished,
+    job_state,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    submit_count,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+MakeStack = Callable[..., Stack]
+STEPS = 500
+
+
+def send(node: StackNode, number: signal.Signals) -> None:
+    assert node.process is not None
+    os.kill(node.process.pid, number)
+
+
+def ended(node: StackNode) -> None:
+    until(lambda: not node.running, f"{node.nick} to end")
+
+
+def digest_of(node: StackNode, job: str) -> str:
+    return ok(node, "logs", job).splitlines()[-1].removeprefix("digest ")
+
+
+def living(stack: Stack) -> StackNode:
+    return next(node for node in stack.nodes if node.running)
+
+
+def rows(node: StackNode) -> dict[str, dict[str, Any]]:
+    return {row["nick"]: row for row in read(node, "nodes")["nodes"]}
+
+
+def test_host_leaves_host_dies_submitter_dies_and_the_count_is_exact(make_stack: MakeStack) -> None:
+    stack = make_stack(5)
+    submitter = stack.nodes[4]
+    ok(submitter, "pause")
+    job = submit_count(submitter, STEPS, "--replicas", "3")
+    first = stack.node(running_with_checkpoint(submitter, job)["node"])
+    send(first, signal.SIGTERM)
+    ended(first)
+    second = stack.node(running_with_checkpoint(submitter, job, elsewhere=first.nick)["node"])
+    send(second, signal.SIGKILL)
+    ended(second)
+    third = running_with_checkpoint(submitter, job, elsewhere=second.nick)["node"]
+    until(lambda: second.nick not in job_state(stack.node(third), job)["witnesses"], "the dead witness to be replaced")
+    send(submitter, signal.SIGKILL)
+    ended(submitter)
+    left = living(stack)
+    state = finished(left, job)
+    assert state["state"] == "done" and digest_of(left, job) == count_digest(STEPS)
+    reasons = [attempt["reason"] for attempt in state["attempts"]]
+    assert reasons[0] == "vacated: its node leaves" and reasons[-1] == "done"
+    assert any(reason in {"node lost", "lease expired"} for reason in reasons[1:-1])
+    saved = state["attempts"][0]["last_step"]
+    assert state["attempts"][1]["resumed_step"] == saved, "a graceful leave loses no step"
+    assert state["attempts"][2]["resumed_step"] > saved
+    shown = rows(left)
+    assert shown[first.nick]["state"] == "left" and shown[second.nick]["state"] == "dead"
+
+
+def test_witnesses_that_die_are_replaced_one_after_the_other(make_stack: MakeStack) -> None:
+    """Five nodes, three witnesses; the two that do not run the job are killed, each after the one before was replaced."""
+    stack = make_stack(5)
+    job = submit_count(stack.nodes[0], 100_000)
+    state = running_with_checkpoint(stack.nodes[0], job)
+    host = stack.node(state["node"])
+    victims = [nick for nick in state["witnesses"] if nick != host.nick][:2]
+    for victim in victims:
+        send(stack.node(victim), signal.SIGKILL)
+        ended(stack.node(victim))
+
+        def replaced(gone: str = victim) -> bool:
+            now = job_state(host, job)
+            return gone not in now["witnesses"] and len(now["witnesses"]) == 3
+
+        until(replaced, f"{victim} to be replaced as a witness")
+    assert job_state(host, job)["node"] == host.nick, "the job itself stayed where it was"
+    ok(host, "cancel", job)
+    assert finished(host, job)["outcome"]["kind"] == "cancelled"
+
+
+def test_without_a_majority_of_witnesses_a_job_stands_still_says_so_and_goes_on_when_one_is_back(
+    make_stack: MakeStack,
+) -> None:
+    stack = make_stack(4)
+    job = submit_count(stack.nodes[0], STEPS)
+    state = running_with_checkpoint(stack.nodes[0], job)
+    victims = [stack.node(nick) for nick in state["witnesses"] if nick != state["node"]][:2]
+    watcher = next(node for node in stack.nodes if node not in victims)
+    for victim in victims:
+        send(victim, signal.SIGKILL)
+    until(lambda: job_state(watcher, job)["state"] == "stranded", "the loss of the majority to be noticed")
+    assert "nodes that keep its record are gone" in ok(watcher, "why", job)
+    if state["node"] == watcher.nick:
+        until(lambda: "frozen" in ok(watcher, "events", job), "the guest to be frozen")
+    stack.start(victims[0])
+    assert finished(watcher, job)["state"] == "done" and digest_of(watcher, job) == count_digest(STEPS)
+
+
+def test_a_witness_that_leaves_is_replaced_before_it_goes(make_stack: MakeStack) -> None:
+    stack = make_stack(4)
+    job = submit_count(stack.nodes[0], 100_000)
+    state = running_with_checkpoint(stack.nodes[0], job)
+    host = stack.node(state["node"])
+    leaver = next(nick for nick in state["witnesses"] if nick != host.nick)
+    ok(stack.node(leaver), "down")
+    now = job_state(host, job)
+    assert leaver not in now["witnesses"] and len(now["witnesses"]) == 3
+    assert rows(host)[leaver]["state"] == "left"
+
+
+def test_after_a_power_cut_of_the_whole_mesh_every_job_goes_on(make_stack: MakeStack) -> None:
+    stack = make_stack(3)
+    done = ok(stack.nodes[0], "submit", "--no-workdir", "--", "true").strip()
+    finished(stack.nodes[0], done)
+    job = submit_count(stack.nodes[0], STEPS)
+    state = running_with_checkpoint(stack.nodes[0], job)
+    for node in stack.nodes:
+        send(node, signal.SIGKILL)
+    for node in stack.nodes:
+        ended(node)
+    stack.start_all()
+    assert job_state(stack.nodes[1], done)["state"] == "done", "a restarted daemon knows its jobs"
+    end = finished(stack.nodes[2], job)
+    assert end["state"] == "done" and digest_of(stack.nodes[2], job) == count_digest(STEPS)
+    assert end["attempts"][-1]["resumed_step"] >= state["checkpoint"]["step"]
+
+
+def test_a_guest_dies_with_its_daemon(make_stack: MakeStack) -> None:
+    stack = make_stack(1)
+    node = stack.nodes[0]
+    script = "echo $$ > $MESH_OUT_DIR/pid; trap '' TERM HUP; while :; do sleep 0.1; done"
+    job = ok(node, "submit", "--no-workdir", "--", "sh", "-c", script).strip()
+    until(lambda: job_state(node, job).get("state") == "running", "the job to run")
+    guests = until(lambda: [pid for pid in descendants(node.process.pid) if "sleep 0.1" in pid[1]], "its guest")  # type: ignore[union-attr]
+    send(node, signal.SIGKILL)
+    ended(node)
+    until(lambda: not any(alive(pid) for pid, _ in guests), "its guest to end")
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    import subprocess
+
+    lines = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]
+    table = {int(line.split()[0]): (int(line.split()[1]), line) for line in lines}
+    found = []
+    for child, (parent, line) in table.items():
+        ancestor = parent
+        while ancestor in table and ancestor != pid:
+            ancestor = table[ancestor][0]
+        if ancestor == pid:
+            found.append((child, line))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_owner_takes_the_machine_back_with_notice_and_at_once(make_stack: MakeStack) -> None:
+    stack = make_stack(3)
+    job = submit_count(stack.nodes[0], 100_000)
+    first = stack.node(running_with_checkpoint(stack.nodes[0], job)["node"])
+    answer = read(first, "reclaim")
+    assert answer["reclaimed"] == [job] and read(first, "status")["guests"] == [] and read(first, "status")["paused"]
+    second = stack.node(running_with_checkpoint(stack.nodes[0], job, elsewhere=first.nick)["node"])
+    assert "1 guests have gone" in ok(second, "reclaim", "--now")
+    third = stack.node(running_with_checkpoint(stack.nodes[0], job, elsewhere=second.nick)["node"])
+    assert third not in (first, second), "who was reclaimed gets no guests"
+    reasons = [attempt["reason"] for attempt in job_state(stack.nodes[0], job)["attempts"]]
+    assert reasons[:2] == [
+        "vacated: its owner took the machine back",
+        "vacated: its owner took the machine back at once",
+    ]
+    ok(third, "reclaim", "--now")
+    until(lambda: job_state(stack.nodes[0], job)["state"] == "pending", "the job to wait")
+    assert "paused" in ok(stack.nodes[0], "why", job)
+    ok(first, "resume")
+    running_with_checkpoint(stack.nodes[0], job)
+    assert job_state(stack.nodes[0], job)["node"] == first.nick
+    ok(stack.nodes[0], "cancel", job)
+
+
+def test_a_pause_takes_no_new_guest_keeps_the_old_and_is_remembered(make_stack: MakeStack) -> None:
+    stack = make_stack(2, slots=2)
+    job = submit_count(stack.nodes[0], 100_000)
+    host = stack.node(running_with_checkpoint(stack.nodes[0], job)["node"])
+    other = next(node for node in stack.nodes if node is not host)
+    assert "1 guests still run" in ok(host, "pause")
+    until(lambda: not rows(other)[host.nick]["lending"], "the pause to spread")
+    second = submit_count(stack.nodes[0], 100_000)
+    assert running_with_checkpoint(stack.nodes[0], second)["node"] == other.nick
+    assert job_state(stack.nodes[0], job)["node"] == host.nick
+    for each in (job, second):
+        ok(stack.nodes[0], "cancel", each)
+    send(host, signal.SIGKILL)
+    ended(host)
+    stack.start(host)
+    until(lambda: mesh(host, "status").returncode == 0, "the daemon to answer")
+    assert read(host, "status")["paused"]
+
+
+def test_down_now_kills_guests_and_they_go_on_elsewhere(make_stack: MakeStack) -> None:
+    stack = make_stack(3)
+    job = submit_count(stack.nodes[0], STEPS)
+    host = stack.node(running_with_checkpoint(stack.nodes[0], job)["node"])
+    assert ok(host, "down", "--now").endswith("down\n") and not host.running
+    left = living(stack)
+    state = finished(left, job)
+    assert digest_of(left, job) == count_digest(STEPS)
+    assert state["attempts"][0]["reason"] == "vacated: its node leaves at once"
+
+
+def test_a_job_that_ignores_its_notice_is_killed_when_its_grace_is_over(make_stack: MakeStack) -> None:
+    stack = make_stack(2)
+    script = "trap 'echo heard' TERM; while :; do sleep 0.1; done"
+    job = ok(stack.nodes[0], "submit", "--no-workdir", "--", "sh", "-c", script).strip()
+    state = until(lambda: (s := job_state(stack.nodes[0], job)).get("state") == "running" and s, "the job to run")
+    host = stack.node(state["node"])
+    until(lambda: mesh(host, "status").returncode == 0, "the daemon to answer")
+    answer = read(host, "reclaim", "--grace", "1s")
+    assert answer["reclaimed"] == [job] and 1.0 <= answer["seconds"] < 8.0
+    ok(stack.nodes[0], "cancel", job)
+
+
+def test_a_stopped_daemon_is_found_dead_and_when_it_goes_on_it_freezes_its_guest(make_stack: MakeStack) -> None:
+    """SIGSTOP to the daemon alone: the guest goes on unwatched beyond its lease, but nothing of that is ever committed."""
+    stack = make_stack(4)
+    job = submit_count(stack.nodes[0], STEPS, pace_s=0.05)
+    host = stack.node(running_with_checkpoint(stack.nodes[0], job)["node"])
+    watcher = next(node for node in stack.nodes if node is not host)
+    send(host, signal.SIGSTOP)
+    try:
+        moved = running_with_checkpoint(watcher, job, elsewhere=host.nick)
+    finally:
+        send(host, signal.SIGCONT)
+    end = finished(watcher, job)
+    assert end["attempts"][-1]["node"] == moved["node"] and digest_of(watcher, job) == count_digest(STEPS)
+    until(lambda: rows(watcher)[host.nick]["state"] == "alive", "the stopped node to be back")
+    assert read(host, "status")["guests"] == []
