@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from aiohttp import web
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
 from membership.config import SwimConfig
-from membership.discovery import MdnsConfig
+from membership.discovery import MdnsConfig, parse_seed
 from membership.envelope import open_envelope
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
 from membership.node import MembershipNode, PortInUse
@@ -38,7 +39,7 @@ from mesh.api.logs import LogReader
 from mesh.api.peer import Address, Facts, PeerClient
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
-from mesh.config import ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Engine
 from mesh.engine.process import ProcessEngine
@@ -74,20 +75,21 @@ class Daemon:
     async def start(self) -> None:
         layout, settings = self.layout, self.settings
         self._down = asyncio.get_running_loop().create_future()
-        self.identity = Identity.load(layout.key)
-        try:
-            self.trust = TrustStore(layout.genesis.read_bytes())
-            self.chain = layout.chain.read_bytes()
-        except FileNotFoundError as error:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if not layout.genesis.exists():
             raise MeshError(
                 "this node belongs to no mesh yet: `mesh init NAME` founds one, `mesh join INVITE` joins one"
-            ) from error
+            )
+        self.identity = Identity.load(layout.key)
+        self.trust = TrustStore(layout.genesis.read_bytes())
+        self.chain = layout.chain.read_bytes()
         self.journal = Journal(layout.journal)
         await self.journal.open()
         quota = None if settings.store_quota_gib is None else int(settings.store_quota_gib * 2**30)
         self.store = await asyncio.to_thread(lambda: Store(layout.store, self._unseal, quota_bytes=quota))
         config = SwimConfig.local() if settings.profile == "local" else SwimConfig.lan()
-        seeds = [*settings.join, *(layout.seeds.read_text().split() if layout.seeds.exists() else [])]
+        seeds = [*_checked(settings.join), *_read_seeds(layout.seeds)]
         mdns = None
         if settings.mdns:
             mdns = MdnsConfig(() if settings.bind == "0.0.0.0" else (settings.bind,))
@@ -155,9 +157,6 @@ class Daemon:
     async def run(self) -> None:
         """Until somebody asks to go down; then leave, in order or at once."""
         assert self._down is not None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
         work = asyncio.create_task(self._run_parts(), name="daemon")
         down: asyncio.Future[Any] = self._down
         await asyncio.wait([work, down], return_when=asyncio.FIRST_COMPLETED)
@@ -317,6 +316,29 @@ class Daemon:
         """The command line's word, with what the owner paused in an earlier run."""
         paused = (self.layout.root / "paused").exists()
         return Lending(lending=self.settings.lend, paused=paused)
+
+
+def _checked(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """What the owner wrote must be right."""
+    for address in addresses:
+        try:
+            parse_seed(address, GOSSIP_PORT)
+        except ValueError as error:
+            raise ConfigError(f"join: {error}") from error
+    return addresses
+
+
+def _read_seeds(path: Path) -> list[str]:
+    """The addresses that came with the invite. Only hints: what cannot be read is passed over, aloud."""
+    usable = []
+    for text in path.read_text(errors="replace").split() if path.exists() else []:
+        try:
+            parse_seed(text, GOSSIP_PORT)
+        except ValueError as error:
+            log.warning("%s: %s", path, error)
+        else:
+            usable.append(text)
+    return usable
 
 
 async def _main(layout: Layout, settings: Settings) -> None:

@@ -108,19 +108,34 @@ def replica_order(job: bytes, adverts: Iterable[Advert], exclude: Collection[byt
 
 
 def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
-    """Why no node of this mesh could run it even when idle, or None: told at submission, not after a day of waiting."""
-    if not request.gpus or not adverts:
+    """Why no lending node could run it even when idle, or None: told at submission, not after a day of waiting.
+
+    A mesh where nobody lends yet, or where all have paused, may change its mind: then the job waits.
+    """
+    lenders = [_idle(advert) for advert in adverts if advert.lending]
+    refused = {advert.nick: refusals(request, advert) for advert in lenders}
+    if not lenders or not all(refused.values()):
         return None
-    most = max(adverts, key=lambda advert: len(advert.gpus))
+    most = max(lenders, key=lambda advert: len(advert.gpus))
     if len(most.gpus) < request.gpus:
         return (
             f"no node has {request.gpus} GPUs; the largest, {most.nick}, has {len(most.gpus)}. "
             "Ask for fewer with --gpus, or see `mesh nodes`."
         )
-    for advert in adverts:
-        if sum(gpu.vram_mib >= request.vram_mib for gpu in advert.gpus) >= request.gpus:
-            return None
-    return f"no node has {request.gpus} GPUs with {request.vram_mib} MiB each. Ask for less with --vram, or see `mesh nodes`."
+    if request.image is not None and not any(request.image in advert.images for advert in lenders):
+        return f"no lending node has image {request.image}: load it on one (`docker pull`, `docker load`)"
+    told = [f"{nick} {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_TOLD]]
+    more = f"; and {len(refused) - REFUSALS_TOLD} more" if len(refused) > REFUSALS_TOLD else ""
+    return f"no node could run it: {'; '.join(told)}{more}"
+
+
+REFUSALS_TOLD = 3
+
+
+def _idle(advert: Advert) -> Advert:
+    """The same machine with nobody on it."""
+    uuids = tuple(gpu.uuid for gpu in advert.gpus)
+    return msgspec.structs.replace(advert, paused=False, gpus_free=uuids, slots_free=advert.slots)
 
 
 def _summary(request: Request) -> str:

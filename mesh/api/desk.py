@@ -19,12 +19,12 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import SubmitOrder
 from mesh.api.peer import PeerError
 from mesh.jobs.courier import FetchError
-from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, decode_spec, format_job
+from mesh.jobs.ledger import left_unwillingly
+from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, check_spec, decode_spec, format_job, placement_request
 from mesh.jobs.status import JobStatus, decode_status, merge_statuses
 from mesh.jobs.steward import WANT_WITNESSES
 from mesh.jobs.workdir import collect_files
 from placement.decision import cannot_ever, explain, rank_nodes, replica_order, witness_order
-from placement.request import Request
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
@@ -200,9 +200,7 @@ class Desk:
     # --- what it does
 
     async def submit(self, order: SubmitOrder) -> dict[str, Any]:
-        chosen = [self._find_node(name).node_id for name in order.ckpt_to]
-        self._refuse_impossible(order)
-        workdir, holders, size = await self._pack_workdir(order)
+        chosen = tuple(self._find_node(name).node_id for name in order.ckpt_to)
         members = [m for m in self._daemon.membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
         spec = JobSpec(
@@ -215,8 +213,6 @@ class Desk:
             witnesses=self._choose_witnesses(alive),
             name=order.name,
             env=order.env,
-            workdir=workdir,
-            workdir_holders=holders,
             image=order.image,
             engine=order.engine,
             gpus=order.gpus,
@@ -224,12 +220,18 @@ class Desk:
             memory_mib=order.memory_mib,
             cpus=order.cpus,
             zone=order.zone,
-            checkpointing=self._checkpointing(order, chosen),
+            checkpointing=_checkpointing(order, chosen),
             grace_s=self._daemon.settings.grace_s if order.grace_s is None else order.grace_s,
             lease_s=LOCAL_LEASE_S if self._daemon.settings.profile == "local" else self._daemon.settings.lease_s,
             error_budget=order.retries,
-            on_exit_0="done" if order.on_exit_0 == "done" else "resume",
+            on_exit_0=order.on_exit_0,
         )
+        check_spec(spec)
+        self._refuse_impossible(spec)
+        size = 0
+        if order.workdir is not None:
+            workdir, holders, size = await self._pack_workdir(order.workdir, spec.checkpointing)
+            spec = msgspec.structs.replace(spec, workdir=workdir, workdir_holders=holders)
         job, problem = await self._daemon.jobs.submit(spec)
         if problem is not None:
             raise MeshError(f"the job was not accepted: {problem}. Try again, or see `mesh nodes`.")
@@ -240,40 +242,10 @@ class Desk:
             "warning": "" if len(spec.witnesses) >= WANT_WITNESSES else _few_witnesses(len(alive)),
         }
 
-    def _refuse_impossible(self, order: SubmitOrder) -> None:
-        adverts = self._daemon.jobs.adverts()
-        request = Request(
-            job=b"",
-            attempt=0,
-            user=self._daemon.standing.user,
-            gpus=order.gpus,
-            vram_mib=order.vram_mib,
-            image=order.image,
-        )
-        reason = cannot_ever(request, adverts)
-        if reason is None and order.engine not in {None, "process", "docker"}:
-            raise MeshError(f"there is no engine {order.engine!r}: process or docker", ExitCode.USAGE)
-        if reason is None and order.image is not None and not any(order.image in ad.images for ad in adverts):
-            reason = (
-                f"no node of the mesh has image {order.image}: load it on a lending node (`docker pull`, `docker load`)"
-            )
+    def _refuse_impossible(self, spec: JobSpec) -> None:
+        reason = cannot_ever(placement_request(b"", spec, 0), self._daemon.jobs.adverts())
         if reason is not None:
             raise MeshError(reason, ExitCode.IMPOSSIBLE)
-
-    def _checkpointing(self, order: SubmitOrder, chosen: list[bytes]) -> Checkpointing | None:
-        if order.ckpt is None:
-            if chosen:
-                raise MeshError("--ckpt-to needs --ckpt DIR: which directory holds checkpoints?", ExitCode.USAGE)
-            return None
-        if order.ckpt_mode not in {"rename", "marker", "stable"}:
-            raise MeshError("--ckpt-mode is rename, marker or stable", ExitCode.USAGE)
-        return Checkpointing(
-            directory=order.ckpt.strip("/"),
-            mode=order.ckpt_mode,  # type: ignore[arg-type]
-            keep=order.keep,
-            replicas=order.replicas,
-            to=tuple(chosen),
-        )
 
     def _choose_witnesses(self, alive: list[bytes]) -> tuple[bytes, ...]:
         """This node and two others, or this node alone on a mesh of one or two."""
@@ -284,11 +256,12 @@ class Desk:
             else (self._daemon.me,)
         )
 
-    async def _pack_workdir(self, order: SubmitOrder) -> tuple[bytes | None, tuple[bytes, ...], int]:
-        if order.workdir is None:
-            return None, (), 0
-        leave = (order.ckpt.strip("/"),) if order.ckpt else ()
-        files = await asyncio.to_thread(collect_files, Path(order.workdir), leave)
+    async def _pack_workdir(
+        self, directory: str, checkpointing: Checkpointing | None
+    ) -> tuple[bytes, tuple[bytes, ...], int]:
+        """Store the user's files and copy them to peers: the manifest, who holds it, its size in bytes."""
+        leave = (checkpointing.directory,) if checkpointing is not None else ()
+        files = await asyncio.to_thread(collect_files, Path(directory), leave)
         try:
             saved = await asyncio.to_thread(
                 self._daemon.store.save,
@@ -341,17 +314,7 @@ class Desk:
         spec = await self._spec_of(status)
         last = status.attempts[-1] if status.attempts else None
         attempt = 0 if last is None else last.number + bool(last.reason)
-        request = Request(
-            job=status.job,
-            attempt=attempt,
-            user=spec.user,
-            gpus=spec.gpus,
-            vram_mib=spec.vram_mib,
-            engine=spec.engine,
-            image=spec.image,
-            zone=spec.zone,
-            memory_mib=spec.memory_mib,
-        )
+        request = placement_request(status.job, spec, attempt, status.excluded, left_unwillingly(status.attempts))
         adverts = self._daemon.jobs.adverts()
         ranking = rank_nodes(request, adverts)
         shown = self._show(status)
@@ -446,6 +409,20 @@ class Desk:
             word = "no node" if not fits else f"{len(fits)} nodes"
             raise MeshError(f"{word} called {text!r} (known: {known})", ExitCode.NOT_FOUND)
         return fits[0]
+
+
+def _checkpointing(order: SubmitOrder, chosen: tuple[bytes, ...]) -> Checkpointing | None:
+    if order.ckpt is None:
+        if chosen:
+            raise MeshError("--ckpt-to needs --ckpt DIR: which directory holds checkpoints?", ExitCode.USAGE)
+        return None
+    return Checkpointing(
+        directory=order.ckpt.rstrip("/").removeprefix("./"),
+        mode=order.ckpt_mode,
+        keep=order.keep,
+        replicas=order.replicas,
+        to=chosen,
+    )
 
 
 def _few_witnesses(alive: int) -> str:

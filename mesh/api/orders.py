@@ -1,6 +1,10 @@
 """The bodies of what the command line asks of its daemon; unknown fields and wrong types are refused."""
 
+from typing import Literal
+
 import msgspec
+
+from mesh.jobs.spec import CommitMode
 
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,13 +22,13 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: float | None = None
     zone: str | None = None
     ckpt: str | None = None
-    ckpt_mode: str = "stable"
+    ckpt_mode: CommitMode = "stable"
     ckpt_to: list[str] = []
     replicas: int = 2
     keep: int = 2
     grace_s: float | None = None
     retries: int = 0
-    on_exit_0: str = "resume"
+    on_exit_0: Literal["resume", "done"] = "resume"
 
 
 class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

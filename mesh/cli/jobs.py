@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, SIZE, ago, client, json_option, print_json, table
+from mesh.cli.terminal import DURATION, SIZE, ago, client, job_path, json_option, print_json, quote, table
 from mesh.client import Client
 
 OVER = {"done", "failed", "cancelled"}
@@ -212,9 +212,9 @@ def logs(ctx: click.Context, job: str, follow: bool) -> None:
     """Show a job's output, over all its attempts, wherever it ran."""
     daemon = client(ctx)
     if follow:
-        _follow(daemon, daemon.get(f"/v1/jobs/{job}")["job"]["job"])
+        _follow(daemon, daemon.get(job_path(job))["job"]["job"])
         return
-    for piece in daemon.stream(f"/v1/jobs/{job}/log"):
+    for piece in daemon.stream(f"{job_path(job)}/log"):
         sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
 
@@ -225,7 +225,7 @@ def logs(ctx: click.Context, job: str, follow: bool) -> None:
 @click.pass_context
 def why(ctx: click.Context, job: str, as_json: bool) -> None:
     """Explain where a job runs or why it waits: the ranking of all nodes, with reasons."""
-    answer = client(ctx).get(f"/v1/jobs/{job}/why")
+    answer = client(ctx).get(f"{job_path(job)}/why")
     if as_json:
         print_json(answer)
         return
@@ -252,7 +252,7 @@ def why(ctx: click.Context, job: str, as_json: bool) -> None:
 def cancel(ctx: click.Context, job: str) -> None:
     """End a job. What it has published or saved so far stays readable."""
     daemon = client(ctx)
-    answer = daemon.post(f"/v1/jobs/{job}/cancel")
+    answer = daemon.post(f"{job_path(job)}/cancel")
     if answer["already"]:
         click.echo(f"job {answer['job'][:8]} is {answer['state']} already")
         return
@@ -272,7 +272,7 @@ def cancel(ctx: click.Context, job: str) -> None:
 @click.pass_context
 def pull(ctx: click.Context, job: str, directory: str, as_json: bool) -> None:
     """Fetch what a finished JOB published ($MESH_OUT_DIR) into DIRECTORY."""
-    answer = client(ctx).post(f"/v1/jobs/{job}/pull", {"destination": str(Path(directory).resolve())}, timeout_s=3600)
+    answer = client(ctx).post(f"{job_path(job)}/pull", {"destination": str(Path(directory).resolve())}, timeout_s=3600)
     if as_json:
         print_json(answer)
         return
@@ -285,7 +285,7 @@ def pull(ctx: click.Context, job: str, directory: str, as_json: bool) -> None:
 @click.pass_context
 def events(ctx: click.Context, job: str | None, as_json: bool) -> None:
     """What this node saw happen, to one JOB or to all."""
-    answer = client(ctx).get("/v1/events" + (f"?job={job}" if job else ""))
+    answer = client(ctx).get("/v1/events" + (f"?job={quote(job)}" if job else ""))
     if as_json:
         print_json(answer)
         return

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mesh.api.errors import ExitCode, MeshError
 from mesh.client import Client
 from mesh.config import Layout, state_directory
 
@@ -19,6 +20,19 @@ def layout(ctx: click.Context) -> Layout:
 
 def client(ctx: click.Context) -> Client:
     return Client(layout(ctx).socket)
+
+
+def job_path(job: str) -> str:
+    """Where the daemon answers about a job; MeshError for what cannot name one."""
+    if not job.strip():
+        raise MeshError("no job is named: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
+    return f"/v1/jobs/{quote(job)}"
+
+
+def quote(text: str) -> str:
+    from urllib.parse import quote as percent
+
+    return percent(text, safe="", errors="surrogateescape")
 
 
 def json_option(function: Any) -> Any:

@@ -43,6 +43,11 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last_step: int | None = None
 
 
+def left_unwillingly(attempts: tuple[Attempt, ...]) -> tuple[bytes, ...]:
+    last = attempts[-1] if attempts else None
+    return (last.node,) if last is not None and last.reason not in {"", "checkpointed"} else ()
+
+
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the job ended, for ever. `manifest` holds its log and published files."""
 
@@ -75,6 +80,11 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def open_attempt(self) -> Attempt | None:
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and not last.reason else None
+
+    @property
+    def avoided(self) -> tuple[bytes, ...]:
+        """The node that the job has just had to leave, if that was not of its own will."""
+        return left_unwillingly(self.attempts)
 
     @property
     def next_attempt(self) -> int:

@@ -41,7 +41,7 @@ from mesh.jobs.messages import AnyMessage, Cancel, Start, decode_message, encode
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.postman import Postman
 from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
-from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id
+from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id, placement_request
 from mesh.jobs.status import JobStatus, encode_status, status_of
 from mesh.jobs.view import Instant, Timer, View
 from mesh.jobs.witness import Witness
@@ -49,7 +49,6 @@ from mesh.provider.inventory import Inventory
 from placement.advert import Advert, AdvertError, decode_advert
 from placement.decision import replica_order, witness_order
 from placement.filters import engine_for
-from placement.request import Request
 
 INPUT_LIMIT = 10_000  # inputs waiting; a peer that sends more is told to slow down (503)
 STATUS_TTL_S = 3600.0
@@ -363,7 +362,7 @@ class JobService:
         return spec, signer
 
     def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
-        request = _request(job, spec, start.ledger.next_attempt)
+        request = placement_request(job, spec, start.ledger.next_attempt)
         refusal = self.inventory.admit(request)
         if refusal is not None:
             return refusal
@@ -452,20 +451,6 @@ class JobService:
             and staying - set(witness.cell.config.everyone)
             for witness in self.participant.witnesses.values()
         )
-
-
-def _request(job: bytes, spec: JobSpec, attempt: int) -> Request:
-    return Request(
-        job=job,
-        attempt=attempt,
-        user=spec.user,
-        gpus=spec.gpus,
-        vram_mib=spec.vram_mib,
-        engine=spec.engine,
-        image=spec.image,
-        zone=spec.zone,
-        memory_mib=spec.memory_mib,
-    )
 
 
 def _instant() -> Instant:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from placement.request import Request
+
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
 
 CommitMode = Literal["rename", "marker", "stable"]
@@ -75,6 +77,25 @@ def format_job(job: bytes) -> str:
     from base64 import b32encode
 
     return b32encode(job).decode().rstrip("=").lower()
+
+
+def placement_request(
+    job: bytes, spec: JobSpec, attempt: int, exclude: tuple[bytes, ...] = (), avoid: tuple[bytes, ...] = ()
+) -> Request:
+    """What this attempt asks of a node: the one translation that stewards, admission and `mesh why` share."""
+    return Request(
+        job=job,
+        attempt=attempt,
+        user=spec.user,
+        gpus=spec.gpus,
+        vram_mib=spec.vram_mib,
+        engine=spec.engine,
+        image=spec.image,
+        zone=spec.zone,
+        memory_mib=spec.memory_mib,
+        exclude=exclude,
+        avoid=avoid,
+    )
 
 
 def encode_spec(spec: JobSpec) -> bytes:

@@ -30,6 +30,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     config: Config
     gpus: int
     attempts: tuple[Attempt, ...] = ()
+    excluded: tuple[bytes, ...] = ()
     commit: Commit | None = None
     outcome: Outcome | None = None
     runner: bytes | None = None
@@ -86,6 +87,7 @@ def status_of(
         config=config,
         gpus=spec.gpus,
         attempts=ledger.attempts[-ATTEMPTS_SHOWN:],
+        excluded=ledger.excluded,
         commit=ledger.commit,
         outcome=ledger.outcome,
         runner=last.node if last is not None and not last.reason else None,

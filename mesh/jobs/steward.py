@@ -13,7 +13,7 @@ from mesh.jobs.effects import Effect, Send, SetTimer, StateChanged
 from mesh.jobs.ledger import Ledger, Outcome
 from mesh.jobs.messages import Accepted, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
-from mesh.jobs.spec import JobSpec
+from mesh.jobs.spec import JobSpec, placement_request
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness
 from placement.decision import explain, rank_nodes
@@ -210,20 +210,7 @@ class Steward:
     # --- using it
 
     def request(self, ledger: Ledger) -> Request:
-        spec = self.spec
-        last = ledger.attempts[-1] if ledger.attempts else None
-        return Request(
-            job=self.job,
-            attempt=ledger.next_attempt,
-            gpus=spec.gpus,
-            vram_mib=spec.vram_mib,
-            engine=spec.engine,
-            image=spec.image,
-            zone=spec.zone,
-            user=spec.user,
-            exclude=ledger.excluded,
-            avoid=(last.node,) if last is not None and last.reason not in {"", "checkpointed"} else (),
-        )
+        return placement_request(self.job, self.spec, ledger.next_attempt, ledger.excluded, ledger.avoided)
 
     def _place(self, at: Instant) -> list[Effect]:
         assert self.view is not None and self._proposer is not None

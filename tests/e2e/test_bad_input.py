@@ -1,0 +1,246 @@
+"""Bad input to the command line, to the daemon's own socket and to the interface between nodes: an error each, and no harm."""
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from membership.identity import Identity, parse_id
+from mesh.api.auth import HEADER, sign_request
+from mesh.stack import Stack, StackNode
+from tests.e2e.commands import mesh, ok, read, until
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (("--no-such-option",), 2, "--no-such-option"),
+        (("nodez",), 2, "mesh nodes"),
+        (("qqqq",), 2, "mesh --help"),
+        (("run",), 2, "COMMAND"),
+        (("run", "--gpuz", "1", "--", "x"), 2, "--gpu"),
+        (("run", "--gpus", "many", "--", "x"), 2, "many"),
+        (("run", "--gpus", "-1", "--", "x"), 2, "-1"),
+        (("run", "--vram", "big", "--", "x"), 2, "6g"),
+        (("run", "--grace", "soon", "--", "x"), 2, "30s"),
+        (("run", "--env", "NOEQUALS", "--", "x"), 2, "KEY=VALUE"),
+        (("run", "--no-workdir", "--zone", "atlantis", "--", "x"), 6, "atlantis"),
+        (("run", "--workdir", "/no/such/dir", "--", "x"), 2, "/no/such/dir"),
+        (("run", "--no-workdir", "--ckpt", "/etc", "--", "x"), 2, "checkpoint directory"),
+        (("run", "--no-workdir", "--ckpt", "../x", "--", "x"), 2, "checkpoint directory"),
+        (("run", "--no-workdir", "--ckpt-to", "node2", "--", "x"), 2, "--ckpt"),
+        (("run", "--no-workdir", "--ckpt", "c", "--ckpt-to", "nobody", "--", "x"), 4, "nobody"),
+        (("run", "--no-workdir", "--gpus", "99", "--", "x"), 6, "99"),
+        (("run", "--no-workdir", "--vram", "900g", "--gpus", "1", "--", "x"), 6, "GPU"),
+        (("run", "--no-workdir", "--image", "no/such:image", "--", "x"), 6, "no/such:image"),
+        (("run", "--no-workdir", "--engine", "docker", "--image", "a b", "--", "x"), 6, "a b"),
+        (("run", "--no-workdir", "--", "a" * 300_000), 1, "rgument"),
+        (("logs", "zzzz"), 4, "mesh ps -a"),
+        (("why", ""), 4, "mesh ps -a"),
+        (("cancel", "../../etc/passwd"), 4, ""),
+        (("pull", "zzzz", "/tmp/x"), 4, "mesh ps -a"),
+        (("reclaim", "--grace", "-3s"), 2, ""),
+        (("invite", "--ttl", "1s"), 2, "minute"),
+        (("up",), 1, "already"),
+        (("devstack", "-n", "0"), 2, "0"),
+        (("demo", "--epochs", "1"), 2, "1"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(shared: Stack, arguments: tuple[str, ...], code: int, word: str) -> None:
+    try:
+        done = mesh(shared.nodes[0], *arguments)
+    except OSError as error:
+        assert "rgument list too long" in str(error), "the kernel itself refuses it"
+        return
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert word in done.stderr and "Traceback" not in done.stderr and len(done.stderr) < 2000
+
+
+def test_help_is_one_page_for_a_newcomer() -> None:
+    text = ok(None, "--help")
+    for word in ("run", "submit", "why", "reclaim", "demo", "The owner always wins", "Exit codes"):
+        assert word in text
+    assert len(text.splitlines()) < 60
+    for name in ("run", "up", "reclaim", "why"):
+        assert "Usage: mesh " in ok(None, name, "--help")
+
+
+class Unix(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("mesh", timeout=20)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(20)
+        self.sock.connect(str(self._path))
+
+
+def ask(node: StackNode, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    connection = Unix(node.where.socket)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+BODIES = ["/v1/jobs", "/v1/jobs/zzzz/pull", "/v1/pause", "/v1/reclaim", "/v1/invite"]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["argv", "paused", "x", "env"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+).map(lambda value: json.dumps(value).encode())
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(BODIES), body=st.one_of(st.binary(max_size=100), json_values))
+def test_hostile_bodies_on_the_local_socket(shared: Stack, path: str, body: bytes) -> None:
+    if path in {"/v1/pause", "/v1/reclaim"}:
+        body = b"\xff" + body  # well-formed ones would do as they say
+    status, answer = ask(shared.nodes[1], "POST", path, body)
+    assert 400 <= status < 500, (status, answer)
+    assert json.loads(answer)["error"] and json.loads(answer)["exit_code"] in {2, 4, 5}
+
+
+def test_the_local_socket_is_its_owners_alone(shared: Stack) -> None:
+    for node in shared.nodes:
+        assert node.where.socket.stat().st_mode & 0o777 == 0o600
+    assert ask(shared.nodes[0], "GET", "/v1/nothing")[0] == 404
+    assert ask(shared.nodes[0], "POST", "/v1/jobs", b"x" * (2 << 20))[0] in {400, 413}
+
+
+# --- between nodes
+
+
+class Peer:
+    """What a stranger, or a member that misbehaves, can send to a node's port."""
+
+    def __init__(self, node: StackNode) -> None:
+        self.node = node
+        status = read(node, "status")
+        self.me = parse_id(status["node"])
+        self.host, self.port = "127.0.0.1", status["api_port"]
+        self.mesh_id = bytes.fromhex(status["mesh_id"])
+
+    def call(self, method: str, path: str, body: bytes, header: str | None) -> int:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(self.host, self.port, context=context, timeout=20)
+        try:
+            connection.request(method, path, body, {HEADER: header} if header is not None else {})
+            response = connection.getresponse()
+            response.read()
+            return response.status
+        finally:
+            connection.close()
+
+    def sign(self, identity: Identity, method: str, path: str, body: bytes, nonce: bytes | None = None) -> str:
+        now = int(time.time())
+        return sign_request(identity, self.mesh_id, self.me, method, path, body, nonce or os.urandom(16), now)
+
+    def refused(self) -> dict[str, int]:
+        counters = read(self.node, "status")["counters"]
+        return {key: count for key, count in counters.items() if key.startswith("refused")}
+
+    def state(self) -> Any:
+        rows = read(self.node, "nodes")["nodes"]
+        return [(row["node"], row["state"], row["lending"]) for row in rows], read(self.node, "ps", "-a")["jobs"]
+
+
+def test_unsigned_foreign_and_replayed_calls_change_nothing_and_are_counted(shared: Stack) -> None:
+    peer = Peer(shared.nodes[0])
+    before, state = peer.refused(), peer.state()
+    stranger, member = Identity.generate(), Identity.load(shared.nodes[1].where.key)
+    path, body = "/v1/messages", msgspec.msgpack.encode([b"x"])
+    empty = msgspec.msgpack.encode([])
+    assert peer.call("POST", path, body, None) == 403
+    assert peer.call("POST", path, body, peer.sign(stranger, "POST", path, body)) == 403
+    good = peer.sign(member, "POST", path, empty)
+    assert [peer.call("POST", path, empty, good) for _ in range(2)] == [200, 403]
+    assert peer.call("POST", path, body, peer.sign(member, "POST", path, b"other")) == 403
+    assert peer.call("POST", path, body, peer.sign(member, "POST", path, body)) == 400, (
+        "a member's nonsense is refused too"
+    )
+    after = peer.refused()
+    for kind in ("unsigned", "foreign", "replayed", "altered", "malformed"):
+        assert after[f"refused_{kind}"] == before.get(f"refused_{kind}", 0) + 1
+    assert peer.state() == state
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    call=st.sampled_from(
+        [
+            ("POST", "/v1/messages"),
+            ("POST", "/v1/chunks/missing"),
+            ("POST", "/v1/chunks/frames"),
+            ("PUT", "/v1/manifests/" + "ab" * 32),
+            ("GET", "/v1/manifests/" + "zz" * 32),
+            ("GET", "/v1/jobs/" + "ab" * 16 + "/spec"),
+            ("GET", "/v1/jobs/" + "ab" * 16 + "/log/x?offset=-1"),
+            ("GET", "/v1/jobs/" + "ab" * 16 + "/log/0?offset=99"),
+        ]
+    ),
+    body=st.one_of(st.binary(max_size=200), st.lists(st.binary(max_size=40), max_size=4).map(msgspec.msgpack.encode)),
+)
+def test_a_members_hostile_bodies_are_refused(shared: Stack, call: tuple[str, str], body: bytes) -> None:
+    peer = _peer(shared)
+    member = Identity.load(shared.nodes[1].where.key)
+    status = peer.call(*call, body, peer.sign(member, *call, body))
+    harmless = call[1] in {"/v1/messages", "/v1/chunks/missing", "/v1/chunks/frames"} and status == 200
+    assert harmless or 400 <= status < 500, (call, body, status)
+
+
+_peers: dict[int, Peer] = {}
+
+
+def _peer(shared: Stack) -> Peer:
+    return _peers.setdefault(id(shared), Peer(shared.nodes[0]))
+
+
+def test_hostile_chunk_streams_leave_the_store_as_it_was(shared: Stack) -> None:
+    peer = Peer(shared.nodes[0])
+    member = Identity.load(shared.nodes[1].where.key)
+    for data in (b"", b"\0" * 100, os.urandom(5000), b"\xff" * 70_000):
+        now = int(time.time())
+        header = sign_request(member, peer.mesh_id, peer.me, "PUT", "/v1/chunks", None, os.urandom(16), now)
+        assert peer.call("PUT", "/v1/chunks", data, header) in {200, 409}
+    done = ok(shared.nodes[0], "run", "--no-workdir", "--", "echo", "still here")
+    assert done == "still here\n"
+
+
+def test_noise_on_the_gossip_port_is_counted_and_changes_nothing(shared: Stack) -> None:
+    peer = Peer(shared.nodes[0])
+    host, port = read(peer.node, "status")["address"].rsplit(":", 1)
+    state, before = peer.state(), sum(peer.refused().values())
+    draw = random.Random(5)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as noise:
+        for _ in range(200):
+            noise.sendto(draw.randbytes(draw.randrange(1, 1400)), (host, int(port)))
+    for data in (b"", b"\0" * 64, draw.randbytes(4000), b"\xff\xff\xff\xff"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(10)
+            with contextlib.suppress(OSError):
+                connection.recv(10)
+    until(lambda: sum(peer.refused().values()) >= before + 100, "the noise to be counted")
+    assert peer.state() == state

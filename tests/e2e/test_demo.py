@@ -1,0 +1,93 @@
+"""The main job: three departures, one result. And the stack of daemons it runs on."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import mesh, ok, read, start, until
+
+pytestmark = pytest.mark.e2e
+LIMIT_S = 240.0
+
+
+def demo(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
+    file = tmp_path / "demo.json"
+    done = mesh(None, "demo", "--json", str(file), *options, timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def check(facts: dict[str, Any], text: str) -> None:
+    assert facts["passed"] is True and facts["digest"] == facts["undisturbed_digest"] and len(facts["digest"]) == 64
+    assert facts["accuracy"] > 0.9
+    attempts = facts["attempts"]
+    assert (
+        len(attempts) >= 3 and attempts[0]["reason"] == "vacated: its node leaves" and attempts[-1]["reason"] == "done"
+    )
+    assert {attempt["reason"] for attempt in attempts[1:-1]} & {"node lost", "lease expired"}
+    for attempt in attempts[:-1]:
+        assert attempt["downtime_s"] >= 0 and attempt["steps_lost"] >= 0 and attempt["node"].startswith("node")
+    assert attempts[0]["steps_lost"] == 0, "who leaves in order loses nothing"
+    assert attempts[-1]["downtime_s"] is None and attempts[-1]["steps_lost"] is None
+    for word in ("SIGTERM", "SIGKILL", "submitter", "committed", "EQUAL", facts["digest"]):
+        assert word in text
+    assert "\x1b[" not in text, "plain lines where there is no terminal"
+
+
+def test_the_demo_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+    check(*demo(tmp_path))
+
+
+@pytest.mark.docker
+def test_the_demo_in_containers(tmp_path: Path) -> None:
+    check(*demo(tmp_path, "--engine", "docker"))
+
+
+def test_a_devstack_is_a_mesh_until_ctrl_c_and_nothing_after() -> None:
+    process = start(None, "devstack", "-n", "2", "--slots", "3")
+    assert process.stdout is not None
+    states = [Path(process.stdout.readline().split("MESH_STATE=")[1].strip()) for _ in range(2)]
+    rows = read(states[0], "nodes")["nodes"]
+    assert [row["nick"] for row in rows] == ["node1", "node2"] and rows[0]["slots"] == 3
+    assert ok(None, "run", "--no-workdir", "--", "echo", "hello", MESH_STATE=str(states[1])) == "hello\n"
+    pids = [read(state, "status")["pid"] for state in states]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and not any(state.exists() for state in states)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
+    process = start(None, "demo")
+    assert process.stdout is not None
+    line = ""
+    while "submitted" not in line:
+        line = process.stdout.readline()
+        assert line, "the demo ended early"
+    daemons = mine(process.pid)
+    assert len(daemons) == 5
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=90)
+    assert process.returncode == 130
+    until(lambda: not [pid for pid in daemons if exists(pid)], "its daemons to end")
+
+
+def mine(pid: int) -> list[int]:
+    text = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in text.splitlines()[1:]]
+    return [int(row[0]) for row in rows if int(row[1]) == pid and "mesh.daemon" in row[2]]
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
