@@ -1,0 +1,96 @@
+"""What every benchmark shares: interleaved timing of whole commands, and build/bench/<area>.json."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "bench"
+
+
+def machine() -> str:
+    """The machine in words: what a reader needs to compare figures."""
+    model = "unknown CPU"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    usable = len(os.sched_getaffinity(0))
+    return f"{model}, {usable} cores, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def interleave(subjects: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds each subject took, round after round, so that a slow moment of the machine hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in subjects}
+    for number in range(warmup + rounds):
+        for name, subject in subjects.items():
+            begun = time.perf_counter()
+            subject()
+            if number >= warmup:
+                taken[name].append(time.perf_counter() - begun)
+    return taken
+
+
+def command(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Callable[[], None]:
+    """A whole process, which must succeed."""
+    environment = {**os.environ, **(env or {})}
+
+    def run() -> None:
+        subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True, env=environment)
+
+    return run
+
+
+def row(
+    measure: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    goal: str,
+    met: bool | None,
+    peer: str = "",
+    peer_values: Sequence[float] = (),
+) -> dict[str, Any]:
+    """One line of the report: medians with their spread."""
+    return {
+        "measure": measure,
+        "value": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+        "n": len(values),
+        "unit": unit,
+        "peer": peer,
+        "peer_value": round(statistics.median(peer_values), 4) if peer_values else None,
+        "goal": goal,
+        "met": met,
+    }
+
+
+def write(area: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the area's report and show it."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    report = {"area": area, "commit": commit(), "machine": machine(), "rows": list(rows)}
+    path = BUILD / f"{area}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    for line in rows:
+        verdict = {True: "met", False: "NOT MET", None: "not run"}[line["met"]]
+        beside = f", {line['peer']} {line['peer_value']}" if line["peer_value"] is not None else ""
+        print(
+            f"{line['measure']}: {line['value']} {line['unit']} ({line['min']} to {line['max']}, n={line['n']}{beside}); "
+            f"goal {line['goal']}: {verdict}"
+        )
+    print(path.relative_to(ROOT))

@@ -1,0 +1,75 @@
+"""Jobs in real containers, by the command line."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mesh.stack import Stack, StackNode
+from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.images import busybox_image
+
+pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+
+
+@pytest.fixture
+def stack(make_stack: Callable[..., Stack]) -> Stack:
+    image = busybox_image()
+    stack = make_stack(2, slots=3, engines=["process", "docker"])
+    node = stack.nodes[0]
+    until(
+        lambda: mesh(node, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0,
+        "the image to be known",
+    )
+    return stack
+
+
+def containers(node: StackNode) -> list[Any]:
+    return labelled(read(node, "status")["node"])
+
+
+def test_a_job_runs_in_its_image_with_its_files_and_leaves_no_container(stack: Stack) -> None:
+    node = stack.nodes[0]
+    script = "ls; id -u; pwd; echo kept > $MESH_OUT_DIR/file; exit 5"
+    done = mesh(node, "run", "--image", busybox_image(), "--", "sh", "-c", script)
+    assert done.returncode == 5 and "count.py" in done.stdout and "/mesh/work" in done.stdout
+    assert "0" not in done.stdout.split(), "not root"
+    until(lambda: not any(containers(each) for each in stack.nodes), "its container to be removed")
+    assert mesh(node, "run", "--engine", "docker", "--", "true").returncode == 6
+
+
+def test_a_daemon_that_is_killed_takes_its_containers_along_and_the_job_goes_on(stack: Stack) -> None:
+    script = (
+        'echo "on $MESH_NODE, resumed [$MESH_RESUME]"; echo state > $MESH_CKPT_DIR/step-1; while :; do sleep 0.1; done'
+    )
+    options = ("--no-workdir", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--image", busybox_image())
+    job = ok(stack.nodes[0], "submit", *options, "--", "sh", "-c", script).strip()
+    state = until(lambda: (s := job_state(stack.nodes[0], job)).get("checkpoint") and s, "a checkpoint")
+    host = stack.node(state["node"])
+    other = next(node for node in stack.nodes if node is not host)
+    label = read(host, "status")["node"]
+    assert host.process is not None
+    os.kill(host.process.pid, signal.SIGKILL)
+    until(lambda: not labelled(label), "its containers to be removed")
+    if job_state(other, job)["state"] == "stranded":
+        stack.start(host)  # on a mesh of two, one node keeps the record: the job goes on when it is back
+        until(lambda: mesh(host, "status").returncode == 0, "the daemon to answer")
+    until(
+        lambda: len(job_state(other, job)["attempts"]) > 1 and job_state(other, job)["state"] == "running",
+        "a new attempt",
+    )
+    until(lambda: "resumed [/mesh/ckpt/step-1]" in ok(other, "logs", job), "it to go on from its checkpoint")
+    ok(other, "cancel", job)
+    finished(other, job)
+
+
+def labelled(node: str) -> list[Any]:
+    import docker
+
+    client = docker.from_env()
+    try:
+        return list(client.containers.list(all=True, filters={"label": f"campus-mesh.node={node}"}))
+    finally:
+        client.close()
