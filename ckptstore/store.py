@@ -339,10 +339,13 @@ class Store:
         (self.manifest_files / identity.hex()).unlink(missing_ok=True)
         self._known.pop(identity, None)
 
-    def prune(self, job: bytes, keep: int, spare: Collection[bytes] = ()) -> list[bytes]:
-        """Forget a job's checkpoints but the newest `keep` and those to `spare`."""
+    def prune(self, job: bytes, committed_seq: int, keep: int) -> list[bytes]:
+        """Forget a job's checkpoints before the `keep` that end with the committed one.
+
+        A newer one stays, whatever its term: it may be committed by the time we hear of it, and that one is the job's only state.
+        """
         checkpoints = [info for info in self.manifests(job) if info.kind == "checkpoint"]
-        gone = [info.id for info in checkpoints[: max(0, len(checkpoints) - keep)] if info.id not in spare]
+        gone = [info.id for info in checkpoints if info.seq <= committed_seq - keep]
         for identity in gone:
             self.forget(identity)
         return gone

@@ -21,7 +21,7 @@ from mesh.api.peer import PeerError
 from mesh.jobs.courier import FetchError
 from mesh.jobs.ledger import left_unwillingly
 from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, check_spec, decode_spec, format_job, placement_request
-from mesh.jobs.status import JobStatus, decode_status, merge_statuses
+from mesh.jobs.status import JobStatus
 from mesh.jobs.steward import WANT_WITNESSES
 from mesh.jobs.workdir import collect_files
 from placement.decision import cannot_ever, explain, rank_nodes, replica_order, witness_order
@@ -94,10 +94,7 @@ class Desk:
         return rows
 
     def statuses(self) -> dict[bytes, JobStatus]:
-        views = [decode_status(record.body) for record in self._daemon.membership.records("jobs/")]
-        participant = self._daemon.jobs.participant
-        mine = [self._daemon.jobs.status(job) for job in {*participant.witnesses, *participant.runners}]
-        return merge_statuses(view for view in (*views, *mine) if view is not None)
+        return self._daemon.jobs.statuses()
 
     def job_list(self) -> list[dict[str, Any]]:
         ordered = sorted(self.statuses().values(), key=lambda status: status.created_unix_ms)

@@ -42,7 +42,7 @@ from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.postman import Postman
 from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
 from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id, placement_request
-from mesh.jobs.status import JobStatus, encode_status, status_of
+from mesh.jobs.status import JobStatus, decode_status, encode_status, merge_statuses, status_of
 from mesh.jobs.view import Instant, Timer, View
 from mesh.jobs.witness import Witness
 from mesh.provider.inventory import Inventory
@@ -54,6 +54,7 @@ INPUT_LIMIT = 10_000  # inputs waiting; a peer that sends more is told to slow d
 STATUS_TTL_S = 3600.0
 REPUBLISH_S = 600.0
 COLLECT_EVERY_S = 60.0
+COMMITTED_KEPT = 2  # the committed checkpoint and the one before it, should the newer one be damaged everywhere; ours
 COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
 
 log = logging.getLogger(__name__)
@@ -231,13 +232,13 @@ class JobService:
                 self._publish(job)
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
-                await asyncio.to_thread(self._collect)
+                statuses = self.statuses()
+                await asyncio.to_thread(self._collect, statuses)
 
-    def _collect(self) -> None:
-        for witness in list(self.participant.witnesses.values()):
-            commit = witness.cell.ledger.commit
-            keep = witness.spec.checkpointing.keep if witness.spec.checkpointing is not None else 2
-            self.store.prune(witness.cell.job, keep, {commit.manifest} if commit is not None else ())
+    def _collect(self, statuses: dict[bytes, JobStatus]) -> None:
+        for status in statuses.values():
+            if status.commit is not None:
+                self.store.prune(status.job, status.commit.seq, COMMITTED_KEPT)
         self.logs.trim(set(self.attempts))
         self.store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
 
@@ -402,6 +403,12 @@ class JobService:
         return sender == self._me or (standing is not None and standing.user == user == spec.user)
 
     # --- what others see
+
+    def statuses(self) -> dict[bytes, JobStatus]:
+        """Every job this node has heard of, each by the most advanced view."""
+        views = [decode_status(record.body) for record in self.membership.records("jobs/")]
+        mine = [self.status(job) for job in {*self.participant.witnesses, *self.participant.runners}]
+        return merge_statuses(view for view in (*views, *mine) if view is not None)
 
     def status(self, job: bytes) -> JobStatus | None:
         """This node's own view of a job it has a part in."""

@@ -24,7 +24,8 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a job shows that a checkpoint is complete, and where its replicas go.
 
     `directory` is relative to the working directory; `mode` is one of the commit modes of docs/job-contract.md;
-    `replicas` counts peers that must hold a checkpoint, on their disk, before it is committed.
+    `replicas` counts peers that are to hold a checkpoint, on their disk, before it is committed; `keep` is how many of the
+    directory's newest entries travel with each.
     """
 
     directory: str = "ckpts"

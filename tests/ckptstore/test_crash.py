@@ -23,7 +23,7 @@ if sys.argv[2] == "save":
 elif sys.argv[2] == "restore":
     store.restore(store.manifests(JOB)[0].id, root / "restored", prefix="ckpt")
 else:
-    store.prune(JOB, keep=0)
+    store.prune(JOB, committed_seq=99, keep=0)
     store.collect(min_age_s=0, now_unix=time.time() + 1000)
 print("survived")
 """

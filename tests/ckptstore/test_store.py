@@ -298,13 +298,25 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
     assert store.manifests() == []
 
 
+def test_pruning_never_touches_what_may_yet_be_committed(tmp_path: Path) -> None:
+    """After commit 2 of term 1, terms 2 and 3 each replicated a third checkpoint that was never decided."""
+    store = open_store(tmp_path / "store")
+    saved = {}
+    for seq, term in ((1, 1), (2, 1), (3, 2), (3, 3)):
+        write_tree(tmp_path / "in", {"a": os.urandom(100)})
+        saved[seq, term] = save(store, tmp_path / "in", seq=seq, term=term).id
+    assert store.prune(JOB, committed_seq=2, keep=2) == []
+    assert store.prune(JOB, committed_seq=2, keep=1) == [saved[1, 1]]
+    assert {info.id for info in store.manifests(JOB)} == {saved[2, 1], saved[3, 2], saved[3, 3]}
+
+
 def test_collection_keeps_what_is_reachable_young_or_being_written(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     write_tree(tmp_path / "in", {"a": os.urandom(5000)})
     first = save(store, tmp_path / "in", seq=1)
     (tmp_path / "in" / "a").write_bytes(os.urandom(5000))
     second = save(store, tmp_path / "in", seq=2)
-    assert store.prune(JOB, keep=1) == [first.id]
+    assert store.prune(JOB, committed_seq=2, keep=1) == [first.id]
     assert store.collect(min_age_s=600, now_unix=time.time()).packs == 0, "too young"
     receiver = store.receive(1000)
     assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0, "something is being written"
