@@ -153,6 +153,9 @@ class Demo:
 
         def there() -> bool:
             state = self._state(nodes, job)
+            if state.get("outcome") is not None:
+                log = b"".join(self._reader(nodes).client.stream(f"/v1/jobs/{job}/log")).decode(errors="replace")
+                raise MeshError(f"the training ended too early: {state['detail'] or state['state']}\n{log[-1000:]}")
             if state.get("state") != "running" or (after is not None and state.get("node") == after.nick):
                 return False
             attempts = state["attempts"]

@@ -3,7 +3,6 @@
 For `mesh demo --engine docker` and the tests, where nothing can be pulled. `docker import` takes it as it is.
 """
 
-import io
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LEFT_OUT = {"test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "__pycache__", "site-packages"}
+PACKAGES = Path("/opt/mesh/packages")
 DEMO_IMAGE = "campus-mesh/demo"
 
 
@@ -25,13 +25,21 @@ class ImageError(RuntimeError):
 
 
 def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path]) -> None:
-    """Write a root file system as a tar: Python at its own path, `python3` on PATH, packages and single files beside it."""
+    """Write a root file system as a tar: Python at its own path, `python3` on PATH, packages and single files beside it.
+
+    What comes from this environment's site-packages goes to `PACKAGES`, which the image has on PYTHONPATH: a virtual environment
+    may lie below /tmp, which a container covers with a fresh one, and Debian's Python has no site-packages of its own.
+    """
     stdlib = Path(sysconfig.get_path("stdlib"))
     executable = Path(sys.executable).resolve()
     with tarfile.open(destination, "w") as tar:
         chosen: set[Path] = {executable}
         chosen.update(_tree(stdlib))
         purelib = Path(sysconfig.get_path("purelib"))
+
+        def placed(path: Path) -> Path:
+            return PACKAGES / path.relative_to(purelib) if path.is_relative_to(purelib) else path
+
         for package in packages:
             spec = find_spec(package)
             if spec is None or spec.origin is None:
@@ -46,14 +54,9 @@ def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path
         for library in sorted(_shared_libraries(binaries) - chosen):
             tar.add(library.resolve(), str(library), recursive=False)
         for path in sorted(chosen):
-            tar.add(path, str(path), recursive=False)
+            tar.add(path, str(placed(path)), recursive=False)
         for name in ("python", "python3"):
             _link(tar, f"/usr/local/bin/{name}", str(executable))
-        line = f"{purelib}\n".encode()
-        info = tarfile.TarInfo(str(stdlib / "site-packages" / "demo.pth"))
-        info.size = len(line)
-        info.mode = 0o644
-        tar.addfile(info, io.BytesIO(line))
         for directory in ("/tmp", "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl", "/proc", "/dev", "/sys"):
             info = tarfile.TarInfo(directory)
             info.type, info.mode = tarfile.DIRTYPE, 0o1777 if directory == "/tmp" else 0o755
@@ -75,7 +78,9 @@ def ensure_demo_image(client: Any, workspace: Path, tell: Callable[[str], None])
         tar = workspace / "demo-image.tar"
         python_root(tar, ["numpy"], [digits, digits.parents[2] / "__init__.py"])
         with tar.open("rb") as file:
-            client.api.import_image_from_data(file.read(), repository=DEMO_IMAGE, tag=tag)
+            client.api.import_image_from_data(
+                file.read(), repository=DEMO_IMAGE, tag=tag, changes=[f"ENV PYTHONPATH={PACKAGES}"]
+            )
         tar.unlink()
     return name
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,9 +51,19 @@ def read(state: StackNode | Path | None, *arguments: str, **options: Any) -> Any
     return json.loads(ok(state, *arguments, "--json", **options))
 
 
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) -> subprocess.Popen[str]:
+    """A command that goes on; Ctrl-C reaches it even where the tests themselves were started with it ignored (`nohup`, `&`)."""
     return subprocess.Popen(
-        command(state, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
+        command(state, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        preexec_fn=_heed_interrupts,
     )
 
 
