@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -51,19 +50,14 @@ def read(state: StackNode | Path | None, *arguments: str, **options: Any) -> Any
     return json.loads(ok(state, *arguments, "--json", **options))
 
 
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) -> subprocess.Popen[str]:
     """A command that goes on; Ctrl-C reaches it even where the tests themselves were started with it ignored (`nohup`, `&`)."""
     return subprocess.Popen(
-        command(state, *arguments),
+        ["env", "--default-signal=INT", *command(state, *arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        preexec_fn=_heed_interrupts,
     )
 
 
