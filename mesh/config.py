@@ -139,3 +139,14 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
     return settings
+
+
+def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
+    """The three files that make a node a member; the genesis last, since it is what says that there is one."""
+    for path, data in ((where.seeds, "\n".join(seeds).encode()), (where.chain, chain), (where.genesis, genesis)):
+        temporary = path.with_suffix(".new")
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)

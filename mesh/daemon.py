@@ -41,7 +41,7 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.engine.docker import DockerEngine
-from mesh.engine.engine import Engine
+from mesh.engine.engine import Availability, Engine
 from mesh.engine.process import ProcessEngine
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal, JournalError
@@ -68,6 +68,7 @@ class Daemon:
         self._started_unix = time.time()
         self._runners: list[web.AppRunner] = []
         self._advert_published = (0, 0.0)  # version, when
+        self.engine_states: dict[str, Availability] = {}
         self.leaving = False
 
     # --- life
@@ -255,7 +256,8 @@ class Daemon:
         ready: list[str] = []
         images: list[str] = []
         for name, engine in self.engines.items():
-            if (await engine.availability()).ok:
+            found = self.engine_states[name] = await engine.availability()
+            if found.ok:
                 ready.append(name)
                 images += await engine.images()
         self.inventory.engines, self.inventory.images = tuple(ready), tuple(images)

@@ -14,7 +14,8 @@ from typing import Any
 
 from mesh.api.errors import MeshError
 from mesh.client import Client
-from mesh.config import Layout
+from mesh.config import Layout, save_membership
+from mesh.launcher import start_daemon, wait_ready
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,7 +64,6 @@ class Stack:
         """Make the mesh: the first node founds it, the others join by an invite."""
         from membership.identity import Identity
         from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
-        from mesh.cli.trust import write_membership
 
         now, user = time.time(), getpass.getuser()
         founder = Identity.generate()
@@ -76,17 +76,13 @@ class Stack:
             identity = founder if number == 0 else Identity.generate()
             identity.save(node.where.key)
             own = chain if number == 0 else accept_invite(invite, identity.node_id, node.nick, user, now)
-            write_membership(node.where, genesis, own, ())
+            save_membership(node.where, genesis, own, ())
 
     def start(self, node: StackNode) -> None:
-        from mesh.cli.nodes import start_daemon
-
         node.process = start_daemon(node.where, self._overrides)
 
     def start_all(self, timeout_s: float = 60.0) -> None:
         """Start every node and wait until each sees all others alive and lending; MeshError if they do not find each other."""
-        from mesh.cli.nodes import wait_ready
-
         for node in self.nodes:
             self.start(node)
         for node in self.nodes:

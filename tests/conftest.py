@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from tests.images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
 _left_out: Counter[str] = Counter()
@@ -27,6 +28,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     unknown = required() - PROBES.keys()
     if unknown:
         terminalreporter.write_line(f"{REQUIRE} names tiers that do not exist: {', '.join(sorted(unknown))}", red=True)
+
+
+def pytest_sessionfinish() -> None:
+    remove_images()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,13 +1,14 @@
 """A container image without a registry: BusyBox alone, as a root file system of one binary and its names."""
 
 import io
+import os
 import shutil
 import tarfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-IMAGE = "campus-mesh/test-busybox:1"
+REPOSITORY = "campus-mesh/test-busybox"
 NAMES = (
     "sh",
     "sleep",
@@ -36,7 +37,7 @@ def busybox() -> Path | None:
 
 @cache
 def busybox_image() -> str:
-    """The name of the image, made on the engine that DOCKER_HOST names."""
+    """The name of the image, made on the engine that DOCKER_HOST names; `remove_images` takes it away again."""
     import docker
 
     binary = busybox()
@@ -51,12 +52,26 @@ def busybox_image() -> str:
             info.type, info.mode = tarfile.DIRTYPE, 0o1777 if directory == "tmp" else 0o755
             tar.addfile(info)
     client: Any = docker.from_env()
+    tag = os.urandom(6).hex()
     try:
-        repository, tag = IMAGE.split(":")
-        client.api.import_image_from_data(buffer.getvalue(), repository=repository, tag=tag)
+        client.api.import_image_from_data(buffer.getvalue(), repository=REPOSITORY, tag=tag)
     finally:
         client.close()
-    return IMAGE
+    _made.append(f"{REPOSITORY}:{tag}")
+    return _made[-1]
+
+
+_made: list[str] = []
+
+
+def remove_images() -> None:
+    """Leave the engine as it was found."""
+    import docker
+
+    while _made:
+        client: Any = docker.from_env()
+        client.images.remove(_made.pop(), force=True)
+        client.close()
 
 
 def _link(tar: tarfile.TarFile, path: str, target: str) -> None:

@@ -56,6 +56,7 @@ class Desk:
             "paused": self._daemon.inventory.lending.paused,
             "leaving": self._daemon.leaving,
             "alive": sum(member.state == "alive" for member in members),
+            "engines": {name: msgspec.to_builtins(found) for name, found in self._daemon.engine_states.items()},
             "guests": [format_job(job) for job in self._daemon.jobs.participant.runners],
             "certificate_ends_unix": self._daemon.standing.not_after,
             "problem": self._daemon.membership.problem,

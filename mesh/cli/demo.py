@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -61,9 +63,9 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         overrides: dict[str, Any] = {"slots": 1, "engines": [self._engine], "grace_s": 10.0}
-        with Stack(NODES, overrides=overrides) as stack:
-            self._stack = stack
-            image = self._make_image(stack.directory)
+        with ExitStack() as cleanup:
+            image = cleanup.enter_context(self._image())
+            stack = self._stack = cleanup.enter_context(Stack(NODES, overrides=overrides))
             self._say(f"starting {NODES} daemons; they find each other by mDNS on loopback")
             stack.start_all()
             self._say("all see each other: " + ", ".join(node.nick for node in stack.nodes))
@@ -129,20 +131,25 @@ class Demo:
             raise MeshError(f"the undisturbed run failed: {done.stderr[-300:]}")
         return done.stdout.split("sha256 ")[1].split()[0]
 
-    def _make_image(self, directory: Path) -> str | None:
+    @contextmanager
+    def _image(self) -> Iterator[str | None]:
         if self._engine != "docker":
-            return None
+            yield None
+            return
         import docker
         import docker.errors
 
-        from mesh.engine.image import ensure_demo_image
+        from mesh.engine.image import demo_image
 
+        self._say("making a container image from this Python, numpy and the digits; it is removed at the end")
         try:
-            return ensure_demo_image(docker.from_env(), directory, self._say)
+            client = docker.from_env()
         except docker.errors.DockerException as error:
             raise MeshError(
                 f"no Docker engine answers here: start one, or leave out --engine docker ({error})"
             ) from error
+        with TemporaryDirectory(prefix="mesh-") as workspace, demo_image(client, Path(workspace)) as name:
+            yield name
 
     # --- watching
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, SIZE, ago, client, job_path, json_option, print_json, quote, table
+from mesh.cli.terminal import DURATION, SIZE, ago, client, job_path, json_option, patience, print_json, quote, table
 from mesh.client import Client
 
 OVER = {"done", "failed", "cancelled"}
@@ -86,7 +86,9 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
 
 
 def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    answer: dict[str, Any] = daemon.post("/v1/jobs", make_order(command, options), timeout_s=600)
+    order = make_order(command, options)
+    with patience("packing the working directory and copying it to other nodes"):
+        answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
     if answer["warning"]:
         click.echo(f"mesh: {answer['warning']}", err=True)
     return answer
@@ -135,7 +137,7 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **opti
     state = daemon.get(f"/v1/jobs/{job}")["job"]
     outcome = state["outcome"]
     if out is not None and outcome is not None:
-        answer = daemon.post(f"/v1/jobs/{job}/pull", {"destination": str(Path(out).resolve())}, timeout_s=3600)
+        answer = _pull(daemon, f"/v1/jobs/{job}", out)
         click.echo(f"{answer['files']} files in {answer['destination']}", err=True)
     ctx.exit(exit_code(state))
 
@@ -272,11 +274,19 @@ def cancel(ctx: click.Context, job: str) -> None:
 @click.pass_context
 def pull(ctx: click.Context, job: str, directory: str, as_json: bool) -> None:
     """Fetch what a finished JOB published ($MESH_OUT_DIR) into DIRECTORY."""
-    answer = client(ctx).post(f"{job_path(job)}/pull", {"destination": str(Path(directory).resolve())}, timeout_s=3600)
+    answer = _pull(client(ctx), job_path(job), directory)
     if as_json:
         print_json(answer)
         return
     click.echo(f"{answer['files']} files, {answer['bytes']} bytes in {answer['destination']}")
+
+
+def _pull(daemon: Client, path: str, directory: str) -> dict[str, Any]:
+    with patience("fetching its files"):
+        answer: dict[str, Any] = daemon.post(
+            f"{path}/pull", {"destination": str(Path(directory).resolve())}, timeout_s=3600
+        )
+    return answer
 
 
 @click.command()

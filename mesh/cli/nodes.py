@@ -1,9 +1,6 @@
 """`mesh up`, `down`, `pause`, `resume`, `reclaim`, `status`, `nodes`: a machine's own place in the mesh."""
 
-import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,50 +8,8 @@ from typing import Any
 import click
 
 from mesh.api.errors import MeshError
-from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
-from mesh.config import Layout
-
-START_TIMEOUT_S = 30.0
-
-
-def start_daemon(where: Layout, overrides: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a daemon of its own session, logging to its state directory."""
-    with where.log.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "mesh.daemon", "--state", str(where.root), "--overrides", json.dumps(overrides)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-def wait_ready(where: Layout, process: subprocess.Popen[bytes], timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-    """Its status once it answers; MeshError with its last words if it does not come up."""
-    from mesh.client import Client
-
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise MeshError(last_words(where.log))
-        if where.socket.exists():
-            try:
-                status: dict[str, Any] = Client(where.socket).get("/v1/status", timeout_s=5)
-                if status["pid"] == process.pid:
-                    return status
-            except MeshError:
-                pass
-        time.sleep(0.05)
-    raise MeshError(f"the daemon did not answer within {timeout_s:g} s; its log is {where.log}")
-
-
-def last_words(log: Path) -> str:
-    """The daemon's own message, without the log around it."""
-    lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
-    spoken = [line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: ")]
-    if spoken:
-        return spoken[-1]
-    return f"the daemon ended at once ({lines[-1] if lines else 'without a word'}); its log is {log}"
+from mesh.cli.terminal import DURATION, ago, client, json_option, layout, patience, print_json, table
+from mesh.launcher import daemon_command, start_daemon, wait_ready
 
 
 @click.command()
@@ -97,8 +52,8 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
     try:
         where.root.mkdir(parents=True, exist_ok=True)
         if foreground:
-            command = [sys.executable, "-m", "mesh.daemon", "--state", str(where.root)]
-            os.execv(sys.executable, [*command, "--overrides", json.dumps(overrides)])
+            command = daemon_command(where, overrides)
+            os.execv(command[0], command)
         status = wait_ready(where, start_daemon(where, overrides))
     except OSError as error:
         raise MeshError(f"cannot write {where.root}: {error.strerror}. Name another place with --state DIR.") from error
@@ -166,7 +121,9 @@ def resume(ctx: click.Context) -> None:
 @click.pass_context
 def reclaim(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> None:
     """Take the machine back. Guests save within the grace, and move on; lending is paused until `mesh resume`."""
-    answer = client(ctx).post("/v1/reclaim", {"grace_s": grace, "now": now}, timeout_s=None)
+    daemon = client(ctx)
+    with patience("waiting for guests to save and move on"):
+        answer = daemon.post("/v1/reclaim", {"grace_s": grace, "now": now}, timeout_s=None)
     if as_json:
         print_json(answer)
         return
@@ -200,6 +157,8 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
         click.echo(
             "  refused messages: " + ", ".join(f"{key.removeprefix('refused_')} {n}" for key, n in refused.items())
         )
+    for name, engine in answer["engines"].items():
+        click.echo(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
     if answer["problem"]:
         click.echo(f"  problem: {answer['problem']}")
 

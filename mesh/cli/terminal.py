@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Any
 
 import click
@@ -41,6 +43,27 @@ def json_option(function: Any) -> Any:
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+@contextmanager
+def patience(what: str) -> Iterator[None]:
+    """Say what is being waited for, to standard error, once that takes more than two seconds, and every five from then on."""
+    done = Event()
+
+    def tell() -> None:
+        begun = time.monotonic()
+        pause = 2.0
+        while not done.wait(pause):
+            click.echo(f"mesh: {what} ... {time.monotonic() - begun:.0f} s", err=True)
+            pause = 5.0
+
+    teller = Thread(target=tell, name="patience", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,7 +1,6 @@
 """`mesh init`, `mesh invite`, `mesh join`: founding a mesh and getting into one."""
 
 import getpass
-import os
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import DURATION, client, layout
-from mesh.config import Layout
+from mesh.config import Layout, save_membership
 
 if TYPE_CHECKING:
     from membership.identity import Identity
@@ -18,17 +17,6 @@ if TYPE_CHECKING:
 
 def default_nick() -> str:
     return socket.gethostname().split(".")[0][:40] or "node"
-
-
-def write_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
-    """The three files that make a node a member; each is whole or not there."""
-    for path, data in ((where.seeds, "\n".join(seeds).encode()), (where.chain, chain), (where.genesis, genesis)):
-        temporary = path.with_suffix(".new")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
 
 
 def refuse_member(where: Layout) -> None:
@@ -56,7 +44,7 @@ def init(ctx: click.Context, name: str, nick: str | None, user: str | None) -> N
         genesis, chain = found_mesh(identity, name, nick or default_nick(), user or getpass.getuser(), time.time())
     except TrustError as error:
         raise MeshError(str(error), ExitCode.USAGE) from error
-    write_membership(where, genesis, chain, ())
+    save_membership(where, genesis, chain, ())
     click.echo(f"founded mesh {name!r}; this node is {format_id(identity.node_id)}")
     click.echo("next: `mesh up --lend` here, then `mesh invite` prints the line for other machines", err=True)
 
@@ -92,7 +80,7 @@ def join(ctx: click.Context, invite_text: str, nick: str | None, user: str | Non
         name = TrustStore(invite_read.genesis).genesis.name
     except TrustError as error:
         raise MeshError(str(error), ExitCode.REFUSED) from error
-    write_membership(where, invite_read.genesis, chain, invite_read.seeds)
+    save_membership(where, invite_read.genesis, chain, invite_read.seeds)
     click.echo(f"joined mesh {name!r}; this node is {format_id(identity.node_id)}")
     click.echo("next: `mesh up --lend` to lend this machine, or `mesh up` only to use others'", err=True)
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Callable, Iterable
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,26 +63,22 @@ def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path
             tar.addfile(info)
 
 
-def ensure_demo_image(client: Any, workspace: Path, tell: Callable[[str], None]) -> str:
-    """The demo's image: numpy and the digits. Made and imported once for each state of the environment it is made from."""
-    import docker.errors
-
+@contextmanager
+def demo_image(client: Any, workspace: Path) -> Iterator[str]:
+    """The demo's image, numpy and the digits, while it is needed; then it is removed."""
     digits = demo_data()
-    recipe = repr((sys.version, find_spec("numpy").origin, digits, Path(__file__).read_bytes()))  # type: ignore[union-attr]
-    tag = blake2b(recipe.encode(), digest_size=6).hexdigest()
-    name = f"{DEMO_IMAGE}:{tag}"
+    name = f"{DEMO_IMAGE}:{os.urandom(6).hex()}"
+    tar = workspace / "demo-image.tar"
+    python_root(tar, ["numpy"], [digits, digits.parents[2] / "__init__.py"])
+    repository, tag = name.split(":")
+    with tar.open("rb") as file:
+        changes = [f"ENV PYTHONPATH={PACKAGES}"]
+        client.api.import_image_from_data(file.read(), repository=repository, tag=tag, changes=changes)
+    tar.unlink()
     try:
-        client.images.get(name)
-    except docker.errors.ImageNotFound:
-        tell("making a container image from this Python, numpy and the digits (once)")
-        tar = workspace / "demo-image.tar"
-        python_root(tar, ["numpy"], [digits, digits.parents[2] / "__init__.py"])
-        with tar.open("rb") as file:
-            client.api.import_image_from_data(
-                file.read(), repository=DEMO_IMAGE, tag=tag, changes=[f"ENV PYTHONPATH={PACKAGES}"]
-            )
-        tar.unlink()
-    return name
+        yield name
+    finally:
+        client.images.remove(name, force=True)
 
 
 def demo_data() -> Path:

@@ -169,7 +169,10 @@ def test_nodes_and_status(shared: Stack) -> None:
     assert "node1 *" in table and "4/4 slots" in table
     status = read(shared.nodes[0], "status")
     assert status["schema"] == 1 and status["alive"] == 4 and status["mesh"] == "devstack"
-    assert "4 nodes alive" in ok(shared.nodes[0], "status") and "INFO" in ok(shared.nodes[0], "status", "--log")
+    assert "no sandbox" in status["engines"]["process"]["isolation"]
+    shown = ok(shared.nodes[0], "status")
+    assert "4 nodes alive" in shown and "engine process: ready" in shown and "no sandbox" in shown
+    assert "INFO" in ok(shared.nodes[0], "status", "--log")
 
 
 def interrupted(shared: Stack, times: int) -> tuple[subprocess.Popen[str], str, str]:

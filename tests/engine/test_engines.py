@@ -316,8 +316,7 @@ from pathlib import Path
 async def main():
     if sys.argv[1] == "docker":
         from mesh.engine.docker import DockerEngine
-        from tests.images import busybox_image
-        engine, image = DockerEngine(sys.argv[3]), busybox_image()
+        engine, image = DockerEngine(sys.argv[3]), sys.argv[5]
     else:
         from mesh.engine.process import ProcessEngine
         engine, image = ProcessEngine(namespaces=sys.argv[1] == "process"), None
@@ -334,7 +333,16 @@ asyncio.run(main())
 @pytest.mark.parametrize("kind", ["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
 def test_when_the_daemon_dies_its_guests_die_with_it(kind: str, tmp_path: Path) -> None:
     mark, label = f"6{time.time_ns()}"[-9:], f"crash-{os.getpid()}-{kind}"
-    command = [sys.executable, "-c", DAEMON, kind, str(tmp_path), label, mark]
+    command = [
+        sys.executable,
+        "-c",
+        DAEMON,
+        kind,
+        str(tmp_path),
+        label,
+        mark,
+        busybox_image() if kind == "docker" else "",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     assert processes_with(mark)

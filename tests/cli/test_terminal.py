@@ -1,0 +1,81 @@
+"""Durations, sizes, tables and patience."""
+
+import time
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.api.errors import MeshError
+from mesh.cli.terminal import SIZE, ago, job_path, parse_duration, patience, table
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30", 30), ("30s", 30), ("2m", 120), ("1.5h", 5400), ("1d", 86_400), ("0", 0)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@given(st.text(max_size=12))
+def test_a_duration_is_a_number_of_seconds_or_an_error_in_words(text: str) -> None:
+    try:
+        assert 0 <= parse_duration(text) < 1e9
+    except ValueError as error:
+        assert "30s" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "mebibytes"), [("512", 512), ("512m", 512), ("6g", 6144), ("6GiB", 6144), ("1.5gb", 1536), ("1t", 1 << 20)]
+)
+def test_sizes(text: str, mebibytes: int) -> None:
+    assert SIZE.convert(text, None, None) == mebibytes
+
+
+@given(st.text(max_size=12))
+def test_a_size_is_a_number_of_mebibytes_or_an_error_in_words(text: str) -> None:
+    try:
+        assert 0 <= SIZE.convert(text, None, None) < 2**31
+    except click.BadParameter as error:
+        assert "6g" in str(error)
+
+
+@given(st.text(max_size=30))
+def test_a_job_name_cannot_leave_its_place_in_the_path(text: str) -> None:
+    try:
+        path = job_path(text)
+    except MeshError:
+        assert not text.strip()
+        return
+    assert path.startswith("/v1/jobs/") and "/" not in path.removeprefix("/v1/jobs/") and "?" not in path
+
+
+def test_a_table_is_as_wide_as_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    table(["JOB", "COMMAND"], [["a", "x" * 100], ["long-name", "y"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("a          xxx") and lines[1].endswith("…") and max(map(len, lines)) == 30
+    assert lines[2] == "long-name  y"
+
+
+def test_ages_are_short() -> None:
+    now = time.time() * 1000
+    assert [ago(now - s * 1000) for s in (5, 65, 3700, 90_000)] == ["5s", "1m5s", "1h1m", "1d1h"]
+
+
+def test_what_takes_long_is_told_and_what_is_quick_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with patience("waiting"):
+        pass
+    assert capsys.readouterr().err == ""
+    with patience("waiting for the other side"):
+        deadline = time.monotonic() + 20
+        heard = ""
+        while not heard and time.monotonic() < deadline:
+            time.sleep(0.05)
+            heard = capsys.readouterr().err
+    assert heard.startswith("mesh: waiting for the other side ... 2 s")
