@@ -50,7 +50,10 @@ from placement.advert import Advert, AdvertError, decode_advert
 from placement.decision import replica_order, witness_order
 from placement.filters import engine_for
 
-INPUT_LIMIT = 10_000  # inputs waiting; a peer that sends more is told to slow down (503)
+INPUT_LIMIT = 10_000  # inputs waiting; ours
+REMOTE_LIMIT = (
+    INPUT_LIMIT // 2
+)  # from here on peers are told to slow down (503), so that facts of this node always find room
 STATUS_TTL_S = 3600.0
 REPUBLISH_S = 600.0
 COLLECT_EVERY_S = 60.0
@@ -135,7 +138,7 @@ class JobService:
     def deliver(self, sender: NodeId, data: bytes) -> bool:
         """A message from a peer; False if this node has too much to do. MessageError if it is none."""
         message = decode_message(data)
-        if self._inputs.full():
+        if self._inputs.qsize() >= REMOTE_LIMIT:
             return False
         self._feed(lambda at: self.participant.receive(sender, message, at))
         return True

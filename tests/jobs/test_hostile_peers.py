@@ -1,0 +1,162 @@
+"""Well-formed nonsense from members: whatever they say, in whatever order, no core fails and no rule breaks."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.jobs.effects import Cell, SaveCell, Send
+from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome
+from mesh.jobs.messages import (
+    Accept,
+    Accepted,
+    AnyMessage,
+    Cancel,
+    Prepare,
+    Promised,
+    Refused,
+    Released,
+    Start,
+    StartAnswer,
+    encode_message,
+)
+from mesh.jobs.participant import Directed, Participant, Rules, Submitted
+from mesh.jobs.runner import CheckpointFound, CheckpointStored, GuestExited, GuestStarted, ResultStored, VacateWanted
+from mesh.jobs.view import Timer
+from tests.jobs.test_participant import open_spec
+from tests.jobs.worlds import JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view
+
+nodes = st.sampled_from([A, B, C, D, E, b"", b"x" * 32])
+numbers = st.one_of(st.integers(-2, 12), st.sampled_from([-(2**63), 2**63 - 1]))
+groups = st.lists(nodes, max_size=5).map(tuple)
+texts = st.sampled_from(["", "ada", "mallory", "\N{SNOWMAN}" * 50])
+configs = st.builds(Config, number=numbers, term=numbers, members=groups, previous=groups)
+commits = st.builds(
+    Commit,
+    seq=numbers,
+    term=numbers,
+    manifest=st.binary(max_size=4),
+    parent=st.none() | st.binary(max_size=4),
+    holders=groups,
+    step=st.none() | numbers,
+    created_unix_ms=numbers,
+)
+attempts = st.builds(
+    Attempt, number=numbers, node=nodes, nick=texts, term=numbers, started_unix_ms=numbers, reason=texts
+)
+outcomes = st.builds(
+    Outcome,
+    kind=st.sampled_from(["done", "failed", "cancelled"]),
+    detail=texts,
+    exit_code=st.none() | numbers,
+    manifest=st.none() | st.binary(max_size=4),
+    holders=groups,
+    ended_unix_ms=numbers,
+)
+ledgers = st.builds(
+    Ledger,
+    version=numbers,
+    commit=st.none() | commits,
+    attempts=st.lists(attempts, max_size=3).map(tuple),
+    outcome=st.none() | outcomes,
+    errors=numbers,
+    excluded=groups,
+)
+jobs = st.sampled_from([JOB, b"other job 16 byt"])
+specs = st.sampled_from([SPEC_BYTES, b"forged"])
+messages = st.one_of(
+    st.builds(Prepare, job=jobs, term=numbers),
+    st.builds(
+        Promised,
+        job=jobs,
+        term=numbers,
+        config=configs,
+        accepted_term=numbers,
+        ledger=ledgers,
+        cancel_wanted=st.booleans(),
+    ),
+    st.builds(
+        Accept,
+        job=jobs,
+        term=numbers,
+        round=numbers,
+        config=configs,
+        ledger=ledgers,
+        holder=st.none() | nodes,
+        spec=st.none() | specs,
+    ),
+    st.builds(Accepted, job=jobs, term=numbers, round=numbers, cancel_wanted=st.booleans()),
+    st.builds(
+        Refused,
+        job=jobs,
+        term=numbers,
+        round=numbers,
+        promised=numbers,
+        config=st.none() | configs,
+        lease_left_s=st.floats(),
+        needs_spec=st.booleans(),
+        finished=st.booleans(),
+        ledger=st.none() | ledgers,
+    ),
+    st.builds(Start, job=jobs, term=numbers, config=configs, ledger=ledgers, spec=specs),
+    st.builds(StartAnswer, job=jobs, term=numbers, taken=st.booleans(), reason=texts),
+    st.builds(Released, job=jobs, term=numbers),
+    st.builds(Cancel, job=jobs, user=texts),
+)
+facts = st.sampled_from(
+    [
+        GuestStarted(None),
+        GuestExited(code=0, oom=False, forced_done=False),
+        CheckpointFound(),
+        CheckpointStored(b"m", (B,), 3),
+        ResultStored(None, ()),
+        VacateWanted(5.0, "owner"),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    script=st.lists(st.tuples(nodes, st.one_of(messages, facts, st.none())), max_size=25), seconds=st.floats(0.0, 20.0)
+)
+def test_no_sequence_of_messages_fails_a_node(script: list[tuple[bytes, object]], seconds: float) -> None:
+    rules = Rules(
+        open_spec=open_spec, admit=lambda job, spec, start: None, may_cancel=lambda s, user, spec: user == spec.user
+    )
+    participant = Participant(A, "a", rules, Random(1))
+    now = 0.0
+    timers: dict[tuple[bytes, str, str], tuple[float, Timer]] = {}
+    promised: dict[bytes, int] = {}
+    ended: dict[bytes, Outcome] = {}
+
+    def absorb(out: list[Directed | Submitted]) -> None:
+        for item in out:
+            if isinstance(item, Submitted):
+                continue
+            effect = item.effect
+            if isinstance(effect, Send):
+                encode_message(effect.message)
+            elif isinstance(effect, SaveCell):
+                check(effect.cell)
+            elif hasattr(effect, "token"):
+                timers[item.job, item.role, effect.name] = (effect.at, Timer(effect.name, effect.token))
+
+    def check(cell: Cell) -> None:
+        assert cell.promised >= promised.get(cell.job, 0)
+        promised[cell.job] = cell.promised
+        if cell.ledger.outcome is not None:
+            assert ended.setdefault(cell.job, cell.ledger.outcome) == cell.ledger.outcome
+
+    absorb(participant.observe(lambda job: make_view(A, (A, B, C, D)), at(now)))
+    absorb(participant.submit(JOB, SPEC_BYTES, make_spec(), at(now)))
+    for sender, thing in script:
+        now += seconds
+        if thing is None:
+            for (job, role, _), (due, timer) in list(timers.items()):
+                if due <= now:
+                    absorb(participant.on_timer(job, role, timer, at(now)))  # type: ignore[arg-type]
+        elif isinstance(thing, AnyMessage):
+            absorb(participant.receive(sender, thing, at(now)))
+        else:
+            absorb(participant.tell_runner(JOB, thing, at(now)))  # type: ignore[arg-type]
+        absorb(participant.observe(lambda job: make_view(A, (A, B, C, D)), at(now)))
