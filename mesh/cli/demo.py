@@ -16,9 +16,12 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import table
@@ -64,6 +67,8 @@ class Demo:
     def run(self) -> dict[str, Any]:
         overrides: dict[str, Any] = {"slots": 1, "engines": [self._engine], "grace_s": 10.0}
         with ExitStack() as cleanup:
+            if self._live is not None:
+                cleanup.callback(self._live.close)
             image = cleanup.enter_context(self._image())
             stack = self._stack = cleanup.enter_context(Stack(NODES, overrides=overrides))
             self._say(f"starting {NODES} daemons; they find each other by mDNS on loopback")
@@ -262,8 +267,6 @@ class Demo:
             click.echo(line)
 
     def _report(self, state: dict[str, Any], digest: str, text: str, undisturbed: str) -> dict[str, Any]:
-        if self._live is not None:
-            self._live.close()
         attempts = self._attempt_facts(state)
         accuracies = [line.split()[1] for line in text.splitlines() if line.startswith("accuracy ")]
         facts: dict[str, Any] = {
@@ -327,14 +330,14 @@ def _advance(state: dict[str, Any]) -> tuple[int, int, int, int]:
 class _Live:
     """On a terminal: the lines so far, and below them a table that follows the nodes and the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: "Console | None" = None) -> None:
         from rich.live import Live
 
-        self._live = Live(auto_refresh=False)
+        self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
     def say(self, line: str) -> None:
-        self._live.console.print(line, highlight=False)
+        self._live.console.print(line, highlight=False, markup=False)
 
     def draw(self, stack: Stack, job: dict[str, Any]) -> None:
         from rich.table import Table

@@ -82,8 +82,9 @@ def test_submit_prints_the_id_alone_or_json(shared: Stack) -> None:
 
 def test_ps_shows_what_runs_and_with_all_what_ran(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 2000, "--name", "long")
-    state = running_with_checkpoint(shared.nodes[1], job)
-    assert state["of"] == 2000 and state["step"] >= state["checkpoint"]["step"] >= 10
+    assert running_with_checkpoint(shared.nodes[1], job)["checkpoint"]["step"] >= 10
+    state = until(lambda: (s := job_state(shared.nodes[1], job))["of"] and s, "its progress to be told")
+    assert state["of"] == 2000 and state["step"] >= 10
     table = ok(shared.nodes[1], "ps")
     assert job[:8] in table and "running" in table and "/2000" in table
     ok(shared.nodes[1], "cancel", job)
