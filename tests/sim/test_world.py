@@ -14,7 +14,7 @@ from mesh.jobs.witness import Witness
 from sim.invariants import Violation
 from sim.world import Faults, World
 
-HARSH = Faults(loss=0.1, crash_every_s=4.0, down_s=(2, 20), until_s=120.0)
+HARSH = Faults(loss=0.1, crash_every_s=2.5, down_s=(2, 20), until_s=120.0)
 ROOT = Path(__file__).parents[2]
 
 
