@@ -31,6 +31,7 @@ NODES = 5
 LIMIT_S = 240.0  # the whole of it takes about a minute on two cores
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "train_digits.py"
 POLL_S = 0.1
+CHECKPOINTS_TOLD_EVERY_S = 4.0
 
 
 @click.command()
@@ -63,6 +64,7 @@ class Demo:
         self._last_steps: dict[int, int] = {}
         self._live = _Live() if sys.stdout.isatty() else None
         self._stack: Stack | None = None
+        self._quiet_until = 0.0
 
     def run(self) -> dict[str, Any]:
         overrides: dict[str, Any] = {"slots": 1, "engines": [self._engine], "grace_s": 10.0}
@@ -254,10 +256,21 @@ class Demo:
                 continue
             for event in events:
                 self._event_ids[node.nick] = event["id"]
-                if event["job"] is not None and not event["text"].startswith("starting: taking"):
+                if event["job"] is not None and self._is_news(event["text"]):
                     self._say(event["text"], event["actor"])
         if self._live is not None:
             self._live.draw(self._stack, self._told.get("job", {}))
+
+    def _is_news(self, text: str) -> bool:
+        """Checkpoints come several a second: between other news, one in a while is enough."""
+        if not text.startswith("checkpoint "):
+            self._quiet_until = 0.0
+            return not text.startswith("starting: taking")
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return False
+        self._quiet_until = now + CHECKPOINTS_TOLD_EVERY_S
+        return True
 
     def _say(self, text: str, who: str = "demo") -> None:
         line = f"{time.monotonic() - self._begun:6.1f} s  {who:<6}  {text}"

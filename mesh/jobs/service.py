@@ -280,7 +280,8 @@ class JobService:
                 attempt.kill()
             case Committed(commit=commit):
                 step = f" at step {commit.step}" if commit.step is not None else ""
-                await self._note(job, f"checkpoint {commit.seq}{step} committed, on {len(commit.holders)} other nodes")
+                others = f"{len(commit.holders)} other node{'' if len(commit.holders) == 1 else 's'}"
+                await self._note(job, f"checkpoint {commit.seq}{step} committed, on {others}")
             case StateChanged(state=state, detail=detail):
                 if self.states.get(job) != (state, detail):
                     self.states[job] = (state, detail)
