@@ -1,0 +1,232 @@
+"""Detection, spread, idle cost and false accusations of membership, beside serf and kinship in the same run.
+
+Real processes, each system in a network namespace of its own, all at once; kills take turns. Needs root, `ip` and, for loss,
+`iptables`. `--quick` is a look at the small sizes.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.fleets import Fleet, available, wait  # noqa: E402
+from tests.bench.harness import BUILD, row, write  # noqa: E402
+
+DETECT_WITHIN_S = 60.0
+IDLE_S = 30.0
+STALL_S, RUN_S = 8.0, 0.4  # the rhythm of a stalled node
+SOAK_NODES = 40
+
+Figures = dict[str, dict[int, dict[str, list[float]]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", default="10,30,60,120")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of loss, and of stalls")
+    parser.add_argument("--only", help="one system")
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        sys.exit("bench-membership makes network namespaces: run it as root")
+    kinds, missing = available(BUILD)
+    kinds = [kind for kind in kinds if options.only in {None, kind.name}]
+    figures: Figures = {kind.name: {} for kind in kinds}
+    sizes = [int(size) for size in options.sizes.split(",")]
+    with tempfile.TemporaryDirectory(prefix="mesh-bench-") as directory:
+        for size in sizes:
+            for kind in kinds:
+                figures[kind.name][size] = {}
+            fleets = [kind(size, Path(directory) / f"{kind.name}-{size}") for kind in kinds]
+            try:
+                measure(fleets, figures, options.kills)
+            finally:
+                for fleet in fleets:
+                    fleet.close()
+        false = soak(kinds, Path(directory), options.minutes) if options.minutes else {}
+    report(figures, false, missing, sizes, options)
+
+
+def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
+    draw = random.Random(7)
+    for fleet in fleets:
+        mine = figures[fleet.name][fleet.size]
+        for nick in fleet.nicks:
+            fleet.start(nick)
+        if not wait(fleet.complete, 180):
+            print(f"{fleet.name} of {fleet.size} did not come together", flush=True)
+        last = max(fleet.up_at.values(), default=0.0)
+        seen = [at for nick in fleet.nicks for at in fleet.joined_at(nick)]
+        mine["converge_s"] = [max(seen, default=last) - last]
+    for _ in range(3):
+        for fleet in fleets:
+            late_join(fleet, figures[fleet.name][fleet.size])
+    idle(fleets, figures)
+    for number in range(kills):
+        for fleet in fleets:
+            one_kill(fleet, figures[fleet.name][fleet.size], draw.choice(fleet.nicks[2:]))
+            one_leave(fleet, figures[fleet.name][fleet.size], draw.choice(fleet.nicks[2:]))
+        print(f"N={fleets[0].size}: kill {number + 1} of {kills}", flush=True)
+
+
+def late_join(fleet: Fleet, mine: dict[str, list[float]]) -> None:
+    """How long a node that comes to a mesh that stands needs to see all of it."""
+    nick = fleet.nicks[-1]
+    fleet.leave(nick)
+    wait(lambda: len(fleet.heard("left", nick, 0.0)) >= fleet.size - 1, 30)
+    time.sleep(1.0)
+    fleet.start(nick)
+    if wait(fleet.complete, 60):
+        mine.setdefault("join_s", []).append(max(fleet.joined_at(nick)) - fleet.up_at[nick])
+
+
+def idle(fleets: list[Fleet], figures: Figures) -> None:
+    time.sleep(5.0)
+    before = {fleet.name: (fleet.bytes_sent(), fleet.cpu_s()) for fleet in fleets}
+    begun = time.monotonic()
+    time.sleep(IDLE_S)
+    for fleet in fleets:
+        mine, took = figures[fleet.name][fleet.size], time.monotonic() - begun
+        sent, cpu = before[fleet.name]
+        mine["idle_bytes_per_node_s"] = [(fleet.bytes_sent() - sent) / took / fleet.size]
+        mine["cpu_pct_per_node"] = [100 * (fleet.cpu_s() - cpu) / took / fleet.size]
+        mine["rss_mb"] = fleet.rss_mb()
+
+
+def one_kill(fleet: Fleet, mine: dict[str, list[float]], nick: str) -> None:
+    at = fleet.kill(nick)
+    others = len(fleet.processes)
+    if not wait(lambda: len(fleet.heard("dead", nick, at)) >= others, DETECT_WITHIN_S):
+        print(f"{fleet.name}: only {len(fleet.heard('dead', nick, at))} of {others} saw {nick} die", flush=True)
+    times = fleet.heard("dead", nick, at)
+    if times:
+        mine.setdefault("detect_first_s", []).append(times[0] - at)
+        mine.setdefault("detect_all_s", []).append(times[-1] - at if len(times) >= others else DETECT_WITHIN_S)
+    fleet.start(nick)
+    wait(fleet.complete, 60)
+
+
+def one_leave(fleet: Fleet, mine: dict[str, list[float]], nick: str) -> None:
+    at = fleet.leave(nick)
+    others = len(fleet.processes)
+    wait(lambda: len(fleet.heard("left", nick, at)) >= others, 30)
+    times = fleet.heard("left", nick, at)
+    if len(times) >= others:
+        mine.setdefault("leave_all_s", []).append(times[-1] - at)
+    time.sleep(1.0)
+    fleet.start(nick)
+    wait(fleet.complete, 60)
+
+
+def soak(kinds: list[type[Fleet]], directory: Path, minutes: float) -> dict[str, dict[str, int]]:
+    """False deaths about healthy nodes: with a quarter of all packets lost, then with a tenth of the nodes stalled."""
+    fleets = [kind(SOAK_NODES, directory / f"{kind.name}-soak") for kind in kinds]
+    found: dict[str, dict[str, int]] = {fleet.name: {} for fleet in fleets}
+    try:
+        for fleet in fleets:
+            for nick in fleet.nicks:
+                fleet.start(nick)
+            wait(fleet.complete, 120)
+        since = time.monotonic()
+        for fleet in fleets:
+            fleet.drop(0.25)
+        time.sleep(60 * minutes)
+        for fleet in fleets:
+            found[fleet.name]["false_dead_loss25"] = len(fleet.said("dead", since))
+            fleet.drop(0.0)
+        time.sleep(15.0)
+        since, until = time.monotonic(), time.monotonic() + 60 * minutes
+        stalled = fleets[0].nicks[-SOAK_NODES // 10 :]
+        while time.monotonic() < until:
+            for number, pause in ((signal.SIGSTOP, STALL_S), (signal.SIGCONT, RUN_S)):
+                for fleet in fleets:
+                    for nick in stalled:
+                        fleet.processes[nick].send_signal(number)
+                time.sleep(pause)
+        for fleet in fleets:
+            said = fleet.said("dead", since)
+            healthy = [about for _, observer, about in said if about not in stalled and observer not in stalled]
+            found[fleet.name]["false_dead_stall10"] = len(healthy)
+    finally:
+        for fleet in fleets:
+            for process in fleet.processes.values():
+                process.send_signal(signal.SIGCONT)
+            fleet.close()
+    return found
+
+
+GOALS: list[tuple[str, int | None, str, str, float]] = [
+    # measure, N (None: the largest), unit, goal in words, limit of the median
+    ("detect_all_s", 60, "s", "<= 6 s", 6.0),
+    ("leave_all_s", 120, "s", "<= 0.5 s", 0.5),
+    ("idle_bytes_per_node_s", 120, "B/s", "<= 450 B/s", 450.0),
+    ("cpu_pct_per_node", 120, "%", "<= 0.3 %", 0.3),
+    ("rss_mb", 120, "MB", "<= 45 MB", 45.0),
+    ("join_s", 120, "s", "<= 1 s", 1.0),
+]
+
+
+def report(
+    figures: Figures, false: dict[str, dict[str, int]], missing: dict[str, str], sizes: list[int], options: Any
+) -> None:
+    rows: list[dict[str, Any]] = []
+    for measure_name, size, unit, goal, limit in GOALS:
+        values = figures.get("mesh", {}).get(size or max(sizes), {}).get(measure_name, [])
+        if not values:
+            rows.append(_not_run(f"{measure_name} N={size}", unit, goal, "this size was not run"))
+            continue
+        peers = {
+            name: of[size][measure_name]
+            for name, of in figures.items()
+            if name != "mesh" and of[size].get(measure_name)
+        }
+        peer = ", ".join(f"{name} {statistics.median(of):.3g}" for name, of in peers.items())
+        best = min(peers.values(), key=statistics.median, default=[])
+        met = statistics.median(values) <= limit
+        rows.append(
+            row(f"{measure_name} N={size}", values, unit, goal=goal, met=met, peer=peer or "none", peer_values=best)
+        )
+    for key in ("false_dead_loss25", "false_dead_stall10"):
+        if key not in false.get("mesh", {}):
+            rows.append(_not_run(key, "events", "0", "not run (--minutes 0)"))
+            continue
+        peer = ", ".join(f"{name} {of[key]}" for name, of in false.items() if name != "mesh")
+        values = [float(false["mesh"][key])]
+        line = row(key, values, "events", goal=f"0 in {options.minutes:g} min", met=not values[0], peer=peer)
+        rows.append(line)
+    for name, by_size in figures.items():
+        for size, measured in by_size.items():
+            for key, values in sorted(measured.items()):
+                rows.append(row(f"{name} N={size} {key}", values, key.rpartition("_")[2], goal="-", met=None))
+    for name, why in missing.items():
+        rows.append(_not_run(name, "", "-", why))
+    write("membership", rows)
+
+
+def _not_run(measure_name: str, unit: str, goal: str, why: str) -> dict[str, Any]:
+    return {
+        "measure": measure_name,
+        "value": None,
+        "min": None,
+        "max": None,
+        "n": 0,
+        "unit": unit,
+        "peer": "",
+        "peer_value": None,
+        "goal": goal,
+        "met": None,
+        "why": why,
+    }
+
+
+if __name__ == "__main__":
+    main()
