@@ -11,6 +11,10 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     indirect_probes: relays asked when a probe times out (SWIM's k).
     suspicion_multiplier, suspicion_max_multiplier: shortest suspicion = multiplier * log10(n) * interval, longest = that
         times the second; confirmations move it from longest to shortest (Lifeguard).
+    refused_floor_s: a suspicion for which two nodes saw the machine refuse connections runs out this long after the second;
+        time for a daemon that is being restarted to say so.
+    lag_s: a timer that comes later than this means that this node itself stood still, and accuses nobody.
+    accuser_credit, accuser_window_s: an accuser that was refuted this often within the window confirms nothing.
     gossip_interval_s, gossip_fanout: rumours go to this many members each tick.
     retransmit_multiplier: a rumour is sent multiplier * ceil(log10(n + 1)) times (memberlist).
     reconcile_interval_s: push-pull of everything with one random peer.
@@ -22,6 +26,10 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     indirect_probes: int = 3  # memberlist LAN
     suspicion_multiplier: float = 4.0  # memberlist LAN
     suspicion_max_multiplier: float = 6.0  # memberlist LAN
+    refused_floor_s: float = 1.0  # ours: one probe interval; a daemon of ours restarts in 0.5 s
+    lag_s: float = 0.25  # ours: half the probe timeout
+    accuser_credit: int = 10  # ours
+    accuser_window_s: float = 600.0  # ours
     gossip_interval_s: float = 0.2  # memberlist LAN
     gossip_fanout: int = 3  # memberlist LAN
     retransmit_multiplier: int = 4  # memberlist LAN

@@ -1,5 +1,7 @@
 """What the SWIM core asks of its shell, and what it tells its users."""
 
+from typing import Literal
+
 import msgspec
 
 from membership.wire import AnyPacket
@@ -18,6 +20,17 @@ class SetTimer(msgspec.Struct, frozen=True):
     name: str
     token: int
     at: float
+
+
+class StreamPing(msgspec.Struct, frozen=True):
+    """Ask over TCP too, and say with `on_stream_ping` what came of it: UDP may be blocked, or the process gone."""
+
+    node: bytes
+    host: str
+    port: int
+
+
+StreamOutcome = Literal["acked", "refused", "silent"]
 
 
 class WantReconcile(msgspec.Struct, frozen=True):
@@ -49,4 +62,4 @@ class RecordGossip(msgspec.Struct, frozen=True):
     sealed: bytes
 
 
-Effect = SendPacket | SetTimer | WantReconcile | PersistEpoch | MemberChanged | RecordGossip
+Effect = SendPacket | SetTimer | StreamPing | WantReconcile | PersistEpoch | MemberChanged | RecordGossip

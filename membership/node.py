@@ -25,6 +25,7 @@ from membership.effects import (
     RecordGossip,
     SendPacket,
     SetTimer,
+    StreamPing,
     WantReconcile,
 )
 from membership.envelope import EnvelopeError, Recent, open_envelope, seal
@@ -294,6 +295,8 @@ class MembershipNode:
                     self._send_packet(effect)
                 case SetTimer(name=name, token=token, at=at):
                     self._set_timer(name, token, at)
+                case StreamPing():
+                    self._spawn(self._stream_ping(effect), f"tcp ping {short_id(effect.node)}")
                 case WantReconcile():
                     self._want_reconcile(effect.host, effect.port)
                 case MemberChanged():
@@ -317,10 +320,19 @@ class MembershipNode:
             old.cancel()
         if not self._stopped:
             loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(max(0.0, at - _now()), self._fire, name, token)
+            self._timers[name] = loop.call_later(max(0.0, at - _now()), self._fire, name, token, at)
 
-    def _fire(self, name: str, token: int) -> None:
-        self._perform(self._core.on_timer(name, token, _now()))
+    def _fire(self, name: str, token: int, at: float) -> None:
+        now = _now()
+        if now - at >= self.config.lag_s:
+            self.counters["lags"] += 1
+            self._perform(self._core.on_lag(now - at, now))
+        self._perform(self._core.on_timer(name, token, now))
+
+    async def _stream_ping(self, effect: StreamPing) -> None:
+        outcome = await self._push_pull.ping(effect.node, effect.host, effect.port, self.config.probe_interval_s)
+        self.counters[f"tcp_pings_{outcome}"] += 1
+        self._perform(self._core.on_stream_ping(effect.node, outcome, _now()))
 
     def _tell(self, event: MembershipEvent) -> None:
         for subscription in self._subscriptions:

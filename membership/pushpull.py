@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from membership.effects import StreamOutcome
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId
 from membership.reconcile import (
@@ -18,6 +19,7 @@ from membership.reconcile import (
     FrameError,
     Hello,
     Reply,
+    StreamPing,
     decode_frame,
     encode_frame,
 )
@@ -69,6 +71,25 @@ class PushPull:
             finally:
                 writer.close()
 
+    async def ping(self, node: NodeId, host: str, port: int, timeout_s: float) -> StreamOutcome:
+        """Whether this node answers over TCP; `refused` if its machine says that nobody listens there."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    nonce = self._rng.getrandbits(62)
+                    await self._write(writer, StreamPing(nonce))
+                    sender, answer = await self._read(reader)
+                    return (
+                        "acked" if sender == node and isinstance(answer, Done) and answer.answers == nonce else "silent"
+                    )
+                finally:
+                    writer.close()
+        except ConnectionRefusedError:
+            return "refused"
+        except FAILURES:
+            return "silent"
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._serving >= SERVED_AT_ONCE:
             writer.close()
@@ -77,6 +98,9 @@ class PushPull:
         try:
             async with asyncio.timeout(RECONCILE_TIMEOUT_S):
                 sender, hello = await self._read(reader)
+                if isinstance(hello, StreamPing):
+                    await self._write(writer, Done(0, hello.nonce))
+                    return
                 if not isinstance(hello, Hello):
                     raise FrameError("a push-pull starts with Hello")
                 self._admit(sender, hello.chain)

@@ -30,6 +30,10 @@ class Reply(Frame, frozen=True, array_like=True, tag="r"):
     evidence: list[bytes]
 
 
+class StreamPing(Frame, frozen=True, array_like=True, tag="p"):
+    """Are you there? Answered with `Done`: for nodes between which UDP is blocked."""
+
+
 class Delta(Frame, frozen=True, array_like=True, tag="d"):
     answers: int
     records: list[bytes]
@@ -40,7 +44,7 @@ class Done(Frame, frozen=True, array_like=True, tag="e"):
     answers: int
 
 
-AnyFrame = Hello | Reply | Delta | Done
+AnyFrame = Hello | Reply | StreamPing | Delta | Done
 
 
 class FrameError(ValueError):

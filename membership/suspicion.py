@@ -1,15 +1,20 @@
 """Lifeguard's dynamic suspicion (Dadgar et al. 2017, section IV-B): start long, shorten with each independent confirmation.
 
-timeout = max - (max - min) * log(c + 1) / log(k + 1), for c of k expected confirmations; never earlier with fewer.
+timeout = max - (max - min) * log(c + 1) / log(k + 1), for c of k expected confirmations; never earlier with fewer. And one thing
+that Lifeguard has not: two nodes to whom the suspect's machine has refused a connection have seen that its process is gone, so
+that only the time for a restart is waited (`refused_floor_s`). Like every suspicion it can be refuted until then.
 """
 
+from collections import deque
 from math import log
 
 from membership.config import SwimConfig
 
+REFUSALS_NEEDED = 2  # one may be a firewall between two nodes
+
 
 class Suspicion:
-    def __init__(self, config: SwimConfig, members: int, accuser: bytes, now: float) -> None:
+    def __init__(self, config: SwimConfig, members: int, accuser: bytes, now: float, refused: bool = False) -> None:
         scale = max(1.0, log(max(members, 1), 10))
         self.started = now
         self._shortest = config.suspicion_multiplier * scale * config.probe_interval_s
@@ -17,18 +22,60 @@ class Suspicion:
         # With few members there are not enough others to confirm: expect fewer (memberlist).
         self._expected = max(0, min(int(config.suspicion_multiplier) - 2, members - 2))
         self._accusers = {accuser}
+        self._floor_s = config.refused_floor_s
+        # In a mesh of two there is nobody else who could have seen it.
+        self._refusals_needed = min(REFUSALS_NEEDED, max(1, members - 1))
+        self._refused_to: set[bytes] = set()
+        self._refused_since: float | None = None
+        if refused:
+            self._saw_refusal(accuser, now)
 
-    def confirm(self, accuser: bytes) -> bool:
-        """Whether this accuser is a new, counted one (and so worth telling on)."""
+    @property
+    def accusers(self) -> frozenset[bytes]:
+        return frozenset(self._accusers | self._refused_to)
+
+    def confirm(self, accuser: bytes, now: float = 0.0, refused: bool = False) -> bool:
+        """Whether this says something new, that counts (and so is worth telling on)."""
+        news = refused and self._saw_refusal(accuser, now)
         if accuser in self._accusers or len(self._accusers) > self._expected:
-            return False
+            return news
         self._accusers.add(accuser)
         return True
 
     @property
     def deadline(self) -> float:
+        if self._refused_since is not None:
+            return min(self._by_confirmations, self._refused_since + self._floor_s)
+        return self._by_confirmations
+
+    @property
+    def _by_confirmations(self) -> float:
         if self._expected == 0:
             return self.started + self._shortest
         confirmed = len(self._accusers) - 1
         share = log(confirmed + 1) / log(self._expected + 1)
         return self.started + self._longest - (self._longest - self._shortest) * share
+
+    def _saw_refusal(self, accuser: bytes, now: float) -> bool:
+        if accuser in self._refused_to or self._refused_since is not None:
+            return False
+        self._refused_to.add(accuser)
+        if len(self._refused_to) >= self._refusals_needed:
+            self._refused_since = now
+        return True
+
+
+class AccuserCredit:
+    """Who accuses falsely too often is not believed for a while: his word starts a suspicion, but confirms none."""
+
+    def __init__(self, config: SwimConfig) -> None:
+        self._limit, self._window_s = config.accuser_credit, config.accuser_window_s
+        self._refuted: dict[bytes, deque[float]] = {}
+
+    def refuted(self, accuser: bytes, now: float) -> None:
+        times = self._refuted.setdefault(accuser, deque(maxlen=self._limit))
+        times.append(now)
+
+    def believed(self, accuser: bytes, now: float) -> bool:
+        times = self._refuted.get(accuser)
+        return times is None or len(times) < self._limit or now - times[0] > self._window_s

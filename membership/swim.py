@@ -16,12 +16,14 @@ from membership.effects import (
     RecordGossip,
     SendPacket,
     SetTimer,
+    StreamOutcome,
+    StreamPing,
     WantReconcile,
 )
 from membership.health import Health
 from membership.member import Member, MemberTable
 from membership.rumours import RumourQueue
-from membership.suspicion import Suspicion
+from membership.suspicion import AccuserCredit, Suspicion
 from membership.wire import (
     Ack,
     Alive,
@@ -82,6 +84,9 @@ class Swim:
         self._probe: _Probe | None = None
         self._relays: dict[int, tuple[bytes, int, float]] = {}
         self._suspicions: dict[bytes, Suspicion] = {}
+        self._credit = AccuserCredit(config)
+        self._asked: dict[bytes, tuple[bytes, int]] = {}  # whom a relayed TCP ping is for, and its nonce
+        self._calm_at = 0.0  # nobody is judged before: we stood still, and have not read our mail yet
         self._tokens: dict[str, int] = {}
         self._count = 0
 
@@ -176,7 +181,8 @@ class Swim:
             if (
                 member is not None
                 and (evidence.epoch, evidence.incarnation) == (member.epoch, member.incarnation)
-                and suspicion.confirm(author)
+                and self._credit.believed(author, now)
+                and suspicion.confirm(author, now, evidence.refused)
             ):
                 self.rumours.add("member", evidence.node + author, sealed)
                 return [self._timer(_suspicion_timer(evidence.node), suspicion.deadline)]
@@ -185,7 +191,33 @@ class Swim:
             return []
         before, after = change
         self.rumours.add("member", after.node, sealed)
-        return self._changed(before, after, author, now)
+        refused = isinstance(evidence, Suspect) and evidence.refused
+        return self._changed(before, after, author, refused, now)
+
+    def on_stream_ping(self, node: bytes, outcome: StreamOutcome, now: float) -> list[Effect]:
+        """What a TCP ping has shown, of our own probe or of one we relay."""
+        asked = self._asked.pop(node, None)
+        if outcome == "acked":
+            if self._probe is not None and self._probe.target == node:
+                self._probe.acked = True
+            asker = self.table.get(asked[0]) if asked is not None else None
+            if asked is None or asker is None:
+                return []
+            ack = Ack(to=asker.node, nonce=self._nonce(), root=self._root(), gossip=(), answers=asked[1])
+            return [self._send(asker, ack)]
+        member = self.table.get(node)
+        if outcome == "silent" or member is None or not member.present:
+            return []
+        return self._accuse(member, now, refused=True)
+
+    def on_lag(self, late_s: float, now: float) -> list[Effect]:
+        """This node stood still (a stopped process, a sleeping machine, a long computation): nobody else's silence counts."""
+        if late_s < self.config.lag_s:
+            return []
+        self.health.worse()
+        self._probe = None
+        self._calm_at = now + self.config.probe_interval_s
+        return []
 
     # --- timers
 
@@ -244,6 +276,9 @@ class Swim:
         for helper in helpers:
             request = PingRequest(to=helper.node, nonce=probe.nonce, root=self._root(), gossip=(), target=probe.target)
             effects.append(self._send(helper, request))
+        target = self.table.get(probe.target)
+        if target is not None:
+            effects.append(StreamPing(target.node, target.host, target.port))
         return effects
 
     def _close_probe(self, now: float) -> list[Effect]:
@@ -255,16 +290,11 @@ class Swim:
             return []
         self.health.worse(max(0, probe.expected_nacks - len(probe.nacks)) if probe.expected_nacks else 1)
         member = self.table.get(probe.target)
-        if member is None or member.state != "alive":
-            return self._confirm(member, now) if member is not None else []
-        accusation = Suspect(node=member.node, epoch=member.epoch, incarnation=member.incarnation)
-        return self.on_evidence(self.node, accusation, self._seal(accusation), now)
+        return self._accuse(member, now, refused=False) if member is not None and member.present else []
 
-    def _confirm(self, member: Member, now: float) -> list[Effect]:
-        """We too got no answer from a suspect: an independent confirmation."""
-        if member.state != "suspect":
-            return []
-        accusation = Suspect(node=member.node, epoch=member.epoch, incarnation=member.incarnation)
+    def _accuse(self, member: Member, now: float, refused: bool) -> list[Effect]:
+        """Say that it does not answer us; for one who is suspected already, an independent confirmation."""
+        accusation = Suspect(node=member.node, epoch=member.epoch, incarnation=member.incarnation, refused=refused)
         return self.on_evidence(self.node, accusation, self._seal(accusation), now)
 
     def _on_ack(self, member: Member, packet: Ack, now: float) -> list[Effect]:
@@ -289,7 +319,8 @@ class Swim:
         if target is not None:
             ping = Ping(to=target.node, nonce=self._nonce(), root=self._root(), gossip=())
             self._relays[ping.nonce] = (asker.node, packet.nonce, now + RELAY_S)
-            effects.append(self._send(target, ping))
+            self._asked[target.node] = (asker.node, packet.nonce)
+            effects += [self._send(target, ping), StreamPing(target.node, target.host, target.port)]
         return effects
 
     # --- news
@@ -327,14 +358,17 @@ class Swim:
         self.table.apply(me, sealed, now)
         self.rumours.add("member", self.node, sealed)
 
-    def _changed(self, before: Member | None, after: Member, author: bytes, now: float) -> list[Effect]:
+    def _changed(self, before: Member | None, after: Member, author: bytes, refused: bool, now: float) -> list[Effect]:
         was = before.state if before is not None else ""
         effects: list[Effect] = []
         if after.state != "suspect":
-            self._suspicions.pop(after.node, None)
+            settled = self._suspicions.pop(after.node, None)
+            if settled is not None and before is not None and (after.state, after.epoch) == ("alive", before.epoch):
+                for accuser in settled.accusers:
+                    self._credit.refuted(accuser, now)
             self._tokens.pop(_suspicion_timer(after.node), None)
         elif was != "suspect" or (before is not None and before.order[:2] != after.order[:2]):
-            suspicion = Suspicion(self.config, len(self.table.present()), author, now)
+            suspicion = Suspicion(self.config, len(self.table.present()), author, now, refused)
             self._suspicions[after.node] = suspicion
             effects.append(self._timer(_suspicion_timer(after.node), suspicion.deadline))
         if before is None or before.state != after.state or before.draining != after.draining:
@@ -348,6 +382,8 @@ class Swim:
         member = self.table.get(node)
         if member is None or member.state != "suspect":
             return []
+        if now < self._calm_at:
+            return [self._timer(_suspicion_timer(node), self._calm_at)]
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
         return self.on_evidence(self.node, verdict, self._seal(verdict), now)
 

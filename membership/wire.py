@@ -26,7 +26,9 @@ class Left(Evidence, frozen=True, array_like=True, tag="l"):
 
 
 class Suspect(Evidence, frozen=True, array_like=True, tag="s"):
-    """Said by an accuser: it did not answer me or my relays."""
+    """Said by an accuser: it did not answer me or my relays. `refused`: its machine did, that no process listens there."""
+
+    refused: bool = False
 
 
 class Dead(Evidence, frozen=True, array_like=True, tag="d"):

@@ -11,7 +11,15 @@ from hashlib import blake2b
 import msgspec
 
 from membership.config import SwimConfig
-from membership.effects import MemberChanged, PersistEpoch, SendPacket, SetTimer, WantReconcile
+from membership.effects import (
+    MemberChanged,
+    PersistEpoch,
+    SendPacket,
+    SetTimer,
+    StreamOutcome,
+    StreamPing,
+    WantReconcile,
+)
 from membership.swim import Swim, Verified
 from membership.wire import AnyEvidence, AnyPacket, decode_evidence, encode
 from mesh.jobs.effects import (
@@ -172,6 +180,8 @@ class Node:
                     self.world.send(self, to, partial(Node.on_packet, sender=self.id, packet=packet))
                 case SetTimer(name=name, token=token, at=at):
                     self.later(at, self._swim_timer, name, token)
+                case StreamPing(node=node):
+                    self._stream_ping(node)
                 case WantReconcile(node=node):
                     other = self.world.by_id.get(node)
                     if other is not None and other.up:
@@ -186,6 +196,16 @@ class Node:
 
     def _swim_timer(self, name: str, token: int) -> None:
         self.perform_swim(self.swim.on_timer(name, token, self.now))
+
+    def _stream_ping(self, node: bytes) -> None:
+        """TCP: nothing is lost, and a machine whose process has crashed refuses."""
+        other = self.world.by_id[node]
+        outcome: StreamOutcome = "acked" if other.up else "refused"
+        delay = self.world.draw(self, "stream", 0.001, 0.02)
+        self.later(self.now + delay, self._stream_pinged, node, outcome)
+
+    def _stream_pinged(self, node: bytes, outcome: StreamOutcome) -> None:
+        self.perform_swim(self.swim.on_stream_ping(node, outcome, self.now))
 
     def _push_pull(self, other: "Node") -> None:
         for source, target in ((self, other), (other, self)):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
-from membership.effects import Effect, MemberChanged, SendPacket, SetTimer
+from membership.effects import Effect, MemberChanged, SendPacket, SetTimer, StreamPing
 from membership.envelope import OVERHEAD
 from membership.rumours import RumourQueue
 from membership.suspicion import Suspicion
@@ -194,6 +194,91 @@ def test_the_same_accuser_counts_once() -> None:
     assert not suspicion.confirm(b"a")
     assert suspicion.deadline == before
     assert suspicion.confirm(b"b") and suspicion.deadline < before
+
+
+@given(
+    st.integers(2, 500),
+    st.lists(st.tuples(st.sampled_from([b"first", b"a", b"b", b"c"]), st.floats(0.0, 50.0), st.booleans()), max_size=8),
+)
+def test_refusals_bring_a_deadline_no_nearer_than_the_floor(
+    members: int, words: list[tuple[bytes, float, bool]]
+) -> None:
+    suspicion = Suspicion(CONFIG, members, b"first", 0.0)
+    deadline, refused_to = suspicion.deadline, set()
+    for accuser, now, refused in sorted(words, key=lambda word: word[1]):
+        suspicion.confirm(accuser, now, refused)
+        refused_to |= {accuser} if refused else set()
+        assert suspicion.deadline <= deadline, "only ever sooner"
+        deadline = suspicion.deadline
+        shortest = CONFIG.suspicion_multiplier * CONFIG.probe_interval_s
+        assert deadline >= shortest or (len(refused_to) >= min(2, members - 1) and deadline >= CONFIG.refused_floor_s)
+
+
+def test_two_refused_connections_and_the_wait_is_short() -> None:
+    swim = core(PEER, THIRD, FOURTH)
+    (timer,) = [e for e in swim.on_stream_ping(PEER, "refused", 1.0) if isinstance(e, SetTimer)]
+    assert timer.at > 1.0 + CONFIG.suspicion_multiplier, "one may be a firewall between the two"
+    second = Suspect(PEER, 1, 0, True)
+    (sooner,) = [e for e in swim.on_evidence(THIRD, second, sealed(second), 1.2) if isinstance(e, SetTimer)]
+    assert sooner.at == 1.2 + CONFIG.refused_floor_s
+    assert changes(swim.on_timer(sooner.name, sooner.token, sooner.at)) == [(PEER, "dead")]
+
+
+def test_even_then_it_may_refute() -> None:
+    swim = core(PEER, THIRD)
+    swim.on_stream_ping(PEER, "refused", 1.0)
+    again = alive(PEER, epoch=2)
+    assert changes(swim.on_evidence(PEER, again, sealed(again), 1.5)) == [(PEER, "alive")]
+    assert not [name for name in swim._tokens if name.startswith("suspect")]
+
+
+def test_where_udp_is_blocked_tcp_keeps_a_peer_alive() -> None:
+    swim = core(PEER, THIRD)
+    (ping,) = packets(fire(swim, "probe", 1.0), Ping)
+    asked = [e.node for e in fire(swim, "probe-timeout", 1.5) if isinstance(e, StreamPing)]
+    assert asked == [ping.to]
+    swim.on_stream_ping(ping.to, "acked", 1.6)
+    assert changes(fire(swim, "probe", 2.0)) == []
+
+
+def test_a_relay_asks_over_tcp_too_and_says_what_it_saw() -> None:
+    swim = core(PEER, THIRD)
+    effects = swim.on_packet(PEER, PingRequest(ME, 9, b"root", (), THIRD), [], [], 1.0)
+    assert [e.node for e in effects if isinstance(e, StreamPing)] == [THIRD]
+    (ack,) = packets(swim.on_stream_ping(THIRD, "acked", 1.1), Ack)
+    assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 9
+    swim.on_packet(PEER, PingRequest(ME, 10, b"root", (), THIRD), [], [], 2.0)
+    assert (THIRD, "suspect") in changes(swim.on_stream_ping(THIRD, "refused", 2.1))
+    assert swim.on_stream_ping(FOURTH, "refused", 2.1) == [], "nobody is accused who is not known"
+
+
+def test_who_stood_still_itself_accuses_nobody() -> None:
+    swim = core(PEER)
+    fire(swim, "probe", 1.0)
+    assert swim.on_lag(8.0, 9.0) == [] and swim.health.score == 1
+    assert changes(fire(swim, "probe", 9.0)) == [], "the answer is still in the socket"
+    accusation = Suspect(PEER, 1, 0)
+    swim.on_evidence(THIRD, accusation, sealed(accusation), 9.0)
+    swim.on_lag(20.0, 30.0)
+    (later,) = [e for e in fire(swim, "suspect-" + PEER.hex(), 30.0) if isinstance(e, SetTimer)]
+    assert later.at == 30.0 + CONFIG.probe_interval_s
+    assert changes(swim.on_timer(later.name, later.token, later.at)) == [(PEER, "dead")]
+    assert swim.on_lag(CONFIG.lag_s / 2, 40.0) == [] and swim.health.score == 2, "a little late is no lag"
+
+
+def test_who_accuses_falsely_again_and_again_is_not_believed() -> None:
+    many = [bytes([n]) * 32 for n in range(2, 40)]
+    swim = core(*many)
+    for number in range(CONFIG.accuser_credit):
+        accusation = Suspect(PEER, 1, number)
+        swim.on_evidence(THIRD, accusation, sealed(accusation), float(number))
+        refutation = alive(PEER, incarnation=number + 1)
+        swim.on_evidence(PEER, refutation, sealed(refutation), number + 0.5)
+    honest = Suspect(PEER, 1, CONFIG.accuser_credit)
+    swim.on_evidence(FOURTH, honest, sealed(honest), 20.0)
+    assert swim.on_evidence(THIRD, honest, sealed(honest), 20.1) == [], "the false accuser confirms nothing"
+    confirmed = swim.on_evidence(many[5], honest, sealed(honest), 20.2)
+    assert [e for e in confirmed if isinstance(e, SetTimer)], "others do"
 
 
 @given(st.binary(max_size=200))
