@@ -17,7 +17,9 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     accuser_credit, accuser_window_s: an accuser that was refuted this often within the window confirms nothing.
     gossip_interval_s, gossip_fanout: rumours go to this many members each tick.
     retransmit_multiplier: a rumour is sent multiplier * ceil(log10(n + 1)) times (memberlist).
-    reconcile_interval_s: push-pull of everything with one random peer.
+    settle_s: a peer whose root differs is reconciled with once our own root has stood still for so long: until then rumours
+        are on their way.
+    reconcile_interval_s: roots are compared with one random peer over TCP too, in case pings have not shown a difference.
     dead_forget_s: how long a dead or left member is remembered, so that old rumours cannot revive it.
     """
 
@@ -34,7 +36,8 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     gossip_fanout: int = 3  # memberlist LAN
     retransmit_multiplier: int = 4  # memberlist LAN
     health_max: int = 8  # memberlist AwarenessMaxMultiplier
-    reconcile_interval_s: float = 5.0  # ours: lane 2 carries what rumours lost
+    settle_s: float = 2.0  # ours: ten gossip ticks, within which a rumour has reached everybody
+    reconcile_interval_s: float = 60.0  # ours: every ping compares roots already
     dead_reconcile_interval_s: float = 20.0  # ours: heals partitions (memberlist issue 222)
     dead_forget_s: float = 24 * 3600.0  # serf's tombstones
     packet_bytes: int = 1200  # under the 1280 B every IPv6 path carries, with headers
@@ -62,6 +65,7 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
             suspicion_multiplier=3.0,
             suspicion_max_multiplier=2.0,
             gossip_interval_s=0.1,
-            reconcile_interval_s=2.0,
+            settle_s=1.0,
+            reconcile_interval_s=10.0,
             dead_reconcile_interval_s=5.0,
         )

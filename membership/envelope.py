@@ -5,6 +5,7 @@ command, nor anything from one mesh in another. Nothing of the payload is decode
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 
 from membership.identity import ID_BYTES, Identity, NodeId, verify
 
@@ -34,6 +35,39 @@ def open_envelope(data: bytes, mesh_id: bytes, kind: str) -> tuple[NodeId, bytes
     if not verify(sender, _context(mesh_id, kind), payload, signature):
         raise EnvelopeError("the signature does not fit")
     return sender, payload
+
+
+TAG_BYTES = 8  # enough to find the key; the signature proves it
+ADDRESSED_OVERHEAD = 1 + TAG_BYTES + SIGNATURE_BYTES
+
+
+class UnknownSender(EnvelopeError):
+    """Nobody known has this tag."""
+
+
+def seal_to(identity: Identity, mesh_id: bytes, kind: str, recipient: NodeId, payload: bytes) -> bytes:
+    """For one recipient, in as few bytes as can be: `version | sender's first 8 bytes | signature | payload`.
+
+    The recipient is signed but not sent: to anybody else the signature does not fit.
+    """
+    signature = identity.sign(_context(mesh_id, kind) + recipient, payload)
+    return bytes([VERSION]) + identity.node_id[:TAG_BYTES] + signature + payload
+
+
+def open_addressed(
+    data: bytes, mesh_id: bytes, kind: str, recipient: NodeId, resolve: Callable[[bytes], Sequence[NodeId]]
+) -> tuple[NodeId, bytes]:
+    """The sender and the payload; `resolve` gives the known keys that begin with a tag."""
+    if len(data) < ADDRESSED_OVERHEAD or data[0] != VERSION:
+        raise EnvelopeError("not an addressed message of this version")
+    signature, payload = data[1 + TAG_BYTES : ADDRESSED_OVERHEAD], data[ADDRESSED_OVERHEAD:]
+    candidates = resolve(data[1 : 1 + TAG_BYTES])
+    if not candidates:
+        raise UnknownSender("its sender is not known here")
+    for sender in candidates:
+        if verify(sender, _context(mesh_id, kind) + recipient, payload, signature):
+            return sender, payload
+    raise EnvelopeError("the signature does not fit, or it is for another node")
 
 
 def _context(mesh_id: bytes, kind: str) -> bytes:

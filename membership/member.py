@@ -5,6 +5,7 @@ applying any set of evidence in any order, any number of times, ends in the same
 docs/membership.md).
 """
 
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -41,6 +42,7 @@ class Member(msgspec.Struct, frozen=True):
 class MemberTable:
     def __init__(self, max_members: int) -> None:
         self._members: dict[bytes, Member] = {}
+        self.root = 0  # of who is present, and in which life: equal tables have equal roots
         self._max_members = max_members
 
     def __len__(self) -> int:
@@ -65,10 +67,11 @@ class MemberTable:
             return None
         assert before is None or after.order > before.order, "M2: beliefs only advance"
         self._members[evidence.node] = after
+        self.root ^= _fingerprint(before) ^ _fingerprint(after)
         return before, after
 
     def forget(self, node: bytes) -> None:
-        self._members.pop(node, None)
+        self.root ^= _fingerprint(self._members.pop(node, None))
 
     @staticmethod
     def _merged(before: Member | None, evidence: AnyEvidence, sealed: bytes, now: float) -> Member | None:
@@ -101,3 +104,11 @@ class MemberTable:
             since=now,
             verdict_sealed=sealed,
         )
+
+
+def _fingerprint(member: Member | None) -> int:
+    """What a root says of a member. Whether it is suspected is news for rumours; the dead and the gone are absent."""
+    if member is None or not member.present:
+        return 0
+    key = member.node + b"%d.%d" % (member.epoch, member.incarnation)
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")

@@ -28,8 +28,10 @@ from membership.effects import (
     StreamPing,
     WantReconcile,
 )
-from membership.envelope import EnvelopeError, Recent, open_envelope, seal
+from membership.envelope import EnvelopeError, Recent, UnknownSender, open_addressed, open_envelope, seal, seal_to
 from membership.identity import Identity, NodeId, short_id
+from membership.member import Member
+from membership.pushpull import boottime
 from membership.records import Record, RecordTable, encode_body
 from membership.snapshot import Peer, Snapshot, SnapshotFile, next_epoch
 from membership.swim import Swim, Verified
@@ -39,6 +41,7 @@ from membership.wire import WireError, decode_evidence, decode_packet, encode
 EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
 GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 RECONCILE_PAUSE_S = 0.3  # between two push-pulls with one peer
+RECONCILES_AT_ONCE = 32  # forged packets must not make us call half the world
 JOIN_BACKOFF_S = (0.3, 15.0)  # first and longest pause between tries to find somebody
 HEALTHY_SEARCH_S = 15.0  # a node that has company still looks for strangers, so that islands meet
 
@@ -140,6 +143,7 @@ class MembershipNode:
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._reconciling = 0
         self._reconciled: dict[tuple[str, int], float] = {}
         self._candidates: dict[tuple[str, int], NodeId | None] = {}
         self._transport: asyncio.DatagramTransport | None = None
@@ -151,7 +155,7 @@ class MembershipNode:
             self._records,
             self.counters,
             self._rng,
-            self._join_evidence,
+            lambda: self._core,
             self._take_in,
         )
         self._epoch = 0
@@ -183,7 +187,7 @@ class MembershipNode:
             lambda evidence: seal(self.identity, self.trust.mesh_id, "member", encode(evidence)),
             self._records.root,
         )
-        self._perform(self._swim.start(_now()))
+        self._perform(self._swim.start(boottime()))
         self.publish("trust", self._chain, ttl_s=86_400)
         if self._mdns_config is not None:
             self._beacon = MdnsBeacon(
@@ -219,20 +223,20 @@ class MembershipNode:
         if self._swim is None or self._swim.left:
             return
         await asyncio.to_thread(self._save_peers)
-        effects = self._swim.leave(_now())
+        effects = self._swim.leave(boottime())
         third = max(1, len(effects) // 3)
         for start in range(0, len(effects), third):
             self._perform(effects[start : start + third])
             await asyncio.sleep(0.07)
 
     def set_draining(self, draining: bool) -> None:
-        self._perform(self._core.set_draining(draining, _now()))
+        self._perform(self._core.set_draining(draining, boottime()))
 
     # --- what others use
 
     def members(self) -> list[MemberView]:
         """Everybody known, ourselves included."""
-        now, now_unix = _now(), time.time()
+        now, now_unix = boottime(), time.time()
         views = []
         for member in self._core.table.all():
             standing = self.trust.standing(member.node, now_unix)
@@ -308,7 +312,7 @@ class MembershipNode:
                     self._spawn(self._persist(epoch), "persist epoch")
 
     def _send_packet(self, effect: SendPacket) -> None:
-        data = seal(self.identity, self.trust.mesh_id, "swim", encode(effect.packet))
+        data = seal_to(self.identity, self.trust.mesh_id, "swim", effect.to, encode(effect.packet))
         assert len(data) <= self.config.packet_bytes, "M9: packets fit"
         if self._transport is not None and not self._transport.is_closing():
             self.counters["packets_out"] += 1
@@ -320,10 +324,10 @@ class MembershipNode:
             old.cancel()
         if not self._stopped:
             loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(max(0.0, at - _now()), self._fire, name, token, at)
+            self._timers[name] = loop.call_later(max(0.0, at - boottime()), self._fire, name, token, at)
 
     def _fire(self, name: str, token: int, at: float) -> None:
-        now = _now()
+        now = boottime()
         if now - at >= self.config.lag_s:
             self.counters["lags"] += 1
             self._perform(self._core.on_lag(now - at, now))
@@ -332,7 +336,7 @@ class MembershipNode:
     async def _stream_ping(self, effect: StreamPing) -> None:
         outcome = await self._push_pull.ping(effect.node, effect.host, effect.port, self.config.probe_interval_s)
         self.counters[f"tcp_pings_{outcome}"] += 1
-        self._perform(self._core.on_stream_ping(effect.node, outcome, _now()))
+        self._perform(self._core.on_stream_ping(effect.node, outcome, boottime()))
 
     def _tell(self, event: MembershipEvent) -> None:
         for subscription in self._subscriptions:
@@ -356,17 +360,18 @@ class MembershipNode:
     def _on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
         self.counters["packets_in"] += 1
         try:
-            sender, payload = open_envelope(data, self.trust.mesh_id, "swim")
+            sender, payload = open_addressed(
+                data, self.trust.mesh_id, "swim", self.identity.node_id, self.trust.with_tag
+            )
             if self.trust.standing(sender, time.time()) is None:
-                self.counters["refused_foreign"] += 1
-                self._want_reconcile(*source)
-                return
+                raise UnknownSender("its certificate has ended, or was revoked")
             packet = decode_packet(payload)
+        except UnknownSender:
+            self.counters["refused_foreign"] += 1
+            self._want_reconcile(*source)  # a member that we have not met shows its certificate there
+            return
         except (EnvelopeError, WireError):
             self.counters["refused_unsigned"] += 1
-            return
-        if packet.to != self.identity.node_id:
-            self.counters["refused_misdirected"] += 1
             return
         if self._packets.seen_before(sender + packet.nonce.to_bytes(8, "big", signed=True)):
             self.counters["refused_replayed"] += 1
@@ -380,7 +385,7 @@ class MembershipNode:
                 verified = self._verified(sealed)
                 if verified is not None:
                     evidence.append(verified)
-        self._perform(self._core.on_packet(sender, packet, evidence, records, _now()))
+        self._perform(self._core.on_packet(sender, packet, evidence, records, boottime()))
 
     def _verified(self, sealed: bytes) -> Verified | None:
         """Evidence whose author and subject are members; None (counted) for anything else."""
@@ -398,24 +403,27 @@ class MembershipNode:
 
     # --- lane 2
 
-    def _want_reconcile(self, host: str, port: int) -> None:
-        key, now = (host, port), _now()
+    def _want_reconcile(self, host: str, port: int, unless_equal: bool = False) -> None:
+        key, now = (host, port), boottime()
         if now - self._reconciled.get(key, -1e9) < RECONCILE_PAUSE_S or self._stopped:
+            return
+        if self._reconciling >= RECONCILES_AT_ONCE:
+            self.counters["reconciles_put_off"] += 1
             return
         self._reconciled[key] = now
         if len(self._reconciled) > 4096:
             self._reconciled = {k: at for k, at in self._reconciled.items() if now - at < 60}
-        self._spawn(self._reconcile_quietly(host, port), f"push-pull {host}:{port}")
+        self._spawn(self._reconcile_quietly(host, port, unless_equal), f"push-pull {host}:{port}")
 
-    async def _reconcile_quietly(self, host: str, port: int) -> None:
+    async def _reconcile_quietly(self, host: str, port: int, unless_equal: bool) -> None:
+        self._reconciling += 1
         try:
-            await self._push_pull.exchange(host, port)
+            await self._push_pull.exchange(host, port, unless_equal)
         except pushpull.FAILURES as e:
             self.counters["reconcile_failed"] += 1
             log.debug("push-pull with %s:%d failed: %s", host, port, e)
-
-    def _join_evidence(self) -> list[bytes]:
-        return self._core.join_evidence()
+        finally:
+            self._reconciling -= 1
 
     async def _serve_unless_stopped(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._stopped:
@@ -432,7 +440,7 @@ class MembershipNode:
             verified = self._verified(sealed)
             if verified is not None:
                 self._gossip_seen.seen_before(sealed)
-                self._perform(self._core.on_evidence(*verified, _now()))
+                self._perform(self._core.on_evidence(*verified, boottime()))
 
     # --- searching and upkeep
 
@@ -462,30 +470,36 @@ class MembershipNode:
         return list(dict.fromkeys([*self._seeds, *self._candidates, *remembered]))
 
     async def _push_pull_for_ever(self) -> None:
-        dead_due = _now() + self.config.dead_reconcile_interval_s
+        """Compare roots with somebody now and then, and knock at the dead: that is how partitions heal (memberlist issue 222)."""
+        config = self.config
+        pause = min(config.reconcile_interval_s, config.dead_reconcile_interval_s)
+        compare_due, dead_due = boottime() + config.reconcile_interval_s, boottime() + config.dead_reconcile_interval_s
         while True:
-            await asyncio.sleep(self.config.reconcile_interval_s * self._rng.uniform(0.8, 1.2))
+            await asyncio.sleep(pause * self._rng.uniform(0.8, 1.0))
             others = [m for m in self._core.table.all() if m.node != self.identity.node_id]
-            present = [m for m in others if m.present]
-            if present:
-                chosen = self._rng.choice(present)
-                self._want_reconcile(chosen.host, chosen.port)
-            gone = [m for m in others if m.state == "dead"]
-            if gone and _now() >= dead_due:
-                dead_due = _now() + self.config.dead_reconcile_interval_s
-                chosen = self._rng.choice(gone)
-                self._want_reconcile(chosen.host, chosen.port)
+            now = boottime()
+            if now >= compare_due:
+                compare_due = now + config.reconcile_interval_s
+                self._reconcile_with_one([m for m in others if m.present], unless_equal=True)
+            if now >= dead_due:
+                dead_due = now + config.dead_reconcile_interval_s
+                self._reconcile_with_one([m for m in others if m.state == "dead"], unless_equal=False)
+
+    def _reconcile_with_one(self, members: list[Member], unless_equal: bool) -> None:
+        if members:
+            chosen = self._rng.choice(members)
+            self._want_reconcile(chosen.host, chosen.port, unless_equal)
 
     async def _look_after(self) -> None:
-        renew_at = _now() + 6 * 3600
+        renew_at = boottime() + 6 * 3600
         while True:
             await asyncio.sleep(10)
             for record in self._records.expire(time.time()):
                 self._tell(RecordChanged(record.node, record.section))
-            self._core.forget_long_gone(_now())
+            self._core.forget_long_gone(boottime())
             await asyncio.to_thread(self._save_peers)
-            if _now() >= renew_at:
-                renew_at = _now() + 6 * 3600
+            if boottime() >= renew_at:
+                renew_at = boottime() + 6 * 3600
                 self.publish("trust", self._chain, ttl_s=86_400)
 
     def _save_peers(self) -> None:
@@ -541,8 +555,3 @@ class _Datagrams(asyncio.DatagramProtocol):
 
     def error_received(self, exc: Exception) -> None:
         self._node.counters["socket_errors"] += 1
-
-
-def _now() -> float:
-    """Seconds of CLOCK_BOOTTIME: it counts while the machine sleeps, so that a wake-up is seen as one."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -15,15 +15,19 @@ from membership.reconcile import (
     FRAME_LIMIT,
     AnyFrame,
     Delta,
+    Differs,
     Done,
     FrameError,
+    Greeting,
     Hello,
+    MemberDigest,
     Reply,
     StreamPing,
     decode_frame,
     encode_frame,
 )
 from membership.records import Digest, RecordTable
+from membership.swim import Swim
 from membership.trust import TrustError, TrustStore
 
 RECONCILE_TIMEOUT_S = 5.0
@@ -35,7 +39,7 @@ FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, EnvelopeError, F
 
 
 class PushPull:
-    """`evidence` gives what we know of members, `take_in` receives what the other side sent; both are the node's."""
+    """`core` knows the members, `take_in` receives what the other side sent; both are the node's."""
 
     def __init__(
         self,
@@ -45,27 +49,32 @@ class PushPull:
         records: RecordTable,
         counters: Counter[str],
         rng: random.Random,
-        evidence: Callable[[], list[bytes]],
+        core: Callable[[], Swim],
         take_in: Callable[[list[bytes], list[bytes]], None],
     ) -> None:
         self._identity, self._trust, self._chain = identity, trust, chain
         self._records, self._counters, self._rng = records, counters, rng
-        self._evidence, self._take_in = evidence, take_in
+        self._core, self._take_in = core, take_in
         self._serving = 0
 
-    async def exchange(self, host: str, port: int) -> None:
-        """One push-pull with whoever answers at this address, if it is of our mesh."""
+    async def exchange(self, host: str, port: int, unless_equal: bool = False) -> None:
+        """One push-pull with whoever answers at this address, if it is of our mesh; `unless_equal`: compare roots first."""
         async with asyncio.timeout(RECONCILE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 nonce = self._rng.getrandbits(62)
-                await self._write(writer, Hello(nonce, self._chain, self._records.digest()))
+                if unless_equal:
+                    await self._write(writer, Greeting(nonce, self._core().root()))
+                    _, answer = await self._read(reader)
+                    if isinstance(answer, Done) and answer.answers == nonce:
+                        return
+                await self._write(writer, Hello(nonce, self._chain, self._records.digest(), self._members()))
                 sender, reply = await self._read(reader)
                 if not isinstance(reply, Reply) or reply.answers != nonce:
                     raise FrameError("an answer to something else")
                 self._admit(sender, reply.chain)
                 self._take_in(reply.records, reply.evidence)
-                await self._write(writer, self._delta(reply.nonce, reply.digest))
+                await self._write(writer, self._delta(reply.nonce, reply.digest, reply.members))
                 await self._read(reader)
                 self._counters["reconciled"] += 1
             finally:
@@ -101,6 +110,12 @@ class PushPull:
                 if isinstance(hello, StreamPing):
                     await self._write(writer, Done(0, hello.nonce))
                     return
+                if isinstance(hello, Greeting):
+                    equal = hello.root == self._core().root() and self._trust.standing(sender, time.time()) is not None
+                    await self._write(writer, Done(0, hello.nonce) if equal else Differs(0, hello.nonce))
+                    if equal:
+                        return
+                    sender, hello = await self._read(reader)
                 if not isinstance(hello, Hello):
                     raise FrameError("a push-pull starts with Hello")
                 self._admit(sender, hello.chain)
@@ -111,8 +126,9 @@ class PushPull:
                     hello.nonce,
                     self._chain,
                     self._records.digest(),
+                    self._members(),
                     records,
-                    self._evidence(),
+                    self._core().evidence_missing_from(hello.members, boottime()),
                 )
                 await self._write(writer, reply)
                 again, delta = await self._read(reader)
@@ -136,9 +152,13 @@ class PushPull:
         if self._trust.admit_chain(chain, time.time()).node_id != sender:
             raise TrustError("a node showed the certificate of another one")
 
-    def _delta(self, answers: int, digest: Digest) -> Delta:
+    def _members(self) -> MemberDigest:
+        return self._core().digest(boottime())
+
+    def _delta(self, answers: int, digest: Digest, members: MemberDigest) -> Delta:
         records = self._records.missing_from(digest, DELTA_BYTES)
-        return Delta(self._rng.getrandbits(62), answers, records, self._evidence())
+        evidence = self._core().evidence_missing_from(members, boottime())
+        return Delta(self._rng.getrandbits(62), answers, records, evidence)
 
     async def _write(self, writer: asyncio.StreamWriter, frame: AnyFrame) -> None:
         data = seal(self._identity, self._trust.mesh_id, "reconcile", encode_frame(frame))
@@ -152,3 +172,8 @@ class PushPull:
         data = await reader.readexactly(length)
         sender, payload = open_envelope(data, self._trust.mesh_id, "reconcile")
         return sender, decode_frame(payload)
+
+
+def boottime() -> float:
+    """Seconds of CLOCK_BOOTTIME: it counts while the machine sleeps, so that a wake-up is seen as one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -17,15 +17,30 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
     nonce: int
 
 
+MemberDigest = list[tuple[bytes, int, int, int]]  # node, epoch, incarnation, rank of the state
+
+
+class Greeting(Frame, frozen=True, array_like=True, tag="g"):
+    """Is your root this too? Then that was all (`Done`); else go on with Hello (`Differs`)."""
+
+    root: bytes
+
+
+class Differs(Frame, frozen=True, array_like=True, tag="f"):
+    answers: int
+
+
 class Hello(Frame, frozen=True, array_like=True, tag="h"):
     chain: bytes
     digest: Digest
+    members: MemberDigest
 
 
 class Reply(Frame, frozen=True, array_like=True, tag="r"):
     answers: int
     chain: bytes
     digest: Digest
+    members: MemberDigest
     records: list[bytes]
     evidence: list[bytes]
 
@@ -44,7 +59,7 @@ class Done(Frame, frozen=True, array_like=True, tag="e"):
     answers: int
 
 
-AnyFrame = Hello | Reply | StreamPing | Delta | Done
+AnyFrame = Greeting | Differs | Hello | Reply | StreamPing | Delta | Done
 
 
 class FrameError(ValueError):

@@ -22,6 +22,8 @@ from membership.effects import (
 )
 from membership.health import Health
 from membership.member import Member, MemberTable
+from membership.reconcile import MemberDigest
+from membership.records import ROOT_BYTES
 from membership.rumours import RumourQueue
 from membership.suspicion import AccuserCredit, Suspicion
 from membership.wire import (
@@ -41,7 +43,7 @@ from membership.wire import (
 
 Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed bytes
 
-PACKET_OVERHEAD = 97 + 32 + 9 + 10 + 34 + 24  # envelope, to, nonce, root, a target, framing: generously
+PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # envelope, nonce, root, a target, framing: generously
 RELAY_S = 4.0  # a relayed ping's answer is passed on for so long
 LEAVE_ROUNDS = 3  # farewells are sent to everyone this often; two may be lost
 
@@ -79,7 +81,8 @@ class Swim:
         self._epoch, self._incarnation, self._draining = epoch, 0, False
         self._rng = rng
         self._seal = seal_evidence
-        self._root = root
+        self._records_root = root
+        self._last_root, self._root_since = b"", 0.0
         self._round: list[bytes] = []
         self._probe: _Probe | None = None
         self._relays: dict[int, tuple[bytes, int, float]] = {}
@@ -121,14 +124,25 @@ class Swim:
             effects += [self._send(member, self._rumours(member, gossip)) for member in self._others()]
         return effects
 
-    def join_evidence(self) -> list[bytes]:
-        """Everything we know of members, for a push-pull: each one's own word, and what outranks it."""
-        known: list[bytes] = []
-        for member in self.table.all():
-            known.append(member.alive_sealed)
-            if member.verdict_sealed is not None:
-                known.append(member.verdict_sealed)
-        return known
+    def digest(self, now: float) -> MemberDigest:
+        """Which evidence we hold, for a push-pull. Those long gone are not spoken of, so that all can forget them."""
+        return [(member.node, *member.order) for member in self._spoken_of(now)]
+
+    def evidence_missing_from(self, digest: MemberDigest, now: float) -> list[bytes]:
+        """What a peer with this digest lacks: each member's own word, and what outranks it."""
+        theirs = {node: (epoch, incarnation, rank) for node, epoch, incarnation, rank in digest}
+        missing: list[bytes] = []
+        for member in self._spoken_of(now):
+            known = theirs.get(member.node, (-1, -1, -1))
+            if member.order > known:
+                missing.append(member.alive_sealed)
+                if member.verdict_sealed is not None:
+                    missing.append(member.verdict_sealed)
+        return missing
+
+    def _spoken_of(self, now: float) -> list[Member]:
+        silence = self.config.dead_forget_s / 2
+        return [member for member in self.table.all() if member.present or now - member.since < silence]
 
     def forget_long_gone(self, now: float) -> None:
         """Drop members that have been dead or gone for so long that no rumour about them is left anywhere."""
@@ -157,9 +171,9 @@ class Swim:
             return effects
         match packet:
             case Ping():
-                ack = Ack(to=sender, nonce=self._nonce(), root=self._root(), gossip=(), answers=packet.nonce)
+                ack = Ack(nonce=self._nonce(), root=self.root(), gossip=(), answers=packet.nonce)
                 effects.append(self._send(member, ack))
-                effects += self._differs(member, packet.root)
+                effects += self._differs(member, packet.root, now)
             case Ack():
                 effects += self._on_ack(member, packet, now)
             case PingRequest():
@@ -203,7 +217,7 @@ class Swim:
             asker = self.table.get(asked[0]) if asked is not None else None
             if asked is None or asker is None:
                 return []
-            ack = Ack(to=asker.node, nonce=self._nonce(), root=self._root(), gossip=(), answers=asked[1])
+            ack = Ack(nonce=self._nonce(), root=self.root(), gossip=(), answers=asked[1])
             return [self._send(asker, ack)]
         member = self.table.get(node)
         if outcome == "silent" or member is None or not member.present:
@@ -247,7 +261,7 @@ class Swim:
         gossip: Gossip = ()
         if target.state == "suspect" and target.verdict_sealed is not None:
             gossip = (("member", target.verdict_sealed),)  # Lifeguard's buddy: let it refute at once
-        ping = Ping(to=target.node, nonce=self._probe.nonce, root=self._root(), gossip=gossip)
+        ping = Ping(nonce=self._probe.nonce, root=self.root(), gossip=gossip)
         return [
             *effects,
             self._send(target, ping),
@@ -274,7 +288,7 @@ class Swim:
         probe.expected_nacks = len(helpers)
         effects: list[Effect] = []
         for helper in helpers:
-            request = PingRequest(to=helper.node, nonce=probe.nonce, root=self._root(), gossip=(), target=probe.target)
+            request = PingRequest(nonce=probe.nonce, root=self.root(), gossip=(), target=probe.target)
             effects.append(self._send(helper, request))
         target = self.table.get(probe.target)
         if target is not None:
@@ -302,11 +316,11 @@ class Swim:
         if probe is not None and packet.answers == probe.nonce:
             probe.acked = True
         relay = self._relays.pop(packet.answers, None)
-        effects = self._differs(member, packet.root)
+        effects = self._differs(member, packet.root, now)
         if relay is not None and relay[2] > now:
             asker = self.table.get(relay[0])
             if asker is not None:
-                ack = Ack(to=asker.node, nonce=self._nonce(), root=self._root(), gossip=(), answers=relay[1])
+                ack = Ack(nonce=self._nonce(), root=self.root(), gossip=(), answers=relay[1])
                 effects.append(self._send(asker, ack))
         return effects
 
@@ -314,10 +328,10 @@ class Swim:
         target = self.table.get(packet.target)
         self._relays = {nonce: relay for nonce, relay in self._relays.items() if relay[2] > now}
         # The nack says "I am here, and it has not answered yet"; an ack may still follow.
-        nack = Nack(to=asker.node, nonce=self._nonce(), root=self._root(), gossip=(), answers=packet.nonce)
+        nack = Nack(nonce=self._nonce(), root=self.root(), gossip=(), answers=packet.nonce)
         effects: list[Effect] = [self._send(asker, nack)]
         if target is not None:
-            ping = Ping(to=target.node, nonce=self._nonce(), root=self._root(), gossip=())
+            ping = Ping(nonce=self._nonce(), root=self.root(), gossip=())
             self._relays[ping.nonce] = (asker.node, packet.nonce, now + RELAY_S)
             self._asked[target.node] = (asker.node, packet.nonce)
             effects += [self._send(target, ping), StreamPing(target.node, target.host, target.port)]
@@ -387,8 +401,18 @@ class Swim:
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
         return self.on_evidence(self.node, verdict, self._seal(verdict), now)
 
-    def _differs(self, member: Member, root: bytes) -> list[Effect]:
-        return [WantReconcile(member.node, member.host, member.port)] if root != self._root() else []
+    def _differs(self, member: Member, root: bytes, now: float) -> list[Effect]:
+        """Reconcile with who knows something else, but let rumours settle first: they are cheaper."""
+        mine = self.root()
+        if mine != self._last_root:
+            self._last_root, self._root_since = mine, now
+        if root == mine or now - self._root_since < self.config.settle_s:
+            return []
+        return [WantReconcile(member.node, member.host, member.port)]
+
+    def root(self) -> bytes:
+        """Of all that is known here: members and their records."""
+        return (self.table.root ^ int.from_bytes(self._records_root(), "big")).to_bytes(ROOT_BYTES, "big")
 
     def _gossip(self, now: float) -> list[Effect]:
         if not len(self.rumours):
@@ -412,7 +436,7 @@ class Swim:
         return [member for member in self.table.present() if member.node != self.node]
 
     def _rumours(self, member: Member, gossip: Gossip) -> Rumours:
-        return Rumours(to=member.node, nonce=self._nonce(), root=self._root(), gossip=gossip)
+        return Rumours(nonce=self._nonce(), root=self.root(), gossip=gossip)
 
     def _send(self, member: Member, packet: AnyPacket) -> SendPacket:
         """Send, with as many rumours as still fit."""

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.envelope import TAG_BYTES, EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 
 MAX_CHAIN = 3
@@ -88,6 +88,7 @@ class TrustStore:
         self.mesh_id = genesis_id(genesis_bytes)
         self.revoked: set[NodeId] = set()
         self._members: dict[NodeId, Standing] = {}
+        self._by_tag: dict[bytes, list[NodeId]] = {}
 
     def admit_chain(self, chain: bytes, now_unix: float) -> Standing:
         """Check a chain and remember its node; TrustError says which link failed and why."""
@@ -95,7 +96,14 @@ class TrustStore:
         known = self._members.get(standing.node_id)
         if known is None or standing.not_after >= known.not_after:
             self._members[standing.node_id] = standing
+            same_tag = self._by_tag.setdefault(standing.node_id[:TAG_BYTES], [])
+            if standing.node_id not in same_tag:
+                same_tag.append(standing.node_id)
         return self._members[standing.node_id]
+
+    def with_tag(self, tag: bytes) -> list[NodeId]:
+        """The known nodes whose keys begin so."""
+        return self._by_tag.get(tag, [])
 
     def check_chain(self, chain: bytes, now_unix: float) -> Standing:
         try:

@@ -41,9 +41,8 @@ Gossip = tuple[tuple[GossipKind, bytes], ...]
 
 
 class Packet(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """`to` binds a packet to its receiver, `nonce` makes each one new, `root` is the sender's record table's hash."""
+    """`nonce` makes each one new; `root` is the hash of all that its sender knows. The receiver is bound by the signature."""
 
-    to: bytes
     nonce: int
     root: bytes
     gossip: Gossip

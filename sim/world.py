@@ -112,7 +112,7 @@ class Node:
         self.guests = {}
         rng = world.streams.get(self.name, "protocol")
         self.swim = Swim(
-            self.id, self.name, 7373, self.epoch, SwimConfig.local(), rng, self._seal_evidence, lambda: b"root"
+            self.id, self.name, 7373, self.epoch, SwimConfig.local(), rng, self._seal_evidence, lambda: bytes(8)
         )
         rules = Rules(open_spec=_open_spec, admit=self._admit, may_cancel=lambda sender, user, spec: True)
         self.participant = Participant(self.id, self.name, rules, rng)
@@ -209,7 +209,7 @@ class Node:
 
     def _push_pull(self, other: "Node") -> None:
         for source, target in ((self, other), (other, self)):
-            evidence = source.swim.join_evidence()
+            evidence = source.swim.evidence_missing_from([], source.now)
             self.world.send(source, target.id, partial(Node.take_evidence, evidence=evidence))
 
     def on_packet(self, sender: bytes, packet: AnyPacket) -> None:
