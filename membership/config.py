@@ -17,8 +17,8 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     accuser_credit, accuser_window_s: an accuser that was refuted this often within the window confirms nothing.
     gossip_interval_s, gossip_fanout: rumours go to this many members each tick.
     retransmit_multiplier: a rumour is sent multiplier * ceil(log10(n + 1)) times (memberlist).
-    settle_s: a peer whose root differs is reconciled with once our own root has stood still for so long: until then rumours
-        are on their way.
+    settle_s: when every root heard for so long has differed from ours, one of those peers is reconciled with; until then
+        rumours are on their way.
     reconcile_interval_s: roots are compared with one random peer over TCP too, in case pings have not shown a difference.
     dead_forget_s: how long a dead or left member is remembered, so that old rumours cannot revive it.
     """

@@ -306,7 +306,7 @@ class MembershipNode:
                 case MemberChanged():
                     self._tell(effect)
                 case RecordGossip(sealed=sealed):
-                    self._take_record(sealed)
+                    self._take_record(sealed, rumoured=True)
                 case PersistEpoch(epoch=epoch):
                     self._epoch = epoch
                     self._spawn(self._persist(epoch), "persist epoch")
@@ -346,11 +346,12 @@ class MembershipNode:
         if len(record.sealed) <= GOSSIPED_RECORD_BYTES and self._swim is not None:
             self._swim.rumours.add("record", record.node + record.section.encode(), record.sealed)
 
-    def _take_record(self, sealed: bytes) -> None:
+    def _take_record(self, sealed: bytes, rumoured: bool) -> None:
         applied = self._records.apply(sealed, time.time())
         if isinstance(applied, Record):
             self.counters["records_in"] += 1
-            self._spread(applied)
+            if rumoured:
+                self._spread(applied)
             self._tell(RecordChanged(applied.node, applied.section))
         elif applied in {"invalid", "full"}:
             self.counters[f"record_{applied}"] += 1
@@ -433,14 +434,14 @@ class MembershipNode:
 
     def _take_in(self, records: list[bytes], evidence: list[bytes]) -> None:
         for sealed in records:
-            self._take_record(sealed)
+            self._take_record(sealed, rumoured=False)
         for sealed in evidence:
             if sealed in self._gossip_seen:
                 continue
             verified = self._verified(sealed)
             if verified is not None:
                 self._gossip_seen.seen_before(sealed)
-                self._perform(self._core.on_evidence(*verified, boottime()))
+                self._perform(self._core.on_evidence(*verified, boottime(), rumoured=False))
 
     # --- searching and upkeep
 

@@ -10,6 +10,7 @@ from sortedcontainers import SortedKeyList
 from membership.wire import GossipKind
 
 MEMBER_SHARE = 0.6  # at most this share of a packet, while records wait
+RECORD_MULTIPLIER = 2  # half of memberlist's: what a rumour of state misses, lane 2 repairs
 ITEM_OVERHEAD = 12  # msgpack framing of one item, generously
 
 
@@ -48,7 +49,8 @@ class RumourQueue:
 
     def take(self, room: int, members: int) -> tuple[tuple[GossipKind, bytes], ...]:
         """Rumours that fit into `room` bytes, each counted as told once more."""
-        limit = self._multiplier * ceil(log10(members + 1)) if members > 0 else 1
+        rounds = ceil(log10(members + 1)) if members > 0 else 1
+        limits = {"member": self._multiplier * rounds, "record": RECORD_MULTIPLIER * rounds}
         has_records = any(rumour.kind == "record" for rumour in self._queue)
         member_room = int(room * MEMBER_SHARE) if has_records else room
         chosen: list[Rumour] = []
@@ -62,7 +64,7 @@ class RumourQueue:
         for rumour in chosen:
             self._queue.remove(rumour)
             rumour.transmits += 1
-            if rumour.transmits >= limit:
+            if rumour.transmits >= limits[rumour.kind]:
                 del self._by_name[rumour.kind, rumour.name]
             else:
                 self._queue.add(rumour)

@@ -82,7 +82,7 @@ class Swim:
         self._rng = rng
         self._seal = seal_evidence
         self._records_root = root
-        self._last_root, self._root_since = b"", 0.0
+        self._differing_since: float | None = None
         self._round: list[bytes] = []
         self._probe: _Probe | None = None
         self._relays: dict[int, tuple[bytes, int, float]] = {}
@@ -185,8 +185,13 @@ class Swim:
                 pass
         return effects
 
-    def on_evidence(self, author: bytes, evidence: AnyEvidence, sealed: bytes, now: float) -> list[Effect]:
-        """One verified piece of news, from a packet or a push-pull."""
+    def on_evidence(
+        self, author: bytes, evidence: AnyEvidence, sealed: bytes, now: float, *, rumoured: bool = True
+    ) -> list[Effect]:
+        """One verified piece of news: a rumour is told on; from a push-pull, only what changes somebody we know.
+
+        Else each joiner would tell everybody about everybody (consul issue 5567).
+        """
         if evidence.node == self.node:
             return self._about_me(evidence, now)
         suspicion = self._suspicions.get(evidence.node)
@@ -204,7 +209,8 @@ class Swim:
         if change is None:
             return []
         before, after = change
-        self.rumours.add("member", after.node, sealed)
+        if rumoured or before is not None:
+            self.rumours.add("member", after.node, sealed)
         refused = isinstance(evidence, Suspect) and evidence.refused
         return self._changed(before, after, author, refused, now)
 
@@ -402,12 +408,15 @@ class Swim:
         return self.on_evidence(self.node, verdict, self._seal(verdict), now)
 
     def _differs(self, member: Member, root: bytes, now: float) -> list[Effect]:
-        """Reconcile with who knows something else, but let rumours settle first: they are cheaper."""
-        mine = self.root()
-        if mine != self._last_root:
-            self._last_root, self._root_since = mine, now
-        if root == mine or now - self._root_since < self.config.settle_s:
+        """Reconcile when nobody has known just what we know for a while: until then rumours, which are cheaper, may settle it."""
+        if root == self.root():
+            self._differing_since = None
             return []
+        if self._differing_since is None:
+            self._differing_since = now
+        if now - self._differing_since < self.config.settle_s:
+            return []
+        self._differing_since = now
         return [WantReconcile(member.node, member.host, member.port)]
 
     def root(self) -> bytes:

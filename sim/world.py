@@ -218,7 +218,7 @@ class Node:
 
     def take_evidence(self, evidence: list[bytes]) -> None:
         for sealed in evidence:
-            self.perform_swim(self.swim.on_evidence(*_verified(sealed), self.now))
+            self.perform_swim(self.swim.on_evidence(*_verified(sealed), self.now, rumoured=False))
 
     # --- jobs
 

@@ -22,7 +22,7 @@ from tests.bench.fleets import Fleet, available, wait  # noqa: E402
 from tests.bench.harness import BUILD, row, write  # noqa: E402
 
 DETECT_WITHIN_S = 60.0
-IDLE_S = 30.0
+SETTLE_S, IDLE_S = 45.0, 30.0  # the news of the start must have run dry
 STALL_S, RUN_S = 8.0, 0.4  # the rhythm of a stalled node
 SOAK_NODES = 40
 
@@ -90,7 +90,7 @@ def late_join(fleet: Fleet, mine: dict[str, list[float]]) -> None:
 
 
 def idle(fleets: list[Fleet], figures: Figures) -> None:
-    time.sleep(5.0)
+    time.sleep(SETTLE_S)
     before = {fleet.name: (fleet.bytes_sent(), fleet.cpu_s()) for fleet in fleets}
     begun = time.monotonic()
     time.sleep(IDLE_S)
