@@ -34,7 +34,7 @@ StreamOutcome = Literal["acked", "refused", "silent"]
 
 
 class WantReconcile(msgspec.Struct, frozen=True):
-    """Push-pull with this member soon: its record table differs, or it is new to us."""
+    """Push-pull with this member soon: it knows something else than we do."""
 
     node: bytes
     host: str
@@ -56,10 +56,4 @@ class MemberChanged(msgspec.Struct, frozen=True):
     draining: bool
 
 
-class RecordGossip(msgspec.Struct, frozen=True):
-    """A lane-2 record that rode along; the shell verifies and applies it."""
-
-    sealed: bytes
-
-
-Effect = SendPacket | SetTimer | StreamPing | WantReconcile | PersistEpoch | MemberChanged | RecordGossip
+Effect = SendPacket | SetTimer | StreamPing | WantReconcile | PersistEpoch | MemberChanged

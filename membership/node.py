@@ -22,7 +22,6 @@ from membership.effects import (
     Effect,
     MemberChanged,
     PersistEpoch,
-    RecordGossip,
     SendPacket,
     SetTimer,
     StreamPing,
@@ -41,8 +40,10 @@ from membership.wire import WireError, decode_evidence, decode_packet, encode
 EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
 GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 RECONCILE_PAUSE_S = 0.3  # between two push-pulls with one peer
+HURRY_PAUSE_S = 0.5  # between two push-pulls to learn of strangers; ours
 RECONCILES_AT_ONCE = 32  # forged packets must not make us call half the world
 JOIN_BACKOFF_S = (0.3, 15.0)  # first and longest pause between tries to find somebody
+KNOCKS_AT_ONCE = 3  # a mesh of hundreds is remembered, and each answer tells of all of it
 HEALTHY_SEARCH_S = 15.0  # a node that has company still looks for strangers, so that islands meet
 
 log = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class MembershipNode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._reconciling = 0
+        self._hurry_at = 0.0
         self._reconciled: dict[tuple[str, int], float] = {}
         self._candidates: dict[tuple[str, int], NodeId | None] = {}
         self._transport: asyncio.DatagramTransport | None = None
@@ -222,12 +224,12 @@ class MembershipNode:
         """Tell everybody that this node goes; three farewells to each, spread over 0.2 s."""
         if self._swim is None or self._swim.left:
             return
-        await asyncio.to_thread(self._save_peers)
         effects = self._swim.leave(boottime())
         third = max(1, len(effects) // 3)
         for start in range(0, len(effects), third):
             self._perform(effects[start : start + third])
             await asyncio.sleep(0.07)
+        await asyncio.to_thread(self._save_peers)
 
     def set_draining(self, draining: bool) -> None:
         self._perform(self._core.set_draining(draining, boottime()))
@@ -305,8 +307,6 @@ class MembershipNode:
                     self._want_reconcile(effect.host, effect.port)
                 case MemberChanged():
                     self._tell(effect)
-                case RecordGossip(sealed=sealed):
-                    self._take_record(sealed, rumoured=True)
                 case PersistEpoch(epoch=epoch):
                     self._epoch = epoch
                     self._spawn(self._persist(epoch), "persist epoch")
@@ -377,16 +377,18 @@ class MembershipNode:
         if self._packets.seen_before(sender + packet.nonce.to_bytes(8, "big", signed=True)):
             self.counters["refused_replayed"] += 1
             return
-        evidence: list[Verified] = []
-        records: list[bytes] = []
+        # Records first: a newcomer's certificate rides with its first word.
         for kind, sealed in packet.gossip:
             if kind == "record":
-                records.append(sealed)
-            else:
-                verified = self._verified(sealed)
-                if verified is not None:
-                    evidence.append(verified)
-        self._perform(self._core.on_packet(sender, packet, evidence, records, boottime()))
+                self._take_record(sealed, rumoured=True)
+        strangers = self.counters["unknown_author"]
+        found = [self._verified(sealed) for kind, sealed in packet.gossip if kind == "member"]
+        evidence = [verified for verified in found if verified is not None]
+        now = boottime()
+        if self.counters["unknown_author"] > strangers and now >= self._hurry_at:
+            self._hurry_at = now + HURRY_PAUSE_S
+            self._want_reconcile(*source)  # who tells of strangers knows their certificates
+        self._perform(self._core.on_packet(sender, packet, evidence, now))
 
     def _verified(self, sealed: bytes) -> Verified | None:
         """Evidence whose author and subject are members; None (counted) for anything else."""
@@ -459,16 +461,19 @@ class MembershipNode:
         pause, longest = JOIN_BACKOFF_S
         while True:
             present = {(m.host, m.port) for m in self._core.table.present()}
-            for host, port in self._addresses():
-                if (host, port) not in present:
-                    self._want_reconcile(host, port)
             alone = len(present) <= 1
+            for host, port in self._addresses(present):
+                self._want_reconcile(host, port)
             await asyncio.sleep(pause * self._rng.uniform(0.8, 1.2) if alone else HEALTHY_SEARCH_S)
             pause = min(longest, pause * 1.5) if alone else JOIN_BACKOFF_S[0]
 
-    def _addresses(self) -> list[tuple[str, int]]:
-        remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
-        return list(dict.fromkeys([*self._seeds, *self._candidates, *remembered]))
+    def _addresses(self, present: set[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Where to knock now: whom we were told of, and a few of those remembered; one answer is enough."""
+        told = [address for address in dict.fromkeys([*self._seeds, *self._candidates]) if address not in present]
+        remembered = [address for peer in self._snapshot.peers if (address := (peer.host, peer.port)) not in present]
+        chosen = self._rng.sample(told, min(KNOCKS_AT_ONCE, len(told)))
+        chosen += self._rng.sample(remembered, min(KNOCKS_AT_ONCE, len(remembered)))
+        return list(dict.fromkeys(chosen))
 
     async def _push_pull_for_ever(self) -> None:
         """Compare roots with somebody now and then, and knock at the dead: that is how partitions heal (memberlist issue 222)."""

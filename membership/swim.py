@@ -13,7 +13,6 @@ from membership.effects import (
     Effect,
     MemberChanged,
     PersistEpoch,
-    RecordGossip,
     SendPacket,
     SetTimer,
     StreamOutcome,
@@ -159,11 +158,9 @@ class Swim:
 
     # --- packets
 
-    def on_packet(
-        self, sender: bytes, packet: AnyPacket, evidence: list[Verified], records: list[bytes], now: float
-    ) -> list[Effect]:
-        """A verified packet from a known member; `evidence` and `records` are its verified rumours."""
-        effects: list[Effect] = [RecordGossip(sealed) for sealed in records]
+    def on_packet(self, sender: bytes, packet: AnyPacket, evidence: list[Verified], now: float) -> list[Effect]:
+        """A verified packet from a known member; `evidence` is what it says of others, verified too."""
+        effects: list[Effect] = []
         for item in evidence:
             effects += self.on_evidence(*item, now)
         member = self.table.get(sender)
@@ -395,7 +392,6 @@ class Swim:
             effects.append(MemberChanged(after.node, after.state, was, after.draining))
         if before is None:
             self._round.insert(self._rng.randint(0, len(self._round)), after.node)
-            effects.append(WantReconcile(after.node, after.host, after.port))
         return effects
 
     def _suspicion_over(self, node: bytes, now: float) -> list[Effect]:

@@ -214,7 +214,7 @@ class Node:
 
     def on_packet(self, sender: bytes, packet: AnyPacket) -> None:
         evidence = [_verified(sealed) for kind, sealed in packet.gossip if kind == "member"]
-        self.perform_swim(self.swim.on_packet(sender, packet, evidence, [], self.now))
+        self.perform_swim(self.swim.on_packet(sender, packet, evidence, self.now))
 
     def take_evidence(self, evidence: list[bytes]) -> None:
         for sealed in evidence:

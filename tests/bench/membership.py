@@ -67,10 +67,10 @@ def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
         last = max(fleet.up_at.values(), default=0.0)
         seen = [at for nick in fleet.nicks for at in fleet.joined_at(nick)]
         mine["converge_s"] = [max(seen, default=last) - last]
+    idle(fleets, figures)
     for _ in range(3):
         for fleet in fleets:
             late_join(fleet, figures[fleet.name][fleet.size])
-    idle(fleets, figures)
     for number in range(kills):
         for fleet in fleets:
             one_kill(fleet, figures[fleet.name][fleet.size], draw.choice(fleet.nicks[2:]))

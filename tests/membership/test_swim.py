@@ -63,7 +63,7 @@ def changes(effects: list[Effect]) -> list[tuple[bytes, str]]:
 
 def test_a_ping_is_answered_with_its_nonce() -> None:
     swim = core(PEER)
-    effects = swim.on_packet(PEER, Ping(77, b"root", ()), [], [], 1.0)
+    effects = swim.on_packet(PEER, Ping(77, b"root", ()), [], 1.0)
     (ack,) = packets(effects, Ack)
     assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 77
 
@@ -85,7 +85,7 @@ def test_a_silent_peer_is_pinged_through_others_then_suspected_then_dead() -> No
 def test_an_ack_in_time_keeps_the_peer_alive() -> None:
     swim = core(PEER)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)
-    swim.on_packet(PEER, Ack(5, b"root", (), ping.packet.nonce), [], [], 1.1)
+    swim.on_packet(PEER, Ack(5, b"root", (), ping.packet.nonce), [], 1.1)
     assert fire(swim, "probe-timeout", 1.5) == []
     assert changes(fire(swim, "probe", 2.0)) == []
 
@@ -93,7 +93,7 @@ def test_an_ack_in_time_keeps_the_peer_alive() -> None:
 def test_an_ack_to_another_nonce_does_not_count() -> None:
     swim = core(PEER)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)
-    swim.on_packet(PEER, Ack(5, b"root", (), ping.packet.nonce + 1), [], [], 1.1)
+    swim.on_packet(PEER, Ack(5, b"root", (), ping.packet.nonce + 1), [], 1.1)
     assert (PEER, "suspect") in changes(fire(swim, "probe", 2.0))
 
 
@@ -131,10 +131,10 @@ def test_a_suspect_is_told_so_that_it_can_refute() -> None:
 
 def test_relays_pass_on_the_ack_and_say_at_once_that_they_are_there() -> None:
     swim = core(PEER, THIRD)
-    effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], [], 1.0)
+    effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], 1.0)
     (ping,), (nack,) = packets(effects, Ping), packets(effects, Nack)
     assert ping.to == THIRD and nack.to == PEER
-    (ack,) = packets(swim.on_packet(THIRD, Ack(3, b"root", (), ping.packet.nonce), [], [], 1.2), Ack)
+    (ack,) = packets(swim.on_packet(THIRD, Ack(3, b"root", (), ping.packet.nonce), [], 1.2), Ack)
     assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 9
 
 
@@ -243,11 +243,11 @@ def test_where_udp_is_blocked_tcp_keeps_a_peer_alive() -> None:
 
 def test_a_relay_asks_over_tcp_too_and_says_what_it_saw() -> None:
     swim = core(PEER, THIRD)
-    effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], [], 1.0)
+    effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], 1.0)
     assert [e.node for e in effects if isinstance(e, StreamPing)] == [THIRD]
     (ack,) = packets(swim.on_stream_ping(THIRD, "acked", 1.1), Ack)
     assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 9
-    swim.on_packet(PEER, PingRequest(10, b"root", (), THIRD), [], [], 2.0)
+    swim.on_packet(PEER, PingRequest(10, b"root", (), THIRD), [], 2.0)
     assert (THIRD, "suspect") in changes(swim.on_stream_ping(THIRD, "refused", 2.1))
     assert swim.on_stream_ping(FOURTH, "refused", 2.1) == [], "nobody is accused who is not known"
 
