@@ -54,6 +54,7 @@ INPUT_LIMIT = 10_000  # inputs waiting; ours
 REMOTE_LIMIT = (
     INPUT_LIMIT // 2
 )  # from here on peers are told to slow down (503), so that facts of this node always find room
+ACTING = {"preparing", "offered", "waiting"}  # what a steward says in any other state is about the past
 STATUS_TTL_S = 3600.0
 REPUBLISH_S = 600.0
 COLLECT_EVERY_S = 60.0
@@ -420,7 +421,9 @@ class JobService:
         attempt = self.attempts.get(job)
         if witness is None and runner is None:
             return None
-        state, detail = self.states.get(job, ("", ""))
+        steward = self.participant.stewards.get(job)
+        acts = runner is not None or (steward is not None and steward.state in ACTING)
+        state, detail = self.states.get(job, ("", "")) if acts else ("", "")
         progress = attempt.progress if attempt is not None else None
         note = attempt.note if attempt is not None else ""
         return status_of(job, witness, runner, state, detail or note, progress)

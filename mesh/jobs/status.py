@@ -16,7 +16,7 @@ ATTEMPTS_SHOWN = 16  # a section must stay small; `mesh describe` asks a witness
 
 
 class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """`rank` orders views: a finished one first, then by term, ledger version and nearness to the guest."""
+    """`rank` orders views: a finished one first, then by term, ledger version and who acts: runner, steward, onlooker."""
 
     job: bytes
     name: str
@@ -60,7 +60,7 @@ def decode_status(data: bytes) -> JobStatus | None:
 def status_of(
     job: bytes, witness: Witness | None, runner: Runner | None, state: str, detail: str, progress: Progress | None
 ) -> JobStatus:
-    """This node's view: the runner's if the job runs here, else the witness's."""
+    """This node's view: the runner's if the job runs here, else the witness's; `state` is empty if its steward only watches."""
     if runner is not None:
         spec, ledger, term, config = runner.spec, runner.ledger, runner.term, runner.config
         shown = runner.state if runner.state not in {"acquiring", "restoring"} else "starting"
@@ -83,7 +83,7 @@ def status_of(
         created_unix_ms=spec.created_unix_ms,
         state=shown,
         detail=detail[:200],
-        rank=(int(ledger.outcome is not None), term, ledger.version, int(runner is not None)),
+        rank=(int(ledger.outcome is not None), term, ledger.version, 2 if runner is not None else int(bool(state))),
         config=config,
         gpus=spec.gpus,
         attempts=ledger.attempts[-ATTEMPTS_SHOWN:],

@@ -112,6 +112,9 @@ def test_the_most_advanced_view_of_a_job_is_shown() -> None:
     witness.cell = msgspec.structs.replace(witness.cell, accepted_term=2, ledger=LEDGER)
     ended = status_of(JOB, witness, None, "", "", None)
     assert ended.state == "done" and ended.attempts[0].nick == "d"
+    waiting = status_of(JOB, make_witness(), None, "pending", "no node can run it now", None)
+    for pair in ([early, waiting], [waiting, early]):
+        assert merge_statuses(pair)[JOB] == waiting, "who acts knows better than who watches"
     for views in ([early, running, ended], [ended, early, running]):
         assert merge_statuses(views)[JOB] == ended
     assert status_of(JOB, make_witness(spec=make_spec(argv=("x" * 999,))), None, "", "", None).command == "x" * 120
