@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: demo test venv lint bench-cli clean
+.PHONY: demo test venv lint bench-cli bench-membership clean
 
 demo: venv
 	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
@@ -23,6 +23,10 @@ lint: venv
 
 bench-cli: venv
 	$(PYTHON) tests/bench/cli.py
+
+# Needs root, iproute2 and iptables; serf (Debian) and kinship (PyPI) run beside if they can be had. About an hour.
+bench-membership: venv
+	$(PYTHON) tests/bench/membership.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

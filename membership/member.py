@@ -2,7 +2,7 @@
 
 Beliefs are ordered by (epoch, incarnation, rank): newer evidence wins, and at equal age the worse news wins, so that
 applying any set of evidence in any order, any number of times, ends in the same table (invariants M2 and M3,
-docs/membership.md).
+docs/protocol.md).
 """
 
 from hashlib import blake2b
