@@ -34,11 +34,12 @@ StreamOutcome = Literal["acked", "refused", "silent"]
 
 
 class WantReconcile(msgspec.Struct, frozen=True):
-    """Push-pull with this member soon: it knows something else than we do."""
+    """Push-pull with this member soon: it knows something else than we do. `unless_equal`: compare roots first."""
 
     node: bytes
     host: str
     port: int
+    unless_equal: bool = False
 
 
 class PersistEpoch(msgspec.Struct, frozen=True):

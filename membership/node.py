@@ -29,7 +29,6 @@ from membership.effects import (
 )
 from membership.envelope import EnvelopeError, Recent, UnknownSender, open_addressed, open_envelope, seal, seal_to
 from membership.identity import Identity, NodeId, short_id
-from membership.member import Member
 from membership.pushpull import boottime
 from membership.records import Record, RecordTable, encode_body
 from membership.snapshot import Peer, Snapshot, SnapshotFile, next_epoch
@@ -202,7 +201,6 @@ class MembershipNode:
                 self._found,
             )
         self._spawn(self._search(), "search")
-        self._spawn(self._push_pull_for_ever(), "push-pull")
         self._spawn(self._look_after(), "upkeep")
 
     async def stop(self) -> None:
@@ -304,7 +302,7 @@ class MembershipNode:
                 case StreamPing():
                     self._spawn(self._stream_ping(effect), f"tcp ping {short_id(effect.node)}")
                 case WantReconcile():
-                    self._want_reconcile(effect.host, effect.port)
+                    self._want_reconcile(effect.host, effect.port, effect.unless_equal)
                 case MemberChanged():
                     self._tell(effect)
                 case PersistEpoch(epoch=epoch):
@@ -474,27 +472,6 @@ class MembershipNode:
         chosen = self._rng.sample(told, min(KNOCKS_AT_ONCE, len(told)))
         chosen += self._rng.sample(remembered, min(KNOCKS_AT_ONCE, len(remembered)))
         return list(dict.fromkeys(chosen))
-
-    async def _push_pull_for_ever(self) -> None:
-        """Compare roots with somebody now and then, and knock at the dead: that is how partitions heal (memberlist issue 222)."""
-        config = self.config
-        pause = min(config.reconcile_interval_s, config.dead_reconcile_interval_s)
-        compare_due, dead_due = boottime() + config.reconcile_interval_s, boottime() + config.dead_reconcile_interval_s
-        while True:
-            await asyncio.sleep(pause * self._rng.uniform(0.8, 1.0))
-            others = [m for m in self._core.table.all() if m.node != self.identity.node_id]
-            now = boottime()
-            if now >= compare_due:
-                compare_due = now + config.reconcile_interval_s
-                self._reconcile_with_one([m for m in others if m.present], unless_equal=True)
-            if now >= dead_due:
-                dead_due = now + config.dead_reconcile_interval_s
-                self._reconcile_with_one([m for m in others if m.state == "dead"], unless_equal=False)
-
-    def _reconcile_with_one(self, members: list[Member], unless_equal: bool) -> None:
-        if members:
-            chosen = self._rng.choice(members)
-            self._want_reconcile(chosen.host, chosen.port, unless_equal)
 
     async def _look_after(self) -> None:
         renew_at = boottime() + 6 * 3600

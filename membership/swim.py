@@ -100,6 +100,8 @@ class Swim:
         return [
             self._timer("probe", now + self.config.probe_interval_s * stagger),
             self._timer("gossip", now + self.config.gossip_interval_s * stagger),
+            self._timer("compare", now + self.config.reconcile_interval_s * stagger),
+            self._timer("knock", now + self.config.dead_reconcile_interval_s * stagger),
         ]
 
     def set_draining(self, draining: bool, now: float) -> list[Effect]:
@@ -247,6 +249,16 @@ class Swim:
             return self._indirect(now)
         if name == "gossip":
             return [*self._gossip(now), self._timer("gossip", now + self.config.gossip_interval_s)]
+        if name == "compare":
+            again = self._timer("compare", now + self.config.reconcile_interval_s)
+            return [again, *self._reconcile_with_one(self._others(), unless_equal=True)]
+        if name == "knock":
+            # Partitions heal because somebody knocks at the dead (memberlist issue 222).
+            again = self._timer("knock", now + self.config.dead_reconcile_interval_s)
+            return [
+                again,
+                *self._reconcile_with_one([m for m in self.table.all() if m.state == "dead"], unless_equal=False),
+            ]
         if name.startswith("suspect-"):
             return self._suspicion_over(bytes.fromhex(name.removeprefix("suspect-")), now)
         return []
@@ -402,6 +414,12 @@ class Swim:
             return [self._timer(_suspicion_timer(node), self._calm_at)]
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
         return self.on_evidence(self.node, verdict, self._seal(verdict), now)
+
+    def _reconcile_with_one(self, members: list[Member], unless_equal: bool) -> list[Effect]:
+        if not members:
+            return []
+        chosen = self._rng.choice(members)
+        return [WantReconcile(chosen.node, chosen.host, chosen.port, unless_equal)]
 
     def _differs(self, member: Member, root: bytes, now: float) -> list[Effect]:
         """Reconcile when nobody has known just what we know for a while: until then rumours, which are cheaper, may settle it."""

@@ -182,9 +182,9 @@ class Node:
                     self.later(at, self._swim_timer, name, token)
                 case StreamPing(node=node):
                     self._stream_ping(node)
-                case WantReconcile(node=node):
+                case WantReconcile(node=node, unless_equal=unless_equal):
                     other = self.world.by_id.get(node)
-                    if other is not None and other.up:
+                    if other is not None and other.up and not (unless_equal and other.swim.root() == self.swim.root()):
                         self._push_pull(other)
                 case MemberChanged(node=node, state=state):
                     self.world.log.add(self.world.kernel.now, "sees", self.name, node[:4], state)
@@ -201,6 +201,8 @@ class Node:
         """TCP: nothing is lost, and a machine whose process has crashed refuses."""
         other = self.world.by_id[node]
         outcome: StreamOutcome = "acked" if other.up else "refused"
+        if not self.world.reaches(self, other):
+            outcome = "silent"
         delay = self.world.draw(self, "stream", 0.001, 0.02)
         self.later(self.now + delay, self._stream_pinged, node, outcome)
 
@@ -349,11 +351,18 @@ class World:
         self.nodes = [Node(self, number) for number in range(nodes)]
         self.by_id = {node.id: node for node in self.nodes}
         self.adverts = {node.id: _advert(node) for node in self.nodes}
+        self.cut_off: frozenset[bytes] = frozenset()  # one side of a partition
         self.jobs: list[bytes] = []
         self._wanted_jobs = jobs
 
     def run(self, until_s: float = 400.0) -> str:
         """Play the whole; the digest of everything that happened."""
+        self.begin()
+        self.kernel.run(until_s)
+        return self.log.digest
+
+    def begin(self) -> None:
+        """Set the stage; `kernel.run` plays as far as it is told, and may be told again."""
         for number, node in enumerate(self.nodes):
             self.kernel.at(0.05 * number, node.start)
         for number in range(self._wanted_jobs):
@@ -361,12 +370,12 @@ class World:
         if self.faults.crash_every_s > 0:
             self.kernel.after(12.0, self._strike)
         self.kernel.at(self.faults.until_s, self._heal)
-        self.kernel.run(until_s)
-        return self.log.digest
 
     def send(self, source: Node, to: bytes, deliver: Callable[[Node], None]) -> None:
         """Over the network: late, or never."""
         target = self.by_id.get(to)
+        if target is not None and not self.reaches(source, target):
+            return
         rng = self.streams.get(source.name, "network")
         lost = rng.random() < (self.faults.loss if self.kernel.now < self.faults.until_s else 0.0)
         delay = rng.uniform(*self.faults.delay_s)
@@ -374,10 +383,14 @@ class World:
             return
 
         def arrive() -> None:
-            if target.up:
+            if target.up and self.reaches(source, target):
                 deliver(target)
 
         self.kernel.after(delay, arrive)
+
+    def reaches(self, one: Node, other: Node) -> bool:
+        """Whether the network carries anything between these two now."""
+        return (one.id in self.cut_off) == (other.id in self.cut_off)
 
     def draw(self, node: Node, purpose: str, low: float, high: float) -> float:
         return self.streams.get(node.name, purpose).uniform(low, high)

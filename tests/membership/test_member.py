@@ -78,3 +78,31 @@ def test_the_table_is_bounded() -> None:
     for node in NODES:
         table.apply(Alive(node, 1, 0, "10.0.0.1", 1, False), b"", 0.0)
     assert len(table) == 2
+
+
+def test_an_accusation_that_was_passed_over_still_bars_the_way_back() -> None:
+    """al8n/memberlist PR 197: alive@1, dead@1, dead@10, and then a late alive@2 must not raise the dead."""
+    table = MemberTable(10)
+    for evidence in (
+        Alive(NODES[0], 1, 1, "h", 1, False),
+        Dead(NODES[0], 1, 1),
+        Dead(NODES[0], 1, 10),
+        Alive(NODES[0], 1, 2, "h", 1, False),
+    ):
+        table.apply(evidence, b"", 0.0)
+    member = table.get(NODES[0])
+    assert member is not None and (member.state, member.incarnation) == ("dead", 10)
+
+
+def test_equal_tables_have_equal_roots_and_the_absent_do_not_count() -> None:
+    one, other = MemberTable(10), MemberTable(10)
+    words = [Alive(bytes([n]) * 32, 1, n, "h", 1, False) for n in range(1, 6)]
+    for word in words:
+        one.apply(word, b"", 0.0)
+    for word in reversed(words):
+        other.apply(word, b"", 5.0)
+    assert one.root == other.root != 0
+    one.apply(Dead(bytes([3]) * 32, 1, 3), b"", 6.0)
+    assert one.root != other.root
+    other.forget(bytes([3]) * 32)
+    assert one.root == other.root
