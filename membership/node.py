@@ -30,8 +30,8 @@ from membership.effects import (
 from membership.envelope import EnvelopeError, Recent, UnknownSender, open_addressed, open_envelope, seal, seal_to
 from membership.identity import Identity, NodeId, short_id
 from membership.pushpull import boottime
-from membership.records import Record, RecordTable, encode_body
-from membership.snapshot import Peer, Snapshot, SnapshotFile, next_epoch
+from membership.records import REVOKED, Record, RecordTable, encode_body
+from membership.snapshot import Peer, RevocationFile, Snapshot, SnapshotFile, next_epoch
 from membership.swim import Swim, Verified
 from membership.trust import TrustError, TrustStore
 from membership.wire import WireError, decode_evidence, decode_packet, encode
@@ -134,6 +134,7 @@ class MembershipNode:
         self._beacon: MdnsBeacon | None = None
         self._snapshots = SnapshotFile(state_dir / "snapshot.json")
         self._snapshot = Snapshot()
+        self._revocations = RevocationFile(state_dir / "revoked")
         self._rng = rng or random.Random()  # timing and choice, not secrets
         self._swim: Swim | None = None
         self._records = RecordTable(trust)
@@ -143,6 +144,7 @@ class MembershipNode:
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._revocations_shown = 0
         self._reconciling = 0
         self._hurry_at = 0.0
         self._reconciled: dict[tuple[str, int], float] = {}
@@ -173,6 +175,9 @@ class MembershipNode:
         await self._bind()
         towards = self._seeds[0][0] if self._seeds else None
         self.host = self._advertise_host or advertised_address(self._bind_host, towards)
+        await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
+        if self.identity.node_id in self.trust.revoked:
+            raise TrustError("this node's key was revoked: ask for an invite, and join with a new --state")
         self._snapshot = await asyncio.to_thread(self._snapshots.read)
         if self._snapshots.warning:
             self.problem = self._snapshots.warning
@@ -190,6 +195,7 @@ class MembershipNode:
         )
         self._perform(self._swim.start(boottime()))
         self.publish("trust", self._chain, ttl_s=86_400)
+        self._show_revocations()
         if self._mdns_config is not None:
             self._beacon = MdnsBeacon(
                 self._mdns_config,
@@ -229,6 +235,11 @@ class MembershipNode:
             await asyncio.sleep(0.07)
         await asyncio.to_thread(self._save_peers)
 
+    def revoke(self, sealed: bytes) -> None:
+        """Take in a revocation made here, and show it to everybody."""
+        if self.trust.admit_revocation(sealed, time.time()):
+            self._show_revocations()
+
     def set_draining(self, draining: bool) -> None:
         self._perform(self._core.set_draining(draining, boottime()))
 
@@ -238,14 +249,15 @@ class MembershipNode:
         """Everybody known, ourselves included."""
         now, now_unix = boottime(), time.time()
         views = []
+        seen = self.trust.seen()
         for member in self._core.table.all():
-            standing = self.trust.standing(member.node, now_unix)
+            standing = seen.get(member.node)
             views.append(
                 MemberView(
                     node_id=member.node,
                     nick=standing.nick if standing is not None else short_id(member.node),
                     user=standing.user if standing is not None else "",
-                    state=member.state,
+                    state="revoked" if member.node in self.trust.revoked else member.state,
                     draining=member.draining,
                     host=member.host,
                     port=member.port,
@@ -350,9 +362,21 @@ class MembershipNode:
             self.counters["records_in"] += 1
             if rumoured:
                 self._spread(applied)
+            if applied.section == REVOKED and len(self.trust.revocations) > self._revocations_shown:
+                self._show_revocations()
             self._tell(RecordChanged(applied.node, applied.section))
         elif applied in {"invalid", "full"}:
             self.counters[f"record_{applied}"] += 1
+
+    def _show_revocations(self) -> None:
+        """Keep what is revoked on disk, and pass it on as our own section: its author may be gone when it is needed."""
+        sealed = [data for _, data in self.trust.revocations.values()]
+        self._revocations_shown = len(sealed)
+        if sealed:
+            self._spawn(asyncio.to_thread(self._revocations.write, sealed), "keep revocations")
+            self.publish(REVOKED, msgspec.msgpack.encode(sealed), ttl_s=86_400)
+        if self.identity.node_id in self.trust.revoked:
+            self.problem = "this node's key was revoked by the mesh's founder"
 
     # --- lane 1
 
@@ -484,6 +508,7 @@ class MembershipNode:
             if boottime() >= renew_at:
                 renew_at = boottime() + 6 * 3600
                 self.publish("trust", self._chain, ttl_s=86_400)
+                self._show_revocations()
 
     def _save_peers(self) -> None:
         known = {peer.node: peer for peer in self._snapshot.peers}

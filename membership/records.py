@@ -19,6 +19,7 @@ MAX_LIFE_S = 30 * 86_400
 MAX_NODES = 4096
 CLOCK_GRACE_S = 120  # a record from a node whose clock is ahead by less than this is not too long-lived
 ROOT_BYTES = 8
+REVOKED = "revoked"  # the section in which a node shows every revocation it knows
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,6 +48,7 @@ Ignored = Literal["invalid", "unknown author", "not newer", "expired", "full"]
 Digest = list[tuple[bytes, str, int, int]]
 
 _decoder = msgspec.msgpack.Decoder(Body)
+_revocations_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 def encode_body(epoch: int, version: int, section: str, not_after_unix: int, body: bytes) -> bytes:
@@ -79,6 +81,8 @@ class RecordTable:
             return "invalid"
         if self._trust.standing(node, now_unix) is None:
             return "unknown author"
+        if body.section == REVOKED and not self._revoke(body.body, now_unix):
+            return "invalid"
         record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, body.body, sealed)
         sections = self._records.get(node)
         known = sections.get(body.section) if sections is not None else None
@@ -122,7 +126,14 @@ class RecordTable:
         theirs = {(node, section): (epoch, version) for node, section, epoch, version in digest}
         nodes = {node for node, *_ in digest}
         news = [r for r in self._all() if r.order > theirs.get((r.node, r.section), (-1, -1))]
-        news.sort(key=lambda r: (r.section != "trust", r.node in nodes, not r.section.startswith("jobs/")))
+        news.sort(
+            key=lambda r: (
+                r.section != REVOKED,
+                r.section != "trust",
+                r.node in nodes,
+                not r.section.startswith("jobs/"),
+            )
+        )
         chosen: list[bytes] = []
         for record in news:
             limit_bytes -= len(record.sealed) + 8
@@ -143,6 +154,15 @@ class RecordTable:
             self._root ^= _fingerprint(before)
         sections[record.section] = record
         self._root ^= _fingerprint(record)
+
+    def _revoke(self, body: bytes, now_unix: float) -> bool:
+        """S5: a revocation acts before anything that comes after it."""
+        try:
+            for sealed in _revocations_decoder.decode(body):
+                self._trust.admit_revocation(sealed, now_unix)
+        except (msgspec.MsgspecError, UnicodeDecodeError, TrustError):
+            return False
+        return True
 
     def _admit(self, node: bytes, chain: bytes, now_unix: float) -> bool:
         try:

@@ -7,8 +7,11 @@ the way back (serf issue 333).
 
 import os
 from pathlib import Path
+from threading import Lock
 
 import msgspec
+
+from membership.trust import TrustError, TrustStore
 
 PEERS_KEPT = 256
 
@@ -47,20 +50,57 @@ class SnapshotFile:
 
     def write(self, snapshot: Snapshot) -> None:
         """Durable and atomic: temporary file, fsync, rename, fsync of the directory."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".new")
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.encode(snapshot))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
-        descriptor = os.open(self.path.parent, os.O_RDONLY)
+        _write_durably(self.path, msgspec.json.encode(snapshot))
+
+
+class RevocationFile:
+    """The revocations a node knows. They only grow, and each proves itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read_into(self, trust: TrustStore, now_unix: float) -> None:
+        """Before anything is heard: what was revoked stays revoked. A damaged file is an error, not an amnesty."""
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            for sealed in _sealed_decoder.decode(self.path.read_bytes()):
+                trust.admit_revocation(sealed, now_unix)
+        except FileNotFoundError:
+            return
+        except (msgspec.MsgspecError, UnicodeDecodeError, TrustError) as error:
+            raise TrustError(
+                f"{self.path} is damaged ({error}): remove it, and the revocations come back from other nodes"
+            ) from error
+
+    def write(self, sealed: list[bytes]) -> None:
+        _write_durably(self.path, msgspec.msgpack.encode(sealed))
+
+
+_sealed_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 def next_epoch(saved: int, wall_ms: int) -> int:
     """Above every epoch this node has used, even if its disk was wiped and its clock is merely roughly right."""
     return max(saved + 1, wall_ms)
+
+
+_writing = Lock()  # writers are threads, and share the temporary file's name
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with _writing:
+        _write_and_rename(path, data)
+
+
+def _write_and_rename(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

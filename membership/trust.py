@@ -16,6 +16,7 @@ from membership.envelope import TAG_BYTES, EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 
 MAX_CHAIN = 3
+MAX_REVOCATIONS, MAX_REASON_BYTES = 50, 100  # all of them fit into one section
 CLOCK_GRACE_S = 120  # certificates of nodes whose clocks differ by this much still hold
 NODE_CERTIFICATE_S = 90 * 86_400  # short enough that a lost laptop ends by itself; as Let's Encrypt
 ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # a root that ends kills its mesh (Nebula issue 712)
@@ -44,6 +45,14 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serial: bytes
 
 
+class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A root's word that a key is no member any more, whatever certificates it has. It cannot be taken back."""
+
+    subject: bytes
+    revoked_unix: int
+    reason: str
+
+
 class Standing(msgspec.Struct, frozen=True):
     """A member as its chain shows it."""
 
@@ -66,6 +75,7 @@ class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _genesis_decoder = msgspec.msgpack.Decoder(Genesis)
 _certificate_decoder = msgspec.msgpack.Decoder(Certificate)
 _chain_decoder = msgspec.msgpack.Decoder(list[bytes])
+_revocation_decoder = msgspec.msgpack.Decoder(Revocation)
 _invite_decoder = msgspec.msgpack.Decoder(Invite)
 
 
@@ -87,6 +97,7 @@ class TrustStore:
         self.genesis_bytes = genesis_bytes
         self.mesh_id = genesis_id(genesis_bytes)
         self.revoked: set[NodeId] = set()
+        self.revocations: dict[NodeId, tuple[Revocation, bytes]] = {}  # with the sealed bytes, to be shown to others
         self._members: dict[NodeId, Standing] = {}
         self._by_tag: dict[bytes, list[NodeId]] = {}
 
@@ -100,6 +111,29 @@ class TrustStore:
             if standing.node_id not in same_tag:
                 same_tag.append(standing.node_id)
         return self._members[standing.node_id]
+
+    def admit_revocation(self, sealed: bytes, now_unix: float) -> bool:
+        """Take in a root's revocation; whether it is news. TrustError if it is none."""
+        try:
+            author, payload = open_envelope(sealed, self.mesh_id, "revocation")
+            revocation = _revocation_decoder.decode(payload)
+        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TrustError(f"not a revocation: {error}") from error
+        if author not in self.genesis.roots:
+            raise TrustError("only a root of the mesh may revoke a key")
+        if len(revocation.subject) != 32 or len(revocation.reason.encode()) > MAX_REASON_BYTES:
+            raise TrustError("not a revocation: impossible key or reason")
+        if revocation.revoked_unix > now_unix + CLOCK_GRACE_S:
+            raise TrustError("a revocation from the future: is the clock right?")
+        if revocation.subject in self.revoked or len(self.revocations) >= MAX_REVOCATIONS:
+            return False
+        self.revoked.add(revocation.subject)
+        self.revocations[revocation.subject] = (revocation, sealed)
+        return True
+
+    def seen(self) -> dict[NodeId, Standing]:
+        """Everybody whose certificate was seen, for showing: it may have ended or been revoked since."""
+        return dict(self._members)
 
     def with_tag(self, tag: bytes) -> list[NodeId]:
         """The known nodes whose keys begin so."""
@@ -162,6 +196,18 @@ def found_mesh(identity: Identity, name: str, nick: str, user: str, now_unix: fl
         identity, genesis_id(genesis_bytes), identity.node_id, nick, user, True, now_unix, ROOT_CERTIFICATE_S
     )
     return genesis_bytes, msgspec.msgpack.encode([own])
+
+
+def make_revocation(identity: Identity, store: TrustStore, subject: NodeId, reason: str, now_unix: float) -> bytes:
+    """The signed revocation of a key; TrustError if this node may not give it."""
+    if identity.node_id not in store.genesis.roots:
+        raise TrustError("only the node that founded the mesh may revoke: run `mesh revoke` there")
+    if subject in store.genesis.roots:
+        raise TrustError("a root cannot be revoked: that takes a new mesh")
+    if len(reason.encode()) > MAX_REASON_BYTES:
+        raise TrustError(f"a reason holds at most {MAX_REASON_BYTES} bytes")
+    payload = msgspec.msgpack.encode(Revocation(subject, int(now_unix), reason))
+    return seal(identity, store.mesh_id, "revocation", payload)
 
 
 def make_invite(

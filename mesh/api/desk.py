@@ -13,7 +13,7 @@ from ckptstore.errors import StoreError
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import format_id, parse_id, short_id
 from membership.node import MemberView
-from membership.trust import TrustError, make_invite
+from membership.trust import TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import SubmitOrder
@@ -392,6 +392,39 @@ class Desk:
             )
         except TrustError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
+
+    def trusted(self) -> list[dict[str, Any]]:
+        """Everybody with a certificate that this node has seen, and every key that was shut out."""
+        trust, now = self._daemon.trust, time.time()
+        seen = trust.seen()
+        rows = []
+        for node in {*seen, *trust.revocations}:
+            standing, (revocation, _) = seen.get(node), trust.revocations.get(node, (None, b""))
+            rows.append(
+                {
+                    "node": format_id(node),
+                    "nick": standing.nick if standing is not None else short_id(node),
+                    "user": standing.user if standing is not None else "",
+                    "founder": node in trust.genesis.roots,
+                    "can_admit": standing is not None and standing.can_admit,
+                    "ends_unix": standing.not_after if standing is not None else None,
+                    "ended": standing is not None and now > standing.not_after,
+                    "revoked_unix": revocation.revoked_unix if revocation is not None else None,
+                    "reason": revocation.reason if revocation is not None else "",
+                }
+            )
+        return sorted(rows, key=lambda row: (row["nick"], row["node"]))
+
+    def revoke(self, text: str, reason: str) -> dict[str, Any]:
+        node = self._find_node(text)
+        if node.node_id in self._daemon.trust.revoked:
+            return {"node": format_id(node.node_id), "nick": node.nick, "already": True}
+        try:
+            sealed = make_revocation(self._daemon.identity, self._daemon.trust, node.node_id, reason, time.time())
+        except TrustError as error:
+            raise MeshError(str(error), ExitCode.REFUSED) from error
+        self._daemon.membership.revoke(sealed)
+        return {"node": format_id(node.node_id), "nick": node.nick, "already": False}
 
     def _find_node(self, text: str) -> MemberView:
         members = self._daemon.membership.members()

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
-from mesh.api.orders import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, SubmitOrder
+from mesh.api.orders import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, RevokeOrder, SubmitOrder
 from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
@@ -75,6 +75,13 @@ def application(daemon: "Daemon") -> web.Application:
     async def invite(request: web.Request) -> Any:
         return {"invite": daemon.desk.invite((await _read(request, InviteOrder)).ttl_s)}
 
+    async def trust(request: web.Request) -> Any:
+        return {"members": daemon.desk.trusted()}
+
+    async def revoke(request: web.Request) -> Any:
+        order = await _read(request, RevokeOrder)
+        return daemon.desk.revoke(order.node, order.reason)
+
     async def logs(request: web.Request) -> web.StreamResponse:
         lines = daemon.logs.follow_log(request.match_info["job"], request.query.get("follow") == "1")
         first = await anext(lines, b"")  # an unknown job is an error, not an empty log
@@ -102,6 +109,8 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/reclaim", reclaim),
         ("POST", "/v1/down", down),
         ("POST", "/v1/invite", invite),
+        ("GET", "/v1/trust", trust),
+        ("POST", "/v1/revoke", revoke),
     ]
     for method, path, handler in routes:
         app.router.add_route(method, path, _answering(handler))

@@ -44,5 +44,10 @@ class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: float = 86_400.0
 
 
+class RevokeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    node: str
+    reason: str = ""
+
+
 class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     destination: str

@@ -32,6 +32,9 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("init", "mesh.cli.trust", "Found a mesh"),
         ("invite", "mesh.cli.trust", "Print a string that lets its holder join"),
         ("join", "mesh.cli.trust", "Join a mesh by an invite"),
+        ("revoke", "mesh.cli.trust", "Shut a node out for good"),
+        ("trust", "mesh.cli.trust", "Who belongs (`mesh trust ls`)"),
+        ("key", "mesh.cli.trust", "This node's own key (`mesh key show`)"),
     ],
     "Try it": [
         ("demo", "mesh.cli.demo", "Watch a training survive three departures"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, client, layout
+from mesh.cli.terminal import DURATION, client, json_option, layout, print_json, table
 from mesh.config import Layout, save_membership
 
 if TYPE_CHECKING:
@@ -83,6 +83,75 @@ def join(ctx: click.Context, invite_text: str, nick: str | None, user: str | Non
     save_membership(where, invite_read.genesis, chain, invite_read.seeds)
     click.echo(f"joined mesh {name!r}; this node is {format_id(identity.node_id)}")
     click.echo("next: `mesh up --lend` to lend this machine, or `mesh up` only to use others'", err=True)
+
+
+@click.command()
+@click.argument("node")
+@click.option("--reason", default="", help="Why; everybody can read it.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_context
+def revoke(ctx: click.Context, node: str, reason: str, yes: bool) -> None:
+    """Shut NODE out of the mesh for good, by its key. On the node that founded the mesh; cannot be taken back."""
+    if not yes:
+        click.confirm(f"shut {node} out for good?", abort=True)
+    answer = client(ctx).post("/v1/revoke", {"node": node, "reason": reason})
+    word = "is shut out already" if answer["already"] else "is shut out"
+    click.echo(f"{answer['nick']} ({answer['node']}) {word}")
+    click.echo("invites that are still good admit new keys: `mesh trust ls` shows who comes", err=True)
+
+
+@click.group()
+def trust() -> None:
+    """Who belongs to the mesh."""
+
+
+@trust.command("ls")
+@json_option
+@click.pass_context
+def trust_ls(ctx: click.Context, as_json: bool) -> None:
+    """Everybody with a certificate, until when, and who was shut out."""
+    answer = client(ctx).get("/v1/trust")
+    if as_json:
+        print_json(answer)
+        return
+    rows = []
+    for member in answer["members"]:
+        standing = "unknown"
+        if member["ends_unix"] is not None:
+            day = time.strftime("%Y-%m-%d", time.localtime(member["ends_unix"]))
+            standing = f"ended {day}" if member["ended"] else f"until {day}"
+        if member["revoked_unix"] is not None:
+            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(member["revoked_unix"]))
+            standing = f"revoked {day}" + (f": {member['reason']}" if member["reason"] else "")
+        rows.append(
+            [member["nick"], member["user"], "founder" if member["founder"] else "member", member["node"], standing]
+        )
+    table(["NODE", "USER", "ROLE", "KEY", "STANDING"], rows)
+
+
+@click.group()
+def key() -> None:
+    """This node's own key."""
+
+
+@key.command("show")
+@json_option
+@click.pass_context
+def key_show(ctx: click.Context, as_json: bool) -> None:
+    """This node's id, which is its public key. Needs no daemon."""
+    from membership.identity import Identity, IdentityError, format_id
+
+    where = layout(ctx)
+    if not where.key.exists():
+        raise MeshError(f"{where.root} has no key yet: `mesh init` or `mesh join` makes one", ExitCode.NOT_FOUND)
+    try:
+        node = format_id(Identity.load(where.key).node_id)
+    except IdentityError as error:
+        raise MeshError(str(error)) from error
+    if as_json:
+        print_json({"schema": 1, "node": node, "file": str(where.key)})
+        return
+    click.echo(node)
 
 
 def _own_identity(where: Layout) -> "Identity":

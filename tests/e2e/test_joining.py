@@ -96,6 +96,38 @@ def test_a_node_of_another_mesh_is_not_let_in_and_is_counted(home: Path) -> None
     assert "refused messages" in ok(first, "status")
 
 
+def test_a_node_is_shut_out_by_its_key(home: Path) -> None:
+    first = found(home, "--lend")
+    second = home / "b"
+    ok(second, "join", ok(first, "invite").strip(), "--nick", "rack", "--user", "bob")
+    ok(second, "up", *LOCAL)
+    until(lambda: alive(first) == {"desk", "rack"}, "both to see each other")
+    key = ok(second, "key", "show").strip()
+    rows = {row["nick"]: row for row in read(first, "trust", "ls")["members"]}
+    assert rows["rack"]["node"] == key and rows["desk"]["founder"] and not rows["rack"]["founder"]
+    assert mesh(second, "revoke", "desk", "--yes").returncode == 5, "only the founder may"
+    assert mesh(first, "revoke", "nobody", "--yes").returncode == 4
+    assert mesh(first, "revoke", "rack").returncode == 1, "it asks, and nobody said yes"
+    assert "shut out" in ok(first, "revoke", "rack", "--yes", "--reason", "lost laptop")
+    until(lambda: alive(first) == {"desk"}, "it to be out")
+    assert "revoked" in ok(first, "trust", "ls") and "lost laptop" in ok(first, "trust", "ls")
+    until(lambda: "revoked" in read(second, "status")["problem"], "it to be told")
+    refused = mesh(second, "run", "--no-workdir", "--ckpt", "c", "--ckpt-to", "desk", "--", "true")
+    assert refused.returncode != 0
+    ok(second, "down", "--now")
+    done = mesh(second, "up", *LOCAL)
+    assert done.returncode == 1 and "revoked" in done.stderr and "--state" in done.stderr
+    ok(first, "down")
+    ok(first, "up", *LOCAL)
+    assert "revoked" in ok(first, "trust", "ls"), "a restart forgets nothing"
+
+
+def test_a_key_is_shown_without_a_daemon(home: Path) -> None:
+    assert mesh(home / "a", "key", "show").returncode == 4
+    ok(home / "a", "init", "lab")
+    assert read(home / "a", "key", "show")["node"] == ok(home / "a", "key", "show").strip()
+
+
 # --- what can be wrong
 
 

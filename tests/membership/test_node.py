@@ -13,7 +13,15 @@ from membership.discovery import MdnsConfig, parse_seed
 from membership.envelope import seal, seal_to
 from membership.identity import Identity
 from membership.node import MembershipNode, PortInUse
-from membership.trust import TrustStore, accept_invite, found_mesh, make_invite, parse_invite
+from membership.trust import (
+    TrustError,
+    TrustStore,
+    accept_invite,
+    found_mesh,
+    make_invite,
+    make_revocation,
+    parse_invite,
+)
 from membership.wire import Left, Ping, encode
 
 LOOPBACK = "127.0.0.1"
@@ -168,6 +176,36 @@ async def test_a_stranger_is_not_let_in(mesh: Mesh, tmp_path: Path) -> None:
         assert alive(mesh.nodes[0]) == 2 and alive(intruder) == 1
     finally:
         await intruder.stop()
+
+
+async def test_a_revoked_node_is_shut_out_everywhere_and_stays_out(mesh: Mesh) -> None:
+    """The founder revokes, and goes; who comes later hears of it from the others, and a restart forgets nothing."""
+    await mesh.start(4)
+    founder, victim = mesh.nodes[0], mesh.nodes[3]
+    founder.revoke(make_revocation(mesh.root, founder.trust, victim.identity.node_id, "test", time.time()))
+    await until(lambda: all(state(n, "n3") == "revoked" for n in mesh.nodes[:3]), "the revocation to spread")
+    await until(lambda: "revoked" in victim.problem, "the revoked node to hear of it")
+    await founder.leave()
+    await founder.stop()
+    await mesh.nodes[1].stop()
+    again = mesh.make("n1")
+    again._seeds = [(LOOPBACK, mesh.nodes[2].port)]
+    await again.start()
+    mesh.nodes[1] = again
+    assert victim.identity.node_id in again.trust.revoked, "read from disk, before anything is heard"
+    newcomer = mesh.make("n4")
+    newcomer._seeds = [(LOOPBACK, mesh.nodes[2].port)]
+    await newcomer.start()
+    mesh.nodes.append(newcomer)
+    await until(lambda: victim.identity.node_id in newcomer.trust.revoked, "the newcomer to hear of it")
+    assert state(newcomer, "n3") in {"", "revoked"}
+    await victim.stop()
+    with pytest.raises(TrustError, match="revoked"):
+        returned = mesh.make("n3")
+        try:
+            await returned.start()
+        finally:
+            await returned.stop()
 
 
 async def test_a_taken_port_is_told(mesh: Mesh) -> None:

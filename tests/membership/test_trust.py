@@ -9,6 +9,7 @@ from membership.trust import (
     accept_invite,
     found_mesh,
     make_invite,
+    make_revocation,
     parse_invite,
 )
 
@@ -91,3 +92,39 @@ def test_hostile_chains_and_genesis_are_trust_errors(data: bytes) -> None:
 def test_an_invite_survives_line_breaks() -> None:
     broken = INVITE[:40] + "\n  " + INVITE[40:] + "\n"
     assert parse_invite(broken, NOW).genesis == GENESIS
+
+
+def test_a_root_revokes_a_key_for_good() -> None:
+    store = TrustStore(GENESIS)
+    chain = accept_invite(parse_invite(INVITE, NOW), GUEST.node_id, "desk", "bob", NOW)
+    store.admit_chain(chain, NOW)
+    sealed = make_revocation(ROOT, store, GUEST.node_id, "lost laptop", NOW)
+    assert store.admit_revocation(sealed, NOW) and not store.admit_revocation(sealed, NOW), "news once"
+    assert store.standing(GUEST.node_id, NOW) is None and store.revocations[GUEST.node_id][0].reason == "lost laptop"
+    with pytest.raises(TrustError, match="revoked"):
+        store.admit_chain(chain, NOW)
+
+
+def test_nobody_else_revokes_and_no_root_is_revoked() -> None:
+    store = TrustStore(GENESIS)
+    with pytest.raises(TrustError, match="founded"):
+        make_revocation(GUEST, store, ROOT.node_id, "", NOW)
+    with pytest.raises(TrustError, match="root"):
+        make_revocation(ROOT, store, ROOT.node_id, "", NOW)
+    with pytest.raises(TrustError, match="at most"):
+        make_revocation(ROOT, store, GUEST.node_id, "x" * 101, NOW)
+    genuine = make_revocation(ROOT, store, GUEST.node_id, "", NOW)
+    for bad in (
+        genuine[:-1],
+        genuine[:40] + b"?" + genuine[41:],
+        make_revocation(ROOT, store, GUEST.node_id, "", NOW + 9999),
+    ):
+        with pytest.raises(TrustError):
+            store.admit_revocation(bad, NOW)
+    assert store.revoked == set()
+
+
+@given(st.binary(max_size=300))
+def test_hostile_bytes_are_no_revocation(data: bytes) -> None:
+    with pytest.raises(TrustError):
+        TrustStore(GENESIS).admit_revocation(data, NOW)
