@@ -136,7 +136,7 @@ def test_after_a_power_cut_of_the_whole_mesh_every_job_goes_on(make_stack: MakeS
     for node in stack.nodes:
         ended(node)
     stack.start_all()
-    assert job_state(stack.nodes[1], done)["state"] == "done", "a restarted daemon knows its jobs"
+    until(lambda: job_state(stack.nodes[1], done).get("state") == "done", "a restarted daemon to know its jobs")
     end = finished(stack.nodes[2], job)
     assert end["state"] == "done" and digest_of(stack.nodes[2], job) == count_digest(STEPS)
     assert end["attempts"][-1]["resumed_step"] >= state["checkpoint"]["step"]
