@@ -52,9 +52,7 @@ from placement.advert import encode_advert
 from placement.survival import History, weight
 
 FACTS_TTL_S = 3600.0
-ADVERT_TTL_S = (
-    3600.0  # a change is told at once, and whoever is not present is not asked; so it need not be repeated often
-)
+ADVERT_TTL_S = 3600.0  # changes are told at once, and the absent are not asked, so it need not be repeated often
 REFRESH_S = 1.0
 ENGINES_EVERY_S = 15.0
 HAND_OVER_S = 4.0  # two lease rounds and a gossip spread
