@@ -20,6 +20,10 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: when every root heard for so long has differed from ours, one of those peers is reconciled with; until then
         rumours are on their way.
     reconcile_interval_s: roots are compared with one random peer over TCP too, in case pings have not shown a difference.
+    cross_zone_interval_s: and with one of another zone, so that zones that hear little of each other agree.
+    reconcile_pause_s: between two push-pulls with one peer.
+    dead_reconcile_interval_s: one dead member is knocked at, which heals partitions.
+    source_packets_s: packets a second taken from one address before any signature is checked; eight times that at once.
     dead_forget_s: how long a dead or left member is remembered, so that old rumours cannot revive it.
     """
 
@@ -38,6 +42,9 @@ class SwimConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_max: int = 8  # memberlist AwarenessMaxMultiplier
     settle_s: float = 2.0  # ours: ten gossip ticks, within which a rumour has reached everybody
     reconcile_interval_s: float = 60.0  # ours: every ping compares roots already
+    cross_zone_interval_s: float = 30.0  # ours
+    reconcile_pause_s: float = 0.3  # ours
+    source_packets_s: float = 100.0  # ours: a busy peer sends 20 a second while everything changes
     dead_reconcile_interval_s: float = 20.0  # ours: heals partitions (memberlist issue 222)
     dead_forget_s: float = 24 * 3600.0  # serf's tombstones
     packet_bytes: int = 1200  # under the 1280 B every IPv6 path carries, with headers

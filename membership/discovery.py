@@ -42,9 +42,13 @@ def lan_addresses() -> list[str]:
     return found
 
 
+def is_any(bind_host: str) -> bool:
+    return bind_host in {"0.0.0.0", "::", ""}
+
+
 def advertised_address(bind_host: str, towards: str | None) -> str:
     """The address others should use: the bound one, else the one the kernel would use towards a peer, else a LAN one."""
-    if bind_host not in {"0.0.0.0", "::", ""}:
+    if not is_any(bind_host):
         return bind_host
     if towards is not None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -81,9 +85,32 @@ class MdnsBeacon:
 
     async def start(self) -> None:
         """Begin; a network where multicast cannot be used leaves a `problem`, not an error."""
-        interfaces = list(self._config.interfaces) or lan_addresses() or ["127.0.0.1"]
+        try:
+            self._zeroconf = AsyncZeroconf(interfaces=self._interfaces(), ip_version=IPVersion.V4Only)
+            await self._zeroconf.zeroconf.async_wait_for_start()
+            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
+            await self._zeroconf.async_register_service(self._info(), cooperating_responders=True)
+        except Exception as error:  # zeroconf raises many kinds, none of which may stop a node
+            self.problem = f"mDNS does not work here ({error!r}): use --join HOST:PORT"
+            log.warning("%s", self.problem)
+
+    async def again(self, host: str) -> None:
+        """Announce anew, at this address, on the interfaces that there are now."""
+        self._host = host
+        if self._zeroconf is None:
+            return
+        try:
+            await self._zeroconf.async_update_interfaces(self._interfaces())
+            await self._zeroconf.async_update_service(self._info())
+        except Exception as error:  # as above
+            log.warning("mDNS could not be announced again: %r", error)
+
+    def _interfaces(self) -> list[str]:
+        return list(self._config.interfaces) or lan_addresses() or ["127.0.0.1"]
+
+    def _info(self) -> AsyncServiceInfo:
         label = "".join(c if c.isalnum() or c == "-" else "-" for c in self._nick)[:40]
-        info = AsyncServiceInfo(
+        return AsyncServiceInfo(
             SERVICE,
             f"{label}-{short_id(self._node)}.{SERVICE}",
             addresses=[socket.inet_aton(self._host)],
@@ -91,14 +118,6 @@ class MdnsBeacon:
             properties={"v": "1", "mesh": self._mesh_id.hex()[:8], "id": self._node.hex()},
             server=f"{short_id(self._node)}.local.",
         )
-        try:
-            self._zeroconf = AsyncZeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
-            await self._zeroconf.zeroconf.async_wait_for_start()
-            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
-            await self._zeroconf.async_register_service(info, cooperating_responders=True)
-        except Exception as error:  # zeroconf raises many kinds, none of which may stop a node
-            self.problem = f"mDNS does not work here ({error!r}): use --join HOST:PORT"
-            log.warning("%s", self.problem)
 
     async def stop(self) -> None:
         for task in self._lookups:

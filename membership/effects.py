@@ -48,8 +48,16 @@ class PersistEpoch(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Cloned(msgspec.Struct, frozen=True):
+    """Another machine, at this address, runs with our key; `younger` if ours was started last, and should go."""
+
+    host: str
+    port: int
+    younger: bool
+
+
 class MemberChanged(msgspec.Struct, frozen=True):
-    """`state` is alive, suspect, dead or left; `was` what it was before, empty for a new member."""
+    """`state` is alive, suspect, unreachable, dead or left; `was` what it was before, empty for a new member."""
 
     node: bytes
     state: str
@@ -57,4 +65,32 @@ class MemberChanged(msgspec.Struct, frozen=True):
     draining: bool
 
 
-Effect = SendPacket | SetTimer | StreamPing | WantReconcile | PersistEpoch | MemberChanged
+class RecordChanged(msgspec.Struct, frozen=True):
+    node: bytes
+    section: str
+
+
+class KeepRevocations(msgspec.Struct, frozen=True):
+    """Write these sealed revocations, all that are known, to disk."""
+
+    sealed: list[bytes]
+
+
+class KeepChain(msgspec.Struct, frozen=True):
+    """Write our new certificates to disk."""
+
+    chain: bytes
+
+
+Effect = (
+    SendPacket
+    | SetTimer
+    | StreamPing
+    | WantReconcile
+    | PersistEpoch
+    | Cloned
+    | MemberChanged
+    | RecordChanged
+    | KeepRevocations
+    | KeepChain
+)

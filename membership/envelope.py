@@ -70,6 +70,26 @@ def open_addressed(
     raise EnvelopeError("the signature does not fit, or it is for another node")
 
 
+class Seals:
+    """One member's signature in one mesh, and the check of everybody else's."""
+
+    def __init__(self, identity: Identity, mesh_id: bytes) -> None:
+        self._identity, self._mesh_id = identity, mesh_id
+        self.node_id = identity.node_id
+
+    def seal(self, kind: str, payload: bytes) -> bytes:
+        return seal(self._identity, self._mesh_id, kind, payload)
+
+    def open(self, kind: str, data: bytes) -> tuple[NodeId, bytes]:
+        return open_envelope(data, self._mesh_id, kind)
+
+    def seal_to(self, recipient: NodeId, payload: bytes) -> bytes:
+        return seal_to(self._identity, self._mesh_id, "swim", recipient, payload)
+
+    def open_addressed(self, data: bytes, resolve: Callable[[bytes], Sequence[NodeId]]) -> tuple[NodeId, bytes]:
+        return open_addressed(data, self._mesh_id, "swim", self.node_id, resolve)
+
+
 def _context(mesh_id: bytes, kind: str) -> bytes:
     return b"mesh/v1/" + kind.encode() + b"/" + mesh_id
 

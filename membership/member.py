@@ -6,6 +6,7 @@ docs/protocol.md).
 """
 
 from hashlib import blake2b
+from random import Random
 from typing import Literal
 
 import msgspec
@@ -42,6 +43,8 @@ class Member(msgspec.Struct, frozen=True):
 class MemberTable:
     def __init__(self, max_members: int) -> None:
         self._members: dict[bytes, Member] = {}
+        self._present: list[bytes] = []  # in no order that means anything, for drawing from
+        self._place: dict[bytes, int] = {}
         self.root = 0  # of who is present, and in which life: equal tables have equal roots
         self._max_members = max_members
 
@@ -55,7 +58,17 @@ class MemberTable:
         return list(self._members.values())
 
     def present(self) -> list[Member]:
-        return [member for member in self._members.values() if member.present]
+        return [self._members[node] for node in self._present]
+
+    @property
+    def present_count(self) -> int:
+        return len(self._present)
+
+    def draw(self, count: int, rng: Random, without: tuple[bytes, ...] = ()) -> list[Member]:
+        """Up to `count` different present members, others than these."""
+        wanted = min(len(self._present), count + len(without))
+        drawn = [node for node in rng.sample(self._present, wanted) if node not in without]
+        return [self._members[node] for node in drawn[:count]]
 
     def apply(self, evidence: AnyEvidence, sealed: bytes, now: float) -> tuple[Member | None, Member] | None:
         """Take in verified evidence; (before, after) if it taught anything, else None."""
@@ -67,11 +80,25 @@ class MemberTable:
             return None
         assert before is None or after.order > before.order, "M2: beliefs only advance"
         self._members[evidence.node] = after
+        if after.present != (before is not None and before.present):
+            self._move(after)
         self.root ^= _fingerprint(before) ^ _fingerprint(after)
         return before, after
 
     def forget(self, node: bytes) -> None:
+        """Of one that is not present any more."""
         self.root ^= _fingerprint(self._members.pop(node, None))
+
+    def _move(self, member: Member) -> None:
+        """Into the present ones, or out of them by putting the last into the gap."""
+        if member.present:
+            self._place[member.node] = len(self._present)
+            self._present.append(member.node)
+            return
+        place, last = self._place.pop(member.node), self._present.pop()
+        if last != member.node:
+            self._present[place] = last
+            self._place[last] = place
 
     @staticmethod
     def _merged(before: Member | None, evidence: AnyEvidence, sealed: bytes, now: float) -> Member | None:

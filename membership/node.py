@@ -1,4 +1,4 @@
-"""The asyncio shell of membership: sockets, timers, push-pulls, disk. Every decision is made in the cores.
+"""The asyncio shell of membership: sockets, timers, streams, disk, discovery. Every decision is made in the cores.
 
 Lane 1 is UDP on `port`, lane 2 TCP on the same number. Nothing that is not signed by a member of this mesh changes
 anything here; what is refused is counted by reason.
@@ -8,42 +8,68 @@ import asyncio
 import errno
 import logging
 import random
+import socket
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from membership import pushpull
+from membership.admission import (
+    ADMITTED,
+    ADMITTED_KEPT,
+    ADMITTED_TTL_S,
+    PENDING,
+    PENDING_TTL_S,
+    Allowed,
+    Knock,
+    Porch,
+    Waiting,
+    decode_admitted,
+    decode_waiting,
+    encode_admitted,
+    encode_waiting,
+    read_allow_list,
+)
 from membership.config import SwimConfig
-from membership.discovery import MdnsBeacon, MdnsConfig, advertised_address, parse_seed
+from membership.core import Core
+from membership.discovery import MdnsBeacon, MdnsConfig, advertised_address, is_any, lan_addresses, parse_seed
 from membership.effects import (
+    Cloned,
     Effect,
+    KeepChain,
+    KeepRevocations,
     MemberChanged,
     PersistEpoch,
+    RecordChanged,
     SendPacket,
     SetTimer,
     StreamPing,
     WantReconcile,
 )
-from membership.envelope import EnvelopeError, Recent, UnknownSender, open_addressed, open_envelope, seal, seal_to
-from membership.identity import Identity, NodeId, short_id
-from membership.pushpull import boottime
-from membership.records import REVOKED, Record, RecordTable, encode_body
+from membership.envelope import Seals
+from membership.identity import Identity, NodeId, format_id, short_id
+from membership.member import Member
+from membership.reconcile import Reached
+from membership.records import Record
 from membership.snapshot import Peer, RevocationFile, Snapshot, SnapshotFile, next_epoch
-from membership.swim import Swim, Verified
-from membership.trust import TrustError, TrustStore
-from membership.wire import WireError, decode_evidence, decode_packet, encode
+from membership.streams import FAILURES, Streams
+from membership.trust import RENEW_BEFORE_S, ROLES, TrustError, TrustStore, admit_node
+from membership.wire import Ping
 
 EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
-GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
-RECONCILE_PAUSE_S = 0.3  # between two push-pulls with one peer
-HURRY_PAUSE_S = 0.5  # between two push-pulls to learn of strangers; ours
 RECONCILES_AT_ONCE = 32  # forged packets must not make us call half the world
 JOIN_BACKOFF_S = (0.3, 15.0)  # first and longest pause between tries to find somebody
 KNOCKS_AT_ONCE = 3  # a mesh of hundreds is remembered, and each answer tells of all of it
 HEALTHY_SEARCH_S = 15.0  # a node that has company still looks for strangers, so that islands meet
+UPKEEP_S = 10.0
+REACH_AGAIN_S = (15.0, 300.0)  # between two checks of our own address, while something is wrong with it, and else
+REACH_S, REACH_TRIES = 1.0, 3  # the pings of such a check, of which one must be answered
+RENEW_AGAIN_S = 30.0
+CERTIFICATE_WARNING_S = 7 * 86_400.0
+CLOCK_WARNING_S = 5.0
+RECEIVE_BUFFER = 4 << 20  # the default 208 KiB hold 200 packets; a mesh that starts at once sends more in a moment
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +79,12 @@ class PortInUse(RuntimeError):
 
 
 class MemberView(msgspec.Struct, frozen=True):
+    """`state`: alive, suspect, unreachable, dead, left or revoked."""
+
     node_id: bytes
     nick: str
     user: str
+    roles: tuple[str, ...]
     state: str
     draining: bool
     host: str
@@ -64,10 +93,9 @@ class MemberView(msgspec.Struct, frozen=True):
     incarnation: int
     since_unix: float
 
-
-class RecordChanged(msgspec.Struct, frozen=True):
-    node: bytes
-    section: str
+    @property
+    def present(self) -> bool:
+        return self.state in {"alive", "suspect", "unreachable"}
 
 
 class EventsLost(msgspec.Struct, frozen=True):
@@ -75,6 +103,22 @@ class EventsLost(msgspec.Struct, frozen=True):
 
 
 MembershipEvent = MemberChanged | RecordChanged | EventsLost
+
+
+class SystemClock:
+    def boot(self) -> float:
+        """CLOCK_BOOTTIME counts while the machine sleeps, so that a wake-up is seen as one."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def unix(self) -> float:
+        return time.time()
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """Whom a node that may admit lets in by itself: those on a list, or, `open`, everybody who knocks."""
+
+    allow_list: Path | None = None
+    open: bool = False
 
 
 class Subscription:
@@ -103,6 +147,8 @@ class Subscription:
 
 
 class MembershipNode:
+    """`on_fatal` is called with the reason when this node cannot go on as a member (another machine has its key)."""
+
     def __init__(
         self,
         identity: Identity,
@@ -118,6 +164,11 @@ class MembershipNode:
         mdns: MdnsConfig | None = None,
         default_port: int = 7373,
         rng: random.Random | None = None,
+        clock: SystemClock | None = None,
+        admission: Admission | None = None,
+        keep_chain: Callable[[bytes], None] = lambda chain: None,
+        on_fatal: Callable[[str], None] = lambda reason: None,
+        zone_of: Callable[[NodeId], str] = lambda node: "",
     ) -> None:
         self.identity = identity
         self.trust = trust
@@ -125,7 +176,8 @@ class MembershipNode:
         self.port = port
         self.host = ""
         self.counters: Counter[str] = Counter()
-        self.problem = ""
+        self.problems: dict[str, str] = {}
+        self.reached: dict[NodeId, Reached] = {}
         self._chain = own_chain
         self._bind_host = bind_host
         self._advertise_host = advertise_host
@@ -136,31 +188,21 @@ class MembershipNode:
         self._snapshot = Snapshot()
         self._revocations = RevocationFile(state_dir / "revoked")
         self._rng = rng or random.Random()  # timing and choice, not secrets
-        self._swim: Swim | None = None
-        self._records = RecordTable(trust)
-        self._versions: dict[str, int] = {}
-        self._packets = Recent(8192)
-        self._gossip_seen = Recent(8192)
+        self._clock = clock or SystemClock()
+        self._admission = admission or Admission()
+        self._keep_chain, self._on_fatal, self._zone_of = keep_chain, on_fatal, zone_of
+        self._porch = Porch(identity, trust)
+        self._started: Core | None = None
+        self._streams: Streams
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._revocations_shown = 0
         self._reconciling = 0
-        self._hurry_at = 0.0
-        self._reconciled: dict[tuple[str, int], float] = {}
         self._candidates: dict[tuple[str, int], NodeId | None] = {}
+        self._addresses_seen: list[str] = []
+        self._reach_at = self._renew_at = 0.0
         self._transport: asyncio.DatagramTransport | None = None
         self._server: asyncio.Server | None = None
-        self._push_pull = pushpull.PushPull(
-            identity,
-            trust,
-            own_chain,
-            self._records,
-            self.counters,
-            self._rng,
-            lambda: self._core,
-            self._take_in,
-        )
         self._epoch = 0
         self._stopped = False
 
@@ -168,34 +210,39 @@ class MembershipNode:
 
     async def start(self) -> None:
         """Bind, take a new epoch, announce, search. PortInUse or TrustError if that cannot be."""
-        now_unix = time.time()
+        now_unix = self._clock.unix()
         self.standing = self.trust.admit_chain(self._chain, now_unix)
         if self.standing.node_id != self.identity.node_id:
             raise TrustError("this node's certificate is for another key: run `mesh join INVITE` again")
+        if self._admission.allow_list is not None:
+            read_allow_list(self._admission.allow_list)
         await self._bind()
         towards = self._seeds[0][0] if self._seeds else None
+        self._addresses_seen = lan_addresses()
         self.host = self._advertise_host or advertised_address(self._bind_host, towards)
         await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
         if self.identity.node_id in self.trust.revoked:
             raise TrustError("this node's key was revoked: ask for an invite, and join with a new --state")
         self._snapshot = await asyncio.to_thread(self._snapshots.read)
         if self._snapshots.warning:
-            self.problem = self._snapshots.warning
-        self._epoch = next_epoch(self._snapshot.epoch, int(now_unix * 1000))
-        await self._persist(self._epoch)
-        self._swim = Swim(
-            self.identity.node_id,
-            self.host,
-            self.port,
-            self._epoch,
+            self.problems["snapshot"] = self._snapshots.warning
+        self._persist(next_epoch(self._snapshot.epoch, int(now_unix * 1000)))
+        self._started = Core(
+            Seals(self.identity, self.trust.mesh_id),
+            self.trust,
+            self._chain,
             self.config,
             self._rng,
-            lambda evidence: seal(self.identity, self.trust.mesh_id, "member", encode(evidence)),
-            self._records.root,
+            self._clock,
+            self._perform,
+            host=self.host,
+            port=self.port,
+            epoch=self._epoch,
+            zone_of=self._zone_of,
         )
-        self._perform(self._swim.start(boottime()))
-        self.publish("trust", self._chain, ttl_s=86_400)
-        self._show_revocations()
+        self._started.counters = self.counters
+        self._streams = Streams(self._core, self._reach, self._answer_knock)
+        self._core.start()
         if self._mdns_config is not None:
             self._beacon = MdnsBeacon(
                 self._mdns_config,
@@ -226,9 +273,9 @@ class MembershipNode:
 
     async def leave(self) -> None:
         """Tell everybody that this node goes; three farewells to each, spread over 0.2 s."""
-        if self._swim is None or self._swim.left:
+        if self._started is None or self._core.swim.left or "cloned" in self.problems:
             return
-        effects = self._swim.leave(boottime())
+        effects = self._core.swim.leave(self._clock.boot())
         third = max(1, len(effects) // 3)
         for start in range(0, len(effects), third):
             self._perform(effects[start : start + third])
@@ -237,27 +284,45 @@ class MembershipNode:
 
     def revoke(self, sealed: bytes) -> None:
         """Take in a revocation made here, and show it to everybody."""
-        if self.trust.admit_revocation(sealed, time.time()):
-            self._show_revocations()
+        self._core.revoke(sealed)
 
     def set_draining(self, draining: bool) -> None:
-        self._perform(self._core.set_draining(draining, boottime()))
+        self._perform(self._core.swim.set_draining(draining, self._clock.boot()))
 
     # --- what others use
 
+    @property
+    def problem(self) -> str:
+        """All that is wrong, in one line; empty if nothing is."""
+        return "; ".join(self.problems.values())
+
+    @property
+    def chain(self) -> bytes:
+        return self._core.chain
+
+    @property
+    def clock_offset_s(self) -> float | None:
+        """How far the peers' clocks are ahead of this machine's; None before any has answered."""
+        return self._core.swim.skew.offset_s
+
+    @property
+    def addresses(self) -> list[str]:
+        return self._addresses_seen
+
     def members(self) -> list[MemberView]:
         """Everybody known, ourselves included."""
-        now, now_unix = boottime(), time.time()
-        views = []
+        now, now_unix = self._clock.boot(), self._clock.unix()
         seen = self.trust.seen()
-        for member in self._core.table.all():
+        views = []
+        for member in self._core.swim.table.all():
             standing = seen.get(member.node)
             views.append(
                 MemberView(
                     node_id=member.node,
                     nick=standing.nick if standing is not None else short_id(member.node),
                     user=standing.user if standing is not None else "",
-                    state="revoked" if member.node in self.trust.revoked else member.state,
+                    roles=standing.roles if standing is not None else (),
+                    state=self._state(member),
                     draining=member.draining,
                     host=member.host,
                     port=member.port,
@@ -268,27 +333,20 @@ class MembershipNode:
             )
         return sorted(views, key=lambda view: (view.nick, view.node_id))
 
-    def publish(self, section: str, body: bytes, ttl_s: float) -> None:
-        """Replace our own section; others have it within about a second if it is small."""
-        version = self._versions.get(section, 0) + 1
-        self._versions[section] = version
-        payload = encode_body(self._epoch, version, section, int(time.time() + ttl_s), body)
-        sealed = seal(self.identity, self.trust.mesh_id, "record", payload)
-        applied = self._records.apply(sealed, time.time())
-        if isinstance(applied, Record):
-            self._spread(applied)
-            self._tell(RecordChanged(applied.node, section))
+    def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
+        """Replace our own section; others have it within about a second if it is small, an urgent one at once."""
+        self._core.publish(section, body, ttl_s, urgent)
 
     def withdraw(self, section: str) -> None:
         """An empty section, which ends soon."""
-        if self._records.get(self.identity.node_id, section) is not None:
+        if self.record(self.identity.node_id, section) is not None:
             self.publish(section, b"", ttl_s=300)
 
     def records(self, prefix: str) -> list[Record]:
-        return [record for record in self._records.section(prefix) if record.body]
+        return [record for record in self._core.records.section(prefix, self._clock.unix()) if record.body]
 
     def record(self, node: NodeId, section: str) -> Record | None:
-        record = self._records.get(node, section)
+        record = self._core.records.get(node, section, self._clock.unix())
         return record if record is not None and record.body else None
 
     def subscribe(self) -> Subscription:
@@ -296,37 +354,68 @@ class MembershipNode:
         self._subscriptions.append(subscription)
         return subscription
 
+    def waiting(self) -> dict[NodeId, Waiting]:
+        """Everybody who has knocked anywhere in the mesh, and is no member."""
+        now_unix = self._clock.unix()
+        found: dict[NodeId, Waiting] = {}
+        for record in self.records(PENDING):
+            for entry in decode_waiting(record.body):
+                if self.trust.standing(entry.node, now_unix) is None and entry.node not in self._admitted():
+                    found.setdefault(entry.node, entry)
+        return found
+
+    def approve(self, node: NodeId, nick: str, user: str, roles: tuple[str, ...] = ROLES, admit: bool = False) -> None:
+        """Let in one who waits; TrustError if this node may not."""
+        seals = Seals(self.identity, self.trust.mesh_id)
+        chain = admit_node(seals, self.trust, self.chain, node, nick, user, roles, admit, self._clock.unix())
+        mine = self.record(self.identity.node_id, ADMITTED)
+        granted = decode_admitted(mine.body) if mine is not None else {}
+        granted.pop(node, None)
+        granted = dict([*granted.items(), (node, chain)][-ADMITTED_KEPT:])
+        self.publish(ADMITTED, encode_admitted(granted), ADMITTED_TTL_S, urgent=True)
+
     @property
-    def _core(self) -> Swim:
-        if self._swim is None:
+    def _core(self) -> Core:
+        if self._started is None:
             raise RuntimeError("the membership node has not been started")
-        return self._swim
+        return self._started
+
+    def _state(self, member: Member) -> str:
+        if member.node in self.trust.revoked:
+            return "revoked"
+        return "unreachable" if self._core.swim.is_unreachable(member.node) else member.state
 
     # --- effects
 
-    def _perform(self, effects: list[Effect]) -> None:
+    def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case SendPacket():
-                    self._send_packet(effect)
+                    self._send(self._core.seal_packet(effect.to, effect.packet), effect.host, effect.port)
                 case SetTimer(name=name, token=token, at=at):
                     self._set_timer(name, token, at)
                 case StreamPing():
                     self._spawn(self._stream_ping(effect), f"tcp ping {short_id(effect.node)}")
                 case WantReconcile():
-                    self._want_reconcile(effect.host, effect.port, effect.unless_equal)
-                case MemberChanged():
-                    self._tell(effect)
+                    self._reconcile(effect)
+                case MemberChanged() | RecordChanged():
+                    for subscription in self._subscriptions:
+                        subscription.put(effect)
                 case PersistEpoch(epoch=epoch):
-                    self._epoch = epoch
-                    self._spawn(self._persist(epoch), "persist epoch")
+                    self._persist(epoch)
+                case KeepRevocations(sealed=sealed):
+                    self._spawn(asyncio.to_thread(self._revocations.write, sealed), "keep revocations")
+                    if self.identity.node_id in self.trust.revoked:
+                        self.problems["revoked"] = "this node's key was revoked by the mesh's founder"
+                case KeepChain(chain=chain):
+                    self._spawn(asyncio.to_thread(self._keep_chain, chain), "keep certificates")
+                    self.standing = self.trust.check_chain(chain, self._clock.unix())
+                case Cloned():
+                    self._on_clone(effect)
 
-    def _send_packet(self, effect: SendPacket) -> None:
-        data = seal_to(self.identity, self.trust.mesh_id, "swim", effect.to, encode(effect.packet))
-        assert len(data) <= self.config.packet_bytes, "M9: packets fit"
+    def _send(self, data: bytes, host: str, port: int) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self.counters["packets_out"] += 1
-            self._transport.sendto(data, (effect.host, effect.port))
+            self._transport.sendto(data, (host, port))
 
     def _set_timer(self, name: str, token: int, at: float) -> None:
         old = self._timers.pop(name, None)
@@ -334,162 +423,152 @@ class MembershipNode:
             old.cancel()
         if not self._stopped:
             loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(max(0.0, at - boottime()), self._fire, name, token, at)
-
-    def _fire(self, name: str, token: int, at: float) -> None:
-        now = boottime()
-        if now - at >= self.config.lag_s:
-            self.counters["lags"] += 1
-            self._perform(self._core.on_lag(now - at, now))
-        self._perform(self._core.on_timer(name, token, now))
+            delay = max(0.0, at - self._clock.boot())
+            self._timers[name] = loop.call_later(delay, self._core.on_timer, name, token, at)
 
     async def _stream_ping(self, effect: StreamPing) -> None:
-        outcome = await self._push_pull.ping(effect.node, effect.host, effect.port, self.config.probe_interval_s)
+        outcome = await self._streams.ping(effect.node, effect.host, effect.port, self.config.probe_interval_s)
         self.counters[f"tcp_pings_{outcome}"] += 1
-        self._perform(self._core.on_stream_ping(effect.node, outcome, boottime()))
+        self._perform(self._core.swim.on_stream_ping(effect.node, outcome, self._clock.boot()))
 
-    def _tell(self, event: MembershipEvent) -> None:
-        for subscription in self._subscriptions:
-            subscription.put(event)
-
-    def _spread(self, record: Record) -> None:
-        if len(record.sealed) <= GOSSIPED_RECORD_BYTES and self._swim is not None:
-            self._swim.rumours.add("record", record.node + record.section.encode(), record.sealed)
-
-    def _take_record(self, sealed: bytes, rumoured: bool) -> None:
-        applied = self._records.apply(sealed, time.time())
-        if isinstance(applied, Record):
-            self.counters["records_in"] += 1
-            if rumoured:
-                self._spread(applied)
-            if applied.section == REVOKED and len(self.trust.revocations) > self._revocations_shown:
-                self._show_revocations()
-            self._tell(RecordChanged(applied.node, applied.section))
-        elif applied in {"invalid", "full"}:
-            self.counters[f"record_{applied}"] += 1
-
-    def _show_revocations(self) -> None:
-        """Keep what is revoked on disk, and pass it on as our own section: its author may be gone when it is needed."""
-        sealed = [data for _, data in self.trust.revocations.values()]
-        self._revocations_shown = len(sealed)
-        if sealed:
-            self._spawn(asyncio.to_thread(self._revocations.write, sealed), "keep revocations")
-            self.publish(REVOKED, msgspec.msgpack.encode(sealed), ttl_s=86_400)
-        if self.identity.node_id in self.trust.revoked:
-            self.problem = "this node's key was revoked by the mesh's founder"
-
-    # --- lane 1
-
-    def _on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
-        self.counters["packets_in"] += 1
-        try:
-            sender, payload = open_addressed(
-                data, self.trust.mesh_id, "swim", self.identity.node_id, self.trust.with_tag
-            )
-            if self.trust.standing(sender, time.time()) is None:
-                raise UnknownSender("its certificate has ended, or was revoked")
-            packet = decode_packet(payload)
-        except UnknownSender:
-            self.counters["refused_foreign"] += 1
-            self._want_reconcile(*source)  # a member that we have not met shows its certificate there
-            return
-        except (EnvelopeError, WireError):
-            self.counters["refused_unsigned"] += 1
-            return
-        if self._packets.seen_before(sender + packet.nonce.to_bytes(8, "big", signed=True)):
-            self.counters["refused_replayed"] += 1
-            return
-        # Records first: a newcomer's certificate rides with its first word.
-        for kind, sealed in packet.gossip:
-            if kind == "record":
-                self._take_record(sealed, rumoured=True)
-        strangers = self.counters["unknown_author"]
-        found = [self._verified(sealed) for kind, sealed in packet.gossip if kind == "member"]
-        evidence = [verified for verified in found if verified is not None]
-        now = boottime()
-        if self.counters["unknown_author"] > strangers and now >= self._hurry_at:
-            self._hurry_at = now + HURRY_PAUSE_S
-            self._want_reconcile(*source)  # who tells of strangers knows their certificates
-        self._perform(self._core.on_packet(sender, packet, evidence, now))
-
-    def _verified(self, sealed: bytes) -> Verified | None:
-        """Evidence whose author and subject are members; None (counted) for anything else."""
-        try:
-            author, payload = open_envelope(sealed, self.trust.mesh_id, "member")
-            evidence = decode_evidence(author, payload)
-        except (EnvelopeError, WireError):
-            self.counters["refused_unsigned"] += 1
-            return None
-        now_unix = time.time()
-        if self.trust.standing(author, now_unix) is None or self.trust.standing(evidence.node, now_unix) is None:
-            self.counters["unknown_author"] += 1  # its certificate comes with a push-pull, and the evidence again
-            return None
-        return author, evidence, sealed
-
-    # --- lane 2
-
-    def _want_reconcile(self, host: str, port: int, unless_equal: bool = False) -> None:
-        key, now = (host, port), boottime()
-        if now - self._reconciled.get(key, -1e9) < RECONCILE_PAUSE_S or self._stopped:
+    def _reconcile(self, effect: WantReconcile) -> None:
+        if self._stopped:
             return
         if self._reconciling >= RECONCILES_AT_ONCE:
             self.counters["reconciles_put_off"] += 1
             return
-        self._reconciled[key] = now
-        if len(self._reconciled) > 4096:
-            self._reconciled = {k: at for k, at in self._reconciled.items() if now - at < 60}
-        self._spawn(self._reconcile_quietly(host, port, unless_equal), f"push-pull {host}:{port}")
+        self._spawn(self._reconcile_quietly(effect), f"push-pull {effect.host}:{effect.port}")
 
-    async def _reconcile_quietly(self, host: str, port: int, unless_equal: bool) -> None:
+    async def _reconcile_quietly(self, effect: WantReconcile) -> None:
         self._reconciling += 1
         try:
-            await self._push_pull.exchange(host, port, unless_equal)
-        except pushpull.FAILURES as e:
+            await self._streams.hold(self._core.converse(effect.unless_equal), effect.host, effect.port)
+        except FAILURES as error:
             self.counters["reconcile_failed"] += 1
-            log.debug("push-pull with %s:%d failed: %s", host, port, e)
+            log.debug("push-pull with %s:%d failed: %s", effect.host, effect.port, error)
         finally:
             self._reconciling -= 1
 
+    def _on_clone(self, effect: Cloned) -> None:
+        where = f"{effect.host}:{effect.port}"
+        first = "cloned" not in self.problems
+        if not effect.younger:
+            self.problems["cloned"] = (
+                f"another machine, at {where}, runs with this node's key (a copied disk?): it must stop, remove its "
+                "state directory and join anew"
+            )
+            if first:
+                log.error("%s", self.problems["cloned"])
+            return
+        self.problems["cloned"] = (
+            f"this node's key is in use on another machine, at {where}, that was started before this one (a copied "
+            "disk?): remove this one's state directory, and join with a new key"
+        )
+        self._stopped = True
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._transport is not None:
+            self._transport.close()
+        if first:
+            log.error("%s", self.problems["cloned"])
+            self._on_fatal(self.problems["cloned"])
+
+    # --- lane 1 and streams
+
+    def _on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
+        if not self._stopped:
+            self._core.on_datagram(data, source)
+
+    async def _reach(self, node: NodeId, host: str, port: int) -> bool:
+        """Whether a UDP ping to this address is answered by this node."""
+        answered = asyncio.Event()
+        for _ in range(REACH_TRIES):
+            ping = Ping(nonce=self._core.nonce(), root=self._core.swim.root(), gossip=())
+            self._core.echoes[ping.nonce] = answered.set
+            self._send(self._core.seal_packet(node, ping), host, port)
+            try:
+                async with asyncio.timeout(REACH_S / REACH_TRIES):
+                    await answered.wait()
+                    return True
+            except TimeoutError:
+                continue
+            finally:
+                self._core.echoes.pop(ping.nonce, None)
+        return False
+
     async def _serve_unless_stopped(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._stopped:
+        if self._stopped or self._started is None:
             writer.close()
             return
-        await self._push_pull.serve(reader, writer)
+        await self._streams.serve(reader, writer)
 
-    def _take_in(self, records: list[bytes], evidence: list[bytes]) -> None:
-        for sealed in records:
-            self._take_record(sealed, rumoured=False)
-        for sealed in evidence:
-            if sealed in self._gossip_seen:
-                continue
-            verified = self._verified(sealed)
-            if verified is not None:
-                self._gossip_seen.seen_before(sealed)
-                self._perform(self._core.on_evidence(*verified, boottime(), rumoured=False))
+    # --- admission
+
+    def _answer_knock(self, data: bytes, host: str) -> bytes:
+        before = self._porch.waiting()
+        answer = self._porch.answer(data, host, self.chain, self._clock.unix(), self._decide)
+        if self._porch.waiting() != before:
+            self._show_waiting()
+        return answer
+
+    def _decide(self, node: NodeId, knock: Knock) -> bytes:
+        granted = self._admitted().get(node)
+        if granted is None and self.standing.can_admit:
+            allowed = self._allowed().get(node)
+            if allowed is not None:
+                self.approve(node, allowed.nick or knock.nick, allowed.user or knock.user, allowed.roles)
+            elif self._admission.open:
+                self.approve(node, knock.nick, knock.user)
+                log.warning("let in %s (%s, %s): this mesh is open", knock.nick, knock.user, format_id(node))
+            granted = self._admitted().get(node)
+        return granted or b""
+
+    def _allowed(self) -> dict[NodeId, Allowed]:
+        """Read anew each time: the owner edits the list while the daemon runs. A mistake in it lets nobody in."""
+        path = self._admission.allow_list
+        self.problems.pop("allow list", None)
+        try:
+            return read_allow_list(path) if path is not None else {}
+        except TrustError as error:
+            self.problems["allow list"] = str(error)
+            return {}
+
+    def _admitted(self) -> dict[NodeId, bytes]:
+        """All chains that admitters have granted lately."""
+        found: dict[NodeId, bytes] = {}
+        for record in self.records(ADMITTED):
+            found |= decode_admitted(record.body)
+        return found
+
+    def _show_waiting(self) -> None:
+        self.publish(PENDING, encode_waiting(self._porch.waiting()), PENDING_TTL_S, urgent=True)
 
     # --- searching and upkeep
 
     def _found(self, node: NodeId, host: str, port: int) -> None:
         """mDNS saw somebody."""
         self._candidates[host, port] = node
-        member = self._core.table.get(node)
+        if len(self._candidates) > 1024:
+            del self._candidates[next(iter(self._candidates))]
+        member = self._core.swim.table.get(node)
         if member is None or not member.present:
-            self._want_reconcile(host, port)
+            self._core.want_reconcile(node, host, port)
 
     async def _search(self) -> None:
         if self._beacon is not None:
             await self._beacon.start()
-            self.problem = self.problem or self._beacon.problem
+            if self._beacon.problem:
+                self.problems["mdns"] = self._beacon.problem
         pause, longest = JOIN_BACKOFF_S
         while True:
-            present = {(m.host, m.port) for m in self._core.table.present()}
+            present = {(m.host, m.port) for m in self._core.swim.table.present()}
             alone = len(present) <= 1
-            for host, port in self._addresses(present):
-                self._want_reconcile(host, port)
+            for host, port in self._where_to_knock(present):
+                self._core.want_reconcile(b"", host, port, unless_equal=not alone)
             await asyncio.sleep(pause * self._rng.uniform(0.8, 1.2) if alone else HEALTHY_SEARCH_S)
             pause = min(longest, pause * 1.5) if alone else JOIN_BACKOFF_S[0]
 
-    def _addresses(self, present: set[tuple[str, int]]) -> list[tuple[str, int]]:
+    def _where_to_knock(self, present: set[tuple[str, int]]) -> list[tuple[str, int]]:
         """Where to knock now: whom we were told of, and a few of those remembered; one answer is enough."""
         told = [address for address in dict.fromkeys([*self._seeds, *self._candidates]) if address not in present]
         remembered = [address for peer in self._snapshot.peers if (address := (peer.host, peer.port)) not in present]
@@ -498,30 +577,139 @@ class MembershipNode:
         return list(dict.fromkeys(chosen))
 
     async def _look_after(self) -> None:
-        renew_at = boottime() + 6 * 3600
+        show_again_at = self._clock.boot() + 6 * 3600
+        self._reach_at = self._clock.boot() + 2.0
+        saved_at = self._clock.boot()
         while True:
-            await asyncio.sleep(10)
-            for record in self._records.expire(time.time()):
-                self._tell(RecordChanged(record.node, record.section))
-            self._core.forget_long_gone(boottime())
-            await asyncio.to_thread(self._save_peers)
-            if boottime() >= renew_at:
-                renew_at = boottime() + 6 * 3600
-                self.publish("trust", self._chain, ttl_s=86_400)
-                self._show_revocations()
+            before = self._clock.boot()
+            await asyncio.sleep(1.0)
+            now = self._clock.boot()
+            if now - before > UPKEEP_S or int(now / UPKEEP_S) != int(before / UPKEEP_S):
+                await self._notice_interfaces(woke_up=now - before > UPKEEP_S)
+                self._core.forget_the_old()
+                self._judge_clock()
+            await self._renew_if_due()
+            await self._check_address_if_due()
+            if now - saved_at >= UPKEEP_S:
+                saved_at = now
+                await asyncio.to_thread(self._save_peers)
+            if now >= show_again_at:
+                show_again_at = now + 6 * 3600
+                self._core.show_chain()
+                self._core.show_revocations()
+
+    def _judge_clock(self) -> None:
+        skew = self._core.swim.skew
+        self.problems.pop("clock", None)
+        if skew.ours_is_wrong and skew.offset_s is not None and abs(skew.offset_s) > CLOCK_WARNING_S:
+            way = "behind" if skew.offset_s > 0 else "ahead of"
+            self.problems["clock"] = (
+                f"this machine's clock is {abs(skew.offset_s):.0f} s {way} those of {skew.peers} other nodes: set it "
+                "(timedatectl set-ntp true); from two minutes on, other nodes refuse what this one signs"
+            )
+
+    async def _renew_if_due(self) -> None:
+        """Ask somebody who may admit for a new certificate, from a month before this one ends."""
+        now, left_s = self._clock.boot(), self.standing.not_after - self._clock.unix()
+        if left_s > RENEW_BEFORE_S or now < self._renew_at or self.identity.node_id in self.trust.genesis.roots:
+            self.problems.pop("certificate", None)
+            return
+        self._renew_at = now + RENEW_AGAIN_S * self._rng.uniform(0.8, 1.2)
+        seen = self.trust.seen()
+        admitters = [
+            member
+            for member in self._core.swim.table.present()
+            if member.node != self.identity.node_id
+            and seen[member.node].can_admit
+            # Only the founder renews an admitter as one.
+            and (member.node in self.trust.genesis.roots or not self.standing.can_admit)
+        ]
+        for member in self._rng.sample(admitters, len(admitters)):
+            try:
+                await self._streams.hold(self._core.ask_renewal(), member.host, member.port)
+                self.problems.pop("certificate", None)
+                return
+            except FAILURES as error:
+                log.info("%s did not renew our certificate: %s", seen[member.node].nick, error)
+        if left_s < CERTIFICATE_WARNING_S:
+            names = sorted(standing.nick for standing in seen.values() if standing.can_admit)
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.standing.not_after))
+            self.problems["certificate"] = (
+                f"this node's certificate ends on {when}, and nobody who may renew it is up ({', '.join(names)})"
+            )
+
+    async def _notice_interfaces(self, woke_up: bool) -> None:
+        """A cable, another network, a wake-up: announce ourselves anew, at the address that is right now."""
+        addresses = await asyncio.to_thread(lan_addresses)
+        if addresses == self._addresses_seen and not woke_up:
+            return
+        self._addresses_seen = addresses
+        self.counters["interface_changes"] += 1
+        if self._advertise_host is None and is_any(self._bind_host) and self.host not in addresses:
+            peers = self._core.swim.table.draw(1, self._rng, without=(self.identity.node_id,))
+            self._take_address(advertised_address(self._bind_host, peers[0].host if peers else None))
+        if self._beacon is not None:
+            await self._beacon.again(self.host)
+        self._reach_at = self._clock.boot()
+
+    def _take_address(self, host: str) -> None:
+        if host != self.host:
+            log.info("this node is at %s now, no longer at %s", host, self.host)
+            self.host = host
+            self._perform(self._core.swim.set_address(host, self.port, self._clock.boot()))
+
+    async def _check_address_if_due(self) -> None:
+        """Ask somebody whether we can be reached where we say that we are."""
+        now = self._clock.boot()
+        peers = self._core.swim.table.draw(1, self._rng, without=(self.identity.node_id,))
+        if now < self._reach_at or not peers:
+            return
+        self._reach_at = now + REACH_AGAIN_S[1]
+        (peer,) = peers
+        try:
+            node, answer = await self._streams.reached(self.host, self.port, peer.host, peer.port)
+        except FAILURES as error:
+            log.debug("%s did not say whether it reaches us: %s", short_id(peer.node), error)
+            return
+        self.reached[node] = answer
+        choosable = self._advertise_host is None and is_any(self._bind_host)
+        elsewhere = answer.seen_host not in {"", self.host}
+        if choosable and elsewhere and not answer.udp and answer.seen_host in (*self._addresses_seen, "127.0.0.1"):
+            self._take_address(answer.seen_host)
+            self._reach_at = now + 1.0
+            return
+        self.problems.pop("reach", None)
+        if answer.udp:
+            return
+        self._reach_at = now + REACH_AGAIN_S[0]
+        nick = self.trust.seen()[node].nick
+        where = f"{self.host}:{self.port}"
+        if answer.tcp == "acked":
+            self.problems["reach"] = (
+                f"UDP does not come through from {nick} to this node at {where}: allow UDP port {self.port} in the "
+                "firewall (TCP works, and is used instead)"
+            )
+        else:
+            seen = f"; {nick} sees this node at {answer.seen_host}" if elsewhere else ""
+            self.problems["reach"] = (
+                f"{nick} cannot reach this node at {where} by UDP or TCP{seen}: allow port {self.port} in the firewall, "
+                "or name the right address with --advertise"
+            )
 
     def _save_peers(self) -> None:
         known = {peer.node: peer for peer in self._snapshot.peers}
-        for member in self._core.table.all():
+        for member in self._core.swim.table.all():
             if member.node != self.identity.node_id and member.present:
-                known[member.node] = Peer(member.node, member.host, member.port, int(time.time()))
+                known[member.node] = Peer(member.node, member.host, member.port, int(self._clock.unix()))
         newest = sorted(known.values(), key=lambda peer: -peer.seen_unix)[:256]
         self._snapshot = Snapshot(epoch=self._epoch, peers=tuple(newest))
         self._snapshots.write(self._snapshot)
 
-    async def _persist(self, epoch: int) -> None:
+    def _persist(self, epoch: int) -> None:
+        """Before anything else is sent; a few milliseconds, at a start or after an accident."""
+        self._epoch = epoch
         self._snapshot = msgspec.structs.replace(self._snapshot, epoch=epoch)
-        await asyncio.to_thread(self._snapshots.write, self._snapshot)
+        self._snapshots.write(self._snapshot)
 
     async def _bind(self) -> None:
         loop = asyncio.get_running_loop()
@@ -531,6 +719,8 @@ class MembershipNode:
             self._transport, _ = await loop.create_datagram_endpoint(
                 lambda: _Datagrams(self), local_addr=(self._bind_host, self.port)
             )
+            receiver: socket.socket = self._transport.get_extra_info("socket")
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
         except OSError as error:
             if self._server is not None:
                 self._server.close()

@@ -59,7 +59,37 @@ class Done(Frame, frozen=True, array_like=True, tag="e"):
     answers: int
 
 
-AnyFrame = Greeting | Differs | Hello | Reply | StreamPing | Delta | Done
+class Renew(Frame, frozen=True, array_like=True, tag="n"):
+    """Our certificates end soon: may we have new ones?"""
+
+    chain: bytes
+
+
+class Renewed(Frame, frozen=True, array_like=True, tag="c"):
+    """`chain` is empty if not; then `problem` says why."""
+
+    answers: int
+    chain: bytes
+    problem: str
+
+
+class ReachMe(Frame, frozen=True, array_like=True, tag="m"):
+    """Try to reach us at this address, by UDP and by TCP, and say what came of it."""
+
+    host: str
+    port: int
+
+
+class Reached(Frame, frozen=True, array_like=True, tag="t"):
+    """`udp`: whether a ping was answered; `tcp`: acked, refused or silent; `seen_host`: where this exchange came from."""
+
+    answers: int
+    udp: bool
+    tcp: str
+    seen_host: str
+
+
+AnyFrame = Greeting | Differs | Hello | Reply | StreamPing | Delta | Done | Renew | Renewed | ReachMe | Reached
 
 
 class FrameError(ValueError):

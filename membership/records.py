@@ -4,13 +4,14 @@ Whole replacement removes tombstones: what is absent from the next version is go
 deterministic: nobody can spread an expired record again (scuttlebutt's and chitchat's troubles, chitchat issue 161).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
 from membership.envelope import EnvelopeError, open_envelope
+from membership.identity import NodeId
 from membership.trust import TrustError, TrustStore
 
 MAX_BODY_BYTES = 16 * 1024
@@ -19,6 +20,7 @@ MAX_LIFE_S = 30 * 86_400
 MAX_NODES = 4096
 CLOCK_GRACE_S = 120  # a record from a node whose clock is ahead by less than this is not too long-lived
 ROOT_BYTES = 8
+TRUST = "trust"  # the section in which a node shows its certificates
 REVOKED = "revoked"  # the section in which a node shows every revocation it knows
 
 
@@ -59,15 +61,18 @@ def encode_body(epoch: int, version: int, section: str, not_after_unix: int, bod
 
 
 class RecordTable:
-    def __init__(self, trust: TrustStore) -> None:
+    """`open_sealed` gives author and payload of a sealed record, or raises EnvelopeError."""
+
+    def __init__(self, trust: TrustStore, open_sealed: Callable[[bytes], tuple[NodeId, bytes]] | None = None) -> None:
         self._trust = trust
+        self._open = open_sealed or (lambda sealed: open_envelope(sealed, trust.mesh_id, "record"))
         self._records: dict[bytes, dict[str, Record]] = {}
         self._root = 0
 
     def apply(self, sealed: bytes, now_unix: float) -> Record | Ignored:
         """Take in a record from anywhere: the record if it is news, else why it was ignored."""
         try:
-            node, payload = open_envelope(sealed, self._trust.mesh_id, "record")
+            node, payload = self._open(sealed)
             body = _decoder.decode(payload)
         except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError):
             return "invalid"
@@ -77,7 +82,7 @@ class RecordTable:
             return "invalid"
         if body.not_after_unix <= now_unix:
             return "expired"
-        if body.section == "trust" and not self._admit(node, body.body, now_unix):
+        if body.section == TRUST and not self._admit(node, body.body, now_unix):
             return "invalid"
         if self._trust.standing(node, now_unix) is None:
             return "unknown author"
@@ -93,13 +98,16 @@ class RecordTable:
         self._put(record)
         return record
 
-    def get(self, node: bytes, section: str) -> Record | None:
-        return self._records.get(node, {}).get(section)
+    def get(self, node: bytes, section: str, now_unix: float) -> Record | None:
+        record = self._records.get(node, {}).get(section)
+        return record if record is not None and record.not_after_unix > now_unix else None
 
-    def section(self, prefix: str) -> Iterator[Record]:
+    def section(self, prefix: str, now_unix: float) -> Iterator[Record]:
         """All records of this section, or of all sections below `prefix` if it ends with a slash."""
         for sections in list(self._records.values()):
             for record in list(sections.values()):
+                if record.not_after_unix <= now_unix:
+                    continue
                 if record.section == prefix or (prefix.endswith("/") and record.section.startswith(prefix)):
                     yield record
 
@@ -121,15 +129,19 @@ class RecordTable:
     def digest(self) -> Digest:
         return [(r.node, r.section, r.epoch, r.version) for r in self._all()]
 
-    def missing_from(self, digest: Digest, limit_bytes: int) -> list[bytes]:
+    def missing_from(self, digest: Digest, limit_bytes: int, now_unix: float) -> list[bytes]:
         """What a peer with this digest lacks, most urgent first, up to a size: trust, then nodes new to it, then the rest."""
         theirs = {(node, section): (epoch, version) for node, section, epoch, version in digest}
         nodes = {node for node, *_ in digest}
-        news = [r for r in self._all() if r.order > theirs.get((r.node, r.section), (-1, -1))]
+        news = [
+            r
+            for r in self._all()
+            if r.order > theirs.get((r.node, r.section), (-1, -1)) and r.not_after_unix > now_unix
+        ]
         news.sort(
             key=lambda r: (
                 r.section != REVOKED,
-                r.section != "trust",
+                r.section != TRUST,
                 r.node in nodes,
                 not r.section.startswith("jobs/"),
             )

@@ -35,6 +35,7 @@ class SnapshotFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.warning = ""
+        self._epoch = 0
 
     def read(self) -> Snapshot:
         """The last snapshot; a damaged one is moved aside, with a warning, and costs only some discovery."""
@@ -49,8 +50,11 @@ class SnapshotFile:
             return Snapshot()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Durable and atomic: temporary file, fsync, rename, fsync of the directory."""
-        _write_durably(self.path, msgspec.json.encode(snapshot))
+        """Durable and atomic: temporary file, fsync, rename, fsync of the directory. An epoch once written never falls."""
+        with _writing:
+            self._epoch = max(self._epoch, snapshot.epoch)
+            snapshot = msgspec.structs.replace(snapshot, epoch=self._epoch)
+            _write_and_rename(self.path, msgspec.json.encode(snapshot))
 
 
 class RevocationFile:
@@ -72,7 +76,8 @@ class RevocationFile:
             ) from error
 
     def write(self, sealed: list[bytes]) -> None:
-        _write_durably(self.path, msgspec.msgpack.encode(sealed))
+        with _writing:
+            _write_and_rename(self.path, msgspec.msgpack.encode(sealed))
 
 
 _sealed_decoder = msgspec.msgpack.Decoder(list[bytes])
@@ -84,11 +89,6 @@ def next_epoch(saved: int, wall_ms: int) -> int:
 
 
 _writing = Lock()  # writers are threads, and share the temporary file's name
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with _writing:
-        _write_and_rename(path, data)
 
 
 def _write_and_rename(path: Path, data: bytes) -> None:

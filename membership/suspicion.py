@@ -22,6 +22,7 @@ class Suspicion:
         # With few members there are not enough others to confirm: expect fewer (memberlist).
         self._expected = max(0, min(int(config.suspicion_multiplier) - 2, members - 2))
         self._accusers = {accuser}
+        self._confirmed_at: float | None = None
         self._floor_s = config.refused_floor_s
         # In a mesh of two there is nobody else who could have seen it.
         self._refusals_needed = min(REFUSALS_NEEDED, max(1, members - 1))
@@ -40,7 +41,22 @@ class Suspicion:
         if accuser in self._accusers or len(self._accusers) > self._expected:
             return news
         self._accusers.add(accuser)
+        self._confirmed_at = self._confirmed_at if self._confirmed_at is not None else now
         return True
+
+    @property
+    def unreachable_at(self) -> float:
+        """When it counts as unreachable: with the first word of a second accuser; where there is none, half-way to the end."""
+        if self._confirmed_at is not None:
+            return self._confirmed_at
+        if self._refused_to:
+            return self.started
+        return self.started + (self.deadline - self.started) / 2
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The earliest and the latest that its deadline can be (M13)."""
+        return min(self._shortest, self._floor_s) + self.started, self.started + self._longest
 
     @property
     def deadline(self) -> float:

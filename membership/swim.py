@@ -5,11 +5,15 @@ suspected, may refute by raising its incarnation, and is declared dead when the 
 rumours on these packets. Time, randomness and the signing of our own evidence come from outside.
 """
 
+from collections import deque
 from collections.abc import Callable
 from random import Random
 
+from msgspec.structs import replace
+
 from membership.config import SwimConfig
 from membership.effects import (
+    Cloned,
     Effect,
     MemberChanged,
     PersistEpoch,
@@ -24,6 +28,7 @@ from membership.member import Member, MemberTable
 from membership.reconcile import MemberDigest
 from membership.records import ROOT_BYTES
 from membership.rumours import RumourQueue
+from membership.skew import Skew
 from membership.suspicion import AccuserCredit, Suspicion
 from membership.wire import (
     Ack,
@@ -43,8 +48,11 @@ from membership.wire import (
 Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed bytes
 
 PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # envelope, nonce, root, a target, framing: generously
+WOKE_UP_S = 5.0  # so long without a timer is sleep, not a busy moment
+RELAYS_AT_ONCE = 1024
 RELAY_S = 4.0  # a relayed ping's answer is passed on for so long
 LEAVE_ROUNDS = 3  # farewells are sent to everyone this often; two may be lost
+DEAD_HEAR_S = 30.0  # rumours go to the dead too for so long, so that they can refute (memberlist's gossip-to-the-dead)
 
 
 class _Probe:
@@ -69,6 +77,9 @@ class Swim:
         rng: Random,
         seal_evidence: Callable[[AnyEvidence], bytes],
         root: Callable[[], bytes],
+        *,
+        wall: Callable[[], float] = lambda: 0.0,
+        zone_of: Callable[[bytes], str] = lambda node: "",
     ) -> None:
         self.node = node
         self.config = config
@@ -77,7 +88,11 @@ class Swim:
         self.rumours = RumourQueue(config.retransmit_multiplier)
         self.left = False
         self._host, self._port = host, port
+        self._boot = epoch
         self._epoch, self._incarnation, self._draining = epoch, 0, False
+        self._outbid_by: set[int] = set()  # the runs with our key that have outbid us
+        self.skew = Skew()
+        self._wall, self._zone_of = wall, zone_of
         self._rng = rng
         self._seal = seal_evidence
         self._records_root = root
@@ -86,6 +101,9 @@ class Swim:
         self._probe: _Probe | None = None
         self._relays: dict[int, tuple[bytes, int, float]] = {}
         self._suspicions: dict[bytes, Suspicion] = {}
+        self._unreachable: set[bytes] = set()
+        self._buried: deque[bytes] = deque()  # who died lately, the last at the right
+        self._gossiping = False
         self._credit = AccuserCredit(config)
         self._asked: dict[bytes, tuple[bytes, int]] = {}  # whom a relayed TCP ping is for, and its nonce
         self._calm_at = 0.0  # nobody is judged before: we stood still, and have not read our mail yet
@@ -99,9 +117,10 @@ class Swim:
         stagger = self._rng.random()
         return [
             self._timer("probe", now + self.config.probe_interval_s * stagger),
-            self._timer("gossip", now + self.config.gossip_interval_s * stagger),
             self._timer("compare", now + self.config.reconcile_interval_s * stagger),
+            self._timer("cross-zone", now + self.config.cross_zone_interval_s * stagger),
             self._timer("knock", now + self.config.dead_reconcile_interval_s * stagger),
+            *self._gossip_soon(now),
         ]
 
     def set_draining(self, draining: bool, now: float) -> list[Effect]:
@@ -111,7 +130,7 @@ class Swim:
         self._draining = draining
         self._incarnation += 1
         self._announce(now)
-        return [MemberChanged(self.node, "alive", "alive", draining), *self._gossip(now)]
+        return [MemberChanged(self.node, "alive", "alive", draining), *self.gossip_now(now)]
 
     def leave(self, now: float) -> list[Effect]:
         """Say farewell to everyone at once."""
@@ -151,12 +170,22 @@ class Swim:
             if not member.present and now - member.since > self.config.dead_forget_s:
                 self.table.forget(member.node)
 
-    def set_address(self, host: str, port: int, now: float) -> None:
+    def set_address(self, host: str, port: int, now: float) -> list[Effect]:
         """A new address of our own, told as a new incarnation."""
-        if (host, port) != (self._host, self._port):
-            self._host, self._port = host, port
-            self._incarnation += 1
-            self._announce(now)
+        if (host, port) == (self._host, self._port):
+            return []
+        self._host, self._port = host, port
+        self._incarnation += 1
+        self._announce(now)
+        return self.gossip_now(now)
+
+    def tell(self, node: bytes, section: str, sealed: bytes, now: float, urgent: bool = False) -> list[Effect]:
+        """Tell of a record with the next packets; an urgent one at once, before other news and to more."""
+        self.rumours.add("record", node + section.encode(), sealed, urgent)
+        return self.gossip_now(now) if urgent else self._gossip_soon(now)
+
+    def is_unreachable(self, node: bytes) -> bool:
+        return node in self._unreachable
 
     # --- packets
 
@@ -170,8 +199,11 @@ class Swim:
             return effects
         match packet:
             case Ping():
-                ack = Ack(nonce=self._nonce(), root=self.root(), gossip=(), answers=packet.nonce)
-                effects.append(self._send(member, ack))
+                # Whoever speaks though we hold it suspect or dead hears that first, and refutes.
+                doubt: Gossip = ()
+                if member.state in {"suspect", "dead"} and member.verdict_sealed is not None:
+                    doubt = (("member", member.verdict_sealed),)
+                effects.append(self._send(member, self._ack(packet.nonce, doubt)))
                 effects += self._differs(member, packet.root, now)
             case Ack():
                 effects += self._on_ack(member, packet, now)
@@ -192,7 +224,7 @@ class Swim:
         Else each joiner would tell everybody about everybody (consul issue 5567).
         """
         if evidence.node == self.node:
-            return self._about_me(evidence, now)
+            return [*self._about_me(evidence, now), *self._gossip_soon(now)]
         suspicion = self._suspicions.get(evidence.node)
         if isinstance(evidence, Suspect) and suspicion is not None:
             member = self.table.get(evidence.node)
@@ -203,7 +235,7 @@ class Swim:
                 and suspicion.confirm(author, now, evidence.refused)
             ):
                 self.rumours.add("member", evidence.node + author, sealed)
-                return [self._timer(_suspicion_timer(evidence.node), suspicion.deadline)]
+                return [*self._watch(evidence.node, suspicion, now), *self._gossip_soon(now)]
         change = self.table.apply(evidence, sealed, now)
         if change is None:
             return []
@@ -211,7 +243,7 @@ class Swim:
         if rumoured or before is not None:
             self.rumours.add("member", after.node, sealed)
         refused = isinstance(evidence, Suspect) and evidence.refused
-        return self._changed(before, after, author, refused, now)
+        return [*self._changed(before, after, author, refused, now), *self._gossip_soon(now)]
 
     def on_stream_ping(self, node: bytes, outcome: StreamOutcome, now: float) -> list[Effect]:
         """What a TCP ping has shown, of our own probe or of one we relay."""
@@ -222,8 +254,7 @@ class Swim:
             asker = self.table.get(asked[0]) if asked is not None else None
             if asked is None or asker is None:
                 return []
-            ack = Ack(nonce=self._nonce(), root=self.root(), gossip=(), answers=asked[1])
-            return [self._send(asker, ack)]
+            return [self._send(asker, self._ack(asked[1]))]
         member = self.table.get(node)
         if outcome == "silent" or member is None or not member.present:
             return []
@@ -236,7 +267,10 @@ class Swim:
         self.health.worse()
         self._probe = None
         self._calm_at = now + self.config.probe_interval_s
-        return []
+        if late_s < WOKE_UP_S:
+            return []
+        # A machine that slept may be dead to everybody: learn of it now, from whoever is there.
+        return self._reconcile_with_some(unless_equal=False)
 
     # --- timers
 
@@ -248,10 +282,16 @@ class Swim:
         if name == "probe-timeout":
             return self._indirect(now)
         if name == "gossip":
-            return [*self._gossip(now), self._timer("gossip", now + self.config.gossip_interval_s)]
+            self._gossiping = False
+            return [*self._gossip(now), *self._gossip_soon(now)]
         if name == "compare":
             again = self._timer("compare", now + self.config.reconcile_interval_s)
-            return [again, *self._reconcile_with_one(self._others(), unless_equal=True)]
+            return [again, *self._reconcile_with_some(unless_equal=True)]
+        if name == "cross-zone":
+            again = self._timer("cross-zone", now + self.config.cross_zone_interval_s)
+            here = self._zone_of(self.node)
+            elsewhere = [member for member in self._others() if self._zone_of(member.node) != here]
+            return [again, *self._reconcile_with_one(elsewhere, unless_equal=True)]
         if name == "knock":
             # Partitions heal because somebody knocks at the dead (memberlist issue 222).
             again = self._timer("knock", now + self.config.dead_reconcile_interval_s)
@@ -260,7 +300,7 @@ class Swim:
                 *self._reconcile_with_one([m for m in self.table.all() if m.state == "dead"], unless_equal=False),
             ]
         if name.startswith("suspect-"):
-            return self._suspicion_over(bytes.fromhex(name.removeprefix("suspect-")), now)
+            return self._suspicion_due(bytes.fromhex(name.removeprefix("suspect-")), now)
         return []
 
     # --- probing
@@ -298,8 +338,8 @@ class Swim:
         probe = self._probe
         if probe is None or probe.acked:
             return []
-        helpers = [m for m in self._others() if m.node != probe.target and m.state == "alive"]
-        helpers = self._rng.sample(helpers, min(self.config.indirect_probes, len(helpers)))
+        drawn = self.table.draw(self.config.indirect_probes, self._rng, without=(self.node, probe.target))
+        helpers = [member for member in drawn if member.state == "alive"]
         probe.expected_nacks = len(helpers)
         effects: list[Effect] = []
         for helper in helpers:
@@ -330,13 +370,14 @@ class Swim:
         probe = self._probe
         if probe is not None and packet.answers == probe.nonce:
             probe.acked = True
+            if packet.wall_unix and probe.target == member.node:
+                self.skew.heard(member.node, packet.wall_unix - self._wall())
         relay = self._relays.pop(packet.answers, None)
         effects = self._differs(member, packet.root, now)
         if relay is not None and relay[2] > now:
             asker = self.table.get(relay[0])
             if asker is not None:
-                ack = Ack(nonce=self._nonce(), root=self.root(), gossip=(), answers=relay[1])
-                effects.append(self._send(asker, ack))
+                effects.append(self._send(asker, self._ack(relay[1])))
         return effects
 
     def _relay(self, asker: Member, packet: PingRequest, now: float) -> list[Effect]:
@@ -347,7 +388,8 @@ class Swim:
         effects: list[Effect] = [self._send(asker, nack)]
         if target is not None:
             ping = Ping(nonce=self._nonce(), root=self.root(), gossip=())
-            self._relays[ping.nonce] = (asker.node, packet.nonce, now + RELAY_S)
+            if len(self._relays) < RELAYS_AT_ONCE:
+                self._relays[ping.nonce] = (asker.node, packet.nonce, now + RELAY_S)
             self._asked[target.node] = (asker.node, packet.nonce)
             effects += [self._send(target, ping), StreamPing(target.node, target.host, target.port)]
         return effects
@@ -356,10 +398,10 @@ class Swim:
 
     def _about_me(self, evidence: AnyEvidence, now: float) -> list[Effect]:
         if isinstance(evidence, Alive | Left):
-            # Our own word, older or from another machine with our key; the shell's epoch rule keeps us above it.
-            if evidence.epoch > self._epoch:
-                return self._outbid(evidence.epoch + 1, now)
-            return []
+            # Our own word from before a wiped disk, or another machine's with our key.
+            if (evidence.epoch, evidence.incarnation) <= (self._epoch, self._incarnation):
+                return []
+            return [*self._cloned(evidence), *self._outbid(evidence.epoch + 1, now)]
         if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
             return []
         self.health.worse()
@@ -368,6 +410,15 @@ class Swim:
         self._incarnation = evidence.incarnation + 1
         self._announce(now)
         return []
+
+    def _cloned(self, evidence: Alive | Left) -> list[Effect]:
+        """What our former life said is answered once; a run that outbids us again after that is alive, elsewhere."""
+        if not isinstance(evidence, Alive):
+            return []
+        if evidence.boot not in self._outbid_by:
+            self._outbid_by = {*list(self._outbid_by)[-7:], evidence.boot}
+            return []
+        return [Cloned(evidence.host, evidence.port, self._boot > evidence.boot)]
 
     def _outbid(self, epoch: int, now: float) -> list[Effect]:
         self._epoch, self._incarnation = epoch, 0
@@ -382,13 +433,14 @@ class Swim:
             host=self._host,
             port=self._port,
             draining=self._draining,
+            boot=self._boot,
         )
         sealed = self._seal(me)
         self.table.apply(me, sealed, now)
         self.rumours.add("member", self.node, sealed)
 
     def _changed(self, before: Member | None, after: Member, author: bytes, refused: bool, now: float) -> list[Effect]:
-        was = before.state if before is not None else ""
+        was: str = before.state if before is not None else ""
         effects: list[Effect] = []
         if after.state != "suspect":
             settled = self._suspicions.pop(after.node, None)
@@ -396,22 +448,40 @@ class Swim:
                 for accuser in settled.accusers:
                     self._credit.refuted(accuser, now)
             self._tokens.pop(_suspicion_timer(after.node), None)
+            if after.node in self._unreachable:
+                self._unreachable.discard(after.node)
+                was = "unreachable"
+            if after.state == "dead":
+                self._buried.append(after.node)
         elif was != "suspect" or (before is not None and before.order[:2] != after.order[:2]):
-            suspicion = Suspicion(self.config, len(self.table.present()), author, now, refused)
+            self._unreachable.discard(after.node)
+            suspicion = Suspicion(self.config, self.table.present_count, author, now, refused)
             self._suspicions[after.node] = suspicion
-            effects.append(self._timer(_suspicion_timer(after.node), suspicion.deadline))
+            effects += self._watch(after.node, suspicion, now)
         if before is None or before.state != after.state or before.draining != after.draining:
             effects.append(MemberChanged(after.node, after.state, was, after.draining))
         if before is None:
             self._round.insert(self._rng.randint(0, len(self._round)), after.node)
         return effects
 
-    def _suspicion_over(self, node: bytes, now: float) -> list[Effect]:
+    def _watch(self, node: bytes, suspicion: Suspicion, now: float) -> list[Effect]:
+        """Wait for what comes next to a suspect: to count as unreachable, then to be given up."""
+        effects: list[Effect] = []
         member = self.table.get(node)
-        if member is None or member.state != "suspect":
+        if node not in self._unreachable and now >= suspicion.unreachable_at and member is not None:
+            self._unreachable.add(node)
+            effects.append(MemberChanged(node, "unreachable", "suspect", member.draining))
+        due = suspicion.deadline if node in self._unreachable else suspicion.unreachable_at
+        return [*effects, self._timer(_suspicion_timer(node), due)]
+
+    def _suspicion_due(self, node: bytes, now: float) -> list[Effect]:
+        member, suspicion = self.table.get(node), self._suspicions.get(node)
+        if member is None or member.state != "suspect" or suspicion is None:
             return []
         if now < self._calm_at:
             return [self._timer(_suspicion_timer(node), self._calm_at)]
+        if now < suspicion.deadline:
+            return self._watch(node, suspicion, now)
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
         return self.on_evidence(self.node, verdict, self._seal(verdict), now)
 
@@ -421,6 +491,9 @@ class Swim:
         chosen = self._rng.choice(members)
         return [WantReconcile(chosen.node, chosen.host, chosen.port, unless_equal)]
 
+    def _reconcile_with_some(self, unless_equal: bool) -> list[Effect]:
+        return self._reconcile_with_one(self.table.draw(1, self._rng, without=(self.node,)), unless_equal)
+
     def _differs(self, member: Member, root: bytes, now: float) -> list[Effect]:
         """Reconcile when nobody has known just what we know for a while: until then rumours, which are cheaper, may settle it."""
         if root == self.root():
@@ -428,22 +501,37 @@ class Swim:
             return []
         if self._differing_since is None:
             self._differing_since = now
-        if now - self._differing_since < self.config.settle_s:
+        if now - self._differing_since < self.config.settle_s and not self._overfull:
             return []
         self._differing_since = now
         return [WantReconcile(member.node, member.host, member.port)]
+
+    @property
+    def _overfull(self) -> bool:
+        """Whether more news waits than the packets of `settle_s` can carry, as when all start at once: work for push-pulls."""
+        config = self.config
+        told = config.gossip_fanout * config.packet_bytes * config.settle_s / config.gossip_interval_s
+        return self.rumours.waiting_bytes * self.rumours.rounds(len(self.table)) > told
 
     def root(self) -> bytes:
         """Of all that is known here: members and their records."""
         return (self.table.root ^ int.from_bytes(self._records_root(), "big")).to_bytes(ROOT_BYTES, "big")
 
+    def gossip_now(self, now: float) -> list[Effect]:
+        return [*self._gossip(now), *self._gossip_soon(now)]
+
+    def _gossip_soon(self, now: float) -> list[Effect]:
+        """The next tick, if there is anything to tell; without news nothing ticks."""
+        if self._gossiping or self.left or not len(self.rumours):
+            return []
+        self._gossiping = True
+        return [self._timer("gossip", now + self.config.gossip_interval_s * self._rng.uniform(0.5, 1.0))]
+
     def _gossip(self, now: float) -> list[Effect]:
         if not len(self.rumours):
             return []
-        others = self._others()
-        # Some who are thought dead hear the news too, so that they can refute it (memberlist's gossip-to-the-dead).
-        dead = [m for m in self.table.all() if m.state == "dead" and now - m.since < 30.0]
-        chosen = self._rng.sample(others, min(self.config.gossip_fanout, len(others)))
+        chosen = self.table.draw(self.config.gossip_fanout, self._rng, without=(self.node,))
+        dead = self._lately_dead(now)
         if dead:
             chosen.append(self._rng.choice(dead))
         effects: list[Effect] = []
@@ -452,6 +540,12 @@ class Swim:
             if gossip:
                 effects.append(self._send_whole(member, self._rumours(member, gossip)))
         return effects
+
+    def _lately_dead(self, now: float) -> list[Member]:
+        dead = [member for node in self._buried if (member := self.table.get(node)) is not None]
+        dead = [member for member in dead if member.state == "dead" and now - member.since < DEAD_HEAR_S]
+        self._buried = deque(member.node for member in dead)
+        return dead
 
     # --- small things
 
@@ -463,8 +557,8 @@ class Swim:
 
     def _send(self, member: Member, packet: AnyPacket) -> SendPacket:
         """Send, with as many rumours as still fit."""
-        from msgspec.structs import replace
-
+        if not len(self.rumours):
+            return self._send_whole(member, packet)
         used = PACKET_OVERHEAD + sum(len(sealed) + 12 for _, sealed in packet.gossip)
         more = self.rumours.take(self.config.packet_bytes - used, len(self.table))
         extra = tuple(item for item in more if item not in packet.gossip)
@@ -472,6 +566,9 @@ class Swim:
 
     def _send_whole(self, member: Member, packet: AnyPacket) -> SendPacket:
         return SendPacket(member.node, member.host, member.port, packet)
+
+    def _ack(self, answers: int, gossip: Gossip = ()) -> Ack:
+        return Ack(nonce=self._nonce(), root=self.root(), gossip=gossip, answers=answers, wall_unix=int(self._wall()))
 
     def _nonce(self) -> int:
         return self._rng.getrandbits(62)

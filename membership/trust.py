@@ -1,26 +1,34 @@
 """Who belongs: a signed genesis, and chains of certificates from its roots to each node.
 
 A mesh is its genesis document; the mesh id is the document's hash and stands in every signature. A node is admitted by a
-chain root -> admitter -> node of at most three certificates. An invite is a certificate for a throw-away key that may
-sign exactly one more level, together with that key, the genesis and some addresses: whoever holds the string can join
-without any server. "Single use" cannot be enforced without a coordinator and is not claimed.
+chain root -> admitter -> node of at most three certificates, each of which must hold now, for roles that its issuer has.
+An invite is a certificate for a throw-away key that may sign exactly one more level, together with that key, the genesis
+and some addresses: whoever holds the string can join without any server, for as long as the invite lasts. The first
+admitter that the new node meets replaces that by a certificate of its own hand, and renews it before it ends. "Single
+use" cannot be enforced without a coordinator and is not claimed.
 """
 
 import base64
 import os
 from hashlib import blake2b
+from typing import Protocol
 
 import msgspec
 
-from membership.envelope import TAG_BYTES, EnvelopeError, open_envelope, seal
+from membership.envelope import TAG_BYTES, EnvelopeError, Seals, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 
 MAX_CHAIN = 3
 MAX_REVOCATIONS, MAX_REASON_BYTES = 50, 100  # all of them fit into one section
 CLOCK_GRACE_S = 120  # certificates of nodes whose clocks differ by this much still hold
 NODE_CERTIFICATE_S = 90 * 86_400  # short enough that a lost laptop ends by itself; as Let's Encrypt
+RENEW_BEFORE_S = 30 * 86_400  # an admitter is asked for a new one from then on
 ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # a root that ends kills its mesh (Nebula issue 712)
 _GENESIS_ID = b"\0" * 16  # the genesis is signed before its own id exists
+
+
+PROVIDER, USER = "provider", "user"
+ROLES = (PROVIDER, USER)  # may lend, may submit
 
 
 class TrustError(ValueError):
@@ -43,6 +51,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_before: int
     not_after: int
     serial: bytes
+    for_user: str = ""  # of an invite: who joins by it can only be this user
 
 
 class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +63,7 @@ class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A member as its chain shows it."""
+    """A member as its chain shows it. `not_after`: the first end of any link of it."""
 
     node_id: bytes
     nick: str
@@ -70,6 +79,14 @@ class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chain: bytes
     seeds: tuple[str, ...]
     not_after: int
+
+
+class Signer(Protocol):
+    """What signs certificates: `Seals`."""
+
+    node_id: NodeId
+
+    def seal(self, kind: str, payload: bytes) -> bytes: ...
 
 
 _genesis_decoder = msgspec.msgpack.Decoder(Genesis)
@@ -147,6 +164,7 @@ class TrustStore:
         if not 1 <= len(links) <= MAX_CHAIN:
             raise TrustError(f"a chain has 1 to {MAX_CHAIN} certificates, this one has {len(links)}")
         issuers, certificate = set(self.genesis.roots), None
+        roles, for_user, ends = set(ROLES), "", 2**62
         for link in links:
             issuer, certificate = self._open_link(link)
             if issuer not in issuers:
@@ -157,7 +175,12 @@ class TrustStore:
                 raise TrustError(f"the certificate of {certificate.nick!r} is not valid yet: is the clock right?")
             if now_unix > certificate.not_after + CLOCK_GRACE_S:
                 raise TrustError(f"the certificate of {certificate.nick!r} has ended: ask for a new `mesh invite`")
+            if not roles.issuperset(certificate.roles):
+                raise TrustError(f"{certificate.nick!r} claims a role that its admitter could not give")
+            if for_user and certificate.user != for_user:
+                raise TrustError(f"this invite is for user {for_user!r}, not {certificate.user!r}")
             issuers = {certificate.subject} if certificate.can_admit else set()
+            roles, for_user, ends = set(certificate.roles), certificate.for_user, min(ends, certificate.not_after)
         assert certificate is not None
         return Standing(
             node_id=certificate.subject,
@@ -165,7 +188,7 @@ class TrustStore:
             user=certificate.user,
             roles=certificate.roles,
             can_admit=certificate.can_admit,
-            not_after=certificate.not_after,
+            not_after=ends,
         )
 
     def standing(self, node_id: NodeId, now_unix: float) -> Standing | None:
@@ -192,10 +215,9 @@ def found_mesh(identity: Identity, name: str, nick: str, user: str, now_unix: fl
         raise TrustError("a mesh's name has 1 to 64 characters")
     genesis = Genesis(name=name, roots=(identity.node_id,), created_unix=int(now_unix), salt=os.urandom(16))
     genesis_bytes = seal(identity, _GENESIS_ID, "genesis", msgspec.msgpack.encode(genesis))
-    own = _certify(
-        identity, genesis_id(genesis_bytes), identity.node_id, nick, user, True, now_unix, ROOT_CERTIFICATE_S
-    )
-    return genesis_bytes, msgspec.msgpack.encode([own])
+    own = _certificate(identity.node_id, nick, user, ROLES, True, now_unix, ROOT_CERTIFICATE_S)
+    sealed = seal(identity, genesis_id(genesis_bytes), "certificate", msgspec.msgpack.encode(own))
+    return genesis_bytes, msgspec.msgpack.encode([sealed])
 
 
 def make_revocation(identity: Identity, store: TrustStore, subject: NodeId, reason: str, now_unix: float) -> bytes:
@@ -217,23 +239,27 @@ def make_invite(
     seeds: tuple[str, ...],
     ttl_s: float,
     now_unix: float,
+    roles: tuple[str, ...] = ROLES,
+    for_user: str = "",
 ) -> str:
     """One string that lets its holder join until `ttl_s` from now."""
     store = TrustStore(genesis_bytes)
-    if not store.check_chain(chain, now_unix).can_admit:
-        raise TrustError("this node may not admit others: run `mesh invite` on the node that founded the mesh")
     guest = Identity.generate()
-    link = _certify(identity, store.mesh_id, guest.node_id, "invite", "", True, now_unix, ttl_s)
-    links = [*_chain_decoder.decode(chain), link]
-    if len(links) > MAX_CHAIN - 1:
-        links = links[-(MAX_CHAIN - 1) :]
-    # A root's own certificate is not needed to prove what the root signed.
-    if identity.node_id in store.genesis.roots:
-        links = [link]
+    link = Certificate(
+        subject=guest.node_id,
+        nick="invite",
+        user="",
+        roles=roles,
+        can_admit=True,
+        not_before=int(now_unix),
+        not_after=int(now_unix + ttl_s),
+        serial=os.urandom(8),
+        for_user=for_user,
+    )
     invite = Invite(
         genesis=genesis_bytes,
         seed=guest.seed,
-        chain=msgspec.msgpack.encode(links),
+        chain=_grant(Seals(identity, store.mesh_id), store, chain, link, now_unix),
         seeds=seeds,
         not_after=int(now_unix + ttl_s),
     )
@@ -269,33 +295,90 @@ def accept_invite(invite: Invite, node_id: NodeId, nick: str, user: str, now_uni
     """The joiner's own chain, signed with the invite's key."""
     store = TrustStore(invite.genesis)
     host = Identity(invite.seed)
-    own = _certify(host, store.mesh_id, node_id, nick, user, False, now_unix, NODE_CERTIFICATE_S)
-    chain = msgspec.msgpack.encode([*_chain_decoder.decode(invite.chain), own])
+    guest = store.check_chain(invite.chain, now_unix)
+    own = _certificate(node_id, nick, user, guest.roles, False, now_unix, NODE_CERTIFICATE_S)
+    sealed = seal(host, store.mesh_id, "certificate", msgspec.msgpack.encode(own))
+    chain = msgspec.msgpack.encode([*_chain_decoder.decode(invite.chain), sealed])
     store.check_chain(chain, now_unix)
     return chain
 
 
-def _certify(
-    issuer: Identity,
-    mesh_id: bytes,
+def admit_node(
+    signer: Signer,
+    store: TrustStore,
+    chain: bytes,
     subject: NodeId,
     nick: str,
     user: str,
+    roles: tuple[str, ...],
+    can_admit: bool,
+    now_unix: float,
+) -> bytes:
+    """The chain of a node that this one, whose own chain is `chain`, admits; TrustError if it may not."""
+    if subject in store.revoked:
+        raise TrustError("that key was revoked: it takes a new one to come back")
+    return _grant(
+        signer,
+        store,
+        chain,
+        _certificate(subject, nick, user, roles, can_admit, now_unix, NODE_CERTIFICATE_S),
+        now_unix,
+    )
+
+
+def renew_chain(signer: Signer, store: TrustStore, chain: bytes, subject: NodeId, now_unix: float) -> bytes:
+    """A new certificate for a member whose present one still holds, with the same name and roles."""
+    standing = store.standing(subject, now_unix)
+    if standing is None:
+        raise TrustError("its certificate has ended, or was revoked")
+    is_root = signer.node_id in store.genesis.roots
+    return admit_node(
+        signer,
+        store,
+        chain,
+        subject,
+        standing.nick,
+        standing.user,
+        standing.roles,
+        standing.can_admit and is_root,
+        now_unix,
+    )
+
+
+def _grant(signer: Signer, store: TrustStore, chain: bytes, certificate: Certificate, now_unix: float) -> bytes:
+    own = store.check_chain(chain, now_unix)
+    if not own.can_admit:
+        raise TrustError("this node may not admit others: ask on the node that founded the mesh, or on an admitter")
+    is_root = signer.node_id in store.genesis.roots
+    if certificate.can_admit and certificate.nick != "invite" and not is_root:
+        raise TrustError("only the node that founded the mesh makes admitters")
+    # A root's own certificate is not needed to prove what the root signed.
+    links = [] if is_root else _chain_decoder.decode(chain)
+    links.append(signer.seal("certificate", msgspec.msgpack.encode(certificate)))
+    granted = msgspec.msgpack.encode(links)
+    store.check_chain(granted, now_unix)
+    return granted
+
+
+def _certificate(
+    subject: NodeId,
+    nick: str,
+    user: str,
+    roles: tuple[str, ...],
     can_admit: bool,
     now: float,
     life_s: float,
-) -> bytes:
-    certificate = Certificate(
+) -> Certificate:
+    return Certificate(
         subject=subject,
         nick=nick[:64],
         user=user[:64],
-        roles=("provider", "user"),
+        roles=roles,
         can_admit=can_admit,
         not_before=int(now),
         not_after=int(now + life_s),
         serial=os.urandom(8),
     )
-    return seal(issuer, mesh_id, "certificate", msgspec.msgpack.encode(certificate))
 
 
 def _checksum(body: bytes) -> bytes:

@@ -14,11 +14,15 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Alive(Evidence, frozen=True, array_like=True, tag="a"):
-    """Said by the node of itself: I am here, at this address; `draining` while I am about to leave."""
+    """Said by the node of itself: I am here, at this address; `draining` while I am about to leave.
+
+    `boot` is the epoch that this run of its daemon began with: a machine that outbids us with another one has our key too.
+    """
 
     host: str
     port: int
     draining: bool
+    boot: int = 0
 
 
 class Left(Evidence, frozen=True, array_like=True, tag="l"):
@@ -53,9 +57,10 @@ class Ping(Packet, frozen=True, array_like=True, tag="p"):
 
 
 class Ack(Packet, frozen=True, array_like=True, tag="a"):
-    """`answers` is the nonce of the ping."""
+    """`answers` is the nonce of the ping; `wall_unix` the sender's clock, in seconds, by which a wrong clock is found."""
 
     answers: int
+    wall_unix: int = 0
 
 
 class PingRequest(Packet, frozen=True, array_like=True, tag="r"):

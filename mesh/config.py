@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accepts: tuple[str, ...] = ("*",)
     process_engine_for: Literal["own", "all"] = "own"
     engines: tuple[str, ...] = ("process", "docker")
+    open: bool = False
     lease_s: float = 15.0
     grace_s: float = 30.0
     store_quota_gib: float | None = None
@@ -75,6 +76,11 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def seeds(self) -> Path:
         return self.root / "seeds"
+
+    @property
+    def allow_list(self) -> Path:
+        """Keys that are let in without asking, where this node may admit."""
+        return self.root / "allow"
 
     @property
     def tls(self) -> Path:
@@ -144,9 +150,14 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
 def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
     """The three files that make a node a member; the genesis last, since it is what says that there is one."""
     for path, data in ((where.seeds, "\n".join(seeds).encode()), (where.chain, chain), (where.genesis, genesis)):
-        temporary = path.with_suffix(".new")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        write_whole(path, data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The old file or the new one, whatever happens in between."""
+    temporary = path.with_suffix(".new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

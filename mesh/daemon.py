@@ -28,7 +28,7 @@ from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
 from membership.envelope import open_envelope
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
-from membership.node import MembershipNode, PortInUse
+from membership.node import Admission, MembershipNode, PortInUse
 from membership.trust import TrustError, TrustStore
 from mesh import __version__
 from mesh.api import local
@@ -39,7 +39,7 @@ from mesh.api.logs import LogReader
 from mesh.api.peer import Address, Facts, PeerClient
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
-from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory, write_whole
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.process import ProcessEngine
@@ -48,7 +48,7 @@ from mesh.jobs.journal import Journal, JournalError
 from mesh.jobs.service import JobService
 from mesh.provider.inventory import Inventory, Lending
 from mesh.telemetry.gpu import inventory as gpu_inventory
-from placement.advert import encode_advert
+from placement.advert import AdvertError, decode_advert, encode_advert
 from placement.survival import History, weight
 
 FACTS_TTL_S = 3600.0
@@ -68,6 +68,7 @@ class Daemon:
         self._started_unix = time.time()
         self._runners: list[web.AppRunner] = []
         self._advert_published = (0, 0.0)  # version, when
+        self._failure = ""
         self.engine_states: dict[str, Availability] = {}
         self.leaving = False
 
@@ -84,7 +85,7 @@ class Daemon:
             )
         self.identity = Identity.load(layout.key)
         self.trust = TrustStore(layout.genesis.read_bytes())
-        self.chain = layout.chain.read_bytes()
+        chain = layout.chain.read_bytes()
         self.journal = Journal(layout.journal)
         await self.journal.open()
         quota = None if settings.store_quota_gib is None else int(settings.store_quota_gib * 2**30)
@@ -97,7 +98,7 @@ class Daemon:
         self.membership = MembershipNode(
             self.identity,
             self.trust,
-            self.chain,
+            chain,
             config,
             layout.gossip,
             bind_host=settings.bind,
@@ -105,7 +106,15 @@ class Daemon:
             advertise_host=settings.advertise or None,
             seeds=seeds,
             mdns=mdns,
+            admission=Admission(layout.allow_list, settings.open),
+            keep_chain=lambda chain: write_whole(layout.chain, chain),
+            on_fatal=self._fail,
+            zone_of=self._zone_of,
         )
+        if settings.open:
+            log.warning(
+                "OPEN MESH: this node lets in everybody who knocks. Stop it, and start without --open, to end that"
+            )
         await self.membership.start()
         self.me = self.identity.node_id
         self.standing = self.membership.standing
@@ -167,6 +176,8 @@ class Daemon:
         work.cancel()
         with suppress(asyncio.CancelledError):
             await work
+        if self._failure:
+            raise MeshError(self._failure)
 
     async def stop(self) -> None:
         """Let go of everything that `start` took; one part's trouble does not keep the others."""
@@ -192,6 +203,11 @@ class Daemon:
         if not self._down.done():
             self._down.set_result((self.settings.grace_s if grace_s is None else grace_s, now))
         return {"pid": os.getpid(), "guests": len(self.jobs.participant.runners)}
+
+    def _fail(self, reason: str) -> None:
+        """Go down, since this node cannot be a member any more; the last words say why."""
+        self._failure = reason
+        self.ask_down(None, now=False)
 
     def _on_signal(self) -> None:
         if self.leaving:
@@ -250,7 +266,7 @@ class Daemon:
         published_version, published_at = self._advert_published
         if force or advert.version != published_version or now - published_at > ADVERT_TTL_S / 4:
             self._advert_published = (advert.version, now)
-            self.membership.publish("advert", encode_advert(advert), ADVERT_TTL_S)
+            self.membership.publish("advert", encode_advert(advert), ADVERT_TTL_S, urgent=force)
 
     async def _refresh_engines(self) -> None:
         ready: list[str] = []
@@ -313,6 +329,13 @@ class Daemon:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
         return Address(member.host, facts.api_port, facts.fingerprint)
+
+    def _zone_of(self, node: NodeId) -> str:
+        """A node's zone, as it says; none for one that has said nothing."""
+        record = self.membership.record(node, "advert")
+        with suppress(AdvertError):
+            return decode_advert(node, record.body).zone if record is not None else ""
+        return ""
 
     def _load_lending(self) -> Lending:
         """The command line's word, with what the owner paused in an earlier run."""

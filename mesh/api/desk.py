@@ -13,10 +13,10 @@ from ckptstore.errors import StoreError
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import format_id, parse_id, short_id
 from membership.node import MemberView
-from membership.trust import TrustError, make_invite, make_revocation
+from membership.trust import ROLES, USER, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
-from mesh.api.orders import SubmitOrder
+from mesh.api.orders import ApproveOrder, InviteOrder, SubmitOrder
 from mesh.api.peer import PeerError
 from mesh.jobs.courier import FetchError
 from mesh.jobs.ledger import left_unwillingly
@@ -50,6 +50,9 @@ class Desk:
             "user": self._daemon.standing.user,
             "mesh": self._daemon.trust.genesis.name,
             "mesh_id": self._daemon.trust.mesh_id.hex(),
+            "roles": list(self._daemon.membership.standing.roles),
+            "may_admit": self._daemon.membership.standing.can_admit,
+            "open": self._daemon.settings.open,
             "address": f"{self._daemon.membership.host}:{self._daemon.membership.port}",
             "api_port": self._daemon.api_port,
             "lending": self._daemon.inventory.lending.lending,
@@ -58,10 +61,28 @@ class Desk:
             "alive": sum(member.state == "alive" for member in members),
             "engines": {name: msgspec.to_builtins(found) for name, found in self._daemon.engine_states.items()},
             "guests": [format_job(job) for job in self._daemon.jobs.participant.runners],
-            "certificate_ends_unix": self._daemon.standing.not_after,
+            "certificate_ends_unix": self._daemon.membership.standing.not_after,
+            "clock_offset_s": self._daemon.membership.clock_offset_s,
+            "waiting": len(self._daemon.membership.waiting()),
             "problem": self._daemon.membership.problem,
+            "problems": self._daemon.membership.problems,
+            "reached_by": self._reached_by(),
             "counters": dict(sorted(counters.items())),
         }
+
+    def _reached_by(self) -> list[dict[str, Any]]:
+        """What other nodes said of reaching this one at its address."""
+        nicks = {member.node_id: member.nick for member in self._daemon.membership.members()}
+        return [
+            {
+                "node": format_id(node),
+                "nick": nicks.get(node, short_id(node)),
+                "udp": answer.udp,
+                "tcp": answer.tcp,
+                "seen_host": answer.seen_host,
+            }
+            for node, answer in self._daemon.membership.reached.items()
+        ]
 
     def nodes(self) -> list[dict[str, Any]]:
         adverts = {advert.node: advert for advert in self._daemon.jobs.adverts()}
@@ -104,7 +125,7 @@ class Desk:
     def _show(self, status: JobStatus) -> dict[str, Any]:
         members = self._daemon.membership.members()
         nicks = {member.node_id: member.nick for member in members}
-        present = {member.node_id for member in members if member.state in {"alive", "suspect"}}
+        present = {member.node_id for member in members if member.present}
         state, detail = status.state, status.detail
         if status.outcome is None and not status.config.quorum(present):
             gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in present]
@@ -198,12 +219,14 @@ class Desk:
     # --- what it does
 
     async def submit(self, order: SubmitOrder) -> dict[str, Any]:
+        if USER not in self._daemon.membership.standing.roles:
+            raise MeshError("this node may lend, but not submit: its certificate says so", ExitCode.REFUSED)
         chosen = tuple(self._find_node(name).node_id for name in order.ckpt_to)
         members = [m for m in self._daemon.membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
         spec = JobSpec(
             submitter=self._daemon.me,
-            chain=self._daemon.chain,
+            chain=self._daemon.membership.chain,
             user=self._daemon.standing.user,
             created_unix_ms=time.time_ns() // 1_000_000,
             nonce=os.urandom(16),
@@ -382,16 +405,57 @@ class Desk:
             jobs = await self._daemon.jobs.vacate(grace, "its owner took the machine back")
         return {"reclaimed": [format_job(job) for job in jobs], "seconds": round(time.monotonic() - begun, 3)}
 
-    def invite(self, ttl_s: float) -> str:
-        if not 60 <= ttl_s <= 365 * 86_400:
+    def invite(self, order: InviteOrder) -> str:
+        if not 60 <= order.ttl_s <= 365 * 86_400:
             raise MeshError("an invite may live from a minute to a year", ExitCode.USAGE)
+        if len(order.user) > 64:
+            raise MeshError("a user's name has at most 64 characters", ExitCode.USAGE)
         seeds = tuple(f"{m.host}:{m.port}" for m in self._daemon.membership.members() if m.state == "alive")[:3]
         try:
             return make_invite(
-                self._daemon.identity, self._daemon.chain, self._daemon.trust.genesis_bytes, seeds, ttl_s, time.time()
+                self._daemon.identity,
+                self._daemon.membership.chain,
+                self._daemon.trust.genesis_bytes,
+                seeds,
+                order.ttl_s,
+                time.time(),
+                tuple(order.roles) or ROLES,
+                order.user,
             )
         except TrustError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Who has knocked, anywhere in the mesh, and waits to be let in."""
+        waiting = sorted(self._daemon.membership.waiting().values(), key=lambda entry: entry.since_unix)
+        return [
+            {
+                "node": format_id(entry.node),
+                "nick": entry.nick,
+                "user": entry.user,
+                "host": entry.host,
+                "since_unix": entry.since_unix,
+            }
+            for entry in waiting
+        ]
+
+    def approve(self, order: ApproveOrder) -> dict[str, Any]:
+        waiting = self._daemon.membership.waiting()
+        text = order.node.lower()
+        fits = [
+            entry for entry in waiting.values() if format_id(entry.node).startswith(text) or entry.nick == order.node
+        ]
+        if len(fits) != 1:
+            known = ", ".join(f"{entry.nick} {format_id(entry.node)[:7]}" for entry in waiting.values()) or "nobody"
+            word = "nobody" if not fits else f"{len(fits)} nodes"
+            raise MeshError(f"{word} that waits fits {order.node!r} (waiting: {known})", ExitCode.NOT_FOUND)
+        (entry,) = fits
+        nick, user = order.nick or entry.nick, order.user or entry.user
+        try:
+            self._daemon.membership.approve(entry.node, nick, user, tuple(order.roles) or ROLES, order.admit)
+        except TrustError as error:
+            raise MeshError(str(error), ExitCode.REFUSED) from error
+        return {"node": format_id(entry.node), "nick": nick, "user": user}
 
     def trusted(self) -> list[dict[str, Any]]:
         """Everybody with a certificate that this node has seen, and every key that was shut out."""
@@ -407,6 +471,7 @@ class Desk:
                     "user": standing.user if standing is not None else "",
                     "founder": node in trust.genesis.roots,
                     "can_admit": standing is not None and standing.can_admit,
+                    "roles": list(standing.roles) if standing is not None else [],
                     "ends_unix": standing.not_after if standing is not None else None,
                     "ended": standing is not None and now > standing.not_after,
                     "revoked_unix": revocation.revoked_unix if revocation is not None else None,

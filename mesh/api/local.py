@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
-from mesh.api.orders import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, RevokeOrder, SubmitOrder
+from mesh.api.orders import ApproveOrder, InviteOrder, PauseOrder, PullOrder, ReclaimOrder, RevokeOrder, SubmitOrder
 from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
@@ -73,7 +73,13 @@ def application(daemon: "Daemon") -> web.Application:
         return daemon.ask_down(order.grace_s, order.now)
 
     async def invite(request: web.Request) -> Any:
-        return {"invite": daemon.desk.invite((await _read(request, InviteOrder)).ttl_s)}
+        return {"invite": daemon.desk.invite(await _read(request, InviteOrder))}
+
+    async def pending(request: web.Request) -> Any:
+        return {"pending": daemon.desk.pending()}
+
+    async def approve(request: web.Request) -> Any:
+        return daemon.desk.approve(await _read(request, ApproveOrder))
 
     async def trust(request: web.Request) -> Any:
         return {"members": daemon.desk.trusted()}
@@ -109,6 +115,8 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/reclaim", reclaim),
         ("POST", "/v1/down", down),
         ("POST", "/v1/invite", invite),
+        ("GET", "/v1/pending", pending),
+        ("POST", "/v1/approve", approve),
         ("GET", "/v1/trust", trust),
         ("POST", "/v1/revoke", revoke),
     ]

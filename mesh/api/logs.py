@@ -66,7 +66,7 @@ class LogReader:
                 yield piece
 
     def _reachable(self) -> set[bytes]:
-        return {member.node_id for member in self._daemon.membership.members() if member.state in {"alive", "suspect"}}
+        return {member.node_id for member in self._daemon.membership.members() if member.present}
 
     async def _kept_log(self, status: JobStatus, number: int) -> AsyncIterator[bytes]:
         """The end of an attempt's log, from the result or the last checkpoint."""

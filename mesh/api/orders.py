@@ -6,6 +6,8 @@ import msgspec
 
 from mesh.jobs.spec import CommitMode
 
+Role = Literal["provider", "user"]
+
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids."""
@@ -41,7 +43,21 @@ class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """No roles: all. `user`: who joins can only be this one."""
+
     ttl_s: float = 86_400.0
+    roles: list[Role] = []
+    user: str = ""
+
+
+class ApproveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Let in whoever waits under this nick or beginning of a key; `nick` and `user` overrule what it calls itself."""
+
+    node: str
+    nick: str = ""
+    user: str = ""
+    roles: list[Role] = []
+    admit: bool = False
 
 
 class RevokeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

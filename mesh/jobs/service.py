@@ -15,7 +15,7 @@ from ckptstore.store import Store
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 from membership.node import MembershipNode
-from membership.trust import TrustError, TrustStore
+from membership.trust import CLOCK_GRACE_S, NODE_CERTIFICATE_S, PROVIDER, USER, TrustError, TrustStore
 from mesh.api.peer import PeerClient
 from mesh.engine.engine import Engine
 from mesh.jobs.attempt import Attempt, Custody
@@ -191,9 +191,13 @@ class JobService:
         self._view_changed.set()
 
     def adverts(self) -> list[Advert]:
-        """The valid adverts of present members, one each."""
+        """The valid adverts of members who may lend and can be reached, one each."""
         found = []
-        present = {member.node_id for member in self.membership.members() if member.state in {"alive", "suspect"}}
+        present = {
+            member.node_id
+            for member in self.membership.members()
+            if member.present and member.state != "unreachable" and PROVIDER in member.roles
+        }
         for record in self.membership.records("advert"):
             try:
                 advert = decode_advert(record.node, record.body)
@@ -348,12 +352,18 @@ class JobService:
     def _open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         """The job as its submitter signed it, the submitter being a member under the user's name; else SpecError."""
         spec, signer = self._read_spec(job, sealed)
+        now, created = time.time(), spec.created_unix_ms / 1000
+        if not now - NODE_CERTIFICATE_S < created < now + CLOCK_GRACE_S:
+            raise SpecError("the job's description is from another time: is the clock right?")
         try:
-            standing = self._trust.admit_chain(spec.chain, time.time())
+            # Its certificate may have ended since: what counts is that it held when the job was submitted.
+            standing = self._trust.check_chain(spec.chain, min(now, created))
         except TrustError as error:
             raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
         if standing.node_id != signer or standing.user != spec.user:
             raise SpecError("the job's description carries somebody else's certificate")
+        if USER not in standing.roles:
+            raise SpecError(f"{standing.nick} may lend, but not submit")
         return spec
 
     def _read_spec(self, job: bytes, sealed: bytes) -> tuple[JobSpec, NodeId]:
@@ -436,7 +446,9 @@ class JobService:
         now = time.monotonic()
         if before != status or now - at > REPUBLISH_S:
             self._published[job] = (status, now)
-            self.membership.publish(f"jobs/{format_job(job)}", encode_status(status), STATUS_TTL_S)
+            ended = before is not None and before.outcome is None and status.outcome is not None
+            section = f"jobs/{format_job(job)}"
+            self.membership.publish(section, encode_status(status), STATUS_TTL_S, urgent=ended)
 
     async def _note(self, job: bytes, text: str) -> None:
         log.info("job %s: %s", format_job(job)[:8], text)
@@ -445,7 +457,7 @@ class JobService:
 
     def _view_maker(self) -> Callable[[bytes], View]:
         members = self.membership.members()
-        alive = frozenset(m.node_id for m in members if m.state in {"alive", "suspect"})
+        alive = frozenset(m.node_id for m in members if m.present)
         leaving = frozenset(m.node_id for m in members if m.draining)
         left = frozenset(m.node_id for m in members if m.state == "left")
         adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))

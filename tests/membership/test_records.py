@@ -47,7 +47,7 @@ def test_any_order_gives_one_table_and_equal_roots_mean_equal_tables(order: list
         second.apply(item, NOW)
     assert first.root() == second.root()
     assert sorted(first.digest()) == sorted(second.digest())
-    assert all(record.order == (2, 2) for record in second.section("jobs/"))
+    assert all(record.order == (2, 2) for record in second.section("jobs/", NOW))
 
 
 @given(st.lists(st.sampled_from(POOL), unique=True), st.lists(st.sampled_from(POOL), unique=True))
@@ -57,13 +57,13 @@ def test_one_exchange_makes_tables_equal(ours: list[bytes], theirs: list[bytes])
         a.apply(item, NOW)
     for item in theirs:
         b.apply(item, NOW)
-    from_a, from_b = a.missing_from(b.digest(), 10**6), b.missing_from(a.digest(), 10**6)
+    from_a, from_b = a.missing_from(b.digest(), 10**6, NOW), b.missing_from(a.digest(), 10**6, NOW)
     for item in from_a:
         b.apply(item, NOW)
     for item in from_b:
         a.apply(item, NOW)
     assert a.root() == b.root()
-    assert a.missing_from(b.digest(), 10**6) == []
+    assert a.missing_from(b.digest(), 10**6, NOW) == []
 
 
 def test_expired_is_never_served_and_never_returns() -> None:
@@ -71,8 +71,10 @@ def test_expired_is_never_served_and_never_returns() -> None:
     short = sealed(ROOT, "facts", 1, 1, life_s=10)
     assert isinstance(records.apply(short, NOW), Record)
     empty = table().root()
+    assert records.get(ROOT.node_id, "facts", NOW + 11) is None, "before it is collected, too"
+    assert not list(records.section("facts", NOW + 11)) and not records.missing_from([], 10**6, NOW + 11)
     assert len(records.expire(NOW + 11)) == 1
-    assert records.get(ROOT.node_id, "facts") is None and records.root() == empty
+    assert records.get(ROOT.node_id, "facts", NOW) is None and records.root() == empty
     assert records.apply(short, NOW + 11) == "expired"
 
 
@@ -83,7 +85,7 @@ def test_only_members_write_and_only_in_their_own_name() -> None:
     forged = bytearray(sealed(ROOT, "facts", 1, 1))
     forged[1:33] = PEER.node_id
     assert records.apply(bytes(forged), NOW) == "invalid"
-    assert list(records.section("facts")) == []
+    assert list(records.section("facts", NOW)) == []
 
 
 def test_a_chain_in_a_trust_record_admits_its_author_only() -> None:
@@ -108,7 +110,7 @@ def test_trust_comes_before_what_it_makes_readable() -> None:
     records = table()
     for item in (*POOL, sealed(ROOT, "trust", 1, 1, CHAIN)):
         records.apply(item, NOW)
-    first = records.missing_from([], 10**6)[0]
+    first = records.missing_from([], 10**6, NOW)[0]
     assert table().apply(first, NOW).section == "trust"  # type: ignore[union-attr]
 
 

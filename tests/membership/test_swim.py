@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
-from membership.effects import Effect, MemberChanged, SendPacket, SetTimer, StreamPing
+from membership.effects import Cloned, Effect, MemberChanged, SendPacket, SetTimer, StreamPing, WantReconcile
 from membership.envelope import ADDRESSED_OVERHEAD
 from membership.rumours import RumourQueue
 from membership.suspicion import Suspicion
@@ -22,6 +22,7 @@ from membership.wire import (
     Nack,
     Ping,
     PingRequest,
+    Rumours,
     Suspect,
     WireError,
     decode_evidence,
@@ -79,7 +80,11 @@ def test_a_silent_peer_is_pinged_through_others_then_suspected_then_dead() -> No
     effects = fire(swim, "probe", 2.0)
     assert (PEER, "suspect") in changes(effects)
     (timer,) = [e for e in effects if isinstance(e, SetTimer) and e.name.startswith("suspect")]
+    effects = swim.on_timer(timer.name, timer.token, timer.at)
+    assert changes(effects) == [(PEER, "unreachable")] and swim.is_unreachable(PEER)
+    (timer,) = [e for e in effects if isinstance(e, SetTimer)]
     assert changes(swim.on_timer(timer.name, timer.token, timer.at)) == [(PEER, "dead")]
+    assert not swim.is_unreachable(PEER)
 
 
 def test_an_ack_in_time_keeps_the_peer_alive() -> None:
@@ -255,7 +260,9 @@ def test_a_relay_asks_over_tcp_too_and_says_what_it_saw() -> None:
 def test_who_stood_still_itself_accuses_nobody() -> None:
     swim = core(PEER)
     fire(swim, "probe", 1.0)
-    assert swim.on_lag(8.0, 9.0) == [] and swim.health.score == 1
+    (asked,) = swim.on_lag(8.0, 9.0)
+    assert isinstance(asked, WantReconcile) and asked.node == PEER, "what was missed is asked for"
+    assert swim.health.score == 1
     assert changes(fire(swim, "probe", 9.0)) == [], "the answer is still in the socket"
     accusation = Suspect(PEER, 1, 0)
     swim.on_evidence(THIRD, accusation, sealed(accusation), 9.0)
@@ -294,3 +301,51 @@ def test_nobody_speaks_for_another() -> None:
     with pytest.raises(WireError, match="itself"):
         decode_evidence(PEER, encode(Left(THIRD, 1, 1)))
     assert decode_evidence(PEER, encode(Dead(THIRD, 1, 1))) == Dead(THIRD, 1, 1)
+
+
+def test_a_second_accuser_makes_a_suspect_unreachable_and_its_word_makes_it_alive_again() -> None:
+    swim = core(PEER, THIRD, FOURTH)
+    accusation = Suspect(PEER, 1, 0)
+    assert changes(swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0)) == [(PEER, "suspect")]
+    assert changes(swim.on_evidence(THIRD, accusation, sealed(accusation), 1.1)) == [], "one voice counts once"
+    assert changes(swim.on_evidence(FOURTH, accusation, sealed(accusation), 1.2)) == [(PEER, "unreachable")]
+    back = alive(PEER, 1, 1)
+    (change,) = [e for e in swim.on_evidence(PEER, back, sealed(back), 1.3) if isinstance(e, MemberChanged)]
+    assert (change.state, change.was) == ("alive", "unreachable") and not swim.is_unreachable(PEER)
+
+
+def test_whoever_speaks_though_held_dead_hears_it_with_the_answer() -> None:
+    swim = core(PEER, THIRD)
+    verdict = Dead(PEER, 1, 0)
+    swim.on_evidence(THIRD, verdict, sealed(verdict), 1.0)
+    (ack,) = packets(swim.on_packet(PEER, Ping(7, b"root", ()), [], 2.0), Ack)
+    assert ("member", sealed(verdict)) in ack.packet.gossip
+
+
+def test_our_own_former_word_is_outbid_once_and_a_second_machine_is_found_out() -> None:
+    swim = core(PEER)
+    former = Alive(ME, 50, 0, "10.0.0.7", 7373, False, 50)
+    assert not [e for e in swim.on_evidence(ME, former, sealed(former), 1.0) if isinstance(e, Cloned)]
+    assert swim.table.get(ME).epoch == 51  # type: ignore[union-attr]
+    assert swim.on_evidence(ME, former, sealed(former), 2.0) == [], "an echo of it says nothing"
+    again = Alive(ME, 52, 0, "10.0.0.7", 7373, False, 50)
+    (cloned,) = [e for e in swim.on_evidence(ME, again, sealed(again), 3.0) if isinstance(e, Cloned)]
+    assert (cloned.host, cloned.younger) == ("10.0.0.7", False), "it was started later than we were"
+
+
+def test_nothing_ticks_while_there_is_nothing_to_tell() -> None:
+    swim = core(PEER)
+    ticks = 0
+    while [e for e in fire(swim, "gossip", 1.0 + ticks) if isinstance(e, SetTimer)]:
+        ticks += 1
+    assert ticks < 10 and not len(swim.rumours)
+    (soon,) = [e for e in swim.tell(ME, "facts", b"x", 50.0) if isinstance(e, SetTimer)]
+    assert soon.name == "gossip" and 50.0 < soon.at <= 50.0 + CONFIG.gossip_interval_s
+
+
+def test_urgent_news_goes_at_once_and_first() -> None:
+    swim = core(PEER, THIRD)
+    for number in range(20):
+        swim.rumours.add("record", bytes([number]), bytes(300))
+    told = packets(swim.tell(ME, "advert", b"urgent" * 20, 5.0, urgent=True), Rumours)
+    assert len(told) == 2 and all(("record", b"urgent" * 20) in packet.packet.gossip for packet in told)

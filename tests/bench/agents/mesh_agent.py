@@ -43,7 +43,7 @@ async def main() -> None:
 
 
 async def tell(node: MembershipNode, events: object) -> None:
-    words = {"alive": "joined", "dead": "dead", "left": "left", "suspect": "suspect"}
+    words = {"alive": "joined", "dead": "dead", "left": "left", "suspect": "suspect", "unreachable": "suspect"}
     while True:
         event = await events.get()  # type: ignore[attr-defined]
         if isinstance(event, EventsLost):
