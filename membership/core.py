@@ -10,6 +10,7 @@ from random import Random
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from membership.buckets import Buckets
 from membership.config import SwimConfig
@@ -32,7 +33,7 @@ from membership.reconcile import (
     decode_frame,
     encode_frame,
 )
-from membership.records import REVOKED, TRUST, Record, RecordTable, encode_body
+from membership.records import REVOKED, TRUST, Record, RecordTable, decode_body, encode_body
 from membership.swim import Swim, Verified
 from membership.trust import TrustError, TrustStore, renew_chain
 from membership.wire import Ack, AnyEvidence, AnyPacket, WireError, decode_evidence, decode_packet, encode
@@ -41,7 +42,7 @@ GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 HURRY_PAUSE_S = 0.5  # between two push-pulls to learn of strangers; ours
 STRANGERS_KEPT = 512  # pieces of evidence that wait for a certificate
 RECENT = 8192
-TRUST_TTL_S = 86_400.0  # a certificate is shown again four times in its record's life
+TRUST_TTL_S = 29 * 86_400.0  # longer than any other section lives, so that all others can be verified
 
 Conversation = Generator[AnyFrame, tuple[NodeId, AnyFrame], AnyFrame | None]
 """One side of an exchange over a stream: yields what to send, is sent what came back, returns what to send last."""
@@ -108,7 +109,7 @@ class Core:
             config,
             rng,
             self._seal_evidence,
-            self.records.root,
+            lambda: self.records.root,
             wall=clock.unix,
             zone_of=zone_of,
         )
@@ -122,9 +123,13 @@ class Core:
 
     def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
         """Replace our own section; others have it within about a second if it is small."""
+        ends = int(self._clock.unix() + ttl_s)
+        known = self.records.get(self.me, section, self._clock.unix())
+        if known is not None:
+            ends = max(ends, known.not_after_unix)  # else the older one would come back where the newer has ended
         version = self._versions.get(section, 0) + 1
         self._versions[section] = version
-        payload = encode_body(self._epoch, version, section, int(self._clock.unix() + ttl_s), body)
+        payload = encode_body(self._epoch, version, section, ends, body)
         applied = self.records.apply(self._seals.seal("record", payload), self._clock.unix())
         if isinstance(applied, Record):
             self._spread(applied, urgent)
@@ -147,13 +152,19 @@ class Core:
         """Keep what is revoked on disk, and pass it on as our own section: its author may be gone when it is needed."""
         sealed = [data for _, data in self.trust.revocations.values()]
         self._revocations_shown = len(sealed)
+        for node in self.trust.revoked - {self.me}:
+            self._expel(node)
         if sealed:
             self._perform([KeepRevocations(sealed)])
             self.publish(REVOKED, msgspec.msgpack.encode(sealed), TRUST_TTL_S)
 
     def forget_the_old(self) -> None:
-        """What has expired, and who has been gone for long."""
-        gone = self.records.expire(self._clock.unix())
+        """What has expired, who has been gone for long, and whose certificate has ended."""
+        unix = self._clock.unix()
+        for node in {*self.records.authors(), *(member.node for member in self.swim.table.present())}:
+            if node != self.me and self.trust.standing(node, unix) is None:
+                self._expel(node)
+        gone = self.records.expire(unix)
         self._perform([RecordChanged(record.node, record.section) for record in gone])
         self.swim.forget_long_gone(self._clock.boot())
 
@@ -167,8 +178,11 @@ class Core:
             return
         try:
             sender, payload = self._seals.open_addressed(data, self.trust.with_tag)
+            if sender in self.trust.revoked:
+                self.counters["refused_revoked"] += 1
+                return
             if self.trust.standing(sender, unix) is None:
-                raise UnknownSender("its certificate has ended, or was revoked")
+                raise UnknownSender("its certificate has ended")
             packet = decode_packet(payload)
         except UnknownSender:
             self.counters["refused_foreign"] += 1
@@ -298,6 +312,11 @@ class Core:
     def _seal_evidence(self, evidence: AnyEvidence) -> bytes:
         return self._seals.seal("member", encode(evidence))
 
+    def _expel(self, node: NodeId) -> None:
+        gone = self.records.drop(node)
+        self._perform(self.swim.expel(node))
+        self._perform([RecordChanged(record.node, record.section) for record in gone])
+
     def _spread(self, record: Record, urgent: bool) -> None:
         if len(record.sealed) <= GOSSIPED_RECORD_BYTES:
             self._perform(self.swim.tell(record.node, record.section, record.sealed, self._clock.boot(), urgent))
@@ -313,8 +332,19 @@ class Core:
             self._perform([RecordChanged(applied.node, applied.section)])
             for waiting in self._strangers.pop(applied.node, ()) if applied.section == TRUST else ():
                 self._take_evidence(waiting, rumoured)
+            if applied.node == self.me and applied.epoch < self._epoch and applied.section in self._versions:
+                self.publish(applied.section, b"", 0.0)  # ours had ended, and this of a former life had not
+        elif applied == "outlives" and (mine := self._outlived(sealed)) is not None:
+            self.publish(mine.section, mine.body, mine.not_after_unix - self._clock.unix())
         elif applied in {"invalid", "full"}:
             self.counters[f"record_{applied}"] += 1
+
+    def _outlived(self, sealed: bytes) -> Record | None:
+        """Our present record, made to end when this older one of ours does."""
+        node, payload = self._seals.open("record", sealed)
+        older = decode_body(payload)
+        mine = self.records.get(self.me, older.section, self._clock.unix())
+        return None if node != self.me or mine is None else replace(mine, not_after_unix=older.not_after_unix + 1)
 
     def _take_evidence(self, sealed: bytes, rumoured: bool) -> bool:
         """Whether it could be verified."""

@@ -80,23 +80,24 @@ class MemberTable:
             return None
         assert before is None or after.order > before.order, "M2: beliefs only advance"
         self._members[evidence.node] = after
-        if after.present != (before is not None and before.present):
-            self._move(after)
+        if after.present and (before is None or not before.present):
+            self._place[after.node] = len(self._present)
+            self._present.append(after.node)
+        elif before is not None and before.present and not after.present:
+            self._remove(after.node)
         self.root ^= _fingerprint(before) ^ _fingerprint(after)
         return before, after
 
     def forget(self, node: bytes) -> None:
-        """Of one that is not present any more."""
-        self.root ^= _fingerprint(self._members.pop(node, None))
+        member = self._members.pop(node, None)
+        self.root ^= _fingerprint(member)
+        if member is not None and member.present:
+            self._remove(node)
 
-    def _move(self, member: Member) -> None:
-        """Into the present ones, or out of them by putting the last into the gap."""
-        if member.present:
-            self._place[member.node] = len(self._present)
-            self._present.append(member.node)
-            return
-        place, last = self._place.pop(member.node), self._present.pop()
-        if last != member.node:
+    def _remove(self, node: bytes) -> None:
+        """From the present ones, by putting the last into the gap."""
+        place, last = self._place.pop(node), self._present.pop()
+        if last != node:
             self._present[place] = last
             self._place[last] = place
 

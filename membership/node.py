@@ -53,6 +53,7 @@ from membership.identity import Identity, NodeId, format_id, short_id
 from membership.member import Member
 from membership.reconcile import Reached
 from membership.records import Record
+from membership.search import Search
 from membership.snapshot import Peer, RevocationFile, Snapshot, SnapshotFile, next_epoch
 from membership.streams import FAILURES, Streams
 from membership.trust import RENEW_BEFORE_S, ROLES, TrustError, TrustStore, admit_node
@@ -60,9 +61,6 @@ from membership.wire import Ping
 
 EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
 RECONCILES_AT_ONCE = 32  # forged packets must not make us call half the world
-JOIN_BACKOFF_S = (0.3, 15.0)  # first and longest pause between tries to find somebody
-KNOCKS_AT_ONCE = 3  # a mesh of hundreds is remembered, and each answer tells of all of it
-HEALTHY_SEARCH_S = 15.0  # a node that has company still looks for strangers, so that islands meet
 UPKEEP_S = 10.0
 REACH_AGAIN_S = (15.0, 300.0)  # between two checks of our own address, while something is wrong with it, and else
 REACH_S, REACH_TRIES = 1.0, 3  # the pings of such a check, of which one must be answered
@@ -182,12 +180,13 @@ class MembershipNode:
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         self._seeds = [parse_seed(seed, default_port) for seed in seeds]
+        self._rng = rng or random.Random()  # timing and choice, not secrets
+        self._where = Search(self._seeds, self._rng)
         self._mdns_config = mdns
         self._beacon: MdnsBeacon | None = None
         self._snapshots = SnapshotFile(state_dir / "snapshot.json")
         self._snapshot = Snapshot()
         self._revocations = RevocationFile(state_dir / "revoked")
-        self._rng = rng or random.Random()  # timing and choice, not secrets
         self._clock = clock or SystemClock()
         self._admission = admission or Admission()
         self._keep_chain, self._on_fatal, self._zone_of = keep_chain, on_fatal, zone_of
@@ -198,7 +197,6 @@ class MembershipNode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._reconciling = 0
-        self._candidates: dict[tuple[str, int], NodeId | None] = {}
         self._addresses_seen: list[str] = []
         self._reach_at = self._renew_at = 0.0
         self._transport: asyncio.DatagramTransport | None = None
@@ -224,6 +222,7 @@ class MembershipNode:
         if self.identity.node_id in self.trust.revoked:
             raise TrustError("this node's key was revoked: ask for an invite, and join with a new --state")
         self._snapshot = await asyncio.to_thread(self._snapshots.read)
+        self._where.remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
         if self._snapshots.warning:
             self.problems["snapshot"] = self._snapshots.warning
         self._persist(next_epoch(self._snapshot.epoch, int(now_unix * 1000)))
@@ -329,6 +328,24 @@ class MembershipNode:
                     epoch=member.epoch,
                     incarnation=member.incarnation,
                     since_unix=now_unix - (now - member.since),
+                )
+            )
+        for node in self.trust.revoked & seen.keys() - {view.node_id for view in views}:
+            standing = seen[node]
+            revocation, _ = self.trust.revocations[node]
+            views.append(
+                MemberView(
+                    node_id=node,
+                    nick=standing.nick,
+                    user=standing.user,
+                    roles=standing.roles,
+                    state="revoked",
+                    draining=False,
+                    host="",
+                    port=0,
+                    epoch=0,
+                    incarnation=0,
+                    since_unix=revocation.revoked_unix,
                 )
             )
         return sorted(views, key=lambda view: (view.nick, view.node_id))
@@ -547,9 +564,7 @@ class MembershipNode:
 
     def _found(self, node: NodeId, host: str, port: int) -> None:
         """mDNS saw somebody."""
-        self._candidates[host, port] = node
-        if len(self._candidates) > 1024:
-            del self._candidates[next(iter(self._candidates))]
+        self._where.found((host, port))
         member = self._core.swim.table.get(node)
         if member is None or not member.present:
             self._core.want_reconcile(node, host, port)
@@ -559,22 +574,12 @@ class MembershipNode:
             await self._beacon.start()
             if self._beacon.problem:
                 self.problems["mdns"] = self._beacon.problem
-        pause, longest = JOIN_BACKOFF_S
         while True:
-            present = {(m.host, m.port) for m in self._core.swim.table.present()}
-            alone = len(present) <= 1
-            for host, port in self._where_to_knock(present):
-                self._core.want_reconcile(b"", host, port, unless_equal=not alone)
-            await asyncio.sleep(pause * self._rng.uniform(0.8, 1.2) if alone else HEALTHY_SEARCH_S)
-            pause = min(longest, pause * 1.5) if alone else JOIN_BACKOFF_S[0]
-
-    def _where_to_knock(self, present: set[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Where to knock now: whom we were told of, and a few of those remembered; one answer is enough."""
-        told = [address for address in dict.fromkeys([*self._seeds, *self._candidates]) if address not in present]
-        remembered = [address for peer in self._snapshot.peers if (address := (peer.host, peer.port)) not in present]
-        chosen = self._rng.sample(told, min(KNOCKS_AT_ONCE, len(told)))
-        chosen += self._rng.sample(remembered, min(KNOCKS_AT_ONCE, len(remembered)))
-        return list(dict.fromkeys(chosen))
+            present = [(m.host, m.port) for m in self._core.swim.table.present()]
+            addresses, pause_s = self._where.next(present)
+            for host, port in addresses:
+                self._core.want_reconcile(b"", host, port, unless_equal=len(present) > 1)
+            await asyncio.sleep(pause_s)
 
     async def _look_after(self) -> None:
         show_again_at = self._clock.boot() + 6 * 3600

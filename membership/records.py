@@ -4,7 +4,7 @@ Whole replacement removes tombstones: what is absent from the next version is go
 deterministic: nobody can spread an expired record again (scuttlebutt's and chitchat's troubles, chitchat issue 161).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from hashlib import blake2b
 from typing import Literal
 
@@ -45,11 +45,17 @@ class Record(msgspec.Struct, frozen=True):
     def order(self) -> tuple[int, int]:
         return (self.epoch, self.version)
 
+    @property
+    def entry(self) -> tuple[bytes, str, int, int]:
+        return (self.node, self.section, self.epoch, self.version)
 
-Ignored = Literal["invalid", "unknown author", "not newer", "expired", "full"]
-Digest = list[tuple[bytes, str, int, int]]
+
+Ignored = Literal["invalid", "unknown author", "not newer", "outlives", "expired", "full"]
+Entry = tuple[bytes, str, int, int]  # node, section, epoch, version
+Digest = list[Entry]
 
 _decoder = msgspec.msgpack.Decoder(Body)
+decode_body = _decoder.decode
 _revocations_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -67,10 +73,14 @@ class RecordTable:
         self._trust = trust
         self._open = open_sealed or (lambda sealed: open_envelope(sealed, trust.mesh_id, "record"))
         self._records: dict[bytes, dict[str, Record]] = {}
+        self._by_entry: dict[Entry, Record] = {}  # the digest, as it is sent
         self._root = 0
 
     def apply(self, sealed: bytes, now_unix: float) -> Record | Ignored:
-        """Take in a record from anywhere: the record if it is news, else why it was ignored."""
+        """Take in a record from anywhere: the record if it is news, else why it was ignored.
+
+        `outlives`: an older one that ends later than the newer one known here, and would come back after that.
+        """
         try:
             node, payload = self._open(sealed)
             body = _decoder.decode(payload)
@@ -92,7 +102,7 @@ class RecordTable:
         sections = self._records.get(node)
         known = sections.get(body.section) if sections is not None else None
         if known is not None and record.order <= known.order:
-            return "not newer"
+            return "outlives" if body.not_after_unix > known.not_after_unix else "not newer"
         if known is None and (len(sections or ()) >= MAX_SECTIONS or len(self._records) >= MAX_NODES):
             return "full"
         self._put(record)
@@ -115,29 +125,44 @@ class RecordTable:
         """Drop and return what has expired."""
         gone = [r for r in self._all() if r.not_after_unix <= now_unix]
         for record in gone:
-            self._root ^= _fingerprint(record)
+            self._take_out(record)
             sections = self._records[record.node]
             del sections[record.section]
             if not sections:
                 del self._records[record.node]
         return gone
 
-    def root(self) -> bytes:
-        """Equal tables have equal roots; 8 bytes travel in every ping and ack."""
-        return self._root.to_bytes(ROOT_BYTES, "big")
+    def drop(self, node: bytes) -> list[Record]:
+        """Drop and return all of an author who is no member any more; who comes later could not verify them."""
+        gone = list(self._records.pop(node, {}).values())
+        for record in gone:
+            self._take_out(record)
+        return gone
+
+    def authors(self) -> list[bytes]:
+        return list(self._records)
+
+    @property
+    def root(self) -> int:
+        """Equal tables have equal roots."""
+        return self._root
+
+    def state(self, after_unix: float) -> frozenset[Entry]:
+        """What is here that ends later than that."""
+        return frozenset(entry for entry, r in self._by_entry.items() if r.not_after_unix > after_unix)
 
     def digest(self) -> Digest:
-        return [(r.node, r.section, r.epoch, r.version) for r in self._all()]
+        return list(self._by_entry)
 
     def missing_from(self, digest: Digest, limit_bytes: int, now_unix: float) -> list[bytes]:
         """What a peer with this digest lacks, most urgent first, up to a size: trust, then nodes new to it, then the rest."""
+        entries = set(digest)
+        news = [r for entry, r in self._by_entry.items() if entry not in entries and r.not_after_unix > now_unix]
+        if not news:
+            return []
         theirs = {(node, section): (epoch, version) for node, section, epoch, version in digest}
         nodes = {node for node, *_ in digest}
-        news = [
-            r
-            for r in self._all()
-            if r.order > theirs.get((r.node, r.section), (-1, -1)) and r.not_after_unix > now_unix
-        ]
+        news = [r for r in news if r.order > theirs.get((r.node, r.section), (-1, -1))]
         news.sort(
             key=lambda r: (
                 r.section != REVOKED,
@@ -154,17 +179,21 @@ class RecordTable:
             chosen.append(record.sealed)
         return chosen
 
-    def _all(self) -> Iterator[Record]:
-        for sections in self._records.values():
-            yield from sections.values()
+    def _all(self) -> Collection[Record]:
+        return self._by_entry.values()
 
     def _put(self, record: Record) -> None:
         sections = self._records.setdefault(record.node, {})
         before = sections.get(record.section)
         if before is not None:
             assert record.order > before.order, "S2: sections only advance"
-            self._root ^= _fingerprint(before)
+            self._take_out(before)
         sections[record.section] = record
+        self._by_entry[record.entry] = record
+        self._root ^= _fingerprint(record)
+
+    def _take_out(self, record: Record) -> None:
+        del self._by_entry[record.entry]
         self._root ^= _fingerprint(record)
 
     def _revoke(self, body: bytes, now_unix: float) -> bool:

@@ -76,7 +76,7 @@ class Swim:
         config: SwimConfig,
         rng: Random,
         seal_evidence: Callable[[AnyEvidence], bytes],
-        root: Callable[[], bytes],
+        records_root: Callable[[], int],
         *,
         wall: Callable[[], float] = lambda: 0.0,
         zone_of: Callable[[bytes], str] = lambda node: "",
@@ -95,7 +95,7 @@ class Swim:
         self._wall, self._zone_of = wall, zone_of
         self._rng = rng
         self._seal = seal_evidence
-        self._records_root = root
+        self._records_root = records_root
         self._differing_since: float | None = None
         self._round: list[bytes] = []
         self._probe: _Probe | None = None
@@ -150,9 +150,13 @@ class Swim:
 
     def evidence_missing_from(self, digest: MemberDigest, now: float) -> list[bytes]:
         """What a peer with this digest lacks: each member's own word, and what outranks it."""
+        entries = set(digest)
+        news = [member for member in self._spoken_of(now) if (member.node, *member.order) not in entries]
+        if not news:
+            return []
         theirs = {node: (epoch, incarnation, rank) for node, epoch, incarnation, rank in digest}
         missing: list[bytes] = []
-        for member in self._spoken_of(now):
+        for member in news:
             known = theirs.get(member.node, (-1, -1, -1))
             if member.order > known:
                 missing.append(member.alive_sealed)
@@ -169,6 +173,17 @@ class Swim:
         for member in self.table.all():
             if not member.present and now - member.since > self.config.dead_forget_s:
                 self.table.forget(member.node)
+
+    def expel(self, node: bytes) -> list[Effect]:
+        """Forget one that may not be a member any more; nothing about it will be verified again."""
+        member = self.table.get(node)
+        if member is None or node == self.node:
+            return []
+        self.table.forget(node)
+        self._suspicions.pop(node, None)
+        self._unreachable.discard(node)
+        self._tokens.pop(_suspicion_timer(node), None)
+        return [MemberChanged(node, "dead", member.state, member.draining)]
 
     def set_address(self, host: str, port: int, now: float) -> list[Effect]:
         """A new address of our own, told as a new incarnation."""
@@ -514,8 +529,8 @@ class Swim:
         return self.rumours.waiting_bytes * self.rumours.rounds(len(self.table)) > told
 
     def root(self) -> bytes:
-        """Of all that is known here: members and their records."""
-        return (self.table.root ^ int.from_bytes(self._records_root(), "big")).to_bytes(ROOT_BYTES, "big")
+        """Of all that is known here, members and their records; it travels in every ping and ack."""
+        return (self.table.root ^ self._records_root()).to_bytes(ROOT_BYTES, "big")
 
     def gossip_now(self, now: float) -> list[Effect]:
         return [*self._gossip(now), *self._gossip_soon(now)]

@@ -22,6 +22,9 @@ class Handle:
         self.cancelled = True
 
 
+_ALWAYS = Handle()
+
+
 class Kernel:
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,6 +41,11 @@ class Kernel:
 
     def after(self, delay_s: float, callback: Callable[..., None], *arguments: Any, priority: int = 0) -> Handle:
         return self.at(self.now + delay_s, callback, *arguments, priority=priority)
+
+    def post(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> None:
+        """As `after`, for what is never cancelled."""
+        self._sequence += 1
+        heappush(self._heap, (self.now + delay_s, 0, self._sequence, _ALWAYS, callback, arguments))
 
     def run(self, until_s: float) -> None:
         """Everything up to and including `until_s`; the clock stands there afterwards."""

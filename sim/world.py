@@ -111,9 +111,7 @@ class Node:
         self.up, self.life, self.epoch = True, self.life + 1, self.epoch + 1
         self.guests = {}
         rng = world.streams.get(self.name, "protocol")
-        self.swim = Swim(
-            self.id, self.name, 7373, self.epoch, SwimConfig.local(), rng, self._seal_evidence, lambda: bytes(8)
-        )
+        self.swim = Swim(self.id, self.name, 7373, self.epoch, SwimConfig.local(), rng, self._seal_evidence, lambda: 0)
         rules = Rules(open_spec=_open_spec, admit=self._admit, may_cancel=lambda sender, user, spec: True)
         self.participant = Participant(self.id, self.name, rules, rng)
         world.log.add(world.kernel.now, "start", self.name, self.epoch)

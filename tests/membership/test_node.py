@@ -46,7 +46,7 @@ class Mesh:
         self.identities = {"n0": (self.root, chain)}
         self.nodes: list[MembershipNode] = []
 
-    def make(self, nick: str, *, mdns: bool = False, port: int = 0) -> MembershipNode:
+    def make(self, nick: str, *, mdns: bool = False, port: int = 0, seed: int | None = None) -> MembershipNode:
         if nick not in self.identities:
             identity = Identity.generate()
             self.identities[nick] = (
@@ -54,7 +54,8 @@ class Mesh:
                 accept_invite(self.invite, identity.node_id, nick, "ada", time.time()),
             )
         identity, chain = self.identities[nick]
-        seeds = [f"{LOOPBACK}:{self.nodes[0].port}"] if self.nodes and not mdns else []
+        known = seed if seed is not None else self.nodes[0].port if self.nodes and not mdns else None
+        seeds = [f"{LOOPBACK}:{known}"] if known is not None else []
         return MembershipNode(
             identity,
             TrustStore(self.genesis),
@@ -188,13 +189,11 @@ async def test_a_revoked_node_is_shut_out_everywhere_and_stays_out(mesh: Mesh) -
     await founder.leave()
     await founder.stop()
     await mesh.nodes[1].stop()
-    again = mesh.make("n1")
-    again._seeds = [(LOOPBACK, mesh.nodes[2].port)]
+    again = mesh.make("n1", seed=mesh.nodes[2].port)
     await again.start()
     mesh.nodes[1] = again
     assert victim.identity.node_id in again.trust.revoked, "read from disk, before anything is heard"
-    newcomer = mesh.make("n4")
-    newcomer._seeds = [(LOOPBACK, mesh.nodes[2].port)]
+    newcomer = mesh.make("n4", seed=mesh.nodes[2].port)
     await newcomer.start()
     mesh.nodes.append(newcomer)
     await until(lambda: victim.identity.node_id in newcomer.trust.revoked, "the newcomer to hear of it")

@@ -45,7 +45,7 @@ def test_any_order_gives_one_table_and_equal_roots_mean_equal_tables(order: list
         first.apply(item, NOW)
     for item in [*order, *repeats]:
         second.apply(item, NOW)
-    assert first.root() == second.root()
+    assert first.root == second.root
     assert sorted(first.digest()) == sorted(second.digest())
     assert all(record.order == (2, 2) for record in second.section("jobs/", NOW))
 
@@ -62,7 +62,7 @@ def test_one_exchange_makes_tables_equal(ours: list[bytes], theirs: list[bytes])
         b.apply(item, NOW)
     for item in from_b:
         a.apply(item, NOW)
-    assert a.root() == b.root()
+    assert a.root == b.root
     assert a.missing_from(b.digest(), 10**6, NOW) == []
 
 
@@ -70,11 +70,11 @@ def test_expired_is_never_served_and_never_returns() -> None:
     records = table()
     short = sealed(ROOT, "facts", 1, 1, life_s=10)
     assert isinstance(records.apply(short, NOW), Record)
-    empty = table().root()
+    empty = table().root
     assert records.get(ROOT.node_id, "facts", NOW + 11) is None, "before it is collected, too"
     assert not list(records.section("facts", NOW + 11)) and not records.missing_from([], 10**6, NOW + 11)
     assert len(records.expire(NOW + 11)) == 1
-    assert records.get(ROOT.node_id, "facts", NOW) is None and records.root() == empty
+    assert records.get(ROOT.node_id, "facts", NOW) is None and records.root == empty
     assert records.apply(short, NOW + 11) == "expired"
 
 
@@ -99,9 +99,9 @@ def test_a_chain_in_a_trust_record_admits_its_author_only() -> None:
 @given(st.binary(max_size=400))
 def test_hostile_bytes_change_nothing(data: bytes) -> None:
     records = table()
-    before = records.root()
+    before = records.root
     assert records.apply(data, NOW) == "invalid"
-    assert records.root() == before
+    assert records.root == before
     with contextlib.suppress(FrameError):
         decode_frame(data)
 

@@ -43,7 +43,7 @@ def alive(node: bytes, epoch: int = 1, incarnation: int = 0) -> Alive:
 
 
 def core(*peers: bytes) -> Swim:
-    swim = Swim(ME, "10.0.0.1", 7373, 1, CONFIG, Random(5), sealed, lambda: bytes(8))
+    swim = Swim(ME, "10.0.0.1", 7373, 1, CONFIG, Random(5), sealed, lambda: 0)
     swim.start(0.0)
     for peer in peers:
         swim.on_evidence(peer, alive(peer), sealed(alive(peer)), 0.0)

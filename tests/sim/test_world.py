@@ -37,7 +37,7 @@ def test_one_seed_gives_one_history_in_any_process() -> None:
     digests = set()
     for hash_seed in ("0", "4242"):
         done = subprocess.run(
-            [sys.executable, "-m", "sim", "--seed", "11", "--until", "90", "--jobs", "3"],
+            [sys.executable, "-m", "sim", "jobs", "--seed", "11", "--until", "90", "--jobs", "3"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             cwd=ROOT,
             capture_output=True,
