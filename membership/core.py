@@ -36,7 +36,7 @@ from membership.reconcile import (
 from membership.records import REVOKED, TRUST, Record, RecordTable, decode_body, encode_body
 from membership.swim import Swim, Verified
 from membership.trust import TrustError, TrustStore, renew_chain
-from membership.wire import Ack, AnyEvidence, AnyPacket, WireError, decode_evidence, decode_packet, encode
+from membership.wire import MAX_EPOCH, Ack, AnyEvidence, AnyPacket, WireError, decode_evidence, decode_packet, encode
 
 GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 HURRY_PAUSE_S = 0.5  # between two push-pulls to learn of strangers; ours
@@ -89,7 +89,7 @@ class Core:
         self.counters: Counter[str] = Counter()
         self.records = RecordTable(trust, lambda sealed: seals.open("record", sealed))
         self._seals, self._config, self._rng, self._clock, self._perform = seals, config, rng, clock, perform
-        self._epoch = epoch
+        self._epoch = epoch  # of the sections we have published
         self._versions: dict[str, int] = {}
         self._packets = Recent(RECENT)
         self._evidence = Recent(RECENT)
@@ -128,10 +128,10 @@ class Core:
         if known is not None:
             ends = max(ends, known.not_after_unix)  # else the older one would come back where the newer has ended
         version = self._versions.get(section, 0) + 1
-        self._versions[section] = version
-        payload = encode_body(self._epoch, version, section, ends, body)
+        payload = encode_body(self.swim.epoch, version, section, ends, body)
         applied = self.records.apply(self._seals.seal("record", payload), self._clock.unix())
         if isinstance(applied, Record):
+            self._versions[section] = version
             self._spread(applied, urgent)
             self._perform([RecordChanged(applied.node, section)])
 
@@ -207,6 +207,7 @@ class Core:
             self._hurry_at = now + HURRY_PAUSE_S
             self.want_reconcile(sender, *source)  # who tells of strangers knows their certificates
         self._perform(self.swim.on_packet(sender, packet, evidence, now))
+        self._follow_epoch()
 
     def seal_packet(self, to: NodeId, packet: AnyPacket) -> bytes:
         data = self._seals.seal_to(to, encode(packet))
@@ -252,6 +253,8 @@ class Core:
 
     def answer(self, sender: NodeId, frame: AnyFrame) -> Conversation:
         """The other side of every exchange that somebody begins with `frame`."""
+        if sender in self.trust.revoked:
+            return self._farewell(frame)
         if isinstance(frame, StreamPing):
             return Done(0, frame.nonce)
         if isinstance(frame, Renew):
@@ -322,6 +325,8 @@ class Core:
             self._perform(self.swim.tell(record.node, record.section, record.sealed, self._clock.boot(), urgent))
 
     def _take_record(self, sealed: bytes, rumoured: bool) -> None:
+        if sealed[1:33] == self.me:
+            self._outbid_former_life(sealed)
         applied = self.records.apply(sealed, self._clock.unix())
         if isinstance(applied, Record):
             self.counters["records_in"] += 1
@@ -332,12 +337,46 @@ class Core:
             self._perform([RecordChanged(applied.node, applied.section)])
             for waiting in self._strangers.pop(applied.node, ()) if applied.section == TRUST else ():
                 self._take_evidence(waiting, rumoured)
-            if applied.node == self.me and applied.epoch < self._epoch and applied.section in self._versions:
-                self.publish(applied.section, b"", 0.0)  # ours had ended, and this of a former life had not
+            if applied.node == self.me:
+                self._take_back(applied.section)
         elif applied == "outlives" and (mine := self._outlived(sealed)) is not None:
             self.publish(mine.section, mine.body, mine.not_after_unix - self._clock.unix())
         elif applied in {"invalid", "full"}:
             self.counters[f"record_{applied}"] += 1
+
+    def _take_back(self, section: str) -> None:
+        """Ours had ended, and what a former life said had not: end that too."""
+        known = self.records.get(self.me, section, self._clock.unix())
+        if known is None or section not in self._versions or known.epoch >= self.swim.epoch:
+            return
+        if section == TRUST:
+            self.show_chain()
+        elif section == REVOKED:
+            self.show_revocations()
+        else:
+            self.publish(section, b"", 0.0)
+
+    def _outbid_former_life(self, sealed: bytes) -> None:
+        """Our disk was lost and our clock is behind: what we said before would outrank what we say now."""
+        try:
+            node, payload = self._seals.open("record", sealed)
+            body = decode_body(payload)
+        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        if node == self.me and self.swim.epoch < body.epoch < MAX_EPOCH - 1:
+            self._perform(self.swim.outbid(body.epoch + 1, self._clock.boot()))
+            self._follow_epoch()
+
+    def _follow_epoch(self) -> None:
+        """After an outbid, say all that we have to say once more, in the new epoch."""
+        if self.swim.epoch == self._epoch:
+            return
+        self._epoch = self.swim.epoch
+        unix = self._clock.unix()
+        for section in self._versions:
+            known = self.records.get(self.me, section, unix)
+            if known is not None:
+                self.publish(section, known.body, known.not_after_unix - unix)
 
     def _outlived(self, sealed: bytes) -> Record | None:
         """Our present record, made to end when this older one of ours does."""
@@ -352,6 +391,7 @@ class Core:
         if verified is None:
             return False
         self._perform(self.swim.on_evidence(*verified, self._clock.boot(), rumoured=rumoured))
+        self._follow_epoch()
         return True
 
     def _verified(self, sealed: bytes) -> Verified | None:
@@ -397,6 +437,12 @@ class Core:
         records = self.records.missing_from(theirs.digest, DELTA_BYTES, self._clock.unix())
         evidence = self.swim.evidence_missing_from(theirs.members, self._clock.boot())
         return Delta(self.nonce(), answers, records, evidence)
+
+    def _farewell(self, frame: AnyFrame) -> Reply:
+        """To one who was shut out: that it was, and nothing else."""
+        self.counters["refused_revoked"] += 1
+        shown = self.records.get(self.me, REVOKED, self._clock.unix())
+        return Reply(self.nonce(), frame.nonce, self.chain, [], [], [shown.sealed] if shown is not None else [], [])
 
     def _renewed(self, sender: NodeId, frame: Renew) -> Renewed:
         try:

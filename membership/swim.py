@@ -199,6 +199,10 @@ class Swim:
         self.rumours.add("record", node + section.encode(), sealed, urgent)
         return self.gossip_now(now) if urgent else self._gossip_soon(now)
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
     def is_unreachable(self, node: bytes) -> bool:
         return node in self._unreachable
 
@@ -416,12 +420,12 @@ class Swim:
             # Our own word from before a wiped disk, or another machine's with our key.
             if (evidence.epoch, evidence.incarnation) <= (self._epoch, self._incarnation):
                 return []
-            return [*self._cloned(evidence), *self._outbid(evidence.epoch + 1, now)]
+            return [*self._cloned(evidence), *self.outbid(evidence.epoch + 1, now)]
         if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
             return []
         self.health.worse()
         if evidence.epoch > self._epoch:
-            return self._outbid(evidence.epoch + 1, now)
+            return self.outbid(evidence.epoch + 1, now)
         self._incarnation = evidence.incarnation + 1
         self._announce(now)
         return []
@@ -435,7 +439,8 @@ class Swim:
             return []
         return [Cloned(evidence.host, evidence.port, self._boot > evidence.boot)]
 
-    def _outbid(self, epoch: int, now: float) -> list[Effect]:
+    def outbid(self, epoch: int, now: float) -> list[Effect]:
+        """Go on in a higher epoch."""
         self._epoch, self._incarnation = epoch, 0
         self._announce(now)
         return [PersistEpoch(epoch)]
