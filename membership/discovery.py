@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 
 import ifaddr
 import msgspec
@@ -40,6 +40,25 @@ def lan_addresses() -> list[str]:
             if isinstance(ip.ip, str) and not ip_address(ip.ip).is_loopback:
                 found.append(ip.ip)
     return found
+
+
+def neighbours(hosts: list[str]) -> list[str]:
+    """Those of these addresses that are on a network of this machine, and not its own."""
+    networks, own = [ip_network("127.0.0.0/8")], set()
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            if isinstance(ip.ip, str) and not adapter.nice_name.startswith(SKIPPED_INTERFACES):
+                networks.append(ip_network(f"{ip.ip}/{ip.network_prefix}", strict=False))
+                own.add(ip.ip)
+    near = []
+    for host in hosts:
+        try:
+            address = ip_address(host)
+        except ValueError:
+            continue
+        if any(address in network for network in networks) and (host not in own or address.is_loopback):
+            near.append(host)
+    return near
 
 
 def is_any(bind_host: str) -> bool:

@@ -34,7 +34,15 @@ from membership.admission import (
 )
 from membership.config import SwimConfig
 from membership.core import Core
-from membership.discovery import MdnsBeacon, MdnsConfig, advertised_address, is_any, lan_addresses, parse_seed
+from membership.discovery import (
+    MdnsBeacon,
+    MdnsConfig,
+    advertised_address,
+    is_any,
+    lan_addresses,
+    neighbours,
+    parse_seed,
+)
 from membership.effects import (
     Cloned,
     Effect,
@@ -110,6 +118,28 @@ class SystemClock:
 
     def unix(self) -> float:
         return time.time()
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What another node said of reaching this one; `error` if it did not answer."""
+
+    nick: str
+    udp: bool = False
+    tcp: str = ""
+    seen_host: str = ""
+    error: str = ""
+
+
+class Standpoint(msgspec.Struct, frozen=True):
+    """How a node stands in the network. Neighbours are other nodes on its own networks."""
+
+    others: int
+    asked: tuple[Asked, ...]
+    mdns_problem: str
+    neighbours: int
+    neighbours_by_mdns: int
+    clock_offset_s: float | None
+    clock_peers: int
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -642,6 +672,32 @@ class MembershipNode:
             self.problems["certificate"] = (
                 f"this node's certificate ends on {when}, and nobody who may renew it is up ({', '.join(names)})"
             )
+
+    async def examine(self) -> Standpoint:
+        """Ask a few others, now, how they see this node."""
+        me, table = self.identity.node_id, self._core.swim.table
+        others = [member for member in table.present() if member.node != me]
+        asked = await asyncio.gather(*(self._ask_about_us(peer) for peer in table.draw(3, self._rng, without=(me,))))
+        near = neighbours([member.host for member in others])
+        seen = {host for host, _ in self._where.seen}
+        skew = self._core.swim.skew
+        return Standpoint(
+            others=len(others),
+            asked=tuple(asked),
+            mdns_problem=self.problems.get("mdns", ""),
+            neighbours=len(near),
+            neighbours_by_mdns=sum(host in seen for host in near),
+            clock_offset_s=skew.offset_s,
+            clock_peers=skew.peers,
+        )
+
+    async def _ask_about_us(self, peer: Member) -> Asked:
+        nick = self.trust.seen()[peer.node].nick
+        try:
+            _, answer = await self._streams.reached(self.host, self.port, peer.host, peer.port)
+        except FAILURES as error:
+            return Asked(nick, error=str(error) or "no answer in time")
+        return Asked(nick, answer.udp, answer.tcp, answer.seen_host)
 
     async def _notice_interfaces(self, woke_up: bool) -> None:
         """A cable, another network, a wake-up: announce ourselves anew, at the address that is right now."""

@@ -21,6 +21,11 @@ class Search:
         self._pause_s = BACKOFF_S[0]
         self.remembered: list[Address] = []
 
+    @property
+    def seen(self) -> list[Address]:
+        """Where mDNS has ever shown somebody."""
+        return list(self._seen)
+
     def found(self, address: Address) -> None:
         """mDNS says that there is somebody."""
         self._seen[address] = None

@@ -148,6 +148,11 @@ class TrustStore:
         self.revocations[revocation.subject] = (revocation, sealed)
         return True
 
+    def invited_user(self, invite: Invite) -> str:
+        """The only user that this invite is for; empty if it is for anybody."""
+        link = _chain_decoder.decode(invite.chain)[-1]
+        return self._open_link(link)[1].for_user
+
     def seen(self) -> dict[NodeId, Standing]:
         """Everybody whose certificate was seen, for showing: it may have ended or been revoked since."""
         return dict(self._members)

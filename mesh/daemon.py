@@ -29,7 +29,7 @@ from membership.discovery import MdnsConfig, parse_seed
 from membership.envelope import open_envelope
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
 from membership.node import Admission, MembershipNode, PortInUse
-from membership.trust import TrustError, TrustStore
+from membership.trust import PROVIDER, TrustError, TrustStore
 from mesh import __version__
 from mesh.api import local
 from mesh.api.auth import Gatekeeper
@@ -116,6 +116,8 @@ class Daemon:
                 "OPEN MESH: this node lets in everybody who knocks. Stop it, and start without --open, to end that"
             )
         await self.membership.start()
+        if settings.lend and PROVIDER not in self.membership.standing.roles:
+            self.membership.problems["role"] = "this node may not lend: its certificate says so (`mesh trust ls`)"
         self.me = self.identity.node_id
         self.standing = self.membership.standing
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup)

@@ -425,6 +425,11 @@ class Desk:
         except TrustError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
 
+    async def network(self) -> dict[str, Any]:
+        """How this node stands in the network, as it and others see it now; for `mesh doctor`."""
+        seen: dict[str, Any] = msgspec.to_builtins(await self._daemon.membership.examine())
+        return seen
+
     def pending(self) -> list[dict[str, Any]]:
         """Who has knocked, anywhere in the mesh, and waits to be let in."""
         waiting = sorted(self._daemon.membership.waiting().values(), key=lambda entry: entry.since_unix)

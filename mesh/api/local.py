@@ -75,6 +75,9 @@ def application(daemon: "Daemon") -> web.Application:
     async def invite(request: web.Request) -> Any:
         return {"invite": daemon.desk.invite(await _read(request, InviteOrder))}
 
+    async def network(request: web.Request) -> Any:
+        return await daemon.desk.network()
+
     async def pending(request: web.Request) -> Any:
         return {"pending": daemon.desk.pending()}
 
@@ -115,6 +118,7 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/reclaim", reclaim),
         ("POST", "/v1/down", down),
         ("POST", "/v1/invite", invite),
+        ("GET", "/v1/network", network),
         ("GET", "/v1/pending", pending),
         ("POST", "/v1/approve", approve),
         ("GET", "/v1/trust", trust),

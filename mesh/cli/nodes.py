@@ -27,6 +27,8 @@ from mesh.launcher import daemon_command, start_daemon, wait_ready
 @click.option(
     "--allow-process-guests", is_flag=True, help="Run others' jobs without a container. They could read your files."
 )
+@click.option("--advertise", metavar="ADDRESS", help="The address others should use, where the right one is not found.")
+@click.option("--open", "open_", is_flag=True, help="Let in everybody who knocks. For a closed network, for a while.")
 @click.option(
     "--profile", type=click.Choice(["lan", "local"]), help="Timings: lan, or local for many daemons on one machine."
 )
@@ -43,6 +45,8 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
     }
     if overrides.pop("no_mdns", False):
         overrides["mdns"] = False
+    if overrides.pop("open_", False):
+        overrides["open"] = True
     if overrides.pop("allow_process_guests", False):
         overrides["process_engine_for"] = "all"
         click.echo(
@@ -61,9 +65,21 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
         print_json(status)
         return
     click.echo(f"{status['nick']} is up in mesh {status['mesh']!r} at {status['address']}, {lending_words(status)}")
-    if status["problem"]:
-        click.echo(f"mesh: {status['problem']}", err=True)
+    _banner(status)
+    for problem in status["problems"].values():
+        click.echo(f"mesh: {problem}", err=True)
     click.echo("next: `mesh nodes` lists the others; `mesh run -- COMMAND` runs something", err=True)
+
+
+def _banner(status: dict[str, Any]) -> None:
+    if status["open"]:
+        click.echo(
+            "mesh: OPEN MESH: this node lets in everybody who knocks; each can run programs on the lenders' machines. "
+            "`mesh down`, and `mesh up` without --open, end that",
+            err=True,
+        )
+        if not status["may_admit"]:
+            click.echo("mesh: but it may not admit anybody, so --open does nothing here", err=True)
 
 
 def lending_words(status: dict[str, Any]) -> str:
@@ -159,8 +175,13 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
         )
     for name, engine in answer["engines"].items():
         click.echo(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
-    if answer["problem"]:
-        click.echo(f"  problem: {answer['problem']}")
+    if answer["waiting"]:
+        click.echo(f"  {answer['waiting']} wait to be let in: `mesh pending`")
+    for problem in answer["problems"].values():
+        click.echo(f"  problem: {problem}")
+    if answer["problems"]:
+        click.echo("  `mesh doctor` looks closer")
+    _banner(answer)
 
 
 @click.command()

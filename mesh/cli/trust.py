@@ -1,18 +1,21 @@
-"""`mesh init`, `mesh invite`, `mesh join`: founding a mesh and getting into one."""
+"""`mesh init`, `invite`, `join`, `pending`, `approve`, `revoke`, `trust`, `key`: who belongs."""
 
 import getpass
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, client, json_option, layout, print_json, table
-from mesh.config import Layout, save_membership
+from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
+from mesh.config import GOSSIP_PORT, Layout, save_membership
 
 if TYPE_CHECKING:
     from membership.identity import Identity
+
+
+KNOCK_AGAIN_S = 2.0
 
 
 def default_nick() -> str:
@@ -49,40 +52,156 @@ def init(ctx: click.Context, name: str, nick: str | None, user: str | None) -> N
     click.echo("next: `mesh up --lend` here, then `mesh invite` prints the line for other machines", err=True)
 
 
+role_option = click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(["provider", "user"]),
+    help="What it may do: lend (provider), submit (user). Repeatable; both without it.",
+)
+
+
 @click.command()
 @click.option("--ttl", type=DURATION, default="1d", show_default=True, help="How long the invite is good for.")
+@role_option
+@click.option("--user", default="", help="Who joins by it can only be this user.")
 @click.pass_context
-def invite(ctx: click.Context, ttl: float) -> None:
+def invite(ctx: click.Context, ttl: float, roles: tuple[str, ...], user: str) -> None:
     """Print an invite. Whoever has the string can join until it ends: send it as you would send a password."""
-    text = client(ctx).post("/v1/invite", {"ttl_s": ttl})["invite"]
+    text = client(ctx).post("/v1/invite", {"ttl_s": ttl, "roles": roles, "user": user})["invite"]
     click.echo(text)
     click.echo("on the other machine: `mesh join INVITE && mesh up --lend`", err=True)
 
 
 @click.command()
-@click.argument("invite_text", metavar="INVITE")
+@click.argument("where_to", metavar="INVITE|HOST[:PORT]")
 @click.option("--nick", help="This node's name for people (default: the host's).")
 @click.option("--user", help="Your name in the mesh (default: your login).")
+@click.option("--mesh-id", default="", help="With HOST: join only the mesh with this id, or beginning of one.")
 @click.pass_context
-def join(ctx: click.Context, invite_text: str, nick: str | None, user: str | None) -> None:
-    """Join the mesh that INVITE comes from. Needs no server: the invite itself admits this node."""
+def join(ctx: click.Context, where_to: str, nick: str | None, user: str | None, mesh_id: str) -> None:
+    """Join a mesh: by an INVITE, which admits at once, or by knocking at a node, where somebody must approve.
+
+    An invite needs no server. After a knock this waits until `mesh approve` is given on a node that may admit.
+    """
+    where = layout(ctx)
+    refuse_member(where)
+    if where_to.strip().startswith("mesh1-"):
+        _join_by_invite(where, where_to, nick, user)
+    else:
+        _join_by_knocking(where, where_to, nick, user, mesh_id.lower())
+    click.echo("next: `mesh up --lend` to lend this machine, or `mesh up` only to use others'", err=True)
+
+
+def _join_by_invite(where: Layout, text: str, nick: str | None, user: str | None) -> None:
     from membership.identity import format_id
     from membership.trust import TrustError, TrustStore, accept_invite, parse_invite
 
-    where = layout(ctx)
-    refuse_member(where)
     try:
-        invite_read = parse_invite(invite_text, time.time())
+        invite_read = parse_invite(text, time.time())
         identity = _own_identity(where)
-        chain = accept_invite(
-            invite_read, identity.node_id, nick or default_nick(), user or getpass.getuser(), time.time()
-        )
-        name = TrustStore(invite_read.genesis).genesis.name
+        store = TrustStore(invite_read.genesis)
+        name = user or store.invited_user(invite_read) or getpass.getuser()
+        chain = accept_invite(invite_read, identity.node_id, nick or default_nick(), name, time.time())
     except TrustError as error:
         raise MeshError(str(error), ExitCode.REFUSED) from error
     save_membership(where, invite_read.genesis, chain, invite_read.seeds)
-    click.echo(f"joined mesh {name!r}; this node is {format_id(identity.node_id)}")
-    click.echo("next: `mesh up --lend` to lend this machine, or `mesh up` only to use others'", err=True)
+    click.echo(f"joined mesh {store.genesis.name!r}; this node is {format_id(identity.node_id)}")
+
+
+def _join_by_knocking(where: Layout, text: str, nick: str | None, user: str | None, mesh_id: str) -> None:
+    import asyncio
+    import secrets
+
+    from membership.admission import knock_at
+    from membership.discovery import parse_seed
+    from membership.identity import format_id, short_id
+    from membership.trust import TrustError
+
+    try:
+        host, port = parse_seed(text, GOSSIP_PORT)
+    except ValueError as error:
+        raise MeshError(
+            f"{text!r} is neither an invite (they begin with mesh1-) nor an address: {error}", ExitCode.USAGE
+        ) from error
+    identity = _own_identity(where)
+    name, login = nick or default_nick(), user or getpass.getuser()
+    told = False
+    try:
+        while True:
+            try:
+                knock = knock_at(host, port, identity, name, login, secrets.randbits(62), time.time())
+                node, store, answer = asyncio.run(knock)
+            except TimeoutError as error:
+                raise MeshError(
+                    f"nothing answers at {host}:{port}: is a node up there? (`mesh status` shows its address)"
+                ) from error
+            except socket.gaierror as error:
+                text = f"{host!r} is no host that is known here, and no invite (they begin with mesh1-)"
+                raise MeshError(text, ExitCode.NOT_FOUND) from error
+            except OSError as error:
+                raise MeshError(f"cannot reach {host}:{port}: {error.strerror or error}") from error
+            except TrustError as error:
+                raise MeshError(f"{host}:{port}: {error}", ExitCode.REFUSED) from error
+            if not store.mesh_id.hex().startswith(mesh_id):
+                raise MeshError(f"{host}:{port} is of mesh {store.mesh_id.hex()}, not {mesh_id}", ExitCode.REFUSED)
+            if answer.state == "revoked":
+                raise MeshError(f"this node's key was shut out of mesh {store.genesis.name!r}", ExitCode.REFUSED)
+            if answer.state == "full":
+                raise MeshError(
+                    "too many wait at that node already: try another one, or ask for an invite", ExitCode.REFUSED
+                )
+            if answer.state == "admitted":
+                break
+            if not told:
+                told = True
+                key_text = format_id(identity.node_id)
+                click.echo(
+                    f"knocked at {short_id(node)} of mesh {store.genesis.name!r} (id {store.mesh_id.hex()}; compare it with "
+                    f"`mesh status` there)\nthis node is {key_text}\nwaiting for somebody who may admit to run: "
+                    f"mesh approve {key_text[:7]}",
+                    err=True,
+                )
+            time.sleep(KNOCK_AGAIN_S)
+        if store.check_chain(answer.granted, time.time()).node_id != identity.node_id:
+            raise MeshError("the certificate that came is for somebody else", ExitCode.REFUSED)
+    except TrustError as error:
+        raise MeshError(str(error), ExitCode.REFUSED) from error
+    except KeyboardInterrupt:
+        raise MeshError("it still waits, for an hour: run the same command again to go on", ExitCode.REFUSED) from None
+    save_membership(where, answer.genesis, answer.granted, (f"{host}:{port}",))
+    click.echo(f"joined mesh {store.genesis.name!r}; this node is {format_id(identity.node_id)}")
+
+
+@click.command()
+@json_option
+@click.pass_context
+def pending(ctx: click.Context, as_json: bool) -> None:
+    """Who has knocked at any node of the mesh (`mesh join HOST`), and waits to be let in."""
+    answer = client(ctx).get("/v1/pending")
+    if as_json:
+        print_json(answer)
+        return
+    rows = [
+        [row["nick"], row["user"], row["host"], ago(row["since_unix"] * 1000), row["node"]] for row in answer["pending"]
+    ]
+    table(["NODE", "USER", "FROM", "SINCE", "KEY"], rows)
+    if rows:
+        click.echo("names are what they call themselves; compare the key. next: `mesh approve KEY`", err=True)
+
+
+@click.command()
+@click.argument("node")
+@click.option("--nick", default="", help="Call it so, instead of what it calls itself.")
+@click.option("--user", default="", help="Its user is this one, whatever it says.")
+@role_option
+@click.option("--admit", is_flag=True, help="It may itself invite and approve others. Only the founder gives that.")
+@click.pass_context
+def approve(ctx: click.Context, node: str, nick: str, user: str, roles: tuple[str, ...], admit: bool) -> None:
+    """Let in NODE, one of `mesh pending`: a nick, or the beginning of a key."""
+    order = {"node": node, "nick": nick, "user": user, "roles": roles, "admit": admit}
+    answer = client(ctx).post("/v1/approve", order)
+    click.echo(f"let in {answer['nick']} (user {answer['user']}, {answer['node']})")
 
 
 @click.command()
@@ -123,10 +242,15 @@ def trust_ls(ctx: click.Context, as_json: bool) -> None:
         if member["revoked_unix"] is not None:
             day = time.strftime("%Y-%m-%d %H:%M", time.localtime(member["revoked_unix"]))
             standing = f"revoked {day}" + (f": {member['reason']}" if member["reason"] else "")
-        rows.append(
-            [member["nick"], member["user"], "founder" if member["founder"] else "member", member["node"], standing]
-        )
+        rows.append([member["nick"], member["user"], _role(member), member["node"], standing])
     table(["NODE", "USER", "ROLE", "KEY", "STANDING"], rows)
+
+
+def _role(member: dict[str, Any]) -> str:
+    if member["founder"]:
+        return "founder"
+    words = ["admitter"] if member["can_admit"] else []
+    return ",".join([*words, *member["roles"]]) or "-"
 
 
 @click.group()
@@ -138,16 +262,14 @@ def key() -> None:
 @json_option
 @click.pass_context
 def key_show(ctx: click.Context, as_json: bool) -> None:
-    """This node's id, which is its public key. Needs no daemon."""
-    from membership.identity import Identity, IdentityError, format_id
+    """This node's id, which is its public key; made now if there is none. Needs no daemon, and no mesh.
+
+    Give it to whoever keeps the mesh's allow list, and `mesh join HOST` lets this node in without waiting.
+    """
+    from membership.identity import format_id
 
     where = layout(ctx)
-    if not where.key.exists():
-        raise MeshError(f"{where.root} has no key yet: `mesh init` or `mesh join` makes one", ExitCode.NOT_FOUND)
-    try:
-        node = format_id(Identity.load(where.key).node_id)
-    except IdentityError as error:
-        raise MeshError(str(error)) from error
+    node = format_id(_own_identity(where).node_id)
     if as_json:
         print_json({"schema": 1, "node": node, "file": str(where.key)})
         return

@@ -1,0 +1,402 @@
+"""`mesh doctor`: what keeps this machine from being a good node, each with its cause and the next command.
+
+`examine` looks, at the daemon's answers and at this machine; `diagnose` decides what that means and does no I/O.
+"""
+
+import errno
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import msgspec
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.terminal import client, json_option, layout, patience, print_json
+from mesh.config import ConfigError, Layout, Settings, load_settings
+
+State = Literal["ok", "warn", "fail"]
+MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
+MULTICAST_WAIT_S = 1.0
+CERTIFICATE_WARN_S = 7 * 86_400
+CLOCK_FAIL_S = 120  # from then on other nodes refuse what this one signs
+CLOCK_WARN_S = 5
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`next` is what to do about it; empty if nothing is to be done."""
+
+    check: str
+    state: State
+    detail: str
+    next: str = ""
+
+
+class Port(msgspec.Struct, frozen=True):
+    """`taken_by`: the program that has it, "" if it is free, "?" if it is taken by one that cannot be seen."""
+
+    protocol: str
+    number: int
+    option: str  # of `mesh up`, that chooses another
+    taken_by: str = ""
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What was seen. `status` and `network` are the daemon's answers; None while none runs."""
+
+    state: str
+    key_problem: str = ""
+    member: bool = False
+    certificate_problem: str = ""
+    certificate_ends_unix: float | None = None
+    settings_problem: str = ""
+    daemon_problem: str = ""
+    status: dict[str, Any] | None = None
+    network: dict[str, Any] | None = None
+    ports: tuple[Port, ...] = ()
+    multicast: dict[str, str] = {}  # per address of an interface: "" or what went wrong
+    now_unix: float = 0.0
+
+
+@click.command()
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Look for what keeps this machine from being a good node. Exit code 1 if something does."""
+    with patience("asking other nodes how they see this one"):
+        facts = examine(layout(ctx), lambda path: client(ctx).get(path))
+    findings = diagnose(facts)
+    failed = any(finding.state == "fail" for finding in findings)
+    if as_json:
+        print_json({"schema": 1, "healthy": not failed, "findings": [msgspec.to_builtins(f) for f in findings]})
+    else:
+        signs = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+        for finding in findings:
+            click.echo(f"{signs[finding.state]}  {finding.check}: {finding.detail}")
+            if finding.next:
+                click.echo(f"      next: {finding.next}")
+    if failed:
+        ctx.exit(int(ExitCode.ERROR))
+
+
+# --- looking
+
+
+def examine(where: Layout, get: Any) -> Facts:
+    settings, settings_problem = _settings(where)
+    key_problem = _key_problem(where)
+    certificate_problem, ends = _certificate(where)
+    status = network = None
+    daemon_problem = ""
+    try:
+        status = get("/v1/status")
+        network = get("/v1/network")
+    except MeshError as error:
+        daemon_problem = str(error)
+    ports: list[Port] = []
+    if status is None:
+        wanted = [
+            ("udp", settings.port, "--port"),
+            ("tcp", settings.port, "--port"),
+            ("tcp", settings.api_port, "--api-port"),
+        ]
+        ports = [Port(kind, number, option, _taken_by(kind, settings.bind, number)) for kind, number, option in wanted]
+    return Facts(
+        state=str(where.root),
+        key_problem=key_problem,
+        member=where.genesis.exists(),
+        certificate_problem=certificate_problem,
+        certificate_ends_unix=ends,
+        settings_problem=settings_problem,
+        daemon_problem=daemon_problem,
+        status=status,
+        network=network,
+        ports=tuple(ports),
+        multicast=_multicast(settings) if settings.mdns else {},
+        now_unix=time.time(),
+    )
+
+
+def _settings(where: Layout) -> tuple[Settings, str]:
+    try:
+        return load_settings(where.config, {}), ""
+    except ConfigError as error:
+        return Settings(), str(error)
+
+
+def _key_problem(where: Layout) -> str:
+    from membership.identity import Identity, IdentityError
+
+    if not where.key.exists():
+        return ""
+    try:
+        Identity.load(where.key)
+    except IdentityError as error:
+        return str(error)
+    return ""
+
+
+def _certificate(where: Layout) -> tuple[str, float | None]:
+    from membership.trust import TrustError, TrustStore
+
+    if not where.genesis.exists():
+        return "", None
+    try:
+        store = TrustStore(where.genesis.read_bytes())
+        return "", store.check_chain(where.chain.read_bytes(), time.time()).not_after
+    except (TrustError, OSError) as error:
+        return str(error), None
+
+
+def _taken_by(protocol: str, host: str, number: int) -> str:
+    """Who has this port, if anybody."""
+    if number == 0:
+        return ""
+    kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_INET, kind) as probe:
+        if protocol == "tcp":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OSError as error:
+            return _owner(protocol, number) if error.errno == errno.EADDRINUSE else f"nobody, but: {error.strerror}"
+    return ""
+
+
+def _owner(protocol: str, number: int) -> str:
+    """The program that listens there, as far as this user may see."""
+    inodes = set()
+    for table in (f"/proc/net/{protocol}", f"/proc/net/{protocol}6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        inodes |= {fields[9] for line in lines if int((fields := line.split())[1].rpartition(":")[2], 16) == number}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            for descriptor in (process / "fd").iterdir():
+                target = str(descriptor.readlink())
+                if target.startswith("socket:[") and target[8:-1] in inodes:
+                    return f"{(process / 'comm').read_text().strip()} (pid {process.name})"
+        except OSError:
+            continue
+    return "?"
+
+
+def _multicast(settings: Settings) -> dict[str, str]:
+    """Whether a multicast packet that is sent on each interface comes back to this machine."""
+    from membership.discovery import is_any, lan_addresses
+
+    found = {}
+    for address in lan_addresses() if is_any(settings.bind) else [settings.bind]:
+        found[address] = _multicast_on(address)
+    return found
+
+
+def _multicast_on(address: str) -> str:
+    word = b"campus-mesh doctor %d %d" % (os.getpid(), time.monotonic_ns())
+    membership = struct.pack("4s4s", socket.inet_aton(MDNS_GROUP), socket.inet_aton(address))
+    try:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+        ):
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            receiver.bind((MDNS_GROUP, 0))
+            receiver.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+            sender.sendto(word, (MDNS_GROUP, receiver.getsockname()[1]))
+            deadline = time.monotonic() + MULTICAST_WAIT_S
+            while (left := deadline - time.monotonic()) > 0:
+                receiver.settimeout(left)
+                if receiver.recv(2048) == word:
+                    return ""
+    except TimeoutError:
+        pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return "what is sent does not come back"
+
+
+# --- deciding
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    findings = [_state(facts), _certificate_finding(facts), _daemon(facts)]
+    findings += [_port(port) for port in facts.ports if port.taken_by]
+    if facts.ports and not any(port.taken_by for port in facts.ports):
+        numbers = ", ".join(f"{port.number}/{port.protocol}" for port in facts.ports)
+        findings.append(Finding("ports", "ok", f"{numbers} are free"))
+    findings += _multicast_findings(facts)
+    if facts.status is not None and facts.network is not None:
+        findings += _network(facts.status, facts.network)
+        findings += [_engine(name, engine) for name, engine in facts.status["engines"].items()]
+    return findings
+
+
+def _state(facts: Facts) -> Finding:
+    if facts.key_problem:
+        return Finding("state", "fail", facts.key_problem)
+    if facts.settings_problem:
+        return Finding("state", "fail", facts.settings_problem, "correct that line, or remove the file")
+    if not facts.member:
+        return Finding(
+            "state",
+            "fail",
+            f"{facts.state} belongs to no mesh",
+            "`mesh init NAME` founds one, `mesh join INVITE` or `mesh join HOST` gets into one",
+        )
+    return Finding("state", "ok", facts.state)
+
+
+def _certificate_finding(facts: Facts) -> Finding:
+    if facts.certificate_problem:
+        return Finding(
+            "certificate",
+            "fail",
+            facts.certificate_problem,
+            f"ask for an invite (`mesh invite` on a node that may admit); then here: `rm {facts.state}/genesis && "
+            "mesh join INVITE`. The key, and what is stored, stay",
+        )
+    if facts.certificate_ends_unix is None:
+        return Finding("certificate", "warn", "none yet")
+    left_s = facts.certificate_ends_unix - facts.now_unix
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.certificate_ends_unix))
+    if left_s < CERTIFICATE_WARN_S:
+        return Finding(
+            "certificate",
+            "warn",
+            f"holds until {day}",
+            "it is renewed by itself when a node that may admit is met: `mesh trust ls` shows which may",
+        )
+    return Finding("certificate", "ok", f"holds until {day}")
+
+
+def _daemon(facts: Facts) -> Finding:
+    if facts.status is None:
+        return Finding("daemon", "fail", facts.daemon_problem, "`mesh up`")
+    status = facts.status
+    return Finding("daemon", "ok", f"{status['nick']} runs at {status['address']} (pid {status['pid']})")
+
+
+def _port(port: Port) -> Finding:
+    name = f"{port.number}/{port.protocol}"
+    what = "a program of another user" if port.taken_by == "?" else port.taken_by
+    return Finding("ports", "fail", f"{name} is taken by {what}", f"stop it, or `mesh up {port.option} NUMBER`")
+
+
+def _multicast_findings(facts: Facts) -> list[Finding]:
+    findings = []
+    for address, problem in facts.multicast.items():
+        if problem:
+            findings.append(
+                Finding(
+                    "multicast",
+                    "warn",
+                    f"does not work on {address}: {problem}",
+                    "allow UDP port 5353 to 224.0.0.251 in the firewall, or name a node: `mesh up --join HOST`",
+                )
+            )
+    network = facts.network
+    if network is None or findings or not facts.multicast:
+        return findings or ([Finding("multicast", "ok", "works on this machine")] if facts.multicast else [])
+    if network["mdns_problem"]:
+        return [Finding("multicast", "warn", network["mdns_problem"])]
+    if network["neighbours"] and not network["neighbours_by_mdns"]:
+        return [
+            Finding(
+                "multicast",
+                "warn",
+                f"{network['neighbours']} nodes are on this network, and mDNS shows none of them: multicast is blocked "
+                "between the machines (a switch, an access point, a firewall)",
+                "nodes that have met remember each other; new ones need `mesh up --join HOST`",
+            )
+        ]
+    return [
+        Finding("multicast", "ok", f"{network['neighbours_by_mdns']} of {network['neighbours']} neighbours seen by it")
+    ]
+
+
+def _network(status: dict[str, Any], network: dict[str, Any]) -> list[Finding]:
+    findings = [
+        Finding(topic, "fail", text)
+        for topic, text in status["problems"].items()
+        if topic not in {"clock", "certificate", "mdns", "reach"}
+    ]
+    if not network["others"]:
+        return [
+            *findings,
+            Finding(
+                "others",
+                "warn",
+                "no other node is here",
+                "on another machine: `mesh join` with what `mesh invite` prints here; far away, `mesh up --join HOST` too",
+            ),
+        ]
+    findings.append(Finding("others", "ok", f"{network['others']} other nodes are here"))
+    findings += _reach(status["address"], network["asked"])
+    findings.append(_clock(network["clock_offset_s"], network["clock_peers"]))
+    return findings
+
+
+def _reach(address: str, asked: list[dict[str, Any]]) -> list[Finding]:
+    port = address.rpartition(":")[2]
+    silent = [answer for answer in asked if answer["error"]]
+    told = [answer for answer in asked if not answer["error"]]
+    findings = []
+    if silent and not told:
+        names = ", ".join(answer["nick"] for answer in silent)
+        findings.append(
+            Finding(
+                "reaching others",
+                "fail",
+                f"none of {names} answers over TCP ({silent[0]['error']})",
+                f"allow TCP port {port} out of this machine, and into theirs",
+            )
+        )
+    deaf = [answer for answer in told if not answer["udp"]]
+    if not told:
+        return findings
+    if not deaf:
+        return [*findings, Finding("address", "ok", f"{len(told)} nodes reach this one at {address}")]
+    nick, seen = deaf[0]["nick"], deaf[0]["seen_host"]
+    who = f"{len(deaf)} of {len(told)} nodes that were asked (as {nick})"
+    if deaf[0]["tcp"] == "acked":
+        return [
+            *findings,
+            Finding(
+                "UDP",
+                "fail",
+                f"does not come through to {address} from {who}; TCP does, and is used instead, more slowly",
+                f"allow UDP port {port} into and out of this machine",
+            ),
+        ]
+    elsewhere = f"; they see this machine at {seen}" if seen and seen != address.rpartition(":")[0] else ""
+    return [
+        *findings,
+        Finding(
+            "address",
+            "fail",
+            f"{who} cannot reach this node at {address}, by UDP or by TCP{elsewhere}",
+            f"allow port {port} into this machine, or name the right address: `mesh up --advertise ADDRESS`",
+        ),
+    ]
+
+
+def _clock(offset_s: float | None, peers: int) -> Finding:
+    if offset_s is None or abs(offset_s) <= CLOCK_WARN_S:
+        return Finding("clock", "ok", "agrees with the others'")
+    way = "behind" if offset_s > 0 else "ahead of"
+    text = f"this machine's clock is {abs(offset_s):.0f} s {way} those of {peers} other nodes"
+    if peers < 3:
+        return Finding("clock", "warn", text + " (too few to say whose is wrong)", "`timedatectl` on each shows which")
+    state: State = "fail" if abs(offset_s) > CLOCK_FAIL_S else "warn"
+    return Finding("clock", state, text, "`timedatectl set-ntp true`")
+
+
+def _engine(name: str, engine: dict[str, Any]) -> Finding:
+    return Finding(f"engine {name}", "ok" if engine["ok"] else "warn", engine["detail"])
