@@ -206,7 +206,7 @@ class Core:
         if len(self._strangers) > strangers and now >= self._hurry_at:
             self._hurry_at = now + HURRY_PAUSE_S
             self.want_reconcile(sender, *source)  # who tells of strangers knows their certificates
-        self._perform(self.swim.on_packet(sender, packet, evidence, now))
+        self._perform(self.swim.on_packet(sender, packet, evidence, now, source))
         self._follow_epoch()
 
     def seal_packet(self, to: NodeId, packet: AnyPacket) -> bytes:

@@ -740,12 +740,17 @@ class MembershipNode:
             self._reach_at = now + 1.0
             return
         self.problems.pop("reach", None)
-        if answer.udp:
+        if answer.udp and answer.tcp == "acked":
             return
         self._reach_at = now + REACH_AGAIN_S[0]
         nick = self.trust.seen()[node].nick
         where = f"{self.host}:{self.port}"
-        if answer.tcp == "acked":
+        if answer.udp:
+            self.problems["reach"] = (
+                f"TCP does not come through from {nick} to this node at {where} ({answer.tcp}): allow TCP port {self.port} "
+                "in the firewall, or much of what others say comes late"
+            )
+        elif answer.tcp == "acked":
             self.problems["reach"] = (
                 f"UDP does not come through from {nick} to this node at {where}: allow UDP port {self.port} in the "
                 "firewall (TCP works, and is used instead)"

@@ -208,8 +208,15 @@ class Swim:
 
     # --- packets
 
-    def on_packet(self, sender: bytes, packet: AnyPacket, evidence: list[Verified], now: float) -> list[Effect]:
-        """A verified packet from a known member; `evidence` is what it says of others, verified too."""
+    def on_packet(
+        self,
+        sender: bytes,
+        packet: AnyPacket,
+        evidence: list[Verified],
+        now: float,
+        source: tuple[str, int] | None = None,
+    ) -> list[Effect]:
+        """A verified packet from a known member; `evidence` is what it says of others, verified too; `source` is its address."""
         effects: list[Effect] = []
         for item in evidence:
             effects += self.on_evidence(*item, now)
@@ -218,11 +225,7 @@ class Swim:
             return effects
         match packet:
             case Ping():
-                # Whoever speaks though we hold it suspect or dead hears that first, and refutes.
-                doubt: Gossip = ()
-                if member.state in {"suspect", "dead"} and member.verdict_sealed is not None:
-                    doubt = (("member", member.verdict_sealed),)
-                effects.append(self._send(member, self._ack(packet.nonce, doubt)))
+                effects.append(self._answer(member, packet, source))
                 effects += self._differs(member, packet.root, now)
             case Ack():
                 effects += self._on_ack(member, packet, now)
@@ -290,6 +293,17 @@ class Swim:
             return []
         # A machine that slept may be dead to everybody: learn of it now, from whoever is there.
         return self._reconcile_with_some(unless_equal=False)
+
+    def _answer(self, member: Member, ping: Ping, source: tuple[str, int] | None) -> SendPacket:
+        """The ack goes to where the ping came from. Whoever is held suspect or dead hears that first, and refutes; whoever
+        speaks from another address than its newest word has, hears that word: a second machine may have its key."""
+        doubt: Gossip = ()
+        if member.state in {"suspect", "dead"} and member.verdict_sealed is not None:
+            doubt = (("member", member.verdict_sealed),)
+        if source is not None and source != (member.host, member.port):
+            doubt = (*doubt, ("member", member.alive_sealed))
+            member = replace(member, host=source[0], port=source[1])
+        return self._send(member, self._ack(ping.nonce, doubt))
 
     # --- timers
 

@@ -1,6 +1,8 @@
 """What this machine can run beyond plain Python. A missing tier is skipped by name, or fails where it is required."""
 
 import os
+import shutil
+import subprocess
 from functools import cache
 
 REQUIRE = "MESH_REQUIRE_TIERS"
@@ -21,7 +23,21 @@ def docker_problem() -> str:
     return ""
 
 
-PROBES = {"docker": docker_problem}
+@cache
+def netns_problem() -> str:
+    """Why no network namespaces can be made here; empty if they can."""
+    for program in ("ip", "iptables", "sysctl"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    name = f"mesh-probe-{os.getpid()}"
+    for words in (["add", name], ["exec", name, "iptables", "-L"], ["del", name]):
+        done = subprocess.run(["ip", "netns", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"ip netns {words[0]}: {done.stderr.strip()[:100]} (root is needed)"
+    return ""
+
+
+PROBES = {"docker": docker_problem, "netns": netns_problem}
 
 
 def required() -> set[str]:

@@ -358,13 +358,23 @@ def _reach(address: str, asked: list[dict[str, Any]]) -> list[Finding]:
                 f"allow TCP port {port} out of this machine, and into theirs",
             )
         )
-    deaf = [answer for answer in told if not answer["udp"]]
+    deaf = [answer for answer in told if not answer["udp"] or answer["tcp"] != "acked"]
     if not told:
         return findings
     if not deaf:
         return [*findings, Finding("address", "ok", f"{len(told)} nodes reach this one at {address}")]
     nick, seen = deaf[0]["nick"], deaf[0]["seen_host"]
     who = f"{len(deaf)} of {len(told)} nodes that were asked (as {nick})"
+    if deaf[0]["udp"]:
+        return [
+            *findings,
+            Finding(
+                "TCP",
+                "fail",
+                f"does not come through to {address} from {who} ({deaf[0]['tcp']}); UDP does",
+                f"allow TCP port {port} into this machine: large news and job calls need it",
+            ),
+        ]
     if deaf[0]["tcp"] == "acked":
         return [
             *findings,

@@ -1,0 +1,195 @@
+"""A network of machines in namespaces: switches with hosts, routers between them, faults by iptables and tc's absence.
+
+Everything is made by the test that uses it and goes with it; nothing outside the namespaces is touched.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mesh.client import Client
+from mesh.config import Layout
+from tests.e2e.commands import PROJECT, command, until
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+class Host:
+    """A machine: a namespace, an address on each switch it is plugged into, perhaps a daemon."""
+
+    def __init__(self, lan: "Lan", name: str) -> None:
+        self.lan = lan
+        self.name = name
+        self.namespace = f"{lan.prefix}-{name}"
+        self.state = lan.directory / name
+        self.daemon: subprocess.Popen[bytes] | None = None
+        self.addresses: list[str] = []
+        run("ip", "netns", "add", self.namespace)
+        self.run("ip", "link", "set", "lo", "up")
+
+    def run(self, *words: str) -> str:
+        return run("ip", "netns", "exec", self.namespace, *words)
+
+    def iptables(self, *words: str) -> None:
+        self.run("iptables", *words)
+
+    def plug(self, switch: str, address: str, interface: str = "eth0") -> None:
+        """Connect to a switch, with this address (`10.77.0.2/24`)."""
+        number = self.lan.next_number()
+        near, far = f"v{self.lan.tag}n{number}", f"v{self.lan.tag}f{number}"
+        run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        run("ip", "link", "set", near, "netns", self.namespace)
+        run("ip", "link", "set", far, "netns", self.lan.switch_namespace)
+        self.run("ip", "link", "set", near, "name", interface)
+        self.run("ip", "address", "add", address, "dev", interface)
+        self.run("ip", "link", "set", interface, "up")
+        self.lan.in_switch("ip", "link", "set", far, "master", switch, "up")
+        self.addresses.append(address.partition("/")[0])
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    # --- the daemon
+
+    def mesh(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """A command on this machine."""
+        return subprocess.run(
+            ["ip", "netns", "exec", self.namespace, *command(self.state, *arguments)],
+            capture_output=True,
+            text=True,
+            cwd=PROJECT,
+            timeout=60,
+            check=False,
+            env={**os.environ, "COLUMNS": "160"},
+        )
+
+    def ok(self, *arguments: str) -> str:
+        done = self.mesh(*arguments)
+        assert done.returncode == 0, f"{self.name}: mesh {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def up(self, **settings: Any) -> None:
+        """Start the daemon, as its own child, and wait until it answers."""
+        import json
+
+        log = (self.lan.directory / f"{self.name}.log").open("ab")
+        self.daemon = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self.namespace, sys.executable, "-m", "mesh.daemon"),
+                *("--state", str(self.state), "--overrides", json.dumps({"engines": ["process"], **settings})),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        until(lambda: self.answers or (self.daemon and self.daemon.poll() is not None), f"{self.name} to answer")
+        assert self.answers, self.log()
+
+    @property
+    def client(self) -> Client:
+        return Client(Layout(self.state).socket)
+
+    @property
+    def answers(self) -> bool:
+        return Layout(self.state).socket.exists() and self.client.alive()
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.client.get("/v1/status")
+        return answer
+
+    def sees(self) -> dict[str, str]:
+        """Nick and state of everybody it knows."""
+        return {row["nick"]: row["state"] for row in self.client.get("/v1/nodes")["nodes"]}
+
+    def row(self, nick: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(row for row in self.client.get("/v1/nodes")["nodes"] if row["nick"] == nick)
+        return found
+
+    def log(self) -> str:
+        path = self.lan.directory / f"{self.name}.log"
+        return path.read_text(errors="replace")[-4000:] if path.exists() else ""
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the daemon itself: `ip netns exec` becomes it."""
+        assert self.daemon is not None
+        self.daemon.send_signal(number)
+
+    def end(self) -> None:
+        if self.daemon is not None and self.daemon.poll() is None:
+            self.daemon.send_signal(signal.SIGCONT)
+            self.daemon.kill()
+            self.daemon.wait()
+
+
+class Lan:
+    """Switches are bridges in a namespace of their own."""
+
+    _made = 0
+
+    def __init__(self, directory: Path) -> None:
+        Lan._made += 1
+        self.directory = directory
+        self.tag = f"{os.getpid() % 10_000}{chr(96 + Lan._made % 26)}"
+        self.prefix = f"mt{self.tag}"
+        self.switch_namespace = f"{self.prefix}-switch"
+        self.hosts: list[Host] = []
+        self._number = 0
+        run("ip", "netns", "add", self.switch_namespace)
+
+    def __enter__(self) -> "Lan":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for host in self.hosts:
+            host.end()
+        for namespace in [*(host.namespace for host in self.hosts), self.switch_namespace]:
+            run("ip", "netns", "del", namespace)
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def in_switch(self, *words: str) -> str:
+        return run("ip", "netns", "exec", self.switch_namespace, *words)
+
+    def switch(self, name: str) -> None:
+        # Without a querier, a snooping bridge would forget who listens to multicast.
+        self.in_switch("ip", "link", "add", name, "type", "bridge", "mcast_snooping", "0")
+        self.in_switch("ip", "link", "set", name, "up")
+
+    def host(self, name: str) -> Host:
+        host = Host(self, name)
+        self.hosts.append(host)
+        return host
+
+
+def found(first: Host, *others: Host) -> None:
+    """Make a mesh of these: the first founds it, the others join by an invite. Nobody runs afterwards."""
+    import time
+
+    from membership.identity import Identity
+    from membership.trust import make_invite
+
+    first.ok("init", "lab", "--nick", first.name, "--user", "ada")
+    where = Layout(first.state)
+    identity = Identity.load(where.key)
+    text = make_invite(identity, where.chain.read_bytes(), where.genesis.read_bytes(), (), 3600, time.time())
+    for host in others:
+        host.ok("join", text, "--nick", host.name, "--user", "ada")
+
+
+def all_see(hosts: Sequence[Host], nicks: set[str], state: str = "alive") -> bool:
+    return all({nick for nick, seen in host.sees().items() if seen == state} == nicks for host in hosts)
