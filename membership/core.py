@@ -40,6 +40,7 @@ from membership.wire import MAX_EPOCH, Ack, AnyEvidence, AnyPacket, WireError, d
 
 GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 HURRY_PAUSE_S = 0.5  # between two push-pulls to learn of strangers; ours
+MUCH_NEWS = 4  # in one push-pull: not a rumour that was missed, but a mesh that is just coming together
 STRANGERS_KEPT = 512  # pieces of evidence that wait for a certificate
 RECENT = 8192
 TRUST_TTL_S = 29 * 86_400.0  # longer than any other section lives, so that all others can be verified
@@ -420,6 +421,8 @@ class Core:
             self._strangers.popitem(last=False)
 
     def _take_in(self, records: list[bytes], evidence: list[bytes]) -> None:
+        if len(records) + len(evidence) >= MUCH_NEWS:
+            self._perform(self.swim.hurry(self._clock.boot()))
         for sealed in records:
             self._take_record(sealed, rumoured=False)
         for sealed in evidence:

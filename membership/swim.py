@@ -102,6 +102,7 @@ class Swim:
         self._relays: dict[int, tuple[bytes, int, float]] = {}
         self._suspicions: dict[bytes, Suspicion] = {}
         self._unreachable: set[bytes] = set()
+        self._hurrying = False
         self._buried: deque[bytes] = deque()  # who died lately, the last at the right
         self._gossiping = False
         self._credit = AccuserCredit(config)
@@ -202,6 +203,13 @@ class Swim:
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def hurry(self, now: float) -> list[Effect]:
+        """A push-pull has just taught us much: there is more, and others lack it too. Go on with somebody else soon."""
+        if self._hurrying or self.left:
+            return []
+        self._hurrying = True
+        return [self._timer("hurry", now + self.config.reconcile_pause_s * self._rng.uniform(0.5, 1.5))]
 
     def is_unreachable(self, node: bytes) -> bool:
         return node in self._unreachable
@@ -317,6 +325,9 @@ class Swim:
         if name == "gossip":
             self._gossiping = False
             return [*self._gossip(now), *self._gossip_soon(now)]
+        if name == "hurry":
+            self._hurrying = False
+            return self._reconcile_with_some(unless_equal=True)
         if name == "compare":
             again = self._timer("compare", now + self.config.reconcile_interval_s)
             return [again, *self._reconcile_with_some(unless_equal=True)]

@@ -68,6 +68,7 @@ class Mix(msgspec.Struct, frozen=True):
     drift: float = 0.0
     strikes: tuple[str, ...] = ()
     strike_every_s: float = 30.0
+    news_every_s: float = 200.0  # of each node: it publishes something
     gentle: bool = False
     until_s: float = 1500.0
 
@@ -419,7 +420,8 @@ class GossipNode:
         known = dict.fromkeys(self.disk.remembered)
         known |= dict.fromkeys((m.host, m.port) for m in self.core.swim.table.present() if m.node != self.id)
         self.disk.remembered = list(known)[-256:]
-        if publish or (rng.random() < 0.05 and world.kernel.now < world.mix.until_s):
+        talks = world.mix.news_every_s > 0 and rng.random() < UPKEEP_S / world.mix.news_every_s
+        if publish or (talks and world.kernel.now < world.mix.until_s):
             section = rng.choice(["facts", "load", "jobs/a", "jobs/b"])
             size = rng.choice([60, 200, 2000])
             self.core.publish(

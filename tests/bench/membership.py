@@ -12,17 +12,20 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests.bench import scenarios  # noqa: E402
 from tests.bench.fleets import Fleet, available, wait  # noqa: E402
 from tests.bench.harness import BUILD, row, write  # noqa: E402
 
 DETECT_WITHIN_S = 60.0
-SETTLE_S, IDLE_S = 45.0, 30.0  # the news of the start must have run dry
+SETTLE_S, IDLE_S = 30.0, 60.0  # the news of the start must have run dry
 STALL_S, RUN_S = 8.0, 0.4  # the rhythm of a stalled node
 SOAK_NODES = 40
 
@@ -35,6 +38,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=10.0, help="of loss, and of stalls")
     parser.add_argument("--only", help="one system")
+    parser.add_argument("--quick", action="store_true", help="small simulations")
+    parser.add_argument("--no-scenarios", action="store_true", help="leave out what is measured without processes")
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("bench-membership makes network namespaces: run it as root")
@@ -42,6 +47,7 @@ def main() -> None:
     kinds = [kind for kind in kinds if options.only in {None, kind.name}]
     figures: Figures = {kind.name: {} for kind in kinds}
     sizes = [int(size) for size in options.sizes.split(",")]
+    simulated = [] if options.no_scenarios else scenarios.rows(options.quick)
     with tempfile.TemporaryDirectory(prefix="mesh-bench-") as directory:
         for size in sizes:
             for kind in kinds:
@@ -52,9 +58,9 @@ def main() -> None:
             finally:
                 for fleet in fleets:
                     fleet.close()
-            report(figures, {}, missing, sizes, options)  # an hour's work is not lost with its last minute
+            report(figures, {}, missing, simulated, options)  # an hour's work is not lost with its last minute
         false = soak(kinds, Path(directory), options.minutes) if options.minutes else {}
-    report(figures, false, missing, sizes, options)
+    report(figures, false, missing, simulated, options)
 
 
 def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
@@ -63,8 +69,8 @@ def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
         mine = figures[fleet.name][fleet.size]
         for nick in fleet.nicks:
             fleet.start(nick)
-        if not wait(fleet.complete, 180):
-            print(f"{fleet.name} of {fleet.size} did not come together", flush=True)
+        if not wait(fleet.complete, 120):
+            print(f"{fleet.name} of {fleet.size} did not come together within 120 s", flush=True)
         last = max(fleet.up_at.values(), default=0.0)
         seen = [at for nick in fleet.nicks for at in fleet.joined_at(nick)]
         mine["converge_s"] = [max(seen, default=last) - last]
@@ -73,10 +79,16 @@ def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
         for fleet in fleets:
             late_join(fleet, figures[fleet.name][fleet.size])
     for number in range(kills):
-        for fleet in fleets:
-            one_kill(fleet, figures[fleet.name][fleet.size], draw.choice(fleet.nicks[2:]))
-            one_leave(fleet, figures[fleet.name][fleet.size], draw.choice(fleet.nicks[2:]))
+        # In one namespace each, on the same two cores: at the same time, so that a slow moment hits all alike.
+        nick, other = draw.sample(fleets[0].nicks[2:], 2)
+        at_once(fleets, lambda fleet, nick=nick: one_kill(fleet, figures[fleet.name][fleet.size], nick))  # type: ignore[misc]
+        at_once(fleets, lambda fleet, nick=other: one_leave(fleet, figures[fleet.name][fleet.size], nick))  # type: ignore[misc]
         print(f"N={fleets[0].size}: kill {number + 1} of {kills}", flush=True)
+
+
+def at_once(fleets: list[Fleet], act: Callable[[Fleet], None]) -> None:
+    with ThreadPoolExecutor(len(fleets)) as workers:
+        list(workers.map(act, fleets))
 
 
 def late_join(fleet: Fleet, mine: dict[str, list[float]]) -> None:
@@ -177,9 +189,13 @@ GOALS: list[tuple[str, int, str, str, float]] = [
 
 
 def report(
-    figures: Figures, false: dict[str, dict[str, int]], missing: dict[str, str], sizes: list[int], options: Any
+    figures: Figures,
+    false: dict[str, dict[str, int]],
+    missing: dict[str, str],
+    simulated: list[dict[str, Any]],
+    options: Any,
 ) -> None:
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [*simulated, *_constant(figures)]
     for measure_name, size, unit, goal, limit in GOALS:
         values = figures.get("mesh", {}).get(size, {}).get(measure_name, [])
         if not values:
@@ -211,6 +227,20 @@ def report(
     for name, why in missing.items():
         rows.append(_not_run(name, "", "-", why))
     write("membership", rows)
+
+
+def _constant(figures: Figures) -> list[dict[str, Any]]:
+    """Whether the idle traffic of a node depends on how many there are."""
+    idle = {
+        size: of["idle_bytes_per_node_s"]
+        for size, of in figures.get("mesh", {}).items()
+        if "idle_bytes_per_node_s" in of
+    }
+    if len(idle) < 2:
+        return []
+    ratio = statistics.median(idle[max(idle)]) / statistics.median(idle[min(idle)])
+    name = f"idle bytes at N={max(idle)}, times those at N={min(idle)}"
+    return [row(name, [ratio], "x", goal="constant in N (<= 1.5)", met=ratio <= 1.5)]
 
 
 def _not_run(measure_name: str, unit: str, goal: str, why: str) -> dict[str, Any]:
