@@ -18,7 +18,7 @@ from membership.trust import TrustError
 
 CONVERSATION_S = 5.0
 SERVED_AT_ONCE = 32  # memberlist allows 128
-SERVED_TO_ONE = 8  # of those, to one address
+SERVED_TO_ONE = 16  # of those, to one address
 
 log = logging.getLogger(__name__)
 

@@ -218,7 +218,7 @@ class MeshFleet(Fleet):
         now = time.time()
         founder = Identity.generate()
         genesis, chain = found_mesh(founder, "bench", self.nicks[0], "bench", now)
-        invite = parse_invite(make_invite(founder, chain, genesis, (), 86_400, now), now)
+        invite = parse_invite(make_invite(founder, chain, genesis, (), 80 * 86_400, now), now)
         for number, nick in enumerate(self.nicks):
             home = directory / nick
             home.mkdir()
