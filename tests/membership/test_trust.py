@@ -1,16 +1,22 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from membership.envelope import Seals, seal
 from membership.identity import Identity
 from membership.trust import (
+    ROLES,
+    Certificate,
     TrustError,
     TrustStore,
     accept_invite,
+    admit_node,
     found_mesh,
     make_invite,
     make_revocation,
     parse_invite,
+    renew_chain,
 )
 
 NOW = 1_800_000_000.0
@@ -128,3 +134,83 @@ def test_nobody_else_revokes_and_no_root_is_revoked() -> None:
 def test_hostile_bytes_are_no_revocation(data: bytes) -> None:
     with pytest.raises(TrustError):
         TrustStore(GENESIS).admit_revocation(data, NOW)
+
+
+def admitter() -> tuple[Identity, bytes]:
+    identity = Identity(b"\x14" * 32)
+    signer = Seals(ROOT, TrustStore(GENESIS).mesh_id)
+    chain = admit_node(signer, TrustStore(GENESIS), CHAIN, identity.node_id, "adm", "eve", ROLES, True, NOW)
+    return identity, chain
+
+
+def test_an_admitter_lets_others_in_but_makes_no_admitters() -> None:
+    identity, chain = admitter()
+    store = TrustStore(GENESIS)
+    assert store.check_chain(chain, NOW).can_admit
+    signer = Seals(identity, store.mesh_id)
+    granted = admit_node(signer, store, chain, GUEST.node_id, "desk", "bob", ("user",), False, NOW)
+    standing = store.check_chain(granted, NOW)
+    assert (standing.node_id, standing.roles, standing.can_admit) == (GUEST.node_id, ("user",), False)
+    with pytest.raises(TrustError, match="makes admitters"):
+        admit_node(signer, store, chain, GUEST.node_id, "desk", "bob", ROLES, True, NOW)
+    by_invite = accept_invite(
+        parse_invite(make_invite(identity, chain, GENESIS, (), 60, NOW), NOW), GUEST.node_id, "d", "b", NOW
+    )
+    assert store.check_chain(by_invite, NOW).node_id == GUEST.node_id, "three links, and no more"
+
+
+def test_roles_and_users_only_shrink_along_a_chain() -> None:
+    text = make_invite(ROOT, CHAIN, GENESIS, (), 3600, NOW, roles=("user",), for_user="bob")
+    invite = parse_invite(text, NOW)
+    store = TrustStore(GENESIS)
+    chain = accept_invite(invite, GUEST.node_id, "desk", "bob", NOW)
+    assert store.check_chain(chain, NOW).roles == ("user",) and store.invited_user(invite) == "bob"
+    with pytest.raises(TrustError, match="for user 'bob'"):
+        accept_invite(invite, GUEST.node_id, "desk", "eve", NOW)
+    # Somebody who writes more into it than he was given is refused by everybody else.
+    links = msgspec.msgpack.decode(chain, type=list[bytes])
+    greedy = Certificate(GUEST.node_id, "desk", "bob", ROLES, False, int(NOW), int(NOW) + 60, b"s")
+    forged = seal(Identity(invite.seed), store.mesh_id, "certificate", msgspec.msgpack.encode(greedy))
+    with pytest.raises(TrustError, match="role"):
+        store.check_chain(msgspec.msgpack.encode([*links[:-1], forged]), NOW)
+
+
+def test_a_certificate_holds_no_longer_than_the_invite_it_came_by_until_it_is_renewed() -> None:
+    store = TrustStore(GENESIS)
+    chain = accept_invite(parse_invite(INVITE, NOW), GUEST.node_id, "desk", "bob", NOW)
+    assert store.admit_chain(chain, NOW).not_after == int(NOW) + 3600
+    renewed = renew_chain(Seals(ROOT, store.mesh_id), store, CHAIN, GUEST.node_id, NOW + 60)
+    later = NOW + 80 * 86_400
+    assert store.admit_chain(renewed, NOW + 60).not_after > later
+    again = store.standing(GUEST.node_id, later)
+    assert again is not None and (again.nick, again.user, again.roles) == ("desk", "bob", ROLES)
+    assert store.standing(GUEST.node_id, NOW + 91 * 86_400) is None, "it ends, too"
+
+
+def test_nobody_is_renewed_whose_certificate_has_ended_or_who_was_revoked_and_no_member_renews() -> None:
+    store = TrustStore(GENESIS)
+    chain = accept_invite(parse_invite(INVITE, NOW), GUEST.node_id, "desk", "bob", NOW)
+    store.admit_chain(chain, NOW)
+    root = Seals(ROOT, store.mesh_id)
+    with pytest.raises(TrustError, match="has ended"):
+        renew_chain(root, store, CHAIN, GUEST.node_id, NOW + 2 * 86_400)
+    with pytest.raises(TrustError, match="may not admit"):
+        renew_chain(Seals(GUEST, store.mesh_id), store, chain, GUEST.node_id, NOW)
+    store.admit_revocation(make_revocation(ROOT, store, GUEST.node_id, "", NOW), NOW)
+    with pytest.raises(TrustError, match="revoked"):
+        renew_chain(root, store, CHAIN, GUEST.node_id, NOW)
+    with pytest.raises(TrustError, match="new one"):
+        admit_node(root, store, CHAIN, GUEST.node_id, "desk", "bob", ROLES, False, NOW)
+
+
+def test_an_admitter_is_renewed_as_one_by_the_founder_alone() -> None:
+    store = TrustStore(GENESIS)
+    identity, chain = admitter()
+    store.admit_chain(chain, NOW)
+    assert store.check_chain(
+        renew_chain(Seals(ROOT, store.mesh_id), store, CHAIN, identity.node_id, NOW), NOW
+    ).can_admit
+    other = Identity(b"\x15" * 32)
+    by_root = admit_node(Seals(ROOT, store.mesh_id), store, CHAIN, other.node_id, "o", "o", ROLES, True, NOW)
+    renewed = renew_chain(Seals(other, store.mesh_id), store, by_root, identity.node_id, NOW)
+    assert not store.check_chain(renewed, NOW).can_admit

@@ -1,0 +1,136 @@
+"""What the doctor makes of what it sees, and how it looks; with networks that are really broken see tests/netns."""
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from membership.identity import Identity
+from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
+from mesh.cli.doctor import Facts, Finding, Port, diagnose
+from mesh.config import Layout, save_membership
+from tests.e2e.commands import mesh, read
+
+NOW = 1_800_000_000.0
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    return {"nick": "desk", "address": "10.0.0.1:7373", "pid": 1, "problems": {}, "engines": {}, **changes}
+
+
+def network(**changes: Any) -> dict[str, Any]:
+    good = {"nick": "rack", "udp": True, "tcp": "acked", "seen_host": "10.0.0.1", "error": ""}
+    return {
+        "others": 3,
+        "asked": [good],
+        "mdns_problem": "",
+        "neighbours": 3,
+        "neighbours_by_mdns": 3,
+        "clock_offset_s": 0.0,
+        "clock_peers": 3,
+        **changes,
+    }
+
+
+def facts(**changes: Any) -> Facts:
+    sound = {
+        "state": "/state",
+        "member": True,
+        "certificate_ends_unix": NOW + 80 * 86_400,
+        "status": status(),
+        "network": network(),
+        "multicast": {"10.0.0.1": ""},
+        "now_unix": NOW,
+    }
+    return Facts(**{**sound, **changes})
+
+
+def worst(seen: Facts) -> Finding:
+    findings = diagnose(seen)
+    order = {"fail": 0, "warn": 1, "ok": 2}
+    return min(findings, key=lambda finding: order[finding.state])
+
+
+def test_a_sound_node_is_sound() -> None:
+    assert {finding.state for finding in diagnose(facts())} == {"ok"}
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    return network(
+        asked=[{"nick": "rack", "udp": False, "tcp": "silent", "seen_host": "10.0.0.7", "error": "", **changes}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "check", "state", "words"),
+    [
+        (facts(key_problem="others may read it"), "state", "fail", "others may"),
+        (facts(member=False), "state", "fail", "no mesh"),
+        (facts(settings_problem="port must be"), "state", "fail", "port must"),
+        (facts(certificate_problem="has ended"), "certificate", "fail", "has ended"),
+        (facts(certificate_ends_unix=NOW + 3600), "certificate", "warn", "until"),
+        (facts(status=None, network=None, daemon_problem="none runs"), "daemon", "fail", "none runs"),
+        (
+            facts(ports=(Port("udp", 7373, "--port", "dnsmasq (pid 7)"),)),
+            "ports",
+            "fail",
+            "7373/udp is taken by dnsmasq",
+        ),
+        (facts(ports=(Port("tcp", 7374, "--api-port", "?"),)), "ports", "fail", "another user"),
+        (facts(multicast={"10.0.0.1": "No route"}), "multicast", "warn", "No route"),
+        (facts(network=network(neighbours_by_mdns=0)), "multicast", "warn", "blocked between"),
+        (facts(network=network(mdns_problem="cannot bind")), "multicast", "warn", "cannot bind"),
+        (facts(network=network(others=0)), "others", "warn", "no other node"),
+        (facts(network=asked(tcp="acked")), "UDP", "fail", "used instead"),
+        (facts(network=asked(udp=True)), "TCP", "fail", "UDP does"),
+        (facts(network=asked()), "address", "fail", "they see this machine at 10.0.0.7"),
+        (facts(network=asked(error="timed out")), "reaching others", "fail", "timed out"),
+        (facts(network=network(clock_offset_s=240.0)), "clock", "fail", "240 s behind"),
+        (facts(network=network(clock_offset_s=-30.0)), "clock", "warn", "30 s ahead"),
+        (facts(network=network(clock_offset_s=240.0, clock_peers=1)), "clock", "warn", "too few"),
+        (facts(status=status(problems={"cloned": "another machine"})), "cloned", "fail", "another machine"),
+    ],
+)
+def test_each_trouble_is_named_with_what_to_do(seen: Facts, check: str, state: str, words: str) -> None:
+    found = worst(seen)
+    assert (found.check, found.state) == (check, state) and words in found.detail
+    assert found.next or check in {"state", "cloned", "multicast"}
+
+
+def test_it_finds_who_has_the_port_without_a_daemon(tmp_path: Path) -> None:
+    state = tmp_path / "a"
+    assert mesh(state, "init", "lab", "--nick", "desk").returncode == 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        (state / "config.toml").write_text(f'bind = "127.0.0.1"\nport = {port}\napi_port = 0\nmdns = false\n')
+        done = mesh(state, "doctor")
+        assert done.returncode == 1 and f"{port}/udp is taken by" in done.stdout and "(pid " in done.stdout
+        assert "no daemon runs here" in done.stdout and "next: `mesh up`" in done.stdout
+    (state / "config.toml").write_text("port = 'x'\n")
+    assert "config.toml" in mesh(state, "doctor").stdout
+
+
+def test_it_names_an_ended_certificate_and_the_way_back(tmp_path: Path) -> None:
+    root, old = Identity.generate(), time.time() - 10 * 86_400
+    genesis, chain = found_mesh(root, "lab", "root", "ada", old)
+    invite = parse_invite(make_invite(root, chain, genesis, (), 3600, old), old)
+    where = Layout(tmp_path / "a")
+    where.root.mkdir()
+    identity = Identity.generate()
+    identity.save(where.key)
+    save_membership(where, genesis, accept_invite(invite, identity.node_id, "rack", "bob", old), ())
+    answer = mesh(where.root, "doctor", "--json")
+    assert answer.returncode == 1
+    assert "has ended" in answer.stdout and "mesh invite" in answer.stdout
+    refused = mesh(where.root, "up", "--bind", "127.0.0.1", "--port", "0", "--api-port", "0")
+    assert refused.returncode == 1 and "has ended" in refused.stderr
+
+
+def test_its_json_is_versioned(tmp_path: Path) -> None:
+    assert mesh(tmp_path / "x", "doctor").returncode == 1
+    assert '"schema": 1' in mesh(tmp_path / "x", "doctor", "--json").stdout
+    with pytest.raises(AssertionError):
+        read(tmp_path / "x", "doctor")
