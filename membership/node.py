@@ -247,7 +247,8 @@ class MembershipNode:
         await self._bind()
         towards = self._seeds[0][0] if self._seeds else None
         self._addresses_seen = lan_addresses()
-        self.host = self._advertise_host or advertised_address(self._bind_host, towards)
+        # In a thread: the seed may be a name.
+        self.host = self._advertise_host or await asyncio.to_thread(advertised_address, self._bind_host, towards)
         await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
         if self.identity.node_id in self.trust.revoked:
             raise TrustError("this node's key was revoked: ask for an invite, and join with a new --state")
@@ -708,7 +709,8 @@ class MembershipNode:
         self.counters["interface_changes"] += 1
         if self._advertise_host is None and is_any(self._bind_host) and self.host not in addresses:
             peers = self._core.swim.table.draw(1, self._rng, without=(self.identity.node_id,))
-            self._take_address(advertised_address(self._bind_host, peers[0].host if peers else None))
+            towards = peers[0].host if peers else None
+            self._take_address(await asyncio.to_thread(advertised_address, self._bind_host, towards))
         if self._beacon is not None:
             await self._beacon.again(self.host)
         self._reach_at = self._clock.boot()
