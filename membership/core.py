@@ -144,6 +144,10 @@ class Core:
             self._perform([KeepChain(chain)])
         self.publish(TRUST, self.chain, TRUST_TTL_S)
 
+    def move(self, host: str, port: int) -> None:
+        """We are at another address now."""
+        self._perform(self.swim.set_address(host, port, self._clock.boot()))
+
     def revoke(self, sealed: bytes) -> None:
         """Take in a revocation made here, and show it to everybody."""
         if self.trust.admit_revocation(sealed, self._clock.unix()):

@@ -10,37 +10,18 @@ import logging
 import random
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from membership.admission import (
-    ADMITTED,
-    ADMITTED_KEPT,
-    ADMITTED_TTL_S,
-    PENDING,
-    PENDING_TTL_S,
-    Allowed,
-    Knock,
-    Porch,
-    Waiting,
-    decode_admitted,
-    decode_waiting,
-    encode_admitted,
-    encode_waiting,
-    read_allow_list,
-)
+from membership.admission import Waiting, read_allow_list
 from membership.config import SwimConfig
 from membership.core import Core
 from membership.discovery import (
     MdnsBeacon,
     MdnsConfig,
-    advertised_address,
-    is_any,
-    lan_addresses,
-    neighbours,
     parse_seed,
 )
 from membership.effects import (
@@ -57,20 +38,22 @@ from membership.effects import (
     WantReconcile,
 )
 from membership.envelope import Seals
-from membership.identity import Identity, NodeId, format_id, short_id
+from membership.events import MemberView, Subscription
+from membership.gate import Gate, Policy
+from membership.identity import Identity, NodeId, short_id
 from membership.member import Member
 from membership.reconcile import Reached
 from membership.records import Record
 from membership.search import Search
 from membership.snapshot import Peer, RevocationFile, Snapshot, SnapshotFile, next_epoch
 from membership.streams import FAILURES, Streams
-from membership.trust import RENEW_BEFORE_S, ROLES, TrustError, TrustStore, admit_node
+from membership.trust import RENEW_BEFORE_S, ROLES, TrustError, TrustStore
+from membership.whereabouts import Standpoint, Whereabouts
 from membership.wire import Ping
 
-EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
 RECONCILES_AT_ONCE = 32  # forged packets must not make us call half the world
 UPKEEP_S = 10.0
-REACH_AGAIN_S = (15.0, 300.0)  # between two checks of our own address, while something is wrong with it, and else
+SHOW_AGAIN_S = 6 * 3600.0  # certificates and revocations, long before their sections end
 REACH_S, REACH_TRIES = 1.0, 3  # the pings of such a check, of which one must be answered
 RENEW_AGAIN_S = 30.0
 CERTIFICATE_WARNING_S = 7 * 86_400.0
@@ -84,33 +67,6 @@ class PortInUse(RuntimeError):
     """Another program has the port; the text says which and what to do."""
 
 
-class MemberView(msgspec.Struct, frozen=True):
-    """`state`: alive, suspect, unreachable, dead, left or revoked."""
-
-    node_id: bytes
-    nick: str
-    user: str
-    roles: tuple[str, ...]
-    state: str
-    draining: bool
-    host: str
-    port: int
-    epoch: int
-    incarnation: int
-    since_unix: float
-
-    @property
-    def present(self) -> bool:
-        return self.state in {"alive", "suspect", "unreachable"}
-
-
-class EventsLost(msgspec.Struct, frozen=True):
-    count: int
-
-
-MembershipEvent = MemberChanged | RecordChanged | EventsLost
-
-
 class SystemClock:
     def boot(self) -> float:
         """CLOCK_BOOTTIME counts while the machine sleeps, so that a wake-up is seen as one."""
@@ -118,60 +74,6 @@ class SystemClock:
 
     def unix(self) -> float:
         return time.time()
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """What another node said of reaching this one; `error` if it did not answer."""
-
-    nick: str
-    udp: bool = False
-    tcp: str = ""
-    seen_host: str = ""
-    error: str = ""
-
-
-class Standpoint(msgspec.Struct, frozen=True):
-    """How a node stands in the network. Neighbours are other nodes on its own networks."""
-
-    others: int
-    asked: tuple[Asked, ...]
-    mdns_problem: str
-    neighbours: int
-    neighbours_by_mdns: int
-    clock_offset_s: float | None
-    clock_peers: int
-
-
-class Admission(msgspec.Struct, frozen=True):
-    """Whom a node that may admit lets in by itself: those on a list, or, `open`, everybody who knocks."""
-
-    allow_list: Path | None = None
-    open: bool = False
-
-
-class Subscription:
-    """A bounded queue of events; what does not fit is dropped and told as EventsLost."""
-
-    def __init__(self) -> None:
-        self._events: deque[MembershipEvent] = deque()
-        self._lost = 0
-        self._wake = asyncio.Event()
-
-    def put(self, event: MembershipEvent) -> None:
-        if len(self._events) >= EVENT_QUEUE:
-            self._lost += 1
-        else:
-            self._events.append(event)
-        self._wake.set()
-
-    async def get(self) -> MembershipEvent:
-        while not self._events:
-            if self._lost:
-                lost, self._lost = self._lost, 0
-                return EventsLost(lost)
-            self._wake.clear()
-            await self._wake.wait()
-        return self._events.popleft()
 
 
 class MembershipNode:
@@ -193,7 +95,7 @@ class MembershipNode:
         default_port: int = 7373,
         rng: random.Random | None = None,
         clock: SystemClock | None = None,
-        admission: Admission | None = None,
+        policy: Policy | None = None,
         keep_chain: Callable[[bytes], None] = lambda chain: None,
         on_fatal: Callable[[str], None] = lambda reason: None,
         zone_of: Callable[[NodeId], str] = lambda node: "",
@@ -202,13 +104,10 @@ class MembershipNode:
         self.trust = trust
         self.config = config
         self.port = port
-        self.host = ""
         self.counters: Counter[str] = Counter()
         self.problems: dict[str, str] = {}
-        self.reached: dict[NodeId, Reached] = {}
         self._chain = own_chain
         self._bind_host = bind_host
-        self._advertise_host = advertise_host
         self._seeds = [parse_seed(seed, default_port) for seed in seeds]
         self._rng = rng or random.Random()  # timing and choice, not secrets
         self._where = Search(self._seeds, self._rng)
@@ -218,17 +117,17 @@ class MembershipNode:
         self._snapshot = Snapshot()
         self._revocations = RevocationFile(state_dir / "revoked")
         self._clock = clock or SystemClock()
-        self._admission = admission or Admission()
+        self._policy = policy or Policy()
         self._keep_chain, self._on_fatal, self._zone_of = keep_chain, on_fatal, zone_of
-        self._porch = Porch(identity, trust)
+        self._whereabouts = Whereabouts(bind_host, advertise_host, self.problems, self._clock, self._rng)
+        self._gate: Gate
         self._started: Core | None = None
         self._streams: Streams
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._reconciling = 0
-        self._addresses_seen: list[str] = []
-        self._reach_at = self._renew_at = 0.0
+        self._renew_at = 0.0
         self._transport: asyncio.DatagramTransport | None = None
         self._server: asyncio.Server | None = None
         self._epoch = 0
@@ -242,13 +141,10 @@ class MembershipNode:
         self.standing = self.trust.admit_chain(self._chain, now_unix)
         if self.standing.node_id != self.identity.node_id:
             raise TrustError("this node's certificate is for another key: run `mesh join INVITE` again")
-        if self._admission.allow_list is not None:
-            read_allow_list(self._admission.allow_list)
+        if self._policy.allow_list is not None:
+            read_allow_list(self._policy.allow_list)
         await self._bind()
-        towards = self._seeds[0][0] if self._seeds else None
-        self._addresses_seen = lan_addresses()
-        # In a thread: the seed may be a name.
-        self.host = self._advertise_host or await asyncio.to_thread(advertised_address, self._bind_host, towards)
+        await self._whereabouts.choose(self.port, self._seeds[0][0] if self._seeds else None)
         await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
         if self.identity.node_id in self.trust.revoked:
             raise TrustError("this node's key was revoked: ask for an invite, and join with a new --state")
@@ -271,7 +167,8 @@ class MembershipNode:
             zone_of=self._zone_of,
         )
         self._started.counters = self.counters
-        self._streams = Streams(self._core, self._reach, self._answer_knock)
+        self._gate = Gate(self.identity, self._core, self._policy, self.problems, self._clock)
+        self._streams = Streams(self._core, self._reach, self._gate.answer)
         self._core.start()
         if self._mdns_config is not None:
             self._beacon = MdnsBeacon(
@@ -322,6 +219,16 @@ class MembershipNode:
     # --- what others use
 
     @property
+    def host(self) -> str:
+        """The address that others use."""
+        return self._whereabouts.host
+
+    @property
+    def reached(self) -> dict[NodeId, Reached]:
+        """What others have said of reaching this node."""
+        return self._whereabouts.reached
+
+    @property
     def problem(self) -> str:
         """All that is wrong, in one line; empty if nothing is."""
         return "; ".join(self.problems.values())
@@ -334,10 +241,6 @@ class MembershipNode:
     def clock_offset_s(self) -> float | None:
         """How far the peers' clocks are ahead of this machine's; None before any has answered."""
         return self._core.swim.skew.offset_s
-
-    @property
-    def addresses(self) -> list[str]:
-        return self._addresses_seen
 
     def members(self) -> list[MemberView]:
         """Everybody known, ourselves included."""
@@ -371,11 +274,6 @@ class MembershipNode:
                     user=standing.user,
                     roles=standing.roles,
                     state="revoked",
-                    draining=False,
-                    host="",
-                    port=0,
-                    epoch=0,
-                    incarnation=0,
                     since_unix=revocation.revoked_unix,
                 )
             )
@@ -404,23 +302,15 @@ class MembershipNode:
 
     def waiting(self) -> dict[NodeId, Waiting]:
         """Everybody who has knocked anywhere in the mesh, and is no member."""
-        now_unix = self._clock.unix()
-        found: dict[NodeId, Waiting] = {}
-        for record in self.records(PENDING):
-            for entry in decode_waiting(record.body):
-                if self.trust.standing(entry.node, now_unix) is None and entry.node not in self._admitted():
-                    found.setdefault(entry.node, entry)
-        return found
+        return self._gate.waiting()
 
     def approve(self, node: NodeId, nick: str, user: str, roles: tuple[str, ...] = ROLES, admit: bool = False) -> None:
         """Let in one who waits; TrustError if this node may not."""
-        seals = Seals(self.identity, self.trust.mesh_id)
-        chain = admit_node(seals, self.trust, self.chain, node, nick, user, roles, admit, self._clock.unix())
-        mine = self.record(self.identity.node_id, ADMITTED)
-        granted = decode_admitted(mine.body) if mine is not None else {}
-        granted.pop(node, None)
-        granted = dict([*granted.items(), (node, chain)][-ADMITTED_KEPT:])
-        self.publish(ADMITTED, encode_admitted(granted), ADMITTED_TTL_S, urgent=True)
+        self._gate.approve(node, nick, user, roles, admit)
+
+    async def examine(self) -> Standpoint:
+        """Ask a few others, now, how they see this node."""
+        return await self._whereabouts.examine(self._core, self._streams, self._where)
 
     @property
     def _core(self) -> Core:
@@ -452,11 +342,11 @@ class MembershipNode:
                 case PersistEpoch(epoch=epoch):
                     self._persist(epoch)
                 case KeepRevocations(sealed=sealed):
-                    self._spawn(asyncio.to_thread(self._revocations.write, sealed), "keep revocations")
+                    self._revocations.write(sealed)
                     if self.identity.node_id in self.trust.revoked:
                         self.problems["revoked"] = "this node's key was revoked by the mesh's founder"
                 case KeepChain(chain=chain):
-                    self._spawn(asyncio.to_thread(self._keep_chain, chain), "keep certificates")
+                    self._keep_chain(chain)
                     self.standing = self.trust.check_chain(chain, self._clock.unix())
                 case Cloned():
                     self._on_clone(effect)
@@ -550,47 +440,6 @@ class MembershipNode:
             return
         await self._streams.serve(reader, writer)
 
-    # --- admission
-
-    def _answer_knock(self, data: bytes, host: str) -> bytes:
-        before = self._porch.waiting()
-        answer = self._porch.answer(data, host, self.chain, self._clock.unix(), self._decide)
-        if self._porch.waiting() != before:
-            self._show_waiting()
-        return answer
-
-    def _decide(self, node: NodeId, knock: Knock) -> bytes:
-        granted = self._admitted().get(node)
-        if granted is None and self.standing.can_admit:
-            allowed = self._allowed().get(node)
-            if allowed is not None:
-                self.approve(node, allowed.nick or knock.nick, allowed.user or knock.user, allowed.roles)
-            elif self._admission.open:
-                self.approve(node, knock.nick, knock.user)
-                log.warning("let in %s (%s, %s): this mesh is open", knock.nick, knock.user, format_id(node))
-            granted = self._admitted().get(node)
-        return granted or b""
-
-    def _allowed(self) -> dict[NodeId, Allowed]:
-        """Read anew each time: the owner edits the list while the daemon runs. A mistake in it lets nobody in."""
-        path = self._admission.allow_list
-        self.problems.pop("allow list", None)
-        try:
-            return read_allow_list(path) if path is not None else {}
-        except TrustError as error:
-            self.problems["allow list"] = str(error)
-            return {}
-
-    def _admitted(self) -> dict[NodeId, bytes]:
-        """All chains that admitters have granted lately."""
-        found: dict[NodeId, bytes] = {}
-        for record in self.records(ADMITTED):
-            found |= decode_admitted(record.body)
-        return found
-
-    def _show_waiting(self) -> None:
-        self.publish(PENDING, encode_waiting(self._porch.waiting()), PENDING_TTL_S, urgent=True)
-
     # --- searching and upkeep
 
     def _found(self, node: NodeId, host: str, port: int) -> None:
@@ -613,24 +462,22 @@ class MembershipNode:
             await asyncio.sleep(pause_s)
 
     async def _look_after(self) -> None:
-        show_again_at = self._clock.boot() + 6 * 3600
-        self._reach_at = self._clock.boot() + 2.0
-        saved_at = self._clock.boot()
+        show_again_at = self._clock.boot() + SHOW_AGAIN_S
+        upkeep_at = self._clock.boot() + UPKEEP_S
         while True:
             before = self._clock.boot()
             await asyncio.sleep(1.0)
             now = self._clock.boot()
-            if now - before > UPKEEP_S or int(now / UPKEEP_S) != int(before / UPKEEP_S):
-                await self._notice_interfaces(woke_up=now - before > UPKEEP_S)
+            if now >= upkeep_at:
+                upkeep_at = now + UPKEEP_S
+                await self._whereabouts.look_at_interfaces(self._core, self._beacon, woke_up=now - before > UPKEEP_S)
                 self._core.forget_the_old()
                 self._judge_clock()
-            await self._renew_if_due()
-            await self._check_address_if_due()
-            if now - saved_at >= UPKEEP_S:
-                saved_at = now
                 await asyncio.to_thread(self._save_peers)
+            await self._renew_if_due()
+            await self._whereabouts.check_if_due(self._core, self._streams)
             if now >= show_again_at:
-                show_again_at = now + 6 * 3600
+                show_again_at = now + SHOW_AGAIN_S
                 self._core.show_chain()
                 self._core.show_revocations()
 
@@ -647,8 +494,10 @@ class MembershipNode:
     async def _renew_if_due(self) -> None:
         """Ask somebody who may admit for a new certificate, from a month before this one ends."""
         now, left_s = self._clock.boot(), self.standing.not_after - self._clock.unix()
-        if left_s > RENEW_BEFORE_S or now < self._renew_at or self.identity.node_id in self.trust.genesis.roots:
+        if left_s > RENEW_BEFORE_S or self.identity.node_id in self.trust.genesis.roots:
             self.problems.pop("certificate", None)
+            return
+        if now < self._renew_at:
             return
         self._renew_at = now + RENEW_AGAIN_S * self._rng.uniform(0.8, 1.2)
         seen = self.trust.seen()
@@ -672,96 +521,6 @@ class MembershipNode:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.standing.not_after))
             self.problems["certificate"] = (
                 f"this node's certificate ends on {when}, and nobody who may renew it is up ({', '.join(names)})"
-            )
-
-    async def examine(self) -> Standpoint:
-        """Ask a few others, now, how they see this node."""
-        me, table = self.identity.node_id, self._core.swim.table
-        others = [member for member in table.present() if member.node != me]
-        asked = await asyncio.gather(*(self._ask_about_us(peer) for peer in table.draw(3, self._rng, without=(me,))))
-        near = neighbours([member.host for member in others])
-        seen = {host for host, _ in self._where.seen}
-        skew = self._core.swim.skew
-        return Standpoint(
-            others=len(others),
-            asked=tuple(asked),
-            mdns_problem=self.problems.get("mdns", ""),
-            neighbours=len(near),
-            neighbours_by_mdns=sum(host in seen for host in near),
-            clock_offset_s=skew.offset_s,
-            clock_peers=skew.peers,
-        )
-
-    async def _ask_about_us(self, peer: Member) -> Asked:
-        nick = self.trust.seen()[peer.node].nick
-        try:
-            _, answer = await self._streams.reached(self.host, self.port, peer.host, peer.port)
-        except FAILURES as error:
-            return Asked(nick, error=str(error) or "no answer in time")
-        return Asked(nick, answer.udp, answer.tcp, answer.seen_host)
-
-    async def _notice_interfaces(self, woke_up: bool) -> None:
-        """A cable, another network, a wake-up: announce ourselves anew, at the address that is right now."""
-        addresses = await asyncio.to_thread(lan_addresses)
-        if addresses == self._addresses_seen and not woke_up:
-            return
-        self._addresses_seen = addresses
-        self.counters["interface_changes"] += 1
-        if self._advertise_host is None and is_any(self._bind_host) and self.host not in addresses:
-            peers = self._core.swim.table.draw(1, self._rng, without=(self.identity.node_id,))
-            towards = peers[0].host if peers else None
-            self._take_address(await asyncio.to_thread(advertised_address, self._bind_host, towards))
-        if self._beacon is not None:
-            await self._beacon.again(self.host)
-        self._reach_at = self._clock.boot()
-
-    def _take_address(self, host: str) -> None:
-        if host != self.host:
-            log.info("this node is at %s now, no longer at %s", host, self.host)
-            self.host = host
-            self._perform(self._core.swim.set_address(host, self.port, self._clock.boot()))
-
-    async def _check_address_if_due(self) -> None:
-        """Ask somebody whether we can be reached where we say that we are."""
-        now = self._clock.boot()
-        peers = self._core.swim.table.draw(1, self._rng, without=(self.identity.node_id,))
-        if now < self._reach_at or not peers:
-            return
-        self._reach_at = now + REACH_AGAIN_S[1]
-        (peer,) = peers
-        try:
-            node, answer = await self._streams.reached(self.host, self.port, peer.host, peer.port)
-        except FAILURES as error:
-            log.debug("%s did not say whether it reaches us: %s", short_id(peer.node), error)
-            return
-        self.reached[node] = answer
-        choosable = self._advertise_host is None and is_any(self._bind_host)
-        elsewhere = answer.seen_host not in {"", self.host}
-        if choosable and elsewhere and not answer.udp and answer.seen_host in (*self._addresses_seen, "127.0.0.1"):
-            self._take_address(answer.seen_host)
-            self._reach_at = now + 1.0
-            return
-        self.problems.pop("reach", None)
-        if answer.udp and answer.tcp == "acked":
-            return
-        self._reach_at = now + REACH_AGAIN_S[0]
-        nick = self.trust.seen()[node].nick
-        where = f"{self.host}:{self.port}"
-        if answer.udp:
-            self.problems["reach"] = (
-                f"TCP does not come through from {nick} to this node at {where} ({answer.tcp}): allow TCP port {self.port} "
-                "in the firewall, or much of what others say comes late"
-            )
-        elif answer.tcp == "acked":
-            self.problems["reach"] = (
-                f"UDP does not come through from {nick} to this node at {where}: allow UDP port {self.port} in the "
-                "firewall (TCP works, and is used instead)"
-            )
-        else:
-            seen = f"; {nick} sees this node at {answer.seen_host}" if elsewhere else ""
-            self.problems["reach"] = (
-                f"{nick} cannot reach this node at {where} by UDP or TCP{seen}: allow port {self.port} in the firewall, "
-                "or name the right address with --advertise"
             )
 
     def _save_peers(self) -> None:

@@ -90,7 +90,7 @@ class Swim:
         self._host, self._port = host, port
         self._boot = epoch
         self._epoch, self._incarnation, self._draining = epoch, 0, False
-        self._outbid_by: set[int] = set()  # the runs with our key that have outbid us
+        self._outbid_by: deque[int] = deque(maxlen=8)  # the runs with our key that have outbid us
         self.skew = Skew()
         self._wall, self._zone_of = wall, zone_of
         self._rng = rng
@@ -308,10 +308,11 @@ class Swim:
         doubt: Gossip = ()
         if member.state in {"suspect", "dead"} and member.verdict_sealed is not None:
             doubt = (("member", member.verdict_sealed),)
-        if source is not None and source != (member.host, member.port):
-            doubt = (*doubt, ("member", member.alive_sealed))
-            member = replace(member, host=source[0], port=source[1])
-        return self._send(member, self._ack(ping.nonce, doubt))
+        if source is None or source == (member.host, member.port):
+            return self._send(member, self._ack(ping.nonce, doubt))
+        # No rumours to an address that nobody has signed: it would be an amplifier.
+        answer = self._ack(ping.nonce, (*doubt, ("member", member.alive_sealed)))
+        return SendPacket(member.node, source[0], source[1], answer)
 
     # --- timers
 
@@ -460,7 +461,7 @@ class Swim:
         if not isinstance(evidence, Alive):
             return []
         if evidence.boot not in self._outbid_by:
-            self._outbid_by = {*list(self._outbid_by)[-7:], evidence.boot}
+            self._outbid_by.append(evidence.boot)
             return []
         return [Cloned(evidence.host, evidence.port, self._boot > evidence.boot)]
 
@@ -486,7 +487,7 @@ class Swim:
 
     def _changed(self, before: Member | None, after: Member, author: bytes, refused: bool, now: float) -> list[Effect]:
         was: str = before.state if before is not None else ""
-        effects: list[Effect] = []
+        watch: list[Effect] = []
         if after.state != "suspect":
             settled = self._suspicions.pop(after.node, None)
             if settled is not None and before is not None and (after.state, after.epoch) == ("alive", before.epoch):
@@ -502,12 +503,12 @@ class Swim:
             self._unreachable.discard(after.node)
             suspicion = Suspicion(self.config, self.table.present_count, author, now, refused)
             self._suspicions[after.node] = suspicion
-            effects += self._watch(after.node, suspicion, now)
-        if before is None or before.state != after.state or before.draining != after.draining:
-            effects.append(MemberChanged(after.node, after.state, was, after.draining))
+            watch = self._watch(after.node, suspicion, now)
         if before is None:
             self._round.insert(self._rng.randint(0, len(self._round)), after.node)
-        return effects
+        if before is None or before.state != after.state or before.draining != after.draining:
+            return [MemberChanged(after.node, after.state, was, after.draining), *watch]
+        return watch
 
     def _watch(self, node: bytes, suspicion: Suspicion, now: float) -> list[Effect]:
         """Wait for what comes next to a suspect: to count as unreachable, then to be given up."""

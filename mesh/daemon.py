@@ -27,8 +27,9 @@ from ckptstore.store import Store
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
 from membership.envelope import open_envelope
+from membership.gate import Policy
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
-from membership.node import Admission, MembershipNode, PortInUse
+from membership.node import MembershipNode, PortInUse
 from membership.trust import PROVIDER, TrustError, TrustStore
 from mesh import __version__
 from mesh.api import local
@@ -106,7 +107,7 @@ class Daemon:
             advertise_host=settings.advertise or None,
             seeds=seeds,
             mdns=mdns,
-            admission=Admission(layout.allow_list, settings.open),
+            policy=Policy(layout.allow_list, settings.open),
             keep_chain=lambda chain: write_whole(layout.chain, chain),
             on_fatal=self._fail,
             zone_of=self._zone_of,

@@ -11,8 +11,8 @@ import msgspec
 
 from ckptstore.errors import StoreError
 from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.events import MemberView
 from membership.identity import format_id, parse_id, short_id
-from membership.node import MemberView
 from membership.trust import ROLES, USER, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError

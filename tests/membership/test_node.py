@@ -12,7 +12,8 @@ from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
 from membership.envelope import seal, seal_to
 from membership.identity import Identity
-from membership.node import MembershipNode, PortInUse
+from membership.node import MembershipNode, PortInUse, SystemClock
+from membership.reconcile import ReachMe, encode_frame
 from membership.trust import (
     TrustError,
     TrustStore,
@@ -34,6 +35,14 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.
         await asyncio.sleep(0.02)
 
 
+class WrongClock(SystemClock):
+    def __init__(self, ahead_s: float) -> None:
+        self._ahead_s = ahead_s
+
+    def unix(self) -> float:
+        return super().unix() + self._ahead_s
+
+
 class Mesh:
     """Nodes of one mesh in this process; the first one's address is the others' seed."""
 
@@ -46,7 +55,9 @@ class Mesh:
         self.identities = {"n0": (self.root, chain)}
         self.nodes: list[MembershipNode] = []
 
-    def make(self, nick: str, *, mdns: bool = False, port: int = 0, seed: int | None = None) -> MembershipNode:
+    def make(
+        self, nick: str, *, mdns: bool = False, port: int = 0, seed: int | None = None, ahead_s: float = 0.0
+    ) -> MembershipNode:
         if nick not in self.identities:
             identity = Identity.generate()
             self.identities[nick] = (
@@ -66,6 +77,7 @@ class Mesh:
             port=port,
             seeds=seeds,
             mdns=MdnsConfig((LOOPBACK,)) if mdns else None,
+            clock=WrongClock(ahead_s),
         )
 
     async def start(self, count: int, *, mdns: bool = False) -> None:
@@ -227,3 +239,34 @@ async def test_a_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> 
 def test_a_bad_seed_is_told(text: str) -> None:
     with pytest.raises(ValueError, match="HOST"):
         parse_seed(text, 7373)
+
+
+async def test_a_node_whose_clock_all_others_contradict_says_so_and_they_do_not(mesh: Mesh) -> None:
+    await mesh.start(3)
+    wrong = mesh.make("n3", ahead_s=100.0)
+    await wrong.start()
+    mesh.nodes.append(wrong)
+    await until(lambda: all(alive(n) == 4 for n in mesh.nodes), "all to see all")
+    await until(lambda: "clock" in wrong.problems, "it to notice", 40.0)
+    assert "100 s ahead of" in wrong.problems["clock"] or "101 s ahead of" in wrong.problems["clock"]
+    assert not any("clock" in node.problems for node in mesh.nodes[:3])
+    assert wrong.clock_offset_s is not None and wrong.clock_offset_s < -95
+
+
+async def test_others_say_whether_they_reach_us_and_only_members_are_answered(mesh: Mesh) -> None:
+    await mesh.start(3)
+    seen = await mesh.nodes[1].examine()
+    assert seen.others == 2 and len(seen.asked) == 2
+    assert all(asked.udp and asked.tcp == "acked" and asked.seen_host == LOOPBACK for asked in seen.asked)
+    stranger = mesh.make("n9")
+    node = mesh.nodes[0]
+    stranger.trust.admit_chain(mesh.identities["n0"][1], time.time())
+    await stranger.start()
+    mesh.nodes.append(stranger)
+    foreign = Identity.generate()
+    reader, writer = await asyncio.open_connection(LOOPBACK, node.port)
+    frame = seal(foreign, node.trust.mesh_id, "reconcile", encode_frame(ReachMe(1, LOOPBACK, 9)))
+    writer.write(len(frame).to_bytes(4, "big") + frame)
+    assert await reader.read() == b"", "it hangs up"
+    writer.close()
+    assert node.counters["refused_foreign"] >= 1

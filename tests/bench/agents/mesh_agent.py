@@ -10,8 +10,9 @@ from pathlib import Path
 
 from membership.config import SwimConfig
 from membership.effects import MemberChanged
+from membership.events import EventsLost
 from membership.identity import Identity
-from membership.node import EventsLost, MembershipNode
+from membership.node import MembershipNode
 from membership.trust import TrustStore
 
 
