@@ -26,7 +26,7 @@ from sim.checkers import Violation
 from sim.gossip import GossipWorld, Mix, draw_mix
 
 ROOT = Path(__file__).parents[2]
-SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "60"))
+SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
 NODES, MINUTES = 20, 30.0
 CONTROL_SEEDS = 200  # a broken rule must be found within so many
 
