@@ -24,7 +24,9 @@ from membership.effects import (
     WantReconcile,
 )
 from membership.health import Health
+from membership.lives import OtherLives
 from membership.member import Member, MemberTable
+from membership.probe import Probe, Relays, Round
 from membership.reconcile import MemberDigest
 from membership.records import ROOT_BYTES
 from membership.rumours import RumourQueue
@@ -49,19 +51,8 @@ Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed byte
 
 PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # envelope, nonce, root, a target, framing: generously
 WOKE_UP_S = 5.0  # so long without a timer is sleep, not a busy moment
-RELAYS_AT_ONCE = 1024
-RELAY_S = 4.0  # a relayed ping's answer is passed on for so long
 LEAVE_ROUNDS = 3  # farewells are sent to everyone this often; two may be lost
 DEAD_HEAR_S = 30.0  # rumours go to the dead too for so long, so that they can refute (memberlist's gossip-to-the-dead)
-
-
-class _Probe:
-    def __init__(self, target: bytes, nonce: int) -> None:
-        self.target = target
-        self.nonce = nonce
-        self.acked = False
-        self.expected_nacks = 0
-        self.nacks: set[bytes] = set()
 
 
 class Swim:
@@ -90,23 +81,22 @@ class Swim:
         self._host, self._port = host, port
         self._boot = epoch
         self._epoch, self._incarnation, self._draining = epoch, 0, False
-        self._outbid_by: deque[int] = deque(maxlen=8)  # the runs with our key that have outbid us
+        self._lives = OtherLives(epoch)
         self.skew = Skew()
         self._wall, self._zone_of = wall, zone_of
         self._rng = rng
         self._seal = seal_evidence
         self._records_root = records_root
         self._differing_since: float | None = None
-        self._round: list[bytes] = []
-        self._probe: _Probe | None = None
-        self._relays: dict[int, tuple[bytes, int, float]] = {}
+        self._round = Round(rng)
+        self._probe: Probe | None = None
+        self.relays = Relays()
         self._suspicions: dict[bytes, Suspicion] = {}
         self._unreachable: set[bytes] = set()
         self._hurrying = False
         self._buried: deque[bytes] = deque()  # who died lately, the last at the right
         self._gossiping = False
         self._credit = AccuserCredit(config)
-        self._asked: dict[bytes, tuple[bytes, int]] = {}  # whom a relayed TCP ping is for, and its nonce
         self._calm_at = 0.0  # nobody is judged before: we stood still, and have not read our mail yet
         self._tokens: dict[str, int] = {}
         self._count = 0
@@ -277,7 +267,7 @@ class Swim:
 
     def on_stream_ping(self, node: bytes, outcome: StreamOutcome, now: float) -> list[Effect]:
         """What a TCP ping has shown, of our own probe or of one we relay."""
-        asked = self._asked.pop(node, None)
+        asked = self.relays.stream_over(node)
         if outcome == "acked":
             if self._probe is not None and self._probe.target == node:
                 self._probe.acked = True
@@ -352,12 +342,12 @@ class Swim:
 
     def _next_probe(self, now: float) -> list[Effect]:
         effects = self._close_probe(now)
-        target = self._next_target()
+        target = self._round.next(self.table, self.node)
         interval = self.health.scaled(self.config.probe_interval_s)
         effects.append(self._timer("probe", now + interval))
         if target is None:
             return effects
-        self._probe = _Probe(target.node, self._nonce())
+        self._probe = Probe(target.node, self._nonce())
         gossip: Gossip = ()
         if target.state == "suspect" and target.verdict_sealed is not None:
             gossip = (("member", target.verdict_sealed),)  # Lifeguard's buddy: let it refute at once
@@ -367,17 +357,6 @@ class Swim:
             self._send(target, ping),
             self._timer("probe-timeout", now + self.config.probe_timeout_s),
         ]
-
-    def _next_target(self) -> Member | None:
-        while True:
-            if not self._round:
-                self._round = [member.node for member in self._others()]
-                self._rng.shuffle(self._round)
-                if not self._round:
-                    return None
-            member = self.table.get(self._round.pop())
-            if member is not None and member.present:
-                return member
 
     def _indirect(self, now: float) -> list[Effect]:
         probe = self._probe
@@ -402,7 +381,7 @@ class Swim:
         if probe.acked:
             self.health.better()
             return []
-        self.health.worse(max(0, probe.expected_nacks - len(probe.nacks)) if probe.expected_nacks else 1)
+        self.health.worse(probe.missed_nacks)
         member = self.table.get(probe.target)
         return self._accuse(member, now, refused=False) if member is not None and member.present else []
 
@@ -417,25 +396,21 @@ class Swim:
             probe.acked = True
             if packet.wall_unix and probe.target == member.node:
                 self.skew.heard(member.node, packet.wall_unix - self._wall())
-        relay = self._relays.pop(packet.answers, None)
         effects = self._differs(member, packet.root, now)
-        if relay is not None and relay[2] > now:
-            asker = self.table.get(relay[0])
-            if asker is not None:
-                effects.append(self._send(asker, self._ack(relay[1])))
+        relay = self.relays.answered(packet.answers, now)
+        asker = self.table.get(relay[0]) if relay is not None else None
+        if relay is not None and asker is not None:
+            effects.append(self._send(asker, self._ack(relay[1])))
         return effects
 
     def _relay(self, asker: Member, packet: PingRequest, now: float) -> list[Effect]:
         target = self.table.get(packet.target)
-        self._relays = {nonce: relay for nonce, relay in self._relays.items() if relay[2] > now}
         # The nack says "I am here, and it has not answered yet"; an ack may still follow.
         nack = Nack(nonce=self._nonce(), root=self.root(), gossip=(), answers=packet.nonce)
         effects: list[Effect] = [self._send(asker, nack)]
         if target is not None:
             ping = Ping(nonce=self._nonce(), root=self.root(), gossip=())
-            if len(self._relays) < RELAYS_AT_ONCE:
-                self._relays[ping.nonce] = (asker.node, packet.nonce, now + RELAY_S)
-            self._asked[target.node] = (asker.node, packet.nonce)
+            self.relays.add(ping.nonce, target.node, asker.node, packet.nonce, now)
             effects += [self._send(target, ping), StreamPing(target.node, target.host, target.port)]
         return effects
 
@@ -446,7 +421,10 @@ class Swim:
             # Our own word from before a wiped disk, or another machine's with our key.
             if (evidence.epoch, evidence.incarnation) <= (self._epoch, self._incarnation):
                 return []
-            return [*self._cloned(evidence), *self.outbid(evidence.epoch + 1, now)]
+            effects = self.outbid(evidence.epoch + 1, now)
+            if isinstance(evidence, Alive) and self._lives.outbids_again(evidence.boot):
+                return [Cloned(evidence.host, evidence.port, self._lives.is_older(evidence.boot)), *effects]
+            return effects
         if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
             return []
         self.health.worse()
@@ -455,15 +433,6 @@ class Swim:
         self._incarnation = evidence.incarnation + 1
         self._announce(now)
         return []
-
-    def _cloned(self, evidence: Alive | Left) -> list[Effect]:
-        """What our former life said is answered once; a run that outbids us again after that is alive, elsewhere."""
-        if not isinstance(evidence, Alive):
-            return []
-        if evidence.boot not in self._outbid_by:
-            self._outbid_by.append(evidence.boot)
-            return []
-        return [Cloned(evidence.host, evidence.port, self._boot > evidence.boot)]
 
     def outbid(self, epoch: int, now: float) -> list[Effect]:
         """Go on in a higher epoch."""
@@ -505,7 +474,7 @@ class Swim:
             self._suspicions[after.node] = suspicion
             watch = self._watch(after.node, suspicion, now)
         if before is None:
-            self._round.insert(self._rng.randint(0, len(self._round)), after.node)
+            self._round.insert(after.node)
         if before is None or before.state != after.state or before.draining != after.draining:
             return [MemberChanged(after.node, after.state, was, after.draining), *watch]
         return watch

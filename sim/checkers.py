@@ -156,7 +156,7 @@ class Bounds(Checker):
             swim = node.core.swim
             if len(swim.rumours) > RUMOURS_KEPT or len(swim.table) > world.config.max_members:
                 raise self.violated(world, f"{node.name} has {len(swim.rumours)} rumours, {len(swim.table)} members")
-            if len(swim._relays) > 2000 or len(node.core._strangers) > 600:
+            if len(swim.relays) > 2000 or len(node.core._strangers) > 600:
                 raise self.violated(world, f"{node.name} lets what others ask of it grow without bound")
 
     def end(self, world: "GossipWorld") -> None:

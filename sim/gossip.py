@@ -6,11 +6,9 @@ bound. What is simulated is only what the core never sees: delays, losses and re
 disks, clocks, processes that stand still. Signatures are simulated too (a checksum), but for certificates and revocations.
 """
 
-from binascii import crc32
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from hashlib import blake2b
+from functools import partial
 from random import Random
 
 import msgspec
@@ -30,176 +28,24 @@ from membership.effects import (
     StreamPing,
     WantReconcile,
 )
-from membership.envelope import ADDRESSED_OVERHEAD, OVERHEAD, TAG_BYTES, VERSION, EnvelopeError, Seals, UnknownSender
-from membership.identity import Identity, NodeId
-from membership.reconcile import FrameError
+from membership.identity import Identity
 from membership.search import Address, Search
 from membership.snapshot import next_epoch
-from membership.trust import Certificate, TrustError, TrustStore, accept_invite, found_mesh, make_invite, parse_invite
+from membership.trust import TrustError
 from membership.trust import make_revocation as sign_revocation
 from sim.checkers import Checker, Violation, all_checkers
+from sim.exchange import Exchange
 from sim.kernel import EventLog, Kernel
+from sim.mix import Mix, draw_mix
+from sim.paper import UNIX, CachedTrust, PaperSeals, people, spoil
 from sim.streams import Streams
 
-UNIX = 1_800_000_000.0
 PORT = 7373
 RECEIVE_BUFFER = 4000  # packets that wait while a process stands still
 UPKEEP_S = 10.0
-STREAM_TIMEOUT_S = 5.0
 AUDIT_S = 30.0
 REPLAYABLE = 64  # packets of each node that may be sent again
 LIFETIMES_KEPT = 400  # of packets that a node has taken in, for M11
-
-
-class Mix(msgspec.Struct, frozen=True):
-    """The faults of one run. Rates are shares of packets; `strikes` are what happens now and then, every `strike_every_s`.
-
-    `wrong_clock_s`: the last node's wall clock is off by so much; it may be shut out, but must do no harm.
-    `gentle`: only losses and nodes that stand still, under which no healthy node may ever be given up (M12).
-    """
-
-    loss: float = 0.0
-    duplicate: float = 0.0
-    reorder: float = 0.0
-    replay: float = 0.0
-    garbage: float = 0.0
-    delay_s: tuple[float, float] = (0.0002, 0.005)
-    slow: float = 0.0
-    offset_s: float = 0.0
-    wrong_clock_s: float = 0.0
-    drift: float = 0.0
-    strikes: tuple[str, ...] = ()
-    strike_every_s: float = 30.0
-    news_every_s: float = 200.0  # of each node: it publishes something
-    gentle: bool = False
-    until_s: float = 1500.0
-
-
-STRIKES = (
-    "crash",
-    "crash around fsync",
-    "wipe",
-    "leave",
-    "stall",
-    "suspend",
-    "partition",
-    "partial partition",
-    "one way",
-    "address",
-    "power cut",
-    "mass restart",
-    "revoke",
-)
-
-
-def draw_mix(seed: int, minutes: float) -> Mix:
-    """Each fault is in about half of the runs, so that none hides another (swarm testing, Groce et al. 2012)."""
-    rng = Random(f"mix/{seed}")
-    until_s = max(60.0, minutes * 60 - 300)
-
-    def maybe(high: float) -> float:
-        return rng.uniform(0, high) if rng.random() < 0.5 else 0.0
-
-    if rng.random() < 0.3:
-        # Lifeguard's promise: loss, and fewer than a quarter that stand still, condemn nobody else.
-        return Mix(
-            loss=maybe(0.25),
-            duplicate=maybe(0.1),
-            reorder=maybe(0.2),
-            drift=maybe(0.01),
-            offset_s=maybe(100.0),
-            strikes=("stall",),
-            strike_every_s=rng.uniform(5, 20),
-            gentle=True,
-            until_s=until_s,
-        )
-    return Mix(
-        loss=maybe(0.3),
-        duplicate=maybe(0.2),
-        reorder=maybe(0.3),
-        replay=maybe(0.05),
-        garbage=maybe(0.02),
-        delay_s=(0.0002, rng.choice([0.002, 0.02, 0.1])),
-        slow=maybe(0.1),
-        offset_s=maybe(100.0),
-        wrong_clock_s=rng.choice([-1, 1]) * rng.uniform(1, 20) * 86_400 if rng.random() < 0.2 else 0.0,
-        drift=maybe(0.01),
-        strikes=tuple(strike for strike in STRIKES if rng.random() < 0.5),
-        strike_every_s=rng.uniform(10, 90),
-        until_s=until_s,
-    )
-
-
-class PaperSeals:
-    """Stands for Ed25519 at a hundredth of its cost: a checksum over kind, sender, receiver and payload, of the same length."""
-
-    def __init__(self, identity: Identity, mesh_id: bytes, wrote: Callable[[str, bytes, bytes], None]) -> None:
-        self.node_id = identity.node_id
-        self._real = Seals(identity, mesh_id)
-        self._wrote = wrote
-
-    def seal(self, kind: str, payload: bytes) -> bytes:
-        if kind == "certificate":
-            return self._real.seal(kind, payload)
-        sealed = bytes([VERSION]) + self.node_id + _mark(kind.encode(), self.node_id, payload) + payload
-        self._wrote(kind, payload, sealed)
-        return sealed
-
-    def open(self, kind: str, data: bytes) -> tuple[NodeId, bytes]:
-        sender, payload = data[1:33], data[OVERHEAD:]
-        if data[:1] != bytes([VERSION]) or data[33:OVERHEAD] != _mark(kind.encode(), sender, payload):
-            raise EnvelopeError("the signature does not fit")
-        return sender, payload
-
-    def seal_to(self, recipient: NodeId, payload: bytes) -> bytes:
-        return bytes([VERSION]) + self.node_id[:TAG_BYTES] + _mark(recipient, self.node_id, payload) + payload
-
-    def open_addressed(self, data: bytes, resolve: Callable[[bytes], list[NodeId]]) -> tuple[NodeId, bytes]:
-        if len(data) < ADDRESSED_OVERHEAD or data[0] != VERSION:
-            raise EnvelopeError("not an addressed message of this version")
-        senders = resolve(data[1 : 1 + TAG_BYTES])
-        if not senders:
-            raise UnknownSender("its sender is not known here")
-        payload = data[ADDRESSED_OVERHEAD:]
-        for sender in senders:
-            if data[1 + TAG_BYTES : ADDRESSED_OVERHEAD] == _mark(self.node_id, sender, payload):
-                return sender, payload
-        raise EnvelopeError("the signature does not fit, or it is for another node")
-
-
-def _mark(context: bytes, sender: bytes, payload: bytes) -> bytes:
-    return crc32(payload, crc32(sender, crc32(context))).to_bytes(64, "big")
-
-
-class CachedTrust(TrustStore):
-    """Real certificates; the same one is verified once in a process."""
-
-    def _open_link(self, link: bytes) -> tuple[NodeId, Certificate]:
-        found = _links.get(link)
-        if found is None:
-            found = _links[link] = super()._open_link(link)
-        return found
-
-
-_links: dict[bytes, tuple[NodeId, Certificate]] = {}
-
-
-class People(msgspec.Struct, frozen=True):
-    genesis: bytes
-    identities: list[Identity]
-    chains: list[bytes]
-
-
-@cache
-def people(count: int) -> People:
-    """A mesh of so many, the same in every run of a process; the first one is the root."""
-    identities = [Identity(blake2b(b"sim %d" % number, digest_size=32).digest()) for number in range(count)]
-    genesis, chain = found_mesh(identities[0], "sim", "node000", "sim", UNIX - 400)
-    invite = parse_invite(make_invite(identities[0], chain, genesis, (), 90 * 86_400, UNIX - 400), UNIX)
-    chains = [chain]
-    for number, identity in enumerate(identities[1:], 1):
-        chains.append(accept_invite(invite, identity.node_id, f"node{number:03d}", "sim", UNIX - 300))
-    return People(genesis, identities, chains)
 
 
 class Disk(msgspec.Struct):
@@ -603,7 +449,7 @@ class GossipWorld:
             origin, old, where = rng.choice(self._old)
             self._deliver(origin, old, where, rng.uniform(*mix.delay_s))
         if mix.garbage and rng.random() < mix.garbage:
-            self._deliver(source, _spoil(data, rng), to, rng.uniform(*mix.delay_s))
+            self._deliver(source, spoil(data, rng), to, rng.uniform(*mix.delay_s))
         if mix.loss and rng.random() < mix.loss:
             return
         delay = rng.uniform(*mix.delay_s)
@@ -741,82 +587,3 @@ class GossipWorld:
         for checker in self.checkers:
             checker.audit(self)
         self.kernel.after(AUDIT_S, self._audit)
-
-
-class Exchange:
-    """One TCP conversation in virtual time."""
-
-    def __init__(self, world: GossipWorld, source: GossipNode, target: GossipNode, conversation: Conversation) -> None:
-        self.world = world
-        self.ends = (source, target)
-        self.lives = (source.life, target.life)
-        self.talks: list[Conversation | None] = [conversation, None]
-        self.begun = world.kernel.now
-        self._speak(0, conversation, None)
-
-    def _speak(self, side: int, talk: Conversation, heard: tuple[NodeId, object] | None) -> None:
-        """Let one side go on, and carry what it says to the other."""
-        me = self.ends[side]
-        try:
-            frame = next(talk) if heard is None else talk.send(heard)  # type: ignore[arg-type]
-        except StopIteration as end:
-            self.talks[side] = None
-            if end.value is not None:
-                self._carry(side, me.core.seal_frame(end.value))
-            return
-        except (FrameError, TrustError, EnvelopeError):
-            self._break()
-            return
-        self.talks[side] = talk
-        self._carry(side, me.core.seal_frame(frame))
-
-    def _carry(self, side: int, data: bytes) -> None:
-        me, other = self.ends[side], self.ends[1 - side]
-        self.world.bytes_carried += len(data) + 60
-        delay = me._network.uniform(0.0005, 0.01) + len(data) / 1e8
-        self.world.kernel.post(delay, self._arrive, 1 - side, data, other)
-
-    def _arrive(self, side: int, data: bytes, node: GossipNode) -> None:
-        world = self.world
-        alive = all(end.up and end.life == life for end, life in zip(self.ends, self.lives, strict=True))
-        linked = world.link(*self.ends) and world.link(*reversed(self.ends))
-        if not alive or not linked or node.asleep or world.kernel.now - self.begun > STREAM_TIMEOUT_S:
-            self._break()
-            return
-        if node.still:
-            world.kernel.at(node.still_until, self._arrive, side, data, node)
-            return
-        talk = self.talks[side]
-        try:
-            sender, frame = node.core.open_frame(data)
-            if talk is None and side == 1:
-                self._answer(node.core.answer(sender, frame))
-            elif talk is not None:
-                self._speak(side, talk, (sender, frame))
-        except (FrameError, TrustError, EnvelopeError):
-            self._break()
-
-    def _answer(self, talk: Conversation) -> None:
-        self._speak(1, talk, None)
-
-    def _break(self) -> None:
-        self.world.broken_conversations += 1
-        for talk in self.talks:
-            if talk is not None:
-                talk.close()
-        self.talks = [None, None]
-
-
-def _spoil(data: bytes, rng: Random) -> bytes:
-    """Hostile bytes made of real ones."""
-    match rng.randrange(4):
-        case 0:
-            return rng.randbytes(rng.randint(0, 1200))
-        case 1:
-            return data[: rng.randrange(len(data))]
-        case 2:
-            spoilt = bytearray(data)
-            spoilt[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            return bytes(spoilt)
-        case _:
-            return data[:ADDRESSED_OVERHEAD] + rng.randbytes(len(data) - ADDRESSED_OVERHEAD)

@@ -15,7 +15,9 @@ from membership.envelope import Seals
 from membership.node import SystemClock
 from membership.trust import TrustStore
 from membership.wire import Alive, Ping, encode
-from sim.gossip import GossipWorld, Mix, people
+from sim.gossip import GossipWorld
+from sim.mix import Mix
+from sim.paper import people
 from tests.bench.harness import row
 
 QUIET = Mix(loss=0.01, news_every_s=0.0, until_s=1e9)

@@ -23,7 +23,8 @@ from membership.search import Search
 from membership.suspicion import Suspicion
 from membership.swim import Swim
 from sim.checkers import Violation
-from sim.gossip import GossipWorld, Mix, draw_mix
+from sim.gossip import GossipWorld
+from sim.mix import Mix, draw_mix
 
 ROOT = Path(__file__).parents[2]
 SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
@@ -187,15 +188,15 @@ class TestNegativeControls:
         assert found(harsh).startswith("M9")
 
     def test_signatures_that_are_not_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sim import gossip
+        from sim import paper
 
         def trusting(self: Any, data: bytes, resolve: Any) -> tuple[bytes, bytes]:
             senders = resolve(data[1:9])
             if not senders:
-                raise gossip.UnknownSender("not known")
-            return senders[0], data[gossip.ADDRESSED_OVERHEAD :]
+                raise paper.UnknownSender("not known")
+            return senders[0], data[paper.ADDRESSED_OVERHEAD :]
 
-        monkeypatch.setattr(gossip.PaperSeals, "open_addressed", trusting)
+        monkeypatch.setattr(paper.PaperSeals, "open_addressed", trusting)
         assert "M10" in found(lambda seed: harsh(seed, strikes=("crash", "stall"), strike_every_s=5.0))
 
     def test_deadlines_that_are_put_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
