@@ -1,4 +1,4 @@
-"""What stands for cryptography and people in the simulator: checksums for signatures, certificates verified once, hostile bytes."""
+"""What stands for cryptography and people in the simulator: checksums for signatures, cached certificates, hostile bytes."""
 
 from binascii import crc32
 from collections.abc import Callable
