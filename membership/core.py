@@ -36,7 +36,17 @@ from membership.reconcile import (
 from membership.records import REVOKED, TRUST, Record, RecordTable, decode_body, encode_body
 from membership.swim import Swim, Verified
 from membership.trust import TrustError, TrustStore, renew_chain
-from membership.wire import MAX_EPOCH, Ack, AnyEvidence, AnyPacket, WireError, decode_evidence, decode_packet, encode
+from membership.wire import (
+    EPOCH_AHEAD_MS,
+    MAX_EPOCH,
+    Ack,
+    AnyEvidence,
+    AnyPacket,
+    WireError,
+    decode_evidence,
+    decode_packet,
+    encode,
+)
 
 GOSSIPED_RECORD_BYTES = 800  # larger ones wait for the next push-pull
 HURRY_PAUSE_S = 0.5  # between two push-pulls to learn of strangers; ours
@@ -408,6 +418,9 @@ class Core:
             self.counters["refused_unsigned"] += 1
             return None
         unix = self._clock.unix()
+        if evidence.epoch > unix * 1000 + EPOCH_AHEAD_MS:
+            self.counters["refused_implausible"] += 1  # else one lie could leave its subject no life to answer with
+            return None
         for node in (author, evidence.node):
             if self.trust.standing(node, unix) is None:
                 self.counters["unknown_author"] += 1

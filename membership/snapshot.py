@@ -12,6 +12,7 @@ from threading import Lock
 import msgspec
 
 from membership.trust import TrustError, TrustStore
+from membership.wire import EPOCH_AHEAD_MS
 
 PEERS_KEPT = 256
 
@@ -84,8 +85,11 @@ _sealed_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 def next_epoch(saved: int, wall_ms: int) -> int:
-    """Above every epoch this node has used, even if its disk was wiped and its clock is merely roughly right."""
-    return max(saved + 1, wall_ms)
+    """Above every epoch this node has used, even if its disk was wiped and its clock is merely roughly right.
+
+    One that is so far ahead that nobody can have taken it for true, since a clock was wrong by years, does not count.
+    """
+    return wall_ms if saved > wall_ms + EPOCH_AHEAD_MS else max(saved + 1, wall_ms)
 
 
 _writing = Lock()  # writers are threads, and share the temporary file's name

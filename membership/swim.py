@@ -33,6 +33,7 @@ from membership.rumours import RumourQueue
 from membership.skew import Skew
 from membership.suspicion import AccuserCredit, Suspicion
 from membership.wire import (
+    MAX_INCARNATION,
     Ack,
     Alive,
     AnyEvidence,
@@ -428,7 +429,7 @@ class Swim:
         if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
             return []
         self.health.worse()
-        if evidence.epoch > self._epoch:
+        if evidence.epoch > self._epoch or evidence.incarnation + 1 >= MAX_INCARNATION:
             return self.outbid(evidence.epoch + 1, now)
         self._incarnation = evidence.incarnation + 1
         self._announce(now)

@@ -5,6 +5,9 @@ from typing import Literal
 import msgspec
 
 MAX_EPOCH = 2**62
+MAX_INCARNATION = 2**32
+EPOCH_AHEAD_MS = 100 * 86_400_000  # an epoch is the wall clock of a start: longer than any certificate but a root's
+MAX_NONCE = 2**63
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -89,9 +92,12 @@ encode = msgspec.msgpack.encode
 
 def decode_packet(payload: bytes) -> AnyPacket:
     try:
-        return _packet_decoder.decode(payload)
+        packet = _packet_decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"not a packet: {error}") from error
+    if not 0 <= packet.nonce < MAX_NONCE:
+        raise WireError("impossible nonce")
+    return packet
 
 
 def decode_evidence(author: bytes, payload: bytes) -> AnyEvidence:
@@ -102,7 +108,7 @@ def decode_evidence(author: bytes, payload: bytes) -> AnyEvidence:
         raise WireError(f"not evidence: {error}") from error
     if isinstance(evidence, Alive | Left) and evidence.node != author:
         raise WireError("only a node itself says that it is alive or has left")
-    if not (0 <= evidence.epoch < MAX_EPOCH and 0 <= evidence.incarnation < MAX_EPOCH):
+    if not (0 <= evidence.epoch < MAX_EPOCH and 0 <= evidence.incarnation < MAX_INCARNATION):
         raise WireError("impossible epoch or incarnation")
     if isinstance(evidence, Alive) and not (0 < evidence.port < 65536 and 0 < len(evidence.host) <= 64):
         raise WireError("impossible address")

@@ -17,6 +17,7 @@ from membership.effects import (
     MemberChanged,
     PersistEpoch,
     SendPacket,
+    SetTimer,
     WantReconcile,
 )
 from membership.envelope import EnvelopeError, Seals
@@ -35,6 +36,7 @@ from membership.reconcile import (
     Reply,
     StreamPing,
 )
+from membership.snapshot import next_epoch
 from membership.trust import (
     TrustError,
     TrustStore,
@@ -44,7 +46,20 @@ from membership.trust import (
     make_revocation,
     parse_invite,
 )
-from membership.wire import Alive, Rumours
+from membership.wire import (
+    EPOCH_AHEAD_MS,
+    MAX_INCARNATION,
+    Ack,
+    Alive,
+    AnyPacket,
+    Dead,
+    Nack,
+    Ping,
+    PingRequest,
+    Rumours,
+    Suspect,
+    encode,
+)
 
 NOW = 1_800_000_000.0
 ROOT = Identity(b"\x41" * 32)
@@ -281,6 +296,44 @@ def test_any_sequence_of_frames_is_answered_or_refused_and_teaches_nothing_false
     assert ann.core.swim.table.root == root, "nobody new is believed to be here"
 
 
+anything = st.integers(-(2**63), 2**64 - 1)
+words = st.builds(
+    lambda kind, epoch, incarnation: kind(PEOPLE["ann"][0].node_id, epoch, incarnation),
+    st.sampled_from([Suspect, Dead]),
+    anything,
+    anything,
+)
+told = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["member", "record"]), small),
+        words.map(lambda word: ("member", Desk("bob").core._seal_evidence(word))),
+    ),
+    max_size=3,
+).map(tuple)
+sent = st.one_of(
+    st.builds(Ping, anything, small, told),
+    st.builds(Ack, anything, small, told, anything, anything),
+    st.builds(PingRequest, anything, small, told, small),
+    st.builds(Nack, anything, small, told, anything),
+    st.builds(Rumours, anything, small, told),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(sent, max_size=5))
+def test_a_member_that_signs_nonsense_breaks_nothing(packets: list[AnyPacket]) -> None:
+    ann, bob = Desk("ann"), Desk("bob")
+    meet(ann, bob)
+    for packet in packets:
+        data = bob.core._seals.seal_to(ann.identity.node_id, encode(packet))
+        ann.core.on_datagram(data, ("bob", 7373))
+        for effect in ann.asked_for(SetTimer):
+            ann.core.on_timer(effect.name, effect.token, effect.at)  # type: ignore[attr-defined]
+        ann.effects.clear()
+    me = ann.core.swim.table.get(ann.identity.node_id)
+    assert me is not None and me.state == "alive"
+
+
 @given(st.binary(max_size=1300))
 def test_hostile_datagrams_change_nothing(data: bytes) -> None:
     ann = Desk("ann")
@@ -309,3 +362,30 @@ def test_members_that_go_are_told_of_once() -> None:
         packet = Rumours(100 + number, bytes(8), farewell.packet.gossip)
         ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
     assert [effect.state for effect in ann.asked_for(MemberChanged)] == ["left"]  # type: ignore[attr-defined]
+
+
+def test_no_lie_about_a_life_leaves_its_subject_without_an_answer() -> None:
+    ann, bob, cyd = Desk("ann"), Desk("bob"), Desk("cyd")
+    meet(ann, bob, cyd)
+    limit = int(NOW * 1000) + EPOCH_AHEAD_MS
+    lies = [
+        Dead(ann.identity.node_id, 2**61, 0),
+        Dead(ann.identity.node_id, 1, MAX_INCARNATION - 1),
+        Dead(ann.identity.node_id, limit, MAX_INCARNATION - 1),
+    ]
+    for number, lie in enumerate(lies):
+        packet = Rumours(200 + number, bytes(8), (("member", bob.core._seal_evidence(lie)),))
+        for desk in (ann, cyd):
+            desk.core.on_datagram(bob.core.seal_packet(desk.identity.node_id, packet), ("bob", 7373))
+        for desk in (ann, cyd):
+            desk.now += 1.0
+        meet(ann, cyd)
+        member = cyd.core.swim.table.get(ann.identity.node_id)
+        assert member is not None and member.state == "alive", lie
+    assert cyd.core.counters["refused_implausible"] == 1
+
+
+def test_an_epoch_from_a_clock_that_was_years_ahead_is_forgotten() -> None:
+    wall = int(NOW * 1000)
+    assert next_epoch(wall + 5, wall) == wall + 6 and next_epoch(0, wall) == wall
+    assert next_epoch(wall + 10 * 365 * 86_400_000, wall) == wall
