@@ -173,6 +173,8 @@ class Runner:
             case "renew":
                 return self._renew(at)
             case "lease":
+                # It may come a rounding error early, and does not come twice.
+                self.lease_until = min(self.lease_until, at.now)
                 return self._lease_ran_out(at)
             case "grace":
                 return [Kill(f"grace of the notice is over ({self._vacate_reason})")]
@@ -222,7 +224,8 @@ class Runner:
                 effects: list[Effect] = [*self._propose(at), StateChanged("running", "")]
                 if self._vacate_reason:  # the owner came back while we were starting
                     effects.append(Kill(self._vacate_reason))
-                return effects
+                # Fetching its files can outlast the lease, while nobody could be asked for another.
+                return [*effects, *self._lease_ran_out(at)]
             case GuestFailed(reason=reason, elsewhere=elsewhere):
                 return self._could_not_start(reason, elsewhere, at)
             case GuestExited():

@@ -13,6 +13,7 @@ from mesh.jobs.effects import (
     Notify,
     SaveCheckpoint,
     SaveResult,
+    SetTimer,
     StateChanged,
     Thaw,
 )
@@ -32,6 +33,7 @@ from mesh.jobs.runner import (
     RunnerEvent,
     VacateWanted,
 )
+from mesh.jobs.view import Timer
 from tests.jobs.worlds import JOB, A, B, C, D, Desk, E, at, make_spec, make_start, make_view
 
 STORED = CheckpointStored(manifest=b"m" * 32, holders=(A, B), step=10)
@@ -145,6 +147,26 @@ def test_cut_off_from_its_witnesses_it_freezes_and_thaws() -> None:
     assert desk.tell(CheckpointFound()) == [], "nothing is committed without a lease"
     desk.silent = set()
     assert Thaw in kinds(desk.timer("renew")) and desk.runner.state == "running"
+
+
+def test_a_guest_whose_files_took_longer_than_the_lease_is_frozen_as_it_starts() -> None:
+    desk = Desk()
+    assert kinds(desk.begin()) == [Launch]
+    desk.silent = {A, B, C}
+    desk.timer("lease")
+    assert Freeze in kinds(desk.tell(GuestStarted(None))) and desk.runner.state == "frozen"
+    desk.silent = set()
+    assert Thaw in kinds(desk.timer("renew"))
+
+
+def test_the_end_of_a_lease_that_comes_a_rounding_error_early_is_its_end() -> None:
+    desk = running()
+    desk.silent = {A, B}
+    (timer,) = [effect for effect in desk.seen if isinstance(effect, SetTimer) and effect.name == "lease"][-1:]
+    early = at(timer.at - 1e-9)
+    assert desk.runner.holds_lease(early.now)
+    assert Freeze in kinds(desk.settle(desk.runner.on_timer(Timer(timer.name, timer.token), early)))
+    assert not desk.runner.holds_lease(early.now)
 
 
 def test_its_lease_ends_here_before_it_ends_there() -> None:

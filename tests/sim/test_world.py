@@ -50,6 +50,28 @@ def test_one_seed_gives_one_history_in_any_process() -> None:
     assert World(12, jobs=3).run(90.0) not in digests, "another seed, another history"
 
 
+@pytest.mark.parametrize("seed", [5, 31])
+def test_no_guest_outruns_its_lease_where_the_network_is_slow_and_cut(seed: int) -> None:
+    """Both seeds found one that did: started after its lease had run out, and a timer that came a rounding error early."""
+    slow = Faults(loss=0.3, delay_s=(0.2, 2.8), crash_every_s=0.0, drift=0.01, until_s=200.0)
+    world = World(seed, nodes=12, jobs=8, steps=60, faults=slow)
+    rng = world.streams.get("test", "cut")
+
+    def cut() -> None:
+        busy = [node.id for node in world.nodes if node.up and node.participant.runners]
+        world.cut_off = frozenset(rng.sample(busy, min(len(busy), 2)))
+        world.kernel.after(rng.uniform(3, 9), heal)
+
+    def heal() -> None:
+        world.cut_off = frozenset()
+        world.kernel.after(rng.uniform(5, 15), cut)
+
+    world.begin()
+    world.kernel.after(20.0, cut)
+    world.kernel.run(220.0)
+    assert world.invariants.leases_checked > 1000 and world.invariants.commits > 5
+
+
 def violated(seeds: range) -> str:
     """The first violation that these seeds find, or nothing."""
     for seed in seeds:
