@@ -55,7 +55,7 @@ def test_no_guest_outruns_its_lease_where_the_network_is_slow_and_cut(seed: int)
     """Both seeds found one that did: started after its lease had run out, and a timer that came a rounding error early."""
     slow = Faults(loss=0.3, delay_s=(0.2, 2.8), crash_every_s=0.0, drift=0.01, until_s=200.0)
     world = World(seed, nodes=12, jobs=8, steps=60, faults=slow)
-    rng = world.streams.get("test", "cut")
+    rng = world.streams.get("t", "cut")
 
     def cut() -> None:
         busy = [node.id for node in world.nodes if node.up and node.participant.runners]
