@@ -16,6 +16,7 @@ from membership.streams import FAILURES, Streams
 
 CHECK_AGAIN_S = (15.0, 300.0)  # between two checks of our own address, while something is wrong with it, and else
 FIRST_CHECK_S = 2.0
+ANSWERS_KEPT = 8
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class Whereabouts:
         except FAILURES as error:
             log.debug("%s did not say whether it reaches us: %s", short_id(peer.node), error)
             return
-        self.reached[node] = answer
+        self.reached.pop(node, None)
+        self.reached = dict([*self.reached.items(), (node, answer)][-ANSWERS_KEPT:])
         elsewhere = answer.seen_host not in {"", self.host}
         if self._may_choose and elsewhere and not answer.udp and answer.seen_host in (*self._addresses, "127.0.0.1"):
             self._take(answer.seen_host, core)

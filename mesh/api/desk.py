@@ -448,7 +448,9 @@ class Desk:
         waiting = self._daemon.membership.waiting()
         text = order.node.lower()
         fits = [
-            entry for entry in waiting.values() if format_id(entry.node).startswith(text) or entry.nick == order.node
+            entry
+            for entry in waiting.values()
+            if entry.nick == order.node or (text and format_id(entry.node).startswith(text))
         ]
         if len(fits) != 1:
             known = ", ".join(f"{entry.nick} {format_id(entry.node)[:7]}" for entry in waiting.values()) or "nobody"
@@ -503,7 +505,7 @@ class Desk:
             with suppress(ValueError):
                 wanted = parse_id(text)
                 fits = [member for member in members if member.node_id == wanted]
-        if not fits:
+        if not fits and text:
             fits = [member for member in members if format_id(member.node_id).startswith(text.lower())]
         if len(fits) != 1:
             known = ", ".join(member.nick for member in members)

@@ -54,6 +54,11 @@ pytestmark = pytest.mark.e2e
         (("pull", "zzzz", "/tmp/x"), 4, "mesh ps -a"),
         (("reclaim", "--grace", "-3s"), 2, ""),
         (("invite", "--ttl", "1s"), 2, "minute"),
+        (("invite", "--role", "king"), 2, "king"),
+        (("invite", "--user", "u" * 65), 2, "64"),
+        (("approve", ""), 4, "nobody"),
+        (("approve", "nobody", "--role", "king"), 2, "king"),
+        (("revoke", "", "--yes"), 4, "no node"),
         (("up",), 1, "already"),
         (("devstack", "-n", "0"), 2, "0"),
         (("demo", "--epochs", "1"), 2, "1"),
@@ -99,7 +104,7 @@ def ask(node: StackNode, method: str, path: str, body: bytes | None = None) -> t
         connection.close()
 
 
-BODIES = ["/v1/jobs", "/v1/jobs/zzzz/pull", "/v1/pause", "/v1/reclaim", "/v1/invite"]
+BODIES = ["/v1/jobs", "/v1/jobs/zzzz/pull", "/v1/pause", "/v1/reclaim", "/v1/invite", "/v1/approve", "/v1/revoke"]
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
     lambda inner: (
