@@ -145,7 +145,8 @@ def _restart(what: tuple[int, int]) -> float:
 def real_time(count: int) -> dict[str, Any]:
     """Virtual seconds a second of a core, once the mesh stands, with a node lost and one come back on the way."""
     world = together(count, 1)
-    world.kernel.run(world.kernel.now + 30.0)  # the rumours of the start run dry
+    while any(len(node.core.swim.rumours) for node in world.nodes):  # the news of the start, of all of them at once
+        world.kernel.run(world.kernel.now + 5.0)
     rates = []
     for node in world.nodes[-3:]:
         node.crash()
