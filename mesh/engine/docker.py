@@ -111,6 +111,7 @@ class DockerEngine:
             "pids_limit": 4096,
             "device_requests": devices,
             "init": shutil.which("docker-init") is not None,
+            "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the one copy
         }
         if launch.memory_mib is not None:
             arguments |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
@@ -121,15 +122,21 @@ class DockerEngine:
         except docker.errors.APIError as error:
             raise EngineError(f"Docker could not create the container: {error.explanation}") from error
         try:
+            # Attached before it starts, nothing it writes is missed; `docker logs --follow` may lose a last line without an end.
+            output = container.attach(stdout=True, stderr=True, stream=True)
+        except docker.errors.APIError as error:
+            raise EngineError(f"Docker could not attach to the container: {error.explanation}") from error
+        try:
             container.start()
         except docker.errors.APIError as error:
+            _shut(output)
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)
             text = str(error.explanation)
             if "not found" in text or "no such file" in text or "permission denied" in text:
                 raise BadCommand(f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}") from error
             raise EngineError(f"Docker could not start the container: {text}") from error
-        return DockerGuest(self._client, container, launch.log_path, self._threads)
+        return DockerGuest(container, output, launch.log_path, self._threads)
 
     def _image(self, name: str) -> str:
         try:
@@ -153,9 +160,9 @@ class DockerEngine:
 
 
 class DockerGuest:
-    def __init__(self, client: Any, container: Any, log_path: str, threads: ThreadPoolExecutor) -> None:
-        self._client = client
+    def __init__(self, container: Any, output: Any, log_path: str, threads: ThreadPoolExecutor) -> None:
         self._container = container
+        self._output = output
         self._threads = threads
         self._log_path = log_path
         follower = ThreadPoolExecutor(1, thread_name_prefix="docker guest")
@@ -181,13 +188,14 @@ class DockerGuest:
     # --- in threads
 
     def _follow(self) -> Exit:
-        """Copy the log to its file until the container ends, then take its exit and remove it."""
-        with Path(self._log_path).open("ab", buffering=0) as file:
-            try:
-                for piece in self._container.logs(stream=True, follow=True):
+        """Copy its output to the log file until the container ends, then take its exit and remove it."""
+        try:
+            with Path(self._log_path).open("ab", buffering=0) as file:
+                for piece in self._output:
                     file.write(piece)
-            except (docker.errors.APIError, requests.RequestException, OSError) as error:
-                file.write(f"\nmesh: the log stream broke: {error}\n".encode())
+        except OSError as error:  # a full disk ends the log, not the guest
+            log.warning("the log of container %s ends early: %s", self._container.short_id, error)
+        _shut(self._output)
         while True:
             try:
                 status = self._container.wait(timeout=3600)
@@ -227,6 +235,11 @@ class DockerGuest:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _shut(output: Any) -> None:
+    with contextlib.suppress(OSError):
+        output.close()
 
 
 def _socket_path(client: Any) -> str:

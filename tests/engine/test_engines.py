@@ -117,7 +117,8 @@ async def test_its_directories_are_its_own_to_write_and_the_nodes_to_read(bench:
 
 
 async def test_both_streams_are_logged_to_the_last_byte(bench: Bench) -> None:
-    assert await bench.output("echo out; echo err >&2; printf end") in {"out\nerr\nend", "err\nout\nend"}
+    logged = await bench.output("echo out; echo err >&2; printf end")
+    assert logged in {"out\nerr\nend", "err\nout\nend", "out\nenderr\n"}, "each stream whole and in its own order"
     assert (await bench.output("echo again")).endswith("again\n"), "a log is added to, never replaced"
 
 
