@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from membership.buckets import Buckets
 from membership.config import SwimConfig
-from membership.effects import Effect, KeepChain, KeepRevocations, RecordChanged, WantReconcile
+from membership.effects import Effect, KeepChain, KeepRevocations, RecordChanged
 from membership.envelope import EnvelopeError, Recent, UnknownSender
 from membership.identity import NodeId
 from membership.reconcile import (
@@ -111,7 +111,6 @@ class Core:
         ] = {}  # by nonce: whom to tell that a ping of the shell's was answered
         self._revocations_shown = 0
         self._hurry_at = 0.0
-        self._reconciled: dict[tuple[str, int], float] = {}
         self.swim = Swim(
             self.me,
             host,
@@ -240,13 +239,7 @@ class Core:
 
     def want_reconcile(self, node: NodeId, host: str, port: int, unless_equal: bool = False) -> None:
         """Ask for a push-pull with whoever is there, unless there was one a moment ago."""
-        key, now = (host, port), self._clock.boot()
-        if now - self._reconciled.get(key, -1e9) < self._config.reconcile_pause_s:
-            return
-        self._reconciled[key] = now
-        if len(self._reconciled) > 4096:
-            self._reconciled = {k: at for k, at in self._reconciled.items() if now - at < 60}
-        self._perform([WantReconcile(node, host, port, unless_equal)])
+        self._perform(self.swim.want_reconcile(node, host, port, unless_equal, self._clock.boot()))
 
     # --- lane 2
 

@@ -26,6 +26,7 @@ from membership.effects import (
 from membership.health import Health
 from membership.lives import OtherLives
 from membership.member import Member, MemberTable
+from membership.pauses import Pauses
 from membership.probe import Probe, Relays, Round
 from membership.reconcile import MemberDigest
 from membership.records import ROOT_BYTES
@@ -95,6 +96,7 @@ class Swim:
         self._suspicions: dict[bytes, Suspicion] = {}
         self._unreachable: set[bytes] = set()
         self._hurrying = False
+        self._pauses = Pauses(config.reconcile_pause_s)
         self._buried: deque[bytes] = deque()  # who died lately, the last at the right
         self._gossiping = False
         self._credit = AccuserCredit(config)
@@ -130,11 +132,8 @@ class Swim:
         farewell = Left(node=self.node, epoch=self._epoch, incarnation=self._incarnation)
         sealed = self._seal(farewell)
         self.table.apply(farewell, sealed, now)
-        gossip: Gossip = (("member", sealed),)
-        effects: list[Effect] = []
-        for _ in range(LEAVE_ROUNDS):
-            effects += [self._send(member, self._rumours(member, gossip)) for member in self._others()]
-        return effects
+        told = self._others() * LEAVE_ROUNDS
+        return [self._send(member, self._rumours(member, (("member", sealed),))) for member in told]
 
     def digest(self, now: float) -> MemberDigest:
         """Which evidence we hold, for a push-pull. Those long gone are not spoken of, so that all can forget them."""
@@ -201,6 +200,10 @@ class Swim:
             return []
         self._hurrying = True
         return [self._timer("hurry", now + self.config.reconcile_pause_s * self._rng.uniform(0.5, 1.5))]
+
+    def want_reconcile(self, node: bytes, host: str, port: int, unless_equal: bool, now: float) -> list[Effect]:
+        """A push-pull with whoever is there, unless there was one a moment ago."""
+        return [WantReconcile(node, host, port, unless_equal)] if self._pauses.over((host, port), now) else []
 
     def is_unreachable(self, node: bytes) -> bool:
         return node in self._unreachable
@@ -291,7 +294,7 @@ class Swim:
         if late_s < WOKE_UP_S:
             return []
         # A machine that slept may be dead to everybody: learn of it now, from whoever is there.
-        return self._reconcile_with_some(unless_equal=False)
+        return self._reconcile_with_one(self._anyone(), False, now)
 
     def _answer(self, member: Member, ping: Ping, source: tuple[str, int] | None) -> SendPacket:
         """The ack goes to where the ping came from. Whoever is held suspect or dead hears that first, and refutes; whoever
@@ -319,22 +322,20 @@ class Swim:
             return [*self._gossip(now), *self._gossip_soon(now)]
         if name == "hurry":
             self._hurrying = False
-            return self._reconcile_with_some(unless_equal=True)
+            return self._reconcile_with_one(self._anyone(), True, now)
         if name == "compare":
             again = self._timer("compare", now + self.config.reconcile_interval_s)
-            return [again, *self._reconcile_with_some(unless_equal=True)]
+            return [again, *self._reconcile_with_one(self._anyone(), True, now)]
         if name == "cross-zone":
             again = self._timer("cross-zone", now + self.config.cross_zone_interval_s)
             here = self._zone_of(self.node)
             elsewhere = [member for member in self._others() if self._zone_of(member.node) != here]
-            return [again, *self._reconcile_with_one(elsewhere, unless_equal=True)]
+            return [again, *self._reconcile_with_one(elsewhere, True, now)]
         if name == "knock":
             # Partitions heal because somebody knocks at the dead (memberlist issue 222).
             again = self._timer("knock", now + self.config.dead_reconcile_interval_s)
-            return [
-                again,
-                *self._reconcile_with_one([m for m in self.table.all() if m.state == "dead"], unless_equal=False),
-            ]
+            dead = [member for member in self.table.all() if member.state == "dead"]
+            return [again, *self._reconcile_with_one(dead, False, now)]
         if name.startswith("suspect-"):
             return self._suspicion_due(bytes.fromhex(name.removeprefix("suspect-")), now)
         return []
@@ -501,14 +502,14 @@ class Swim:
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
         return self.on_evidence(self.node, verdict, self._seal(verdict), now)
 
-    def _reconcile_with_one(self, members: list[Member], unless_equal: bool) -> list[Effect]:
+    def _reconcile_with_one(self, members: list[Member], unless_equal: bool, now: float) -> list[Effect]:
         if not members:
             return []
         chosen = self._rng.choice(members)
-        return [WantReconcile(chosen.node, chosen.host, chosen.port, unless_equal)]
+        return self.want_reconcile(chosen.node, chosen.host, chosen.port, unless_equal, now)
 
-    def _reconcile_with_some(self, unless_equal: bool) -> list[Effect]:
-        return self._reconcile_with_one(self.table.draw(1, self._rng, without=(self.node,)), unless_equal)
+    def _anyone(self) -> list[Member]:
+        return self.table.draw(1, self._rng, without=(self.node,))
 
     def _differs(self, member: Member, root: bytes, now: float) -> list[Effect]:
         """Reconcile when nobody has known just what we know for a while: until then rumours, which are cheaper, may settle it."""
@@ -520,7 +521,7 @@ class Swim:
         if now - self._differing_since < self.config.settle_s and not self._overfull:
             return []
         self._differing_since = now
-        return [WantReconcile(member.node, member.host, member.port)]
+        return self.want_reconcile(member.node, member.host, member.port, False, now)
 
     @property
     def _overfull(self) -> bool:

@@ -56,7 +56,7 @@ def test_a_partition_heals_though_both_sides_are_long_dead_to_each_other(seed: i
 
 def test_without_knocking_at_the_dead_it_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    monkeypatch.setattr(Swim, "_reconcile_with_one", lambda self, members, unless_equal: [])
+    monkeypatch.setattr(Swim, "_reconcile_with_one", lambda self, members, unless_equal, now: [])
     world = make_world(1)
     cut(world, 0.4, for_s=300.0)
     with pytest.raises(AssertionError, match="no agreement"):
