@@ -14,8 +14,9 @@ from typing import Literal
 import msgspec
 
 from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.framing import read_frame, write_frame
 from membership.identity import Identity, NodeId, parse_id
-from membership.reconcile import FRAME_LIMIT, FrameError
+from membership.reconcile import FrameError
 from membership.trust import ROLES, TrustError, TrustStore
 
 PENDING = "pending"  # the section in which a node shows who knocked at it
@@ -149,13 +150,10 @@ async def knock_at(
     async with asyncio.timeout(KNOCK_S):
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            data = make_knock(identity, nonce, nick, user)
-            writer.write(len(data).to_bytes(4, "big") + data)
-            await writer.drain()
-            length = int.from_bytes(await reader.readexactly(4), "big")
-            if length > FRAME_LIMIT:
-                raise TrustError("what answers there is no node of a mesh")
-            return read_answer(await reader.readexactly(length), nonce, now_unix)
+            await write_frame(writer, make_knock(identity, nonce, nick, user))
+            return read_answer(await read_frame(reader), nonce, now_unix)
+        except FrameError as error:
+            raise TrustError("what answers there is no node of a mesh") from error
         except asyncio.IncompleteReadError as error:
             raise TrustError("it hung up: no node of a mesh, one of another version, or a busy one") from error
         finally:

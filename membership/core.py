@@ -34,8 +34,9 @@ from membership.reconcile import (
     encode_frame,
 )
 from membership.records import REVOKED, TRUST, Record, RecordTable, decode_body, encode_body
+from membership.search import Search
 from membership.swim import Swim, Verified
-from membership.trust import TrustError, TrustStore, renew_chain
+from membership.trust import Signer, TrustError, TrustStore, renew_chain
 from membership.wire import (
     EPOCH_AHEAD_MS,
     MAX_EPOCH,
@@ -67,12 +68,9 @@ class Clock(Protocol):
         """Seconds of wall time."""
 
 
-class Signer(Protocol):
+class Sealer(Signer, Protocol):
     """`membership.envelope.Seals`, or the simulator's."""
 
-    node_id: NodeId
-
-    def seal(self, kind: str, payload: bytes) -> bytes: ...
     def open(self, kind: str, data: bytes) -> tuple[NodeId, bytes]: ...
     def seal_to(self, recipient: NodeId, payload: bytes) -> bytes: ...
     def open_addressed(self, data: bytes, resolve: Callable[[bytes], list[NodeId]]) -> tuple[NodeId, bytes]: ...
@@ -81,7 +79,7 @@ class Signer(Protocol):
 class Core:
     def __init__(
         self,
-        seals: Signer,
+        seals: Sealer,
         trust: TrustStore,
         chain: bytes,
         config: SwimConfig,
@@ -93,11 +91,12 @@ class Core:
         port: int,
         epoch: int,
         zone_of: Callable[[NodeId], str] = lambda node: "",
+        counters: Counter[str] | None = None,
     ) -> None:
         self.me = seals.node_id
         self.trust = trust
         self.chain = chain
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter() if counters is None else counters
         self.records = RecordTable(trust, lambda sealed: seals.open("record", sealed))
         self._seals, self._config, self._rng, self._clock, self._perform = seals, config, rng, clock, perform
         self._epoch = epoch  # of the sections we have published
@@ -236,6 +235,14 @@ class Core:
             self.counters["lags"] += 1
             self._perform(self.swim.on_lag(now - at, now))
         self._perform(self.swim.on_timer(name, token, now))
+
+    def look_for_others(self, search: Search) -> float:
+        """Knock where somebody may be whom we do not know; seconds until it is time to look again."""
+        present = [(member.host, member.port) for member in self.swim.table.present()]
+        addresses, pause_s = search.next(present)
+        for host, port in addresses:
+            self.want_reconcile(b"", host, port, unless_equal=len(present) > 1)
+        return pause_s
 
     def want_reconcile(self, node: NodeId, host: str, port: int, unless_equal: bool = False) -> None:
         """Ask for a push-pull with whoever is there, unless there was one a moment ago."""

@@ -45,9 +45,10 @@ from membership.member import Member
 from membership.reconcile import Reached
 from membership.records import Record
 from membership.search import Search
+from membership.skew import CLOCK_WARN_S
 from membership.snapshot import Peer, RevocationFile, Snapshot, SnapshotFile, next_epoch
 from membership.streams import FAILURES, Streams
-from membership.trust import RENEW_BEFORE_S, ROLES, TrustError, TrustStore
+from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, ROLES, TrustError, TrustStore
 from membership.whereabouts import Standpoint, Whereabouts
 from membership.wire import Ping
 
@@ -56,8 +57,6 @@ UPKEEP_S = 10.0
 SHOW_AGAIN_S = 6 * 3600.0  # certificates and revocations, long before their sections end
 REACH_S, REACH_TRIES = 1.0, 3  # the pings of such a check, of which one must be answered
 RENEW_AGAIN_S = 30.0
-CERTIFICATE_WARNING_S = 7 * 86_400.0
-CLOCK_WARNING_S = 5.0
 RECEIVE_BUFFER = 4 << 20  # the default 208 KiB hold 200 packets; a mesh that starts at once sends more in a moment
 
 log = logging.getLogger(__name__)
@@ -165,8 +164,8 @@ class MembershipNode:
             port=self.port,
             epoch=self._epoch,
             zone_of=self._zone_of,
+            counters=self.counters,
         )
-        self._started.counters = self.counters
         self._gate = Gate(self.identity, self._core, self._policy, self.problems, self._clock)
         self._streams = Streams(self._core, self._reach, self._gate.answer)
         self._core.start()
@@ -414,8 +413,8 @@ class MembershipNode:
     # --- lane 1 and streams
 
     def _on_datagram(self, data: bytes, source: tuple[str, int]) -> None:
-        if not self._stopped:
-            self._core.on_datagram(data, source)
+        if self._started is not None and not self._stopped:
+            self._started.on_datagram(data, source)
 
     async def _reach(self, node: NodeId, host: str, port: int) -> bool:
         """Whether a UDP ping to this address is answered by this node."""
@@ -455,10 +454,7 @@ class MembershipNode:
             if self._beacon.problem:
                 self.problems["mdns"] = self._beacon.problem
         while True:
-            present = [(m.host, m.port) for m in self._core.swim.table.present()]
-            addresses, pause_s = self._where.next(present)
-            for host, port in addresses:
-                self._core.want_reconcile(b"", host, port, unless_equal=len(present) > 1)
+            pause_s = self._core.look_for_others(self._where)
             await asyncio.sleep(pause_s)
 
     async def _look_after(self) -> None:
@@ -484,7 +480,7 @@ class MembershipNode:
     def _judge_clock(self) -> None:
         skew = self._core.swim.skew
         self.problems.pop("clock", None)
-        if skew.ours_is_wrong and skew.offset_s is not None and abs(skew.offset_s) > CLOCK_WARNING_S:
+        if skew.ours_is_wrong and skew.offset_s is not None and abs(skew.offset_s) > CLOCK_WARN_S:
             way = "behind" if skew.offset_s > 0 else "ahead of"
             self.problems["clock"] = (
                 f"this machine's clock is {abs(skew.offset_s):.0f} s {way} those of {skew.peers} other nodes: set it "
@@ -516,7 +512,7 @@ class MembershipNode:
                 return
             except FAILURES as error:
                 log.info("%s did not renew our certificate: %s", seen[member.node].nick, error)
-        if left_s < CERTIFICATE_WARNING_S:
+        if left_s < CERTIFICATE_WARN_S:
             names = sorted(standing.nick for standing in seen.values() if standing.can_admit)
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.standing.not_after))
             self.problems["certificate"] = (

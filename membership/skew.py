@@ -7,6 +7,7 @@ minutes: a node whose clock is further off is told so instead of vanishing (hive
 from collections import OrderedDict
 from statistics import median
 
+CLOCK_WARN_S = 5.0  # of a difference that is worth a word
 PEERS_KEPT = 64
 PEERS_NEEDED = 3  # of two clocks nobody can tell which is wrong; with fewer the offset is shown, not judged
 

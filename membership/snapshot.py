@@ -5,12 +5,12 @@ outranks every rumour about its former life. Dead peers' addresses are kept too:
 the way back (serf issue 333).
 """
 
-import os
 from pathlib import Path
 from threading import Lock
 
 import msgspec
 
+from membership.durable import write_durably
 from membership.trust import TrustError, TrustStore
 from membership.wire import EPOCH_AHEAD_MS
 
@@ -37,6 +37,7 @@ class SnapshotFile:
         self.path = path
         self.warning = ""
         self._epoch = 0
+        self._writing = Lock()
 
     def read(self) -> Snapshot:
         """The last snapshot; a damaged one is moved aside, with a warning, and costs only some discovery."""
@@ -51,11 +52,11 @@ class SnapshotFile:
             return Snapshot()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Durable and atomic: temporary file, fsync, rename, fsync of the directory. An epoch once written never falls."""
-        with _writing:
+        """An epoch once written never falls."""
+        with self._writing:
             self._epoch = max(self._epoch, snapshot.epoch)
             snapshot = msgspec.structs.replace(snapshot, epoch=self._epoch)
-            _write_and_rename(self.path, msgspec.json.encode(snapshot))
+            write_durably(self.path, msgspec.json.encode(snapshot))
 
 
 class RevocationFile:
@@ -77,8 +78,7 @@ class RevocationFile:
             ) from error
 
     def write(self, sealed: list[bytes]) -> None:
-        with _writing:
-            _write_and_rename(self.path, msgspec.msgpack.encode(sealed))
+        write_durably(self.path, msgspec.msgpack.encode(sealed))
 
 
 _sealed_decoder = msgspec.msgpack.Decoder(list[bytes])
@@ -90,21 +90,3 @@ def next_epoch(saved: int, wall_ms: int) -> int:
     One that is so far ahead that nobody can have taken it for true, since a clock was wrong by years, does not count.
     """
     return wall_ms if saved > wall_ms + EPOCH_AHEAD_MS else max(saved + 1, wall_ms)
-
-
-_writing = Lock()  # writers are threads, and share the temporary file's name
-
-
-def _write_and_rename(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,6 @@
 """Conversations of the core over TCP: who asks, who answers, what they are worth when the other side is silent or hostile.
 
-A frame is four bytes of length and the sealed frame (see `reconcile`). Each conversation has a time in which it must end.
+Frames are sealed (see `reconcile`). Each conversation has a time in which it must end.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ from membership.admission import is_knock
 from membership.core import Conversation, Core
 from membership.effects import StreamOutcome
 from membership.envelope import EnvelopeError
+from membership.framing import read_frame, write_frame
 from membership.identity import NodeId, short_id
-from membership.reconcile import FRAME_LIMIT, AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
+from membership.reconcile import AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
 from membership.trust import TrustError
 
 CONVERSATION_S = 5.0
@@ -92,9 +93,9 @@ class Streams:
             writer.close()
 
     async def _answer(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first = await _read(reader)
+        first = await read_frame(reader)
         if is_knock(first):
-            await _write(writer, self._knock(first, host))
+            await write_frame(writer, self._knock(first, host))
             return
         sender, frame = self._core.open_frame(first)
         if isinstance(frame, ReachMe):
@@ -115,7 +116,7 @@ class Streams:
         reader, writer = await asyncio.open_connection(host, port)
         try:
             await self._write(writer, question)
-            return self._core.open_frame(await _read(reader))
+            return self._core.open_frame(await read_frame(reader))
         finally:
             writer.close()
 
@@ -126,7 +127,7 @@ class Streams:
             frame = next(conversation)
             while True:
                 await self._write(writer, frame)
-                frame = conversation.send(self._core.open_frame(await _read(reader)))
+                frame = conversation.send(self._core.open_frame(await read_frame(reader)))
         except StopIteration as end:
             if end.value is not None:
                 await self._write(writer, end.value)
@@ -134,16 +135,4 @@ class Streams:
             conversation.close()
 
     async def _write(self, writer: asyncio.StreamWriter, frame: AnyFrame) -> None:
-        await _write(writer, self._core.seal_frame(frame))
-
-
-async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(len(data).to_bytes(4, "big") + data)
-    await writer.drain()
-
-
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    length = int.from_bytes(await reader.readexactly(4), "big")
-    if length > FRAME_LIMIT:
-        raise FrameError(f"a frame of {length} bytes is over the limit")
-    return await reader.readexactly(length)
+        await write_frame(writer, self._core.seal_frame(frame))

@@ -30,7 +30,7 @@ from membership.pauses import Pauses
 from membership.probe import Probe, Relays, Round
 from membership.reconcile import MemberDigest
 from membership.records import ROOT_BYTES
-from membership.rumours import RumourQueue
+from membership.rumours import ITEM_OVERHEAD, RumourQueue
 from membership.skew import Skew
 from membership.suspicion import AccuserCredit, Suspicion
 from membership.wire import (
@@ -576,7 +576,7 @@ class Swim:
         """Send, with as many rumours as still fit."""
         if not len(self.rumours):
             return self._send_whole(member, packet)
-        used = PACKET_OVERHEAD + sum(len(sealed) + 12 for _, sealed in packet.gossip)
+        used = PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in packet.gossip)
         more = self.rumours.take(self.config.packet_bytes - used, len(self.table))
         extra = tuple(item for item in more if item not in packet.gossip)
         return self._send_whole(member, replace(packet, gossip=packet.gossip + extra))

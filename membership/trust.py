@@ -23,6 +23,7 @@ MAX_REVOCATIONS, MAX_REASON_BYTES = 50, 100  # all of them fit into one section
 CLOCK_GRACE_S = 120  # certificates of nodes whose clocks differ by this much still hold
 NODE_CERTIFICATE_S = 90 * 86_400  # short enough that a lost laptop ends by itself; as Let's Encrypt
 RENEW_BEFORE_S = 30 * 86_400  # an admitter is asked for a new one from then on
+CERTIFICATE_WARN_S = 7 * 86_400  # its end is near, and nobody has renewed it
 ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # a root that ends kills its mesh (Nebula issue 712)
 _GENESIS_ID = b"\0" * 16  # the genesis is signed before its own id exists
 
@@ -322,6 +323,8 @@ def admit_node(
     """The chain of a node that this one, whose own chain is `chain`, admits; TrustError if it may not."""
     if subject in store.revoked:
         raise TrustError("that key was revoked: it takes a new one to come back")
+    if can_admit and signer.node_id not in store.genesis.roots:
+        raise TrustError("only the node that founded the mesh makes admitters")
     return _grant(
         signer,
         store,
@@ -354,11 +357,8 @@ def _grant(signer: Signer, store: TrustStore, chain: bytes, certificate: Certifi
     own = store.check_chain(chain, now_unix)
     if not own.can_admit:
         raise TrustError("this node may not admit others: ask on the node that founded the mesh, or on an admitter")
-    is_root = signer.node_id in store.genesis.roots
-    if certificate.can_admit and certificate.nick != "invite" and not is_root:
-        raise TrustError("only the node that founded the mesh makes admitters")
     # A root's own certificate is not needed to prove what the root signed.
-    links = [] if is_root else _chain_decoder.decode(chain)
+    links = [] if signer.node_id in store.genesis.roots else _chain_decoder.decode(chain)
     links.append(signer.seal("certificate", msgspec.msgpack.encode(certificate)))
     granted = msgspec.msgpack.encode(links)
     store.check_chain(granted, now_unix)

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from membership.durable import write_durably
+
 GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
 API_PORT = 7374
 
@@ -150,14 +152,4 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
 def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
     """The three files that make a node a member; the genesis last, since it is what says that there is one."""
     for path, data in ((where.seeds, "\n".join(seeds).encode()), (where.chain, chain), (where.genesis, genesis)):
-        write_whole(path, data)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """The old file or the new one, whatever happens in between."""
-    temporary = path.with_suffix(".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+        write_durably(path, data)

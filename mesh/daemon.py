@@ -26,6 +26,7 @@ from ckptstore.errors import StoreError
 from ckptstore.store import Store
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
+from membership.durable import write_durably
 from membership.envelope import open_envelope
 from membership.gate import Policy
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
@@ -40,7 +41,7 @@ from mesh.api.logs import LogReader
 from mesh.api.peer import Address, Facts, PeerClient
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
-from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory, write_whole
+from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.process import ProcessEngine
@@ -108,7 +109,7 @@ class Daemon:
             seeds=seeds,
             mdns=mdns,
             policy=Policy(layout.allow_list, settings.open),
-            keep_chain=lambda chain: write_whole(layout.chain, chain),
+            keep_chain=lambda chain: write_durably(layout.chain, chain),
             on_fatal=self._fail,
             zone_of=self._zone_of,
         )
@@ -120,15 +121,14 @@ class Daemon:
         if settings.lend and PROVIDER not in self.membership.standing.roles:
             self.membership.problems["role"] = "this node may not lend: its certificate says so (`mesh trust ls`)"
         self.me = self.identity.node_id
-        self.standing = self.membership.standing
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup)
         await self.peers.open()
         self.engines = self._make_engines()
         own_only = ("process",) if settings.process_engine_for == "own" else ()
         self.inventory = Inventory(
             self.me,
-            self.standing.nick,
-            self.standing.user,
+            self.membership.standing.nick,
+            self.membership.standing.user,
             settings.zone,
             await asyncio.to_thread(gpu_inventory),
             settings.slots,
@@ -165,7 +165,9 @@ class Daemon:
         self.refresh_advert(force=True)
         await self.jobs.restore()
         if self.journal.moved_aside is not None:
-            await self.journal.record(None, self.standing.nick, f"damaged journal moved to {self.journal.moved_aside}")
+            await self.journal.record(
+                None, self.membership.standing.nick, f"damaged journal moved to {self.journal.moved_aside}"
+            )
 
     async def run(self) -> None:
         """Until somebody asks to go down; then leave, in order or at once."""

@@ -18,11 +18,11 @@ def daemon_command(where: Layout, overrides: dict[str, Any]) -> list[str]:
     return [sys.executable, "-m", "mesh.daemon", "--state", str(where.root), "--overrides", json.dumps(overrides)]
 
 
-def start_daemon(where: Layout, overrides: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a daemon of its own session, logging to its state directory."""
+def start_daemon(where: Layout, overrides: dict[str, Any], within: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a daemon of its own session, logging to its state directory; `within`: a command that runs it, as `setpriv`."""
     with where.log.open("ab") as log:
         return subprocess.Popen(
-            daemon_command(where, overrides),
+            [*within, *daemon_command(where, overrides)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -63,14 +63,11 @@ class Exchange:
         try:
             sender, frame = node.core.open_frame(data)
             if talk is None and side == 1:
-                self._answer(node.core.answer(sender, frame))
+                self._speak(1, node.core.answer(sender, frame), None)
             elif talk is not None:
                 self._speak(side, talk, (sender, frame))
         except (FrameError, TrustError, EnvelopeError):
             self._break()
-
-    def _answer(self, talk: Conversation) -> None:
-        self._speak(1, talk, None)
 
     def _break(self) -> None:
         self.world.broken_conversations += 1

@@ -76,6 +76,7 @@ class GossipNode:
         self.slow = clock.random() < mix.slow
         self.disk = Disk()
         self.up = self.revoked = False
+        self.dark = False  # without power: it does not even refuse
         self.asleep = False  # of a machine that stands still: its network sleeps too
         self.still_until = -1.0
         self.still_before = -1e9  # when it last stood still
@@ -109,7 +110,7 @@ class GossipNode:
         if crash_at == "before fsync":
             self.crash()
             return
-        self.disk.epoch = world.persisted(epoch)
+        self.disk.epoch = epoch
         if crash_at == "after fsync":
             self.crash()
             return
@@ -225,7 +226,7 @@ class GossipNode:
                 case WantReconcile(host=host, port=port, unless_equal=unless_equal):
                     world.connect(self, (host, port), self.core.converse(unless_equal))
                 case PersistEpoch(epoch=epoch):
-                    self.disk.epoch = world.persisted(epoch)
+                    self.disk.epoch = epoch
                 case KeepRevocations(sealed=sealed):
                     self.disk.revocations = sealed
                 case Cloned():
@@ -259,16 +260,10 @@ class GossipNode:
     def _stream_pinged(self, node: bytes, outcome: StreamOutcome) -> None:
         self.perform(self.core.swim.on_stream_ping(node, outcome, self.boot()))
 
-    dark = False  # without power: it does not even refuse
-
     # --- what the shell does beside
 
     def _look(self) -> None:
-        present = [(m.host, m.port) for m in self.core.swim.table.present()]
-        addresses, pause_s = self._search.next(present)
-        for host, port in addresses:
-            self.core.want_reconcile(b"", host, port, unless_equal=len(present) > 1)
-        self.after(pause_s, self._look)
+        self.after(self.core.look_for_others(self._search), self._look)
 
     def _tend(self, publish: bool = False) -> None:
         """Upkeep, and now and then something to say."""
@@ -315,9 +310,7 @@ class GossipWorld:
         self._on_sent = [checker for checker in self.checkers if type(checker).sent is not Checker.sent]
         self.nodes = [
             GossipNode(self, number, identity, chain)
-            for number, (identity, chain) in enumerate(
-                zip(self.people.identities[:nodes], self.people.chains[:nodes], strict=True)
-            )
+            for number, (identity, chain) in enumerate(zip(self.people.identities, self.people.chains, strict=True))
         ]
         self.by_id = {node.id: node for node in self.nodes}
         self.zones = {node.id: f"zone{node.number % 3}" for node in self.nodes}
@@ -561,12 +554,8 @@ class GossipWorld:
         if crash_at:
             self.kernel.after(1.0, self._come_back, node, "")
 
-    # --- what negative controls replace
-
-    def persisted(self, epoch: int) -> int:
-        return epoch
-
     def first_epoch(self, epoch: int) -> int:
+        """In which a node's new life begins; a negative control replaces it."""
         return epoch
 
     # --- watching

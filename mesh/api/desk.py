@@ -46,8 +46,8 @@ class Desk:
             "version": __version__,
             "pid": os.getpid(),
             "node": format_id(self._daemon.me),
-            "nick": self._daemon.standing.nick,
-            "user": self._daemon.standing.user,
+            "nick": self._daemon.membership.standing.nick,
+            "user": self._daemon.membership.standing.user,
             "mesh": self._daemon.trust.genesis.name,
             "mesh_id": self._daemon.trust.mesh_id.hex(),
             "roles": list(self._daemon.membership.standing.roles),
@@ -227,7 +227,7 @@ class Desk:
         spec = JobSpec(
             submitter=self._daemon.me,
             chain=self._daemon.membership.chain,
-            user=self._daemon.standing.user,
+            user=self._daemon.membership.standing.user,
             created_unix_ms=time.time_ns() // 1_000_000,
             nonce=os.urandom(16),
             argv=tuple(order.argv),
@@ -306,10 +306,10 @@ class Desk:
         status = self.find_job(text)
         if status.outcome is not None:
             return {"job": format_job(status.job), "state": status.state, "already": True}
-        if status.user != self._daemon.standing.user:
+        if status.user != self._daemon.membership.standing.user:
             raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
         nodes = [*([status.runner] if status.runner is not None else []), *status.witnesses, status.submitter]
-        self._daemon.jobs.cancel(status.job, self._daemon.standing.user, nodes)
+        self._daemon.jobs.cancel(status.job, self._daemon.membership.standing.user, nodes)
         return {"job": format_job(status.job), "state": "cancelling", "already": False}
 
     async def sealed_spec(self, job: bytes) -> bytes | None:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import click
 import msgspec
 
+from membership.skew import CLOCK_WARN_S, PEERS_NEEDED
+from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import client, json_option, layout, patience, print_json
 from mesh.config import ConfigError, Layout, Settings, load_settings
@@ -21,9 +23,6 @@ from mesh.config import ConfigError, Layout, Settings, load_settings
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
 MULTICAST_WAIT_S = 1.0
-CERTIFICATE_WARN_S = 7 * 86_400
-CLOCK_FAIL_S = 120  # from then on other nodes refuse what this one signs
-CLOCK_WARN_S = 5
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -140,8 +139,6 @@ def _key_problem(where: Layout) -> str:
 
 
 def _certificate(where: Layout) -> tuple[str, float | None]:
-    from membership.trust import TrustError, TrustStore
-
     if not where.genesis.exists():
         return "", None
     try:
@@ -402,9 +399,9 @@ def _clock(offset_s: float | None, peers: int) -> Finding:
         return Finding("clock", "ok", "agrees with the others'")
     way = "behind" if offset_s > 0 else "ahead of"
     text = f"this machine's clock is {abs(offset_s):.0f} s {way} those of {peers} other nodes"
-    if peers < 3:
+    if peers < PEERS_NEEDED:
         return Finding("clock", "warn", text + " (too few to say whose is wrong)", "`timedatectl` on each shows which")
-    state: State = "fail" if abs(offset_s) > CLOCK_FAIL_S else "warn"
+    state: State = "fail" if abs(offset_s) > CLOCK_GRACE_S else "warn"
     return Finding("clock", state, text, "`timedatectl set-ntp true`")
 
 

@@ -24,11 +24,16 @@ def command(state: StackNode | Path | None, *arguments: str) -> list[str]:
 
 
 def mesh(
-    state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT, timeout_s: float = WAIT_S, **env: str
+    state: StackNode | Path | None,
+    *arguments: str,
+    within: tuple[str, ...] = (),
+    cwd: Path = PROJECT,
+    timeout_s: float = WAIT_S,
+    **env: str,
 ) -> Done:
-    """Run one command to its end."""
+    """Run one command to its end; `within`: a command that runs it, as `ip netns exec`."""
     return subprocess.run(
-        command(state, *arguments),
+        [*within, *command(state, *arguments)],
         capture_output=True,
         text=True,
         cwd=cwd,

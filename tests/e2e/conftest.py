@@ -1,11 +1,13 @@
 """Real daemons on loopback: one stack that is only read and used, others for tests that take nodes away."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh.stack import Stack
+from tests.e2e.commands import mesh
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,11 @@ def make_stack() -> Iterator[Callable[..., Stack]]:
     yield make
     for stack in open_stacks:
         stack.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A directory for state directories; every daemon below it is ended by its pid."""
+    yield tmp_path
+    for socket_path in tmp_path.rglob("mesh.sock"):
+        mesh(socket_path.parent, "down", "--now")

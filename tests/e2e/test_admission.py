@@ -1,7 +1,6 @@
 """Getting in without an invite: knocking and approval, allow lists, open meshes; roles; certificates that are renewed."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ from tests.e2e.commands import mesh, ok, read, start, until
 from tests.e2e.test_joining import LOCAL, alive
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    for socket_path in tmp_path.rglob("mesh.sock"):
-        mesh(socket_path.parent, "down", "--now")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,6 @@ from tests.e2e.commands import mesh, ok, read, start, until
 
 pytestmark = pytest.mark.e2e
 LOCAL = ("--bind", "127.0.0.1", "--port", "0", "--api-port", "0", "--profile", "local")
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A directory for state directories; every daemon below it is ended by its pid."""
-    yield tmp_path
-    for socket_path in tmp_path.rglob("mesh.sock"):
-        mesh(socket_path.parent, "down", "--now")
 
 
 def found(home: Path, *options: str) -> Path:

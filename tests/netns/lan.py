@@ -6,7 +6,6 @@ Everything is made by the test that uses it and goes with it; nothing outside th
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,8 @@ from typing import Any
 
 from mesh.client import Client
 from mesh.config import Layout
-from tests.e2e.commands import PROJECT, command, until
+from mesh.launcher import start_daemon
+from tests.e2e.commands import mesh, ok, until
 
 
 def run(*words: str) -> str:
@@ -36,8 +36,12 @@ class Host:
         run("ip", "netns", "add", self.namespace)
         self.run("ip", "link", "set", "lo", "up")
 
+    @property
+    def within(self) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self.namespace)
+
     def run(self, *words: str) -> str:
-        return run("ip", "netns", "exec", self.namespace, *words)
+        return run(*self.within, *words)
 
     def iptables(self, *words: str) -> None:
         self.run("iptables", *words)
@@ -63,36 +67,14 @@ class Host:
 
     def mesh(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """A command on this machine."""
-        return subprocess.run(
-            ["ip", "netns", "exec", self.namespace, *command(self.state, *arguments)],
-            capture_output=True,
-            text=True,
-            cwd=PROJECT,
-            timeout=60,
-            check=False,
-            env={**os.environ, "COLUMNS": "160"},
-        )
+        return mesh(self.state, *arguments, within=self.within)
 
     def ok(self, *arguments: str) -> str:
-        done = self.mesh(*arguments)
-        assert done.returncode == 0, f"{self.name}: mesh {' '.join(arguments)}: {done.stdout}{done.stderr}"
-        return done.stdout
+        return ok(self.state, *arguments, within=self.within)
 
     def up(self, **settings: Any) -> None:
         """Start the daemon, as its own child, and wait until it answers."""
-        import json
-
-        log = (self.lan.directory / f"{self.name}.log").open("ab")
-        self.daemon = subprocess.Popen(
-            [
-                *("ip", "netns", "exec", self.namespace, sys.executable, "-m", "mesh.daemon"),
-                *("--state", str(self.state), "--overrides", json.dumps({"engines": ["process"], **settings})),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        self.daemon = start_daemon(Layout(self.state), {"engines": ["process"], **settings}, within=self.within)
         until(lambda: self.answers or (self.daemon and self.daemon.poll() is not None), f"{self.name} to answer")
         assert self.answers, self.log()
 
@@ -117,7 +99,7 @@ class Host:
         return found
 
     def log(self) -> str:
-        path = self.lan.directory / f"{self.name}.log"
+        path = Layout(self.state).log
         return path.read_text(errors="replace")[-4000:] if path.exists() else ""
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,0 +1,24 @@
+"""Whole files: the old one or the new one, whatever happens in between."""
+
+import os
+from pathlib import Path
+from threading import Lock
+
+_writing = Lock()  # writers are threads, and share the temporary file's name
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Temporary file, fsync, rename, fsync of the directory."""
+    with _writing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".new")
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,18 @@
+"""Frames on a TCP stream: four bytes of length, then the frame."""
+
+import asyncio
+
+from membership.reconcile import FRAME_LIMIT, FrameError
+
+
+async def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(len(data).to_bytes(4, "big") + data)
+    await writer.drain()
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """FrameError for one that is too long, asyncio.IncompleteReadError for one that is cut off."""
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > FRAME_LIMIT:
+        raise FrameError(f"a frame of {length} bytes is over the limit")
+    return await reader.readexactly(length)
