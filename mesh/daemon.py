@@ -152,6 +152,7 @@ class Daemon:
             random.Random(),
         )
         await asyncio.to_thread(shutil.rmtree, layout.jobs, True)  # guests of an earlier run died with it
+        await self.jobs.restore()  # before any peer is heard: a witness that does not know its promises would break them
         self.desk = Desk(self)
         self.logs = LogReader(self, self.desk)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
@@ -163,7 +164,6 @@ class Daemon:
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._refresh_engines()
         self.refresh_advert(force=True)
-        await self.jobs.restore()
         if self.journal.moved_aside is not None:
             await self.journal.record(
                 None, self.membership.standing.nick, f"damaged journal moved to {self.journal.moved_aside}"

@@ -26,15 +26,14 @@ from mesh.jobs.effects import (
     Cell,
     Committed,
     Ended,
-    Freeze,
     Kill,
     Launch,
     Notify,
+    RunUntil,
     SaveCell,
     SaveCheckpoint,
     SaveResult,
     Send,
-    Thaw,
 )
 from mesh.jobs.effects import SetTimer as SetJobTimer
 from mesh.jobs.ledger import Ledger
@@ -83,7 +82,6 @@ class Guest:
     def __init__(self, step: int) -> None:
         self.step = step
         self.saved = step
-        self.frozen = False
         self.vacating = False
         self.timer: Handle | None = None
 
@@ -103,6 +101,7 @@ class Node:
         self.swim: Swim
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
+        self.allowed: dict[bytes, float] = {}
 
     # --- life
 
@@ -280,10 +279,8 @@ class Node:
             case Committed(commit=commit):
                 world.log.add(world.kernel.now, "commit", job, commit.seq, commit.term, commit.manifest)
                 world.invariants.committed(job, commit)
-            case Freeze() if guest is not None:
-                guest.frozen = True
-            case Thaw() if guest is not None:
-                guest.frozen = False
+            case RunUntil(boot_s=boot_s):
+                self.allowed[job] = boot_s
             case Notify() if guest is not None:
                 guest.vacating = True
             case Kill() if guest is not None:
@@ -306,7 +303,7 @@ class Node:
 
     def _take_step(self, job: bytes, guest: Guest) -> None:
         runner = self.participant.runners.get(job)
-        if not guest.frozen:
+        if self.now < self.allowed[job]:
             if runner is not None:
                 self.world.invariants.step_taken(job, runner, self.now)
             guest.step += 1

@@ -246,6 +246,7 @@ class Desk:
             lease_s=LOCAL_LEASE_S if self._daemon.settings.profile == "local" else self._daemon.settings.lease_s,
             error_budget=order.retries,
             on_exit_0=order.on_exit_0,
+            on_partition=order.on_partition,
         )
         check_spec(spec)
         self._refuse_impossible(spec)

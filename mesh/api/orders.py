@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from mesh.jobs.spec import CommitMode
+from mesh.jobs.spec import CommitMode, OnPartition
 
 Role = Literal["provider", "user"]
 
@@ -31,6 +31,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: float | None = None
     retries: int = 0
     on_exit_0: Literal["resume", "done"] = "resume"
+    on_partition: OnPartition = "freeze"
 
 
 class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

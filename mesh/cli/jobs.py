@@ -42,6 +42,13 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         show_default=True,
         help="Errors to forgive. Departures never count.",
     ),
+    click.option(
+        "--on-partition",
+        type=click.Choice(["freeze", "compute_uncommitted"]),
+        default="freeze",
+        show_default=True,
+        help="While cut off from its witnesses: stand still, or go on at the risk of doing it twice.",
+    ),
     click.option("--zone", help="Only nodes of this zone."),
     click.option(
         "--workdir", type=click.Path(file_okay=False), default=".", help="Directory to take along (default: here)."
@@ -82,6 +89,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "replicas": options["replicas"],
         "grace_s": options["grace"],
         "retries": options["retries"],
+        "on_partition": options["on_partition"],
     }
 
 

@@ -136,7 +136,10 @@ class DockerEngine:
             if "not found" in text or "no such file" in text or "permission denied" in text:
                 raise BadCommand(f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}") from error
             raise EngineError(f"Docker could not start the container: {text}") from error
-        return DockerGuest(container, output, launch.log_path, self._threads)
+        assert self._warden is not None
+        guest = DockerGuest(container, output, self._warden, launch.log_path, self._threads)
+        guest.allow_until(launch.until)
+        return guest
 
     def _image(self, name: str) -> str:
         try:
@@ -160,8 +163,9 @@ class DockerEngine:
 
 
 class DockerGuest:
-    def __init__(self, container: Any, output: Any, log_path: str, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, container: Any, output: Any, warden: Warden, log_path: str, threads: ThreadPoolExecutor) -> None:
         self._container = container
+        self._warden = warden
         self._output = output
         self._threads = threads
         self._log_path = log_path
@@ -175,11 +179,8 @@ class DockerGuest:
     async def terminate(self) -> bool:
         return await self._run(self._terminate)
 
-    async def freeze(self) -> None:
-        await self._run(lambda: self._quietly(self._container.pause))
-
-    async def thaw(self) -> None:
-        await self._run(lambda: self._quietly(self._container.unpause))
+    def allow_until(self, boot_s: float) -> None:
+        self._warden.allow_until(self._container.id, boot_s)
 
     async def kill(self) -> None:
         await self._run(lambda: self._quietly(self._container.kill))
@@ -203,11 +204,13 @@ class DockerGuest:
             except (requests.ReadTimeout, requests.ConnectionError):
                 continue
             except docker.errors.NotFound:
+                self._warden.gone(self._container.id)
                 return Exit(code=137, detail="the container was removed by somebody else")
         oom = False
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             self._container.reload()
             oom = bool(self._container.attrs["State"].get("OOMKilled"))
+        self._warden.gone(self._container.id)
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             self._container.remove(force=True)
         return Exit(code=int(status["StatusCode"]), oom=oom)

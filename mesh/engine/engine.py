@@ -1,5 +1,6 @@
 """The one protocol behind which guests run, and the part of the job contract that every engine keeps (docs/job-contract.md)."""
 
+import math
 from typing import Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ class Launch(msgspec.Struct, frozen=True):
     """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
 
     `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
+    `until`: see `Guest.allow_until`.
     """
 
     job: str
@@ -39,6 +41,7 @@ class Launch(msgspec.Struct, frozen=True):
     gpu_uuids: tuple[str, ...] = ()
     memory_mib: int | None = None
     cpus: float | None = None
+    until: float = math.inf
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -66,9 +69,10 @@ class Guest(Protocol):
         """Send SIGTERM if the guest catches it; whether it does."""
         ...
 
-    async def freeze(self) -> None: ...
-
-    async def thaw(self) -> None: ...
+    def allow_until(self, boot_s: float) -> None:
+        """Let it run until this moment of CLOCK_BOOTTIME (`math.inf`: for ever); past it, it stands still until it is allowed
+        again. A process of its own keeps it to that, so it holds while the daemon stands still or the machine has slept."""
+        ...
 
     async def kill(self) -> None:
         """SIGKILL to everything of the guest; returns when nothing of it is left."""

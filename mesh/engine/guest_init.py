@@ -1,8 +1,9 @@
-"""The first process of a guest of the `process` engine. Standard library only; run as a script, never imported by the daemon.
+"""The first process of a guest of the `process` engine. Standard library only; a process of its own.
 
 It makes namespaces where the kernel lets it, starts the job as its own session, reaps orphans, and ends everything when the
-daemon's end of the pipe closes: a guest never outlives the daemon that vouches for it. What it does is told by one JSON line
-on the status pipe: {"pid": ..., "isolation": ...}, and at the end {"exit": code}.
+daemon's end of the pipe closes: a guest never outlives the daemon that vouches for it. The pipe brings the job as a line of
+JSON, then lines that say until when it may run (seconds of CLOCK_BOOTTIME); past that it is stopped until a later line allows
+more. What it does is told by one JSON line on the status pipe: {"isolation": ...}, and at the end {"exit": code}.
 
 Not a sandbox: the job reads and writes whatever its user may.
 """
@@ -17,16 +18,19 @@ import select
 import signal
 import sys
 
+from mesh.engine.alarm import Alarm, boot_s
+
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     daemon, status = int(sys.argv[1]), int(sys.argv[2])
     spec = read_spec(daemon)
     isolation = enter_namespaces(spec["namespaces"])
@@ -36,7 +40,7 @@ def main() -> None:
     if first == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         be_init(spec, daemon, status, isolation)
-    watch(first, daemon, status)
+    watch(first, daemon, status, spec["until"])
 
 
 def read_spec(daemon: int) -> dict:  # type: ignore[type-arg]
@@ -72,6 +76,7 @@ def be_init(spec: dict, daemon: int, status: int, isolation: str) -> None:  # ty
     """Process 1 of the guest: start the job, reap, pass on its exit."""
     os.close(daemon)
     if isolation == "namespaces":
+        libc.unshare(CLONE_NEWNS)  # the watcher still needs to see the processes outside
         libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
     job = os.fork()
     if job == 0:
@@ -114,19 +119,25 @@ def become_job(spec: dict) -> None:  # type: ignore[type-arg]
         os._exit(127 if missing else 126)
 
 
-def watch(first: int, daemon: int, status: int) -> None:
-    """Outside the namespace: end the guest when the daemon is gone, report its exit when it has ended."""
+def watch(first: int, daemon: int, status: int, until: float) -> None:
+    """Outside the namespace: hold the guest to its lease, end it when the daemon is gone, report its exit when it has ended."""
     child = os.pidfd_open(first)
+    lease = Lease(first, until)
     poller = select.poll()
     poller.register(daemon, select.POLLIN | select.POLLHUP)
     poller.register(child, select.POLLIN)
+    poller.register(lease.alarm, select.POLLIN)
     while True:
         ready = dict(poller.poll())
         if child in ready:
             break
-        if daemon in ready and not os.read(daemon, 4096):
-            os.kill(first, signal.SIGKILL)
-            break
+        if daemon in ready:
+            heard = os.read(daemon, 4096)
+            if not heard:
+                os.kill(first, signal.SIGKILL)
+                break
+            lease.read(heard)
+        lease.enforce()
     _, result = os.waitpid(first, 0)
     end_session_children()
     code = os.waitstatus_to_exitcode(result)
@@ -135,26 +146,77 @@ def watch(first: int, daemon: int, status: int) -> None:
         os.write(status, line.encode())
 
 
+class Lease:
+    """Until when the guest may run, and whether it is stopped because that is over."""
+
+    def __init__(self, first: int, until: float) -> None:
+        self.alarm = Alarm()
+        self._first, self._until = first, until
+        self._stopped = False
+        self._rest = b""
+        self.alarm.set(until)
+
+    def read(self, heard: bytes) -> None:
+        """The last whole line counts."""
+        *lines, self._rest = (self._rest + heard).split(b"\n")
+        if lines:
+            self._until = float(lines[-1])
+            self.alarm.set(self._until)
+
+    def enforce(self) -> None:
+        self.alarm.clear()
+        over = boot_s() >= self._until
+        if over and not self._stopped:
+            stop_all(self._first)
+        elif self._stopped and not over:
+            for pid in _descendants(self._first):
+                _signal(pid, signal.SIGCONT)
+        self._stopped = over
+
+
+def stop_all(first: int) -> None:
+    """A process may fork while it is being stopped: repeat until a pass finds nothing new."""
+    stopped: set[int] = set()
+    while fresh := _descendants(first) - stopped:
+        for pid in fresh:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= fresh
+
+
 def end_session_children() -> None:
     """Without a pid namespace, processes the job left behind are found as our descendants (we are their subreaper)."""
     while True:
-        children = _children()
+        children = _children(os.getpid())
         if not children:
             return
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
         for pid in children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
 
-def _children() -> list[int]:
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123
-        return [int(pid) for pid in file.read().split()]
-    return []
+def _descendants(first: int) -> set[int]:
+    """Every process of the job: what descends from us, but for process 1 of the guest."""
+    found: set[int] = set()
+    queue = [os.getpid()]
+    while queue:
+        children = [pid for pid in _children(queue.pop()) if pid not in found]
+        found.update(children)
+        queue.extend(children)
+    return found - {first}
 
 
-if __name__ == "__main__":
-    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    main()
+def _children(pid: int) -> list[int]:
+    """Direct children of a process, of all its threads."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with open(f"/proc/{pid}/task/{thread}/children") as file:  # noqa: PTH123
+                found += [int(child) for child in file.read().split()]
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

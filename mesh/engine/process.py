@@ -10,14 +10,13 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from mesh.engine.alone import alone
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
-INIT = Path(__file__).with_name("guest_init.py")
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
 
 
@@ -52,6 +51,7 @@ class ProcessEngine:
             "log": launch.log_path,
             "memory_mib": launch.memory_mib,
             "namespaces": self._namespaces,
+            "until": launch.until,
         }
         guest = ProcessGuest()
         await guest.start(spec)
@@ -75,10 +75,7 @@ class ProcessGuest:
         status_ours, status_theirs = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                str(INIT),
+                *alone("guest_init"),
                 str(theirs),
                 str(status_theirs),
                 pass_fds=(theirs, status_theirs),
@@ -94,6 +91,7 @@ class ProcessGuest:
         os.close(status_theirs)
         self._daemon_end = ours
         await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode() + b"\n")
+        os.set_blocking(ours, False)
         self._reader = asyncio.create_task(self._follow(status_ours), name="guest status")
         try:
             async with asyncio.timeout(START_S):
@@ -119,22 +117,11 @@ class ProcessGuest:
                     os.kill(pid, signal.SIGTERM)
         return caught
 
-    async def freeze(self) -> None:
-        # A process may fork while it is being stopped: repeat until a pass finds nothing new.
-        stopped: set[int] = set()
-        while True:
-            fresh = [pid for pid in self._pids() if pid not in stopped]
-            if not fresh:
-                return
-            for pid in fresh:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
-                stopped.add(pid)
-
-    async def thaw(self) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+    def allow_until(self, boot_s: float) -> None:
+        if self._daemon_end >= 0:
+            # A watcher that is gone has ended the guest; one that does not read has two thousand of these to catch up with.
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(self._daemon_end, f"{boot_s}\n".encode())
 
     async def kill(self) -> None:
         for pid in self._pids():
@@ -209,9 +196,8 @@ def _probe_isolation() -> str:
     """What a guest would get, found by starting one that does nothing."""
     import subprocess
 
-    code = "import runpy, sys; m = runpy.run_path(sys.argv[1]); sys.stdout.write(m['enter_namespaces'](True))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, str(INIT)],
+        alone("guest_init", "print(guest_init.enter_namespaces(True), end='')"),
         capture_output=True,
         text=True,
         check=False,

@@ -81,6 +81,8 @@ class Attempt:
         self._store, self._courier, self._seal = store, courier, seal
         self._custody, self._tell = custody, tell
         self._guest: Guest | None = None
+        self._until = 0.0
+        self._allowed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._saved_key: object = None
         self._found_key: object = None
@@ -103,13 +105,11 @@ class Attempt:
     def notify(self, kind: str, grace_s: float, reason: str) -> None:
         self._spawn(self._notify(kind, grace_s, reason), "notify")
 
-    def freeze(self) -> None:
+    def allow_until(self, boot_s: float) -> None:
+        self._until = boot_s
+        self._allowed.set()
         if self._guest is not None:
-            self._spawn(self._guest.freeze(), "freeze")
-
-    def thaw(self) -> None:
-        if self._guest is not None:
-            self._spawn(self._guest.thaw(), "thaw")
+            self._guest.allow_until(boot_s)
 
     def kill(self) -> None:
         self._spawn(self.kill_guest(), "kill")
@@ -139,6 +139,9 @@ class Attempt:
         resume = None
         if self.spec.checkpointing is not None:
             resume = resume_of(self.base / "ckpt", self.spec.checkpointing)
+        while time.clock_gettime(time.CLOCK_BOOTTIME) >= self._until:  # fetching its files can outlast the lease
+            self._allowed.clear()
+            await self._allowed.wait()
         launch = Launch(
             job=format_job(self.job),
             attempt=self.number,
@@ -156,6 +159,7 @@ class Attempt:
             gpu_uuids=self._gpu_uuids,
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
+            until=self._until,
         )
         try:
             self._guest = await self.engine.start(launch)
@@ -166,6 +170,7 @@ class Attempt:
         except EngineError as error:
             self._tell(GuestFailed(str(error), elsewhere=True))
             return
+        self._guest.allow_until(self._until)  # the lease has gone on while it started
         self._started = True
         self._tell(GuestStarted(ledger.commit.step if ledger.commit is not None else None))
         self._spawn(self._watch_end(self._guest), "watch the end")

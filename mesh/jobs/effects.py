@@ -66,12 +66,10 @@ class Committed(msgspec.Struct, frozen=True):
     commit: Commit
 
 
-class Freeze(msgspec.Struct, frozen=True):
-    reason: str
+class RunUntil(msgspec.Struct, frozen=True):
+    """The guest may run until this moment of CLOCK_BOOTTIME, and stands still after it until it may again."""
 
-
-class Thaw(msgspec.Struct, frozen=True):
-    pass
+    boot_s: float
 
 
 class Kill(msgspec.Struct, frozen=True):
@@ -109,8 +107,7 @@ Effect = (
     | SaveCheckpoint
     | SaveResult
     | Committed
-    | Freeze
-    | Thaw
+    | RunUntil
     | Kill
     | Notify
     | Ended

@@ -2,9 +2,11 @@
 
 The runner owns the term it was handed. Every third of a lease it carries its ledger to the witnesses; the lease it may
 rely on counts from the sending of the round that a quorum answered, less a margin, so that it always ends here before it
-ends there. Past that moment the guest is frozen; it thaws if the group still accepts this term and is killed if it does
-not. States and transitions: docs/jobs.md.
+ends there. Past that moment the guest stands still (or goes on uncommitted, if its owner said so); it goes on if the group
+still accepts this term and is killed if it does not. States and transitions: docs/jobs.md.
 """
+
+import math
 
 import msgspec
 
@@ -13,16 +15,15 @@ from mesh.jobs.effects import (
     Committed,
     Effect,
     Ended,
-    Freeze,
     Kill,
     Launch,
     Notify,
+    RunUntil,
     SaveCheckpoint,
     SaveResult,
     Send,
     SetTimer,
     StateChanged,
-    Thaw,
 )
 from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome, OutcomeKind
 from mesh.jobs.messages import Accepted, Refused, Released, Start
@@ -33,6 +34,15 @@ from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import RATE_BOUND
 
 RENEWALS_PER_LEASE = 3  # two may be lost; as etcd's and Consul's keep-alives
+CUT_OFF = {
+    "freeze": ("frozen", "no majority of its witnesses answers"),
+    "compute_uncommitted": (
+        "uncommitted",
+        "no majority of its witnesses answers; it goes on, and nothing of that counts yet",
+    ),
+}
+CUT_OFF_STATES = frozenset(state for state, _ in CUT_OFF.values())
+GUEST_RUNS = CUT_OFF_STATES | {"running", "vacating"}
 
 
 class GuestStarted(msgspec.Struct, frozen=True):
@@ -196,9 +206,10 @@ class Runner:
         if joint and not self._proposer.config.previous:
             effects += self._propose(at)  # tell the new group that it stands alone
         if self._proposer.holder is not None:
-            margin = 1 - RATE_BOUND
-            self.lease_until = max(self.lease_until, decided.sent_at + self.spec.lease_s * margin)
-            effects.append(self._timer("lease", self.lease_until))
+            until = decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND)
+            if until > self.lease_until:
+                self.lease_until = until
+                effects += [self._timer("lease", until), self._allow()]
         return effects + self._on_decided(decided.ledger, at)
 
     def on_refused(self, sender: bytes, message: Refused, at: Instant) -> list[Effect]:
@@ -248,12 +259,12 @@ class Runner:
                 return self._vacate(grace_s, reason, at)
             case KillWanted(reason=reason):
                 self._vacate_reason = self._vacate_reason or reason
-                return [Kill(reason)] if self.state in {"running", "frozen", "vacating"} else []
+                return [Kill(reason)] if self.state in GUEST_RUNS else []
             case CancelWanted():
                 if self._cancelled:
                     return []
                 self._cancelled = True
-                return [Kill("cancelled")] if self.state in {"running", "frozen", "vacating"} else []
+                return [Kill("cancelled")] if self.state in GUEST_RUNS else []
 
     # --- the lease
 
@@ -261,20 +272,19 @@ class Runner:
         every = self.spec.lease_s / RENEWALS_PER_LEASE
         return [*self._proposer.propose(at.now), self._timer("renew", at.now + every)]
 
+    def _allow(self) -> RunUntil:
+        return RunUntil(self.lease_until if self.spec.on_partition == "freeze" else math.inf)
+
     def _renew(self, at: Instant) -> list[Effect]:
         if not self._ending:
             self._amend_attempt(seen_unix_ms=at.unix_ms)
         return self._propose(at)
 
     def _lease_ran_out(self, at: Instant) -> list[Effect]:
-        if self.holds_lease(at.now) or self.state not in {"running", "vacating"}:
+        if self.holds_lease(at.now) or self.state != "running":
             return []
-        if self.state == "running":
-            self.state = "frozen"
-        return [
-            Freeze("no majority of its witnesses answers"),
-            StateChanged("frozen", "cut off from its witnesses"),
-        ]
+        self.state, why = CUT_OFF[self.spec.on_partition]
+        return [StateChanged(self.state, why)]
 
     def _on_decided(self, ledger: Ledger, at: Instant) -> list[Effect]:
         effects: list[Effect] = []
@@ -291,9 +301,9 @@ class Runner:
         if self.state == "acquiring":
             self.state = "restoring"
             return [*effects, Launch(ledger), StateChanged("starting", "fetching its files")]
-        if self.state == "frozen" and self.holds_lease(at.now):
+        if self.state in CUT_OFF_STATES and self.holds_lease(at.now):
             self.state = "running"
-            return [*effects, Thaw(), StateChanged("running", "")]
+            return [*effects, StateChanged("running", ""), *self._save_if_due(at)]
         return effects
 
     # --- checkpoints
@@ -339,12 +349,10 @@ class Runner:
         self._vacate_reason = reason
         if self.state == "acquiring":
             return self._release("vacated: " + reason, at)
-        if self.state not in {"running", "frozen"}:
+        if self.state not in GUEST_RUNS:
             return []
-        thaw: list[Effect] = [Thaw()] if self.state == "frozen" and self.holds_lease(at.now) else []
         self.state = "vacating"
         return [
-            *thaw,
             Notify("vacate", grace_s, reason),
             self._timer("grace", at.now + grace_s),
             StateChanged("vacating", f"{grace_s:g} s: {reason}"),

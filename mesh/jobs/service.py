@@ -23,17 +23,16 @@ from mesh.jobs.courier import Courier
 from mesh.jobs.effects import (
     Committed,
     Ended,
-    Freeze,
     Kill,
     Launch,
     Notify,
+    RunUntil,
     SaveCell,
     SaveCheckpoint,
     SaveResult,
     Send,
     SetTimer,
     StateChanged,
-    Thaw,
 )
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
@@ -109,15 +108,16 @@ class JobService:
     # --- life
 
     async def restore(self) -> None:
-        """Take up the cells of an earlier run."""
+        """Take up the cells of an earlier run, before anybody can ask about them."""
         for cell in await self.journal.cells():
             try:
                 spec = self._read_spec(cell.job, cell.spec)[0]
             except SpecError as error:
                 await self.journal.record(cell.job, "journal", f"a witness cell was skipped: {error}")
                 continue
-            witness = Witness.restored(cell, spec, _instant().now)
-            self._feed(lambda at, witness=witness: self.participant.restore(witness, at))  # type: ignore[misc]
+            at = _instant()
+            for output in self.participant.restore(Witness.restored(cell, spec, at.now), at):
+                await self._perform(output)
 
     async def run(self) -> None:
         """Work off inputs until cancelled."""
@@ -277,10 +277,8 @@ class JobService:
                 attempt.save_result(effect)
             case Notify(kind=kind, grace_s=grace_s, reason=reason) if attempt is not None:
                 attempt.notify(kind, grace_s, reason)
-            case Freeze() if attempt is not None:
-                attempt.freeze()
-            case Thaw() if attempt is not None:
-                attempt.thaw()
+            case RunUntil(boot_s=boot_s) if attempt is not None:
+                attempt.allow_until(boot_s)
             case Kill() if attempt is not None:
                 attempt.kill()
             case Committed(commit=commit):

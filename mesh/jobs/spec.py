@@ -14,6 +14,7 @@ from placement.request import Request
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
 
 CommitMode = Literal["rename", "marker", "stable"]
+OnPartition = Literal["freeze", "compute_uncommitted"]
 
 
 class SpecError(ValueError):
@@ -40,7 +41,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
 
     `chain` holds the submitter's certificates, so that a node that has never met the submitter, or has forgotten it, can
-    still tell whose job this is.
+    still tell whose job this is. `on_partition`: what the guest does while no majority of its witnesses answers.
     """
 
     submitter: bytes
@@ -66,6 +67,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 15.0
     error_budget: int = 0
     on_exit_0: Literal["resume", "done"] = "resume"
+    on_partition: OnPartition = "freeze"
 
 
 def job_id(payload: bytes) -> bytes:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +172,10 @@ def descendants(pid: int) -> list[tuple[int, str]]:
     return found
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -245,14 +250,17 @@ def test_a_job_that_ignores_its_notice_is_killed_when_its_grace_is_over(make_sta
     ok(stack.nodes[0], "cancel", job)
 
 
-def test_a_stopped_daemon_is_found_dead_and_when_it_goes_on_it_freezes_its_guest(make_stack: MakeStack) -> None:
-    """SIGSTOP to the daemon alone: the guest goes on unwatched beyond its lease, but nothing of that is ever committed."""
+def test_the_guest_of_a_stopped_daemon_stands_still_when_its_lease_is_over(make_stack: MakeStack) -> None:
+    """SIGSTOP to the daemon alone: what holds the guest to its lease is a process of its own."""
     stack = make_stack(4)
     job = submit_count(stack.nodes[0], STEPS, pace_s=0.05)
     host = stack.node(running_with_checkpoint(stack.nodes[0], job)["node"])
     watcher = next(node for node in stack.nodes if node is not host)
     send(host, signal.SIGSTOP)
+    assert host.process is not None
+    guests = [pid for pid, command in descendants(host.process.pid) if "count.py" in command]
     try:
+        until(lambda: guests and all(state_of(pid) == "T" for pid in guests), "the guest to be stopped")
         moved = running_with_checkpoint(watcher, job, elsewhere=host.nick)
     finally:
         send(host, signal.SIGCONT)

@@ -1,6 +1,7 @@
 """One suite for every engine: what docs/job-contract.md promises a job, on real processes and real containers."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.engine.alarm import boot_s
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import BadCommand, BadImage, Engine, EngineError, Guest, Launch
 from mesh.engine.process import ProcessEngine
@@ -176,28 +178,52 @@ def processes_with(mark: str) -> list[str]:
     return [line for line in lines if f"sleep {mark}" in line or f"sleep 9{mark}" in line or f"sleep 8{mark}" in line]
 
 
-async def test_frozen_it_stands_still_and_thawed_it_goes_on(bench: Bench) -> None:
-    guest = await bench.shell("n=0; while :; do n=$((n+1)); echo $n > $MESH_OUT_DIR/n; sleep 0.01; done")
-    counter = bench.root / "out" / "n"
-
-    async def beyond(value: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not counter.exists() or int(counter.read_text() or 0) <= value:
-                await asyncio.sleep(0.01)
-
-    await beyond(3)
-    await guest.freeze()
-    first = counter.read_text()
-    await asyncio.sleep(0.5)  # fifty of its steps
-    assert counter.read_text() == first
-    await guest.thaw()
-    await beyond(int(first or 0) + 3)
+COUNT = "while :; do echo step >> $MESH_OUT_DIR/steps; sleep 0.01; done"
 
 
-async def test_a_frozen_guest_can_be_killed(bench: Bench) -> None:
+async def test_past_its_lease_it_stands_still_and_goes_on_when_it_is_allowed_to(bench: Bench) -> None:
+    guest = await bench.shell(COUNT)
+    await beyond(bench, 3)
+    for _ in range(2):
+        guest.allow_until(boot_s() + 0.2)
+        steps = await stands_still(bench)
+        guest.allow_until(math.inf)
+        await beyond(bench, steps + 3)
+
+
+async def test_it_is_stopped_when_its_lease_is_over_though_the_daemon_says_nothing(bench: Bench) -> None:
+    lease = boot_s() + 1.0
+    guest = await bench.shell(COUNT, until=lease)
+    assert await stands_still(bench) > 3 and boot_s() >= lease, "it ran until then"
+    guest.allow_until(boot_s() - 5.0)
+    assert await stands_still(bench), "what is over already changes nothing"
+
+
+def steps_taken(bench: Bench) -> int:
+    path = bench.root / "out" / "steps"
+    return path.read_text().count("step\n") if path.exists() else 0
+
+
+async def beyond(bench: Bench, steps: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while steps_taken(bench) <= steps:
+            await asyncio.sleep(0.01)
+
+
+async def stands_still(bench: Bench) -> int:
+    """How many steps it has taken, once there are no more for as long as fifty take."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            before = steps_taken(bench)
+            await asyncio.sleep(0.5)
+            if before and steps_taken(bench) == before:
+                return before
+
+
+async def test_a_guest_that_is_stopped_can_be_killed(bench: Bench) -> None:
     guest = await bench.shell(f"echo ready; {LOOP}")
     await bench.until_logged("ready")
-    await guest.freeze()
+    guest.allow_until(0.0)
     async with asyncio.timeout(WAIT_S):
         await guest.kill()
         assert (await guest.wait()).code == 137

