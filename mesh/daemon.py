@@ -38,7 +38,7 @@ from mesh.api.auth import Gatekeeper
 from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
 from mesh.api.logs import LogReader
-from mesh.api.peer import Address, Facts, PeerClient
+from mesh.api.peer import Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
@@ -161,7 +161,7 @@ class Daemon:
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
         await self._serve_local()
-        self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__))
+        self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._refresh_engines()
@@ -331,11 +331,8 @@ class Daemon:
         member = next((m for m in self.membership.members() if m.node_id == node), None)
         if record is None or member is None:
             return None
-        try:
-            facts = msgspec.msgpack.decode(record.body, type=Facts)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-        return Address(member.host, facts.api_port, facts.fingerprint)
+        facts = decode_facts(record.body)
+        return Address(member.host, facts.api_port, facts.fingerprint) if facts is not None else None
 
     def _zone_of(self, node: NodeId) -> str:
         """A node's zone, as it says; none for one that has said nothing."""

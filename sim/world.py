@@ -36,7 +36,7 @@ from mesh.jobs.effects import (
     Send,
 )
 from mesh.jobs.effects import SetTimer as SetJobTimer
-from mesh.jobs.ledger import Ledger
+from mesh.jobs.ledger import Ledger, Seat
 from mesh.jobs.messages import AnyMessage, Start, decode_message, encode_message
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.runner import (
@@ -56,6 +56,7 @@ from sim.invariants import Invariants
 from sim.kernel import EventLog, Handle, Kernel
 from sim.streams import Streams
 
+DISK = b"the disk"
 EPOCH_UNIX_MS = 1_800_000_000_000
 STEP_S = 1.0
 CHECKPOINT_EVERY_STEPS = 5
@@ -112,7 +113,7 @@ class Node:
         rng = world.streams.get(self.name, "protocol")
         self.swim = Swim(self.id, self.name, 7373, self.epoch, SwimConfig.local(), rng, self._seal_evidence, lambda: 0)
         rules = Rules(open_spec=_open_spec, admit=self._admit, may_cancel=lambda sender, user, spec: True)
-        self.participant = Participant(self.id, self.name, rules, rng)
+        self.participant = Participant(self.id, DISK, self.name, rules, rng)
         world.log.add(world.kernel.now, "start", self.name, self.epoch)
         self.perform_swim(self.swim.start(self.now))
         for other in world.nodes:
@@ -231,7 +232,7 @@ class Node:
         leaving = frozenset(member.node for member in members if member.draining)
         left = frozenset(member.node for member in members if member.state == "left")
         order = witness_order(job, adverts, sorted(alive - leaving))
-        return View(self.id, alive, leaving, left, adverts, order)
+        return View(self.id, alive, leaving, left, adverts, order, dict.fromkeys(self.world.by_id, DISK))
 
     def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
         return "its slot is taken" if len(self.participant.runners) >= 2 else None
@@ -411,7 +412,7 @@ class World:
             created_unix_ms=EPOCH_UNIX_MS,
             nonce=b"%d" % number,
             argv=("train",),
-            witnesses=(submitter.id, *(node.id for node in rng.sample(others, 2))),
+            witnesses=tuple(Seat(node.id, DISK) for node in (submitter, *rng.sample(others, 2))),
             checkpointing=Checkpointing(),
             lease_s=6.0,
         )

@@ -19,7 +19,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import ApproveOrder, InviteOrder, SubmitOrder
 from mesh.api.peer import PeerError
 from mesh.jobs.courier import FetchError
-from mesh.jobs.ledger import left_unwillingly
+from mesh.jobs.ledger import Seat, left_unwillingly
 from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, check_spec, decode_spec, format_job, placement_request
 from mesh.jobs.status import JobStatus
 from mesh.jobs.steward import WANT_WITNESSES
@@ -127,8 +127,12 @@ class Desk:
         nicks = {member.node_id: member.nick for member in members}
         present = {member.node_id for member in members if member.present}
         state, detail = status.state, status.detail
-        if status.outcome is None and not status.config.quorum(present):
-            gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in present]
+        disks = self._daemon.jobs.disks()
+        seats = {seat for seat in status.config.everyone if disks.get(seat.node, seat.disk) == seat.disk}
+        seats = {seat for seat in seats if seat.node in present}
+        if status.outcome is None and not status.config.quorum(seats):
+            left = {seat.node for seat in seats}
+            gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in left]
             state, detail = "stranded", _stranded(gone, len(status.witnesses))
 
         def nick(node: bytes | None) -> str | None:
@@ -269,14 +273,13 @@ class Desk:
         if reason is not None:
             raise MeshError(reason, ExitCode.IMPOSSIBLE)
 
-    def _choose_witnesses(self, alive: list[bytes]) -> tuple[bytes, ...]:
+    def _choose_witnesses(self, alive: list[bytes]) -> tuple[Seat, ...]:
         """This node and two others, or this node alone on a mesh of one or two."""
-        others = [n for n in witness_order(os.urandom(8), self._daemon.jobs.adverts(), alive) if n != self._daemon.me]
-        return (
-            (self._daemon.me, *others[: WANT_WITNESSES - 1])
-            if len(others) >= WANT_WITNESSES - 1
-            else (self._daemon.me,)
-        )
+        me, disks = self._daemon.me, self._daemon.jobs.disks()
+        ranked = witness_order(os.urandom(8), self._daemon.jobs.adverts(), alive)
+        others = [Seat(node, disks[node]) for node in ranked if node != me and node in disks]
+        chosen = others[: WANT_WITNESSES - 1] if len(others) >= WANT_WITNESSES - 1 else []
+        return (Seat(me, self._daemon.journal.disk), *chosen)
 
     async def _pack_workdir(
         self, directory: str, checkpointing: Checkpointing | None

@@ -31,6 +31,18 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     api_port: int
     fingerprint: bytes
     version: str
+    disk: bytes = b""  # names its journal (`mesh.jobs.ledger.Seat`)
+
+
+_facts_decoder = msgspec.msgpack.Decoder(Facts)
+
+
+def decode_facts(body: bytes) -> Facts | None:
+    """None for what another version, or an enemy, may have said."""
+    try:
+        return _facts_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 class Address(msgspec.Struct, frozen=True):

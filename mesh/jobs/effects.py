@@ -15,9 +15,10 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A witness's durable state of one job. The lease's clock is not in it: see `witness.restored`."""
+    """A witness's durable state of one job, on `disk`. The lease's clock is not in it: see `Witness.restored`."""
 
     job: bytes
+    disk: bytes
     spec: bytes
     config: Config
     promised: int

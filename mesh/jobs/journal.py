@@ -5,6 +5,7 @@ A journal that SQLite cannot read is moved aside and reported, never deleted.
 """
 
 import asyncio
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import msgspec
 from mesh.jobs.effects import Cell
 
 SCHEMA_VERSION = 1
+DISK_BYTES = 8  # of a journal's name: no two of a node's journals are ever called alike
 EVENTS_KEPT = 20_000  # about 4 MB; older ones are dropped
 
 _SCHEMA = """
@@ -25,6 +27,7 @@ CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, 
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, unix_ms INTEGER NOT NULL, job BLOB, actor TEXT NOT NULL, text TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (unix_ms INTEGER NOT NULL, length_s REAL NOT NULL, ended INTEGER NOT NULL);
 """
 
@@ -47,6 +50,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.moved_aside: Path | None = None
+        self.disk = b""  # drawn with the journal; another journal is another witness (`ledger.Seat`)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._connection: sqlite3.Connection | None = None
 
@@ -66,19 +70,18 @@ class Journal:
         data = msgspec.msgpack.encode(cell)
         await self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", cell.job, data)
 
-    async def forget_cell(self, job: bytes) -> None:
-        await self._write("DELETE FROM cells WHERE job = ?", job)
-
-    async def cells(self) -> list[Cell]:
-        """Every readable cell; one that is not is left alone and reported as an event."""
+    async def cells(self) -> tuple[list[Cell], set[bytes]]:
+        """Every readable cell, and the jobs of those that are not: they are left alone, and reported as events."""
         rows = await self._do(lambda: self._db.execute("SELECT job, cell FROM cells").fetchall())
         cells: list[Cell] = []
+        damaged: set[bytes] = set()
         for job, data in rows:
             try:
                 cells.append(_cell_decoder.decode(data))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 await self.record(job, "journal", f"a damaged witness cell was skipped: {error}")
-        return cells
+                damaged.add(job)
+        return cells, damaged
 
     async def save_submitted(self, job: bytes, spec: bytes) -> None:
         await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", job, spec, _unix_ms())
@@ -147,6 +150,8 @@ class Journal:
             connection.execute("PRAGMA synchronous=FULL")
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
+            self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
             connection.execute("DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?", [EVENTS_KEPT])
         except BaseException:
             connection.close()

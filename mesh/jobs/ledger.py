@@ -5,6 +5,7 @@ with leases (Gray and Cheriton 1989) on the right to change it, and joint majori
 Ongaro 2014, section 4.3). `version` orders ledgers within a term; `term` orders them across terms.
 """
 
+from collections.abc import Set
 from typing import Literal
 
 import msgspec
@@ -91,27 +92,39 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.attempts[-1].number + 1 if self.attempts else 0
 
 
+class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A witness is a node with one disk: whoever has lost its journal has lost its promises, and is another witness."""
+
+    node: bytes
+    disk: bytes
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A witness group. While `previous` is not empty, a quorum needs a majority of both groups."""
 
     number: int
     term: int
-    members: tuple[bytes, ...]
-    previous: tuple[bytes, ...] = ()
+    members: tuple[Seat, ...]
+    previous: tuple[Seat, ...] = ()
 
     @property
     def order(self) -> tuple[int, int, bool]:
         return (self.number, self.term, not self.previous)
 
     @property
-    def everyone(self) -> tuple[bytes, ...]:
-        return self.members + tuple(node for node in self.previous if node not in self.members)
+    def everyone(self) -> tuple[Seat, ...]:
+        return self.members + tuple(seat for seat in self.previous if seat not in self.members)
 
-    def quorum(self, acks: set[bytes]) -> bool:
-        """Whether these nodes together decide for this group."""
+    @property
+    def nodes(self) -> tuple[bytes, ...]:
+        """Who sits in it, each once."""
+        return tuple(dict.fromkeys(seat.node for seat in self.everyone))
+
+    def quorum(self, acks: Set[Seat]) -> bool:
+        """Whether these together decide for this group."""
         return _majority(self.members, acks) and (not self.previous or _majority(self.previous, acks))
 
-    def joint(self, members: tuple[bytes, ...], term: int) -> "Config":
+    def joint(self, members: tuple[Seat, ...], term: int) -> "Config":
         """The change from this group to `members`, proposed under `term`."""
         return Config(number=self.number + 1, term=term, members=members, previous=self.members)
 
@@ -119,5 +132,5 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, previous=())
 
 
-def _majority(members: tuple[bytes, ...], acks: set[bytes]) -> bool:
-    return 2 * sum(node in acks for node in members) > len(members)
+def _majority(members: tuple[Seat, ...], acks: Set[Seat]) -> bool:
+    return 2 * sum(seat in acks for seat in members) > len(members)

@@ -1,7 +1,8 @@
 """What job cores say to each other. Every message is one-way; a reply is a message of its own.
 
 `Prepare`/`Promised` and `Accept`/`Accepted` are the two phases of Paxos on a job's ledger; an `Accept` that names a
-holder also grants or renews its lease, one that names none releases it. `Start`/`StartAnswer` hand a term, like a
+holder also grants or renews its lease, one that names none releases it. Answers name the disk on which the promise
+stands (`ledger.Seat`). `Start`/`StartAnswer` hand a term, like a
 baton, from the steward that won it to the node that will run the job.
 """
 
@@ -22,6 +23,7 @@ class Prepare(Message, frozen=True, tag="prepare"):
 
 class Promised(Message, frozen=True, tag="promised"):
     term: int
+    disk: bytes
     config: Config
     accepted_term: int
     ledger: Ledger
@@ -44,6 +46,7 @@ class Accept(Message, frozen=True, tag="accept"):
 
 class Accepted(Message, frozen=True, tag="accepted"):
     term: int
+    disk: bytes
     round: int
     cancel_wanted: bool = False
 
@@ -52,6 +55,7 @@ class Refused(Message, frozen=True, tag="refused"):
     """Why not: a higher term was promised, a lease still runs (`lease_left_s`), or the job's spec is needed."""
 
     term: int
+    disk: bytes
     round: int
     promised: int
     config: Config | None

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from mesh.jobs.effects import Effect, Ended, SaveCell, Send, SetTimer
-from mesh.jobs.ledger import Config, Ledger
+from mesh.jobs.ledger import Config, Ledger, Seat
 from mesh.jobs.messages import (
     Accept,
     Accepted,
@@ -72,8 +72,12 @@ class _Submission:
 
 
 class Participant:
-    def __init__(self, me: bytes, nick: str, rules: Rules, rng: Random) -> None:
+    """`disk` names the journal of this node; jobs in `forgotten` had a cell on it that cannot be read any more."""
+
+    def __init__(self, me: bytes, disk: bytes, nick: str, rules: Rules, rng: Random) -> None:
         self.me = me
+        self.disk = disk
+        self.forgotten: set[bytes] = set()
         self.nick = nick
         self.witnesses: dict[bytes, Witness] = {}
         self.stewards: dict[bytes, Steward] = {}
@@ -94,7 +98,7 @@ class Participant:
         sends: list[Effect] = []
         if cell.holder == self.me:
             released = Released(job=cell.job, term=cell.promised)
-            sends = [Send(node, released) for node in cell.config.everyone]
+            sends = [Send(node, released) for node in cell.config.nodes]
         return self._from(cell.job, "witness", sends) + self._steward_looks(cell.job, at)
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed | Submitted]:
@@ -122,7 +126,7 @@ class Participant:
             case Prepare():
                 witness = self.witnesses.get(job)
                 if witness is None:
-                    return self._from(job, "witness", [Send(sender, unknown_job(message))])
+                    return self._from(job, "witness", [Send(sender, unknown_job(message, self._disk_for(job)))])
                 effects = witness.handle(sender, message, at.now)
                 if any(isinstance(effect, SaveCell) for effect in effects):
                     self.stewards[job].rival_seen(sender, at)
@@ -168,14 +172,18 @@ class Participant:
         witness = self.witnesses.get(job)
         effects: list[Effect] = []
         if witness is None:
+            disk = self._disk_for(job)
             if message.spec is None:
-                return self._from(job, "witness", [Send(sender, unknown_job(message))])
+                return self._from(job, "witness", [Send(sender, unknown_job(message, disk))])
+            if Seat(self.me, disk) not in message.config.everyone:
+                self.refused += 1  # or our former disk is meant, with promises that nobody remembers
+                return []
             try:
                 spec = self._rules.open_spec(job, message.spec)
             except SpecError:
                 self.refused += 1
                 return []
-            witness = Witness.created(message, message.spec, spec)
+            witness = Witness.created(message, message.spec, spec, disk)
             self.witnesses[job] = witness
             self.stewards[job] = Steward(witness, spec, self._rng)
             if self._view_for is not None:
@@ -218,7 +226,7 @@ class Participant:
         except SpecError as error:
             self.refused += 1
             return answer(str(error))
-        if sender not in message.config.everyone:
+        if sender not in message.config.nodes:
             self.refused += 1
             return answer("only a witness of the job may start it")
         refusal = self._rules.admit(job, spec, message)
@@ -261,6 +269,9 @@ class Participant:
         submission = self._submissions[job]
         timer = SetTimer("resubmit", submission.tokens.fresh("resubmit"), at.now + RESUBMIT_S)
         return self._from(job, "submitter", [*submission.proposer.propose(at.now), timer])
+
+    def _disk_for(self, job: bytes) -> bytes:
+        return b"" if job in self.forgotten else self.disk
 
     def _steward_looks(self, job: bytes, at: Instant) -> list[Directed | Submitted]:
         return self._from(job, "steward", self.stewards[job].act(at))

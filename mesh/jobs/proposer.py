@@ -8,8 +8,9 @@ change goes through a joint round first, then a settled one.
 import msgspec
 
 from mesh.jobs.effects import Send
-from mesh.jobs.ledger import Config, Ledger
+from mesh.jobs.ledger import Config, Ledger, Seat
 from mesh.jobs.messages import Accept, Accepted, Refused
+from mesh.jobs.view import View
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -38,9 +39,9 @@ class Proposer:
         self.config = config
         self.ledger = ledger
         self.holder = holder
-        self._removed: tuple[bytes, ...] = ()
+        self._removed: tuple[Seat, ...] = ()
         self._round = 0
-        self._open: dict[int, tuple[float, Ledger, Config, set[bytes]]] = {}
+        self._open: dict[int, tuple[float, Ledger, Config, set[Seat]]] = {}
 
     def propose(self, now: float) -> list[Send]:
         """Begin a round with the present ledger, config and holder."""
@@ -48,14 +49,14 @@ class Proposer:
         self._open[self._round] = (now, self.ledger, self.config, set())
         while len(self._open) > MAX_OPEN_ROUNDS:
             del self._open[min(self._open)]
-        audience = self.config.everyone + tuple(node for node in self._removed if node not in self.config.everyone)
+        audience = dict.fromkeys([*self.config.nodes, *(seat.node for seat in self._removed)])
         return [Send(node, self._accept(with_spec=False)) for node in audience]
 
     def introduction(self) -> Accept:
         """What makes a node that has never heard of the job a witness of it."""
         return self._accept(with_spec=True)
 
-    def change_group(self, members: tuple[bytes, ...]) -> None:
+    def change_group(self, members: tuple[Seat, ...]) -> None:
         """Move to another witness group with the next round; one change at a time."""
         if not self.config.previous and set(members) != set(self.config.members):
             self.config = self.config.joint(members, self.term)
@@ -65,14 +66,14 @@ class Proposer:
         if entry is None:
             return None
         sent_at, ledger, config, acks = entry
-        acks.add(sender)
+        acks.add(Seat(sender, message.disk))
         if not config.quorum(acks):
             return None
         for number in [number for number in self._open if number <= message.round]:
             del self._open[number]
         if config.previous and self.config == config:
             # Those who were replaced are told with the rounds to come, so that they stop minding the job.
-            self._removed = tuple(node for node in config.previous if node not in config.members)
+            self._removed = tuple(seat for seat in config.previous if seat not in config.members)
             self.config = config.settled()
         return Decided(sent_at, ledger, config)
 
@@ -80,7 +81,8 @@ class Proposer:
         if message.term != self.term:
             return []
         if message.needs_spec:
-            return [Send(sender, self._accept(with_spec=True))] if sender in self.config.everyone else []
+            seated = Seat(sender, message.disk) in self.config.everyone
+            return [Send(sender, self._accept(with_spec=True))] if seated else []
         if message.finished:
             return Fenced(message.promised, message.ledger)
         if message.promised > self.term:
@@ -99,20 +101,28 @@ class Proposer:
         )
 
 
-def healthy_group(
-    config: Config, alive: frozenset[bytes], staying: frozenset[bytes], ranked: tuple[bytes, ...], want: int
-) -> tuple[bytes, ...]:
-    """The members this config should have: those that stay, filled up from `ranked` (all nodes, best first).
+def healthy_group(config: Config, view: View, want: int) -> tuple[Seat, ...]:
+    """The seats this config should have: those of nodes that stay with their disks, filled up with the best others.
 
-    `staying` are alive nodes that are not about to leave. The size is odd and at most `want`; a group grows when nodes
-    appear and shrinks only when there is nobody left to replace a member that leaves.
+    The size is odd and at most `want`; a group grows when nodes appear and shrinks only when there is nobody left to
+    replace a member that leaves.
     """
-    kept = [node for node in config.members if node in staying]
-    fresh = [node for node in ranked if node in staying and node not in kept]
+
+    def keeps_promises(seat: Seat) -> bool:
+        return view.disks.get(seat.node, seat.disk) == seat.disk
+
+    kept = [seat for seat in config.members if seat.node in view.staying and keeps_promises(seat)]
+    taken = {seat.node for seat in kept}
+    fresh = [
+        Seat(node, view.disks[node])
+        for node in view.witnesses
+        if node in view.staying and node in view.disks and node not in taken
+    ]
     group = (kept + fresh)[:want]
     if len(group) % 2 == 0:
         # An even group tolerates no more than the odd one below it: keep an old member, or take one fewer.
-        old = [node for node in config.members if node not in group]
-        old.sort(key=lambda node: node not in alive)
+        taken = {seat.node for seat in group}
+        old = [seat for seat in config.members if seat.node not in taken]
+        old.sort(key=lambda seat: (not keeps_promises(seat), seat.node not in view.alive))
         group = group + old[:1] if old else group[:-1]
     return tuple(group) or config.members

@@ -170,7 +170,7 @@ class Runner:
         """Replace witnesses that left or died, while a majority stands."""
         if self.state in {"acquiring", "ended"} or self._proposer.config.previous:
             return []
-        group = healthy_group(self._proposer.config, view.alive, view.staying, view.witnesses, WANT_WITNESSES)
+        group = healthy_group(self._proposer.config, view, WANT_WITNESSES)
         if set(group) == set(self._proposer.config.members):
             return []
         self._proposer.change_group(group)
@@ -296,7 +296,7 @@ class Runner:
             self.state = "ended"
             self.lease_until = 0.0
             released = Released(job=self.job, term=self.term)
-            sends = [Send(node, released) for node in self.config.everyone]
+            sends = [Send(node, released) for node in self.config.nodes]
             return [*effects, *sends, Ended(self._ending, ledger.outcome)]
         if self.state == "acquiring":
             self.state = "restoring"

@@ -16,7 +16,7 @@ from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 from membership.node import MembershipNode
 from membership.trust import CLOCK_GRACE_S, NODE_CERTIFICATE_S, PROVIDER, USER, TrustError, TrustStore
-from mesh.api.peer import PeerClient
+from mesh.api.peer import PeerClient, decode_facts
 from mesh.engine.engine import Engine
 from mesh.jobs.attempt import Attempt, Custody
 from mesh.jobs.courier import Courier
@@ -95,7 +95,7 @@ class JobService:
         self.logs = logs
         self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body))
         rules = Rules(open_spec=self._open_spec, admit=self._admit, may_cancel=self._may_cancel)
-        self.participant = Participant(self._me, self._nick, rules, rng)
+        self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
         self._inputs: asyncio.Queue[Input] = asyncio.Queue(INPUT_LIMIT)
         self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
         self._timers: dict[tuple[bytes, Role, str], asyncio.TimerHandle] = {}
@@ -109,11 +109,13 @@ class JobService:
 
     async def restore(self) -> None:
         """Take up the cells of an earlier run, before anybody can ask about them."""
-        for cell in await self.journal.cells():
+        cells, self.participant.forgotten = await self.journal.cells()
+        for cell in cells:
             try:
                 spec = self._read_spec(cell.job, cell.spec)[0]
             except SpecError as error:
                 await self.journal.record(cell.job, "journal", f"a witness cell was skipped: {error}")
+                self.participant.forgotten.add(cell.job)
                 continue
             at = _instant()
             for output in self.participant.restore(Witness.restored(cell, spec, at.now), at):
@@ -207,6 +209,11 @@ class JobService:
             if advert.node in present:
                 found.append(advert)
         return found
+
+    def disks(self) -> dict[NodeId, bytes]:
+        """On which disk each node keeps its promises."""
+        found = ((record.node, decode_facts(record.body)) for record in self.membership.records("facts"))
+        return {node: facts.disk for node, facts in found if facts is not None and facts.disk}
 
     def view(self, job: bytes) -> View:
         return self._view_maker()(job)
@@ -460,9 +467,11 @@ class JobService:
         left = frozenset(m.node_id for m in members if m.state == "left")
         adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
 
+        disks = self.disks()
+
         def view(job: bytes) -> View:
             order = witness_order(job, adverts, alive - leaving)
-            return View(me=self._me, alive=alive, leaving=leaving, left=left, adverts=adverts, witnesses=order)
+            return View(self._me, alive, leaving, left, adverts, order, disks)
 
         return view
 
@@ -470,9 +479,7 @@ class JobService:
         """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""
         staying = {m.node_id for m in self.membership.members() if m.state == "alive" and not m.draining}
         return any(
-            self._me in witness.cell.config.everyone
-            and not witness.finished
-            and staying - set(witness.cell.config.everyone)
+            self._me in witness.cell.config.nodes and not witness.finished and staying - set(witness.cell.config.nodes)
             for witness in self.participant.witnesses.values()
         )
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from mesh.jobs.ledger import Seat
 from placement.request import Request
 
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
@@ -50,7 +51,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created_unix_ms: int
     nonce: bytes
     argv: tuple[str, ...]
-    witnesses: tuple[bytes, ...]
+    witnesses: tuple[Seat, ...]
     name: str = ""
     env: dict[str, str] = {}
     workdir: bytes | None = None
@@ -137,10 +138,11 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError("a NUL character cannot stand in a command, a variable or a name")
     if any("=" in key or not key for key in spec.env):
         raise SpecError("an environment variable's name cannot be empty or hold '='")
-    for label, node in [("submitter", spec.submitter), *(("witness", witness) for witness in spec.witnesses)]:
+    for label, node in [("submitter", spec.submitter), *(("witness", seat.node) for seat in spec.witnesses)]:
         if len(node) != 32:
             raise SpecError(f"{label} is not a node id")
-    if not 1 <= len(spec.witnesses) <= MAX_WITNESSES or len(set(spec.witnesses)) != len(spec.witnesses):
+    nodes = {seat.node for seat in spec.witnesses}
+    if not 1 <= len(spec.witnesses) <= MAX_WITNESSES or len(nodes) != len(spec.witnesses):
         raise SpecError(f"a job has 1 to {MAX_WITNESSES} different witnesses")
     if not MIN_LEASE_S <= spec.lease_s <= MAX_LEASE_S:
         raise SpecError(f"lease must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")

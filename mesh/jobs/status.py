@@ -39,7 +39,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     @property
     def witnesses(self) -> tuple[bytes, ...]:
-        return self.config.everyone
+        return self.config.nodes
 
 
 _decoder = msgspec.msgpack.Decoder(JobStatus)

@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 
 from mesh.jobs.effects import Effect, Send, SetTimer, StateChanged
-from mesh.jobs.ledger import Ledger, Outcome
+from mesh.jobs.ledger import Ledger, Outcome, Seat
 from mesh.jobs.messages import Accepted, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
 from mesh.jobs.spec import JobSpec, placement_request
@@ -68,7 +68,7 @@ class Steward:
         """Look at the cell and do what is due; called whenever the cell or the view changed."""
         if self.view is None or self.state != "watching":
             return []
-        if self.witness.finished or self.view.me not in self.witness.cell.config.everyone:
+        if self.witness.finished or self.view.me not in self.witness.cell.config.nodes:
             self._tokens.cancel("turn")
             return []
         left = self.witness.lease_left_s(at.now)
@@ -125,7 +125,7 @@ class Steward:
     def _place_in_line(self) -> int:
         assert self.view is not None
         # Whoever is about to leave lets the others go first.
-        line = [node for node in self.witness.cell.config.everyone if node in self.view.alive]
+        line = [node for node in self.witness.cell.config.nodes if node in self.view.alive]
         leaving = self.view.leaving
         line.sort(key=lambda node: node in leaving)
         return line.index(self.view.me) if self.view.me in line else len(line)
@@ -136,17 +136,17 @@ class Steward:
         self._promises = {}
         self._term = max(self.witness.cell.promised, self._seen_term, self._term) + 1
         prepare = Prepare(job=self.job, term=self._term)
-        sends = [Send(node, prepare) for node in self.witness.cell.config.everyone]
+        sends = [Send(node, prepare) for node in self.witness.cell.config.nodes]
         return [*sends, self._timer("answer", at.now + ANSWER_S)]
 
     def _count_promises(self, at: Instant) -> list[Effect]:
         assert self.view is not None
         config = max((promise.config for promise in self._promises.values()), key=lambda config: config.order)
-        if self.view.me not in config.everyone:
+        if self.view.me not in config.nodes:
             return self._stand_down()
-        asked = set(self.witness.cell.config.everyone)
-        late = [node for node in config.everyone if node not in asked and node not in self._promises]
-        if not config.quorum(set(self._promises)):
+        asked = set(self.witness.cell.config.nodes)
+        late = [node for node in config.nodes if node not in asked and node not in self._promises]
+        if not config.quorum({Seat(node, promise.disk) for node, promise in self._promises.items()}):
             return [Send(node, Prepare(job=self.job, term=self._term)) for node in late]
         best = max(self._promises.values(), key=lambda promise: (promise.accepted_term, promise.ledger.version))
         ledger = self._closed(best.ledger, at)
@@ -174,7 +174,7 @@ class Steward:
         if message.term != self._term or self.state == "retired":
             return []
         newer = message.config is not None and message.config.order > self.witness.cell.config.order
-        if newer and self.view is not None and self.view.me not in message.config.everyone:  # type: ignore[union-attr]
+        if newer and self.view is not None and self.view.me not in message.config.nodes:  # type: ignore[union-attr]
             return self._stand_down()
         if self._proposer is not None and self.state in {"waiting", "finishing"}:
             answer = self._proposer.on_refused(sender, message)
@@ -184,7 +184,7 @@ class Steward:
                 return [self._timer("turn", at.now + STAGGER_S)]
             return list(answer)
         if self.state == "preparing" and message.needs_spec:
-            return self._install(sender)
+            return self._install(Seat(sender, message.disk))
         if self.state == "preparing":
             self._to_watching()
             pause = max(message.lease_left_s, self._rng.uniform(0.1, 0.5) * (1 + self._place_in_line()))
@@ -199,13 +199,13 @@ class Steward:
         self.state = "retired"
         return []
 
-    def _install(self, node: bytes) -> list[Effect]:
+    def _install(self, seat: Seat) -> list[Effect]:
         """A member of the first group that the submission did not reach is given the job, as the submitter would have."""
         config = self.witness.cell.config
-        if config.number > 0:
+        if config.number > 0 or seat not in config.everyone:
             return []
         blank = Proposer(self.job, self.witness.cell.spec, 0, config, Ledger(), None)
-        return [Send(node, blank.introduction()), Send(node, Prepare(job=self.job, term=self._term))]
+        return [Send(seat.node, blank.introduction()), Send(seat.node, Prepare(job=self.job, term=self._term))]
 
     # --- using it
 
@@ -227,7 +227,7 @@ class Steward:
         chosen = open_to[0]
         config = proposer.config
         if not config.previous:
-            group = healthy_group(config, self.view.alive, self.view.staying, self.view.witnesses, WANT_WITNESSES)
+            group = healthy_group(config, self.view, WANT_WITNESSES)
             if set(group) != set(config.members):
                 config = config.joint(group, self._term)
         self.state = "offered"
@@ -244,7 +244,7 @@ class Steward:
         assert self._proposer is not None and self.view is not None
         self.state = "waiting"
         config = self._proposer.config
-        group = healthy_group(config, self.view.alive, self.view.staying, self.view.witnesses, WANT_WITNESSES)
+        group = healthy_group(config, self.view, WANT_WITNESSES)
         self._proposer.change_group(group)
         return [
             *self._proposer.propose(at.now),

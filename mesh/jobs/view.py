@@ -1,6 +1,6 @@
 """What a job core knows of the mesh when it decides: who is alive, who stays, what they offer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -21,6 +21,7 @@ class View(msgspec.Struct, frozen=True):
     left: frozenset[bytes] = frozenset()
     adverts: Sequence[Advert] = ()
     witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
+    disks: Mapping[bytes, bytes] = {}  # whose journal is on which disk, as far as it is known
 
     @property
     def staying(self) -> frozenset[bytes]:

@@ -25,10 +25,11 @@ class Witness:
         self.lease_until = lease_until
 
     @classmethod
-    def created(cls, accept: Accept, spec_bytes: bytes, spec: JobSpec) -> "Witness":
+    def created(cls, accept: Accept, spec_bytes: bytes, spec: JobSpec, disk: bytes) -> "Witness":
         """A cell for a job first heard of through `accept`, before that message is handled."""
         cell = Cell(
             job=accept.job,
+            disk=disk,
             spec=spec_bytes,
             config=accept.config,
             promised=0,
@@ -80,6 +81,7 @@ class Witness:
                 Promised(
                     job=cell.job,
                     term=message.term,
+                    disk=cell.disk,
                     config=self.cell.config,
                     accepted_term=self.cell.accepted_term,
                     ledger=self.cell.ledger,
@@ -121,7 +123,9 @@ class Witness:
             )
         running = message.holder is not None
         self.lease_until = now + self.spec.lease_s * (1 + RATE_BOUND) if running else 0.0
-        answer = Accepted(job=cell.job, term=message.term, round=message.round, cancel_wanted=self.cell.cancel_wanted)
+        answer = Accepted(
+            job=cell.job, term=message.term, disk=cell.disk, round=message.round, cancel_wanted=self.cell.cancel_wanted
+        )
         return [*effects, Send(sender, answer)]
 
     def _refusal(self, sender: bytes, term: int, round_number: int, now: float) -> Send:
@@ -131,6 +135,7 @@ class Witness:
             Refused(
                 job=cell.job,
                 term=term,
+                disk=cell.disk,
                 round=round_number,
                 promised=cell.promised,
                 config=cell.config,
@@ -151,11 +156,12 @@ class Witness:
         return SaveCell(self.cell)
 
 
-def unknown_job(message: Accept | Prepare) -> Refused:
-    """The answer of a node that holds no cell for the job: an Accept must come again with its spec."""
+def unknown_job(message: Accept | Prepare, disk: bytes) -> Refused:
+    """The answer of a node that holds no cell for the job: an Accept must come again with its spec, if this disk has a seat."""
     return Refused(
         job=message.job,
         term=message.term,
+        disk=disk,
         round=message.round if isinstance(message, Accept) else 0,
         promised=0,
         config=None,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.jobs.effects import Cell, SaveCell, Send
-from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome
+from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome, Seat
 from mesh.jobs.messages import (
     Accept,
     Accepted,
@@ -24,13 +24,14 @@ from mesh.jobs.participant import Directed, Participant, Rules, Submitted
 from mesh.jobs.runner import CheckpointFound, CheckpointStored, GuestExited, GuestStarted, ResultStored, VacateWanted
 from mesh.jobs.view import Timer
 from tests.jobs.test_participant import open_spec
-from tests.jobs.worlds import JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view
+from tests.jobs.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view
 
 nodes = st.sampled_from([A, B, C, D, E, b"", b"x" * 32])
 numbers = st.one_of(st.integers(-2, 12), st.sampled_from([-(2**63), 2**63 - 1]))
 groups = st.lists(nodes, max_size=5).map(tuple)
 texts = st.sampled_from(["", "ada", "mallory", "\N{SNOWMAN}" * 50])
-configs = st.builds(Config, number=numbers, term=numbers, members=groups, previous=groups)
+benches = st.lists(st.builds(Seat, node=nodes, disk=st.sampled_from([DISK, b"", b"another!"])), max_size=5).map(tuple)
+configs = st.builds(Config, number=numbers, term=numbers, members=benches, previous=benches)
 commits = st.builds(
     Commit,
     seq=numbers,
@@ -123,7 +124,7 @@ def test_no_sequence_of_messages_fails_a_node(script: list[tuple[bytes, object]]
     rules = Rules(
         open_spec=open_spec, admit=lambda job, spec, start: None, may_cancel=lambda s, user, spec: user == spec.user
     )
-    participant = Participant(A, "a", rules, Random(1))
+    participant = Participant(A, DISK, "a", rules, Random(1))
     now = 0.0
     timers: dict[tuple[bytes, str, str], tuple[float, Timer]] = {}
     promised: dict[bytes, int] = {}

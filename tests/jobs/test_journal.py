@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mesh.jobs.effects import Cell
-from mesh.jobs.journal import Journal, JournalError
+from mesh.jobs.journal import DISK_BYTES, Journal, JournalError
 from tests.jobs.worlds import JOB, make_witness
 
 CELL: Cell = make_witness().cell
@@ -32,18 +32,26 @@ async def test_it_gives_back_what_it_got(journal: Journal) -> None:
     await journal.record(JOB, "node1", "running")
     await journal.record(None, "node1", "something else")
     await journal.record_session(5.0, ended=True)
-    assert await journal.cells() == [CELL] and await journal.submitted() == {JOB: b"spec"}
+    assert await journal.cells() == ([CELL], set()) and await journal.submitted() == {JOB: b"spec"}
     events = await journal.events(JOB, 0)
     assert [(event.actor, event.text) for event in events] == [("node1", "running")]
     assert [event.text for event in await journal.events(None, events[0].id)] == ["something else"]
     assert await journal.sessions() == [(5.0, True)]
-    await journal.forget_cell(JOB)
-    assert await journal.cells() == []
 
 
 async def test_a_closed_journal_says_so(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="closed"):
         await Journal(tmp_path / "j").cells()
+
+
+async def test_a_journal_keeps_its_name_and_another_one_has_another(tmp_path: Path) -> None:
+    names = []
+    for path in (tmp_path / "one", tmp_path / "one", tmp_path / "other"):
+        journal = Journal(path)
+        await journal.open()
+        names.append(journal.disk)
+        await journal.close()
+    assert names[0] == names[1] != names[2] and all(len(name) == DISK_BYTES for name in names)
 
 
 async def test_a_damaged_file_is_moved_aside_and_never_lost(tmp_path: Path) -> None:
@@ -54,7 +62,7 @@ async def test_a_damaged_file_is_moved_aside_and_never_lost(tmp_path: Path) -> N
     try:
         assert journal.moved_aside is not None and journal.moved_aside.read_bytes().startswith(b"this is no database")
         await journal.save_cell(CELL)
-        assert await journal.cells() == [CELL]
+        assert await journal.cells() == ([CELL], set())
     finally:
         await journal.close()
 
@@ -71,7 +79,7 @@ async def test_a_damaged_cell_is_skipped_kept_and_told(tmp_path: Path) -> None:
     journal = Journal(path)
     await journal.open()
     try:
-        assert await journal.cells() == [CELL]
+        assert await journal.cells() == ([CELL], {b"x" * 16})
         assert "damaged" in (await journal.events(b"x" * 16, 0))[0].text
     finally:
         await journal.close()

@@ -27,9 +27,9 @@ from mesh.jobs.messages import (
 )
 from mesh.jobs.postman import open_mail
 from mesh.jobs.status import decode_status, encode_status, merge_statuses, status_of
-from tests.jobs.worlds import JOB, A, B, C, D, make_spec, make_witness
+from tests.jobs.worlds import DISK, JOB, A, B, C, D, make_spec, make_witness, seats
 
-CONFIG = Config(number=1, term=2, members=(A, B, C), previous=(A, B, D))
+CONFIG = Config(number=1, term=2, members=seats(A, B, C), previous=seats(A, B, D))
 LEDGER = Ledger(
     version=4,
     commit=Commit(seq=1, term=2, manifest=b"m" * 32, parent=None, holders=(B,), step=3, created_unix_ms=5),
@@ -38,11 +38,12 @@ LEDGER = Ledger(
 )
 EVERY: list[AnyMessage] = [
     Prepare(job=JOB, term=3),
-    Promised(job=JOB, term=3, config=CONFIG, accepted_term=2, ledger=LEDGER, cancel_wanted=False),
+    Promised(job=JOB, term=3, disk=DISK, config=CONFIG, accepted_term=2, ledger=LEDGER, cancel_wanted=False),
     Accept(job=JOB, term=3, round=1, config=CONFIG, ledger=LEDGER, holder=D, spec=b"s"),
-    Accepted(job=JOB, term=3, round=1),
+    Accepted(job=JOB, term=3, disk=DISK, round=1),
     Refused(
         job=JOB,
+        disk=DISK,
         term=3,
         round=1,
         promised=4,

@@ -11,9 +11,24 @@ from mesh.jobs.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules,
 from mesh.jobs.spec import JobSpec, SpecError
 from mesh.jobs.view import Timer
 from mesh.jobs.witness import Witness
-from tests.jobs.worlds import JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_start, make_view, make_witness
+from tests.jobs.worlds import (
+    DISK,
+    JOB,
+    SPEC_BYTES,
+    A,
+    B,
+    C,
+    D,
+    E,
+    at,
+    make_spec,
+    make_start,
+    make_view,
+    make_witness,
+    seats,
+)
 
-GROUP = Config(number=0, term=0, members=(A, B, C))
+GROUP = Config(number=0, term=0, members=seats(A, B, C))
 
 
 def open_spec(job: bytes, sealed: bytes) -> JobSpec:
@@ -26,7 +41,7 @@ def make_participant(me: bytes = A, admit: str | None = None) -> Participant:
     rules = Rules(
         open_spec=open_spec, admit=lambda job, spec, start: admit, may_cancel=lambda s, user, spec: user == spec.user
     )
-    return Participant(me, f"node-{me[0]}", rules, Random(1))
+    return Participant(me, DISK, f"node-{me[0]}", rules, Random(1))
 
 
 def messages(out: list[Directed | Submitted], kind: type) -> list[tuple[bytes, AnyMessage]]:

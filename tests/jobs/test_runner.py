@@ -35,7 +35,7 @@ from mesh.jobs.runner import (
     VacateWanted,
 )
 from mesh.jobs.view import Timer
-from tests.jobs.worlds import JOB, A, B, C, D, Desk, E, at, make_spec, make_start, make_view
+from tests.jobs.worlds import DISK, JOB, A, B, C, D, Desk, E, at, make_spec, make_start, make_view, seats
 
 STORED = CheckpointStored(manifest=b"m" * 32, holders=(A, B), step=10)
 RESULT = ResultStored(manifest=b"r" * 32, holders=(A,))
@@ -230,7 +230,9 @@ def test_overtaken_by_a_newer_attempt_it_is_killed_and_commits_nothing() -> None
 
 def test_a_refusal_of_another_term_means_nothing() -> None:
     desk = running()
-    stale = Refused(job=JOB, term=9, round=0, promised=9, config=None, lease_left_s=0, needs_spec=False, finished=False)
+    stale = Refused(
+        job=JOB, disk=DISK, term=9, round=0, promised=9, config=None, lease_left_s=0, needs_spec=False, finished=False
+    )
     assert desk.runner.on_refused(A, stale, at(1)) == [] and desk.runner.state == "running"
 
 
@@ -327,8 +329,8 @@ def test_a_witness_that_left_is_replaced_by_a_joint_vote() -> None:
     desk.silent = {C}
     view = make_view(D, (A, B, D, E), witnesses=(E, A, B, D))
     desk.settle(desk.runner.observe(view, at(desk.now)))
-    assert set(desk.runner.config.everyone) == {A, B, E} and desk.runner.config.number == 1
-    assert {desk.witnesses[node].cell.config.members for node in (A, B, E)} == {(A, B, E)}
+    assert set(desk.runner.config.nodes) == {A, B, E} and desk.runner.config.number == 1
+    assert {frozenset(desk.witnesses[node].cell.config.members) for node in (A, B, E)} == {frozenset(seats(A, B, E))}
     assert desk.settle(desk.runner.observe(view, at(desk.now))) == []
 
 

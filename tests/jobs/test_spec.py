@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.jobs.spec import Checkpointing, SpecError, check_spec, decode_spec, encode_spec, format_job, job_id
-from tests.jobs.worlds import A, B, make_spec
+from tests.jobs.worlds import A, B, make_spec, seats
 
 
 def test_a_spec_survives_the_wire_and_its_id_is_its_content() -> None:
@@ -45,8 +45,8 @@ def test_a_damaged_spec_is_a_spec_error_or_another_valid_spec(data: st.DataObjec
         ({"submitter": b"short"}, "submitter"),
         ({"chain": b"x" * 20_000}, "chain"),
         ({"witnesses": ()}, "witnesses"),
-        ({"witnesses": (A, A)}, "different"),
-        ({"witnesses": (A, B, b"x")}, "witness"),
+        ({"witnesses": seats(A, A)}, "different"),
+        ({"witnesses": seats(A, B, b"x")}, "witness"),
         ({"lease_s": 0.0}, "lease"),
         ({"lease_s": float("nan")}, "lease"),
         ({"gpus": -1}, "gpus"),

@@ -7,9 +7,9 @@ from mesh.jobs.ledger import Attempt, Config, Ledger
 from mesh.jobs.messages import Accept, Accepted, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.steward import ANSWER_S, HEARTBEAT_S, STAGGER_S, Steward
 from mesh.jobs.view import Timer
-from tests.jobs.worlds import JOB, A, B, C, D, E, at, make_advert, make_steward, make_view, make_witness
+from tests.jobs.worlds import DISK, JOB, A, B, C, D, E, at, make_advert, make_steward, make_view, make_witness, seats
 
-GROUP = Config(number=0, term=0, members=(A, B, C))
+GROUP = Config(number=0, term=0, members=seats(A, B, C))
 
 
 def sends(effects: list[Effect], kind: type) -> list[Send]:
@@ -22,7 +22,9 @@ def fire(steward: Steward, effects: list[Effect], name: str) -> list[Effect]:
 
 
 def promise(term: int, ledger: Ledger | None = None, config: Config = GROUP, cancel: bool = False) -> Promised:
-    return Promised(job=JOB, term=term, config=config, accepted_term=0, ledger=ledger or Ledger(), cancel_wanted=cancel)
+    return Promised(
+        job=JOB, term=term, disk=DISK, config=config, accepted_term=0, ledger=ledger or Ledger(), cancel_wanted=cancel
+    )
 
 
 def won(
@@ -120,7 +122,7 @@ def test_a_wish_to_cancel_ends_the_job_without_a_runner() -> None:
     waiting = make_steward()
     waiting.spec = msgspec.structs.replace(waiting.spec, gpus=1)
     won(waiting)
-    effects = waiting.handle(B, Accepted(job=JOB, term=1, round=1, cancel_wanted=True), at(1))
+    effects = waiting.handle(B, Accepted(job=JOB, term=1, disk=DISK, round=1, cancel_wanted=True), at(1))
     assert sends(effects, Accept) and waiting.state == "finishing"
 
 
@@ -128,7 +130,15 @@ def test_a_refusal_for_a_running_lease_is_waited_out() -> None:
     steward = make_steward()
     steward.observe(make_view(A, (A, B, C)), at(0))
     refused = Refused(
-        job=JOB, term=1, round=0, promised=4, config=GROUP, lease_left_s=3.0, needs_spec=False, finished=False
+        job=JOB,
+        disk=DISK,
+        term=1,
+        round=0,
+        promised=4,
+        config=GROUP,
+        lease_left_s=3.0,
+        needs_spec=False,
+        finished=False,
     )
     effects = steward.handle(B, refused, at(1))
     assert steward.state == "watching"
@@ -148,7 +158,7 @@ def test_a_rival_gets_its_time() -> None:
 
 def test_replaced_in_the_group_it_stands_down() -> None:
     steward = make_steward()
-    newer = Config(number=3, term=2, members=(B, C, D))
+    newer = Config(number=3, term=2, members=seats(B, C, D))
     steward.observe(make_view(A, (A, B, C, D)), at(0))
     steward.handle(B, promise(1, config=newer), at(0))
     assert steward.state == "retired" and steward.act(at(9)) == []
@@ -158,7 +168,7 @@ def test_a_witness_the_submission_missed_is_given_the_job() -> None:
     steward = make_steward()
     steward.observe(make_view(A, (A, B, C)), at(0))
     missing = Refused(
-        job=JOB, term=1, round=0, promised=0, config=None, lease_left_s=0, needs_spec=True, finished=False
+        job=JOB, disk=DISK, term=1, round=0, promised=0, config=None, lease_left_s=0, needs_spec=True, finished=False
     )
     effects = steward.handle(C, missing, at(0))
     introduction = sends(effects, Accept)[0].message

@@ -1,6 +1,7 @@
 """One witness's rules one by one, then three of them against adversarial proposers, networks and crashes."""
 
 import itertools
+from random import Random
 from typing import Any
 
 import msgspec
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mesh.jobs.effects import Cell, Effect, SaveCell, Send
-from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome
+from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome, Seat
 from mesh.jobs.messages import Accept, Accepted, Cancel, Prepare, Promised, Refused, Released
+from mesh.jobs.participant import Directed, Participant, Rules
 from mesh.jobs.proposer import Decided, Fenced, Proposer
 from mesh.jobs.witness import RATE_BOUND, Witness, unknown_job
-from tests.jobs.worlds import JOB, SPEC_BYTES, A, B, C, D, E, make_spec, make_witness
+from tests.jobs.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_witness, seats
 
-GROUP = Config(number=0, term=0, members=(A, B, C))
+GROUP = Config(number=0, term=0, members=seats(A, B, C))
 DONE = Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=1)
 
 
@@ -77,7 +79,7 @@ def test_only_the_holder_releases() -> None:
 
 def test_an_older_group_cannot_speak_for_a_newer_one() -> None:
     witness = make_witness()
-    witness.handle(D, accept(2, D, config=GROUP.joint((A, B, E), 2)), 0.0)
+    witness.handle(D, accept(2, D, config=GROUP.joint(seats(A, B, E), 2)), 0.0)
     witness.handle(D, Released(job=JOB, term=2), 0.0)
     assert isinstance(answer(witness.handle(E, accept(3, E), 1.0)), Refused)
 
@@ -108,7 +110,7 @@ def test_after_a_restart_a_lease_is_given_its_full_length_again() -> None:
 
 
 def test_an_unknown_job_asks_for_its_spec() -> None:
-    refused = unknown_job(accept(1, D))
+    refused = unknown_job(accept(1, D), DISK)
     assert refused.needs_spec and refused.round == 1
 
 
@@ -130,10 +132,12 @@ class Adversary(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.spec = make_spec()
-        self.disk: dict[bytes, Cell] = {}
-        self.witnesses = {node: make_witness() for node in GROUP.members}
-        for node, witness in self.witnesses.items():
-            self.disk[node] = witness.cell
+        self.disk: dict[bytes, Cell | None] = {}
+        self.witnesses: dict[bytes, Participant] = {}
+        for node in GROUP.nodes:
+            self.disk[node] = make_witness().cell
+            self._start(node, DISK)
+        self.lost: set[bytes] = set()
         self.clients = {name: Client(name) for name in (D, E)}
         self.wire: list[tuple[bytes, bytes, Any]] = []
         self.decided: list[tuple[int, Ledger]] = []
@@ -143,9 +147,9 @@ class Adversary(RuleBasedStateMachine):
         client = self.clients[name]
         if client.proposer is not None and self.now < client.lease_until:
             return
-        client.term = max([client.term, *(w.cell.promised for w in self.witnesses.values())]) + 1
+        client.term = max([client.term, *(cell.promised for cell in self.disk.values() if cell is not None)]) + 1
         client.promises, client.proposer, client.lease_until = {}, None, -1.0
-        self.wire += [(name, node, Prepare(job=JOB, term=client.term)) for node in GROUP.members]
+        self.wire += [(name, node, Prepare(job=JOB, term=client.term)) for node in GROUP.nodes]
 
     @rule(name=st.sampled_from([D, E]))
     def appends(self, name: bytes) -> None:
@@ -169,7 +173,9 @@ class Adversary(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.wire) - 1))
         source, target, message = self.wire[index] if keep else self.wire.pop(index)
         if target in self.witnesses:
-            for effect in self.witnesses[target].handle(source, message, self.now):
+            for output in self.witnesses[target].receive(source, message, at(self.now)):
+                assert isinstance(output, Directed)
+                effect = output.effect
                 if isinstance(effect, SaveCell):
                     self.disk[target] = effect.cell
                 elif isinstance(effect, Send):
@@ -178,7 +184,7 @@ class Adversary(RuleBasedStateMachine):
         client = self.clients[target]
         if isinstance(message, Promised) and message.term == client.term and client.proposer is None:
             client.promises[source] = message
-            if GROUP.quorum(set(client.promises)):
+            if GROUP.quorum({Seat(node, promise.disk) for node, promise in client.promises.items()}):
                 best = max(client.promises.values(), key=lambda p: (p.accepted_term, p.ledger.version))
                 client.proposer = Proposer(JOB, SPEC_BYTES, client.term, GROUP, best.ledger, client.name)
                 self._propose(client)
@@ -187,13 +193,20 @@ class Adversary(RuleBasedStateMachine):
             if isinstance(decided, Decided):
                 self.decided.append((client.term, decided.ledger))
                 client.lease_until = max(client.lease_until, decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND))
-        elif (
-            isinstance(message, Refused)
-            and client.proposer is not None
-            and isinstance(client.proposer.on_refused(source, message), Fenced)
-        ):
-            assert self.now >= client.lease_until, "fenced while the lease was valid"
-            client.proposer = None
+        elif isinstance(message, Refused) and message.needs_spec and client.proposer is None:
+            if (
+                Seat(source, message.disk) in GROUP.everyone
+            ):  # as a steward does for one whom the submission did not reach
+                blank = Proposer(JOB, SPEC_BYTES, 0, GROUP, Ledger(), None)
+                self.wire.append((client.name, source, blank.introduction()))
+                self.wire.append((client.name, source, Prepare(job=JOB, term=client.term)))
+        elif isinstance(message, Refused) and client.proposer is not None:
+            answer = client.proposer.on_refused(source, message)
+            if isinstance(answer, Fenced):
+                assert self.now >= client.lease_until, "fenced while the lease was valid"
+                client.proposer = None
+            else:
+                self.wire += [(client.name, send.to, send.message) for send in answer]
 
     @precondition(lambda self: self.wire)
     @rule(data=st.data())
@@ -204,9 +217,26 @@ class Adversary(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(node=st.sampled_from(GROUP.members))
+    @rule(node=st.sampled_from(GROUP.nodes))
     def crashes(self, node: bytes) -> None:
-        self.witnesses[node] = Witness.restored(self.disk[node], self.spec, self.now)
+        self._start(node, self.witnesses[node].disk)
+
+    @precondition(lambda self: not self.lost)
+    @rule(node=st.sampled_from(GROUP.nodes))
+    def loses_its_disk(self, node: bytes) -> None:
+        """A minority, and for good: it comes back with its key and an empty journal."""
+        self.lost.add(node)
+        self.disk[node] = None
+        self._start(node, self.name_of_a_new_disk)
+
+    name_of_a_new_disk = b"another!"
+
+    def _start(self, node: bytes, disk: bytes) -> None:
+        rules = Rules(lambda job, spec: self.spec, lambda job, spec, start: None, lambda *asked: True)
+        self.witnesses[node] = Participant(node, disk, "", rules, Random(1))
+        cell = self.disk[node]
+        if cell is not None:
+            self.witnesses[node].restore(Witness.restored(cell, self.spec, self.now), at(self.now))
 
     @invariant()
     def at_most_one_valid_lease(self) -> None:
@@ -222,8 +252,9 @@ class Adversary(RuleBasedStateMachine):
 
     @invariant()
     def the_disk_is_what_witnesses_believe(self) -> None:
-        for node, witness in self.witnesses.items():
-            assert self.disk[node] == witness.cell
+        for node, participant in self.witnesses.items():
+            held = participant.witnesses.get(JOB)
+            assert self.disk[node] == (held.cell if held is not None else None)
 
 
 TestAdversary = Adversary.TestCase
@@ -235,10 +266,10 @@ class Forgetful(Adversary):
 
     def __init__(self) -> None:
         super().__init__()
-        for witness in self.witnesses.values():
-            witness.lease_left_s = lambda now: 0.0  # type: ignore[method-assign]
+        for participant in self.witnesses.values():
+            participant.witnesses[JOB].lease_left_s = lambda now: 0.0  # type: ignore[method-assign]
 
-    @rule(node=st.sampled_from(GROUP.members))
+    @rule(node=st.sampled_from(GROUP.nodes))
     def crashes(self, node: bytes) -> None:
         return
 
@@ -254,6 +285,27 @@ def test_without_the_lease_rule_the_invariant_breaks() -> None:
             machine.delivers(_First(len(machine.wire) - 1), keep=False)
     holders = [client.name for client in machine.clients.values() if machine.now < client.lease_until]
     assert len(holders) == 2
+
+
+def test_a_lost_disk_that_goes_unnoticed_breaks_them() -> None:
+    """The negative control of seats, by hand: D holds a lease from A and B; A forgets, and with C gives E another."""
+
+    def played(machine: Adversary) -> int:
+        deaf = {D: C, E: B}
+        for name in (D, E):
+            machine.wants_a_term(name)
+            while machine.wire:
+                source, target, message = machine.wire.pop(0)
+                if deaf[name] not in (source, target):
+                    machine.wire.append((source, target, message))
+                    machine.delivers(_First(len(machine.wire) - 1), keep=False)
+            if name == D:
+                machine.loses_its_disk(A)
+        return sum(machine.now < client.lease_until for client in machine.clients.values())
+
+    unnoticed = Adversary()
+    unnoticed.name_of_a_new_disk = DISK
+    assert played(unnoticed) == 2 and played(Adversary()) == 1
 
 
 class _First:

@@ -3,7 +3,7 @@
 from random import Random
 
 from mesh.jobs.effects import Cell, Effect, Send
-from mesh.jobs.ledger import Config, Ledger
+from mesh.jobs.ledger import Config, Ledger, Seat
 from mesh.jobs.messages import Accept, Accepted, AnyMessage, Prepare, Refused, Start
 from mesh.jobs.runner import Runner
 from mesh.jobs.spec import Checkpointing, JobSpec
@@ -14,7 +14,12 @@ from placement.advert import Advert
 
 A, B, C, D, E = (bytes([number]) * 32 for number in range(1, 6))
 JOB = b"j" * 16
+DISK = b"a disk's"
 SPEC_BYTES = b"the sealed spec"
+
+
+def seats(*nodes: bytes) -> tuple[Seat, ...]:
+    return tuple(Seat(node, DISK) for node in nodes)
 
 
 def make_spec(**changes: object) -> JobSpec:
@@ -25,7 +30,7 @@ def make_spec(**changes: object) -> JobSpec:
         "created_unix_ms": 1_000,
         "nonce": b"n" * 16,
         "argv": ("python", "train.py"),
-        "witnesses": (A, B, C),
+        "witnesses": seats(A, B, C),
         "checkpointing": Checkpointing(),
         "lease_s": 15.0,
     }
@@ -68,6 +73,7 @@ def make_view(me: bytes, alive: tuple[bytes, ...], **changes: object) -> View:
         "alive": frozenset(alive),
         "adverts": tuple(make_advert(node) for node in alive),
         "witnesses": alive,
+        "disks": dict.fromkeys((A, B, C, D, E), DISK),
     }
     return View(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -75,19 +81,20 @@ def make_view(me: bytes, alive: tuple[bytes, ...], **changes: object) -> View:
 def make_witness(members: tuple[bytes, ...] = (A, B, C), spec: JobSpec | None = None) -> Witness:
     cell = Cell(
         job=JOB,
+        disk=DISK,
         spec=SPEC_BYTES,
-        config=Config(number=0, term=0, members=members),
+        config=Config(number=0, term=0, members=seats(*members)),
         promised=0,
         accepted_term=0,
         ledger=Ledger(),
         holder=None,
         cancel_wanted=False,
     )
-    return Witness(cell, spec or make_spec(witnesses=members))
+    return Witness(cell, spec or make_spec(witnesses=seats(*members)))
 
 
 def make_start(term: int = 1, ledger: Ledger | None = None, members: tuple[bytes, ...] = (A, B, C)) -> Start:
-    config = Config(number=0, term=0, members=members)
+    config = Config(number=0, term=0, members=seats(*members))
     return Start(job=JOB, term=term, config=config, ledger=ledger or Ledger(), spec=SPEC_BYTES)
 
 
@@ -97,7 +104,8 @@ class Desk:
     def __init__(self, spec: JobSpec | None = None, start: Start | None = None) -> None:
         self.spec = spec or make_spec()
         start = start or make_start()
-        self.witnesses = {node: make_witness(start.config.members, self.spec) for node in start.config.members}
+        nodes = start.config.nodes
+        self.witnesses = {node: make_witness(nodes, self.spec) for node in nodes}
         for witness in self.witnesses.values():  # the steward has won the term from all of them
             witness.handle(A, Prepare(job=JOB, term=start.term), 0.0)
         self.silent: set[bytes] = set()

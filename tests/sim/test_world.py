@@ -1,8 +1,10 @@
 """The real membership and job cores of twenty nodes in virtual time, under loss, crashes, departures and drifting clocks."""
 
+import math
+
 import pytest
 
-from mesh.jobs.effects import Effect
+from mesh.jobs.effects import Effect, RunUntil
 from mesh.jobs.messages import Accept, Prepare
 from mesh.jobs.runner import Runner
 from mesh.jobs.witness import Witness
@@ -87,7 +89,7 @@ class TestNegativeControls:
         assert violated(range(20))
 
     def test_runners_that_trust_their_lease_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Runner, "_lease_ran_out", lambda self, at: [])
+        monkeypatch.setattr(Runner, "_allow", lambda self: RunUntil(math.inf))
         assert violated(range(40)).startswith("J10")
 
     def test_witnesses_that_promise_the_same_term_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
