@@ -1,10 +1,11 @@
 """`python -m sim jobs|gossip --seed N`: one run of the mesh in virtual time. Prints the seed first, the digest last.
 
-`jobs` runs whole nodes with jobs, `gossip` membership alone under the full menu of faults.
+`gossip` is membership alone, `jobs` has jobs on it; both under the full menu of faults.
 """
 
 import argparse
 import time
+from collections import Counter
 
 from sim.gossip import GossipWorld
 from sim.world import World
@@ -14,16 +15,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sim")
     parser.add_argument("what", choices=["jobs", "gossip"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--nodes", type=int, default=20)
+    parser.add_argument("--nodes", type=int, help="default 20; 12 with jobs")
     parser.add_argument("--jobs", type=int, default=6)
-    parser.add_argument("--until", type=float, default=400.0, help="virtual seconds (jobs)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="virtual minutes (gossip)")
+    parser.add_argument("--minutes", type=float, help="of faults and healing, virtual; default 30; 10 with jobs")
     options = parser.parse_args()
     print(f"SEED={options.seed}", flush=True)
     if options.what == "gossip":
-        gossip(options.seed, options.nodes, options.minutes)
+        gossip(options.seed, options.nodes or 20, options.minutes or 30.0)
     else:
-        jobs(options)
+        jobs(options.seed, options.nodes or 12, options.minutes or 10.0, options.jobs)
 
 
 def gossip(seed: int, nodes: int, minutes: float) -> None:
@@ -39,13 +39,15 @@ def gossip(seed: int, nodes: int, minutes: float) -> None:
     print(f"digest {digest}")
 
 
-def jobs(options: argparse.Namespace) -> None:
+def jobs(seed: int, nodes: int, minutes: float, count: int) -> None:
+    world = World(seed, nodes=nodes, minutes=minutes, jobs=count)
+    print(f"mix {world.mix}")
     begun = time.monotonic()
-    world = World(options.seed, nodes=options.nodes, jobs=options.jobs)
-    digest = world.run(options.until)
-    ends = {job.hex()[:8]: sorted(kinds) for job, kinds in world.outcomes().items()}
+    digest = world.run()
+    ends = Counter(world.outcome(job) or "lost with its witnesses' disks" for job in world.accepted)
     print(
-        f"{world.kernel.executed} events in {time.monotonic() - begun:.1f} s, {world.invariants.commits} commits, {ends}"
+        f"{world.kernel.executed} events in {time.monotonic() - begun:.1f} s, {world.strikes} strikes, "
+        f"{world.steps} steps of guests, {world.commits} commits; jobs: {dict(sorted(ends.items()))}"
     )
     print(f"digest {digest}")
 

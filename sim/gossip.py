@@ -74,8 +74,9 @@ class GossipNode:
         if self.out_of_time:
             self.wall_offset_s = mix.wrong_clock_s
         self.slow = clock.random() < mix.slow
-        self.disk = Disk()
+        self.disk = self.new_disk()
         self.up = self.revoked = False
+        self.gone = False  # for good
         self.dark = False  # without power: it does not even refuse
         self.asleep = False  # of a machine that stands still: its network sleeps too
         self.still_until = -1.0
@@ -87,6 +88,9 @@ class GossipNode:
         self.taken: deque[tuple[bytes, Address]] = deque(maxlen=LIFETIMES_KEPT)
         self._search: Search
         self._network = world.streams.get(self.name, "network")
+
+    def new_disk(self) -> Disk:
+        return Disk()
 
     # --- clocks
 
@@ -144,6 +148,18 @@ class GossipNode:
         self.core.start()
         self._look()
         self._tend(publish=True)
+
+    def machine_after(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> None:
+        """As `after`, for what runs beside the process: it stands still only while the whole machine sleeps."""
+        self.world.kernel.post(delay_s, self._run_beside, self.life, callback, arguments)
+
+    def _run_beside(self, life: int, callback: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if not self.up or self.life != life:
+            return
+        if self.asleep and self.still:
+            self.world.kernel.at(self.still_until, self._run_beside, life, callback, arguments)
+            return
+        callback(*arguments)
 
     def crash(self) -> None:
         """Everything but the disk is gone; what was on its way from here still travels."""
@@ -241,6 +257,9 @@ class GossipNode:
             return
         if self.world.watched:
             self.taken.append((data, source))
+        self.take(data, source)
+
+    def take(self, data: bytes, source: Address) -> None:
         self.core.on_datagram(data, source)
 
     def _stream_ping(self, effect: StreamPing) -> None:
@@ -285,6 +304,8 @@ class GossipNode:
 class GossipWorld:
     """`watched`: with all checkers; without, as fast as can be."""
 
+    node_type: type[GossipNode] = GossipNode
+
     def __init__(
         self,
         seed: int,
@@ -309,7 +330,7 @@ class GossipWorld:
         self.watched = bool(self.checkers)
         self._on_sent = [checker for checker in self.checkers if type(checker).sent is not Checker.sent]
         self.nodes = [
-            GossipNode(self, number, identity, chain)
+            self.node_type(self, number, identity, chain)
             for number, (identity, chain) in enumerate(zip(self.people.identities, self.people.chains, strict=True))
         ]
         self.by_id = {node.id: node for node in self.nodes}
@@ -371,7 +392,7 @@ class GossipWorld:
             if node.still:
                 node.still_until = self.kernel.now
                 node.wake(node.life)
-            if not node.up:
+            if not node.up and not node.gone:
                 node.start()
 
     def correct(self) -> list[GossipNode]:
@@ -499,7 +520,7 @@ class GossipWorld:
                 else:
                     victim.crash()
                 if kind == "wipe":
-                    victim.disk = Disk()
+                    victim.disk = victim.new_disk()
                 crash_at = rng.choice(["before fsync", "after fsync"]) if kind == "crash around fsync" else ""
                 kernel.after(down_s, self._come_back, victim, crash_at)
             case "stall" | "suspend":
@@ -547,7 +568,7 @@ class GossipWorld:
             node.crash()
 
     def _come_back(self, node: GossipNode, crash_at: str) -> None:
-        if node.up or self._healed:
+        if node.up or node.gone or self._healed:
             return
         node.dark = False
         node.start(crash_at=crash_at)

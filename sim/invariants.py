@@ -1,71 +1,160 @@
-"""What must hold at every moment of every run, whatever the faults; checked apart from what causes them.
+"""The invariants of jobs (J1 to J7, J9, J10, J12), each watched by a checker of its own; docs/jobs.md has them in words.
 
-J1: at most one valid lease a job, by each holder's own clock. J2: committed checkpoints form one chain. J5: one end a job.
-J10: no guest takes a step outside its lease.
+A checker knows nothing of what causes faults. It is shown what nodes save, commit and let their guests do, and looks at every
+holder of a lease whenever a node has handled something. J4 and J9 are bounds on time, which `sim.world` waits for; J8 and J11
+are properties of pure functions and of real daemons (tests/jobs, tests/placement, tests/e2e).
 """
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from mesh.jobs.effects import Cell
-from mesh.jobs.ledger import Commit
-from mesh.jobs.runner import Runner
-from sim.kernel import Kernel
+from mesh.jobs.ledger import Commit, Seat
+from sim.checkers import Violation
 
 if TYPE_CHECKING:
-    from sim.world import Node
+    from sim.world import JobNode, World
 
 
-class Violation(AssertionError):
-    """An invariant does not hold; the text names it, the job and the virtual time."""
+class JobChecker:
+    name = ""
+
+    def handled(self, world: "World", job: bytes) -> None:
+        """A node has handled something of this job."""
+
+    def proposed(self, world: "World", manifest: bytes, parent: bytes | None) -> None:
+        """A checkpoint was stored, and is about to be committed."""
+
+    def committed(self, world: "World", job: bytes, commit: Commit) -> None:
+        """A runner has learned that a majority holds this."""
+
+    def saved(self, world: "World", node: "JobNode", cell: Cell) -> None:
+        """A witness has this on its disk."""
+
+    def allowed(self, world: "World", node: "JobNode", job: bytes, until: float) -> None:
+        """A guest may run, until then by its node's boot clock."""
+
+    def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
+        """A guest has taken a step."""
+
+    def switched(self, world: "World", node: "JobNode") -> None:
+        """The owner of this node has just pulled the switch."""
+
+    def violated(self, world: "World", job: bytes, text: str) -> Violation:
+        return Violation(f"{self.name} at {world.kernel.now:.3f} s, job {job.hex()[:8]}: {text}")
 
 
-class Invariants:
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+class OneLease(JobChecker):
+    """J1: at most one valid lease a job, each by its holder's own clock."""
+
+    name = "J1"
+
+    def __init__(self) -> None:
+        self.looked = 0
+
+    def handled(self, world: "World", job: bytes) -> None:
+        self.looked += 1
+        holders = world.holders(job)
+        if len(holders) > 1:
+            raise self.violated(world, job, f"leases held by {[(node.name, term) for node, term in holders]}")
+
+
+class OneChain(JobChecker):
+    """J2, J3: every earlier committed checkpoint is an ancestor of every later one, and terms and numbers never fall."""
+
+    name = "J2"
+
+    def __init__(self) -> None:
         self._parents: dict[bytes, bytes | None] = {}
         self._last: dict[bytes, Commit] = {}
-        self._outcomes: dict[bytes, object] = {}
-        self.leases_checked = 0
         self.commits = 0
 
-    def check_leases(self, job: bytes, nodes: "list[Node]") -> None:
-        self.leases_checked += 1
-        holders = []
-        for node in nodes:
-            runner = node.participant.runners.get(job) if node.up else None
-            if runner is not None and runner.holds_lease(node.now):
-                holders.append((node.name, runner.term))
-        if len(holders) > 1:
-            self._violated("J1", job, f"leases held by {holders}")
-
-    def proposed(self, manifest: bytes, parent: bytes | None) -> None:
+    def proposed(self, world: "World", manifest: bytes, parent: bytes | None) -> None:
         self._parents[manifest] = parent
 
-    def committed(self, job: bytes, commit: Commit) -> None:
-        """Every earlier committed checkpoint must be an ancestor, and terms must not fall."""
+    def committed(self, world: "World", job: bytes, commit: Commit) -> None:
         self.commits += 1
         last = self._last.get(job)
         self._last[job] = commit
-        if last is None:
+        if last is None or last.manifest == commit.manifest:
             return
         if commit.term < last.term or commit.seq <= last.seq:
-            self._violated("J3", job, f"({commit.term}, {commit.seq}) after ({last.term}, {last.seq})")
+            raise self.violated(world, job, f"J3: commit {(commit.term, commit.seq)} after {(last.term, last.seq)}")
         ancestor = commit.parent
         while ancestor is not None and ancestor != last.manifest:
             ancestor = self._parents.get(ancestor)
         if ancestor is None:
-            self._violated("J2", job, f"checkpoint {commit.seq} of term {commit.term} forks the history")
+            raise self.violated(world, job, f"checkpoint {commit.seq} of term {commit.term} forks the history")
 
-    def cell_saved(self, cell: Cell) -> None:
+
+class OneEnd(JobChecker):
+    """J5: a job ends once; J6: once a majority holds its end, nobody is given its lease again."""
+
+    name = "J5"
+
+    def __init__(self) -> None:
+        self._outcomes: dict[bytes, object] = {}
+        self._told: dict[tuple[bytes, int, int], set[Seat]] = defaultdict(set)
+        self._over: set[bytes] = set()
+
+    def saved(self, world: "World", node: "JobNode", cell: Cell) -> None:
         outcome = cell.ledger.outcome
-        if outcome is not None:
-            known = self._outcomes.setdefault(cell.job, outcome)
-            if known != outcome:
-                self._violated("J5", cell.job, f"two ends: {known} and {outcome}")
+        if outcome is None:
+            return
+        # Accepted is not decided: another may take its place until one term has a majority.
+        seats = self._told[cell.job, cell.config.number, cell.accepted_term]
+        seats.add(Seat(node.id, cell.disk))
+        if not cell.final and not cell.config.quorum(seats):
+            return
+        self._over.add(cell.job)
+        known = self._outcomes.setdefault(cell.job, outcome)
+        if known != outcome:
+            raise self.violated(world, cell.job, f"two ends: {known} and {outcome}")
 
-    def step_taken(self, job: bytes, runner: Runner, now: float) -> None:
-        if not runner.holds_lease(now) and runner.state in {"running", "frozen"}:
-            self._violated("J10", job, f"a step outside the lease in state {runner.state}")
+    def allowed(self, world: "World", node: "JobNode", job: bytes, until: float) -> None:
+        if job in self._over and until > node.boot():
+            raise self.violated(world, job, f"J6: {node.name} was given a lease after the job's end was committed")
 
-    def _violated(self, name: str, job: bytes, text: str) -> None:
-        raise Violation(f"{name} at {self._kernel.now:.3f} s, job {job.hex()[:8]}: {text}")
+
+class SwitchWorks(JobChecker):
+    """J7: when the owner has pulled the switch, no guest takes another step there, whatever the network does."""
+
+    name = "J7"
+
+    def switched(self, world: "World", node: "JobNode") -> None:
+        for job, guest in node.guests.items():
+            if not guest.ended:
+                raise self.violated(world, job, f"a guest of {node.name} outlives the switch")
+
+
+class StepsInLease(JobChecker):
+    """J10: no guest takes a step outside its runner's lease, by that node's boot clock, asleep or not."""
+
+    name = "J10"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
+        self.steps += 1
+        runner = node.participant.runners.get(job)
+        if runner is None or not (runner.holds_lease(node.boot()) or runner.spec.on_partition != "freeze"):
+            raise self.violated(world, job, f"a step outside the lease on {node.name}")
+
+
+class NoDuplicates(JobChecker):
+    """J12: while somebody holds the lease under a higher term, nobody takes steps under a lower one (under `freeze`)."""
+
+    name = "J12"
+
+    def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
+        runner = node.participant.runners.get(job)
+        if runner is None or runner.spec.on_partition != "freeze":
+            return
+        newer = [holder.name for holder, term in world.holders(job) if term > runner.term]
+        if newer:
+            raise self.violated(world, job, f"{node.name} computes what {newer[0]} computes")
+
+
+def all_job_checkers() -> list[JobChecker]:
+    return [OneLease(), OneChain(), OneEnd(), SwitchWorks(), StepsInLease(), NoDuplicates()]

@@ -1,27 +1,20 @@
-"""A mesh in virtual time: the production membership and job cores of N nodes, over a network that loses and a fate that crashes.
+"""Tier B: the production job cores on the mesh of tier A, under the same faults and some of their own.
 
-What is simulated is only what the cores never see: packets' delays and losses, disks that keep what was saved, guests that take
-steps, clocks that run at different rates. One seed decides everything. Invariants are checked as the run goes (`sim.invariants`).
+The nodes are those of `sim.gossip`: real membership, records and trust over a network that loses, delays, repeats and is cut,
+on machines that stall, sleep, crash around an fsync and lose their disks. What is simulated here besides is only what the job
+cores never see: guests that take steps, uploads that take time, owners who pull the switch. One seed decides everything.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from hashlib import blake2b
+from random import Random
 
 import msgspec
 
-from membership.config import SwimConfig
-from membership.effects import (
-    MemberChanged,
-    PersistEpoch,
-    SendPacket,
-    SetTimer,
-    StreamOutcome,
-    StreamPing,
-    WantReconcile,
-)
-from membership.swim import Swim, Verified
-from membership.wire import AnyEvidence, AnyPacket, decode_evidence, encode
+from membership.effects import MemberChanged
+from membership.envelope import EnvelopeError
+from membership.identity import Identity
+from membership.search import Address
 from mesh.jobs.effects import (
     Cell,
     Committed,
@@ -34,417 +27,503 @@ from mesh.jobs.effects import (
     SaveCheckpoint,
     SaveResult,
     Send,
+    SetTimer,
 )
-from mesh.jobs.effects import SetTimer as SetJobTimer
 from mesh.jobs.ledger import Ledger, Seat
-from mesh.jobs.messages import AnyMessage, Start, decode_message, encode_message
+from mesh.jobs.messages import AnyMessage, Cancel, MessageError, Start, decode_message, encode_message
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.runner import (
     CheckpointFound,
     CheckpointStored,
     GuestExited,
     GuestStarted,
+    KillWanted,
     ResultStored,
+    RunnerEvent,
     VacateWanted,
 )
 from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, decode_spec, encode_spec, job_id
-from mesh.jobs.view import Instant, Timer, View
+from mesh.jobs.view import Instant, Surroundings, Timer
 from mesh.jobs.witness import Witness
-from placement.advert import Advert
+from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
-from sim.invariants import Invariants
-from sim.kernel import EventLog, Handle, Kernel
-from sim.streams import Streams
+from sim.checkers import Violation
+from sim.gossip import Disk, GossipNode, GossipWorld
+from sim.invariants import JobChecker, OneChain, StepsInLease, all_job_checkers
+from sim.mix import Mix, draw_mix
+from sim.paper import PaperSeals
 
-DISK = b"the disk"
-EPOCH_UNIX_MS = 1_800_000_000_000
+MARK = b"J"  # of a job message among datagrams
 STEP_S = 1.0
 CHECKPOINT_EVERY_STEPS = 5
+LOOK_S = 2.0  # a node also looks around without being told of a change
+SHOW_S, SHOW_TTL_S = 600.0, 3600.0
+LEASE_S = 6.0
+SLOTS = 2
+WIPE_PAUSE_S = (
+    60.0  # a group needs a moment to replace whom a disk has left; majorities that go together are another matter
+)
+JOB_STRIKES = ("crash at a save", "switch", "notice", "cancel")
+NOT_HERE = {"revoke"}  # ends a user's jobs by other rules
 
 
-class Faults(msgspec.Struct, frozen=True):
-    """`loss` of every message, delays drawn between the two, clock rates within +-`drift`, one crash each `crash_every_s`.
+class JobDisk(Disk):
+    """`name` is the journal's: see `ledger.Seat`."""
 
-    Faults stop at `until_s`: from then on everything must come to its end (the liveness phase).
-    """
-
-    loss: float = 0.05
-    delay_s: tuple[float, float] = (0.0005, 0.03)
-    drift: float = 0.01
-    crash_every_s: float = 15.0
-    down_s: tuple[float, float] = (5.0, 40.0)
-    leave_share: float = 0.3
-    until_s: float = 240.0
+    name: bytes = b""
+    cells: dict[bytes, Cell] = msgspec.field(default_factory=dict)
 
 
 class Guest:
     """A stand-in for a job's process: one step a second, a checkpoint every few, an end."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.saved = step
+    def __init__(self, step: int, of: int) -> None:
+        self.step = self.saved = step
+        self.of = of
         self.vacating = False
-        self.timer: Handle | None = None
+        self.ended = False
 
 
-class Node:
-    def __init__(self, world: "World", number: int) -> None:
-        self.world = world
-        self.name = f"node{number:02d}"
-        self.id = blake2b(self.name.encode(), digest_size=32).digest()
-        clock = world.streams.get(self.name, "clock")
-        self.offset_s = clock.uniform(0, 1e6)
-        self.rate = 1 + clock.uniform(-world.faults.drift, world.faults.drift)
-        self.disk: dict[bytes, Cell] = {}
-        self.epoch = 0
-        self.up = False
-        self.life = 0
-        self.swim: Swim
+class JobNode(GossipNode):
+    world: "World"
+    disk: JobDisk
+
+    def __init__(self, world: "World", number: int, identity: Identity, chain: bytes) -> None:
+        super().__init__(world, number, identity, chain)
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
-        self.allowed: dict[bytes, float] = {}
+        self.dies_at_save = ""
+        self._allowed: dict[bytes, float] = {}
+        self._looking = False
+        self._seals: PaperSeals
+
+    def new_disk(self) -> JobDisk:
+        return JobDisk(name=self.world.streams.get(self.name, "journal").randbytes(8))
 
     # --- life
 
-    def start(self) -> None:
-        world = self.world
-        self.up, self.life, self.epoch = True, self.life + 1, self.epoch + 1
-        self.guests = {}
-        rng = world.streams.get(self.name, "protocol")
-        self.swim = Swim(self.id, self.name, 7373, self.epoch, SwimConfig.local(), rng, self._seal_evidence, lambda: 0)
+    def start(self, *, crash_at: str = "") -> None:
+        self.guests, self._allowed, self._looking, self.dies_at_save = {}, {}, False, ""
+        super().start(crash_at=crash_at)
+        if not self.up:
+            return
+        self._seals = PaperSeals(self.identity, self.core.trust.mesh_id, lambda *written: None)
         rules = Rules(open_spec=_open_spec, admit=self._admit, may_cancel=lambda sender, user, spec: True)
-        self.participant = Participant(self.id, DISK, self.name, rules, rng)
-        world.log.add(world.kernel.now, "start", self.name, self.epoch)
-        self.perform_swim(self.swim.start(self.now))
-        for other in world.nodes:
-            if other is not self and other.up:
-                self._push_pull(other)
-        for job in sorted(self.disk):
-            witness = Witness.restored(self.disk[job], _open_spec(job, self.disk[job].spec), self.now)
-            self.perform(self.participant.restore(witness, self.instant))
-        self.look()
+        rng = self.world.streams.get(self.name, "jobs")
+        self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
+        for job in sorted(self.disk.cells):
+            cell = self.disk.cells[job]
+            self.perform_jobs(self.participant.restore(self.world.restored(cell, self), self.instant))
+        self._show()
+        self._look_again()
 
     def crash(self) -> None:
-        """Everything but the disk is gone; what was on its way from here still travels."""
-        self.up = False
-        self.world.log.add(self.world.kernel.now, "crash", self.name)
-        for job, guest in self.guests.items():
-            self._stop_guest(job, guest)
+        """Guests end with the daemon."""
+        super().crash()
+        for guest in self.guests.values():
+            guest.ended = True
         self.guests = {}
 
     def leave(self) -> None:
-        """Notice to the guests, drain, farewell, end."""
-        self.perform_swim(self.swim.set_draining(True, self.now))
+        """Notice to the guests, drain, farewell, end; it comes back after a while."""
+        self.perform(self.core.swim.set_draining(True, self.boot()))
         for job in list(self.participant.runners):
-            self.perform(self.participant.tell_runner(job, VacateWanted(5.0, "its node leaves"), self.instant))
-        self.look()
-        self.world.kernel.after(6.0, self._farewell, self.life)
+            self.tell(job, VacateWanted(5.0, "its node leaves"))
+        self.after(6.0, self._farewell)
 
-    def _farewell(self, life: int) -> None:
-        if self.up and life == self.life:
-            self.perform_swim(self.swim.leave(self.now))
-            self.crash()
+    def _farewell(self) -> None:
+        super().leave()
+        rng = self.world.streams.get("world", "leave")
+        self.world.kernel.after(rng.uniform(5.0, 60.0), self.world._come_back, self, "")
 
-    @property
-    def now(self) -> float:
-        """This node's own CLOCK_BOOTTIME."""
-        return self.offset_s + self.world.kernel.now * self.rate
+    def pull_the_switch(self) -> None:
+        """`mesh reclaim --now`: asks nobody."""
+        for job in list(self.participant.runners):
+            self.tell(job, KillWanted("its owner"))
+        self.world.switched(self)
 
     @property
     def instant(self) -> Instant:
-        return Instant(self.now, EPOCH_UNIX_MS + int(self.world.kernel.now * 1000))
+        return Instant(self.boot(), int(self.unix() * 1000))
 
-    def later(self, at_local: float, callback: Callable[..., None], *arguments: object) -> Handle:
-        """Run at a moment of this node's clock, in this life of the node only."""
-        delay = max(0.0, (at_local - self.now) / self.rate)
-        life = self.life
+    # --- what it sees
 
-        def run() -> None:
-            if self.up and self.life == life:
-                callback(*arguments)
+    def _show(self) -> None:
+        self.core.publish("advert", encode_advert(_advert(self)), SHOW_TTL_S)
+        self.core.publish("disk", self.disk.name, SHOW_TTL_S)
+        self.after(SHOW_S, self._show)
 
-        return self.world.kernel.after(delay, run)
+    def _look_again(self) -> None:
+        self.look()
+        self.after(LOOK_S, self._look_again)
 
-    # --- membership
+    def look_soon(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self.after(0.1, self._look_now)
 
-    def _seal_evidence(self, evidence: AnyEvidence) -> bytes:
-        return self.id + encode(evidence)  # who may say what is still checked, by decode_evidence
-
-    def perform_swim(self, effects: Sequence[object]) -> None:
-        changed = False
-        for effect in effects:
-            match effect:
-                case SendPacket(to=to, packet=packet):
-                    self.world.send(self, to, partial(Node.on_packet, sender=self.id, packet=packet))
-                case SetTimer(name=name, token=token, at=at):
-                    self.later(at, self._swim_timer, name, token)
-                case StreamPing(node=node):
-                    self._stream_ping(node)
-                case WantReconcile(node=node, unless_equal=unless_equal):
-                    other = self.world.by_id.get(node)
-                    if other is not None and other.up and not (unless_equal and other.swim.root() == self.swim.root()):
-                        self._push_pull(other)
-                case MemberChanged(node=node, state=state):
-                    self.world.log.add(self.world.kernel.now, "sees", self.name, node[:4], state)
-                    changed = True
-                case PersistEpoch(epoch=epoch):
-                    self.epoch = epoch
-        if changed:
-            self.look()
-
-    def _swim_timer(self, name: str, token: int) -> None:
-        self.perform_swim(self.swim.on_timer(name, token, self.now))
-
-    def _stream_ping(self, node: bytes) -> None:
-        """TCP: nothing is lost, and a machine whose process has crashed refuses."""
-        other = self.world.by_id[node]
-        outcome: StreamOutcome = "acked" if other.up else "refused"
-        if not self.world.reaches(self, other):
-            outcome = "silent"
-        delay = self.world.draw(self, "stream", 0.001, 0.02)
-        self.later(self.now + delay, self._stream_pinged, node, outcome)
-
-    def _stream_pinged(self, node: bytes, outcome: StreamOutcome) -> None:
-        self.perform_swim(self.swim.on_stream_ping(node, outcome, self.now))
-
-    def _push_pull(self, other: "Node") -> None:
-        for source, target in ((self, other), (other, self)):
-            evidence = source.swim.evidence_missing_from([], source.now)
-            self.world.send(source, target.id, partial(Node.take_evidence, evidence=evidence))
-
-    def on_packet(self, sender: bytes, packet: AnyPacket) -> None:
-        evidence = [_verified(sealed) for kind, sealed in packet.gossip if kind == "member"]
-        self.perform_swim(self.swim.on_packet(sender, packet, evidence, self.now))
-
-    def take_evidence(self, evidence: list[bytes]) -> None:
-        for sealed in evidence:
-            self.perform_swim(self.swim.on_evidence(*_verified(sealed), self.now, rumoured=False))
-
-    # --- jobs
+    def _look_now(self) -> None:
+        self._looking = False
+        self.look()
 
     def look(self) -> None:
-        self.perform(self.participant.observe(self._view, self.instant))
+        self.perform_jobs(self.participant.observe(self.surroundings().view, self.instant))
 
-    def _view(self, job: bytes) -> View:
-        members = self.swim.table.all()
+    def surroundings(self) -> Surroundings:
+        members, unix = self.core.swim.table.all(), self.unix()
         alive = frozenset(member.node for member in members if member.present)
-        adverts = tuple(self.world.adverts[node] for node in sorted(alive))
-        leaving = frozenset(member.node for member in members if member.draining)
-        left = frozenset(member.node for member in members if member.state == "left")
-        order = witness_order(job, adverts, sorted(alive - leaving))
-        return View(self.id, alive, leaving, left, adverts, order, dict.fromkeys(self.world.by_id, DISK))
+        adverts = []
+        for record in self.core.records.section("advert", unix):
+            if record.node in alive and not self.core.swim.is_unreachable(record.node):
+                try:
+                    adverts.append(decode_advert(record.node, record.body))
+                except AdvertError:
+                    continue
+        return Surroundings(
+            self.id,
+            alive,
+            frozenset(member.node for member in members if member.draining),
+            frozenset(member.node for member in members if member.state == "left"),
+            tuple(sorted(adverts, key=lambda advert: advert.node)),
+            {record.node: record.body for record in self.core.records.section("disk", unix)},
+        )
 
-    def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
-        return "its slot is taken" if len(self.participant.runners) >= 2 else None
+    # --- messages and timers
 
-    def receive(self, sender: bytes, message: AnyMessage) -> None:
-        self.perform(self.participant.receive(sender, message, self.instant))
-        self.world.invariants.check_leases(message.job, self.world.nodes)
+    def take(self, data: bytes, source: Address) -> None:
+        if not data.startswith(MARK):
+            super().take(data, source)
+            return
+        try:
+            sender, payload = self._seals.open_addressed(data[1:], self.core.trust.with_tag)
+            message = decode_message(payload)
+        except (EnvelopeError, MessageError):
+            return
+        if self.core.trust.standing(sender, self.unix()) is not None:
+            self.hear(sender, message)
+
+    def hear(self, sender: bytes, message: AnyMessage) -> None:
+        self.perform_jobs(self.participant.receive(sender, message, self.instant))
+        self.world.handled(message.job)
+
+    def say(self, to: bytes, message: AnyMessage) -> None:
+        if to == self.id:
+            self.after(0.0, self.hear, self.id, message)
+            return
+        member = self.core.swim.table.get(to)
+        if member is not None:
+            sealed = self._seals.seal_to(to, encode_message(message))
+            self.world.carry(self, MARK + sealed, (member.host, member.port))
 
     def _job_timer(self, job: bytes, role: Role, timer: Timer) -> None:
-        self.perform(self.participant.on_timer(job, role, timer, self.instant))
-        self.world.invariants.check_leases(job, self.world.nodes)
+        self.perform_jobs(self.participant.on_timer(job, role, timer, self.instant))
+        self.world.handled(job)
 
-    def tell(self, job: bytes, event: object) -> None:
-        self.perform(self.participant.tell_runner(job, event, self.instant))  # type: ignore[arg-type]
+    def tell(self, job: bytes, event: RunnerEvent) -> None:
+        self.perform_jobs(self.participant.tell_runner(job, event, self.instant))
 
-    def perform(self, outputs: list[Directed | Submitted]) -> None:
+    def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
+        return "its slots are taken" if len(self.participant.runners) >= SLOTS else None
+
+    # --- what the cores want
+
+    def perform_jobs(self, outputs: Sequence[Directed | Submitted]) -> None:
+        life = self.life
         for output in outputs:
+            if not self.up or self.life != life:
+                return
             if isinstance(output, Submitted):
-                self.world.log.add(self.world.kernel.now, "submitted", output.job, output.problem or "")
+                self.world.submitted(output)
             else:
-                self._perform(output)
+                self._perform_job(output)
 
-    def _perform(self, output: Directed) -> None:
+    def _perform_job(self, output: Directed) -> None:
         job, effect, world = output.job, output.effect, self.world
         guest = self.guests.get(job)
         match effect:
             case SaveCell(cell=cell):
-                self.disk[job] = cell
-                world.invariants.cell_saved(cell)
+                self._save(cell)
             case Send(to=to, message=message):
-                data = encode_message(message)
-                world.log.add(world.kernel.now, "send", self.name, to[:4], data)
-                if to == self.id:
-                    self.later(self.now, self.receive, self.id, message)
-                else:
-                    world.send(self, to, lambda node: node.receive(self.id, decode_message(data)))
-            case SetJobTimer(name=name, token=token, at=at):
-                self.later(at, self._job_timer, job, output.role, Timer(name, token))
+                self.say(to, message)
+            case SetTimer(name=name, token=token, at=at):
+                delay = max(0.0, (at - self.boot()) / self.rate)
+                self.after(delay, self._job_timer, job, output.role, Timer(name, token))
+            case RunUntil(boot_s=boot_s):
+                self._allowed[job] = boot_s
+                world.allowed(self, job, boot_s)
             case Launch(ledger=ledger):
-                self.later(self.now + world.draw(self, "restore", 0.1, 1.0), self._launch, job, ledger)
+                self.after(world.draw(self, "restore", 0.1, 1.0), self._launch, job, ledger)
             case SaveCheckpoint(seq=seq, parent=parent):
                 self._save_checkpoint(job, seq, parent, guest)
             case SaveResult():
-                self.later(self.now + 0.2, self.tell, job, ResultStored(None, ()))
+                self.after(0.2, self.tell, job, ResultStored(None, ()))
             case Committed(commit=commit):
                 world.log.add(world.kernel.now, "commit", job, commit.seq, commit.term, commit.manifest)
-                world.invariants.committed(job, commit)
-            case RunUntil(boot_s=boot_s):
-                self.allowed[job] = boot_s
+                for checker in world.job_checkers:
+                    checker.committed(world, job, commit)
             case Notify() if guest is not None:
                 guest.vacating = True
-            case Kill() if guest is not None:
-                self._stop_guest(job, guest)
-                self.later(self.now, self.tell, job, GuestExited(137, False, False))
+            case Kill() if guest is not None and not guest.ended:
+                guest.ended = True
+                self.after(0.0, self.tell, job, GuestExited(137, False, False))
             case Ended(reason=reason):
                 world.log.add(world.kernel.now, "ended", self.name, job, reason)
                 if guest is not None:
-                    self._stop_guest(job, guest)
+                    guest.ended = True
                     del self.guests[job]
+
+    def _save(self, cell: Cell) -> None:
+        mode, self.dies_at_save = self.dies_at_save, ""
+        if mode == "before fsync":
+            self.crash()
+            return
+        self.disk.cells[cell.job] = cell
+        for checker in self.world.job_checkers:
+            checker.saved(self.world, self, cell)
+        if mode:
+            self.crash()
 
     # --- guests
 
     def _launch(self, job: bytes, ledger: Ledger) -> None:
+        if job not in self.participant.runners or self.participant.runners[job].state != "restoring":
+            return
+        if self.boot() >= self._allowed[job]:
+            self.after(0.2, self._launch, job, ledger)
+            return
         step = ledger.commit.step or 0 if ledger.commit is not None else 0
-        guest = Guest(step)
+        guest = Guest(step, self.world.lengths[job])
         self.guests[job] = guest
-        guest.timer = self.later(self.now + STEP_S, self._take_step, job, guest)
+        self.machine_after(STEP_S, self._take_step, job, guest)
         self.tell(job, GuestStarted(step))
 
     def _take_step(self, job: bytes, guest: Guest) -> None:
-        runner = self.participant.runners.get(job)
-        if self.now < self.allowed[job]:
-            if runner is not None:
-                self.world.invariants.step_taken(job, runner, self.now)
+        if guest.ended:
+            return
+        if self.boot() < self._allowed[job]:
+            for checker in self.world.job_checkers:
+                checker.stepped(self.world, self, job)
             guest.step += 1
-            if guest.step >= self.world.steps or guest.vacating:
-                code = 0 if guest.step >= self.world.steps else 85
-                self.later(self.now, self.tell, job, GuestExited(code, False, False))
+            if guest.step >= guest.of or guest.vacating:
+                guest.ended = True
+                code = 0 if guest.step >= guest.of else 85
+                self.after(0.0, self.tell, job, GuestExited(code, False, False))
                 return
             if guest.step % CHECKPOINT_EVERY_STEPS == 0:
-                self.later(self.now, self.tell, job, CheckpointFound())
-        guest.timer = self.later(self.now + STEP_S, self._take_step, job, guest)
+                self.after(0.0, self.tell, job, CheckpointFound())
+        self.machine_after(STEP_S, self._take_step, job, guest)
 
     def _save_checkpoint(self, job: bytes, seq: int, parent: bytes | None, guest: Guest | None) -> None:
         delay = self.world.draw(self, "upload", 0.05, 1.5)
         if guest is None or guest.step == guest.saved:
-            self.later(self.now + delay, self.tell, job, CheckpointStored(None, (), None))
+            self.after(delay, self.tell, job, CheckpointStored(None, (), None))
             return
         guest.saved = guest.step
         name = b"%b/%d/%d/%b/%f" % (job, seq, guest.step, self.id, self.world.kernel.now)
         manifest = blake2b(name, digest_size=32).digest()
-        self.world.invariants.proposed(manifest, parent)
-        self.later(self.now + delay, self.tell, job, CheckpointStored(manifest, (), guest.step))
-
-    @staticmethod
-    def _stop_guest(job: bytes, guest: Guest) -> None:
-        if guest.timer is not None:
-            guest.timer.cancel()
+        for checker in self.world.job_checkers:
+            checker.proposed(self.world, manifest, parent)
+        self.after(delay, self.tell, job, CheckpointStored(manifest, (), guest.step))
 
 
-class World:
+class World(GossipWorld):
+    """`lengths` are in steps. `accepted` jobs are those whose user was told that a majority has them."""
+
+    node_type = JobNode
+    nodes: list[JobNode]  # type: ignore[assignment]
+
     def __init__(
-        self, seed: int, *, nodes: int = 20, jobs: int = 6, steps: int = 60, faults: Faults | None = None
+        self,
+        seed: int,
+        *,
+        nodes: int = 12,
+        jobs: int = 6,
+        minutes: float = 10.0,
+        mix: Mix | None = None,
+        job_checkers: Sequence[JobChecker] | None = None,
     ) -> None:
-        self.seed = seed
-        self.faults = faults or Faults()
-        self.steps = steps
-        self.kernel = Kernel()
-        self.log = EventLog()
-        self.streams = Streams(seed)
-        self.invariants = Invariants(self.kernel)
-        self.nodes = [Node(self, number) for number in range(nodes)]
-        self.by_id = {node.id: node for node in self.nodes}
-        self.adverts = {node.id: _advert(node) for node in self.nodes}
-        self.cut_off: frozenset[bytes] = frozenset()  # one side of a partition
-        self.jobs: list[bytes] = []
-        self._wanted_jobs = jobs
+        super().__init__(seed, nodes=nodes, minutes=minutes, mix=mix or draw_job_mix(seed, minutes), checkers=())
+        self.job_checkers = list(all_job_checkers() if job_checkers is None else job_checkers)
+        self.lengths: dict[bytes, int] = {}
+        self.accepted: set[bytes] = set()
+        self.lost: set[bytes] = set()  # jobs whose witnesses' disks are gone, most of them
+        self._wanted = jobs
+        self._wiped_at = -WIPE_PAUSE_S
+        self._leaver: tuple[bytes, JobNode] | None = None
 
-    def run(self, until_s: float = 400.0) -> str:
-        """Play the whole; the digest of everything that happened."""
-        self.begin()
-        self.kernel.run(until_s)
+    # --- playing
+
+    def run(self) -> str:
+        """Faults, then none: every accepted job must end, but those whose record is lost."""
+        try:
+            self.begin()
+            self.kernel.run(self.mix.until_s)
+            self.heal()
+            self.lost = {job for job in self.accepted if self._record_is_lost(job)}
+            took = self.until(self.all_ended, self.bound_s, "J4")
+            self.log.add(self.kernel.now, "all ended", f"{took:.3f}")
+        except (Violation, AssertionError) as error:
+            raise Violation(f"{error}\n  SEED={self.seed}: {self.replay}") from error
         return self.log.digest
 
-    def begin(self) -> None:
-        """Set the stage; `kernel.run` plays as far as it is told, and may be told again."""
-        for number, node in enumerate(self.nodes):
-            self.kernel.at(0.05 * number, node.start)
-        for number in range(self._wanted_jobs):
-            self.kernel.at(5.0 + number, self._submit, number)
-        if self.faults.crash_every_s > 0:
-            self.kernel.after(12.0, self._strike)
-        self.kernel.at(self.faults.until_s, self._heal)
+    @property
+    def replay(self) -> str:
+        options = f"--nodes {len(self.nodes)} --minutes {self.minutes:g} --jobs {self._wanted}"
+        return f"replay: python -m sim jobs --seed {self.seed} {options}"
 
-    def send(self, source: Node, to: bytes, deliver: Callable[[Node], None]) -> None:
-        """Over the network: late, or never."""
-        target = self.by_id.get(to)
-        if target is not None and not self.reaches(source, target):
-            return
-        rng = self.streams.get(source.name, "network")
-        lost = rng.random() < (self.faults.loss if self.kernel.now < self.faults.until_s else 0.0)
-        delay = rng.uniform(*self.faults.delay_s)
-        if target is None or lost:
-            return
+    @property
+    def bound_s(self) -> float:
+        """J4: what membership needs to agree, and each job's remaining steps on nodes that take two at a time."""
+        return 90.0 + sum(self.lengths.values()) * STEP_S
 
-        def arrive() -> None:
-            if target.up and self.reaches(source, target):
-                deliver(target)
+    def begin(self, spread_s: float = 5.0) -> None:
+        super().begin(spread_s)
+        rng = self.streams.get("world", "submit")
+        for number in range(self._wanted):
+            self.kernel.at(rng.uniform(10.0, 0.5 * self.mix.until_s), self._submit, number)
 
-        self.kernel.after(delay, arrive)
+    def all_ended(self) -> bool:
+        return all(self.outcome(job) is not None for job in self.accepted - self.lost)
 
-    def reaches(self, one: Node, other: Node) -> bool:
-        """Whether the network carries anything between these two now."""
-        return (one.id in self.cut_off) == (other.id in self.cut_off)
+    def outcome(self, job: bytes) -> str | None:
+        """How it ended, by what any witness has on disk."""
+        for node in self.nodes:
+            cell = node.disk.cells.get(job)
+            if cell is not None and cell.final and cell.ledger.outcome is not None:
+                return cell.ledger.outcome.kind
+        return None
 
-    def draw(self, node: Node, purpose: str, low: float, high: float) -> float:
+    def holders(self, job: bytes) -> list[tuple[JobNode, int]]:
+        """Who believes in a lease of this job now, and under which term."""
+        found = []
+        for node in self.nodes:
+            runner = node.participant.runners.get(job) if node.up else None
+            if runner is not None and runner.holds_lease(node.boot()):
+                found.append((node, runner.term))
+        return found
+
+    @property
+    def commits(self) -> int:
+        return sum(checker.commits for checker in self.job_checkers if isinstance(checker, OneChain))
+
+    @property
+    def steps(self) -> int:
+        return sum(checker.steps for checker in self.job_checkers if isinstance(checker, StepsInLease))
+
+    def draw(self, node: JobNode, purpose: str, low: float, high: float) -> float:
         return self.streams.get(node.name, purpose).uniform(low, high)
 
-    def outcomes(self) -> dict[bytes, set[str]]:
-        """Per job, the outcomes that any witness has on disk."""
-        found: dict[bytes, set[str]] = {job: set() for job in self.jobs}
-        for node in self.nodes:
-            for job, cell in node.disk.items():
-                if cell.ledger.outcome is not None:
-                    found[job].add(cell.ledger.outcome.kind)
-        return found
+    def restored(self, cell: Cell, node: JobNode) -> Witness:
+        """A witness as its node finds it on its disk; a negative control replaces it."""
+        return Witness.restored(cell, _open_spec(cell.job, cell.spec), node.boot())
+
+    # --- jobs
 
     def _submit(self, number: int) -> None:
         rng = self.streams.get("world", "submit")
-        up = [node for node in self.nodes if node.up]
-        submitter = rng.choice(up)
-        others = [node for node in up if node is not submitter]
+        able = [node for node in self.nodes if node.up and not node.still]
+        if not able:
+            return
+        submitter = rng.choice(able)
+        seen = submitter.surroundings()
+        ranked = witness_order(rng.randbytes(8), seen.adverts, seen.alive - seen.leaving)
+        others = [Seat(node, seen.disks[node]) for node in ranked if node != submitter.id and node in seen.disks]
         spec = JobSpec(
             chain=b"",
             submitter=submitter.id,
             user="sim",
-            created_unix_ms=EPOCH_UNIX_MS,
+            created_unix_ms=submitter.instant.unix_ms,
             nonce=b"%d" % number,
             argv=("train",),
-            witnesses=tuple(Seat(node.id, DISK) for node in (submitter, *rng.sample(others, 2))),
+            witnesses=(Seat(submitter.id, submitter.disk.name), *(others[:2] if len(others) > 1 else ())),
             checkpointing=Checkpointing(),
-            lease_s=6.0,
+            lease_s=LEASE_S,
+            on_partition="compute_uncommitted" if rng.random() < 0.2 else "freeze",
         )
         payload = encode_spec(spec)
         job = job_id(payload)
-        self.jobs.append(job)
-        submitter.perform(submitter.participant.submit(job, payload, spec, submitter.instant))
+        self.lengths[job] = rng.randint(20, 90)
+        submitter.perform_jobs(submitter.participant.submit(job, payload, spec, submitter.instant))
+        if number == 0 and len(spec.witnesses) > 1:
+            # J9: it goes, for good, as soon as it was told that its job is accepted.
+            self._leaver = (job, submitter)
 
-    def _strike(self) -> None:
-        """Take one node out, now and then; never so many at once that no majority could be left."""
-        rng = self.streams.get("world", "fate")
-        self.kernel.after(rng.expovariate(1 / self.faults.crash_every_s), self._strike)
-        up = [node for node in self.nodes if node.up]
-        if self.kernel.now >= self.faults.until_s or len(up) < 0.8 * len(self.nodes):
-            return
+    def submitted(self, answer: Submitted) -> None:
+        self.log.add(self.kernel.now, "submitted", answer.job, answer.problem or "")
+        if answer.problem is None:
+            self.accepted.add(answer.job)
+            if self._leaver is not None and self._leaver[0] == answer.job:
+                node = self._leaver[1]
+                node.gone = node.dark = True
+                node.crash()
+
+    def _record_is_lost(self, job: bytes) -> bool:
+        """Whether most disks of its last witness group are gone, or were never reached after they were."""
+        cells = [node.disk.cells[job] for node in self.nodes if job in node.disk.cells and not node.gone]
+        if not cells:
+            return True
+        config = max((cell.config for cell in cells), key=lambda config: config.order)
+        standing = {Seat(node.id, node.disk.name) for node in self.nodes if not node.gone}
+        return not config.quorum(standing)
+
+    # --- fate
+
+    def _fate(self, kind: str, up: list[JobNode], rng: Random) -> None:  # type: ignore[override]
         victim = rng.choice(up)
-        leaves = rng.random() < self.faults.leave_share
-        down_s = rng.uniform(*self.faults.down_s)
-        if leaves:
-            victim.leave()
-        else:
-            victim.crash()
-        self.kernel.after(down_s + 10, self._come_back, victim)
+        match kind:
+            case "crash at a save":
+                victim.dies_at_save = rng.choice(["before fsync", "after fsync"])
+                self.kernel.after(rng.uniform(5.0, 30.0), self._come_back, victim, "")
+            case "wipe" if self.kernel.now - self._wiped_at < WIPE_PAUSE_S:
+                super()._fate("crash", up, rng)  # type: ignore[arg-type]
+            case "wipe":
+                self._wiped_at = self.kernel.now
+                super()._fate(kind, up, rng)  # type: ignore[arg-type]
+            case "switch":
+                busy = [node for node in up if node.participant.runners]
+                if busy:
+                    rng.choice(busy).pull_the_switch()
+            case "notice":
+                for job in list(victim.participant.runners):
+                    victim.tell(job, VacateWanted(rng.uniform(0.5, 10.0), "its owner"))
+            case "cancel":
+                running = sorted(job for job in self.accepted if self.outcome(job) is None)
+                if running and rng.random() < 0.3:
+                    job = rng.choice(running)
+                    for node in self.nodes:
+                        victim.say(node.id, Cancel(job=job, user="sim"))
+            case _:
+                super()._fate(kind, up, rng)  # type: ignore[arg-type]
 
-    def _come_back(self, node: Node) -> None:
-        if not node.up:
-            node.start()
+    # --- watching
 
-    def _heal(self) -> None:
-        self.log.add(self.kernel.now, "heal")
-        for node in self.nodes:
-            self._come_back(node)
+    def changed(self, node: GossipNode, change: MemberChanged) -> None:
+        super().changed(node, change)
+        assert isinstance(node, JobNode)
+        node.look_soon()
+
+    def handled(self, job: bytes) -> None:
+        for checker in self.job_checkers:
+            checker.handled(self, job)
+
+    def allowed(self, node: JobNode, job: bytes, until: float) -> None:
+        for checker in self.job_checkers:
+            checker.allowed(self, node, job, until)
+
+    def switched(self, node: JobNode) -> None:
+        for checker in self.job_checkers:
+            checker.switched(self, node)
+
+
+def draw_job_mix(seed: int, minutes: float) -> Mix:
+    """The menu of tier A, and what befalls jobs besides; each in about half of the runs."""
+    mix, rng = draw_mix(seed, minutes), Random(f"jobs/{seed}")
+    strikes = [strike for strike in mix.strikes if strike not in NOT_HERE]
+    strikes += [strike for strike in JOB_STRIKES if rng.random() < 0.5]
+    every_s = rng.uniform(4.0, 30.0)
+    return msgspec.structs.replace(
+        mix, strikes=tuple(strikes), strike_every_s=every_s, wrong_clock_s=0.0, news_every_s=0.0, gentle=False
+    )
 
 
 def _open_spec(job: bytes, payload: bytes) -> JobSpec:
@@ -453,11 +532,7 @@ def _open_spec(job: bytes, payload: bytes) -> JobSpec:
     return decode_spec(payload)
 
 
-def _verified(sealed: bytes) -> Verified:
-    return sealed[:32], decode_evidence(sealed[:32], sealed[32:]), sealed
-
-
-def _advert(node: Node) -> Advert:
+def _advert(node: JobNode) -> Advert:
     return Advert(
         version=1,
         node=node.id,
@@ -470,8 +545,8 @@ def _advert(node: Node) -> Advert:
         paused=False,
         gpus=(),
         gpus_free=(),
-        slots=2,
-        slots_free=2,
+        slots=SLOTS,
+        slots_free=SLOTS,
         cpus=8,
         memory_mib=1 << 16,
         engines=("process",),

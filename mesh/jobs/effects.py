@@ -26,6 +26,7 @@ class Cell(msgspec.Struct, frozen=True):
     ledger: Ledger
     holder: bytes | None
     cancel_wanted: bool
+    final: bool = False  # a majority holds the outcome in `ledger`; until then another may still take its place
 
 
 class SaveCell(msgspec.Struct, frozen=True):

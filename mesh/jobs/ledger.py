@@ -67,6 +67,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcome: Outcome | None = None
     errors: int = 0
     excluded: tuple[bytes, ...] = ()
+    settled: int = 0  # the number of the last commit that a majority was known to hold when this was written
 
     def amended(self, **changes: object) -> "Ledger":
         """The next version with these fields replaced."""

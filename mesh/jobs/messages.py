@@ -87,13 +87,20 @@ class Released(Message, frozen=True, tag="released"):
     term: int
 
 
+class Closed(Message, frozen=True, tag="closed"):
+    """A majority holds this ledger's outcome: the job is over. From whoever carried it there, or knows of it as a witness."""
+
+    term: int
+    ledger: Ledger
+
+
 class Cancel(Message, frozen=True, tag="cancel"):
     """The job's owner wants it ended. Authority is checked by whoever receives it, against the spec's user."""
 
     user: str
 
 
-AnyMessage = Prepare | Promised | Accept | Accepted | Refused | Start | StartAnswer | Released | Cancel
+AnyMessage = Prepare | Promised | Accept | Accepted | Refused | Start | StartAnswer | Released | Closed | Cancel
 
 
 class MessageError(ValueError):

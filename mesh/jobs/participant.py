@@ -17,6 +17,7 @@ from mesh.jobs.messages import (
     Accepted,
     AnyMessage,
     Cancel,
+    Closed,
     Prepare,
     Promised,
     Refused,
@@ -131,7 +132,7 @@ class Participant:
                 if any(isinstance(effect, SaveCell) for effect in effects):
                     self.stewards[job].rival_seen(sender, at)
                 return self._from(job, "witness", effects) + self._steward_looks(job, at)
-            case Released():
+            case Released() | Closed():
                 witness = self.witnesses.get(job)
                 if witness is None:
                     return []
@@ -239,6 +240,10 @@ class Participant:
     def _on_answer(self, sender: bytes, message: Accepted | Refused, at: Instant) -> list[Directed | Submitted]:
         job = message.job
         out: list[Directed | Submitted] = []
+        witness = self.witnesses.get(job)
+        if isinstance(message, Refused) and message.finished and message.ledger is not None and witness is not None:
+            closed = Closed(job=job, term=message.accepted_term, ledger=message.ledger)
+            out += self._from(job, "witness", witness.handle(sender, closed, at.now))
         submission = self._submissions.get(job)
         if submission is not None and message.term == 0:
             out += self._on_submission_answer(job, submission, sender, message)

@@ -26,7 +26,7 @@ from mesh.jobs.effects import (
     StateChanged,
 )
 from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome, OutcomeKind
-from mesh.jobs.messages import Accepted, Refused, Released, Start
+from mesh.jobs.messages import Accepted, Closed, Refused, Released, Start
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
 from mesh.jobs.spec import JobSpec
 from mesh.jobs.steward import WANT_WITNESSES
@@ -123,7 +123,7 @@ class Runner:
         self.job = start.job
         self.state = "acquiring"
         self.lease_until = 0.0
-        self._tokens = TimerTokens()
+        self._tokens = TimerTokens(start.term)
         attempt = Attempt(
             number=start.ledger.next_attempt,
             node=me,
@@ -135,7 +135,6 @@ class Runner:
         self.attempt = attempt
         ledger = start.ledger.with_attempt(attempt)
         self._proposer = Proposer(start.job, start.spec, start.term, start.config, ledger, me)
-        self._committed_seq = ledger.commit.seq if ledger.commit else 0
         self._saving = False
         self._found = False
         self._exited: GuestExited | None = None
@@ -289,14 +288,16 @@ class Runner:
     def _on_decided(self, ledger: Ledger, at: Instant) -> list[Effect]:
         effects: list[Effect] = []
         commit = ledger.commit
-        if commit is not None and commit.seq > self._committed_seq:
-            self._committed_seq = commit.seq
+        if commit is not None and commit.seq > self.ledger.settled:
+            # Told with the next round: until then somebody may still have to go back to the one before.
+            self._proposer.ledger = self.ledger.amended(settled=commit.seq)
             effects.append(Committed(commit))
         if ledger.outcome is not None or (self._ending and self._proposer.holder is None and not ledger.open_attempt):
             self.state = "ended"
             self.lease_until = 0.0
             released = Released(job=self.job, term=self.term)
-            sends = [Send(node, released) for node in self.config.nodes]
+            closed = Closed(job=self.job, term=self.term, ledger=ledger)
+            sends = [Send(node, released if ledger.outcome is None else closed) for node in self.config.nodes]
             return [*effects, *sends, Ended(self._ending, ledger.outcome)]
         if self.state == "acquiring":
             self.state = "restoring"
@@ -372,6 +373,8 @@ class Runner:
     def _conclude(self, at: Instant) -> list[Effect]:
         """The guest is gone and its last checkpoint is stored (or could not be)."""
         assert self._exited is not None
+        if self._ending:
+            return []  # settled already: a checkpoint that was under way came after
         exited = self._exited
         if self._found and not self._saving and self.spec.checkpointing is not None and not self._cancelled:
             self._found = False

@@ -42,11 +42,11 @@ from mesh.jobs.postman import Postman
 from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
 from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id, placement_request
 from mesh.jobs.status import JobStatus, decode_status, encode_status, merge_statuses, status_of
-from mesh.jobs.view import Instant, Timer, View
+from mesh.jobs.view import Instant, Surroundings, Timer, View
 from mesh.jobs.witness import Witness
 from mesh.provider.inventory import Inventory
 from placement.advert import Advert, AdvertError, decode_advert
-from placement.decision import replica_order, witness_order
+from placement.decision import replica_order
 from placement.filters import engine_for
 
 INPUT_LIMIT = 10_000  # inputs waiting; ours
@@ -252,8 +252,7 @@ class JobService:
 
     def _collect(self, statuses: dict[bytes, JobStatus]) -> None:
         for status in statuses.values():
-            if status.commit is not None:
-                self.store.prune(status.job, status.commit.seq, COMMITTED_KEPT)
+            self.store.prune(status.job, status.settled, COMMITTED_KEPT)
         self.logs.trim(set(self.attempts))
         self.store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
 
@@ -466,14 +465,7 @@ class JobService:
         leaving = frozenset(m.node_id for m in members if m.draining)
         left = frozenset(m.node_id for m in members if m.state == "left")
         adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
-
-        disks = self.disks()
-
-        def view(job: bytes) -> View:
-            order = witness_order(job, adverts, alive - leaving)
-            return View(self._me, alive, leaving, left, adverts, order, disks)
-
-        return view
+        return Surroundings(self._me, alive, leaving, left, adverts, self.disks()).view
 
     def _still_witness(self) -> bool:
         """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""

@@ -33,6 +33,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     excluded: tuple[bytes, ...] = ()
     commit: Commit | None = None
     outcome: Outcome | None = None
+    settled: int = 0
     runner: bytes | None = None
     step: int | None = None
     of: int | None = None
@@ -71,8 +72,11 @@ def status_of(
         shown = state if state in {"pending", "starting"} else "pending"
         if ledger.open_attempt is not None:
             shown, detail = ("running" if ledger.open_attempt.running_unix_ms else "starting"), ""
-    if ledger.outcome is not None:
-        shown, detail = ledger.outcome.kind, ledger.outcome.detail
+    outcome = ledger.outcome if witness is not None and witness.finished else None
+    if outcome is not None:
+        shown, detail = outcome.kind, outcome.detail
+    elif ledger.outcome is not None:
+        shown, detail = "ending", ""
     last = ledger.attempts[-1] if ledger.attempts else None
     return JobStatus(
         job=job,
@@ -83,13 +87,14 @@ def status_of(
         created_unix_ms=spec.created_unix_ms,
         state=shown,
         detail=detail[:200],
-        rank=(int(ledger.outcome is not None), term, ledger.version, 2 if runner is not None else int(bool(state))),
+        rank=(int(outcome is not None), term, ledger.version, 2 if runner is not None else int(bool(state))),
         config=config,
         gpus=spec.gpus,
         attempts=ledger.attempts[-ATTEMPTS_SHOWN:],
         excluded=ledger.excluded,
         commit=ledger.commit,
-        outcome=ledger.outcome,
+        outcome=outcome,
+        settled=ledger.settled,
         runner=last.node if last is not None and not last.reason else None,
         step=progress.step if progress is not None else last.last_step if last is not None else None,
         of=progress.of if progress is not None else None,

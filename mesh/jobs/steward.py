@@ -11,7 +11,7 @@ import msgspec
 
 from mesh.jobs.effects import Effect, Send, SetTimer, StateChanged
 from mesh.jobs.ledger import Ledger, Outcome, Seat
-from mesh.jobs.messages import Accepted, Prepare, Promised, Refused, Start, StartAnswer
+from mesh.jobs.messages import Accepted, Closed, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
 from mesh.jobs.spec import JobSpec, placement_request
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
@@ -96,9 +96,12 @@ class Steward:
                 if message.cancel_wanted and self.state == "waiting":
                     self._proposer.on_accepted(sender, message)
                     return self._finish(self._cancelled(self._proposer.ledger, at), at)
-                if self._proposer.on_accepted(sender, message) is not None and self.state == "finishing":
-                    self._to_watching()
-                return []
+                decided = self._proposer.on_accepted(sender, message)
+                if decided is None or self.state != "finishing":
+                    return []
+                closed = Closed(job=self.job, term=self._term, ledger=decided.ledger)
+                self._to_watching()
+                return [Send(node, closed) for node in decided.config.nodes]
             case StartAnswer() if self.state == "offered" and message.term == self._term:
                 return self._on_answer(sender, message, at)
         return []
@@ -200,9 +203,11 @@ class Steward:
         return []
 
     def _install(self, seat: Seat) -> list[Effect]:
-        """A member of the first group that the submission did not reach is given the job, as the submitter would have."""
-        config = self.witness.cell.config
-        if config.number > 0 or seat not in config.everyone:
+        """A member that neither the submission nor a change of the group has reached is given the job. It starts from
+        nothing: on this disk it has never promised anything, or it would know the job."""
+        known = [self.witness.cell.config, *(promise.config for promise in self._promises.values())]
+        config = max(known, key=lambda config: config.order)
+        if seat not in config.everyone:
             return []
         blank = Proposer(self.job, self.witness.cell.spec, 0, config, Ledger(), None)
         return [Send(seat.node, blank.introduction()), Send(seat.node, Prepare(job=self.job, term=self._term))]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from placement.advert import Advert
+from placement.decision import witness_order
 
 
 class Instant(msgspec.Struct, frozen=True):
@@ -34,6 +35,21 @@ class View(msgspec.Struct, frozen=True):
         return "lease expired" if node in self.alive else "node lost"
 
 
+class Surroundings(msgspec.Struct, frozen=True):
+    """What a node sees around it, whatever the job: the members there are, those about to leave, those who left in order."""
+
+    me: bytes
+    alive: frozenset[bytes]
+    leaving: frozenset[bytes]
+    left: frozenset[bytes]
+    adverts: Sequence[Advert]
+    disks: Mapping[bytes, bytes]
+
+    def view(self, job: bytes) -> View:
+        order = witness_order(job, self.adverts, self.alive - self.leaving)
+        return View(self.me, self.alive, self.leaving, self.left, self.adverts, order, self.disks)
+
+
 class Timer(msgspec.Struct, frozen=True):
     """A timer that a core asked for has come; one with an old token is stale and ignored."""
 
@@ -42,11 +58,14 @@ class Timer(msgspec.Struct, frozen=True):
 
 
 class TimerTokens:
-    """Hands out a token for each timer set, and knows whether one that fired is the latest of its name."""
+    """Hands out a token for each timer set, and knows whether one that fired is the latest of its name.
 
-    def __init__(self) -> None:
+    `life` tells apart those who bear one name one after the other: a timer of the former means nothing to the latter.
+    """
+
+    def __init__(self, life: int = 0) -> None:
         self._latest: dict[str, int] = {}
-        self._count = 0
+        self._count = life << 32
 
     def fresh(self, name: str) -> int:
         self._count += 1

@@ -1,16 +1,19 @@
 """One witness's view of one job: an acceptor of Paxos that also keeps a lease clock.
 
 Rules, in the order in which they are checked: a lower term is refused; while somebody's lease runs, no other term is
-promised and no other holder accepted; a finished ledger never changes. A lease runs `lease_s * (1 + RATE_BOUND)` from
-the *receipt* of the acceptance, while its holder counts from the *sending*, less a margin; so at most one holder believes
-in its lease, if clocks run at rates within RATE_BOUND of each other (docs/jobs.md, invariant J1).
+promised and no other holder accepted; once a majority is known to hold an outcome, nothing changes any more. An outcome
+that was merely accepted may yet be replaced under a higher term, as any value of Paxos.
+
+A lease runs `lease_s * (1 + RATE_BOUND)` from the *receipt* of the acceptance, while its holder counts from the *sending*,
+less a margin; so at most one holder believes in its lease, if clocks run at rates within RATE_BOUND of each other
+(docs/jobs.md, invariant J1).
 """
 
 import msgspec
 
 from mesh.jobs.effects import Cell, Effect, SaveCell, Send
 from mesh.jobs.ledger import Ledger
-from mesh.jobs.messages import Accept, Accepted, Cancel, Prepare, Promised, Refused, Released
+from mesh.jobs.messages import Accept, Accepted, Cancel, Closed, Prepare, Promised, Refused, Released
 from mesh.jobs.spec import JobSpec
 
 RATE_BOUND = 0.05  # twenty times the worst quartz drift plus NTP slewing (500 ppm); ours
@@ -48,12 +51,13 @@ class Witness:
 
     @property
     def finished(self) -> bool:
-        return self.cell.ledger.outcome is not None
+        """Whether the job is known to be over, here and for ever."""
+        return self.cell.final
 
     def lease_left_s(self, now: float) -> float:
-        return max(0.0, self.lease_until - now) if self.cell.holder is not None and not self.finished else 0.0
+        return max(0.0, self.lease_until - now) if self.cell.holder is not None else 0.0
 
-    def handle(self, sender: bytes, message: Prepare | Accept | Released | Cancel, now: float) -> list[Effect]:
+    def handle(self, sender: bytes, message: Prepare | Accept | Released | Closed | Cancel, now: float) -> list[Effect]:
         match message:
             case Prepare():
                 return self._prepare(sender, message, now)
@@ -64,14 +68,25 @@ class Witness:
                 if sender == self.cell.holder and message.term >= self.cell.promised:
                     self.lease_until = 0.0
                 return []
+            case Closed():
+                known = sender == self.cell.holder or sender in self.cell.config.nodes
+                return self.close(message.term, message.ledger) if known else []
             case Cancel():
                 if self.cell.cancel_wanted or self.finished:
                     return []
                 return [self._save(cancel_wanted=True)]
 
+    def close(self, term: int, ledger: Ledger) -> list[Effect]:
+        """Take note that the job is over."""
+        if self.finished or ledger.outcome is None:
+            return []
+        accepted = max(term, self.cell.accepted_term)
+        promised = max(term, self.cell.promised)
+        return [self._save(promised=promised, accepted_term=accepted, ledger=ledger, holder=None, final=True)]
+
     def _prepare(self, sender: bytes, message: Prepare, now: float) -> list[Effect]:
         cell = self.cell
-        if message.term <= cell.promised or self.lease_left_s(now) > 0:
+        if self.finished or message.term <= cell.promised or self.lease_left_s(now) > 0:
             return [self._refusal(sender, message.term, 0, now)]
         saved = self._save(promised=message.term, holder=None)
         return [
@@ -152,7 +167,7 @@ class Witness:
         self.cell = msgspec.structs.replace(before, **changes)
         assert self.cell.promised >= before.promised, "a promise is never taken back"
         assert self.cell.accepted_term >= before.accepted_term
-        assert before.ledger.outcome is None or self.cell.ledger.outcome == before.ledger.outcome, "J5: one end"
+        assert not before.final or self.cell.ledger.outcome == before.ledger.outcome, "J5: one end"
         return SaveCell(self.cell)
 
 

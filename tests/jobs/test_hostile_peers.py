@@ -145,7 +145,7 @@ def test_no_sequence_of_messages_fails_a_node(script: list[tuple[bytes, object]]
     def check(cell: Cell) -> None:
         assert cell.promised >= promised.get(cell.job, 0)
         promised[cell.job] = cell.promised
-        if cell.ledger.outcome is not None:
+        if cell.final:
             assert ended.setdefault(cell.job, cell.ledger.outcome) == cell.ledger.outcome
 
     absorb(participant.observe(lambda job: make_view(A, (A, B, C, D)), at(now)))

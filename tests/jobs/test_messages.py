@@ -111,6 +111,9 @@ def test_the_most_advanced_view_of_a_job_is_shown() -> None:
     running = status_of(JOB, witness, None, "", "", None)
     assert running.state == "starting" and running.runner == D and running.commit is not None
     witness.cell = msgspec.structs.replace(witness.cell, accepted_term=2, ledger=LEDGER)
+    ending = status_of(JOB, witness, None, "", "", None)
+    assert ending.state == "ending" and ending.outcome is None, "a majority may yet decide otherwise"
+    witness.cell = msgspec.structs.replace(witness.cell, final=True)
     ended = status_of(JOB, witness, None, "", "", None)
     assert ended.state == "done" and ended.attempts[0].nick == "d"
     waiting = status_of(JOB, make_witness(), None, "pending", "no node can run it now", None)

@@ -106,6 +106,14 @@ def test_a_job_that_is_done_ends_once_with_its_result() -> None:
     assert desk.tell(RESULT) == [] and desk.timer("renew") == []
 
 
+def test_a_checkpoint_that_arrives_after_the_end_does_not_end_it_twice() -> None:
+    desk = running()
+    desk.tell(CheckpointFound())
+    desk.tell(CancelWanted())
+    assert kinds(desk.tell(exited(137))) == [SaveResult]
+    assert SaveResult not in kinds(desk.tell(STORED))
+
+
 def test_a_notice_saves_releases_and_spends_nothing() -> None:
     desk = running()
     effects = desk.tell(VacateWanted(30.0, "the owner"))

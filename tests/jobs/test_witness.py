@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mesh.jobs.effects import Cell, Effect, SaveCell, Send
 from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome, Seat
-from mesh.jobs.messages import Accept, Accepted, Cancel, Prepare, Promised, Refused, Released
+from mesh.jobs.messages import Accept, Accepted, Cancel, Closed, Prepare, Promised, Refused, Released
 from mesh.jobs.participant import Directed, Participant, Rules
 from mesh.jobs.proposer import Decided, Fenced, Proposer
 from mesh.jobs.witness import RATE_BOUND, Witness, unknown_job
@@ -86,11 +86,24 @@ def test_an_older_group_cannot_speak_for_a_newer_one() -> None:
 
 def test_the_end_is_the_end() -> None:
     witness = make_witness()
-    witness.handle(D, accept(1, None, Ledger(version=2, outcome=DONE)), 0.0)
+    ended = Ledger(version=2, outcome=DONE)
+    witness.handle(D, accept(1, None, ended), 0.0)
+    assert not witness.finished, "what one has accepted is not what a majority has decided"
+    assert witness.handle(E, Closed(job=JOB, term=1, ledger=ended), 0.0) == [], "from whoever is no witness"
+    assert [type(effect) for effect in witness.handle(B, Closed(job=JOB, term=1, ledger=ended), 0.0)] == [SaveCell]
     assert witness.finished and witness.lease_left_s(0.0) == 0
+    assert isinstance(answer(witness.handle(E, Prepare(job=JOB, term=9), 1.0)), Refused)
     refused = answer(witness.handle(E, accept(5, E, Ledger(version=9)), 1.0))
     assert isinstance(refused, Refused) and refused.finished and refused.ledger == witness.cell.ledger
     assert witness.handle(E, Cancel(job=JOB, user="ada"), 2.0) == []
+
+
+def test_an_end_that_no_majority_holds_gives_way_to_a_higher_term() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, None, Ledger(version=2, outcome=DONE)), 0.0)
+    assert isinstance(answer(witness.handle(E, Prepare(job=JOB, term=2), 1.0)), Promised)
+    assert isinstance(answer(witness.handle(E, accept(2, E, Ledger(version=5)), 1.0)), Accepted)
+    assert witness.cell.ledger.outcome is None and witness.cell.holder == E
 
 
 def test_a_wish_to_cancel_is_kept_and_told() -> None:
