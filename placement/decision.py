@@ -55,7 +55,7 @@ def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
         else:
             eligible.append(advert)
     ordered = rank(request.key, [(advert.node, advert.weight) for advert in eligible])
-    ordered.sort(key=lambda pair: pair[0] in request.avoid)
+    ordered.sort(key=lambda pair: (pair[0] != request.prefer, pair[0] in request.avoid))
     candidates = tuple(
         Candidate(node, by_node[node].nick, points, by_node[node].weight, by_node[node].version)
         for node, points in ordered

@@ -4,7 +4,8 @@ import msgspec
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`exclude` are nodes that failed this job; `avoid` are ranked last, not refused: the one it has just left."""
+    """`exclude` are nodes that failed this job; `avoid` are ranked last, not refused: the one it has just left.
+    `prefer` is ranked first, if it can take it: where its owner wants it."""
 
     job: bytes
     attempt: int
@@ -18,6 +19,7 @@ class Request(msgspec.Struct, frozen=True):
     memory_mib: int | None = None
     exclude: tuple[bytes, ...] = ()
     avoid: tuple[bytes, ...] = ()
+    prefer: bytes | None = None
 
     @property
     def key(self) -> bytes:

@@ -44,7 +44,7 @@ def jobs(seed: int, nodes: int, minutes: float, count: int) -> None:
     print(f"mix {world.mix}")
     begun = time.monotonic()
     digest = world.run()
-    ends = Counter(world.outcome(job) or "lost with its witnesses' disks" for job in world.accepted)
+    ends = Counter(world.outcome(job) or "nothing is left" for job in world.accepted)
     print(
         f"{world.kernel.executed} events in {time.monotonic() - begun:.1f} s, {world.strikes} strikes, "
         f"{world.steps} steps of guests, {world.commits} commits; jobs: {dict(sorted(ends.items()))}"

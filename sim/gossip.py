@@ -337,7 +337,7 @@ class GossipWorld:
         self.zones = {node.id: f"zone{node.number % 3}" for node in self.nodes}
         self.at: dict[Address, GossipNode] = {node.address: node for node in self.nodes}
         self.cuts: list[set[tuple[bytes, bytes]]] = []  # directed links that carry nothing
-        self._healed = False
+        self.healed = False
         self.bytes_carried = 0
         self.conversations = self.broken_conversations = self.strikes = 0
         self._old: deque[tuple[GossipNode, bytes, Address]] = deque(maxlen=REPLAYABLE * nodes)
@@ -381,7 +381,7 @@ class GossipWorld:
     def heal(self) -> None:
         """No more faults, and everybody is there."""
         self.log.add(self.kernel.now, "heal")
-        self._healed = True  # what fate had still in store does not happen
+        self.healed = True  # what fate had still in store does not happen
         self.cuts.clear()
         self._unkind = False
         self.mix = msgspec.structs.replace(
@@ -564,11 +564,11 @@ class GossipWorld:
         self.cuts = [cut for cut in self.cuts if cut is not links]
 
     def _crash_if_up(self, node: GossipNode) -> None:
-        if node.up and not self._healed:
+        if node.up and not self.healed:
             node.crash()
 
     def _come_back(self, node: GossipNode, crash_at: str) -> None:
-        if node.up or node.gone or self._healed:
+        if node.up or node.gone or self.healed:
             return
         node.dark = False
         node.start(crash_at=crash_at)

@@ -40,6 +40,9 @@ class JobChecker:
     def switched(self, world: "World", node: "JobNode") -> None:
         """The owner of this node has just pulled the switch."""
 
+    def recovered(self, world: "World", job: bytes) -> None:
+        """Its user made it go on from what was left: what was decided before does not bind any more."""
+
     def violated(self, world: "World", job: bytes, text: str) -> Violation:
         return Violation(f"{self.name} at {world.kernel.now:.3f} s, job {job.hex()[:8]}: {text}")
 
@@ -55,7 +58,7 @@ class OneLease(JobChecker):
     def handled(self, world: "World", job: bytes) -> None:
         self.looked += 1
         holders = world.holders(job)
-        if len(holders) > 1:
+        if len(holders) > 1 and job not in world.recovered:
             raise self.violated(world, job, f"leases held by {[(node.name, term) for node, term in holders]}")
 
 
@@ -86,6 +89,9 @@ class OneChain(JobChecker):
         if ancestor is None:
             raise self.violated(world, job, f"checkpoint {commit.seq} of term {commit.term} forks the history")
 
+    def recovered(self, world: "World", job: bytes) -> None:
+        self._last.pop(job, None)
+
 
 class OneEnd(JobChecker):
     """J5: a job ends once; J6: once a majority holds its end, nobody is given its lease again."""
@@ -114,6 +120,10 @@ class OneEnd(JobChecker):
     def allowed(self, world: "World", node: "JobNode", job: bytes, until: float) -> None:
         if job in self._over and until > node.boot():
             raise self.violated(world, job, f"J6: {node.name} was given a lease after the job's end was committed")
+
+    def recovered(self, world: "World", job: bytes) -> None:
+        self._outcomes.pop(job, None)
+        self._over.discard(job)
 
 
 class SwitchWorks(JobChecker):
@@ -149,7 +159,7 @@ class NoDuplicates(JobChecker):
 
     def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
         runner = node.participant.runners.get(job)
-        if runner is None or runner.spec.on_partition != "freeze":
+        if runner is None or runner.spec.on_partition != "freeze" or job in world.recovered:
             return
         newer = [holder.name for holder, term in world.holders(job) if term > runner.term]
         if newer:

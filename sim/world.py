@@ -32,12 +32,14 @@ from mesh.jobs.effects import (
 from mesh.jobs.ledger import Ledger, Seat
 from mesh.jobs.messages import AnyMessage, Cancel, MessageError, Start, decode_message, encode_message
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
+from mesh.jobs.recovery import RecoveryError, make_plan
 from mesh.jobs.runner import (
     CheckpointFound,
     CheckpointStored,
     GuestExited,
     GuestStarted,
     KillWanted,
+    MigrateWanted,
     ResultStored,
     RunnerEvent,
     VacateWanted,
@@ -59,11 +61,12 @@ CHECKPOINT_EVERY_STEPS = 5
 LOOK_S = 2.0  # a node also looks around without being told of a change
 SHOW_S, SHOW_TTL_S = 600.0, 3600.0
 LEASE_S = 6.0
+AGREE_S = 30.0  # in which nodes that were reborn meet the others again, before a user asks what is left
 SLOTS = 2
 WIPE_PAUSE_S = (
     60.0  # a group needs a moment to replace whom a disk has left; majorities that go together are another matter
 )
-JOB_STRIKES = ("crash at a save", "switch", "notice", "cancel")
+JOB_STRIKES = ("crash at a save", "switch", "notice", "migrate", "cancel")
 NOT_HERE = {"revoke"}  # ends a user's jobs by other rules
 
 
@@ -108,7 +111,7 @@ class JobNode(GossipNode):
         if not self.up:
             return
         self._seals = PaperSeals(self.identity, self.core.trust.mesh_id, lambda *written: None)
-        rules = Rules(open_spec=_open_spec, admit=self._admit, may_cancel=lambda sender, user, spec: True)
+        rules = Rules(_open_spec, self._admit, lambda *asked: True, lambda message, spec: message.mandate == b"signed")
         rng = self.world.streams.get(self.name, "jobs")
         self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
         for job in sorted(self.disk.cells):
@@ -132,6 +135,9 @@ class JobNode(GossipNode):
         self.after(6.0, self._farewell)
 
     def _farewell(self) -> None:
+        if self.world.healed:
+            self.perform(self.core.swim.set_draining(False, self.boot()))
+            return
         super().leave()
         rng = self.world.streams.get("world", "leave")
         self.world.kernel.after(rng.uniform(5.0, 60.0), self.world._come_back, self, "")
@@ -347,6 +353,7 @@ class World(GossipWorld):
         self.lengths: dict[bytes, int] = {}
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs whose witnesses' disks are gone, most of them
+        self.recovered: set[bytes] = set()  # of those, where their user made them go on from what was left
         self._wanted = jobs
         self._wiped_at = -WIPE_PAUSE_S
         self._leaver: tuple[bytes, JobNode] | None = None
@@ -360,6 +367,9 @@ class World(GossipWorld):
             self.kernel.run(self.mix.until_s)
             self.heal()
             self.lost = {job for job in self.accepted if self._record_is_lost(job)}
+            self.kernel.run(self.kernel.now + AGREE_S)
+            for job in sorted(self.lost):
+                self._recover(job)
             took = self.until(self.all_ended, self.bound_s, "J4")
             self.log.add(self.kernel.now, "all ended", f"{took:.3f}")
         except (Violation, AssertionError) as error:
@@ -382,8 +392,13 @@ class World(GossipWorld):
         for number in range(self._wanted):
             self.kernel.at(rng.uniform(10.0, 0.5 * self.mix.until_s), self._submit, number)
 
+    def heal(self) -> None:
+        for node in self.nodes:
+            node.dies_at_save = ""
+        super().heal()
+
     def all_ended(self) -> bool:
-        return all(self.outcome(job) is not None for job in self.accepted - self.lost)
+        return all(self.outcome(job) is not None for job in self.accepted - (self.lost - self.recovered))
 
     def outcome(self, job: bytes) -> str | None:
         """How it ended, by what any witness has on disk."""
@@ -466,6 +481,20 @@ class World(GossipWorld):
         standing = {Seat(node.id, node.disk.name) for node in self.nodes if not node.gone}
         return not config.quorum(standing)
 
+    def _recover(self, job: bytes) -> None:
+        """`mesh recover`, on a node that has a record; history may fork here, and nothing before it counts any more."""
+        nodes = [node for node in self.nodes if node.up and job in node.disk.cells]
+        cells = {node.id: node.disk.cells[job] for node in nodes}
+        try:
+            asker = nodes[0] if nodes else self.nodes[0]
+            plan = make_plan(job, cells, asker.surroundings().view(job), asker.instant)
+        except RecoveryError:
+            return
+        self.recovered.add(job)
+        for checker in self.job_checkers:
+            checker.recovered(self, job)
+        asker.perform_jobs(asker.participant.recover(plan, b"signed", asker.instant))
+
     # --- fate
 
     def _fate(self, kind: str, up: list[JobNode], rng: Random) -> None:  # type: ignore[override]
@@ -486,6 +515,9 @@ class World(GossipWorld):
             case "notice":
                 for job in list(victim.participant.runners):
                     victim.tell(job, VacateWanted(rng.uniform(0.5, 10.0), "its owner"))
+            case "migrate":
+                for job in list(victim.participant.runners):
+                    victim.tell(job, MigrateWanted(rng.choice([None, rng.choice(up).id])))
             case "cancel":
                 running = sorted(job for job in self.accepted if self.outcome(job) is None)
                 if running and rng.random() < 0.3:

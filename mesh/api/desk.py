@@ -225,7 +225,7 @@ class Desk:
     async def submit(self, order: SubmitOrder) -> dict[str, Any]:
         if USER not in self._daemon.membership.standing.roles:
             raise MeshError("this node may lend, but not submit: its certificate says so", ExitCode.REFUSED)
-        chosen = tuple(self._find_node(name).node_id for name in order.ckpt_to)
+        chosen = tuple(self.find_node(name).node_id for name in order.ckpt_to)
         members = [m for m in self._daemon.membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
         spec = JobSpec(
@@ -251,6 +251,7 @@ class Desk:
             error_budget=order.retries,
             on_exit_0=order.on_exit_0,
             on_partition=order.on_partition,
+            max_time_s=order.max_time_s,
         )
         check_spec(spec)
         self._refuse_impossible(spec)
@@ -320,7 +321,7 @@ class Desk:
         witness = self._daemon.jobs.participant.witnesses.get(job)
         return witness.cell.spec if witness is not None else (await self._daemon.journal.submitted()).get(job)
 
-    async def _spec_of(self, status: JobStatus) -> JobSpec:
+    async def spec_of(self, status: JobStatus) -> JobSpec:
         sealed = await self.sealed_spec(status.job)
         for node in status.witnesses:
             if sealed is None and node != self._daemon.me:
@@ -336,7 +337,7 @@ class Desk:
     async def why(self, text: str) -> dict[str, Any]:
         """The ranking for the job's next attempt, with reasons; computed from this node's adverts, as anybody would."""
         status = self.find_job(text)
-        spec = await self._spec_of(status)
+        spec = await self.spec_of(status)
         last = status.attempts[-1] if status.attempts else None
         attempt = 0 if last is None else last.number + bool(last.reason)
         request = placement_request(status.job, spec, attempt, status.excluded, left_unwillingly(status.attempts))
@@ -492,7 +493,7 @@ class Desk:
         return sorted(rows, key=lambda row: (row["nick"], row["node"]))
 
     def revoke(self, text: str, reason: str) -> dict[str, Any]:
-        node = self._find_node(text)
+        node = self.find_node(text)
         if node.node_id in self._daemon.trust.revoked:
             return {"node": format_id(node.node_id), "nick": node.nick, "already": True}
         try:
@@ -502,7 +503,7 @@ class Desk:
         self._daemon.membership.revoke(sealed)
         return {"node": format_id(node.node_id), "nick": node.nick, "already": False}
 
-    def _find_node(self, text: str) -> MemberView:
+    def find_node(self, text: str) -> MemberView:
         members = self._daemon.membership.members()
         fits = [member for member in members if member.nick == text]
         if not fits:
@@ -538,7 +539,10 @@ def _few_witnesses(alive: int) -> str:
 
 
 def _stranded(gone: list[str], of: int) -> str:
-    return f"{', '.join(gone)} of the {of} nodes that keep its record are gone; it goes on by itself when a majority is back"
+    return (
+        f"{', '.join(gone)} of the {of} nodes that keep its record are gone; it goes on by itself when most are back; "
+        "if they never will be: `mesh recover`"
+    )
 
 
 def _in_the_way(target: Path) -> bool:

@@ -9,7 +9,19 @@ import msgspec
 from aiohttp import web
 
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
-from mesh.api.orders import ApproveOrder, InviteOrder, PauseOrder, PullOrder, ReclaimOrder, RevokeOrder, SubmitOrder
+from mesh.api.migration import migrate as migrate_job
+from mesh.api.orders import (
+    ApproveOrder,
+    InviteOrder,
+    MigrateOrder,
+    PauseOrder,
+    PullOrder,
+    ReclaimOrder,
+    RecoverOrder,
+    RevokeOrder,
+    SubmitOrder,
+)
+from mesh.api.recovery import recover as recover_job
 from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
@@ -45,6 +57,13 @@ def application(daemon: "Daemon") -> web.Application:
 
     async def submit(request: web.Request) -> Any:
         return await daemon.desk.submit(await _read(request, SubmitOrder))
+
+    async def recover(request: web.Request) -> Any:
+        return await recover_job(daemon, request.match_info["job"], (await _read(request, RecoverOrder)).go)
+
+    async def migrate(request: web.Request) -> Any:
+        order = await _read(request, MigrateOrder)
+        return await migrate_job(daemon, request.match_info["job"], order.to, order.force)
 
     async def cancel(request: web.Request) -> Any:
         return daemon.desk.cancel(request.match_info["job"])
@@ -110,6 +129,8 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/jobs", submit),
         ("GET", "/v1/jobs/{job}", job),
         ("POST", "/v1/jobs/{job}/cancel", cancel),
+        ("POST", "/v1/jobs/{job}/migrate", migrate),
+        ("POST", "/v1/jobs/{job}/recover", recover),
         ("GET", "/v1/jobs/{job}/why", why),
         ("POST", "/v1/jobs/{job}/pull", pull),
         ("GET", "/v1/jobs/{job}/log", logs),

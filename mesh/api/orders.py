@@ -32,6 +32,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retries: int = 0
     on_exit_0: Literal["resume", "done"] = "resume"
     on_partition: OnPartition = "freeze"
+    max_time_s: float | None = None
 
 
 class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +65,19 @@ class ApproveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RevokeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: str
     reason: str = ""
+
+
+class MigrateOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`to`: a node by nick, id or prefix; empty for the best other one. `force`: even if it has to start over."""
+
+    to: str = ""
+    force: bool = False
+
+
+class RecoverOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`go`: do it, rather than say what would be lost."""
+
+    go: bool = False
 
 
 class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

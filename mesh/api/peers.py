@@ -45,6 +45,7 @@ class PeerApi:
                 web.put("/v1/manifests/{id}", self._put_manifest),
                 web.get("/v1/manifests/{id}", self._get_manifest),
                 web.get("/v1/jobs/{job}/spec", self._spec),
+                web.get("/v1/jobs/{job}/cell", self._cell),
                 web.get("/v1/jobs/{job}/log/{attempt}", self._log),
             ]
         )
@@ -144,6 +145,13 @@ class PeerApi:
         if sealed is None:
             raise web.HTTPNotFound(text="this node does not know the job")
         return web.Response(body=sealed)
+
+    async def _cell(self, request: web.Request) -> web.Response:
+        await self._admit(request)
+        witness = self._daemon.jobs.participant.witnesses.get(_hex(request.match_info["job"], 16))
+        if witness is None:
+            raise web.HTTPNotFound(text="this node has no record of the job")
+        return web.Response(body=msgspec.msgpack.encode(witness.cell))
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         standing, _ = await self._admit(request)

@@ -14,6 +14,7 @@ from mesh.client import Client
 
 OVER = {"done", "failed", "cancelled"}
 POLL_S = 0.3
+MOVE_S = 90.0  # the usual grace, a restore, and some
 
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--gpus", type=click.IntRange(0, 4096), default=0, show_default=True, help="GPUs the job needs."),
@@ -42,6 +43,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         show_default=True,
         help="Errors to forgive. Departures never count.",
     ),
+    click.option("--max-time", type=DURATION, help="End it, with notice, when it has run this long in all."),
     click.option(
         "--on-partition",
         type=click.Choice(["freeze", "compute_uncommitted"]),
@@ -90,6 +92,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "grace_s": options["grace"],
         "retries": options["retries"],
         "on_partition": options["on_partition"],
+        "max_time_s": options["max_time"],
     }
 
 
@@ -273,6 +276,108 @@ def cancel(ctx: click.Context, job: str) -> None:
             return
         time.sleep(0.1)
     click.echo(f"job {answer['job'][:8]} is asked to end; it will when a majority of its witnesses can be reached")
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True)
+@click.option("--timeout", type=DURATION, help="Give up after this long (exit 124); the jobs go on.")
+@json_option
+@click.pass_context
+def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
+    """Wait until all JOBS are over. Exits with the code of the first that did not end well."""
+    daemon = client(ctx)
+    paths = [job_path(job) for job in jobs]
+    states = [daemon.get(path)["job"] for path in paths]
+    deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+    with patience(f"waiting for {len(paths)} job{'' if len(paths) == 1 else 's'}"):
+        while any(state["outcome"] is None for state in states) and time.monotonic() < deadline:
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            states = [daemon.get(f"/v1/jobs/{state['job']}")["job"] for state in states]
+    if as_json:
+        print_json({"jobs": states})
+    else:
+        for state in states:
+            click.echo(f"{state['job'][:8]} {state['state']}" + (f": {state['detail']}" if state["detail"] else ""))
+    if any(state["outcome"] is None for state in states):
+        ctx.exit(int(ExitCode.TIMED_OUT))
+    ctx.exit(next((code for state in states if (code := exit_code(state))), 0))
+
+
+@click.command()
+@click.argument("job")
+@click.option("--to", metavar="NODE", default="", help="Where to; without it, the best other node.")
+@click.option("--force", is_flag=True, help="Even if it has no checkpoints and starts over.")
+@json_option
+@click.pass_context
+def migrate(ctx: click.Context, job: str, to: str, force: bool, as_json: bool) -> None:
+    """Move a running JOB: it gets notice, saves, and goes on elsewhere."""
+    daemon = client(ctx)
+    answer = daemon.post(f"{job_path(job)}/migrate", {"to": to, "force": force})
+    with patience("waiting for it to save and to go on"):
+        state = _moved(daemon, answer)
+    attempts = state["attempts"]
+    if as_json:
+        print_json({**answer, "moved": attempts[-1]["number"] > answer["attempt"], "state": state})
+    elif state["outcome"] is not None:
+        click.echo(f"job {answer['job'][:8]} was {state['state']} before it moved")
+    elif attempts[-1]["number"] > answer["attempt"]:
+        resumed = attempts[-1]["resumed_step"]
+        step = f", from step {resumed}" if resumed is not None else ""
+        click.echo(f"job {answer['job'][:8]} left {answer['from']} and goes on on {attempts[-1]['node']}{step}")
+    else:
+        click.echo(f"job {answer['job'][:8]} has notice on {answer['from']}; `mesh events {answer['job'][:8]}` tells")
+
+
+def _moved(daemon: Client, answer: dict[str, Any]) -> dict[str, Any]:
+    """The job once it runs elsewhere, or is over, or a minute after its grace."""
+    deadline = time.monotonic() + MOVE_S
+    while True:
+        state: dict[str, Any] = daemon.get(f"/v1/jobs/{answer['job']}")["job"]
+        last = state["attempts"][-1]
+        runs_elsewhere = last["number"] > answer["attempt"] and last["running_unix_ms"]
+        if runs_elsewhere or state["outcome"] is not None or time.monotonic() > deadline:
+            return state
+        time.sleep(0.1)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@click.pass_context
+def recover(ctx: click.Context, job: str, yes: bool, as_json: bool) -> None:
+    """Go on with a JOB although most of the nodes that keep its record are gone for good.
+
+    Without --yes, it says what is known first. If the lost nodes come back later, what only they knew is forgotten.
+    """
+    daemon = client(ctx)
+    with patience("asking the nodes for what they know of it"):
+        plan = daemon.post(f"{job_path(job)}/recover", {"go": False}, timeout_s=60)
+    if not yes and as_json:
+        print_json(plan)
+        return
+    if not yes:
+        click.echo(_what_is_left(plan), err=True)
+        click.confirm("go on from there?", abort=True, err=True)
+    answer = daemon.post(f"{job_path(job)}/recover", {"go": True}, timeout_s=60)
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"job {answer['job'][:8]} goes on; its record is kept by {', '.join(answer['witnesses'])}")
+
+
+def _what_is_left(plan: dict[str, Any]) -> str:
+    commit = plan["checkpoint"]
+    where = "the beginning: no checkpoint is known"
+    if commit is not None:
+        step = f" at step {commit['step']}" if commit["step"] is not None else ""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan["checkpoint_unix_ms"] / 1000))
+        where = f"checkpoint {commit['seq']}{step}, of {when}"
+    return (
+        f"{', '.join(plan['lost'])} of the nodes that keep its record cannot be reached; left is the record of "
+        f"{', '.join(plan['kept'])}.\nit would go on from {where}. A newer one may have been committed by the lost "
+        "nodes: then the job's history forks here, and theirs is forgotten, should they come back."
+    )
 
 
 @click.command()

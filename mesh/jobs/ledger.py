@@ -67,6 +67,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcome: Outcome | None = None
     errors: int = 0
     excluded: tuple[bytes, ...] = ()
+    prefer: bytes | None = None  # where its owner wants the next attempt
     settled: int = 0  # the number of the last commit that a majority was known to hold when this was written
 
     def amended(self, **changes: object) -> "Ledger":
@@ -87,6 +88,12 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def avoided(self) -> tuple[bytes, ...]:
         """The node that the job has just had to leave, if that was not of its own will."""
         return left_unwillingly(self.attempts)
+
+    @property
+    def ran_s(self) -> float:
+        """How long its guests have run, in the attempts that are over and still remembered."""
+        ran = (attempt for attempt in self.attempts if attempt.reason and attempt.running_unix_ms)
+        return sum(max(0, attempt.ended_unix_ms - attempt.running_unix_ms) for attempt in ran) / 1000
 
     @property
     def next_attempt(self) -> int:

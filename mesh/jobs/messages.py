@@ -33,7 +33,8 @@ class Promised(Message, frozen=True, tag="promised"):
 class Accept(Message, frozen=True, tag="accept"):
     """Under `term`, hold this config and ledger. `holder` takes or renews the lease; None releases it.
 
-    `round` is the sender's own counter and comes back in the answer. `spec` travels until the receiver has it.
+    `round` is the sender's own counter and comes back in the answer. `spec` travels until the receiver has it. `mandate`,
+    sealed by the job's user, lets a group take over that the old one has not voted for (`recovery.py`).
     """
 
     term: int
@@ -42,6 +43,7 @@ class Accept(Message, frozen=True, tag="accept"):
     ledger: Ledger
     holder: bytes | None
     spec: bytes | None = None
+    mandate: bytes | None = None
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
@@ -94,13 +96,22 @@ class Closed(Message, frozen=True, tag="closed"):
     ledger: Ledger
 
 
+class Migrate(Message, frozen=True, tag="migrate"):
+    """The job's owner wants it elsewhere, at `to` if that can take it. To its runner; authority as for `Cancel`."""
+
+    user: str
+    to: bytes | None
+
+
 class Cancel(Message, frozen=True, tag="cancel"):
     """The job's owner wants it ended. Authority is checked by whoever receives it, against the spec's user."""
 
     user: str
 
 
-AnyMessage = Prepare | Promised | Accept | Accepted | Refused | Start | StartAnswer | Released | Closed | Cancel
+AnyMessage = (
+    Prepare | Promised | Accept | Accepted | Refused | Start | StartAnswer | Released | Closed | Migrate | Cancel
+)
 
 
 class MessageError(ValueError):

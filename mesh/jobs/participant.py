@@ -18,6 +18,7 @@ from mesh.jobs.messages import (
     AnyMessage,
     Cancel,
     Closed,
+    Migrate,
     Prepare,
     Promised,
     Refused,
@@ -26,7 +27,8 @@ from mesh.jobs.messages import (
     StartAnswer,
 )
 from mesh.jobs.proposer import Fenced, Proposer
-from mesh.jobs.runner import CancelWanted, Runner, RunnerEvent
+from mesh.jobs.recovery import Plan
+from mesh.jobs.runner import CancelWanted, MigrateWanted, Runner, RunnerEvent
 from mesh.jobs.spec import JobSpec, SpecError
 from mesh.jobs.steward import Steward
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
@@ -58,11 +60,13 @@ class Rules(msgspec.Struct, frozen=True):
 
     `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` says why this node does not
     take a job now, None if it does (and reserves what it needs). `may_cancel` checks a sender against the spec.
+    `is_mandated`: whether the job's user has signed just this group and term.
     """
 
     open_spec: Callable[[bytes, bytes], JobSpec]
     admit: Callable[[bytes, JobSpec, Start], str | None]
     may_cancel: Callable[[bytes, str, JobSpec], bool]
+    is_mandated: Callable[[Accept, JobSpec], bool] = lambda message, spec: False
 
 
 class _Submission:
@@ -108,6 +112,13 @@ class Participant:
         self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
         return self._resubmit(job, at)
 
+    def recover(self, plan: Plan, mandate: bytes, at: Instant) -> list[Directed | Submitted]:
+        """Carry the record that is left to the group that its user has named; answered like a submission."""
+        job, config = plan.mandate.job, plan.mandate.config
+        proposer = Proposer(job, plan.spec, plan.mandate.term, config, plan.ledger, None, mandate)
+        self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
+        return self._resubmit(job, at)
+
     def observe(self, view_for: Callable[[bytes], View], at: Instant) -> list[Directed | Submitted]:
         """The mesh changed. `view_for(job)` is the view with the witnesses ranked for that job."""
         self._view_for = view_for
@@ -141,6 +152,8 @@ class Participant:
                 )
             case Cancel():
                 return self._on_cancel(sender, message, at)
+            case Migrate():
+                return self._on_migrate(sender, message, at)
             case Start():
                 return self._on_start(sender, message, at)
             case Promised() | StartAnswer():
@@ -191,7 +204,13 @@ class Participant:
                 self.stewards[job].view = self._view_for(job)
             effects.append(SaveCell(witness.cell))
         held = witness.cell.holder
-        effects += witness.handle(sender, message, at.now)
+        if message.mandate is None:
+            effects += witness.handle(sender, message, at.now)
+        elif self._rules.is_mandated(message, witness.spec):
+            effects += witness.take_mandate(sender, message, at.now)
+        else:
+            self.refused += 1
+            return []
         accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
         if accepted and message.holder is None and held is None and message.term > 0:
             self.stewards[job].rival_seen(sender, at)  # a steward that keeps the job waiting
@@ -211,6 +230,15 @@ class Participant:
         if runner is not None:
             out += self._from(job, "runner", runner.handle(CancelWanted(), at))
         return out
+
+    def _on_migrate(self, sender: bytes, message: Migrate, at: Instant) -> list[Directed | Submitted]:
+        runner = self.runners.get(message.job)
+        if runner is None:
+            return []
+        if not self._rules.may_cancel(sender, message.user, runner.spec):
+            self.refused += 1
+            return []
+        return self._from(message.job, "runner", runner.handle(MigrateWanted(message.to), at))
 
     def _on_start(self, sender: bytes, message: Start, at: Instant) -> list[Directed | Submitted]:
         job = message.job
@@ -245,7 +273,7 @@ class Participant:
             closed = Closed(job=job, term=message.accepted_term, ledger=message.ledger)
             out += self._from(job, "witness", witness.handle(sender, closed, at.now))
         submission = self._submissions.get(job)
-        if submission is not None and message.term == 0:
+        if submission is not None and message.term == submission.proposer.term:
             out += self._on_submission_answer(job, submission, sender, message)
         steward, runner = self.stewards.get(job), self.runners.get(job)
         if steward is not None:
@@ -264,6 +292,9 @@ class Participant:
             answer = submission.proposer.on_refused(sender, message)
             if not isinstance(answer, Fenced):
                 return self._from(job, "submitter", list(answer))
+            if submission.proposer.mandate is not None:
+                del self._submissions[job]
+                return [Submitted(job, "a node has a newer record of it")]
             # Somebody already won a term on it: so it is known.
         elif submission.proposer.on_accepted(sender, message) is None:
             return []

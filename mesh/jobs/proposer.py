@@ -32,7 +32,17 @@ MAX_OPEN_ROUNDS = 8  # older ones are forgotten; a later round says all that the
 
 
 class Proposer:
-    def __init__(self, job: bytes, spec: bytes, term: int, config: Config, ledger: Ledger, holder: bytes | None):
+    def __init__(
+        self,
+        job: bytes,
+        spec: bytes,
+        term: int,
+        config: Config,
+        ledger: Ledger,
+        holder: bytes | None,
+        mandate: bytes | None = None,
+    ):
+        self.mandate = mandate
         self.job = job
         self.spec = spec
         self.term = term
@@ -98,6 +108,7 @@ class Proposer:
             ledger=self.ledger,
             holder=self.holder,
             spec=self.spec if with_spec else None,
+            mandate=self.mandate,
         )
 
 

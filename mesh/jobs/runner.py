@@ -93,6 +93,12 @@ class VacateWanted(msgspec.Struct, frozen=True):
     reason: str
 
 
+class MigrateWanted(msgspec.Struct, frozen=True):
+    """Its user wants it elsewhere: at `to`, if that is not None and can take it."""
+
+    to: bytes | None
+
+
 class KillWanted(msgspec.Struct, frozen=True):
     reason: str
 
@@ -111,6 +117,7 @@ RunnerEvent = (
     | ResultStored
     | Progressed
     | VacateWanted
+    | MigrateWanted
     | KillWanted
     | CancelWanted
 )
@@ -133,13 +140,14 @@ class Runner:
             seen_unix_ms=at.unix_ms,
         )
         self.attempt = attempt
-        ledger = start.ledger.with_attempt(attempt)
+        ledger = msgspec.structs.replace(start.ledger, prefer=None).with_attempt(attempt)
         self._proposer = Proposer(start.job, start.spec, start.term, start.config, ledger, me)
         self._saving = False
         self._found = False
         self._exited: GuestExited | None = None
         self._vacate_reason = ""
         self._cancelled = False
+        self._overtime = False
         self._ending = ""  # why the attempt ends, once that is settled
 
     @property
@@ -187,6 +195,9 @@ class Runner:
                 return self._lease_ran_out(at)
             case "grace":
                 return [Kill(f"grace of the notice is over ({self._vacate_reason})")]
+            case "max time":
+                self._overtime = True
+                return self._vacate(self.spec.grace_s, f"it has run for its {self.spec.max_time_s:g} s", at)
             case "acquire" if self.state == "acquiring":
                 self.state = "ended"
                 return [Ended("could not take the lease", None)]
@@ -232,6 +243,8 @@ class Runner:
                 self.state = "running"
                 self._amend_attempt(running_unix_ms=at.unix_ms, resumed_step=step, last_step=step)
                 effects: list[Effect] = [*self._propose(at), StateChanged("running", "")]
+                if self.spec.max_time_s is not None:
+                    effects.append(self._timer("max time", at.now + max(0.0, self.spec.max_time_s - self.ledger.ran_s)))
                 if self._vacate_reason:  # the owner came back while we were starting
                     effects.append(Kill(self._vacate_reason))
                 # Fetching its files can outlast the lease, while nobody could be asked for another.
@@ -256,6 +269,11 @@ class Runner:
                 return []
             case VacateWanted(grace_s=grace_s, reason=reason):
                 return self._vacate(grace_s, reason, at)
+            case MigrateWanted(to=to):
+                if self._vacate_reason or self._ending or self.state not in GUEST_RUNS:
+                    return []
+                self._proposer.ledger = self.ledger.amended(prefer=to)
+                return self._vacate(self.spec.grace_s, "its user moves it", at)
             case KillWanted(reason=reason):
                 self._vacate_reason = self._vacate_reason or reason
                 return [Kill(reason)] if self.state in GUEST_RUNS else []
@@ -383,6 +401,8 @@ class Runner:
         if self._cancelled:
             self._ending = "cancelled"
             return [self._result()]
+        if self._overtime:
+            return self._fail(f"it has run for its {self.spec.max_time_s:g} s", True, at)
         verdict = judge(
             ExitFacts(
                 code=exited.code,

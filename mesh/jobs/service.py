@@ -36,9 +36,10 @@ from mesh.jobs.effects import (
 )
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
-from mesh.jobs.messages import AnyMessage, Cancel, Start, decode_message, encode_message
+from mesh.jobs.messages import Accept, AnyMessage, Cancel, Migrate, Start, decode_message, encode_message
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.postman import Postman
+from mesh.jobs.recovery import Mandate, Plan, decode_mandate
 from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
 from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id, placement_request
 from mesh.jobs.status import JobStatus, decode_status, encode_status, merge_statuses, status_of
@@ -94,7 +95,7 @@ class JobService:
         self._directory = directory
         self.logs = logs
         self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body))
-        rules = Rules(open_spec=self._open_spec, admit=self._admit, may_cancel=self._may_cancel)
+        rules = Rules(self._open_spec, self._admit, self._may_cancel, self._is_mandated)
         self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
         self._inputs: asyncio.Queue[Input] = asyncio.Queue(INPUT_LIMIT)
         self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
@@ -117,7 +118,7 @@ class JobService:
                 await self.journal.record(cell.job, "journal", f"a witness cell was skipped: {error}")
                 self.participant.forgotten.add(cell.job)
                 continue
-            at = _instant()
+            at = instant()
             for output in self.participant.restore(Witness.restored(cell, spec, at.now), at):
                 await self._perform(output)
 
@@ -160,10 +161,30 @@ class JobService:
         finally:
             del self._submissions[job]
 
+    async def recover(self, plan: Plan, mandate: bytes) -> str | None:
+        """Let the group that the job's user has named take over: why it did not, or None."""
+        job = plan.mandate.job
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._submissions[job] = answer
+        self._feed(lambda at: self.participant.recover(plan, mandate, at))
+        try:
+            problem = await answer
+        finally:
+            del self._submissions[job]
+        if problem is None:
+            await self._note(
+                job, f"its user made it go on from the record of {len(plan.kept)}, without {len(plan.lost)}"
+            )
+        return problem
+
     def cancel(self, job: bytes, user: str, nodes: Sequence[NodeId]) -> None:
         """Ask everybody who may have a part in the job to end it."""
         for node in dict.fromkeys([*nodes, self._me]):
             self._send(node, Cancel(job=job, user=user))
+
+    def migrate(self, job: bytes, user: str, runner: NodeId, to: NodeId | None) -> None:
+        """Ask the node where it runs to give it notice, and to have it go on elsewhere."""
+        self._send(runner, Migrate(job=job, user=user, to=to))
 
     async def vacate(self, grace_s: float, reason: str) -> list[bytes]:
         """Give notice to every guest and wait until each attempt has ended (or its grace has, and it was killed)."""
@@ -229,7 +250,7 @@ class JobService:
     async def _work(self) -> None:
         while True:
             item = await self._inputs.get()
-            for output in item(_instant()):
+            for output in item(instant()):
                 await self._perform(output)
 
     async def _watch_mesh(self) -> None:
@@ -312,14 +333,14 @@ class JobService:
         if old is not None:
             old.cancel()
         timer = Timer(effect.name, effect.token)
-        delay = max(0.0, effect.at - _instant().now)
+        delay = max(0.0, effect.at - instant().now)
         loop = asyncio.get_running_loop()
         self._timers[key] = loop.call_later(
             delay, self._feed, lambda at: self.participant.on_timer(job, role, timer, at)
         )
 
     def _end(self, job: bytes, role: Role) -> None:
-        for name in ("renew", "lease", "grace", "acquire"):
+        for name in ("renew", "lease", "grace", "acquire", "max time"):
             timer = self._timers.pop((job, role, name), None)
             if timer is not None:
                 timer.cancel()
@@ -421,6 +442,16 @@ class JobService:
         standing = self._trust.standing(sender, time.time())
         return sender == self._me or (standing is not None and standing.user == user == spec.user)
 
+    def _is_mandated(self, message: Accept, spec: JobSpec) -> bool:
+        """Signed by the job's user, at whichever of his nodes."""
+        try:
+            signer, payload = open_envelope(message.mandate or b"", self._trust.mesh_id, "recovery")
+        except EnvelopeError:
+            return False
+        standing = self._trust.standing(signer, time.time())
+        is_user = standing is not None and standing.user == spec.user and USER in standing.roles
+        return is_user and decode_mandate(payload) == Mandate(message.job, message.term, message.config)
+
     # --- what others see
 
     def statuses(self) -> dict[bytes, JobStatus]:
@@ -476,5 +507,5 @@ class JobService:
         )
 
 
-def _instant() -> Instant:
+def instant() -> Instant:
     return Instant(time.clock_gettime(time.CLOCK_BOOTTIME), time.time_ns() // 1_000_000)

@@ -43,6 +43,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `chain` holds the submitter's certificates, so that a node that has never met the submitter, or has forgotten it, can
     still tell whose job this is. `on_partition`: what the guest does while no majority of its witnesses answers.
+    `max_time_s`: how long it may run in all, over its attempts; time in which it waits does not count.
     """
 
     submitter: bytes
@@ -69,6 +70,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error_budget: int = 0
     on_exit_0: Literal["resume", "done"] = "resume"
     on_partition: OnPartition = "freeze"
+    max_time_s: float | None = None
 
 
 def job_id(payload: bytes) -> bytes:
@@ -84,7 +86,12 @@ def format_job(job: bytes) -> str:
 
 
 def placement_request(
-    job: bytes, spec: JobSpec, attempt: int, exclude: tuple[bytes, ...] = (), avoid: tuple[bytes, ...] = ()
+    job: bytes,
+    spec: JobSpec,
+    attempt: int,
+    exclude: tuple[bytes, ...] = (),
+    avoid: tuple[bytes, ...] = (),
+    prefer: bytes | None = None,
 ) -> Request:
     """What this attempt asks of a node: the one translation that stewards, admission and `mesh why` share."""
     return Request(
@@ -99,6 +106,7 @@ def placement_request(
         memory_mib=spec.memory_mib,
         exclude=exclude,
         avoid=avoid,
+        prefer=prefer,
     )
 
 
@@ -124,6 +132,7 @@ MAX_ARGUMENTS = 4096
 MAX_TEXT_BYTES = 256 * 1024
 MAX_WITNESSES = 5
 MAX_CHAIN_BYTES = 16 * 1024
+MAX_TIME_S = 365 * 86_400.0
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
 
 
@@ -151,6 +160,8 @@ def check_spec(spec: JobSpec) -> None:
     for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
+    if spec.max_time_s is not None and not 1 <= spec.max_time_s <= MAX_TIME_S:
+        raise SpecError("max time must be 1 second to 1 year")
     if not 0 <= spec.grace_s <= 86_400:
         raise SpecError("grace must be 0 to 86400 seconds")
     if spec.checkpointing is not None:

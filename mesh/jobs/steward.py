@@ -215,7 +215,9 @@ class Steward:
     # --- using it
 
     def request(self, ledger: Ledger) -> Request:
-        return placement_request(self.job, self.spec, ledger.next_attempt, ledger.excluded, ledger.avoided)
+        return placement_request(
+            self.job, self.spec, ledger.next_attempt, ledger.excluded, ledger.avoided, ledger.prefer
+        )
 
     def _place(self, at: Instant) -> list[Effect]:
         assert self.view is not None and self._proposer is not None

@@ -105,6 +105,12 @@ class Witness:
             ),
         ]
 
+    def take_mandate(self, sender: bytes, message: Accept, now: float) -> list[Effect]:
+        """The job's user has named another group: whoever holds a lease of the old one is overruled."""
+        if message.config.order > self.cell.config.order:
+            self.lease_until = 0.0
+        return self._accept(sender, message, now)
+
     def _accept(self, sender: bytes, message: Accept, now: float) -> list[Effect]:
         cell = self.cell
         foreign_lease = cell.holder is not None and cell.holder != sender and self.lease_left_s(now) > 0

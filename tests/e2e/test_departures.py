@@ -250,6 +250,36 @@ def test_a_job_that_ignores_its_notice_is_killed_when_its_grace_is_over(make_sta
     ok(stack.nodes[0], "cancel", job)
 
 
+def test_a_job_whose_witnesses_are_gone_goes_on_when_its_user_says_so(make_stack: MakeStack) -> None:
+    stack = make_stack(4)
+    user = stack.nodes[0]
+    ok(user, "pause")
+    job = submit_count(user, STEPS, "--replicas", "3")
+    state = running_with_checkpoint(user, job)
+    lost = [stack.node(nick) for nick in state["witnesses"] if nick != user.nick]
+    assert len(lost) == 2
+    early = mesh(user, "recover", job, "--yes")
+    assert early.returncode == 1 and "goes on by itself" in early.stderr
+    for node in lost:
+        send(node, signal.SIGKILL)
+        ended(node)
+    until(lambda: job_state(user, job)["state"] == "stranded", "the job to be stranded")
+    shown = read(user, "recover", job)
+    assert shown["kept"] == [user.nick] and set(shown["lost"]) == {node.nick for node in lost} and not shown["done"]
+    assert shown["checkpoint"]["step"] >= 0 and job_state(user, job)["state"] == "stranded", "it was only asked"
+    declined = mesh(user, "recover", job)
+    assert declined.returncode == 1 and "history forks here" in declined.stderr
+    assert "goes on; its record is kept by" in ok(user, "recover", job, "--yes")
+    end = finished(user, job)
+    assert end["state"] == "done" and digest_of(user, job) == count_digest(STEPS)
+    assert "its user made it go on" in ok(user, "events", job)
+    # Whoever comes back with the old record finds that it does not count any more.
+    back = lost[0]
+    stack.start(back)
+    until(lambda: job_state(back, job).get("state") == "done", "the one that came back to hear of the end")
+    assert job_state(user, job)["attempts"] == end["attempts"]
+
+
 def test_the_guest_of_a_stopped_daemon_stands_still_when_its_lease_is_over(make_stack: MakeStack) -> None:
     """SIGSTOP to the daemon alone: what holds the guest to its lease is a process of its own."""
     stack = make_stack(4)

@@ -202,6 +202,47 @@ def test_ctrl_c_once_leaves_the_job_running(shared: Stack) -> None:
     ok(shared.nodes[0], "cancel", full)
 
 
+def test_wait_ends_with_the_first_code_that_is_not_zero(shared: Stack) -> None:
+    node = shared.nodes[0]
+    good = ok(node, "submit", "--no-workdir", "--", "true").strip()
+    bad = ok(node, "submit", "--no-workdir", "--", "sh", "-c", "exit 7").strip()
+    done = mesh(node, "wait", good, bad)
+    assert done.returncode == 7 and f"{good[:8]} done" in done.stdout and f"{bad[:8]} failed" in done.stdout
+    assert mesh(node, "wait", good).returncode == 0
+    slow = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
+    late = mesh(node, "wait", slow, "--timeout", "0.5s", "--json")
+    assert late.returncode == 124 and json.loads(late.stdout)["jobs"][0]["outcome"] is None
+    ok(node, "cancel", slow)
+    assert mesh(node, "wait", slow).returncode == 103
+
+
+def test_a_job_moves_where_its_user_wants_it_and_loses_nothing(shared: Stack) -> None:
+    user = shared.nodes[0]
+    job = submit_count(user, 300)
+    before = running_with_checkpoint(user, job)
+    there = next(node.nick for node in shared.nodes if node.nick not in {user.nick, before["node"]})
+    assert "already" in mesh(user, "migrate", job, "--to", before["node"]).stderr
+    told = ok(user, "migrate", job, "--to", there)
+    assert f"left {before['node']} and goes on on {there}, from step" in told
+    end = finished(user, job)
+    assert end["state"] == "done" and ok(user, "logs", job).splitlines()[-1] == f"digest {count_digest(300)}"
+    assert [attempt["node"] for attempt in end["attempts"]] == [before["node"], there]
+    assert end["attempts"][0]["reason"] == "vacated: its user moves it"
+    assert end["attempts"][0]["last_step"] == end["attempts"][1]["resumed_step"], "not a step is done twice"
+    assert "does not run now" in mesh(user, "migrate", job).stderr
+
+
+def test_a_job_without_checkpoints_is_not_moved_by_mistake(shared: Stack) -> None:
+    node = shared.nodes[0]
+    job = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
+    until(lambda: job_state(node, job).get("state") == "running", "the job to run")
+    refused = mesh(node, "migrate", job)
+    assert refused.returncode == 1 and "start over" in refused.stderr and "--force" in refused.stderr
+    moved = json.loads(ok(node, "migrate", job, "--force", "--json"))
+    assert moved["moved"] and moved["state"]["attempts"][-1]["node"] != moved["from"]
+    ok(node, "cancel", job)
+
+
 def test_ctrl_c_twice_cancels_it(shared: Stack) -> None:
     process, heard, rest = interrupted(shared, 2)
     assert process.returncode == 103 and "cancelled" in rest

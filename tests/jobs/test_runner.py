@@ -18,7 +18,7 @@ from mesh.jobs.effects import (
     SetTimer,
     StateChanged,
 )
-from mesh.jobs.ledger import Ledger
+from mesh.jobs.ledger import Attempt, Ledger
 from mesh.jobs.messages import Cancel, Prepare, Refused
 from mesh.jobs.runner import (
     CancelWanted,
@@ -29,6 +29,7 @@ from mesh.jobs.runner import (
     GuestFailed,
     GuestStarted,
     KillWanted,
+    MigrateWanted,
     Progressed,
     ResultStored,
     RunnerEvent,
@@ -125,6 +126,31 @@ def test_a_notice_saves_releases_and_spends_nothing() -> None:
     ledger = ledgers(desk)[0]
     assert ledger.errors == 0 and ledger.outcome is None and ledger.commit is not None
     assert ledger.attempts[-1].reason == "vacated: the owner"
+
+
+def test_a_job_that_has_run_for_its_time_gets_notice_saves_and_fails() -> None:
+    before = Attempt(0, E, "e", 1, 0, running_unix_ms=1_000, ended_unix_ms=41_000, reason="vacated: the owner")
+    desk = Desk(make_spec(max_time_s=100.0, error_budget=5), make_start(term=2, ledger=Ledger(attempts=(before,))))
+    desk.begin()
+    desk.tell(GuestStarted(None))
+    assert Notify in kinds(desk.timer("max time")) and desk.now == pytest.approx(60.0), "40 s were before"
+    assert kinds(desk.tell(exited(85))) == [SaveCheckpoint]
+    assert SaveResult in kinds(desk.tell(STORED))
+    (end,) = [effect for effect in desk.tell(RESULT) if isinstance(effect, Ended)]
+    assert end.outcome is not None and end.outcome.kind == "failed" and "its 100 s" in end.outcome.detail
+
+
+def test_its_user_may_have_it_elsewhere() -> None:
+    desk = running()
+    effects = desk.tell(MigrateWanted(E))
+    assert Notify in kinds(effects) and desk.runner.state == "vacating"
+    assert desk.tell(MigrateWanted(A)) == [], "one notice at a time"
+    desk.tell(exited(85))
+    desk.tell(STORED)
+    ledger = ledgers(desk)[0]
+    assert ledger.prefer == E and ledger.attempts[-1].reason == "vacated: its user moves it" and ledger.errors == 0
+    again = Desk(start=make_start(term=2, ledger=ledger))
+    assert again.runner.ledger.prefer is None, "the next attempt has it where it is wanted"
 
 
 def test_a_guest_that_ignores_its_notice_is_killed_at_the_deadline() -> None:
