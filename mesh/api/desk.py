@@ -252,6 +252,7 @@ class Desk:
             on_exit_0=order.on_exit_0,
             on_partition=order.on_partition,
             max_time_s=order.max_time_s,
+            priority=order.priority,
         )
         check_spec(spec)
         self._refuse_impossible(spec)

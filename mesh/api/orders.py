@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from mesh.jobs.spec import CommitMode, OnPartition
+from placement.queue import DEFAULT_PRIORITY
 
 Role = Literal["provider", "user"]
 
@@ -33,6 +34,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_exit_0: Literal["resume", "done"] = "resume"
     on_partition: OnPartition = "freeze"
     max_time_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
 
 
 class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

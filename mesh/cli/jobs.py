@@ -43,6 +43,13 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         show_default=True,
         help="Errors to forgive. Departures never count.",
     ),
+    click.option(
+        "--priority",
+        type=click.IntRange(0, 100),
+        default=50,
+        show_default=True,
+        help="Higher goes first; ten minutes of waiting are worth a point.",
+    ),
     click.option("--max-time", type=DURATION, help="End it, with notice, when it has run this long in all."),
     click.option(
         "--on-partition",
@@ -93,6 +100,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "retries": options["retries"],
         "on_partition": options["on_partition"],
         "max_time_s": options["max_time"],
+        "priority": options["priority"],
     }
 
 

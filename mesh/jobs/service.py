@@ -7,6 +7,7 @@ see two things at once, and a promise is on disk before it is sent.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from ckptstore.store import Store
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
 from membership.node import MembershipNode
+from membership.records import Record
 from membership.trust import CLOCK_GRACE_S, NODE_CERTIFICATE_S, PROVIDER, USER, TrustError, TrustStore
 from mesh.api.peer import PeerClient, decode_facts
 from mesh.engine.engine import Engine
@@ -41,7 +43,16 @@ from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.postman import Postman
 from mesh.jobs.recovery import Mandate, Plan, decode_mandate
 from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
-from mesh.jobs.spec import JobSpec, SpecError, decode_spec, encode_spec, format_job, job_id, placement_request
+from mesh.jobs.spec import (
+    JobSpec,
+    SpecError,
+    decode_spec,
+    encode_spec,
+    format_job,
+    job_id,
+    placement_request,
+    waiting_place,
+)
 from mesh.jobs.status import JobStatus, decode_status, encode_status, merge_statuses, status_of
 from mesh.jobs.view import Instant, Surroundings, Timer, View
 from mesh.jobs.witness import Witness
@@ -49,6 +60,7 @@ from mesh.provider.inventory import Inventory
 from placement.advert import Advert, AdvertError, decode_advert
 from placement.decision import replica_order
 from placement.filters import engine_for
+from placement.queue import Queue, Waiting, decayed
 
 INPUT_LIMIT = 10_000  # inputs waiting; ours
 REMOTE_LIMIT = (
@@ -56,6 +68,7 @@ REMOTE_LIMIT = (
 )  # from here on peers are told to slow down (503), so that facts of this node always find room
 ACTING = {"preparing", "offered", "waiting"}  # what a steward says in any other state is about the past
 STATUS_TTL_S = 3600.0
+STATUSES_DECODED = 50_000
 REPUBLISH_S = 600.0
 COLLECT_EVERY_S = 60.0
 COMMITTED_KEPT = 2  # the committed checkpoint and the one before it, should the newer one be damaged everywhere; ours
@@ -103,6 +116,7 @@ class JobService:
         self._endings: set[asyncio.Task[None]] = set()
         self._cell_saved = asyncio.Event()
         self._published: dict[bytes, tuple[JobStatus, float]] = {}
+        self._decoded: dict[tuple[NodeId, str], tuple[Record, JobStatus | None]] = {}
         self._view_changed = asyncio.Event()
         self._vacated: dict[bytes, asyncio.Event] = {}
 
@@ -456,9 +470,35 @@ class JobService:
 
     def statuses(self) -> dict[bytes, JobStatus]:
         """Every job this node has heard of, each by the most advanced view."""
-        views = [decode_status(record.body) for record in self.membership.records("jobs/")]
+        views = [self._heard(record) for record in self.membership.records("jobs/")]
         mine = [self.status(job) for job in {*self.participant.witnesses, *self.participant.runners}]
         return merge_statuses(view for view in (*views, *mine) if view is not None)
+
+    def _heard(self, record: Record) -> JobStatus | None:
+        """What a section says; each is decoded once."""
+        key = (record.node, record.section)
+        known = self._decoded.get(key)
+        if known is None or known[0] is not record:
+            known = self._decoded[key] = (record, decode_status(record.body))
+            if len(self._decoded) > STATUSES_DECODED:
+                self._decoded.clear()
+        return known[1]
+
+    def _queue(self, adverts: Sequence[Advert]) -> Queue:
+        """Who waits, and what each user has had lately, by what this node has heard."""
+        now_unix = time.time()
+        waiting: list[Waiting] = []
+        usage: Counter[str] = Counter()
+        for status in self.statuses().values():
+            if status.waiting is not None and status.waiting.job == status.job:
+                waiting.append(status.waiting)
+                usage[status.user] += 0
+            for attempt in status.attempts:
+                if attempt.running_unix_ms:
+                    ended_ms = attempt.ended_unix_ms or attempt.seen_unix_ms
+                    used_s = max(0, ended_ms - attempt.running_unix_ms) / 1000
+                    usage[status.user] += decayed(used_s, status.gpus, now_unix - ended_ms / 1000)
+        return Queue(waiting, usage, adverts, int(now_unix))
 
     def status(self, job: bytes) -> JobStatus | None:
         """This node's own view of a job it has a part in."""
@@ -471,7 +511,10 @@ class JobService:
         state, detail = self.states.get(job, ("", "")) if acts else ("", "")
         progress = attempt.progress if attempt is not None else None
         note = attempt.note if attempt is not None else ""
-        return status_of(job, witness, runner, state, detail or note, progress)
+        waiting = None
+        if steward is not None and acts and runner is None:
+            waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger))
+        return status_of(job, witness, runner, state, detail or note, progress, waiting)
 
     def _publish(self, job: bytes) -> None:
         status = self.status(job)
@@ -496,7 +539,7 @@ class JobService:
         leaving = frozenset(m.node_id for m in members if m.draining)
         left = frozenset(m.node_id for m in members if m.state == "left")
         adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
-        return Surroundings(self._me, alive, leaving, left, adverts, self.disks()).view
+        return Surroundings(self._me, alive, leaving, left, adverts, self.disks(), self._queue(adverts)).view
 
     def _still_witness(self) -> bool:
         """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""

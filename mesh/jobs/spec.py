@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from mesh.jobs.ledger import Seat
+from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
 from placement.request import Request
 
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
@@ -71,6 +72,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_exit_0: Literal["resume", "done"] = "resume"
     on_partition: OnPartition = "freeze"
     max_time_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
 
 
 def job_id(payload: bytes) -> bytes:
@@ -108,6 +110,11 @@ def placement_request(
         avoid=avoid,
         prefer=prefer,
     )
+
+
+def waiting_place(spec: JobSpec, request: Request) -> Waiting:
+    """Its place in the queue, while nobody runs it."""
+    return Waiting(request, spec.priority, spec.created_unix_ms // 1000)
 
 
 def encode_spec(spec: JobSpec) -> bytes:
@@ -160,6 +167,8 @@ def check_spec(spec: JobSpec) -> None:
     for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
+    if not 0 <= spec.priority <= MAX_PRIORITY:
+        raise SpecError(f"priority must be 0 to {MAX_PRIORITY}")
     if spec.max_time_s is not None and not 1 <= spec.max_time_s <= MAX_TIME_S:
         raise SpecError("max time must be 1 second to 1 year")
     if not 0 <= spec.grace_s <= 86_400:

@@ -11,6 +11,7 @@ from mesh.jobs.contract import Progress
 from mesh.jobs.ledger import Attempt, Commit, Config, Outcome
 from mesh.jobs.runner import Runner
 from mesh.jobs.witness import Witness
+from placement.queue import Waiting
 
 ATTEMPTS_SHOWN = 16  # a section must stay small; `mesh describe` asks a witness for the rest
 
@@ -34,6 +35,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     commit: Commit | None = None
     outcome: Outcome | None = None
     settled: int = 0
+    waiting: Waiting | None = None  # what it asks for, while nobody runs it
     runner: bytes | None = None
     step: int | None = None
     of: int | None = None
@@ -59,7 +61,13 @@ def decode_status(data: bytes) -> JobStatus | None:
 
 
 def status_of(
-    job: bytes, witness: Witness | None, runner: Runner | None, state: str, detail: str, progress: Progress | None
+    job: bytes,
+    witness: Witness | None,
+    runner: Runner | None,
+    state: str,
+    detail: str,
+    progress: Progress | None,
+    waiting: Waiting | None = None,
 ) -> JobStatus:
     """This node's view: the runner's if the job runs here, else the witness's; `state` is empty if its steward only watches."""
     if runner is not None:
@@ -95,6 +103,7 @@ def status_of(
         commit=ledger.commit,
         outcome=outcome,
         settled=ledger.settled,
+        waiting=waiting if shown == "pending" else None,
         runner=last.node if last is not None and not last.reason else None,
         step=progress.step if progress is not None else last.last_step if last is not None else None,
         of=progress.of if progress is not None else None,

@@ -5,6 +5,7 @@ the term to the best one with `Start`. From then on the runner owns the term; th
 own witness cell. Two stewards acting at once cost a round trip, never a fork: terms decide (research: Paxos made live).
 """
 
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -13,15 +14,17 @@ from mesh.jobs.effects import Effect, Send, SetTimer, StateChanged
 from mesh.jobs.ledger import Ledger, Outcome, Seat
 from mesh.jobs.messages import Accepted, Closed, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
-from mesh.jobs.spec import JobSpec, placement_request
+from mesh.jobs.spec import JobSpec, placement_request, waiting_place
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness
+from placement.advert import Advert
 from placement.decision import explain, rank_nodes
 from placement.request import Request
 
 STAGGER_S = 1.5  # a steward's turn, times its place in the group; over a LAN round trip and a gossip spread
 HEARTBEAT_S = 2.0  # a waiting steward shows that it is there; ours
 PATIENCE_S = 3 * HEARTBEAT_S  # three missed, as GPUnion's heartbeats
+LET_PASS_S = 20.0  # that a place is kept for those who go first; several turns of a steward
 ANSWER_S = 3.0  # to a Prepare or a Start: many LAN round trips, few for a user who waits
 WANT_WITNESSES = 3
 
@@ -45,6 +48,7 @@ class Steward:
         self._declined: dict[bytes, str] = {}
         self._idle_since: float | None = None
         self._rival: tuple[bytes, float] | None = None
+        self._passing_since: float | None = None
         self.detail = ""
 
     def observe(self, view: View, at: Instant) -> list[Effect]:
@@ -230,7 +234,15 @@ class Steward:
             why = (
                 "; ".join(sorted(set(self._declined.values()))) if ranking.candidates else explain(request, ranking)[0]
             )
+            self._passing_since = None
             return self._wait(why, at)
+        others_first = self._let_pass(request, adverts, at)
+        if others_first is not None:
+            ahead, fits = others_first
+            open_to = [candidate for candidate in open_to if candidate.node in fits]
+            if not open_to:
+                return self._wait("1 other job goes first" if ahead == 1 else f"{ahead} other jobs go first", at)
+        self._passing_since = None
         chosen = open_to[0]
         config = proposer.config
         if not config.previous:
@@ -246,6 +258,23 @@ class Steward:
             self._timer("answer", at.now + ANSWER_S),
             self._changed("starting", f"on {chosen.nick}"),
         ]
+
+    def _let_pass(
+        self, request: Request, adverts: Sequence[Advert], at: Instant
+    ) -> tuple[int, frozenset[bytes]] | None:
+        """How many jobs go first, and who can still take this one when they have gone. None if nobody is waited for: those
+        who do not take what is kept for them lose it after a while, since they may be unable to act."""
+        assert self.view is not None
+        if self.view.queue is None:
+            return None
+        left, ahead = self.view.queue.left_for(waiting_place(self.spec, request), adverts)
+        if not ahead:
+            return None
+        if self._passing_since is None:
+            self._passing_since = at.now
+        if at.now - self._passing_since > LET_PASS_S:
+            return None
+        return ahead, frozenset(candidate.node for candidate in rank_nodes(request, left).candidates)
 
     def _wait(self, why: str, at: Instant) -> list[Effect]:
         assert self._proposer is not None and self.view is not None

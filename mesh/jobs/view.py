@@ -6,6 +6,7 @@ import msgspec
 
 from placement.advert import Advert
 from placement.decision import witness_order
+from placement.queue import Queue
 
 
 class Instant(msgspec.Struct, frozen=True):
@@ -23,6 +24,7 @@ class View(msgspec.Struct, frozen=True):
     adverts: Sequence[Advert] = ()
     witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
     disks: Mapping[bytes, bytes] = {}  # whose journal is on which disk, as far as it is known
+    queue: Queue | None = None
 
     @property
     def staying(self) -> frozenset[bytes]:
@@ -44,10 +46,11 @@ class Surroundings(msgspec.Struct, frozen=True):
     left: frozenset[bytes]
     adverts: Sequence[Advert]
     disks: Mapping[bytes, bytes]
+    queue: Queue | None = None
 
     def view(self, job: bytes) -> View:
         order = witness_order(job, self.adverts, self.alive - self.leaving)
-        return View(self.me, self.alive, self.leaving, self.left, self.adverts, order, self.disks)
+        return View(self.me, self.alive, self.leaving, self.left, self.adverts, order, self.disks, self.queue)
 
 
 class Timer(msgspec.Struct, frozen=True):

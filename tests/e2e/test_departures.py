@@ -276,6 +276,7 @@ def test_a_job_whose_witnesses_are_gone_goes_on_when_its_user_says_so(make_stack
     # Whoever comes back with the old record finds that it does not count any more.
     back = lost[0]
     stack.start(back)
+    until(lambda: mesh(back, "status").returncode == 0, "it to be back")
     until(lambda: job_state(back, job).get("state") == "done", "the one that came back to hear of the end")
     assert job_state(user, job)["attempts"] == end["attempts"]
 

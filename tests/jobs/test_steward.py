@@ -5,8 +5,11 @@ import msgspec
 from mesh.jobs.effects import Effect, Send, SetTimer
 from mesh.jobs.ledger import Attempt, Config, Ledger
 from mesh.jobs.messages import Accept, Accepted, Prepare, Promised, Refused, Start, StartAnswer
-from mesh.jobs.steward import ANSWER_S, HEARTBEAT_S, STAGGER_S, Steward
+from mesh.jobs.steward import ANSWER_S, HEARTBEAT_S, LET_PASS_S, STAGGER_S, Steward
 from mesh.jobs.view import Timer
+from placement.advert import Advert
+from placement.queue import Queue, Waiting
+from placement.request import Request
 from tests.jobs.worlds import DISK, JOB, A, B, C, D, E, at, make_advert, make_steward, make_view, make_witness, seats
 
 GROUP = Config(number=0, term=0, members=seats(A, B, C))
@@ -65,6 +68,35 @@ def test_a_majority_of_promises_starts_the_job_on_the_best_node() -> None:
     answer = StartAnswer(job=JOB, term=1, taken=True, reason="")
     steward.handle(starts[0].to, answer, at(0))
     assert steward.state == "watching"
+
+
+def queue_of(*others: Waiting, adverts: tuple[Advert, ...]) -> Queue:
+    return Queue(others, {}, adverts, 1)
+
+
+def test_it_lets_those_pass_who_go_first_but_not_for_ever() -> None:
+    adverts = (make_advert(D),)
+    first = Waiting(Request(job=b"first" * 3, attempt=0, user="bob"), 90, 1)
+    steward = make_steward()
+    view = make_view(A, (A, B, C, D), adverts=adverts, queue=queue_of(first, adverts=adverts))
+    effects = steward.observe(view, at(0))
+    term = sends(effects, Prepare)[0].message.term  # type: ignore[union-attr]
+    steward.handle(A, promise(term), at(0))
+    effects = steward.handle(B, promise(term), at(0))
+    assert steward.state == "waiting" and steward.detail == "1 other job goes first"
+    assert sends(steward.observe(view, at(LET_PASS_S)), Start) == []
+    assert len(sends(steward.observe(view, at(LET_PASS_S + 1)), Start)) == 1, "who does not take his place loses it"
+
+
+def test_it_does_not_wait_for_those_behind_it_nor_where_there_is_room_for_all() -> None:
+    low = Waiting(Request(job=b"first" * 3, attempt=0, user="bob"), 1, 1)
+    high = Waiting(Request(job=b"first" * 3, attempt=0, user="bob"), 90, 1)
+    for other, adverts in ((low, (make_advert(D),)), (high, (make_advert(D), make_advert(E)))):
+        steward = make_steward()
+        view = make_view(A, (A, B, C, D, E), adverts=adverts, queue=queue_of(other, adverts=adverts))
+        term = sends(steward.observe(view, at(0)), Prepare)[0].message.term  # type: ignore[union-attr]
+        steward.handle(A, promise(term), at(0))
+        assert len(sends(steward.handle(B, promise(term), at(0)), Start)) == 1
 
 
 def test_the_ledger_it_hands_on_is_the_newest_of_the_promises_with_the_lost_attempt_closed() -> None:
