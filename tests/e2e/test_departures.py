@@ -250,6 +250,25 @@ def test_a_job_that_ignores_its_notice_is_killed_when_its_grace_is_over(make_sta
     ok(stack.nodes[0], "cancel", job)
 
 
+def test_a_witness_that_lost_its_journal_is_no_witness_until_it_is_asked_again(make_stack: MakeStack) -> None:
+    stack = make_stack(4)
+    user = stack.nodes[0]
+    ok(user, "pause")
+    job = submit_count(user, STEPS)
+    state = running_with_checkpoint(user, job)
+    forgetful = stack.node(next(nick for nick in state["witnesses"] if nick not in {user.nick, state["node"]}))
+    send(forgetful, signal.SIGKILL)
+    ended(forgetful)
+    for path in forgetful.where.root.glob("journal.sqlite*"):
+        path.unlink()
+    stack.start(forgetful)
+    until(lambda: mesh(forgetful, "status").returncode == 0, "it to be back")
+    # Of the three, the host's own record may be one: its end must be survived with what is left.
+    send(stack.node(state["node"]), signal.SIGTERM)
+    end = finished(user, job)
+    assert end["state"] == "done" and digest_of(user, job) == count_digest(STEPS)
+
+
 def test_a_job_whose_witnesses_are_gone_goes_on_when_its_user_says_so(make_stack: MakeStack) -> None:
     stack = make_stack(4)
     user = stack.nodes[0]

@@ -98,6 +98,19 @@ class Host:
         found: dict[str, Any] = next(row for row in self.client.get("/v1/nodes")["nodes"] if row["nick"] == nick)
         return found
 
+    def job(self, job: str) -> dict[str, Any]:
+        """The job as this machine sees it; empty while it does not know it."""
+        found = [row for row in self.client.get("/v1/jobs")["jobs"] if row["job"] == job]
+        return found[0] if found else {}
+
+    def cut_off(self) -> None:
+        """Nothing comes in, nothing goes out."""
+        for chain, way in (("INPUT", "-i"), ("OUTPUT", "-o")):
+            self.iptables("-A", chain, way, "eth0", "-j", "DROP")
+
+    def reconnect(self) -> None:
+        self.iptables("-F")
+
     def log(self) -> str:
         path = Layout(self.state).log
         return path.read_text(errors="replace")[-4000:] if path.exists() else ""
@@ -175,3 +188,16 @@ def found(first: Host, *others: Host) -> None:
 
 def all_see(hosts: Sequence[Host], nicks: set[str], state: str = "alive") -> bool:
     return all({nick for nick, seen in host.sees().items() if seen == state} == nicks for host in hosts)
+
+
+def office(lan: Lan, count: int, **settings: Any) -> list[Host]:
+    """Machines on one switch, of one mesh, all up; they must find each other by multicast alone."""
+    lan.switch("br0")
+    hosts = [lan.host(f"h{number}") for number in range(count)]
+    for number, host in enumerate(hosts):
+        host.plug("br0", f"10.77.0.{number + 1}/24")
+    found(*hosts)
+    for host in hosts:
+        host.up(**settings)
+    until(lambda: all_see(hosts, {host.name for host in hosts}), "all to find each other")
+    return hosts

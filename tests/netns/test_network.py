@@ -3,36 +3,14 @@
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mesh.config import Layout
 from tests.e2e.commands import until
-from tests.netns.lan import Host, Lan, all_see, found
+from tests.netns.lan import Host, Lan, all_see, found, office
 
 pytestmark = pytest.mark.netns
-
-
-@pytest.fixture
-def lan(tmp_path: Path) -> Iterator[Lan]:
-    with Lan(tmp_path) as made:
-        yield made
-
-
-def office(lan: Lan, count: int, **settings: Any) -> list[Host]:
-    """Machines on one switch, of one mesh, all up; they must find each other by multicast alone."""
-    lan.switch("br0")
-    hosts = [lan.host(f"h{number}") for number in range(count)]
-    for number, host in enumerate(hosts):
-        host.plug("br0", f"10.77.0.{number + 1}/24")
-    found(*hosts)
-    for host in hosts:
-        host.up(**settings)
-    until(lambda: all_see(hosts, {host.name for host in hosts}), "all to find each other")
-    return hosts
 
 
 def findings(host: Host) -> dict[str, dict[str, str]]:

@@ -26,7 +26,7 @@ from sim.mix import Mix
 from sim.world import JOB_STRIKES, JobDisk, JobNode, World, draw_job_mix
 from tests.sim.replay import digests
 
-SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "60"))
+SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
 CONTROL_SEEDS = 200  # a broken rule must be found within so many
 
 

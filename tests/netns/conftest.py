@@ -1,0 +1,14 @@
+"""A network for each test, gone with it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.netns.lan import Lan
+
+
+@pytest.fixture
+def lan(tmp_path: Path) -> Iterator[Lan]:
+    with Lan(tmp_path) as made:
+        yield made

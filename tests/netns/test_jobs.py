@@ -1,0 +1,87 @@
+"""Jobs on real daemons whose network is cut or loses: one history, whatever happens to the cables."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import count_digest, until
+from tests.e2e.test_departures import descendants, state_of
+from tests.netns.lan import Host, Lan, office
+
+pytestmark = pytest.mark.netns
+STEPS = 300
+LENDS = {"profile": "local", "lend": True, "slots": 2}
+
+
+def submit(host: Host, *options: str, steps: int = STEPS) -> str:
+    order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", *options, "--", sys.executable, "count.py")
+    return host.ok(*order, str(steps), "0.05").strip()
+
+
+def saved(host: Host, job: str) -> dict[str, Any]:
+    """The job, once it runs and has committed a checkpoint; as `host` sees it."""
+    state: dict[str, Any] = until(
+        lambda: (s := host.job(job)) and s["state"] == "running" and s["checkpoint"] and s, "a checkpoint"
+    )
+    return state
+
+
+def guests(host: Host, job: str) -> list[int]:
+    """The processes of this job here: they name it in their environment."""
+    assert host.daemon is not None
+    mark = f"MESH_JOB_ID={job}".encode()
+    found = [pid for pid, command in descendants(host.daemon.pid) if "count.py" in command]
+    return [pid for pid in found if mark in Path(f"/proc/{pid}/environ").read_bytes()]
+
+
+def digest(host: Host, job: str) -> str:
+    state = until(lambda: (s := host.job(job)) and s["outcome"] and s, "the job to end", 120.0)
+    assert state["state"] == "done", state
+    return host.ok("logs", job).splitlines()[-1].removeprefix("digest ")
+
+
+def test_a_host_that_is_cut_off_stands_still_before_another_goes_on(lan: Lan) -> None:
+    hosts = office(lan, 4, **LENDS)
+    user = hosts[0]
+    user.ok("pause")
+    job = submit(user)
+    victim = next(host for host in hosts if host.name == saved(user, job)["node"])
+    stopped = guests(victim, job)
+    assert stopped
+    victim.cut_off()
+    until(lambda: user.job(job)["attempts"][-1]["number"] == 1, "somebody to take over")
+    assert {state_of(pid) for pid in stopped} == {"T"}, "its guest stands still by then"
+    assert victim.job(job)["state"] in {"frozen", "stranded"}
+    victim.reconnect()
+    assert digest(user, job) == count_digest(STEPS)
+    until(lambda: not guests(victim, job) and not victim.status()["guests"], "the old guest to be gone")
+    assert user.job(job)["attempts"][0]["node"] == victim.name
+
+
+def test_with_nobody_to_ask_one_guest_stands_still_and_the_other_goes_on_uncommitted(lan: Lan) -> None:
+    hosts = office(lan, 3, **LENDS)
+    user = hosts[0]
+    user.ok("pause")
+    still, goes_on = submit(user), submit(user, "--on-partition", "compute_uncommitted")
+    at = {job: next(host for host in hosts if host.name == saved(user, job)["node"]) for job in (still, goes_on)}
+    for host in hosts:
+        host.cut_off()
+    until(lambda: {state_of(pid) for pid in guests(at[still], still)} == {"T"}, "the one to be stopped")
+    step = at[goes_on].job(goes_on)["step"]
+    until(lambda: (at[goes_on].job(goes_on)["step"] or 0) > step + 20, "the other to go on")
+    assert "T" not in {state_of(pid) for pid in guests(at[goes_on], goes_on)}
+    for host in hosts:
+        host.reconnect()
+    assert digest(user, still) == digest(user, goes_on) == count_digest(STEPS)
+
+
+def test_a_network_that_loses_every_seventh_packet_slows_a_job_and_breaks_nothing(lan: Lan) -> None:
+    hosts = office(lan, 3, **LENDS)
+    user = hosts[0]
+    for host in hosts:
+        lossy = ("-i", "eth0", "-m", "statistic", "--mode", "random", "--probability", "0.14", "-j", "DROP")
+        host.iptables("-A", "INPUT", *lossy)
+    job = submit(user, steps=100)
+    assert digest(user, job) == count_digest(100)
