@@ -27,6 +27,7 @@ from ckptstore.store import Store
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
 from membership.durable import write_durably
+from membership.effects import RecordChanged
 from membership.envelope import open_envelope
 from membership.gate import Policy
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
@@ -250,6 +251,8 @@ class Daemon:
             section = getattr(event, "section", "advert")
             if section in {"advert", "facts"}:
                 self.jobs.views_changed()
+            elif isinstance(event, RecordChanged) and section.startswith("jobs/"):
+                self.jobs.job_changed(event.node, section)
 
     async def _keep_fresh(self) -> None:
         engines_due = facts_due = time.monotonic() + ENGINES_EVERY_S

@@ -253,6 +253,7 @@ class Desk:
             on_partition=order.on_partition,
             max_time_s=order.max_time_s,
             priority=order.priority,
+            after=tuple(self._to_come_after(name) for name in order.after),
         )
         check_spec(spec)
         self._refuse_impossible(spec)
@@ -269,6 +270,12 @@ class Desk:
             "witnesses": len(spec.witnesses),
             "warning": "" if len(spec.witnesses) >= WANT_WITNESSES else _few_witnesses(len(alive)),
         }
+
+    def _to_come_after(self, name: str) -> bytes:
+        status = self.find_job(name)
+        if status.outcome is not None and status.outcome.kind != "done":
+            raise MeshError(f"job {format_job(status.job)[:8]} has ended already, and not well: {status.state}")
+        return status.job
 
     def _refuse_impossible(self, spec: JobSpec) -> None:
         reason = cannot_ever(placement_request(b"", spec, 0), self._daemon.jobs.adverts())

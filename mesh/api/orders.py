@@ -11,7 +11,7 @@ Role = Literal["provider", "user"]
 
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids."""
+    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids; `after` names jobs."""
 
     argv: list[str]
     name: str = ""
@@ -35,6 +35,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_partition: OnPartition = "freeze"
     max_time_s: float | None = None
     priority: int = DEFAULT_PRIORITY
+    after: list[str] = []
 
 
 class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

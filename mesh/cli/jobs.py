@@ -50,6 +50,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         show_default=True,
         help="Higher goes first; ten minutes of waiting are worth a point.",
     ),
+    click.option("--after", multiple=True, metavar="JOB", help="Wait until this job is done. Repeatable."),
     click.option("--max-time", type=DURATION, help="End it, with notice, when it has run this long in all."),
     click.option(
         "--on-partition",
@@ -101,6 +102,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "on_partition": options["on_partition"],
         "max_time_s": options["max_time"],
         "priority": options["priority"],
+        "after": list(options["after"]),
     }
 
 

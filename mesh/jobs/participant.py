@@ -210,7 +210,7 @@ class Participant:
             effects += witness.take_mandate(sender, message, at.now)
         else:
             self.refused += 1
-            return []
+            return self._from(job, "witness", effects)
         accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
         if accepted and message.holder is None and held is None and message.term > 0:
             self.stewards[job].rival_seen(sender, at)  # a steward that keeps the job waiting

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -226,6 +226,13 @@ class JobService:
 
     def views_changed(self) -> None:
         self._view_changed.set()
+
+    def job_changed(self, node: NodeId, section: str) -> None:
+        """Somebody says something new of a job; others may have waited for its end."""
+        record = self.membership.record(node, section)
+        status = self._heard(record) if record is not None else None
+        if status is not None and status.outcome is not None:
+            self.views_changed()
 
     def adverts(self) -> list[Advert]:
         """The valid adverts of members who may lend and can be reached, one each."""
@@ -484,22 +491,6 @@ class JobService:
                 self._decoded.clear()
         return known[1]
 
-    def _queue(self, adverts: Sequence[Advert]) -> Queue:
-        """Who waits, and what each user has had lately, by what this node has heard."""
-        now_unix = time.time()
-        waiting: list[Waiting] = []
-        usage: Counter[str] = Counter()
-        for status in self.statuses().values():
-            if status.waiting is not None and status.waiting.job == status.job:
-                waiting.append(status.waiting)
-                usage[status.user] += 0
-            for attempt in status.attempts:
-                if attempt.running_unix_ms:
-                    ended_ms = attempt.ended_unix_ms or attempt.seen_unix_ms
-                    used_s = max(0, ended_ms - attempt.running_unix_ms) / 1000
-                    usage[status.user] += decayed(used_s, status.gpus, now_unix - ended_ms / 1000)
-        return Queue(waiting, usage, adverts, int(now_unix))
-
     def status(self, job: bytes) -> JobStatus | None:
         """This node's own view of a job it has a part in."""
         witness, runner = self.participant.witnesses.get(job), self.participant.runners.get(job)
@@ -512,7 +503,7 @@ class JobService:
         progress = attempt.progress if attempt is not None else None
         note = attempt.note if attempt is not None else ""
         waiting = None
-        if steward is not None and acts and runner is None:
+        if steward is not None and acts and runner is None and not steward.held_back_by:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger))
         return status_of(job, witness, runner, state, detail or note, progress, waiting)
 
@@ -539,7 +530,10 @@ class JobService:
         leaving = frozenset(m.node_id for m in members if m.draining)
         left = frozenset(m.node_id for m in members if m.state == "left")
         adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
-        return Surroundings(self._me, alive, leaving, left, adverts, self.disks(), self._queue(adverts)).view
+        statuses = self.statuses().values()
+        ends = {status.job: status.outcome.kind for status in statuses if status.outcome is not None}
+        queue = _queue(statuses, adverts)
+        return Surroundings(self._me, alive, leaving, left, adverts, self.disks(), queue, ends).view
 
     def _still_witness(self) -> bool:
         """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""
@@ -552,3 +546,20 @@ class JobService:
 
 def instant() -> Instant:
     return Instant(time.clock_gettime(time.CLOCK_BOOTTIME), time.time_ns() // 1_000_000)
+
+
+def _queue(statuses: Iterable[JobStatus], adverts: Sequence[Advert]) -> Queue:
+    """Who waits, and what each user has had lately, by what this node has heard."""
+    now_unix = time.time()
+    waiting: list[Waiting] = []
+    usage: Counter[str] = Counter()
+    for status in statuses:
+        if status.waiting is not None and status.waiting.job == status.job:
+            waiting.append(status.waiting)
+            usage[status.user] += 0
+        for attempt in status.attempts:
+            if attempt.running_unix_ms:
+                ended_ms = attempt.ended_unix_ms or attempt.seen_unix_ms
+                used_s = max(0, ended_ms - attempt.running_unix_ms) / 1000
+                usage[status.user] += decayed(used_s, status.gpus, now_unix - ended_ms / 1000)
+    return Queue(waiting, usage, adverts, int(now_unix))

@@ -45,6 +45,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `chain` holds the submitter's certificates, so that a node that has never met the submitter, or has forgotten it, can
     still tell whose job this is. `on_partition`: what the guest does while no majority of its witnesses answers.
     `max_time_s`: how long it may run in all, over its attempts; time in which it waits does not count.
+    `after`: jobs that must be done first; if one of them ends otherwise, this one fails.
     """
 
     submitter: bytes
@@ -73,6 +74,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_partition: OnPartition = "freeze"
     max_time_s: float | None = None
     priority: int = DEFAULT_PRIORITY
+    after: tuple[bytes, ...] = ()
 
 
 def job_id(payload: bytes) -> bytes:
@@ -138,6 +140,7 @@ _decoder = msgspec.msgpack.Decoder(JobSpec)
 MAX_ARGUMENTS = 4096
 MAX_TEXT_BYTES = 256 * 1024
 MAX_WITNESSES = 5
+MAX_AFTER = 256
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
@@ -167,6 +170,8 @@ def check_spec(spec: JobSpec) -> None:
     for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
+    if len(spec.after) > MAX_AFTER or any(len(job) != JOB_ID_BYTES for job in spec.after):
+        raise SpecError(f"a job comes after at most {MAX_AFTER} others")
     if not 0 <= spec.priority <= MAX_PRIORITY:
         raise SpecError(f"priority must be 0 to {MAX_PRIORITY}")
     if spec.max_time_s is not None and not 1 <= spec.max_time_s <= MAX_TIME_S:

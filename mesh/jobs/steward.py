@@ -11,10 +11,10 @@ from random import Random
 import msgspec
 
 from mesh.jobs.effects import Effect, Send, SetTimer, StateChanged
-from mesh.jobs.ledger import Ledger, Outcome, Seat
+from mesh.jobs.ledger import Ledger, Outcome, OutcomeKind, Seat
 from mesh.jobs.messages import Accepted, Closed, Prepare, Promised, Refused, Start, StartAnswer
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
-from mesh.jobs.spec import JobSpec, placement_request, waiting_place
+from mesh.jobs.spec import JobSpec, format_job, placement_request, waiting_place
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness
 from placement.advert import Advert
@@ -99,7 +99,7 @@ class Steward:
             case Accepted() if self._proposer is not None:
                 if message.cancel_wanted and self.state == "waiting":
                     self._proposer.on_accepted(sender, message)
-                    return self._finish(self._cancelled(self._proposer.ledger, at), at)
+                    return self._finish(self._ended(self._proposer.ledger, "cancelled", "cancelled", at), at)
                 decided = self._proposer.on_accepted(sender, message)
                 if decided is None or self.state != "finishing":
                     return []
@@ -161,7 +161,7 @@ class Steward:
         if ledger.outcome is not None:
             return self._finish(ledger, at)
         if any(promise.cancel_wanted for promise in self._promises.values()):
-            return self._finish(self._cancelled(ledger, at), at)
+            return self._finish(self._ended(ledger, "cancelled", "cancelled", at), at)
         return self._place(at)
 
     def _closed(self, ledger: Ledger, at: Instant) -> Ledger:
@@ -226,6 +226,8 @@ class Steward:
     def _place(self, at: Instant) -> list[Effect]:
         assert self.view is not None and self._proposer is not None
         proposer = self._proposer
+        if self.held_back_by:
+            return self._hold_back(at)
         request = self.request(proposer.ledger)
         adverts = [advert for advert in self.view.adverts if advert.node in self.view.staying]
         ranking = rank_nodes(request, adverts)
@@ -258,6 +260,21 @@ class Steward:
             self._timer("answer", at.now + ANSWER_S),
             self._changed("starting", f"on {chosen.nick}"),
         ]
+
+    @property
+    def held_back_by(self) -> list[bytes]:
+        """The jobs that it comes after, as far as they are not known to be done."""
+        ends = self.view.ends if self.view is not None else {}
+        return [job for job in self.spec.after if ends.get(job) != "done"]
+
+    def _hold_back(self, at: Instant) -> list[Effect]:
+        assert self.view is not None and self._proposer is not None
+        for job in self.held_back_by:
+            kind = self.view.ends.get(job)
+            if kind is not None:
+                words = f"{format_job(job)[:8]}, which it comes after, has {'failed' if kind == 'failed' else 'been cancelled'}"
+                return self._finish(self._ended(self._proposer.ledger, "failed", words, at), at)
+        return self._wait("after " + ", ".join(format_job(job)[:8] for job in self.held_back_by), at)
 
     def _let_pass(
         self, request: Request, adverts: Sequence[Advert], at: Instant
@@ -311,11 +328,11 @@ class Steward:
         return [*self._proposer.propose(at.now), self._timer("answer", at.now + ANSWER_S)]
 
     @staticmethod
-    def _cancelled(ledger: Ledger, at: Instant) -> Ledger:
+    def _ended(ledger: Ledger, kind: OutcomeKind, detail: str, at: Instant) -> Ledger:
         commit = ledger.commit
         outcome = Outcome(
-            kind="cancelled",
-            detail="cancelled",
+            kind=kind,
+            detail=detail,
             exit_code=None,
             manifest=commit.manifest if commit else None,
             holders=commit.holders if commit else (),

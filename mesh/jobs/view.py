@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from mesh.jobs.ledger import OutcomeKind
 from placement.advert import Advert
 from placement.decision import witness_order
 from placement.queue import Queue
@@ -25,6 +26,7 @@ class View(msgspec.Struct, frozen=True):
     witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
     disks: Mapping[bytes, bytes] = {}  # whose journal is on which disk, as far as it is known
     queue: Queue | None = None
+    ends: Mapping[bytes, OutcomeKind] = {}  # of jobs that are over
 
     @property
     def staying(self) -> frozenset[bytes]:
@@ -47,10 +49,13 @@ class Surroundings(msgspec.Struct, frozen=True):
     adverts: Sequence[Advert]
     disks: Mapping[bytes, bytes]
     queue: Queue | None = None
+    ends: Mapping[bytes, OutcomeKind] = {}
 
     def view(self, job: bytes) -> View:
         order = witness_order(job, self.adverts, self.alive - self.leaving)
-        return View(self.me, self.alive, self.leaving, self.left, self.adverts, order, self.disks, self.queue)
+        return View(
+            self.me, self.alive, self.leaving, self.left, self.adverts, order, self.disks, self.queue, self.ends
+        )
 
 
 class Timer(msgspec.Struct, frozen=True):

@@ -80,6 +80,23 @@ def row(
     }
 
 
+def not_run(measure: str, unit: str, goal: str, why: str) -> dict[str, Any]:
+    """A line of the report for what could not be measured, and why."""
+    return {
+        "measure": measure,
+        "value": None,
+        "min": None,
+        "max": None,
+        "n": 0,
+        "unit": unit,
+        "peer": "",
+        "peer_value": None,
+        "goal": goal,
+        "met": None,
+        "why": why,
+    }
+
+
 def write(area: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the area's report and show it."""
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -87,7 +104,7 @@ def write(area: str, rows: Sequence[Mapping[str, Any]]) -> None:
     path = BUILD / f"{area}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     for line in rows:
-        verdict = {True: "met", False: "NOT MET", None: "not run"}[line["met"]]
+        verdict = {True: "met", False: "NOT MET", None: "not run" if line["value"] is None else "-"}[line["met"]]
         beside = f", {line['peer']} {line['peer_value']}" if line["peer_value"] is not None else ""
         print(
             f"{line['measure']}: {line['value']} {line['unit']} ({line['min']} to {line['max']}, n={line['n']}{beside}); "

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.bench import scenarios  # noqa: E402
 from tests.bench.fleets import Fleet, available, wait  # noqa: E402
-from tests.bench.harness import BUILD, row, write  # noqa: E402
+from tests.bench.harness import BUILD, not_run, row, write  # noqa: E402
 
 DETECT_WITHIN_S = 60.0
 SETTLE_S, IDLE_S = 30.0, 60.0  # the news of the start must have run dry
@@ -199,7 +199,7 @@ def report(
     for measure_name, size, unit, goal, limit in GOALS:
         values = figures.get("mesh", {}).get(size, {}).get(measure_name, [])
         if not values:
-            rows.append(_not_run(f"{measure_name} N={size}", unit, goal, "this size was not run"))
+            rows.append(not_run(f"{measure_name} N={size}", unit, goal, "this size was not run"))
             continue
         peers = {
             name: of[size][measure_name]
@@ -214,7 +214,7 @@ def report(
         )
     for key in ("false_dead_loss25", "false_dead_stall10"):
         if key not in false.get("mesh", {}):
-            rows.append(_not_run(key, "events", "0", "not run (--minutes 0)"))
+            rows.append(not_run(key, "events", "0", "not run (--minutes 0)"))
             continue
         peer = ", ".join(f"{name} {of[key]}" for name, of in false.items() if name != "mesh")
         values = [float(false["mesh"][key])]
@@ -225,7 +225,7 @@ def report(
             for key, values in sorted(measured.items()):
                 rows.append(row(f"{name} N={size} {key}", values, key.rpartition("_")[2], goal="-", met=None))
     for name, why in missing.items():
-        rows.append(_not_run(name, "", "-", why))
+        rows.append(not_run(name, "", "-", why))
     write("membership", rows)
 
 
@@ -241,22 +241,6 @@ def _constant(figures: Figures) -> list[dict[str, Any]]:
     ratio = statistics.median(idle[max(idle)]) / statistics.median(idle[min(idle)])
     name = f"idle bytes at N={max(idle)}, times those at N={min(idle)}"
     return [row(name, [ratio], "x", goal="constant in N (<= 1.5)", met=ratio <= 1.5)]
-
-
-def _not_run(measure_name: str, unit: str, goal: str, why: str) -> dict[str, Any]:
-    return {
-        "measure": measure_name,
-        "value": None,
-        "min": None,
-        "max": None,
-        "n": 0,
-        "unit": unit,
-        "peer": "",
-        "peer_value": None,
-        "goal": goal,
-        "met": None,
-        "why": why,
-    }
 
 
 if __name__ == "__main__":

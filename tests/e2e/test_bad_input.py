@@ -55,6 +55,8 @@ pytestmark = pytest.mark.e2e
         (("reclaim", "--grace", "-3s"), 2, ""),
         (("wait", "zzzz"), 4, "mesh ps -a"),
         (("wait",), 2, "JOBS"),
+        (("run", "--no-workdir", "--after", "zzzz", "--", "x"), 4, "mesh ps -a"),
+        (("run", "--no-workdir", "--priority", "101", "--", "x"), 2, "101"),
         (("run", "--no-workdir", "--max-time", "0.1s", "--", "x"), 2, "1 second"),
         (("migrate", "zzzz"), 4, "mesh ps -a"),
         (("migrate", ""), 4, "mesh ps -a"),

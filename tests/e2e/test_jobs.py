@@ -243,6 +243,20 @@ def test_a_job_without_checkpoints_is_not_moved_by_mistake(shared: Stack) -> Non
     ok(node, "cancel", job)
 
 
+def test_a_job_comes_after_another_and_fails_with_it(shared: Stack) -> None:
+    node, other = shared.nodes[:2]
+    first = ok(node, "submit", "--no-workdir", "--", "sleep", "2").strip()
+    second = ok(other, "submit", "--no-workdir", "--after", first, "--", "true").strip()
+    until(lambda: job_state(node, second).get("detail") == f"after {first[:8]}", "it to say what it waits for")
+    assert mesh(node, "wait", second).returncode == 0 and job_state(node, first)["state"] == "done"
+    slow = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
+    third = ok(node, "submit", "--no-workdir", "--after", slow, "--after", first, "--", "true").strip()
+    ok(node, "cancel", slow)
+    assert "has been cancelled" in finished(node, third)["outcome"]["detail"]
+    refused = mesh(node, "submit", "--no-workdir", "--after", slow, "--", "true")
+    assert refused.returncode == 1 and "not well" in refused.stderr
+
+
 def test_ctrl_c_twice_cancels_it(shared: Stack) -> None:
     process, heard, rest = interrupted(shared, 2)
     assert process.returncode == 103 and "cancelled" in rest

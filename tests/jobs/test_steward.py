@@ -1,6 +1,7 @@
 """Who acts when nobody runs the job, in which order, and what it does with the term it wins."""
 
 import msgspec
+import pytest
 
 from mesh.jobs.effects import Effect, Send, SetTimer
 from mesh.jobs.ledger import Attempt, Config, Ledger
@@ -10,7 +11,22 @@ from mesh.jobs.view import Timer
 from placement.advert import Advert
 from placement.queue import Queue, Waiting
 from placement.request import Request
-from tests.jobs.worlds import DISK, JOB, A, B, C, D, E, at, make_advert, make_steward, make_view, make_witness, seats
+from tests.jobs.worlds import (
+    DISK,
+    JOB,
+    A,
+    B,
+    C,
+    D,
+    E,
+    at,
+    make_advert,
+    make_spec,
+    make_steward,
+    make_view,
+    make_witness,
+    seats,
+)
 
 GROUP = Config(number=0, term=0, members=seats(A, B, C))
 
@@ -97,6 +113,29 @@ def test_it_does_not_wait_for_those_behind_it_nor_where_there_is_room_for_all() 
         term = sends(steward.observe(view, at(0)), Prepare)[0].message.term  # type: ignore[union-attr]
         steward.handle(A, promise(term), at(0))
         assert len(sends(steward.handle(B, promise(term), at(0)), Start)) == 1
+
+
+def held_back(**view: object) -> tuple[Steward, list[Effect]]:
+    steward = make_steward(witness=make_witness(spec=make_spec(after=(b"1" * 16, b"2" * 16))))
+    shown = make_view(A, (A, B, C, D), **view)
+    term = sends(steward.observe(shown, at(0)), Prepare)[0].message.term  # type: ignore[union-attr]
+    steward.handle(A, promise(term), at(0))
+    return steward, steward.handle(B, promise(term), at(0))
+
+
+def test_a_job_waits_for_those_it_comes_after() -> None:
+    steward, effects = held_back(ends={b"1" * 16: "done"})
+    assert sends(effects, Start) == [] and steward.state == "waiting" and steward.detail.startswith("after ")
+    done = make_view(A, (A, B, C, D), ends={b"1" * 16: "done", b"2" * 16: "done"})
+    assert len(sends(steward.observe(done, at(1)), Start)) == 1
+
+
+@pytest.mark.parametrize(("kind", "words"), [("failed", "has failed"), ("cancelled", "has been cancelled")])
+def test_a_job_fails_with_one_that_it_comes_after(kind: str, words: str) -> None:
+    steward, effects = held_back(ends={b"1" * 16: "done", b"2" * 16: kind})
+    (outcome,) = {send.message.ledger.outcome for send in sends(effects, Accept)}  # type: ignore[union-attr]
+    assert outcome is not None and outcome.kind == "failed" and words in outcome.detail
+    assert steward.state == "finishing"
 
 
 def test_the_ledger_it_hands_on_is_the_newest_of_the_promises_with_the_lost_attempt_closed() -> None:
