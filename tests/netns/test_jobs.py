@@ -11,7 +11,7 @@ from tests.e2e.test_departures import descendants, state_of
 from tests.netns.lan import Host, Lan, office
 
 pytestmark = pytest.mark.netns
-STEPS = 300
+STEPS = 220
 LENDS = {"profile": "local", "lend": True, "slots": 2}
 
 

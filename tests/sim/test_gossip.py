@@ -25,7 +25,7 @@ from sim.gossip import GossipWorld
 from sim.mix import Mix, draw_mix
 from tests.sim.replay import digests
 
-SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "30"))
+SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "20"))
 NODES, MINUTES = 20, 30.0
 CONTROL_SEEDS = 200  # a broken rule must be found within so many
 
