@@ -58,7 +58,7 @@ def starts(rounds: int) -> list[dict[str, Any]]:
         for number in range(rounds + 2):
             begun = time.time_ns()
             job = submit(stack.nodes[number % 5], list(CLOCK))
-            wait_for(stack.nodes[0], job, lambda state: state["outcome"])
+            wait_for(stack.nodes[number % 5], job, lambda state: state["outcome"])
             told = int(output(stack.nodes[number % 5], job).splitlines()[-1])
             alone = asyncio.run(engine_alone(Path(directory) / str(number)))
             if number >= 2:  # the first two warm everything up
