@@ -153,9 +153,8 @@ class Daemon:
             random.Random(),
         )
         await asyncio.to_thread(shutil.rmtree, layout.jobs, True)  # guests of an earlier run died with it
-        await (
-            self.jobs.restore()
-        )  # before any peer is heard: a witness that does not know its promises would break them
+        # Before any peer is heard: a witness that does not know its promises would break them.
+        await self.jobs.restore()
         self.desk = Desk(self)
         self.logs = LogReader(self, self.desk)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
 WORKDIR_REPLICAS = 2
+_Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
 
 
@@ -120,16 +121,23 @@ class Desk:
 
     def job_list(self) -> list[dict[str, Any]]:
         ordered = sorted(self.statuses().values(), key=lambda status: status.created_unix_ms)
-        return [self._show(status) for status in ordered]
+        around = self._around()
+        return [self._show(status, around) for status in ordered]
 
-    def _show(self, status: JobStatus) -> dict[str, Any]:
+    def _around(self) -> _Around:
+        """Everybody's nick, who is there, and with which disk; looked up once for all jobs that are shown."""
         members = self._daemon.membership.members()
         nicks = {member.node_id: member.nick for member in members}
-        present = {member.node_id for member in members if member.present}
+        return nicks, {member.node_id for member in members if member.present}, self._daemon.jobs.disks()
+
+    def _show(self, status: JobStatus, around: _Around | None = None) -> dict[str, Any]:
+        nicks, present, disks = around or self._around()
         state, detail = status.state, status.detail
-        disks = self._daemon.jobs.disks()
-        seats = {seat for seat in status.config.everyone if disks.get(seat.node, seat.disk) == seat.disk}
-        seats = {seat for seat in seats if seat.node in present}
+        seats = {
+            seat
+            for seat in status.config.everyone
+            if seat.node in present and disks.get(seat.node, seat.disk) == seat.disk
+        }
         if status.outcome is None and not status.config.quorum(seats):
             left = {seat.node for seat in seats}
             gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in left]
@@ -319,11 +327,15 @@ class Desk:
         status = self.find_job(text)
         if status.outcome is not None:
             return {"job": format_job(status.job), "state": status.state, "already": True}
-        if status.user != self._daemon.membership.standing.user:
-            raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
+        self.check_owner(status)
         nodes = [*([status.runner] if status.runner is not None else []), *status.witnesses, status.submitter]
         self._daemon.jobs.cancel(status.job, self._daemon.membership.standing.user, nodes)
         return {"job": format_job(status.job), "state": "cancelling", "already": False}
+
+    def check_owner(self, status: JobStatus) -> None:
+        """MeshError if it is not this node's user's job."""
+        if status.user != self._daemon.membership.standing.user:
+            raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
 
     async def sealed_spec(self, job: bytes) -> bytes | None:
         witness = self._daemon.jobs.participant.witnesses.get(job)

@@ -15,8 +15,7 @@ async def migrate(daemon: "Daemon", text: str, to: str, force: bool) -> dict[str
     """Ask for it; the answer says from where, and which node is first in line now."""
     status = daemon.desk.find_job(text)
     name, user = format_job(status.job)[:8], daemon.membership.standing.user
-    if status.user != user:
-        raise MeshError(f"job {name} is {status.user}'s, not yours", ExitCode.REFUSED)
+    daemon.desk.check_owner(status)
     last = status.attempts[-1] if status.attempts else None
     if status.outcome is not None or status.runner is None or last is None or not last.running_unix_ms:
         raise MeshError(f"job {name} does not run now (it is {status.state}): `mesh why {name}` says more")

@@ -7,7 +7,7 @@ import msgspec
 
 from membership.envelope import seal
 from membership.identity import NodeId, short_id
-from mesh.api.errors import ExitCode, MeshError
+from mesh.api.errors import MeshError
 from mesh.api.peer import PeerError
 from mesh.jobs.effects import Cell
 from mesh.jobs.recovery import Plan, RecoveryError, encode_mandate, make_plan
@@ -23,9 +23,7 @@ _cell_decoder = msgspec.msgpack.Decoder(Cell)
 async def recover(daemon: "Daemon", text: str, go: bool) -> dict[str, Any]:
     """What would be lost; with `go`, do it."""
     status = daemon.desk.find_job(text)
-    user = daemon.membership.standing.user
-    if status.user != user:
-        raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
+    daemon.desk.check_owner(status)
     cells = await _records(daemon, status.job)
     try:
         plan = make_plan(status.job, cells, daemon.jobs.view(status.job), instant())

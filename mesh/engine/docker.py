@@ -20,8 +20,9 @@ import docker.errors
 import docker.types
 import requests
 
+from mesh.engine.descent import children_of
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch, contract_env
-from mesh.engine.process import catches, children_of
+from mesh.engine.process import catches
 from mesh.engine.warden import Warden
 
 THREADS = 8  # for calls; each guest is followed by a thread of its own, so that no number of guests delays a kill

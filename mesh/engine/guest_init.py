@@ -19,6 +19,7 @@ import signal
 import sys
 
 from mesh.engine.alarm import Alarm, boot_s
+from mesh.engine.descent import children_of
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
@@ -186,7 +187,7 @@ def stop_all(first: int) -> None:
 def end_session_children() -> None:
     """Without a pid namespace, processes the job left behind are found as our descendants (we are their subreaper)."""
     while True:
-        children = _children(os.getpid())
+        children = children_of(os.getpid())
         if not children:
             return
         for pid in children:
@@ -201,20 +202,10 @@ def _descendants(first: int) -> set[int]:
     found: set[int] = set()
     queue = [os.getpid()]
     while queue:
-        children = [pid for pid in _children(queue.pop()) if pid not in found]
+        children = [pid for pid in children_of(queue.pop()) if pid not in found]
         found.update(children)
         queue.extend(children)
     return found - {first}
-
-
-def _children(pid: int) -> list[int]:
-    """Direct children of a process, of all its threads."""
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
-            with open(f"/proc/{pid}/task/{thread}/children") as file:  # noqa: PTH123
-                found += [int(child) for child in file.read().split()]
-    return found
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mesh.engine.alone import alone
+from mesh.engine.descent import children_of
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
@@ -170,15 +171,6 @@ class ProcessGuest:
             found.append(pid)
             queue.extend(children_of(pid))
         return found
-
-
-def children_of(pid: int) -> list[int]:
-    """Direct children of a process, of all its threads."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    except OSError:
-        return []
 
 
 def catches(pid: int, signum: int) -> bool:

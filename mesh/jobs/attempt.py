@@ -20,6 +20,7 @@ import msgspec
 
 from ckptstore.errors import SaveTorn, StoreError
 from ckptstore.store import Store
+from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree, resume_of
 from mesh.jobs.contract import Progress, decode_progress
@@ -105,11 +106,11 @@ class Attempt:
     def notify(self, kind: str, grace_s: float, reason: str) -> None:
         self._spawn(self._notify(kind, grace_s, reason), "notify")
 
-    def allow_until(self, boot_s: float) -> None:
-        self._until = boot_s
+    def allow_until(self, until: float) -> None:
+        self._until = until
         self._allowed.set()
         if self._guest is not None:
-            self._guest.allow_until(boot_s)
+            self._guest.allow_until(until)
 
     def kill(self) -> None:
         self._spawn(self.kill_guest(), "kill")
@@ -139,7 +140,7 @@ class Attempt:
         resume = None
         if self.spec.checkpointing is not None:
             resume = resume_of(self.base / "ckpt", self.spec.checkpointing)
-        while time.clock_gettime(time.CLOCK_BOOTTIME) >= self._until:  # fetching its files can outlast the lease
+        while boot_s() >= self._until:  # fetching its files can outlast the lease
             self._allowed.clear()
             await self._allowed.wait()
         launch = Launch(

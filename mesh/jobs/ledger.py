@@ -43,6 +43,12 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resumed_step: int | None = None
     last_step: int | None = None
 
+    @property
+    def ran_s(self) -> float:
+        """How long its guest has run, as far as it is known."""
+        until = self.ended_unix_ms or self.seen_unix_ms
+        return max(0, until - self.running_unix_ms) / 1000 if self.running_unix_ms else 0.0
+
 
 def left_unwillingly(attempts: tuple[Attempt, ...]) -> tuple[bytes, ...]:
     last = attempts[-1] if attempts else None
@@ -79,6 +85,14 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         others = tuple(known for known in self.attempts if known.number != attempt.number)
         return self.amended(attempts=(*others, attempt)[-MAX_ATTEMPTS_KEPT:])
 
+    def written_off(self, reason: str, unix_ms: int) -> "Ledger":
+        """With an attempt that never said goodbye ended, when it was last heard of."""
+        attempt = self.open_attempt
+        if attempt is None or self.outcome is not None:
+            return self
+        ended = attempt.seen_unix_ms or attempt.started_unix_ms
+        return self.with_attempt(msgspec.structs.replace(attempt, reason=reason, ended_unix_ms=min(ended, unix_ms)))
+
     @property
     def open_attempt(self) -> Attempt | None:
         last = self.attempts[-1] if self.attempts else None
@@ -92,8 +106,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def ran_s(self) -> float:
         """How long its guests have run, in the attempts that are over and still remembered."""
-        ran = (attempt for attempt in self.attempts if attempt.reason and attempt.running_unix_ms)
-        return sum(max(0, attempt.ended_unix_ms - attempt.running_unix_ms) for attempt in ran) / 1000
+        return sum(attempt.ran_s for attempt in self.attempts if attempt.reason)
 
     @property
     def next_attempt(self) -> int:

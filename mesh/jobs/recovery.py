@@ -63,19 +63,11 @@ def make_plan(job: bytes, cells: Mapping[bytes, Cell], view: View, at: Instant) 
     best = cells[best_first[0]]
     return Plan(
         mandate=Mandate(job, term, group),
-        ledger=_closed(best.ledger, at),
+        ledger=best.ledger.written_off(RECORD_LOST, at.unix_ms),
         spec=best.spec,
         lost=tuple(node for node in config.nodes if node not in cells),
         kept=tuple(best_first),
     )
-
-
-def _closed(ledger: Ledger, at: Instant) -> Ledger:
-    attempt = ledger.open_attempt
-    if attempt is None:
-        return ledger
-    ended = min(attempt.seen_unix_ms or attempt.started_unix_ms, at.unix_ms)
-    return ledger.with_attempt(msgspec.structs.replace(attempt, reason=RECORD_LOST, ended_unix_ms=ended))
 
 
 _decoder = msgspec.msgpack.Decoder(Mandate)

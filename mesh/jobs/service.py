@@ -19,6 +19,7 @@ from membership.node import MembershipNode
 from membership.records import Record
 from membership.trust import CLOCK_GRACE_S, NODE_CERTIFICATE_S, PROVIDER, USER, TrustError, TrustStore
 from mesh.api.peer import PeerClient, decode_facts
+from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Engine
 from mesh.jobs.attempt import Attempt, Custody
 from mesh.jobs.courier import Courier
@@ -167,24 +168,12 @@ class JobService:
         sealed = seal(self._identity, self._trust.mesh_id, "job", payload)
         job = job_id(payload)
         await self.journal.save_submitted(job, sealed)
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._submissions[job] = answer
-        self._feed(lambda at: self.participant.submit(job, sealed, spec, at))
-        try:
-            return job, await answer
-        finally:
-            del self._submissions[job]
+        return job, await self._answered(job, lambda at: self.participant.submit(job, sealed, spec, at))
 
     async def recover(self, plan: Plan, mandate: bytes) -> str | None:
         """Let the group that the job's user has named take over: why it did not, or None."""
         job = plan.mandate.job
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._submissions[job] = answer
-        self._feed(lambda at: self.participant.recover(plan, mandate, at))
-        try:
-            problem = await answer
-        finally:
-            del self._submissions[job]
+        problem = await self._answered(job, lambda at: self.participant.recover(plan, mandate, at))
         if problem is None:
             await self._note(
                 job, f"its user made it go on from the record of {len(plan.kept)}, without {len(plan.lost)}"
@@ -262,6 +251,16 @@ class JobService:
 
     # --- inputs
 
+    async def _answered(self, job: bytes, item: Input) -> str | None:
+        """Feed what a majority must take in: why it did not, or None."""
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._submissions[job] = answer
+        self._feed(item)
+        try:
+            return await answer
+        finally:
+            del self._submissions[job]
+
     def _feed(self, item: Input) -> None:
         try:
             self._inputs.put_nowait(item)
@@ -325,8 +324,8 @@ class JobService:
                 attempt.save_result(effect)
             case Notify(kind=kind, grace_s=grace_s, reason=reason) if attempt is not None:
                 attempt.notify(kind, grace_s, reason)
-            case RunUntil(boot_s=boot_s) if attempt is not None:
-                attempt.allow_until(boot_s)
+            case RunUntil(boot_s=until) if attempt is not None:
+                attempt.allow_until(until)
             case Kill() if attempt is not None:
                 attempt.kill()
             case Committed(commit=commit):
@@ -545,7 +544,7 @@ class JobService:
 
 
 def instant() -> Instant:
-    return Instant(time.clock_gettime(time.CLOCK_BOOTTIME), time.time_ns() // 1_000_000)
+    return Instant(boot_s(), time.time_ns() // 1_000_000)
 
 
 def _queue(statuses: Iterable[JobStatus], adverts: Sequence[Advert]) -> Queue:
@@ -559,7 +558,6 @@ def _queue(statuses: Iterable[JobStatus], adverts: Sequence[Advert]) -> Queue:
             usage[status.user] += 0
         for attempt in status.attempts:
             if attempt.running_unix_ms:
-                ended_ms = attempt.ended_unix_ms or attempt.seen_unix_ms
-                used_s = max(0, ended_ms - attempt.running_unix_ms) / 1000
-                usage[status.user] += decayed(used_s, status.gpus, now_unix - ended_ms / 1000)
+                ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
+                usage[status.user] += decayed(attempt.ran_s, status.gpus, ago_s)
     return Queue(waiting, usage, adverts, int(now_unix))

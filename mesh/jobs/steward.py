@@ -8,8 +8,6 @@ own witness cell. Two stewards acting at once cost a round trip, never a fork: t
 from collections.abc import Sequence
 from random import Random
 
-import msgspec
-
 from mesh.jobs.effects import Effect, Send, SetTimer, StateChanged
 from mesh.jobs.ledger import Ledger, Outcome, OutcomeKind, Seat
 from mesh.jobs.messages import Accepted, Closed, Prepare, Promised, Refused, Start, StartAnswer
@@ -168,13 +166,7 @@ class Steward:
         """The ledger with an attempt that never said goodbye written off."""
         assert self.view is not None
         attempt = ledger.open_attempt
-        if attempt is None or ledger.outcome is not None:
-            return ledger
-        ended = attempt.seen_unix_ms or attempt.started_unix_ms
-        lost = msgspec.structs.replace(
-            attempt, reason=self.view.absence(attempt.node), ended_unix_ms=min(ended, at.unix_ms)
-        )
-        return ledger.with_attempt(lost)
+        return ledger if attempt is None else ledger.written_off(self.view.absence(attempt.node), at.unix_ms)
 
     def _on_refused(self, sender: bytes, message: Refused, at: Instant) -> list[Effect]:
         self._seen_term = max(self._seen_term, message.promised)

@@ -17,13 +17,14 @@ class Instant(msgspec.Struct, frozen=True):
     unix_ms: int
 
 
-class View(msgspec.Struct, frozen=True):
+class Surroundings(msgspec.Struct, frozen=True):
+    """What a node sees around it, whatever the job: the members there are, those about to leave, those who left in order."""
+
     me: bytes
     alive: frozenset[bytes] = frozenset()
     leaving: frozenset[bytes] = frozenset()
     left: frozenset[bytes] = frozenset()
     adverts: Sequence[Advert] = ()
-    witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
     disks: Mapping[bytes, bytes] = {}  # whose journal is on which disk, as far as it is known
     queue: Queue | None = None
     ends: Mapping[bytes, OutcomeKind] = {}  # of jobs that are over
@@ -38,24 +39,15 @@ class View(msgspec.Struct, frozen=True):
             return "node left"
         return "lease expired" if node in self.alive else "node lost"
 
-
-class Surroundings(msgspec.Struct, frozen=True):
-    """What a node sees around it, whatever the job: the members there are, those about to leave, those who left in order."""
-
-    me: bytes
-    alive: frozenset[bytes]
-    leaving: frozenset[bytes]
-    left: frozenset[bytes]
-    adverts: Sequence[Advert]
-    disks: Mapping[bytes, bytes]
-    queue: Queue | None = None
-    ends: Mapping[bytes, OutcomeKind] = {}
-
-    def view(self, job: bytes) -> View:
+    def view(self, job: bytes) -> "View":
         order = witness_order(job, self.adverts, self.alive - self.leaving)
-        return View(
-            self.me, self.alive, self.leaving, self.left, self.adverts, order, self.disks, self.queue, self.ends
-        )
+        return View(**msgspec.structs.asdict(self), witnesses=order)
+
+
+class View(Surroundings, frozen=True):
+    """The same for one job."""
+
+    witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
 
 
 class Timer(msgspec.Struct, frozen=True):

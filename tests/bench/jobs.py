@@ -6,7 +6,6 @@ Gossip runs with its `local` timings and a lease of 4 s; detection is measured i
 
 import argparse
 import asyncio
-import hashlib
 import statistics
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from mesh.engine.engine import Launch  # noqa: E402
 from mesh.engine.process import ProcessEngine  # noqa: E402
 from mesh.stack import Stack, StackNode  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
+from tests.e2e.commands import PROJECT, count_digest  # noqa: E402
 
 LEASE_S = 4.0
 WAIT_S = 120.0
-PROJECT = ROOT / "tests" / "e2e" / "project"
 CLOCK = ("sh", "-c", "date +%s%N")
 
 
@@ -194,7 +193,7 @@ def interruptions(seconds: float) -> list[dict[str, Any]]:
                 if times not in ended and shown(user, job)["outcome"]:
                     ended[times] = time.monotonic() - begun
             time.sleep(0.2)
-        right = counted(steps)
+        right = count_digest(steps)
         for times in (2, 3, 4):
             more = 100 * (ended[times] / ended[0] - 1)
             same = output(user, jobs[times]).splitlines()[-1] == f"digest {right}"
@@ -277,13 +276,6 @@ def wait(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
 def wait_for(node: StackNode, job: str, ready: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     state: dict[str, Any] = wait(lambda: (s := shown(node, job)) and ready(s) and s, f"job {job[:8]}")
     return state
-
-
-def counted(steps: int) -> str:
-    digest = ""
-    for step in range(1, steps + 1):
-        digest = hashlib.sha256(f"{digest}{step}".encode()).hexdigest()
-    return digest
 
 
 if __name__ == "__main__":

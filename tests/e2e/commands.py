@@ -116,3 +116,22 @@ def finished(node: StackNode, job: str) -> dict[str, Any]:
         lambda: (state := job_state(node, job)) and state.get("outcome") and state, "the job to end"
     )
     return state
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    lines = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]
+    table = {int(line.split()[0]): (int(line.split()[1]), line) for line in lines}
+    found = []
+    for child, (parent, line) in table.items():
+        ancestor = parent
+        while ancestor in table and ancestor != pid:
+            ancestor = table[ancestor][0]
+        if ancestor == pid:
+            found.append((child, line))
+    return found
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

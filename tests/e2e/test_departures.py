@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,14 @@ import pytest
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import (
     count_digest,
+    descendants,
     finished,
     job_state,
     mesh,
     ok,
     read,
     running_with_checkpoint,
+    state_of,
     submit_count,
     until,
 )
@@ -153,27 +154,6 @@ def test_a_guest_dies_with_its_daemon(make_stack: MakeStack) -> None:
     send(node, signal.SIGKILL)
     ended(node)
     until(lambda: not any(alive(pid) for pid, _ in guests), "its guest to end")
-
-
-def descendants(pid: int) -> list[tuple[int, str]]:
-    import subprocess
-
-    lines = subprocess.run(
-        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[1:]
-    table = {int(line.split()[0]): (int(line.split()[1]), line) for line in lines}
-    found = []
-    for child, (parent, line) in table.items():
-        ancestor = parent
-        while ancestor in table and ancestor != pid:
-            ancestor = table[ancestor][0]
-        if ancestor == pid:
-            found.append((child, line))
-    return found
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def alive(pid: int) -> bool:

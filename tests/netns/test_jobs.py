@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import count_digest, until
-from tests.e2e.test_departures import descendants, state_of
+from tests.e2e.commands import count_digest, descendants, state_of, until
 from tests.netns.lan import Host, Lan, office
 
 pytestmark = pytest.mark.netns
