@@ -29,6 +29,10 @@ class MissingChunks(StoreError):
         self.ids = ids
 
 
+class Locked(StoreError):
+    """Sealed with a key that is not here."""
+
+
 class FenceError(StoreError):
     """The writer's (config, term) is lower than one already accepted for this job: it was replaced."""
 

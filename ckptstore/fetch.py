@@ -1,18 +1,31 @@
-"""Fetching chunks from several holders at once: one queue, the least busy source next. No I/O.
+"""Fetching chunks from several holders at once, so that all end together. No I/O; times are seconds of any clock.
 
-A source that fails or sends wrong bytes is dropped, and what it still owed goes to the others.
+Each source is asked for as much as it can send in its share of the time that is left, by what it has sent so far: large requests
+at first, ever smaller ones towards the end (guided self-scheduling). When nothing is left to ask for, who is idle is asked also
+for what a slower one still owes, and the first to deliver counts (BitTorrent's end game). A source that fails or sends wrong
+bytes is dropped, and what it still owed goes to the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-BATCH_CHUNKS = 8  # 32 MiB a request: streamed, and small enough that the end is shared between sources
+FIRST_BYTES = 8 << 20  # of a source that has not sent anything yet; ours
+LONGEST_S = 1.0  # that one request is to take, so that rates are learnt and a slow source is seen; ours
+SHARE = 0.5  # of what is left that is asked for at once, over all sources; ours
+LEARN = 0.5  # the weight of the last request in a source's rate; ours
+SOONER = 0.8  # of a slow source's remaining time within which a second one must be done to be asked; ours
 
 
 class Request(msgspec.Struct, frozen=True):
     source: bytes
     ids: tuple[bytes, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """All that this source still owed has come from others: its request is of no more use."""
+
+    source: bytes
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -21,45 +34,108 @@ class Fetched(msgspec.Struct, frozen=True):
     problem: str
 
 
+Action = Request | Cancel | Fetched
+
+
+class _Open(msgspec.Struct):
+    """A request that is under way."""
+
+    ids: tuple[bytes, ...]
+    since: float
+    size: int
+
+
 class Fetch:
-    def __init__(self, missing: Sequence[bytes], sources: Sequence[bytes]) -> None:
-        self._queue = list(dict.fromkeys(missing))
+    """`missing` gives each chunk's length."""
+
+    def __init__(self, missing: Mapping[bytes, int], sources: Sequence[bytes]) -> None:
+        self._sizes = dict(missing)
+        self._queue = list(missing)
+        self._left = set(missing)
         self._sources = list(dict.fromkeys(sources))
-        self._out: dict[bytes, tuple[bytes, ...]] = {}
+        self._open: dict[bytes, _Open] = {}
+        self._rates: dict[bytes, float] = {}
         self.dropped: dict[bytes, str] = {}
 
-    def start(self) -> list[Request | Fetched]:
-        return self._assign()
+    def start(self, now: float) -> list[Action]:
+        return self._assign(now)
 
-    def arrived(self, source: bytes, ids: Sequence[bytes]) -> list[Request | Fetched]:
-        """A request was answered; what it owed but did not give is asked for again."""
-        owed = self._out.pop(source, ())
-        short = [identity for identity in owed if identity not in set(ids)]
+    def arrived(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
+        """A request was answered with these; what it owed but did not give is asked of others."""
+        got = set(ids)
+        self._left -= got
+        request = self._open.pop(source, None)
+        if request is None:
+            return self._assign(now)
+        rate = request.size / max(1e-6, now - request.since)
+        self._rates[source] = self._rates.get(source, rate) * (1 - LEARN) + rate * LEARN
+        short = [identity for identity in request.ids if identity in self._left]
         if short:
-            return self._drop(source, short, "did not send all that it was asked for")
-        return self._assign()
+            return self._drop(source, short, "did not send all that it was asked for", now)
+        return self._assign(now)
 
-    def failed(self, source: bytes, reason: str) -> list[Request | Fetched]:
-        return self._drop(source, list(self._out.pop(source, ())), reason)
+    def failed(self, source: bytes, reason: str, now: float) -> list[Action]:
+        request = self._open.pop(source, None)
+        owed = [identity for identity in request.ids if identity in self._left] if request is not None else []
+        return self._drop(source, owed, reason, now)
 
-    def _drop(self, source: bytes, owed: list[bytes], reason: str) -> list[Request | Fetched]:
+    def _drop(self, source: bytes, owed: list[bytes], reason: str, now: float) -> list[Action]:
         self.dropped[source] = reason
         if source in self._sources:
             self._sources.remove(source)
-        self._queue = owed + self._queue
-        return self._assign()
+        asked = {identity for request in self._open.values() for identity in request.ids}
+        self._queue = [identity for identity in owed if identity not in asked] + self._queue
+        return self._assign(now)
 
-    def _assign(self) -> list[Request | Fetched]:
-        requests: list[Request | Fetched] = []
-        for source in self._sources:
-            if self._queue and source not in self._out:
-                share = max(1, min(BATCH_CHUNKS, -(-len(self._queue) // max(1, len(self._sources)))))
-                self._out[source] = tuple(self._queue[:share])
-                del self._queue[:share]
-                requests.append(Request(source, self._out[source]))
-        if requests or self._out:
-            return requests
-        if self._queue:
+    def _assign(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for source in [source for source, request in self._open.items() if self._left.isdisjoint(request.ids)]:
+            del self._open[source]
+            actions.append(Cancel(source))
+        self._queue = [identity for identity in self._queue if identity in self._left]
+        # The fastest first, so that what is left for the end goes to them.
+        for source in sorted(self._sources, key=lambda source: -self._rates.get(source, 0.0)):
+            if source in self._open:
+                continue
+            ids = self._next(source) if self._queue else self._again(source, now)
+            if ids:
+                size = sum(self._sizes[identity] for identity in ids)
+                self._open[source] = _Open(tuple(ids), now, size)
+                actions.append(Request(source, tuple(ids)))
+        if not self._left:
+            return [*actions, Fetched("")]
+        if not self._open:
             reasons = "; ".join(dict.fromkeys(self.dropped.values())) or "nobody who has it can be reached"
-            return [Fetched(f"{len(self._queue)} chunks could not be fetched: {reasons}")]
-        return [Fetched("")]
+            return [*actions, Fetched(f"{len(self._left)} chunks could not be fetched: {reasons}")]
+        return actions
+
+    def _next(self, source: bytes) -> list[bytes]:
+        """From the queue as much as it can send while the others send theirs; one chunk at least."""
+        rate, left = self._rates.get(source), sum(self._sizes[identity] for identity in self._queue)
+        if rate is None:
+            budget = min(FIRST_BYTES, SHARE * left / len(self._sources))
+        else:
+            together = sum(self._rates.get(other, rate) for other in self._sources)
+            budget = min(rate * LONGEST_S, SHARE * left * rate / together)
+        count, size = 1, self._sizes[self._queue[0]]
+        while count < len(self._queue) and size + self._sizes[self._queue[count]] <= budget:
+            size += self._sizes[self._queue[count]]
+            count += 1
+        taken, self._queue = self._queue[:count], self._queue[count:]
+        return taken
+
+    def _again(self, source: bytes, now: float) -> list[bytes]:
+        """One chunk that another still owes, if this one would be done with it sooner: the last that it will get to."""
+        rate = self._rates.get(source)
+        asked = [identity for request in self._open.values() for identity in request.ids]
+        best: tuple[float, bytes] | None = None
+        for other, request in self._open.items():
+            owed = [identity for identity in request.ids if identity in self._left and asked.count(identity) == 1]
+            if not owed or rate is None:
+                continue
+            slow = self._rates.get(other)
+            remaining = request.since + request.size / slow - now if slow else request.size / rate
+            soon = self._sizes[owed[-1]] / rate
+            if soon < SOONER * remaining and (best is None or remaining > best[0]):
+                best = (remaining, owed[-1])
+        return [best[1]] if best is not None else []

@@ -6,9 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptstore.errors import CorruptChunk
-from ckptstore.pack import Location, scan_pack
+from ckptstore.pack import HEADER_BYTES, Location, is_foreign, scan_pack
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 3
+ADD = """
+INSERT INTO chunks VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE
+SET pack = excluded.pack, offset = excluded.offset, length = excluded.length, base = excluded.base
+WHERE chunks.base IS NOT NULL AND (excluded.base IS NULL OR NOT EXISTS
+(SELECT 1 FROM chunks AS former WHERE former.id = chunks.base AND former.base IS NULL))
+"""  # of two copies the one that needs no other, so that a base never becomes a delta, or the one that can be read
 
 
 class Index:
@@ -36,40 +42,76 @@ class Index:
     def find(self, identity: bytes) -> Location | None:
         with self._lock:
             row = self._connection.execute(
-                "SELECT pack, offset, length FROM chunks WHERE id = ?", [identity]
+                "SELECT pack, offset, length, base FROM chunks WHERE id = ?", [identity]
             ).fetchone()
         return Location(*row) if row is not None else None
 
     def missing(self, ids: Iterable[bytes]) -> list[bytes]:
-        return [identity for identity in dict.fromkeys(ids) if self.find(identity) is None]
+        """Which of these cannot be read here: they are not there, or their base is not."""
+        return [identity for identity in dict.fromkeys(ids) if not self.places(identity)]
 
-    def add(self, pack: str, locations: dict[bytes, Location]) -> None:
-        rows = [(identity, where.pack, where.offset, where.length) for identity, where in locations.items()]
+    def places(self, identity: bytes) -> tuple[Location, ...]:
+        """Where a chunk lies, and then its base if it has one; nothing if it cannot be read here."""
+        where = self.find(identity)
+        if where is None or where.base is None:
+            return () if where is None else (where,)
+        base = self.find(where.base)
+        return () if base is None or base.base is not None else (where, base)
+
+    def with_bases(self, ids: Iterable[bytes]) -> tuple[list[bytes], set[bytes]]:
+        """These and what they need to be read, each after its base; and which are bases."""
+        wanted: dict[bytes, None] = {}
+        bases: set[bytes] = set()
+        for identity in ids:
+            where = self.find(identity)
+            if where is not None and where.base is not None:
+                wanted[where.base] = None
+                bases.add(where.base)
+            wanted[identity] = None
+        return list(wanted), bases
+
+    def add(self, pack: str, locations: dict[bytes, Location], foreign: bool) -> None:
+        rows = [(identity, where.pack, where.offset, where.length, where.base) for identity, where in locations.items()]
         with self._lock, self._connection:
-            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?)", [pack])
-            self._connection.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?, ?, ?)", rows)
+            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
+            self._connection.executemany(ADD, rows)
+
+    def move(self, pack: str, locations: dict[bytes, Location], foreign: bool) -> None:
+        """These objects lie in this new pack from now on."""
+        rows = [(where.pack, where.offset, where.length, where.base, identity) for identity, where in locations.items()]
+        with self._lock, self._connection:
+            self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
+            self._connection.executemany("UPDATE chunks SET pack=?, offset=?, length=?, base=? WHERE id=?", rows)
 
     def drop_pack(self, pack: str) -> None:
         with self._lock, self._connection:
             self._connection.execute("DELETE FROM chunks WHERE pack = ?", [pack])
             self._connection.execute("DELETE FROM packs WHERE name = ?", [pack])
 
-    def chunks_of(self, pack: str) -> list[bytes]:
+    def foreign_packs(self) -> list[str]:
         with self._lock:
-            rows = self._connection.execute("SELECT id FROM chunks WHERE pack = ?", [pack]).fetchall()
-        return [identity for (identity,) in rows]
+            return [name for (name,) in self._connection.execute("SELECT name FROM packs WHERE others")]
+
+    def chunks_of(self, pack: str) -> dict[bytes, Location]:
+        with self._lock:
+            rows = self._connection.execute(
+                "SELECT id, pack, offset, length, base FROM chunks WHERE pack = ?", [pack]
+            ).fetchall()
+        return {identity: Location(*where) for identity, *where in rows}
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, check_same_thread=False)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
+        if connection.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
+            connection.executescript("DROP TABLE IF EXISTS chunks; DROP TABLE IF EXISTS packs;")
         connection.executescript(
             """
             CREATE TABLE IF NOT EXISTS chunks (
-                id BLOB PRIMARY KEY, pack TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL
+                id BLOB PRIMARY KEY, pack TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, base BLOB
             ) WITHOUT ROWID;
             CREATE INDEX IF NOT EXISTS by_pack ON chunks (pack);
-            CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY) WITHOUT ROWID;
+            CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY, others INTEGER NOT NULL) WITHOUT ROWID;
             """
         )
         return connection
@@ -88,10 +130,11 @@ class Index:
             locations: dict[bytes, Location] = {}
             try:
                 for header, offset in scan_pack(path):
-                    locations[header.id] = Location(path.stem, offset, header.stored_length)
+                    length = HEADER_BYTES + header.stored_length
+                    locations[header.id] = Location(path.stem, offset, length, header.base)
             except CorruptChunk:
                 self.damaged.append(path)
-            self.add(path.stem, locations)
+            self.add(path.stem, locations, is_foreign(path))
         self._connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _remove(self) -> None:

@@ -6,19 +6,20 @@ fsync of the directory; packs before manifests.
 
 import errno
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from ckptstore.checker import salvage
+from ckptstore.codec import Bytes
+from ckptstore.collector import Collected, collect
 from ckptstore.errors import (
     BadManifest,
-    BadPath,
     CorruptChunk,
     DiskFull,
     FenceError,
@@ -26,39 +27,49 @@ from ckptstore.errors import (
     NotFound,
     QuotaExceeded,
     ReadOnlyStore,
-    SaveTorn,
     StoreError,
 )
 from ckptstore.failpoints import failpoint
+from ckptstore.heap import keep_memory, room
 from ckptstore.index import Index
 from ckptstore.manifest import (
     FORMAT_VERSION,
-    FileEntry,
     Kind,
     Manifest,
     Seal,
+    Tree,
     Unseal,
-    check_link,
-    check_path,
     decode_manifest,
     encode_manifest,
     manifest_id,
+    pack_tree,
 )
 from ckptstore.pack import (
-    CHUNK_BYTES,
+    HEADER_BYTES,
+    Location,
+    ObjectHeader,
     PackWriter,
-    chunk_id,
-    encode_header,
+    check_stored,
+    decode_header,
+    open_chunk,
+    read_at,
     sync_directory,
+    write_at,
 )
 from ckptstore.receiver import Receiver
+from ckptstore.restorer import restore
+from ckptstore.saver import Base, Saver
+from ckptstore.vault import Vault
+
+THREADS = min(4, os.cpu_count() or 1)  # that read, hash and encode; each uses up to 24 MiB
 
 
 class SavedManifest(msgspec.Struct, frozen=True):
     id: bytes
     sealed: bytes
     manifest: Manifest
-    new_bytes: int
+    new_bytes: int  # that were written
+    raw_bytes: int  # that were new, before they were encoded
 
 
 class ManifestInfo(msgspec.Struct, frozen=True):
@@ -72,15 +83,12 @@ class ManifestInfo(msgspec.Struct, frozen=True):
     created_unix: int
     total_bytes: int
     files: int
+    encrypted: bool
+    user: str
 
 
 class RestoreReport(msgspec.Struct, frozen=True):
     files: int
-    bytes: int
-
-
-class Collected(msgspec.Struct, frozen=True):
-    packs: int
     bytes: int
 
 
@@ -92,25 +100,33 @@ class Fence(msgspec.Struct, frozen=True):
 
 
 class Store:
-    def __init__(self, root: Path, unseal: Unseal, *, quota_bytes: int | None = None) -> None:
+    """`quota_bytes` bounds all that is kept, `foreign_quota_bytes` what peers bring of other users than `user`, who is the
+    node's own."""
+
+    def __init__(
+        self, root: Path, unseal: Unseal, *, quota_bytes: int | None = None, foreign_quota_bytes: int | None = None
+    ) -> None:
+        keep_memory()
         self.root = root
         self.unseal = unseal
-        self._quota_bytes = quota_bytes
+        self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
+        self.user = ""
         self.packs, self.manifest_files = root / "packs", root / "manifests"
         self._fences, self.tmp, self.quarantine = root / "fences", root / "tmp", root / "quarantine"
         self.lock = threading.Lock()
-        self._writers = 0  # open saves and receipts; collection waits for none to be open
         self._known: dict[bytes, Manifest] = {}
         with self.disk_errors():
             for directory in (self.packs, self.manifest_files, self._fences, self.tmp, self.quarantine):
                 directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.tmp.iterdir():
                 leftover.unlink()
+            self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptstore")
             self.index = Index(root / "index.sqlite", self.packs)
             for path in self.index.damaged:
                 salvage(self, path)
 
     def close(self) -> None:
+        self._pool.shutdown()
         self.index.close()
 
     # --- saving
@@ -128,18 +144,26 @@ class Store:
         created_unix: int,
         seal: Seal,
         note: dict[str, str] | None = None,
+        encoding: bool = True,
+        vault: Vault | None = None,
+        user: str = "",
     ) -> SavedManifest:
-        """Store these files and directories under their prefixes; only chunks that are new are written.
+        """Store these files and directories under their prefixes; only chunks that are new are written, and with `encoding` as
+        the difference to the `parent`'s where that is shorter; sealed in a `vault`. `user` is whose they are.
 
         SaveTorn if a file changes meanwhile; then nothing is visible and nothing is lost.
         """
-        with self.writing(), self.disk_errors():
-            writer = PackWriter(self.tmp, self.packs)
+        with self.disk_errors():
+            writer = PackWriter(self.tmp, self.packs, user != self.user)
             try:
-                files: list[FileEntry] = []
+                bases = self._bases(parent, vault) if encoding else {}
+
+                def read(identity: bytes) -> Bytes:
+                    return self.chunk(identity, vault)
+
+                saver = Saver(writer, self._pool, THREADS, self.hold, read, bases, encoding, vault)
                 for prefix, path in sorted(roots.items()):
-                    check_path(prefix)
-                    self._save_tree(prefix, path, files, writer)
+                    saver.add(prefix, path)
                 manifest = Manifest(
                     version=FORMAT_VERSION,
                     job=job,
@@ -149,8 +173,13 @@ class Store:
                     parent=parent,
                     kind=kind,
                     created_unix=created_unix,
-                    files=tuple(files),
-                    note=note or {},
+                    ids=saver.ids,
+                    lengths=tuple(saver.lengths),
+                    entries=len(saver.files),
+                    total_bytes=sum(entry.size for entry in saver.files),
+                    tree=pack_tree(Tree(tuple(saver.files), note or {}), job, saver.lengths, vault),
+                    realm=vault.realm if vault is not None else b"",
+                    user=user,
                 )
                 sealed = seal(encode_manifest(manifest))
                 self.check_quota(writer.bytes_written)
@@ -158,119 +187,86 @@ class Store:
                 writer.abort()
                 raise
             self.publish_pack(writer)
-            identity = manifest_id(sealed)
-            self._raise_fence(manifest)
-            self._publish_manifest(identity, sealed, manifest)
-            return SavedManifest(identity, sealed, manifest, writer.bytes_written)
+            identity = self._accept(sealed, manifest)
+            return SavedManifest(identity, sealed, manifest, writer.bytes_written, writer.raw_bytes)
 
-    def _save_tree(self, prefix: str, path: Path, files: list[FileEntry], writer: PackWriter) -> None:
-        try:
-            info = path.lstat()
-        except FileNotFoundError as error:
-            raise SaveTorn(f"{path} went away while it was being saved") from error
-        if stat.S_ISLNK(info.st_mode):
-            target = str(path.readlink())
-            check_link(prefix, target)
-            files.append(FileEntry(prefix, info.st_mode, 0, (), target))
-        elif stat.S_ISDIR(info.st_mode):
-            files.append(FileEntry(prefix, info.st_mode, 0))
-            for child in sorted(path.iterdir()):
-                self._save_tree(f"{prefix}/{child.name}", child, files, writer)
-        elif stat.S_ISREG(info.st_mode):
-            files.append(self._save_file(prefix, path, writer))
-        else:
-            raise BadPath(f"{path} is a socket, pipe or device: only files, directories and links can be saved")
-
-    def _save_file(self, prefix: str, path: Path, writer: PackWriter) -> FileEntry:
-        check_path(prefix)
-        try:
-            with path.open("rb", buffering=0) as file:
-                before = os.fstat(file.fileno())
-                chunks: list[bytes] = []
-                size = 0
-                while True:
-                    data = _read_exactly(file.fileno(), CHUNK_BYTES)
-                    if not data:
-                        break
-                    identity = chunk_id(data)
-                    if self.index.find(identity) is None:
-                        writer.add(identity, data)
-                    chunks.append(identity)
-                    size += len(data)
-                after = path.lstat()
-        except FileNotFoundError as error:
-            raise SaveTorn(f"{path} went away while it was being saved") from error
-        if _fingerprint(before) != _fingerprint(after) or size != after.st_size:
-            raise SaveTorn(f"{path} changed while it was being saved")
-        return FileEntry(prefix, after.st_mode, size, tuple(chunks))
+    def _bases(self, parent: bytes | None, vault: Vault | None) -> dict[bytes, Base]:
+        """An earlier checkpoint's chunks by label, as far as others may lean on them; of a chunk that leans itself, its base."""
+        if parent is None or not self.has(parent):
+            return {}
+        manifest = self.manifest(parent)
+        if manifest.realm != (vault.realm if vault is not None else b""):
+            return {}
+        found: dict[bytes, Base] = {}
+        for entry in manifest.open(vault).files:
+            for chunk in entry.chunks:
+                identity = manifest.chunks[chunk.number]
+                where = self.index.find(identity)
+                if where is not None and where.base is not None:
+                    identity = where.base
+                    where = self.index.find(identity)
+                if where is not None and where.base is None:
+                    found[chunk.label] = Base(identity, manifest.lengths[chunk.number])
+        return found
 
     # --- restoring
 
-    def restore(self, identity: bytes, destination: Path, *, prefix: str = "") -> RestoreReport:
+    def restore(
+        self, identity: bytes, destination: Path, *, prefix: str = "", vault: Vault | None = None
+    ) -> RestoreReport:
         """Write the files below `prefix` to `destination`, which must not exist or be empty: all of them, verified, or none."""
         manifest = self.manifest(identity)
         cut = prefix + "/" if prefix else ""
-        entries = [entry for entry in manifest.files if entry.path.startswith(cut)]
-        temporary = destination.with_name(f"{destination.name}.restoring-{os.urandom(4).hex()}")
-        total = 0
+        entries = [entry for entry in manifest.open(vault).files if entry.path.startswith(cut)]
         with self.disk_errors():
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            temporary.mkdir()
-            try:
-                for entry in sorted(entries, key=lambda entry: (stat.S_ISLNK(entry.mode), entry.path)):
-                    self._restore_entry(entry, temporary / entry.path.removeprefix(cut))
-                    total += entry.size
-                for entry in reversed(entries):
-                    if stat.S_ISDIR(entry.mode):
-                        (temporary / entry.path.removeprefix(cut)).chmod(stat.S_IMODE(entry.mode) & 0o777 | 0o700)
-                failpoint("restore-before-rename")
-                if destination.exists():
-                    destination.rmdir()
-                temporary.rename(destination)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
-        return RestoreReport(files=len(entries), bytes=total)
+            restore(manifest, entries, cut, destination, lambda one: self.chunk(one, vault), self._pool, THREADS)
+        return RestoreReport(files=len(entries), bytes=sum(entry.size for entry in entries))
 
-    def _restore_entry(self, entry: FileEntry, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if stat.S_ISDIR(entry.mode):
-            path.mkdir(exist_ok=True)
-        elif stat.S_ISLNK(entry.mode):
-            assert entry.target is not None
-            path.symlink_to(entry.target)
-        else:
-            with path.open("xb") as file:
-                for identity in entry.chunks:
-                    file.write(self.chunk(identity))
-                file.flush()
-                os.fchmod(file.fileno(), stat.S_IMODE(entry.mode) & 0o777)
-
-    def read_file(self, identity: bytes, path: str) -> Iterator[bytes]:
+    def read_file(self, identity: bytes, path: str, vault: Vault | None = None) -> Iterator[Bytes]:
         """The bytes of one file of a manifest, verified chunk by chunk."""
-        for entry in self.manifest(identity).files:
+        manifest = self.manifest(identity)
+        for entry in manifest.open(vault).files:
             if entry.path == path and stat.S_ISREG(entry.mode):
-                for chunk in entry.chunks:
-                    yield self.chunk(chunk)
+                for chunk in manifest.content(entry):
+                    yield self.chunk(chunk, vault)
                 return
         raise NotFound(f"{path!r} is not a file of this checkpoint")
 
-    def chunk(self, identity: bytes) -> bytes:
-        """One chunk, verified; CorruptChunk or MissingChunks."""
-        where = self.index.find(identity)
-        if where is None:
-            raise MissingChunks("a chunk is not in this store", [identity])
+    def chunk(self, identity: bytes, vault: Vault | None = None) -> Bytes:
+        """One chunk, verified; CorruptChunk, MissingChunks or Locked."""
+        header, whole = self.object(identity)
+        base = None
+        if header.base is not None:
+            former, bytes_of_it = self.object(header.base)
+            base = open_chunk(former, bytes_of_it[HEADER_BYTES:], None, vault)
+        return open_chunk(header, whole[HEADER_BYTES:], base, vault)
+
+    def object(self, identity: bytes) -> tuple[ObjectHeader, memoryview]:
+        """How a chunk is stored here: its header, and all its bytes, of which the stored ones are not looked at."""
+        where, descriptor = self._open(identity)
+        view = room(where.length)
         try:
-            with (self.packs / f"{where.pack}.pack").open("rb", buffering=0) as file:
-                file.seek(where.offset)
-                data = _read_exactly(file.fileno(), where.length)
-        except FileNotFoundError as error:
-            raise MissingChunks("a pack has gone from this store", [identity]) from error
-        if chunk_id(data) != identity:
-            raise CorruptChunk(
-                f"a chunk in pack {where.pack} is damaged: run `mesh doctor`, or fetch it from a replica"
-            )
-        return data
+            filled = read_at(descriptor, view, where.offset)
+        finally:
+            os.close(descriptor)
+        try:
+            header = decode_header(view[:HEADER_BYTES])
+            if filled < where.length or header.id != identity or header.stored_length != where.length - HEADER_BYTES:
+                raise CorruptChunk("an object is not the one the index says")
+        except CorruptChunk as error:
+            raise CorruptChunk(f"a chunk in pack {where.pack} is damaged: run `mesh ckpt verify`") from error
+        return header, view
+
+    def _open(self, identity: bytes) -> tuple[Location, int]:
+        where = self.index.find(identity)
+        while where is not None:
+            try:
+                return where, os.open(self.packs / f"{where.pack}.pack", os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                before, where = where, self.index.find(identity)  # its pack may have been written anew
+                if where == before:
+                    raise MissingChunks("a pack has gone from this store", [identity]) from error
+        raise MissingChunks("a chunk is not in this store", [identity])
 
     # --- manifests
 
@@ -313,7 +309,9 @@ class Store:
                         parent=manifest.parent,
                         created_unix=manifest.created_unix,
                         total_bytes=manifest.total_bytes,
-                        files=len(manifest.files),
+                        files=manifest.entries,
+                        encrypted=bool(manifest.realm),
+                        user=manifest.user,
                     )
                 )
         return sorted(found, key=lambda info: (info.job, info.term, info.seq))
@@ -322,13 +320,16 @@ class Store:
         return (self.manifest_files / identity.hex()).exists()
 
     def accept_manifest(self, sealed: bytes) -> bytes:
-        """Take a manifest from a peer, once every chunk of it is here; its id. Durable on return."""
+        """Take a manifest, once every chunk of it is here; its id. Durable on return."""
         _, manifest = decode_manifest(sealed, self.unseal)
-        missing = self.index.missing(manifest.chunks)
-        if missing:
-            raise MissingChunks(f"{len(missing)} chunks of this checkpoint have not arrived", missing)
+        return self._accept(sealed, manifest)
+
+    def _accept(self, sealed: bytes, manifest: Manifest) -> bytes:
         identity = manifest_id(sealed)
-        with self.writing(), self.disk_errors():
+        with self.lock, self.disk_errors():
+            missing = self.index.missing(manifest.chunks)
+            if missing:
+                raise MissingChunks(f"{len(missing)} chunks of this checkpoint are not here", missing)
             self._raise_fence(manifest)
             if not self.has(identity):
                 self._publish_manifest(identity, sealed, manifest)
@@ -371,52 +372,91 @@ class Store:
 
     # --- exchange with peers
 
-    def missing(self, ids: Sequence[bytes]) -> list[bytes]:
-        return self.index.missing(ids)
+    def missing(self, ids: Sequence[bytes], alone: Collection[bytes] = ()) -> list[bytes]:
+        """Which of these chunks are not here, or lean on others although they are to stand `alone`. The rest will be here for a
+        while, so that whoever asks need not send it."""
+        held: set[str] = set()
+        gone = []
+        for identity in dict.fromkeys(ids):
+            where = self.hold(identity, held)
+            if where is None or (where.base is not None and identity in alone):
+                gone.append(identity)
+        return gone
 
-    def frames(self, ids: Sequence[bytes]) -> Iterator[bytes]:
+    def needed(self, ids: Sequence[bytes]) -> tuple[list[bytes], set[bytes]]:
+        """These chunks and those they lean on here, each after its base; and which those are."""
+        return self.index.with_bases(ids)
+
+    def size_of(self, ids: Sequence[bytes]) -> int:
+        """The bytes of the stream of these."""
+        places = map(self.index.find, ids)
+        return sum(where.length for where in places if where is not None)
+
+    def stand_alone(self, job: bytes) -> tuple[bytes, ...]:
+        """The chunks of a job that others may lean on here."""
+        known = {identity for info in self.manifests(job) for identity in self.manifest(info.id).chunks}
+        places = ((identity, self.index.find(identity)) for identity in self.index.with_bases(known)[0])
+        return tuple(identity for identity, where in places if where is not None and where.base is None)
+
+    def frames(self, ids: Sequence[bytes]) -> Iterator[memoryview]:
         """The stream of these objects for a peer; MissingChunks before the first byte if one is not here."""
-        missing = self.index.missing(ids)
+        missing = [identity for identity in ids if self.index.find(identity) is None]
         if missing:
             raise MissingChunks(f"{len(missing)} of the asked chunks are not in this store", missing)
         return self._frames(ids)
 
-    def _frames(self, ids: Sequence[bytes]) -> Iterator[bytes]:
+    def _frames(self, ids: Sequence[bytes]) -> Iterator[memoryview]:
         for identity in ids:
-            data = self.chunk(identity)
-            yield encode_header(identity, len(data)) + data
+            header, whole = self.object(identity)
+            check_stored(header, whole[HEADER_BYTES:])
+            yield whole
 
-    def receive(self, max_bytes: int) -> Receiver:
-        """Begin to take chunks from a peer, up to a total."""
-        self.check_quota(0)
+    def receive(self, max_bytes: int, user: str | None = None) -> Receiver:
+        """Begin to take chunks from a peer, up to a total; of this user's job, else the node's own."""
+        foreign = user is not None and user != self.user
+        self.check_quota(0, foreign)
         with self.disk_errors():
-            return Receiver(self, max_bytes)
+            return Receiver(self, max_bytes, foreign)
 
     # --- upkeep
 
     def collect(self, *, min_age_s: float, now_unix: float, keep: Collection[bytes] = ()) -> Collected:
-        """Remove packs that nothing reaches and that are old enough; nothing while anything is being written."""
+        """Make room; see `collector`."""
+        with self.disk_errors():
+            return collect(self, min_age_s=min_age_s, now_unix=now_unix, keep=keep)
+
+    def hold(self, identity: bytes, held: set[str]) -> Location | None:
+        """Where a chunk is, if it can be read here; its pack, and its base's, will not be collected for a while.
+
+        `held` remembers the packs for a caller who asks again and again.
+        """
         with self.lock:
-            if self._writers:
-                return Collected(0, 0)
-            reachable = set(keep)
-            for info in self.manifests():
-                reachable.update(self.manifest(info.id).chunks)
-            packs = removed = 0
-            for path in list(self.packs.glob("*.pack")):
-                age = now_unix - path.stat().st_mtime
-                if age < min_age_s or any(identity in reachable for identity in self.index.chunks_of(path.stem)):
-                    continue
-                size = path.stat().st_size
-                failpoint("collect-before-unlink")
-                self.index.drop_pack(path.stem)
-                path.unlink()
-                failpoint("collect-after-unlink")
-                packs, removed = packs + 1, removed + size
-            return Collected(packs, removed)
+            places = self.index.places(identity)
+            for pack in {place.pack for place in places} - held:
+                try:
+                    os.utime(self.packs / f"{pack}.pack")
+                except FileNotFoundError:
+                    return None
+                held.add(pack)
+            return places[0] if places else None
 
     def stored_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.packs.glob("*.pack"))
+
+    def foreign_bytes(self) -> int:
+        """Of them, what is of other users' jobs."""
+        size = 0
+        for name in self.index.foreign_packs():
+            with suppress(FileNotFoundError):
+                size += (self.packs / f"{name}.pack").stat().st_size
+        return size
+
+    def room(self) -> int | None:
+        """How many bytes of other users peers may still bring, as far as quotas say."""
+        limits = [] if self.quota_bytes is None else [self.quota_bytes - self.stored_bytes()]
+        if self.foreign_quota_bytes is not None:
+            limits.append(self.foreign_quota_bytes - self.foreign_bytes())
+        return max(0, min(limits)) if limits else None
 
     # --- writing
 
@@ -427,7 +467,7 @@ class Store:
             writer.abort()
             raise
         if writer.locations:
-            self.index.add(writer.name, writer.locations)
+            self.index.add(writer.name, writer.locations, writer.foreign)
 
     def _publish_manifest(self, identity: bytes, sealed: bytes, manifest: Manifest) -> None:
         path = self.manifest_files / identity.hex()
@@ -438,11 +478,13 @@ class Store:
     def _write_durably(self, path: Path, data: bytes, point: str) -> None:
         temporary = self.tmp / f"{path.name}.{os.urandom(4).hex()}"
         try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
+            descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            try:
+                write_at(descriptor, data, 0)
                 failpoint("manifest-before-fsync")
-                os.fsync(file.fileno())
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
             failpoint(point)
             temporary.rename(path)
         except BaseException:
@@ -450,21 +492,16 @@ class Store:
             raise
         sync_directory(path.parent)
 
-    def check_quota(self, more: int) -> None:
-        if self._quota_bytes is not None and self.stored_bytes() + more > self._quota_bytes:
+    def check_quota(self, more: int, foreign: bool = False) -> None:
+        limit = self.foreign_quota_bytes if foreign else None
+        if limit is not None and self.foreign_bytes() + more > limit:
             raise QuotaExceeded(
-                f"the store may hold {self._quota_bytes / 2**30:.1f} GiB (store_quota_gib); nothing was saved"
+                f"this node keeps {limit / 2**30:.1f} GiB for others (foreign_quota_gib), and that is full"
             )
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        with self.lock:
-            self._writers += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._writers -= 1
+        if self.quota_bytes is not None and self.stored_bytes() + more > self.quota_bytes:
+            raise QuotaExceeded(
+                f"the store may hold {self.quota_bytes / 2**30:.1f} GiB (store_quota_gib); nothing was saved"
+            )
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
@@ -478,19 +515,3 @@ class Store:
             if error.errno in {errno.EROFS, errno.EACCES, errno.EPERM}:
                 raise ReadOnlyStore(f"cannot write in {error.filename or self.root}: {error.strerror}") from error
             raise
-
-
-def _fingerprint(info: os.stat_result) -> tuple[int, int, int, int]:
-    # Size and time alone may lie within one clock tick, so the inode and the change time count too.
-    return (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
-
-
-def _read_exactly(descriptor: int, count: int) -> bytes:
-    pieces: list[bytes] = []
-    while count:
-        piece = os.read(descriptor, count)
-        if not piece:
-            break
-        pieces.append(piece)
-        count -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

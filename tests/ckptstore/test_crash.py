@@ -1,6 +1,7 @@
 """kill -9 at every named step; then the store is reopened and must keep I1, I3 and I8."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,8 +23,8 @@ if sys.argv[2] == "save":
     save(store, root / "new", seq=2, term=2)
 elif sys.argv[2] == "restore":
     store.restore(store.manifests(JOB)[0].id, root / "restored", prefix="ckpt")
-else:
-    store.prune(JOB, committed_seq=99, keep=0)
+else:  # everything goes, or all but what little the second checkpoint needs of the first one's pack
+    store.prune(JOB, committed_seq=99 if sys.argv[2] == "collect" else 2, keep=0 if sys.argv[2] == "collect" else 1)
     store.collect(min_age_s=0, now_unix=time.time() + 1000)
 print("survived")
 """
@@ -41,9 +42,33 @@ def kill_at(point: str, root: Path, action: str) -> None:
     assert done.returncode == -9, f"{point} was never reached: {done.stdout}{done.stderr}"
 
 
+WRITES = [point for point in NAMES if point.startswith(("pack", "manifest", "fence"))]
+COLLECTS = [point for point in NAMES if point.startswith("collect")]
+
+
+@pytest.mark.parametrize("point", [*COLLECTS, *(point for point in WRITES if point.startswith("pack"))])
+def test_killed_while_a_pack_is_written_anew(point: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    trees = [{"a": os.urandom(5000), "same": b"s" * 3000} for _ in range(2)]
+    for number, tree in enumerate(trees, 1):
+        write_tree(tmp_path / str(number), tree)
+        last = save(store, tmp_path / str(number), seq=number)
+    store.close()
+    kill_at(point, tmp_path, "repack")
+    for _ in range(2):  # as it was left, and after it has been done again
+        store = open_store(tmp_path / "store")
+        assert verify(store).bad_chunks == 0
+        store.restore(last.id, tmp_path / "out", prefix="ckpt")
+        assert read_tree(tmp_path / "out") == trees[1], "I4"
+        shutil.rmtree(tmp_path / "out")
+        store.collect(min_age_s=0, now_unix=time.time() + 1000)
+        store.close()
+    assert len(list((tmp_path / "store" / "packs").iterdir())) == 2
+
+
 @pytest.mark.parametrize("point", NAMES)
 def test_killed_at(point: str, tmp_path: Path) -> None:
-    old, new = {"a": b"old" * 1000, "same": b"s" * 3000}, {"a": b"new" * 2000, "same": b"s" * 3000}
+    old, new = ({"a": os.urandom(5000), "same": b"s" * 3000} for _ in range(2))
     write_tree(tmp_path / "old", old)
     write_tree(tmp_path / "new", new)
     store = open_store(tmp_path / "store")

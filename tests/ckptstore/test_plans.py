@@ -1,10 +1,14 @@
 """The planners: replication (I6) and multi-source fetch."""
 
+import contextlib
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.fetch import Fetch, Fetched, Request
-from ckptstore.replication import Ask, Replication, Settled
+from ckptstore.fetch import Cancel, Fetch, Fetched, Request
+from ckptstore.questions import decode_order, encode_order
+from ckptstore.replication import Ask, Replication, Settled, StandIn
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 
@@ -15,7 +19,40 @@ def test_chosen_peers_come_first_and_a_stand_in_is_told() -> None:
     assert plan.failed(A, "disk full") == [Ask(C)]
     assert plan.durable(B) == []
     assert plan.durable(C) == [Settled((B, C), "")]
-    assert plan.stand_ins == [C] and plan.failures == {A: "disk full"}
+    assert plan.stand_ins == [StandIn(C, A, "disk full")] and plan.failures == {A: "disk full"}
+
+
+def test_one_that_is_known_to_be_gone_is_not_asked() -> None:
+    plan = Replication([A, B], [C, D], want=1, gone={A: "is gone", D: "nobody chose it"})
+    assert plan.start() == [Ask(B), Ask(C)]
+    plan.durable(B)
+    assert plan.durable(C) == [Settled((B, C), "")] and plan.stand_ins == [StandIn(C, A, "is gone")]
+
+
+def test_a_slow_peer_is_doubled_and_whoever_is_done_first_counts() -> None:
+    plan = Replication([A], [B], want=1)
+    plan.start()
+    assert plan.slow(A, "too slow") == [Ask(B)]
+    assert plan.durable(B) == [Settled((B,), "")] and plan.stand_ins == [StandIn(B, A, "too slow")]
+    plan = Replication([A], [B], want=1)
+    plan.start()
+    plan.slow(A, "too slow")
+    assert plan.durable(A) == [Settled((A,), "")] and plan.stand_ins == []
+
+
+def test_when_time_is_over_whoever_holds_it_has_to_do() -> None:
+    plan = Replication([A, B], [C], want=3)
+    plan.start()
+    assert plan.enough("no time") == [], "somebody has to"
+    plan.durable(B)
+    assert plan.enough("no time") == [Settled((B,), "on 1 of 3 peers: no time")]
+
+
+def test_with_nobody_else_left_the_slow_one_is_waited_for() -> None:
+    plan = Replication([A], [], want=1)
+    plan.start()
+    assert plan.slow(A, "too slow") == [] and plan.slow(A, "too slow") == []
+    assert plan.durable(A) == [Settled((A,), "")] and plan.stand_ins == []
 
 
 def test_too_few_peers_is_said_with_the_reason() -> None:
@@ -54,35 +91,87 @@ def test_replication_always_settles_and_counts_only_acks(chosen: list[bytes], wa
 
 @given(st.integers(1, 40), st.integers(1, 4), st.data())
 def test_a_fetch_gets_everything_while_one_honest_source_lasts(chunks: int, sources: int, data: st.DataObject) -> None:
-    ids = [bytes([n]) for n in range(chunks)]
+    ids = {bytes([n]): 1 + 100_000 * (n % 7) for n in range(chunks)}
     names = [bytes([100 + n]) for n in range(sources)]
-    fetch, got = Fetch(ids, names), set()
-    actions = fetch.start()
-    running: list[Request] = []
+    fetch, got, now = Fetch(ids, names), set[bytes](), 0.0
+    actions = fetch.start(now)
+    running: dict[bytes, Request] = {}
     for _ in range(300):
-        ended = [action for action in actions if isinstance(action, Fetched)]
-        if ended:
-            assert ended[0].problem == "" and got == set(ids)
-            return
-        running += [action for action in actions if isinstance(action, Request)]
-        request = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        for action in actions:
+            match action:
+                case Fetched(problem=problem):
+                    assert problem == "" and got == set(ids)
+                    return
+                case Request(source=source):
+                    assert source not in running and source not in fetch.dropped, "one request each"
+                    running[source] = action
+                case Cancel(source=source):
+                    assert got >= set(running.pop(source).ids), "nothing that is still needed is given up"
+        request = running.pop(data.draw(st.sampled_from(sorted(running))))
+        now += data.draw(st.floats(0, 3))
         honest = request.source == names[0] or data.draw(st.booleans())
         if honest:
             got.update(request.ids)
-            actions = fetch.arrived(request.source, request.ids)
+            actions = fetch.arrived(request.source, request.ids, now)
         else:
-            actions = fetch.failed(request.source, "wrong bytes")
+            actions = fetch.failed(request.source, "wrong bytes", now)
     raise AssertionError("never ended")
 
 
 def test_a_fetch_without_sources_says_so() -> None:
-    (ended,) = Fetch([b"x"], []).start()
+    (ended,) = Fetch({b"x": 1}, []).start(0.0)
     assert isinstance(ended, Fetched) and "nobody" in ended.problem
 
 
 def test_a_source_that_gives_less_than_asked_is_dropped() -> None:
-    fetch = Fetch([b"1", b"2"], [A, B])
-    first, _ = fetch.start()
+    fetch = Fetch({b"1": 1, b"2": 1}, [A, B])
+    first, _ = fetch.start(0.0)
     assert isinstance(first, Request)
-    fetch.arrived(A, ())
+    fetch.arrived(A, (), 1.0)
     assert A in fetch.dropped
+
+
+def play(sizes: dict[bytes, int], rates: dict[bytes, float]) -> tuple[float, int]:
+    """Seconds until all is there, and the bytes sent, with sources of these rates."""
+    fetch, now, sent = Fetch(sizes, list(rates)), 0.0, 0
+    actions = fetch.start(now)
+    due: dict[bytes, tuple[float, Request]] = {}
+    while True:
+        for action in actions:
+            match action:
+                case Fetched(problem=problem):
+                    assert problem == ""
+                    return now, sent
+                case Request(source=source, ids=ids):
+                    due[source] = (now + sum(sizes[identity] for identity in ids) / rates[source], action)
+                case Cancel(source=source):
+                    due.pop(source)
+        source = min(due, key=lambda source: due[source][0])
+        now, request = due.pop(source)
+        sent += sum(sizes[identity] for identity in request.ids)
+        actions = fetch.arrived(source, request.ids, now)
+
+
+@pytest.mark.parametrize("rates", [(234e6, 200e6, 114e6), (1e9, 1e8, 1e7), (1e8, 1e8, 1e8), (5e8,)])
+def test_unequal_sources_end_together(rates: tuple[float, ...]) -> None:
+    sizes = {number.to_bytes(2, "big"): 4 << 20 for number in range(137)}
+    took, sent = play(sizes, {bytes([number]): rate for number, rate in enumerate(rates)})
+    total = sum(sizes.values())
+    assert total / took >= 0.92 * sum(rates) and sent <= 1.03 * total
+
+
+@given(
+    st.lists(st.integers(1, 4 << 20), min_size=1, max_size=60), st.lists(st.floats(1e6, 1e9), min_size=1, max_size=5)
+)
+def test_no_fetch_takes_much_longer_than_all_together_could(lengths: list[int], rates: list[float]) -> None:
+    sizes = {number.to_bytes(2, "big"): length for number, length in enumerate(lengths)}
+    took, _ = play(sizes, {bytes([number]): rate for number, rate in enumerate(rates)})
+    first = max(8 << 20, *lengths) / min(rates)  # nobody knows how slow a source is before it has sent something
+    assert took <= sum(lengths) / sum(rates) * 1.5 + 2 * first
+
+
+@given(st.binary(max_size=80))
+def test_hostile_orders_are_one_kind_of_error(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        order = decode_order(data)
+        assert decode_order(encode_order(order)) == order

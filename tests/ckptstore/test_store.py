@@ -1,14 +1,18 @@
+import contextlib
 import os
 import resource
+import shutil
 import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptstore.checker import verify
+from ckptstore.collector import Collected
 from ckptstore.errors import (
     BadManifest,
     BadPath,
@@ -21,9 +25,34 @@ from ckptstore.errors import (
     SaveTorn,
     StoreError,
 )
-from ckptstore.manifest import FileEntry, Manifest, check_link, check_path, decode_manifest, encode_manifest
-from ckptstore.pack import CHUNK_BYTES, HEADER_BYTES, ObjectStream, PackWriter, chunk_id, decode_header, encode_header
-from tests.ckptstore.worlds import JOB, fake_seal, fake_unseal, open_store, read_tree, save, write_tree
+from ckptstore.layout import CHUNK_BYTES
+from ckptstore.manifest import (
+    Chunk,
+    FileEntry,
+    Manifest,
+    Tree,
+    check_link,
+    check_path,
+    decode_manifest,
+    encode_manifest,
+    pack_tree,
+)
+from ckptstore.pack import HEADER_BYTES, Location, ObjectStream, PackWriter, decode_header
+from ckptstore.store import SavedManifest
+from ckptstore.vault import Vault
+from tests.ckptstore.worlds import (
+    JOB,
+    VAULT,
+    chunk_id,
+    copy,
+    fake_seal,
+    fake_unseal,
+    frame,
+    open_store,
+    read_tree,
+    save,
+    write_tree,
+)
 
 NAMES = st.text("abc.-_ é", min_size=1, max_size=6).filter(lambda n: n not in {".", ".."})
 TREES = st.dictionaries(st.lists(NAMES, min_size=1, max_size=2).map("/".join), st.binary(max_size=300), max_size=5)
@@ -64,10 +93,10 @@ def test_large_files_links_modes_and_empty_directories_survive(tmp_path: Path) -
 def test_what_is_known_is_not_stored_again(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"a": os.urandom(1000), "b": os.urandom(1000)})
     store = open_store(tmp_path / "store")
-    assert save(store, tmp_path / "in").new_bytes == 2000
+    assert save(store, tmp_path / "in").new_bytes == 2000 + 2 * HEADER_BYTES
     (tmp_path / "in" / "b").write_bytes(os.urandom(500))
     second = save(store, tmp_path / "in", seq=2)
-    assert second.new_bytes == 500 and second.manifest.total_bytes == 1500
+    assert second.new_bytes == 500 + HEADER_BYTES and second.manifest.total_bytes == 1500
 
 
 def test_links_that_leave_the_tree_and_special_files_are_refused(tmp_path: Path) -> None:
@@ -123,10 +152,6 @@ def test_hostile_manifests_are_refused(data: bytes) -> None:
             decode_manifest(sealed, fake_unseal)
 
 
-def manifest(*entries: FileEntry) -> Manifest:
-    return Manifest(1, JOB, 0, 1, 1, None, "checkpoint", 0, tuple(entries))
-
-
 REGULAR, LINK, DIRECTORY = 0o100644, 0o120777, 0o040755
 
 
@@ -135,17 +160,54 @@ REGULAR, LINK, DIRECTORY = 0o100644, 0o120777, 0o040755
     [
         [FileEntry("a/../../b", REGULAR, 0)],
         [FileEntry("a", REGULAR, 0), FileEntry("a", REGULAR, 0)],
-        [FileEntry("a", REGULAR, 5)],
-        [FileEntry("a", REGULAR, 5, (b"short",))],
+        [FileEntry("a", REGULAR, 4)],
+        [FileEntry("a", REGULAR, 5, (Chunk(0, b"short"),))],
+        [FileEntry("a", REGULAR, 5, (Chunk(1, b"8 bytes."),))],
+        [FileEntry("a", REGULAR, 5, (Chunk(-1, b"8 bytes."),))],
+        [FileEntry("a", REGULAR, 6, (Chunk(0, b"8 bytes."),))],
         [FileEntry("c/l", LINK, 0, (), "../x")],
         [FileEntry("c/l", LINK, 0, (), "d"), FileEntry("c/l/f", REGULAR, 0)],
         [FileEntry("a", 0o060000, 0)],
         [FileEntry("a", DIRECTORY, 3)],
     ],
 )
-def test_impossible_manifests_are_refused(entries: list[FileEntry]) -> None:
+def test_impossible_trees_are_refused(entries: list[FileEntry]) -> None:
     with pytest.raises(BadManifest):
-        encode_manifest(manifest(*entries))
+        pack_tree(Tree(tuple(entries)), JOB, (5,))
+    hostile = msgspec.structs.replace(manifest(), tree=msgspec.msgpack.encode(Tree(tuple(entries))))
+    with pytest.raises(BadManifest):
+        hostile.open()
+
+
+def manifest(**changed: object) -> Manifest:
+    tree = pack_tree(Tree(), JOB, (5,))
+    whole = Manifest(2, JOB, 0, 1, 1, None, "checkpoint", 0, b"i" * 32, (5,), 0, 0, tree)
+    return msgspec.structs.replace(whole, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"ids": b"short"}, "each once"),
+        ({"ids": b"i" * 64, "lengths": (5, 5)}, "each once"),
+        ({"lengths": ()}, "lengths"),
+        ({"lengths": (0,)}, "lengths"),
+        ({"lengths": (1 << 23,)}, "lengths"),
+        ({"realm": b"short"}, "realm"),
+        ({"total_bytes": -1}, "size"),
+        ({"version": 1}, "upgrade"),
+    ],
+)
+def test_impossible_manifests_are_refused(changed: dict[str, object], words: str) -> None:
+    assert encode_manifest(manifest())
+    with pytest.raises(BadManifest, match=words):
+        encode_manifest(manifest(**changed))
+
+
+@given(st.binary(max_size=60))
+def test_a_hostile_list_of_files_is_refused(tree: bytes) -> None:
+    with contextlib.suppress(BadManifest):
+        assert len(manifest(tree=tree).open().files) <= len(tree)
 
 
 @given(st.binary(max_size=200), st.integers(1, 50))
@@ -162,15 +224,16 @@ def test_hostile_streams_end_in_corrupt_chunk(data: bytes, piece: int) -> None:
 
 @given(st.lists(st.binary(max_size=100), max_size=5), st.integers(1, 70))
 def test_a_stream_gives_its_chunks_in_any_pieces(chunks: list[bytes], piece: int) -> None:
-    data = b"".join(encode_header(chunk_id(chunk), len(chunk)) + chunk for chunk in chunks)
+    data = b"".join(frame(chunk) for chunk in chunks)
     stream = ObjectStream()
     out = [pair for start in range(0, len(data), piece) for pair in stream.feed(data[start : start + piece])]
-    assert out == [(chunk_id(chunk), chunk) for chunk in chunks] and stream.clean
+    assert [(header.id, stored) for header, stored in out] == [(chunk_id(chunk), chunk) for chunk in chunks]
+    assert stream.clean
 
 
 @given(st.binary(max_size=40), st.data())
 def test_a_flipped_header_bit_is_found(chunk: bytes, data: st.DataObject) -> None:
-    header = bytearray(encode_header(chunk_id(chunk), len(chunk)))
+    header = bytearray(frame(chunk)[:HEADER_BYTES])
     place = data.draw(st.integers(0, HEADER_BYTES * 8 - 1))
     header[place // 8] ^= 1 << (place % 8)
     with pytest.raises(CorruptChunk):
@@ -184,11 +247,11 @@ def test_chunks_travel_and_only_whole_checkpoints_are_accepted(tmp_path: Path) -
     ids = saved.manifest.chunks
     with pytest.raises(MissingChunks):
         theirs.accept_manifest(saved.sealed)
-    assert theirs.missing(ids) == ids
+    assert theirs.missing(ids) == list(ids)
     receiver = theirs.receive(10**8)
-    for frame in ours.frames(ids):
-        for start in range(0, len(frame), 100_000):
-            receiver.feed(frame[start : start + 100_000])
+    for piece in ours.frames(ids):
+        for start in range(0, len(piece), 100_000):
+            receiver.feed(piece[start : start + 100_000])
     assert receiver.finish() == len(ids)
     assert theirs.accept_manifest(saved.sealed) == saved.id
     theirs.restore(saved.id, tmp_path / "out", prefix="ckpt")
@@ -197,8 +260,8 @@ def test_chunks_travel_and_only_whole_checkpoints_are_accepted(tmp_path: Path) -
 
 def test_wrong_endless_and_cut_streams_leave_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
-    good = encode_header(chunk_id(b"good"), 4) + b"good"
-    wrong = encode_header(chunk_id(b"good"), 4) + b"evil"
+    good = frame(b"good")
+    wrong = good[:-4] + b"evil"
     for data, limit in [(wrong, 1000), (good * 100, 200), (good[:-1], 1000)]:
         receiver = store.receive(limit)
         with pytest.raises(CorruptChunk):
@@ -222,40 +285,66 @@ def test_a_replaced_writer_is_refused(tmp_path: Path) -> None:
     save(again, tmp_path / "in", seq=2, term=4, job=b"k" * 16)
 
 
-def test_every_class_of_damage_is_found_and_the_rest_is_kept(tmp_path: Path) -> None:
-    for number, place in enumerate(["magic", "header", "id", "length", "payload"]):
-        root = tmp_path / str(number)
-        write_tree(root / "in", {"a": b"A" * 5000, "b": b"B" * 5000})
-        store = open_store(root / "store")
-        saved = save(store, root / "in")
-        (pack,) = (root / "store" / "packs").iterdir()
-        data = bytearray(pack.read_bytes())
-        second = 16 + HEADER_BYTES + 5000
-        offset = {
-            "magic": second,
-            "header": second + 50,
-            "id": second + 20,
-            "length": second + 9,
-            "payload": second + 900,
-        }
-        data[offset[place]] ^= 4
-        pack.write_bytes(bytes(data))
-        if place == "payload":
-            with pytest.raises(CorruptChunk):
-                store.restore(saved.id, root / "out", prefix="ckpt")
-            assert not (root / "out").exists(), "I3: all or nothing"
-        report = verify(store)
-        assert report.quarantined == (pack.name,) and report.damaged_manifests == (saved.id,)
-        assert (root / "store" / "quarantine" / pack.name).exists()
-        lost = store.missing(saved.manifest.chunks)
-        assert lost == [chunk_id(b"B" * 5000)], f"{place}: the good chunk is kept"
-        with pytest.raises(StoreError):
-            store.restore(saved.id, root / "out", prefix="ckpt")
-        receiver = store.receive(10**6)
-        receiver.feed(encode_header(lost[0], 5000) + b"B" * 5000)
-        receiver.finish()
-        store.restore(saved.id, root / "out", prefix="ckpt")
-        store.close()
+PLACES = {  # where a byte of a class lies, from the beginning of an object
+    "magic": 0,
+    "codec": 4,
+    "width": 5,
+    "sealed": 6,
+    "zero": 7,
+    "length": 9,
+    "length stored": 13,
+    "id": 20,
+    "base": 50,
+    "check of the bytes": 85,
+    "check of the header": 100,
+    "bytes": HEADER_BYTES + 900,
+}
+
+
+@pytest.mark.parametrize("vault", [None, VAULT], ids=["open", "sealed"])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_class_of_damage_is_found_and_the_rest_is_kept(place: str, vault: Vault | None, tmp_path: Path) -> None:
+    rest = os.urandom(5000)
+    write_tree(tmp_path / "in", {"a": os.urandom(5000), "b": rest})
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "in", vault=vault)
+    copied = open_store(tmp_path / "copied")
+    copy(store, copied, saved)
+    (pack,) = (tmp_path / "store" / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    second = 16 + (len(data) - 16) // 2
+    data[second + PLACES[place]] ^= 4
+    pack.write_bytes(bytes(data))
+    with pytest.raises(StoreError):
+        store.restore(saved.id, tmp_path / "out", prefix="ckpt", vault=vault)
+    assert not (tmp_path / "out").exists(), "I3: all or nothing"
+    report = verify(store)
+    assert report.quarantined == (pack.name,) and report.damaged_manifests == (saved.id,)
+    assert (tmp_path / "store" / "quarantine" / pack.name).exists()
+    assert store.missing(saved.manifest.chunks) == [saved.manifest.chunks[1]], "the good chunk is kept"
+    with pytest.raises(StoreError):
+        store.restore(saved.id, tmp_path / "out", prefix="ckpt", vault=vault)
+    copy(copied, store, saved)
+    store.restore(saved.id, tmp_path / "out", prefix="ckpt", vault=vault)
+    assert read_tree(tmp_path / "out") == read_tree(tmp_path / "in")
+    store.close()
+    copied.close()
+
+
+@pytest.mark.parametrize("place", [0, 8, 9, 10, 13])
+def test_a_pack_whose_first_bytes_are_damaged_is_put_away(place: int, tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {"a": os.urandom(500)})
+    store = open_store(tmp_path / "store")
+    saved = save(store, tmp_path / "in")
+    (pack,) = (tmp_path / "store" / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[place] ^= 2
+    pack.write_bytes(bytes(data))
+    report = verify(store)
+    assert report.quarantined == (pack.name,) and report.damaged_manifests == (saved.id,)
+    again = save(store, tmp_path / "in", seq=2)
+    store.restore(again.id, tmp_path / "out", prefix="ckpt")
+    store.close()
 
 
 def test_the_index_is_only_a_cache(tmp_path: Path) -> None:
@@ -287,7 +376,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     store.restore(first.id, tmp_path / "out", prefix="ckpt")
     assert read_tree(tmp_path / "out") == {"a": b"A" * 5000}
-    assert save(store, tmp_path / "in", seq=2).new_bytes == 3_000_000
+    assert save(store, tmp_path / "in", seq=2).new_bytes == 3_000_000 + HEADER_BYTES
 
 
 def test_a_quota_is_kept(tmp_path: Path) -> None:
@@ -296,6 +385,42 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
     with pytest.raises(QuotaExceeded, match="nothing was saved"):
         save(store, tmp_path / "in")
     assert store.manifests() == []
+
+
+def test_what_peers_bring_of_other_users_has_its_own_quota(tmp_path: Path) -> None:
+    ours, theirs = open_store(tmp_path / "ours"), open_store(tmp_path / "theirs")
+    write_tree(tmp_path / "in", {"a": os.urandom(5000)})
+    saved = save(ours, tmp_path / "in")
+    theirs.user, theirs.foreign_quota_bytes = "eve", 4000
+    assert theirs.room() == 4000
+    for user, fits in (("", False), ("ada", False), ("eve", True), (None, True)):
+        receiver = theirs.receive(10**6, user)
+        for piece in ours.frames(saved.manifest.chunks):
+            receiver.feed(piece)
+        if fits:
+            assert receiver.finish() in {0, 1}
+        else:
+            with pytest.raises(QuotaExceeded, match="foreign_quota_gib"):
+                receiver.finish()
+    assert theirs.foreign_bytes() == 0
+    theirs.foreign_quota_bytes = 10_000
+    write_tree(tmp_path / "in", {"a": os.urandom(6000)})
+    copied = save(ours, tmp_path / "in", seq=2)
+    receiver = theirs.receive(10**6, "ada")
+    for piece in ours.frames(copied.manifest.chunks):
+        receiver.feed(piece)
+    receiver.finish()
+    theirs.accept_manifest(copied.sealed)
+    for ruin in (lambda: None, (tmp_path / "theirs" / "index.sqlite").unlink):
+        theirs.close()
+        ruin()
+        theirs = open_store(tmp_path / "theirs")
+        assert 6000 < theirs.foreign_bytes() < 6400, "it is known after a restart, and without the index"
+    theirs.user, theirs.foreign_quota_bytes = "eve", 10_000
+    assert 0 < (theirs.room() or 0) < 4000
+    theirs.forget(copied.id)
+    theirs.collect(min_age_s=0, now_unix=time.time() + 10)
+    assert theirs.foreign_bytes() == 0
 
 
 def test_pruning_never_touches_what_may_yet_be_committed(tmp_path: Path) -> None:
@@ -318,13 +443,54 @@ def test_collection_keeps_what_is_reachable_young_or_being_written(tmp_path: Pat
     second = save(store, tmp_path / "in", seq=2)
     assert store.prune(JOB, committed_seq=2, keep=1) == [first.id]
     assert store.collect(min_age_s=600, now_unix=time.time()).packs == 0, "too young"
-    receiver = store.receive(1000)
-    assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0, "something is being written"
-    receiver.abort()
+    for pack in (tmp_path / "store" / "packs").iterdir():
+        os.utime(pack, (0, 0))
+    assert store.missing(first.manifest.chunks) == []
+    assert store.collect(min_age_s=600, now_unix=time.time()).packs == 0, "a peer was told that it is here"
     assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 1
     store.restore(second.id, tmp_path / "out", prefix="ckpt")
     with pytest.raises(NotFound):
         store.manifest(first.id)
+
+
+def test_a_pack_of_which_little_is_reached_is_written_anew(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    write_tree(tmp_path / "in", {"large": os.urandom(90_000), "small": os.urandom(5000)})
+    first = save(store, tmp_path / "in", seq=1)
+    (tmp_path / "in" / "large").write_bytes(os.urandom(90_000))
+    second = save(store, tmp_path / "in", seq=2)
+    later = time.time() + 1000
+    assert store.collect(min_age_s=0, now_unix=later) == Collected(0, 0), "all of it is reached"
+    store.forget(first.id)
+    done = store.collect(min_age_s=0, now_unix=later)
+    assert done.packs == 1 and 90_000 < done.bytes < 91_000
+    assert store.collect(min_age_s=0, now_unix=later) == Collected(0, 0)
+    for _ in range(2):
+        store.restore(second.id, tmp_path / "out", prefix="ckpt")
+        assert read_tree(tmp_path / "out") == read_tree(tmp_path / "in")
+        shutil.rmtree(tmp_path / "out")
+        store.close()
+        (tmp_path / "store" / "index.sqlite").unlink()
+        store = open_store(tmp_path / "store")
+
+
+def test_what_is_relied_on_while_it_is_collected_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save finds a chunk of a pack at the moment in which that was found to be of no use."""
+    store = open_store(tmp_path / "store")
+    write_tree(tmp_path / "in", {"a": os.urandom(5000)})
+    store.forget(save(store, tmp_path / "in", seq=1).id)
+    found = store.index.chunks_of
+    again: list[SavedManifest] = []
+
+    def meanwhile(pack: str) -> dict[bytes, Location]:
+        chunks = found(pack)
+        again.append(save(store, tmp_path / "in", seq=2))
+        return chunks
+
+    monkeypatch.setattr(store.index, "chunks_of", meanwhile)
+    assert store.collect(min_age_s=0, now_unix=time.time() + 1000).packs == 0
+    assert again[0].new_bytes == 0
+    store.restore(again[0].id, tmp_path / "out", prefix="ckpt")
 
 
 def test_savers_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:

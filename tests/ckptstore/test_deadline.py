@@ -1,0 +1,102 @@
+"""The order of a leaving node's uploads, against every order there is."""
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptstore.deadline import STEPS, Upload, feasible, on_time, plan, scaled
+from ckptstore.pacing import AIM
+
+JOBS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(1, 50)), min_size=1, max_size=7)
+
+
+def on_time_weight(order: tuple[int, ...], jobs: list[tuple[int, int, int]]) -> int:
+    clock = weight = 0
+    for i in order:
+        clock += jobs[i][0]
+        weight += jobs[i][2] if clock <= jobs[i][1] else 0
+    return weight
+
+
+def best_of_all(jobs: list[tuple[int, int, int]]) -> int:
+    return max(on_time_weight(order, jobs) for order in permutations(range(len(jobs))))
+
+
+@given(JOBS)
+@settings(max_examples=150, deadline=None)
+def test_no_order_saves_more(jobs: list[tuple[int, int, int]]) -> None:
+    times, deadlines, weights = ([job[k] for job in jobs] for k in range(3))
+    early = on_time(times, deadlines, weights)
+    assert sum(weights[i] for i in early) == best_of_all(jobs)
+    first = tuple(sorted(early, key=lambda i: deadlines[i]))
+    assert on_time_weight(first, jobs) == sum(weights[i] for i in early), "these are on time by earliest deadline"
+
+
+@given(JOBS)
+@settings(max_examples=150, deadline=None)
+def test_a_plan_saves_as_much_as_any_order(jobs: list[tuple[int, int, int]]) -> None:
+    """Times of whole steps are not rounded: one upload has the longest window, of 4096 of them."""
+    bps, step = 1000.0, 1.0
+    jobs = [*jobs, (0, STEPS, 1)][-7:]
+    uploads = [Upload(w, int(t * bps * step), d * step / AIM, bps) for t, d, w in jobs]
+    found = plan(uploads, 0.0)
+    assert sorted(found.order) == list(range(len(jobs)))
+    assert found.late == {i for i in found.order if i in found.late}
+    assert on_time_weight(found.order, jobs) >= sum(jobs[i][2] for i in found.order if i not in found.late)
+    assert on_time_weight(found.order, jobs) == best_of_all(jobs)
+
+
+@given(
+    st.lists(
+        st.builds(Upload, st.floats(0, 1e9), st.integers(0, 10**13), st.floats(-100, 1e5), st.floats(1, 1e10)),
+        min_size=1,
+        max_size=64,
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_what_is_said_to_be_on_time_is_and_the_work_is_bounded(uploads: list[Upload]) -> None:
+    times, deadlines = scaled(uploads, 0.0)
+    assert max(deadlines) <= STEPS and max(times) <= STEPS + 1, "cells of the table: jobs times steps"
+    found = plan(uploads, 0.0)
+    clock = 0.0
+    for i in found.order:
+        clock += uploads[i].bytes / (uploads[i].bps or 1)
+        if i not in found.late:
+            window = max(0.0, uploads[i].deadline_s)
+            assert clock <= AIM * window + 1e-5 * max(1.0, *(u.deadline_s for u in uploads))
+
+
+def test_many_uploads_of_many_gigabytes_make_no_larger_table() -> None:
+    uploads = [Upload(i + 1, 10**12 * (i % 7 + 1), 3600.0 * (i + 1), 1e6) for i in range(64)]
+    times, deadlines = scaled(uploads, 0.0)
+    assert len(times) == len(deadlines) == 64 and max(deadlines) == STEPS and max(times) <= STEPS + 1
+
+
+def test_with_one_deadline_the_most_is_saved_and_the_rest_follows_by_weight_for_each_byte() -> None:
+    gb = 10**9
+    uploads = [
+        Upload(100, 3 * gb, 50.0, 1e8),  # 30 s of the 40 that count
+        Upload(60, 2 * gb, 50.0, 1e8),
+        Upload(60, 2 * gb, 50.0, 1e8),
+        Upload(1, 8 * gb, 50.0, 1e8),
+    ]
+    found = plan(uploads, 0.0)
+    assert found.order == (1, 2, 0, 3) and found.late == {0, 3}
+
+
+def test_what_is_not_known_is_not_refused() -> None:
+    assert feasible(10**12, None, 1.0) and not feasible(10**9, 1e7, 30.0)
+    assert feasible(int(AIM * 30e7), 1e7, 30.0) and not feasible(int(AIM * 30e7) + 1, 1e7, 30.0)
+    unknown = plan([Upload(1, 10**12, 10.0, None), Upload(2, 10**12, 5.0, None)], 0.0)
+    assert unknown.order == (1, 0) and not unknown.late
+    beside = plan([Upload(1, 10**9, 10.0, None), Upload(2, 10**7, 10.0, 1e7)], 0.0)
+    assert beside.late == {0}, "they leave by the same port"
+
+
+@pytest.mark.parametrize("deadline", [0.0, -5.0])
+def test_after_the_deadline_all_are_late_and_the_densest_goes_first(deadline: float) -> None:
+    found = plan([Upload(1, 1000, deadline, 1e6), Upload(5, 1000, deadline, None)], 0.0)
+    assert found.order == (1, 0) and found.late == {0, 1}
+    assert plan([], 0.0).order == ()
