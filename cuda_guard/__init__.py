@@ -1,1 +1,1 @@
-"""Room for the guard around the CUDA driver API. Empty for now: GPUs are lent whole, and taken back by ending their guests."""
+"""A part of a GPU for a job, and a switch for the owner: the guard around the CUDA driver API (docs/cuda-guard.md)."""

@@ -1,0 +1,191 @@
+"""The guard of one machine: the pages of its jobs, how jobs are made to use it, and what the owner can do to them at once."""
+
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from cuda_guard.build import Libraries
+from cuda_guard.driver import CUDA, NVML, Driver
+from cuda_guard.host import Host
+from cuda_guard.page import NO_LIMIT, PPM, UNIT, Pages, Quota
+
+log = logging.getLogger(__name__)
+
+PAGES_AT = Path("/run/mesh/guard")  # in a container; `native/pages.c` looks there first
+GUARD_AT = Path("/opt/mesh/guard")
+DRIVER_AT = Path("/opt/mesh/driver")
+PRELOAD_AT = Path("/etc/ld.so.preload")
+PRELOAD = "preload"  # the file of that name beside the pages
+PAGES_ENV = "MESH_GUARD_DIR"  # for jobs of the process engine, which see the machine's own files
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """A file or directory of this machine, and where a container has it."""
+
+    source: Path
+    target: Path
+    read_only: bool = True
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a job has used of one device: `gpu_s` as measured by events; memory in bytes, with its peak.
+
+    `refused` counts allocations that its quota forbade; `processes` those of it that use the device now.
+    """
+
+    uuid: str
+    gpu_s: float
+    launches: int
+    memory: int
+    peak: int
+    refused: int
+    processes: int
+
+
+class GuardedJob:
+    """One job's pages, and what is done to it. `devices` are the machine's own numbers of them."""
+
+    def __init__(
+        self, pages: Pages, quotas: tuple[Quota, ...], devices: tuple[int, ...], libraries: Libraries, host: Host
+    ) -> None:
+        self.pages = pages
+        self.quotas = quotas
+        self._devices = devices
+        self._libraries = libraries
+        self._host = host
+
+    def process_env(self) -> dict[str, str]:
+        """For a job that runs as a process of this machine. Cooperative: it can do without these variables."""
+        preload = os.pathsep.join([str(self._libraries.cuda), str(self._libraries.nvml)])
+        return {"LD_PRELOAD": preload, PAGES_ENV: str(self.pages.directory)}
+
+    def container_mounts(self, driver: Driver) -> tuple[Mount, ...]:
+        """For a job in a container: the guard over the driver's place and before every program, the driver itself out of the way,
+        the policy read-only."""
+        directory = self.pages.directory
+        over = [
+            Mount(self._libraries.cuda, driver.cuda.parent / CUDA),
+            Mount(self._libraries.nvml, driver.nvml.parent / NVML),
+        ]
+        return (
+            Mount(self._libraries.cuda, GUARD_AT / CUDA),
+            Mount(self._libraries.nvml, GUARD_AT / NVML),
+            Mount(driver.cuda, DRIVER_AT / CUDA),
+            Mount(driver.nvml, DRIVER_AT / NVML),
+            Mount(directory / "policy", PAGES_AT / "policy"),
+            Mount(directory / "job", PAGES_AT / "job", read_only=False),
+            Mount(directory / PRELOAD, PRELOAD_AT),
+            *over,
+        )
+
+    def set_gate(self, closed: bool) -> None:
+        """Nothing that the job has not launched yet starts while its gate is closed. Takes effect at once, on every device."""
+        self._host.set_gate(self.pages, closed)
+
+    def set_share(self, place: int, share: float, limit: float) -> None:
+        """Another share of its device of this place, in per cent, from now on."""
+        self._host.join(self.pages, place, self._devices[place], share, limit)
+
+    def set_memory(self, place: int, limit: int) -> None:
+        """Another quota in bytes, from now on. What the job has already stays with it."""
+        self._host.set_memory(self.pages, place, limit)
+
+    def usage(self) -> tuple[Usage, ...]:
+        job = self.pages.job
+        pids = [slot.pid for slot in job.table]
+        return tuple(
+            Usage(
+                uuid=quota.uuid,
+                gpu_s=job.uses[place].busy_ns / 1e9,
+                launches=job.uses[place].launches,
+                memory=self.pages.memory_used(place),
+                peak=job.uses[place].peak * UNIT,
+                refused=job.uses[place].refused,
+                processes=sum(1 for n, pid in enumerate(pids) if n and pid and job.table[n].used[place]),
+            )
+            for place, quota in enumerate(self.quotas)
+        )
+
+    def charges(self) -> dict[int, tuple[int, ...]]:
+        """Bytes that each living process has charged to the job, on each of its devices, by its pid as seen here."""
+        found = {}
+        for number, slot in enumerate(self.pages.job.table):
+            owner = self._host.owner(self.pages, number) if number and slot.pid else 0
+            if owner:
+                found[owner] = tuple(max(0, slot.used[place]) * UNIT for place in range(len(self.quotas)))
+        return found
+
+    def context_bytes(self, place: int) -> int:
+        """Of that, for each context."""
+        return int(self.pages.policy.allowances[place].context_bytes)
+
+    def memory_limit(self, place: int) -> int | None:
+        """Its quota now, in bytes; None if it has none."""
+        limit = int(self.pages.policy.allowances[place].memory_limit)
+        return limit if limit < NO_LIMIT else None
+
+    def correct(self, place: int, overhead: int) -> None:
+        """Charge the job so many bytes beside what its processes charge themselves, from now on."""
+        self._host.correct(self.pages, place, -(-overhead // UNIT))
+
+    def trim(self, place: int, factor: float) -> None:
+        """Let its share be `factor` times what was agreed."""
+        self._host.trim(self.pages, self._devices[place], factor)
+
+    def sweep(self) -> int:
+        """Give back what dead processes of the job held; how many there were."""
+        return self._host.sweep(self.pages)
+
+    def close(self) -> None:
+        self._host.leave(self.pages)
+        self.pages.close()
+        shutil.rmtree(self.pages.directory, ignore_errors=True)
+
+
+class Guard:
+    """`directory` should be on a tmpfs: pages are shared memory. `uuids`: the machine's devices, in its order."""
+
+    def __init__(self, directory: Path, libraries: Libraries, driver: Driver, uuids: tuple[str, ...]) -> None:
+        self.driver = driver
+        self.libraries = libraries
+        self._directory = directory
+        self._numbers = {uuid: number for number, uuid in enumerate(uuids)}
+        self._host = Host(libraries.host)
+        shutil.rmtree(directory, ignore_errors=True)  # of an earlier daemon, whose jobs have ended with it
+        directory.mkdir(parents=True, mode=0o711)
+
+    def admit(self, name: str, quotas: tuple[Quota, ...], in_container: bool) -> GuardedJob:
+        """Pages for a job, whose processes are to be started with them. ValueError for a quota that says nothing sensible or a
+        device that is not here; OSError when a page cannot be written or too many jobs share a device."""
+        missing = [quota.uuid for quota in quotas if quota.uuid not in self._numbers]
+        if missing:
+            raise ValueError(f"not a GPU of this machine: {missing[0]}")
+        devices = tuple(self._numbers[quota.uuid] for quota in quotas)
+        seen = Driver(DRIVER_AT / CUDA, DRIVER_AT / NVML) if in_container else self.driver
+        directory = self._directory / name
+        pages = Pages.create(directory, quotas, seen.cuda, seen.nvml, time.monotonic_ns())
+        (directory / PRELOAD).write_text(f"{GUARD_AT / CUDA}\n{GUARD_AT / NVML}\n")
+        job = GuardedJob(pages, quotas, devices, self.libraries, self._host)
+        if not self._host.claim(pages, os.getpid()):
+            log.warning("another daemon looks after the pages of job %s", name)
+        try:
+            for place, quota in enumerate(quotas):
+                job.set_share(place, quota.share, quota.limit)
+        except (OSError, ValueError):
+            job.close()  # its other devices must not be looked after in pages that are gone
+            raise
+        return job
+
+    def close(self) -> None:
+        self._host.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def share_of(pages: Pages, place: int) -> float:
+    """The share in force now, with what is lent, in per cent."""
+    allowance = pages.policy.allowances[place]
+    return float(allowance.rates[allowance.rate_index & 1].share_ppm) * 100 / PPM

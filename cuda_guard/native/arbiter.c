@@ -1,0 +1,241 @@
+#define _GNU_SOURCE
+#include "arbiter.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "bucket.h"
+
+#define STEP_NS 1000000       /* while somebody has the turn */
+#define HAND_OVER_NS 100000   /* while nobody has: the device may be idle */
+#define LEND_NS 5000000       /* while one does and something is lent */
+#define QUIET_NS 20000000     /* otherwise */
+#define ACTIVE_NS 20000000    /* a job that has not launched for so long, and waits for nothing, is idle */
+#define LEAST_PPM 1000        /* of a share, where it divides */
+#define LATE_NS 4000000       /* of a turn, until its end is noticed and its work measured */
+#define LONGEST_NS 3600000000000 /* of work under way that is believed */
+
+static void wake(_Atomic uint32_t *word) { (void)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+void policy_set_gate(struct guard_policy *policy, bool closed) {
+  uint32_t old = atomic_load(&policy->gate);
+  atomic_store(&policy->gate, ((old & ~0xffu) + 0x100) | (closed ? GUARD_GATE_CLOSED : GUARD_GATE_OPEN));
+  wake(&policy->gate);
+}
+
+void policy_set_rate(struct guard_policy *policy, uint32_t place, uint32_t share_ppm, int64_t burst_ns, int64_t now_ns) {
+  struct guard_allowance *allowance = &policy->allowances[place];
+  uint32_t index = atomic_load(&allowance->rate_index);
+  const struct guard_rate *old = &allowance->rates[index & 1];
+  struct guard_rate rate = {.t0_ns = now_ns, .v0_ns = rate_allowed(old, now_ns), .share_ppm = share_ppm, .burst_ns = burst_ns};
+  allowance->rates[(index + 1) & 1] = rate;
+  atomic_store_explicit(&allowance->rate_index, index + 1, memory_order_release);
+  wake(&allowance->rate_index);
+}
+
+void policy_set_turn(struct guard_policy *policy, uint32_t place, uint32_t turn) {
+  _Atomic uint32_t *word = &policy->allowances[place].turn;
+  uint32_t old = atomic_load(word);
+  if ((old & GUARD_TURN_MASK) == turn) return;
+  atomic_store(word, ((old & ~(uint32_t)GUARD_TURN_MASK) + GUARD_TURN_MASK + 1) | turn);
+  wake(word);
+}
+
+/* --- what a job is at */
+
+static const struct guard_use *use_of(const struct contender *contender) { return &contender->job->uses[contender->place]; }
+
+/* What the job says of itself: a page that it can write, so nothing in it is taken for possible that is not. */
+static int64_t told_under_way(const struct contender *contender) {
+  int64_t sum = 0;
+  for (unsigned slot = 1; slot < GUARD_SLOTS; slot++) {
+    if (atomic_load(&contender->job->table[slot].pid) == 0) continue;
+    int64_t ns = atomic_load(&contender->job->table[slot].under_way[contender->place]);
+    if (ns > 0) sum += ns < LONGEST_NS ? ns : LONGEST_NS;
+  }
+  return sum;
+}
+
+/* Work that is not over yet. A process that calls the driver no more does not see its end: it is believed no longer than it can take. */
+static int64_t under_way(const struct arbiter *arbiter, const struct contender *contender, int64_t now_ns) {
+  int64_t told = told_under_way(contender), launched = atomic_load(&use_of(contender)->last_launch_ns);
+  bool possible = launched > 0 && launched <= now_ns && now_ns - launched < told + arbiter->drain_ns;
+  return possible ? told : 0;
+}
+
+static bool wants(const struct contender *contender) {
+  for (unsigned slot = 1; slot < GUARD_SLOTS; slot++)
+    if (atomic_load(&contender->job->table[slot].pid) != 0 && atomic_load(&contender->job->table[slot].waiting[contender->place])) return true;
+  return false;
+}
+
+static bool is_within_allowance(const struct contender *contender, int64_t now_ns) {
+  struct guard_rate rate = rate_of(&contender->policy->allowances[contender->place]);
+  return bucket_wait(&rate, atomic_load(&use_of(contender)->spent_ns), now_ns) == 0;
+}
+
+static bool is_active(const struct contender *contender, int64_t now_ns) { return now_ns - contender->active_ns < ACTIVE_NS; }
+
+/* Who has been idle saves up no turns. */
+static void catch_up(struct arbiter *arbiter, struct contender *late, int64_t now_ns) {
+  int64_t least = INT64_MAX;
+  for (uint32_t i = 0; i < arbiter->count; i++) {
+    const struct contender *contender = &arbiter->contenders[i];
+    if (contender != late && is_active(contender, now_ns) && contender->virtual_ns < least) least = contender->virtual_ns;
+  }
+  if (least != INT64_MAX && late->virtual_ns < least) late->virtual_ns = least;
+}
+
+/* Puts what it had on its account: what it was measured to use, no more than can have been since the last time. Who had a turn and
+ * tells of next to nothing, or of far less than it took, pays for the turn. */
+static void settle(struct contender *contender, int64_t now_ns) {
+  uint64_t busy = atomic_load(&use_of(contender)->busy_ns), told = busy - contender->seen_ns;
+  uint32_t share = contender->share_ppm > LEAST_PPM ? contender->share_ppm : LEAST_PPM;
+  contender->credible_ns += contender->looked_ns > 0 ? now_ns - contender->looked_ns : 0;
+  int64_t had = told < (uint64_t)contender->credible_ns ? (int64_t)told : contender->credible_ns;
+  contender->credible_ns -= had;
+  contender->looked_ns = now_ns;
+  contender->seen_ns = busy;
+  if (contender->turn_ns > 0) {
+    int64_t held = now_ns - contender->turn_ns, least = had < held / 8 ? held : held - LATE_NS;
+    if (had < least) had = least;
+    contender->turn_ns = now_ns;
+  }
+  contender->virtual_ns += (int64_t)((__int128)had * GUARD_PPM / share);
+}
+
+static void look(struct arbiter *arbiter, struct contender *contender, int64_t now_ns) {
+  if (contender->turn_ns == 0) settle(contender, now_ns);
+  int64_t launched = atomic_load(&use_of(contender)->last_launch_ns);
+  if (wants(contender) || under_way(arbiter, contender, now_ns) > 0) launched = now_ns;
+  if (launched <= contender->active_ns || launched > now_ns) return;
+  if (!is_active(contender, now_ns)) catch_up(arbiter, contender, now_ns);
+  contender->active_ns = launched;
+}
+
+/* --- shares */
+
+static uint32_t trimmed(const struct contender *contender, uint32_t ppm) {
+  uint64_t value = (uint64_t)ppm * contender->trim_ppm / GUARD_PPM;
+  return value > GUARD_PPM ? GUARD_PPM : (uint32_t)value;
+}
+
+/* What the active ones leave under the cap, to those who may have more: in proportion to their shares, nobody above his limit. */
+static bool lend(struct arbiter *arbiter, int64_t now_ns) {
+  uint32_t lent[ARBITER_CONTENDERS];
+  bool open[ARBITER_CONTENDERS], any = false;
+  int64_t left = arbiter->cap_ppm;
+  for (uint32_t i = 0; i < arbiter->count; i++) {
+    const struct contender *contender = &arbiter->contenders[i];
+    bool active = is_active(contender, now_ns);
+    lent[i] = contender->share_ppm;
+    open[i] = active && contender->limit_ppm > contender->share_ppm;
+    if (active) left -= contender->share_ppm;
+  }
+  for (uint32_t round = 0; round < arbiter->count && left > 0; round++) {
+    int64_t weights = 0, given = 0;
+    for (uint32_t i = 0; i < arbiter->count; i++) weights += open[i] ? arbiter->contenders[i].share_ppm : 0;
+    if (weights == 0) break;
+    for (uint32_t i = 0; i < arbiter->count; i++) {
+      if (!open[i]) continue;
+      int64_t more = left * arbiter->contenders[i].share_ppm / weights, room = arbiter->contenders[i].limit_ppm - lent[i];
+      open[i] = more < room;
+      lent[i] += (uint32_t)(more < room ? more : room);
+      given += more < room ? more : room;
+    }
+    if (given == 0) break;
+    left -= given;
+  }
+  for (uint32_t i = 0; i < arbiter->count; i++) {
+    struct contender *contender = &arbiter->contenders[i];
+    const struct guard_allowance *allowance = &contender->policy->allowances[contender->place];
+    uint32_t slope = trimmed(contender, lent[i]);
+    any = any || contender->limit_ppm > contender->share_ppm;
+    if (slope != contender->lent_ppm) policy_set_rate(contender->policy, contender->place, slope, rate_of(allowance).burst_ns, now_ns);
+    contender->lent_ppm = slope;
+  }
+  return any;
+}
+
+/* --- turns */
+
+static void set_turn(struct arbiter *arbiter, int32_t which, uint32_t turn) {
+  struct contender *contender = &arbiter->contenders[which];
+  policy_set_turn(contender->policy, contender->place, turn);
+}
+
+static bool is_over(const struct arbiter *arbiter, int64_t now_ns) {
+  const struct contender *holder = &arbiter->contenders[arbiter->holder];
+  if (now_ns - arbiter->began_ns >= arbiter->turn_ns || !is_within_allowance(holder, now_ns)) return true;
+  int64_t launched = atomic_load(&use_of(holder)->last_launch_ns);
+  return under_way(arbiter, holder, now_ns) == 0 && now_ns - (launched > arbiter->began_ns ? launched : arbiter->began_ns) > arbiter->idle_ns;
+}
+
+/* Its last work has ended: seen by itself, or, where it does not look, given up waiting for. */
+static bool is_drained(const struct arbiter *arbiter, int64_t now_ns) {
+  const struct contender *contender = &arbiter->contenders[arbiter->draining];
+  int64_t since = now_ns - arbiter->began_ns;
+  if (since > arbiter->drain_ns) return true;
+  return under_way(arbiter, contender, now_ns) == 0 && (wants(contender) || since > arbiter->idle_ns);
+}
+
+/* Who shall have the next turn; -1 if nobody wants it and may. */
+static int32_t next_in_turn(const struct arbiter *arbiter, int64_t now_ns) {
+  int32_t next = -1;
+  for (uint32_t i = 0; i < arbiter->count; i++) {
+    const struct contender *contender = &arbiter->contenders[i];
+    bool wanted = wants(contender) || ((int32_t)i == arbiter->holder && under_way(arbiter, contender, now_ns) > 0);
+    if (!wanted || !is_within_allowance(contender, now_ns)) continue;
+    if (next < 0 || contender->virtual_ns < arbiter->contenders[next].virtual_ns) next = (int32_t)i;
+  }
+  return next;
+}
+
+static void take_turns(struct arbiter *arbiter, int64_t now_ns) {
+  for (uint32_t i = 0; i < arbiter->count; i++)
+    if ((int32_t)i != arbiter->holder) set_turn(arbiter, (int32_t)i, GUARD_TURN_WAIT);
+  if (arbiter->holder >= 0 && is_over(arbiter, now_ns)) {
+    settle(&arbiter->contenders[arbiter->holder], now_ns);
+    int32_t next = next_in_turn(arbiter, now_ns);
+    if (next == arbiter->holder) {
+      arbiter->began_ns = now_ns;
+      return;
+    }
+    set_turn(arbiter, arbiter->holder, GUARD_TURN_WAIT);
+    arbiter->draining = arbiter->holder;
+    arbiter->holder = -1;
+    arbiter->began_ns = now_ns;
+  }
+  if (arbiter->draining >= 0 && is_drained(arbiter, now_ns)) {
+    settle(&arbiter->contenders[arbiter->draining], now_ns);
+    arbiter->contenders[arbiter->draining].turn_ns = 0;
+    arbiter->draining = -1;
+  }
+  if (arbiter->holder >= 0 || arbiter->draining >= 0) return;
+  arbiter->holder = next_in_turn(arbiter, now_ns);
+  if (arbiter->holder < 0) return;
+  arbiter->began_ns = arbiter->contenders[arbiter->holder].turn_ns = now_ns;
+  set_turn(arbiter, arbiter->holder, GUARD_TURN_GO);
+}
+
+int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
+  uint32_t active = 0;
+  for (uint32_t i = 0; i < arbiter->count; i++) {
+    look(arbiter, &arbiter->contenders[i], now_ns);
+    active += is_active(&arbiter->contenders[i], now_ns);
+    atomic_store(&arbiter->contenders[i].policy->heartbeat_ns, now_ns);
+  }
+  bool elastic = lend(arbiter, now_ns);
+  if (active > 1) {
+    take_turns(arbiter, now_ns);
+    return now_ns + (arbiter->holder < 0 ? HAND_OVER_NS : STEP_NS);
+  }
+  for (uint32_t i = 0; i < arbiter->count; i++) {
+    arbiter->contenders[i].turn_ns = 0;
+    set_turn(arbiter, (int32_t)i, GUARD_TURN_FREE);
+  }
+  arbiter->holder = arbiter->draining = -1;
+  return now_ns + (active > 0 && elastic ? LEND_NS : QUIET_NS);
+}

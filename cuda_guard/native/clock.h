@@ -1,0 +1,15 @@
+/* The clock of the pages. */
+#ifndef MESH_GUARD_CLOCK_H
+#define MESH_GUARD_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+/* ns of CLOCK_MONOTONIC */
+static inline int64_t now_ns(void) {
+  struct timespec now;
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+#endif

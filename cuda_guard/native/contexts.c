@@ -1,0 +1,100 @@
+/* Contexts: each takes memory of its own, and what was allocated in it ends with it. */
+#include "memory.h"
+
+static struct table contexts = TABLE_EMPTY; /* context, or PRIMARY of a device -> units; count: how often retained */
+static pthread_mutex_t context_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static int64_t context_units(int device) { return units_for(atomic_load(&guard_policy->allowances[device].context_bytes)); }
+
+#define PRIMARY(device) ((uint64_t)(device) + 1) /* stands for a device's primary context, which many retain */
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice number) {
+  guard_load();
+  int device = guard_device(number);
+  if (guard_policy == NULL || out == NULL || number < 0) return REAL(cuDevicePrimaryCtxRetain)(out, number);
+  if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
+  (void)pthread_mutex_lock(&context_mutex);
+  CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+  bool known = table_count(&contexts, PRIMARY(number), 1).key != 0;
+  int64_t units = known ? 0 : context_units(device);
+  if (memory_reserve(device, units)) {
+    result = REAL(cuDevicePrimaryCtxRetain)(out, number);
+    if (result == CUDA_SUCCESS && !known) {
+      struct entry entry = {.key = PRIMARY(number), .units = units, .link = id(*out), .device = device, .count = 1};
+      (void)table_put(&contexts, entry);
+    }
+    if (result != CUDA_SUCCESS) memory_give_back(device, units);
+  }
+  if (result != CUDA_SUCCESS && known) (void)table_count(&contexts, PRIMARY(number), -1);
+  (void)pthread_mutex_unlock(&context_mutex);
+  return result;
+}
+
+typedef CUresult device_call(CUdevice number);
+
+static CUresult release(device_call *real, CUdevice number) {
+  (void)pthread_mutex_lock(&context_mutex);
+  struct entry entry = table_get(&contexts, PRIMARY(number));
+  if (entry.key != 0 && entry.count == 1) meter_context_ends((CUcontext)(uintptr_t)entry.link);
+  CUresult result = real(number);
+  if (result == CUDA_SUCCESS && entry.key != 0 && table_count(&contexts, PRIMARY(number), -1).count == 0) {
+    memory_context_gone(entry.link);
+    memory_drop(table_take(&contexts, PRIMARY(number)));
+  }
+  (void)pthread_mutex_unlock(&context_mutex);
+  return result;
+}
+
+static CUresult reset(device_call *real, CUdevice number) {
+  struct entry entry = table_get(&contexts, PRIMARY(number));
+  if (entry.key != 0) meter_context_ends((CUcontext)(uintptr_t)entry.link);
+  CUresult result = real(number);
+  if (result == CUDA_SUCCESS && entry.key != 0) memory_context_gone(entry.link); /* its next use makes it anew, so it stays charged */
+  return result;
+}
+
+CUresult cuDevicePrimaryCtxRelease(CUdevice number) { return release(REAL(cuDevicePrimaryCtxRelease), number); }
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice number) { return release(REAL(cuDevicePrimaryCtxRelease_v2), number); }
+CUresult cuDevicePrimaryCtxReset(CUdevice number) { return reset(REAL(cuDevicePrimaryCtxReset), number); }
+CUresult cuDevicePrimaryCtxReset_v2(CUdevice number) { return reset(REAL(cuDevicePrimaryCtxReset_v2), number); }
+
+#define CREATED(name, ...)                                                                        \
+  do {                                                                                            \
+    guard_load();                                                                                 \
+    int device_ = guard_device(device);                                                           \
+    if (guard_policy == NULL || out == NULL || device < 0) return REAL(name)(__VA_ARGS__);        \
+    if (device_ < 0) return CUDA_ERROR_NOT_PERMITTED;                                             \
+    meter_moved();                                                                                \
+    CHARGED(&contexts, device_, context_units(device_), id(*out), REAL(name)(__VA_ARGS__), REAL(cuCtxDestroy_v2)(*out)); \
+  } while (0)
+
+CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATED(cuCtxCreate_v2, out, flags, device); }
+
+CUresult cuCtxCreate_v3(CUcontext *out, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device) {
+  CREATED(cuCtxCreate_v3, out, affinity, count, flags, device);
+}
+
+CUresult cuCtxCreate_v4(CUcontext *out, CUctxCreateParams *params, unsigned int flags, CUdevice device) {
+  CREATED(cuCtxCreate_v4, out, params, flags, device);
+}
+
+static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
+  meter_context_ends(context);
+  struct entry entry = table_take(&contexts, id(context));
+  CUresult result = real(context);
+  if (result == CUDA_SUCCESS && entry.key != 0) {
+    memory_context_gone(entry.key);
+    memory_drop(entry);
+  } else if (entry.key != 0) {
+    (void)table_put(&contexts, entry);
+  }
+  return result;
+}
+
+CUresult cuCtxDestroy(CUcontext context) { return destroy(REAL(cuCtxDestroy), context); }
+CUresult cuCtxDestroy_v2(CUcontext context) { return destroy(REAL(cuCtxDestroy_v2), context); }
+
+void contexts_forked(void) {
+  table_clear(&contexts);
+  (void)pthread_mutex_init(&context_mutex, NULL);
+}

@@ -1,0 +1,171 @@
+#define _GNU_SOURCE
+#include "host.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "bucket.h"
+#include "clock.h"
+#include "ledger.h"
+
+#define CAP_PPM 900000    /* GaiaGPU's: the rest keeps a device responsive */
+#define TURN_NS 10000000  /* long against the pause between two turns, short against a second */
+#define IDLE_NS 1000000
+#define DRAIN_NS 100000000
+#define SWEEP_NS 250000000 /* a dead process's work under way makes its job look busy until then */
+
+struct host {
+  pthread_t thread;
+  pthread_mutex_t mutex;
+  pthread_cond_t changed;
+  bool ends;
+  struct arbiter devices[GUARD_DEVICES];
+};
+
+static void sweep(struct host *host) {
+  for (unsigned i = 0; i < GUARD_DEVICES; i++)
+    for (uint32_t j = 0; j < host->devices[i].count; j++)
+      (void)ledger_sweep(host->devices[i].contenders[j].job, host->devices[i].contenders[j].file, 0);
+}
+
+static void *run(void *argument) {
+  struct host *host = argument;
+  int64_t swept = 0;
+  (void)pthread_mutex_lock(&host->mutex);
+  while (!host->ends) {
+    int64_t next = INT64_MAX, now = now_ns();
+    if (now - swept >= SWEEP_NS) {
+      sweep(host);
+      swept = now;
+    }
+    for (unsigned i = 0; i < GUARD_DEVICES; i++) {
+      if (host->devices[i].count == 0) continue;
+      int64_t soon = arbiter_step(&host->devices[i], now_ns());
+      if (soon < next) next = soon;
+    }
+    struct timespec until = {.tv_sec = next / 1000000000, .tv_nsec = next % 1000000000};
+    if (next == INT64_MAX)
+      (void)pthread_cond_wait(&host->changed, &host->mutex);
+    else
+      (void)pthread_cond_timedwait(&host->changed, &host->mutex, &until);
+  }
+  (void)pthread_mutex_unlock(&host->mutex);
+  return NULL;
+}
+
+struct host *host_start(void) {
+  struct host *host = calloc(1, sizeof *host);
+  if (host == NULL) return NULL;
+  for (unsigned i = 0; i < GUARD_DEVICES; i++)
+    host->devices[i] = (struct arbiter){
+        .holder = -1, .draining = -1, .cap_ppm = CAP_PPM, .turn_ns = TURN_NS, .idle_ns = IDLE_NS, .drain_ns = DRAIN_NS};
+  pthread_condattr_t clock;
+  (void)pthread_condattr_init(&clock);
+  (void)pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+  (void)pthread_mutex_init(&host->mutex, NULL);
+  (void)pthread_cond_init(&host->changed, &clock);
+  (void)pthread_condattr_destroy(&clock);
+  if (pthread_create(&host->thread, NULL, run, host) == 0) return host;
+  free(host);
+  return NULL;
+}
+
+void host_stop(struct host *host) {
+  (void)pthread_mutex_lock(&host->mutex);
+  host->ends = true;
+  (void)pthread_cond_signal(&host->changed);
+  (void)pthread_mutex_unlock(&host->mutex);
+  (void)pthread_join(host->thread, NULL);
+  (void)pthread_cond_destroy(&host->changed);
+  (void)pthread_mutex_destroy(&host->mutex);
+  free(host);
+}
+
+static void lock(struct host *host) { (void)pthread_mutex_lock(&host->mutex); }
+
+static void unlock(struct host *host) {
+  (void)pthread_cond_signal(&host->changed);
+  (void)pthread_mutex_unlock(&host->mutex);
+}
+
+static struct contender *find(struct arbiter *arbiter, const struct guard_policy *policy) {
+  for (uint32_t i = 0; i < arbiter->count; i++)
+    if (arbiter->contenders[i].policy == policy) return &arbiter->contenders[i];
+  return NULL;
+}
+
+bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, struct guard_job *job, int file, uint32_t place,
+               uint32_t share_ppm, uint32_t limit_ppm) {
+  if (device >= GUARD_DEVICES || place >= GUARD_DEVICES) return false;
+  lock(host);
+  struct arbiter *arbiter = &host->devices[device];
+  struct contender *contender = find(arbiter, policy);
+  bool room = contender != NULL || arbiter->count < ARBITER_CONTENDERS;
+  if (contender == NULL && room) {
+    contender = &arbiter->contenders[arbiter->count++];
+    *contender = (struct contender){.policy = policy, .job = job, .file = file, .place = place, .trim_ppm = GUARD_PPM};
+  }
+  if (contender != NULL) {
+    contender->share_ppm = share_ppm;
+    contender->limit_ppm = limit_ppm;
+  }
+  unlock(host);
+  return room;
+}
+
+/* The others keep their order; whoever's turn it is keeps it. */
+static void leave(struct arbiter *arbiter, uint32_t which) {
+  for (uint32_t i = which; i + 1 < arbiter->count; i++) arbiter->contenders[i] = arbiter->contenders[i + 1];
+  arbiter->count--;
+  int32_t *marks[] = {&arbiter->holder, &arbiter->draining};
+  for (unsigned i = 0; i < 2; i++) {
+    if (*marks[i] == (int32_t)which) *marks[i] = -1;
+    if (*marks[i] > (int32_t)which) --*marks[i];
+  }
+}
+
+void host_leave(struct host *host, const struct guard_policy *policy) {
+  lock(host);
+  for (unsigned i = 0; i < GUARD_DEVICES; i++) {
+    struct contender *contender = find(&host->devices[i], policy);
+    if (contender != NULL) leave(&host->devices[i], (uint32_t)(contender - host->devices[i].contenders));
+  }
+  unlock(host);
+}
+
+void host_trim(struct host *host, uint32_t device, const struct guard_policy *policy, uint32_t trim_ppm) {
+  lock(host);
+  struct contender *contender = find(&host->devices[device], policy);
+  if (contender != NULL) contender->trim_ppm = trim_ppm;
+  unlock(host);
+}
+
+void host_tune(struct host *host, uint32_t device, uint32_t cap_ppm, int64_t turn_ns) {
+  lock(host);
+  host->devices[device].cap_ppm = cap_ppm;
+  host->devices[device].turn_ns = turn_ns;
+  unlock(host);
+}
+
+bool host_claim(struct guard_job *job, int file, uint32_t pid) { return ledger_claim_slot(job, file, 0, pid); }
+
+bool host_correct(struct guard_job *job, uint32_t place, int64_t units) {
+  int64_t change;
+  if (__builtin_sub_overflow(units, atomic_load(&job->table[0].used[place]), &change)) return false;
+  return ledger_change(job, 0, place, change, UINT64_MAX);
+}
+
+int64_t host_allowed(const struct guard_policy *policy, uint32_t place, int64_t now) {
+  struct guard_rate rate = rate_of(&policy->allowances[place]);
+  return rate_allowed(&rate, now);
+}
+
+int64_t host_wait(const struct guard_policy *policy, const struct guard_job *job, uint32_t place, int64_t now) {
+  struct guard_rate rate = rate_of(&policy->allowances[place]);
+  return bucket_wait(&rate, atomic_load(&job->uses[place].spent_ns), now);
+}
+
+void host_spend(const struct guard_policy *policy, struct guard_job *job, uint32_t place, int64_t ns, int64_t now) {
+  struct guard_rate rate = rate_of(&policy->allowances[place]);
+  bucket_spend(&rate, &job->uses[place].spent_ns, ns, now);
+}

@@ -1,0 +1,182 @@
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "guard.h"
+#include "ledger.h"
+
+static const _Atomic uint32_t open_gate;
+const _Atomic uint32_t *guard_gate = &open_gate;
+
+static _Atomic int own_slot = -1;
+static pthread_mutex_t slot_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+/* --- the calls */
+
+struct call {
+  const char *name;
+  void **slot;
+  void *entry; /* ours; NULL where the program gets the driver's own */
+  void *real;
+  CUresult denied;
+};
+
+#define HOOK(name, parameters)
+#define GATE(name)         \
+  extern void *slot_##name; \
+  void name(void);
+#define DENY(name, error) GATE(name)
+#define EXPORT(name) extern void *slot_##name;
+#include "exports.def"
+#include "hooks.def"
+#undef HOOK
+#undef GATE
+#undef DENY
+#undef EXPORT
+
+#define HOOK(name, parameters) {#name, &slot_##name, (void *)&name, NULL, 0},
+#define GATE(name) {#name, &slot_##name, (void *)&name, NULL, 0},
+#define DENY(name, error) {#name, &slot_##name, (void *)&name, NULL, error},
+#define EXPORT(name) {#name, &slot_##name, NULL, NULL, 0},
+static struct call calls[] = {
+#include "exports.def"
+#include "hooks.def"
+};
+#undef HOOK
+#undef GATE
+#undef DENY
+#undef EXPORT
+#define CALLS (sizeof calls / sizeof *calls)
+
+static CUresult no_driver(void) { return CUDA_ERROR_STUB_LIBRARY; }
+static CUresult no_such_call(void) { return CUDA_ERROR_NOT_SUPPORTED; }
+
+CUresult guard_denied(void **slot) {
+  guard_load();
+  for (size_t i = 0; i < CALLS; i++)
+    if (calls[i].slot == slot) return calls[i].denied;
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static int by_address(const void *a, const void *b) {
+  uintptr_t left = (uintptr_t)((const struct call *)a)->real, right = (uintptr_t)((const struct call *)b)->real;
+  return (left > right) - (left < right);
+}
+
+static const struct call *call_at(void *address) {
+  struct call key = {.real = address};
+  return bsearch(&key, calls, CALLS, sizeof *calls, by_address);
+}
+
+/* --- loading */
+
+static void *open_driver(void) {
+  void *driver = pages_open(guard_policy->driver);
+  if (driver == NULL || (dlsym(driver, "cuInit") != NULL && dlsym(driver, "cuMemAlloc_v2") != (void *)&cuMemAlloc_v2)) return driver;
+  pages_say(guard_policy->driver, "is not the driver");
+  return NULL;
+}
+
+static void forked(void) {
+  atomic_store(&own_slot, -1);
+  (void)pthread_mutex_init(&slot_mutex, NULL);
+  memory_forked();
+  meter_forked();
+}
+
+static void load(void) {
+  void *driver = pages_map() ? open_driver() : NULL;
+  for (size_t i = 0; i < CALLS; i++) {
+    calls[i].real = driver == NULL ? NULL : dlsym(driver, calls[i].name);
+    *calls[i].slot = calls[i].real;
+    if (calls[i].real == NULL) *calls[i].slot = driver == NULL ? (void *)&no_driver : (void *)&no_such_call;
+  }
+  if (guard_policy != NULL) guard_gate = &guard_policy->gate;
+  qsort(calls, CALLS, sizeof *calls, by_address);
+  (void)pthread_atfork(NULL, NULL, forked);
+}
+
+void guard_load(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  (void)pthread_once(&once, load);
+}
+
+/* --- how a program finds the driver's calls */
+
+static bool looks_like_ours(const char *symbol) {
+  static const char *const families[] = {"cuMemAlloc", "cuMemCreate",  "cuMemcpy",      "cuMemset",
+                                         "cuLaunch",   "cuGraphLaunch", "cuArrayCreate", "cuArray3DCreate",
+                                         "cuMipmappedArrayCreate", "cuStreamBegin", "cuCheckpointProcess"};
+  for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+    if (strncmp(symbol, families[i], strlen(families[i])) == 0) return true;
+  return false;
+}
+
+/* Notes a call that looks like memory or work and is not ours to see. */
+static void audit(const char *symbol) {
+  if (guard_job == NULL) return;
+  uint32_t count = atomic_load(&guard_job->audits);
+  for (uint32_t i = 0; i < count && i < GUARD_AUDITS; i++)
+    if (strncmp(guard_job->audit[i], symbol, GUARD_NAME - 1) == 0) return;
+  uint32_t place = atomic_fetch_add(&guard_job->audits, 1);
+  if (place < GUARD_AUDITS) strncpy(guard_job->audit[place], symbol, GUARD_NAME - 1);
+}
+
+/* What the driver gave to a program that asked for `symbol`, or ours in its place. */
+static CUresult swap(CUresult result, const char *symbol, void **address) {
+  if (result != CUDA_SUCCESS || address == NULL || *address == NULL) return result;
+  guard_load(); /* the table is in order only then */
+  const struct call *call = call_at(*address);
+  if (call == NULL && symbol != NULL && looks_like_ours(symbol)) audit(symbol);
+  if (call != NULL && call->entry != NULL) *address = call->entry;
+  return result;
+}
+
+CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuint64_t flags) {
+  return swap(REAL(cuGetProcAddress)(symbol, address, version, flags), symbol, address);
+}
+
+CUresult cuGetProcAddress_v2(const char *symbol, void **address, int version, cuuint64_t flags,
+                             CUdriverProcAddressQueryResult *status) {
+  return swap(REAL(cuGetProcAddress_v2)(symbol, address, version, flags, status), symbol, address);
+}
+
+/* --- this process in the job */
+
+int guard_slot(void) {
+  int slot = atomic_load_explicit(&own_slot, memory_order_acquire);
+  if (slot >= 0 || guard_job == NULL) return slot;
+  (void)pthread_mutex_lock(&slot_mutex);
+  slot = atomic_load(&own_slot);
+  if (slot < 0) {
+    slot = ledger_claim(guard_job, guard_job_file, (unsigned)getpid());
+    atomic_store_explicit(&own_slot, slot, memory_order_release);
+  }
+  (void)pthread_mutex_unlock(&slot_mutex);
+  return slot;
+}
+
+void guard_sweep(void) { (void)ledger_sweep(guard_job, guard_job_file, atomic_load(&own_slot)); }
+
+int guard_device(CUdevice device) {
+  static _Atomic int known[64]; /* 0: not asked; else the place + 2, so 1 is none */
+  if (guard_policy == NULL || device < 0) return -1;
+  if (device < 64 && atomic_load(&known[device]) != 0) return atomic_load(&known[device]) - 2;
+  CUuuid uuid;
+  if (DRIVER(cuDeviceGetUuid_v2)(&uuid, device) != CUDA_SUCCESS && DRIVER(cuDeviceGetUuid)(&uuid, device) != CUDA_SUCCESS) return -1;
+  int place = -1;
+  for (uint32_t i = 0; i < guard_policy->devices && i < GUARD_DEVICES; i++)
+    if (memcmp(guard_policy->allowances[i].uuid, uuid.bytes, sizeof uuid.bytes) == 0) place = (int)i;
+  if (device < 64) atomic_store(&known[device], place + 2);
+  return place;
+}
+
+CUresult guard_current(int *device) {
+  CUdevice current;
+  CUresult result = DRIVER(cuCtxGetDevice)(&current);
+  if (result != CUDA_SUCCESS) return result;
+  *device = guard_device(current);
+  return *device < 0 ? CUDA_ERROR_NOT_PERMITTED : CUDA_SUCCESS;
+}

@@ -1,0 +1,284 @@
+/* Device memory by address, array and handle: reserve, call, keep or give back. */
+#include "memory.h"
+
+static pthread_mutex_t ledger_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static struct table pointers = TABLE_EMPTY; /* address -> units, context */
+static struct table arrays = TABLE_EMPTY;   /* array -> units, context */
+static struct table pieces = TABLE_EMPTY;   /* a piece of physical memory -> units; count: handles and mappings that keep it */
+static struct table handles = TABLE_EMPTY;  /* handle -> link: its piece; count: how often it must be released */
+static struct table mappings = TABLE_EMPTY; /* address -> link: its piece; units: bytes mapped */
+
+bool memory_change(int device, int64_t units, bool whatever_the_limit) {
+  int slot = guard_slot();
+  if (slot < 0) return units <= 0;
+  uint64_t limit = whatever_the_limit ? UINT64_MAX : atomic_load(&guard_policy->allowances[device].memory_limit) / GUARD_UNIT;
+  (void)pthread_mutex_lock(&ledger_mutex);
+  bool done = ledger_change(guard_job, (unsigned)slot, (unsigned)device, units, limit);
+  (void)pthread_mutex_unlock(&ledger_mutex);
+  return done;
+}
+
+void memory_give_back(int device, int64_t units) {
+  if (device >= 0) (void)memory_change(device, -units, true);
+}
+
+/* False if the job may not have so much more. What pools and dead processes have given back is looked for first. */
+bool memory_reserve(int device, int64_t units) {
+  guard_wait();
+  if (device < 0 || memory_change(device, units, false)) return true;
+  memory_settle();
+  guard_sweep();
+  if (memory_change(device, units, false)) return true;
+  atomic_fetch_add(&guard_job->uses[device].refused, 1);
+  return false;
+}
+
+static uint64_t current_context(void) {
+  CUcontext context = NULL;
+  return DRIVER(cuCtxGetCurrent)(&context) == CUDA_SUCCESS ? id(context) : 0;
+}
+
+bool memory_keep(struct table *table, uint64_t key, int device, int64_t units) {
+  return table_put(table, (struct entry){.key = key, .units = units, .link = current_context(), .device = device, .count = 1});
+}
+
+/* --- by address */
+
+CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t bytes) {
+  CURRENT(device);
+  CHARGED(&pointers, device, units_for(bytes), *out, REAL(cuMemAlloc_v2)(out, bytes), REAL(cuMemFree_v2)(*out));
+}
+
+CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned int flags) {
+  CURRENT(device);
+  CHARGED(&pointers, device, units_for(bytes), *out, REAL(cuMemAllocManaged)(out, bytes, flags), REAL(cuMemFree_v2)(*out));
+}
+
+CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned int element) {
+  CURRENT(device);
+  if (pitch == NULL) return CUDA_ERROR_INVALID_VALUE;
+  size_t row = (width + GUARD_UNIT - 1) & ~(size_t)(GUARD_UNIT - 1), bytes; /* should a driver pad to more, it is charged after */
+  if (row < width || __builtin_mul_overflow(row, height, &bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  int64_t units = units_for(bytes);
+  if (!memory_reserve(device, units)) return CUDA_ERROR_OUT_OF_MEMORY;
+  CUresult result = REAL(cuMemAllocPitch_v2)(out, pitch, width, height, element);
+  if (result == CUDA_SUCCESS) {
+    int64_t more = units_for(*pitch * height) - units;
+    bool allowed = more <= 0 || memory_reserve(device, more);
+    if (allowed) units += more;
+    if (allowed && more < 0) memory_give_back(device, -more);
+    if (allowed && memory_keep(&pointers, *out, device, units)) return CUDA_SUCCESS;
+    (void)REAL(cuMemFree_v2)(*out);
+    result = CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  memory_give_back(device, units);
+  return result;
+}
+
+CUresult cuMemFree_v2(CUdeviceptr pointer) { FREED(&pointers, pointer, REAL(cuMemFree_v2)(pointer)); }
+
+/* --- arrays: their layout is the driver's secret, so rows are taken to be padded to 64 bytes and their number to 8 */
+
+#define DEFERRED 0xc0 /* CUDA_ARRAY3D_SPARSE | _DEFERRED_MAPPING: what is mapped into them later is charged by cuMemCreate */
+
+static int64_t array_units(size_t width, size_t height, size_t depth, CUarray_format format, unsigned int channels) {
+  size_t bytes = format == CU_AD_FORMAT_UNSIGNED_INT8 || format == CU_AD_FORMAT_SIGNED_INT8   ? 1
+                 : format == CU_AD_FORMAT_UNSIGNED_INT32 || format == CU_AD_FORMAT_SIGNED_INT32 ? 4
+                 : format == CU_AD_FORMAT_FLOAT                                                 ? 4
+                                                                                                : 2;
+  size_t rows = height > SIZE_MAX - 8 ? height : height > 1 ? (height + 7) & ~(size_t)7 : 1;
+  if (__builtin_mul_overflow(bytes * channels, width, &bytes) || bytes > SIZE_MAX - 64) return INT64_MAX;
+  bytes = (bytes + 63) & ~(size_t)63;
+  if (__builtin_mul_overflow(bytes, rows, &bytes) || __builtin_mul_overflow(bytes, depth > 1 ? depth : 1, &bytes)) return INT64_MAX;
+  return units_for(bytes);
+}
+
+static int64_t mipmap_units(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int levels) {
+  int64_t sum = 0;
+  for (unsigned int level = 0; level < levels && level < 32; level++) {
+    size_t width = shape->Width >> level, height = shape->Height >> level, depth = shape->Depth >> level;
+    if (__builtin_add_overflow(sum, array_units(width > 0 ? width : 1, height, depth, shape->Format, shape->NumChannels), &sum))
+      return INT64_MAX;
+  }
+  return sum;
+}
+
+CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *shape) {
+  CURRENT(device);
+  if (shape == NULL) return CUDA_ERROR_INVALID_VALUE;
+  CHARGED(&arrays, device, array_units(shape->Width, shape->Height, 0, shape->Format, shape->NumChannels), id(*out),
+          REAL(cuArrayCreate_v2)(out, shape), REAL(cuArrayDestroy)(*out));
+}
+
+CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *shape) {
+  CURRENT(device);
+  if (shape == NULL) return CUDA_ERROR_INVALID_VALUE;
+  CHARGED(&arrays, device,
+          shape->Flags & DEFERRED ? 0 : array_units(shape->Width, shape->Height, shape->Depth, shape->Format, shape->NumChannels),
+          id(*out), REAL(cuArray3DCreate_v2)(out, shape), REAL(cuArrayDestroy)(*out));
+}
+
+CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int levels) {
+  CURRENT(device);
+  if (shape == NULL) return CUDA_ERROR_INVALID_VALUE;
+  CHARGED(&arrays, device, shape->Flags & DEFERRED ? 0 : mipmap_units(shape, levels), id(*out),
+          REAL(cuMipmappedArrayCreate)(out, shape, levels), REAL(cuMipmappedArrayDestroy)(*out));
+}
+
+CUresult cuArrayDestroy(CUarray array) { FREED(&arrays, id(array), REAL(cuArrayDestroy)(array)); }
+
+CUresult cuMipmappedArrayDestroy(CUmipmappedArray array) { FREED(&arrays, id(array), REAL(cuMipmappedArrayDestroy)(array)); }
+
+/* --- physical memory: it is there until nobody holds a handle of it and it is mapped nowhere */
+
+static void let_go_of_piece(uint64_t piece) {
+  if (table_count(&pieces, piece, -1).count == 0) memory_drop(table_take(&pieces, piece));
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags) {
+  static _Atomic uint64_t made;
+  if (out == NULL || prop == NULL || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+    return REAL(cuMemCreate)(out, bytes, prop, flags); /* of the host, or an error */
+  int device = guard_device(prop->location.id);
+  if (device < 0) return guard_policy == NULL ? CUDA_ERROR_STUB_LIBRARY : CUDA_ERROR_NOT_PERMITTED;
+  int64_t units = units_for(bytes);
+  if (!memory_reserve(device, units)) return CUDA_ERROR_OUT_OF_MEMORY;
+  CUresult result = REAL(cuMemCreate)(out, bytes, prop, flags);
+  uint64_t piece = atomic_fetch_add(&made, 1) + 1;
+  if (result == CUDA_SUCCESS && memory_keep(&pieces, piece, device, units)) {
+    if (table_put(&handles, (struct entry){.key = *out, .link = piece, .count = 1})) return CUDA_SUCCESS;
+    (void)table_take(&pieces, piece);
+  }
+  if (result == CUDA_SUCCESS) {
+    (void)REAL(cuMemRelease)(*out);
+    result = CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  memory_give_back(device, units);
+  return result;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  struct entry entry = table_count(&handles, handle, -1);
+  if (entry.key != 0 && entry.count == 0) (void)table_take(&handles, handle); /* before: the driver may give the number out again */
+  CUresult result = REAL(cuMemRelease)(handle);
+  if (entry.key == 0) return result;
+  if (result == CUDA_SUCCESS) {
+    let_go_of_piece(entry.link);
+  } else if (entry.count == 0) {
+    entry.count = 1;
+    (void)table_put(&handles, entry);
+  } else {
+    (void)table_count(&handles, handle, 1);
+  }
+  return result;
+}
+
+struct range {
+  uint64_t from, to;
+};
+
+static bool lies_in(const struct entry *entry, const void *what) {
+  const struct range *range = what;
+  return entry->key >= range->from && entry->key < range->to;
+}
+
+static bool holds(const struct entry *entry, const void *what) {
+  const uint64_t *address = what;
+  return entry->key <= *address && *address - entry->key < (uint64_t)entry->units;
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address) {
+  CUresult result = REAL(cuMemRetainAllocationHandle)(out, address);
+  if (result != CUDA_SUCCESS) return result;
+  uint64_t at = id(address);
+  struct entry mapping = table_take_any(&mappings, holds, &at);
+  if (mapping.key == 0) return result;
+  (void)table_put(&mappings, mapping);
+  (void)table_count(&pieces, mapping.link, 1);
+  if (table_count(&handles, *out, 1).key == 0) (void)table_put(&handles, (struct entry){.key = *out, .link = mapping.link, .count = 1});
+  return result;
+}
+
+CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+  CUresult result = REAL(cuMemMap)(at, bytes, offset, handle, flags);
+  struct entry entry = table_get(&handles, handle);
+  if (result != CUDA_SUCCESS || entry.key == 0) return result;
+  struct entry mapping = {.key = at, .units = (int64_t)bytes, .link = entry.link};
+  if (table_put(&mappings, mapping)) (void)table_count(&pieces, entry.link, 1);
+  return result;
+}
+
+CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  CUresult result = REAL(cuMemUnmap)(at, bytes);
+  if (result != CUDA_SUCCESS) return result;
+  struct range range = {at, at + bytes};
+  struct entry mapping;
+  while ((mapping = table_take_any(&mappings, lies_in, &range)).key != 0) let_go_of_piece(mapping.link);
+  return result;
+}
+
+static bool belongs(const struct entry *entry, const void *what) {
+  const uint64_t *context = what;
+  return entry->link == *context;
+}
+
+void memory_context_gone(uint64_t context) {
+  struct entry entry;
+  while ((entry = table_take_any(&pointers, belongs, &context)).key != 0) memory_drop(entry);
+  while ((entry = table_take_any(&arrays, belongs, &context)).key != 0) memory_drop(entry);
+}
+
+/* --- what a program is told: the job's part is the whole */
+
+static void clamp(int device, size_t *free, size_t *total) {
+  const struct guard_allowance *allowance = &guard_policy->allowances[device];
+  uint64_t limit = atomic_load(&allowance->memory_limit), whole = atomic_load(&allowance->memory_total);
+  uint64_t used = ledger_used(guard_job, (unsigned)device) * GUARD_UNIT, left = limit > used ? limit - used : 0;
+  if (free != NULL && *free > left) *free = (size_t)left;
+  if (total != NULL && *total > whole) *total = (size_t)whole;
+}
+
+CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
+  CUresult result = REAL(cuMemGetInfo_v2)(free, total);
+  int device;
+  if (result != CUDA_SUCCESS || guard_current(&device) != CUDA_SUCCESS) return result;
+  memory_settle();
+  clamp(device, free, total);
+  return result;
+}
+
+CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice number) {
+  CUresult result = REAL(cuDeviceTotalMem_v2)(bytes, number);
+  int device = result == CUDA_SUCCESS ? guard_device(number) : -1;
+  if (device >= 0) clamp(device, NULL, bytes);
+  return result;
+}
+
+/* --- memory of others */
+
+static void borrowed(void) {
+  int device;
+  if (guard_current(&device) == CUDA_SUCCESS) atomic_fetch_add(&guard_job->uses[device].borrowed, 1);
+}
+
+CUresult cuImportExternalMemory(CUexternalMemory *out, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC *what) {
+  THEN(REAL(cuImportExternalMemory)(out, what), borrowed());
+}
+
+CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
+  THEN(REAL(cuIpcOpenMemHandle)(out, handle, flags), borrowed());
+}
+
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
+  THEN(REAL(cuIpcOpenMemHandle_v2)(out, handle, flags), borrowed());
+}
+
+void memory_forked(void) {
+  struct table *all[] = {&pointers, &arrays, &pieces, &handles, &mappings};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) table_clear(all[i]);
+  (void)pthread_mutex_init(&ledger_mutex, NULL);
+  pools_forked();
+  graphs_forked();
+  contexts_forked();
+}

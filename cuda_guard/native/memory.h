@@ -1,0 +1,76 @@
+/* What the parts that charge memory share. */
+#ifndef MESH_GUARD_MEMORY_H
+#define MESH_GUARD_MEMORY_H
+
+#include "guard.h"
+#include "ledger.h"
+#include "table.h"
+
+/* Changes what the job is charged with on a device; false if the limit forbids it. */
+bool memory_change(int device, int64_t units, bool whatever_the_limit);
+
+/* False if the job may not have so much more. What pools and dead processes have given back is looked for first. A device below 0
+ * is none of ours: nothing is charged. */
+bool memory_reserve(int device, int64_t units);
+void memory_give_back(int device, int64_t units);
+
+/* Notes what was charged for `key`, as its context's; false if there is no memory to note it in. */
+bool memory_keep(struct table *table, uint64_t key, int device, int64_t units);
+
+static inline void memory_drop(struct entry entry) {
+  if (entry.key != 0) memory_give_back(entry.device, entry.units);
+}
+
+/* A context is gone, and what was allocated in it. */
+void memory_context_gone(uint64_t context);
+
+static inline int64_t units_for(size_t bytes) { return bytes > INT64_MAX ? INT64_MAX : (int64_t)units_of(bytes); }
+
+static inline uint64_t id(const void *handle) { return (uint64_t)(uintptr_t)handle; }
+
+/* The whole of it, for a call that makes one thing: reserve, call, note; with `undo` for what cannot be noted. */
+#define CHARGED(table, device, size, key, call, undo)      \
+  do {                                                     \
+    int64_t units_ = (size);                               \
+    if (!memory_reserve(device, units_)) return CUDA_ERROR_OUT_OF_MEMORY; \
+    CUresult result_ = (call);                             \
+    if (result_ == CUDA_SUCCESS && memory_keep(table, key, device, units_)) return CUDA_SUCCESS; \
+    if (result_ == CUDA_SUCCESS) {                         \
+      (void)(undo);                                        \
+      result_ = CUDA_ERROR_OUT_OF_MEMORY;                  \
+    }                                                      \
+    memory_give_back(device, units_);                             \
+    return result_;                                        \
+  } while (0)
+
+/* The other way: nothing is given back before the driver has. An address or handle that we do not know is passed on. */
+#define FREED(table, handle, call)                           \
+  do {                                                       \
+    struct entry entry_ = table_take(table, handle);         \
+    CUresult result_ = (call);                               \
+    if (result_ == CUDA_SUCCESS) memory_drop(entry_);               \
+    if (result_ != CUDA_SUCCESS && entry_.key != 0) (void)table_put(table, entry_); \
+    return result_;                                          \
+  } while (0)
+
+#define CURRENT(device)                        \
+  int device = -1;                             \
+  do {                                         \
+    CUresult current_ = guard_current(&device); \
+    if (current_ != CUDA_SUCCESS) return current_; \
+    if (out == NULL) return CUDA_ERROR_INVALID_VALUE; \
+  } while (0)
+
+/* Calls, and tells on success. */
+#define THEN(call, then)                 \
+  do {                                   \
+    CUresult result_ = (call);           \
+    if (result_ == CUDA_SUCCESS) (then); \
+    return result_;                      \
+  } while (0)
+
+void pools_forked(void);
+void graphs_forked(void);
+void contexts_forked(void);
+
+#endif

@@ -1,0 +1,211 @@
+/* Pools: charged for what they have reserved, whoever uses it. */
+#include "pools.h"
+
+static struct table pools = TABLE_EMPTY; /* pool -> units charged for what it has reserved */
+static pthread_mutex_t pool_mutex = PTHREAD_MUTEX_INITIALIZER;
+_Atomic int64_t pools_captured;
+static size_t pool_step = CHUNK; /* what all growth seen so far is a multiple of */
+
+static uint64_t pool_attribute(uint64_t pool, CUmemPool_attribute attribute) {
+  uint64_t value = 0;
+  return DRIVER(cuMemPoolGetAttribute)((CUmemoryPool)(uintptr_t)pool, attribute, &value) == CUDA_SUCCESS ? value : 0;
+}
+
+static uint64_t graph_memory(CUdevice device) {
+  uint64_t value = 0;
+  return DRIVER(cuDeviceGetGraphMemAttribute)(device, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, &value) == CUDA_SUCCESS ? value : 0;
+}
+
+/* Graphs' memory is a pool of each device that has no handle: this stands for one. */
+#define GRAPH_POOL(device) ((uint64_t)(device)*2 + 1)
+#define IS_GRAPH_POOL(key) ((key) & 1)
+
+static void settle_pool(struct entry *entry, void *with) {
+  (void)with;
+  uint64_t bytes = IS_GRAPH_POOL(entry->key) ? graph_memory((CUdevice)(entry->key / 2))
+                                             : pool_attribute(entry->key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
+  int64_t units = units_for(bytes);
+  if (entry->device >= 0 && units != entry->units) (void)memory_change(entry->device, units - entry->units, true);
+  entry->units = units;
+}
+
+void memory_settle(void) {
+  if (pools.used == 0) return;
+  (void)pthread_mutex_lock(&pool_mutex);
+  table_each(&pools, settle_pool, NULL);
+  (void)pthread_mutex_unlock(&pool_mutex);
+}
+
+static size_t divisor(size_t a, size_t b) { return b == 0 ? a : divisor(b, a % b); }
+
+/* The pool's charge, made if this is the first that is heard of it: `device` is its. */
+static struct entry pool_entry(uint64_t pool, int device) {
+  struct entry entry = table_get(&pools, pool);
+  if (entry.key != 0) return entry;
+  entry = (struct entry){.key = pool, .device = device};
+  settle_pool(&entry, NULL);
+  (void)table_put(&pools, entry);
+  return entry;
+}
+
+typedef CUresult pool_call(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream);
+
+static CUresult real_async(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
+  (void)pool;
+  return REAL(cuMemAllocAsync)(out, bytes, stream);
+}
+
+static CUresult real_from_pool(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
+  return REAL(cuMemAllocFromPoolAsync)(out, bytes, pool, stream);
+}
+
+/* One at a time: how far a pool has grown can be told only while nobody else makes it grow. */
+static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream, int device) {
+  if (meter_is_captured(stream)) {
+    CUresult result = real(out, bytes, pool, stream);
+    if (result == CUDA_SUCCESS) atomic_fetch_add(&pools_captured, units_for(bytes));
+    return result;
+  }
+  (void)pthread_mutex_lock(&pool_mutex);
+  struct entry entry = pool_entry(id(pool), device);
+  uint64_t before = pool_attribute(entry.key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
+  uint64_t unused = before - pool_attribute(entry.key, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
+  size_t most = bytes > SIZE_MAX - pool_step ? SIZE_MAX : (bytes + pool_step - 1) / pool_step * pool_step;
+  int64_t held = units_for(most);
+  if (entry.device >= 0 && !memory_change(entry.device, held, false)) {
+    table_each(&pools, settle_pool, NULL);
+    guard_sweep();
+    entry = table_get(&pools, entry.key);
+    if (!memory_change(entry.device, held, false)) {
+      held = 0;
+      if (unused < bytes) { /* it would have to grow */
+        atomic_fetch_add(&guard_job->uses[entry.device].refused, 1);
+        (void)pthread_mutex_unlock(&pool_mutex);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+      }
+    }
+  }
+  CUresult result = real(out, bytes, pool, stream);
+  uint64_t after = pool_attribute(entry.key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
+  if (after > before) pool_step = divisor(pool_step, after - before);
+  int64_t units = units_for(after);
+  bool allowed = entry.device < 0 || units - entry.units <= held || memory_change(entry.device, units - entry.units - held, false);
+  if (allowed && entry.device >= 0 && units - entry.units < held) memory_give_back(entry.device, held - (units - entry.units));
+  if (allowed) {
+    entry.units = units;
+    (void)table_put(&pools, entry);
+  } else {
+    if (result == CUDA_SUCCESS) {
+      (void)DRIVER(cuMemFreeAsync)(*out, stream);
+      (void)REAL(cuStreamSynchronize)(stream);
+      (void)REAL(cuMemPoolTrimTo)((CUmemoryPool)(uintptr_t)entry.key, 0);
+    }
+    memory_give_back(entry.device, held);
+    table_each(&pools, settle_pool, NULL);
+    result = CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  (void)pthread_mutex_unlock(&pool_mutex);
+  return result;
+}
+
+static CUresult allocate_from_default(CUdeviceptr *out, size_t bytes, CUstream stream) {
+  CURRENT(device);
+  CUdevice number;
+  CUmemoryPool pool;
+  CUresult result = DRIVER(cuCtxGetDevice)(&number);
+  if (result == CUDA_SUCCESS) result = REAL(cuDeviceGetMemPool)(&pool, number);
+  return result == CUDA_SUCCESS ? allocate(real_async, out, bytes, pool, stream, device) : result;
+}
+
+static CUresult allocate_from(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
+  CURRENT(device);
+  struct entry known = table_get(&pools, id(pool));
+  return allocate(real_from_pool, out, bytes, pool, stream, known.key != 0 ? known.device : device);
+}
+
+CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream) {
+  return allocate_from_default(out, bytes, legacy_stream(stream));
+}
+
+CUresult cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream stream) {
+  return allocate_from_default(out, bytes, own_stream(stream));
+}
+
+CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
+  return allocate_from(out, bytes, pool, legacy_stream(stream));
+}
+
+CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
+  return allocate_from(out, bytes, pool, own_stream(stream));
+}
+
+static void meet_pool(uint64_t pool, int device) {
+  (void)pthread_mutex_lock(&pool_mutex);
+  (void)pool_entry(pool, device);
+  (void)pthread_mutex_unlock(&pool_mutex);
+}
+
+/* A pool of a device: the first that is heard of it, and only of a device that is the job's. */
+static CUresult pool_of(CUresult (*real)(CUmemoryPool *, CUdevice), CUmemoryPool *out, CUdevice number) {
+  int device = guard_device(number);
+  if (device < 0 && guard_policy != NULL && number >= 0) return CUDA_ERROR_NOT_PERMITTED;
+  THEN(real(out, number), meet_pool(id(*out), device));
+}
+
+typedef CUresult located_call(CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type);
+
+static CUresult pool_at(located_call *real, CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type) {
+  bool here = where != NULL && where->type == CU_MEM_LOCATION_TYPE_DEVICE;
+  int device = here ? guard_device(where->id) : -1;
+  if (here && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
+  THEN(real(out, where, type), meet_pool(id(*out), device));
+}
+
+CUresult cuDeviceGetMemPool(CUmemoryPool *out, CUdevice device) { return pool_of(REAL(cuDeviceGetMemPool), out, device); }
+
+CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *out, CUdevice device) {
+  return pool_of(REAL(cuDeviceGetDefaultMemPool), out, device);
+}
+
+CUresult cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type) {
+  return pool_at(REAL(cuMemGetMemPool), out, where, type);
+}
+
+CUresult cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type) {
+  return pool_at(REAL(cuMemGetDefaultMemPool), out, where, type);
+}
+
+CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props) {
+  bool here = props != NULL && props->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+  int device = here ? guard_device(props->location.id) : -1;
+  if (here && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
+  THEN(REAL(cuMemPoolCreate)(out, props), (void)table_put(&pools, (struct entry){.key = id(*out), .device = device}));
+}
+
+CUresult cuMemPoolDestroy(CUmemoryPool pool) {
+  struct entry entry = table_take(&pools, id(pool));
+  bool used = entry.key != 0 && pool_attribute(entry.key, CU_MEMPOOL_ATTR_USED_MEM_CURRENT) != 0;
+  CUresult result = REAL(cuMemPoolDestroy)(pool);
+  if (result != CUDA_SUCCESS && entry.key != 0) (void)table_put(&pools, entry);
+  if (result == CUDA_SUCCESS && !used) memory_drop(entry); /* what is still used of it lives on, and stays charged until the process ends */
+  return result;
+}
+
+CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep_bytes) {
+  CUresult result = REAL(cuMemPoolTrimTo)(pool, keep_bytes);
+  memory_settle();
+  return result;
+}
+
+void pools_graph_memory(CUdevice number, int device) {
+  (void)pthread_mutex_lock(&pool_mutex);
+  (void)pool_entry(GRAPH_POOL(number), device);
+  table_each(&pools, settle_pool, NULL);
+  (void)pthread_mutex_unlock(&pool_mutex);
+}
+
+void pools_forked(void) {
+  table_clear(&pools);
+  (void)pthread_mutex_init(&pool_mutex, NULL);
+  atomic_store(&pools_captured, 0);
+}

@@ -1,0 +1,212 @@
+"""The two pages that a guarded job and the daemon share, as `native/page.h` lays them out, and files that hold them."""
+
+import ctypes
+import mmap
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+from uuid import UUID
+
+import msgspec
+
+MAGIC = 0x6472617567736D31
+LAYOUT = 1
+DEVICES = 16
+SLOTS = 256
+UNIT = 512
+AUDITS = 32
+NAME = 64
+PPM = 1_000_000
+GATE_CLOSED = 1
+NO_LIMIT = 2**63
+POLICY, JOB = "policy", "job"
+
+_u32, _u64, _i64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
+
+
+class Rate(ctypes.Structure):
+    _fields_ = [
+        ("t0_ns", _i64),
+        ("v0_ns", _i64),
+        ("share_ppm", _u32),
+        ("reserved", _u32),
+        ("burst_ns", _i64),
+    ]
+
+
+class Allowance(ctypes.Structure):
+    _fields_ = [
+        ("uuid", ctypes.c_ubyte * 16),
+        ("memory_limit", _u64),
+        ("memory_total", _u64),
+        ("context_bytes", _u64),
+        ("window_ns", _i64),
+        ("turn", _u32),
+        ("rate_index", _u32),
+        ("rates", Rate * 2),
+        ("reserved", ctypes.c_ubyte * 8),
+    ]
+
+
+class PolicyPage(ctypes.Structure):
+    _fields_ = [
+        ("magic", _u64),
+        ("layout", _u32),
+        ("devices", _u32),
+        ("gate", _u32),
+        ("reserved", _u32),
+        ("heartbeat_ns", _i64),
+        ("spare", ctypes.c_ubyte * 32),
+        ("driver", ctypes.c_char * 256),
+        ("nvml", ctypes.c_char * 256),
+        ("pad", ctypes.c_ubyte * 64),
+        ("allowances", Allowance * DEVICES),
+        ("rest", ctypes.c_ubyte * 1408),
+    ]
+
+
+class Use(ctypes.Structure):
+    _fields_ = [
+        ("memory", _u64),
+        ("spent_ns", _i64),
+        ("busy_ns", _u64),
+        ("launches", _u64),
+        ("reserved", _u32),
+        ("refused", _u32),
+        ("last_launch_ns", _i64),
+        ("peak", _u64),
+        ("borrowed", _u64),
+    ]
+
+
+class Slot(ctypes.Structure):
+    _fields_ = [
+        ("pid", _u32),
+        ("generation", _u32),
+        ("seq", _u64),
+        ("done", _u64),
+        ("pending", _u64),
+        ("pending_used", _i64),
+        ("waiting", ctypes.c_ubyte * DEVICES),
+        ("reserved", ctypes.c_ubyte * 8),
+        ("used", _i64 * DEVICES),
+        ("under_way", _i64 * DEVICES),
+    ]
+
+
+class JobPage(ctypes.Structure):
+    _fields_ = [
+        ("magic", _u64),
+        ("layout", _u32),
+        ("slots", _u32),
+        ("audits", _u32),
+        ("reserved", ctypes.c_ubyte * 44),
+        ("uses", Use * DEVICES),
+        ("audit", (ctypes.c_char * NAME) * AUDITS),
+        ("rest", ctypes.c_ubyte * 960),
+        ("table", Slot * SLOTS),
+    ]
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """What a job may use of one device. `memory` in bytes (None: all of it), shares in per cent of the device's time.
+
+    `window_ms`: GPU time that may be under way at once. A short one makes a closed gate take effect sooner, a long one keeps a
+    device busier. `context_bytes`: what a CUDA context is taken to need until NVML has told.
+    """
+
+    uuid: str
+    memory: int | None = None
+    share: float = 100
+    limit: float = 100
+    window_ms: float = 4
+    burst_ms: float = 30
+    context_bytes: int = 0
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """Of a device's "GPU-..." or "MIG-..." name. ValueError if it is none."""
+    kind, _, digits = uuid.partition("-")
+    if kind not in {"GPU", "MIG"}:
+        raise ValueError(f"not a device's UUID: {uuid!r}")
+    return UUID(digits).bytes
+
+
+class Pages:
+    """The files `policy` and `job` of a directory, mapped. Changes while the job runs go through `Host`, which orders writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._policy_map, self._job_map = _map(directory / POLICY), _map(directory / JOB)
+        self.policy = PolicyPage.from_buffer(self._policy_map)
+        self.job = JobPage.from_buffer(self._job_map)
+        self.job_file = os.open(directory / JOB, os.O_RDWR | os.O_CLOEXEC)
+
+    @classmethod
+    def create(cls, directory: Path, quotas: tuple[Quota, ...], driver: Path, nvml: Path, now_ns: int) -> Self:
+        """New pages for a job; `driver` and `nvml` are where the job finds the real libraries. The job page's mode lets only this
+        user write it. ValueError for what a page cannot say."""
+        if len(quotas) > DEVICES:
+            raise ValueError(f"a job has at most {DEVICES} devices, not {len(quotas)}")
+        policy, job = PolicyPage(), JobPage()
+        policy.magic = job.magic = MAGIC
+        policy.layout = job.layout = LAYOUT
+        policy.devices, job.slots = len(quotas), SLOTS
+        policy.driver, policy.nvml = _path(driver), _path(nvml)
+        for quota, allowance in zip(quotas, policy.allowances, strict=False):
+            _fill(allowance, quota, now_ns)
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, page, mode in ((POLICY, policy, 0o644), (JOB, job, 0o600)):
+            file = os.open(directory / name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, mode)
+            with os.fdopen(file, "wb") as stream:
+                stream.write(bytes(page))
+        return cls(directory)
+
+    def audited(self) -> list[str]:
+        """Calls that look like memory or work and that the guard did not know: it may have been passed by."""
+        names = self.job.audit[: min(self.job.audits, AUDITS)]
+        return [re.sub(rb"\W", b"?", name.value).decode() for name in names]  # the job can write anything there
+
+    def memory_used(self, place: int) -> int:
+        """Bytes that the job is charged with on its device of this place."""
+        return int(self.job.uses[place].memory >> 26) * UNIT
+
+    def close(self) -> None:
+        os.close(self.job_file)
+        del self.policy, self.job
+        with suppress(BufferError):  # somebody still holds a part of them: the last to let go unmaps
+            self._policy_map.close()
+            self._job_map.close()
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def _path(path: Path) -> bytes:
+    text = os.fsencode(path)
+    if not text.startswith(b"/") or len(text) >= 256:
+        raise ValueError(f"not a path that fits into a page: {path}")
+    return text
+
+
+def _fill(allowance: Allowance, quota: Quota, now_ns: int) -> None:
+    most = NO_LIMIT if quota.memory is None else quota.memory
+    allowance.uuid[:] = uuid_bytes(quota.uuid)
+    allowance.memory_limit = allowance.memory_total = most
+    allowance.context_bytes = quota.context_bytes
+    allowance.window_ns = int(quota.window_ms * 1e6)
+    rate = allowance.rates[0]
+    rate.t0_ns = now_ns
+    rate.share_ppm = ppm(quota.share)
+    rate.burst_ns = int(quota.burst_ms * 1e6)
+
+
+def ppm(per_cent: float) -> int:
+    """Millionths. ValueError outside of 0 to 100."""
+    if not 0 <= per_cent <= 100:
+        raise ValueError(f"not a share of a device: {per_cent} %")
+    return round(per_cent * PPM / 100)

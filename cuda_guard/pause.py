@@ -1,0 +1,232 @@
+"""Takes processes off their GPUs, alive, and brings them back, by the driver's own checkpoints: their memory goes to the host.
+
+The driver's calls may take minutes, and have been seen never to return, so they are made by a helper: this module, run as a
+program of its own by a bare interpreter (standard library only). It prints one JSON object: `steps`, what each call took, and
+`error`, empty if all went well. States and calls: cuda.h of CUDA 13.0, `cuCheckpointProcess*`.
+
+    RUNNING -- lock --> LOCKED -- checkpoint --> CHECKPOINTED
+    RUNNING <- unlock - LOCKED <-- restore ----- CHECKPOINTED
+"""
+
+import ctypes
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TypedDict
+
+OLDEST = 12080  # CUDA 12.8, drivers from 570 on: the first with these calls
+RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2  # CUprocessState
+NOT_INITIALIZED = 3
+ERRORS = {
+    1: "the driver knows no such process",
+    2: "there is not enough memory",
+    401: "it is not in a state for that",
+    600: "its work did not end in time",
+    801: "the driver or the device does not support it",
+}
+LOCK_S = 10.0  # for work that is under way to end; with a closed gate there is at most a window of it
+PATIENCE_S = (
+    300.0  # 290 GB of several H100 take ten minutes, 56 GB a minute and a half (NVIDIA/nvcf#1183); longer is a hang
+)
+PROBE_S = 10.0
+
+
+class Step(TypedDict):
+    """One call of the driver, done."""
+
+    pid: int
+    step: str
+    ms: float
+
+
+class PauseError(RuntimeError):
+    """What was asked for could not be done; the text says what, and how the processes are now."""
+
+
+class Pause:
+    """By the driver library at this path. Blocking calls; a time out ends the helper, not the caller."""
+
+    def __init__(self, driver: Path) -> None:
+        self._driver = driver
+
+    def suspend(self, pids: tuple[int, ...], timeout: float = PATIENCE_S) -> list[Step]:
+        """Free all that these processes have on their devices, in at most `timeout` seconds; each stands in its next call of the
+        driver. All or none: PauseError leaves them running."""
+        try:
+            return self._ask("suspend", pids, timeout)
+        except subprocess.TimeoutExpired as error:
+            raise PauseError(f"it took longer than {timeout:g} s; {self._undone(pids, timeout)}") from error
+
+    def resume(self, pids: tuple[int, ...], timeout: float = PATIENCE_S) -> list[Step]:
+        """Bring back what `suspend` freed. PauseError leaves them suspended, unless it took too long: then those run that can."""
+        try:
+            return self._ask("resume", pids, timeout)
+        except subprocess.TimeoutExpired as error:
+            raise PauseError(f"it took longer than {timeout:g} s; {self._undone(pids, timeout)}") from error
+
+    def _undone(self, pids: tuple[int, ...], timeout: float) -> str:
+        try:
+            self._ask("release", pids, timeout)
+        except (PauseError, subprocess.TimeoutExpired) as error:
+            return f"and they could not be let go: {error}"
+        return "they run again"
+
+    def _ask(self, order: str, pids: tuple[int, ...], timeout: float) -> list[Step]:
+        told = _run(self._driver, order, pids, timeout)
+        if told["error"]:
+            raise PauseError(told["error"])
+        steps: list[Step] = told["steps"]
+        return steps
+
+
+def available(driver: Path) -> str | None:
+    """Why this driver cannot; None if it can. What it cannot do to a certain process (managed memory, memory shared between
+    processes, MPS) shows only when it is asked to."""
+    try:
+        told = _run(driver, "probe", (), PROBE_S)
+    except subprocess.TimeoutExpired:
+        return f"the driver did not answer within {PROBE_S:g} s"
+    return told["error"] or None
+
+
+def _run(driver: Path, order: str, pids: tuple[int, ...], timeout: float) -> dict:  # type: ignore[type-arg]
+    command = [sys.executable, "-I", "-S", __file__, order, str(driver), *map(str, pids)]
+    helper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        answer, trouble = helper.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        helper.kill()  # and not waited for: it may be stuck in the driver
+        raise
+    try:
+        return dict(json.loads(answer))
+    except ValueError:
+        last = trouble.strip().splitlines()[-1:] or [f"status {helper.returncode}"]
+        return {"steps": [], "error": f"the helper failed: {last[0]}"}
+
+
+# --- in the helper
+
+
+class CallError(Exception):
+    """The driver refused."""
+
+
+class Checkpoints:
+    """The driver's calls, timed."""
+
+    def __init__(self, path: str) -> None:
+        self.steps: list[Step] = []
+        self._library = ctypes.CDLL(path)
+
+    def probe(self) -> None:
+        version = ctypes.c_int()
+        self._library.cuDriverGetVersion(ctypes.byref(version))
+        if version.value < OLDEST:
+            raise CallError(f"the driver is of CUDA {version.value // 1000}.{version.value % 1000 // 10}, and 12.8 can")
+        for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"):
+            if not hasattr(self._library, f"cuCheckpointProcess{name}"):
+                raise CallError(f"the driver has no cuCheckpointProcess{name}")
+
+    def state(self, pid: int) -> int:
+        value = ctypes.c_int(-1)
+        self._call(pid, "GetState", ctypes.byref(value))
+        return value.value
+
+    def lock(self, pid: int) -> None:
+        self._step(pid, "Lock", (ctypes.c_uint * 16)(int(LOCK_S * 1000)))  # CUcheckpointLockArgs: begins with timeoutMs
+
+    def checkpoint(self, pid: int) -> None:
+        self._step(pid, "Checkpoint", None)
+
+    def restore(self, pid: int) -> None:
+        self._library.cuInit(0)  # or the devices would have to be in persistence mode (cuda.h)
+        self._step(pid, "Restore", None)
+
+    def unlock(self, pid: int) -> None:
+        self._step(pid, "Unlock", None)
+
+    def _step(self, pid: int, name: str, arguments: object) -> None:
+        begun = time.perf_counter()
+        self._call(pid, name, arguments)
+        took_ms = (time.perf_counter() - begun) * 1e3
+        self.steps.append({"pid": pid, "step": name.lower(), "ms": round(took_ms, 3)})
+
+    def _call(self, pid: int, name: str, arguments: object) -> None:
+        function = getattr(self._library, f"cuCheckpointProcess{name}")
+        code = function(ctypes.c_int(pid), arguments)
+        if code == NOT_INITIALIZED and self._library.cuInit(0) == 0:
+            code = function(ctypes.c_int(pid), arguments)
+        if code:
+            raise CallError(f"{name.lower()} of process {pid}: {ERRORS.get(code, 'CUDA error')} ({code})")
+
+
+def suspend(driver: Checkpoints, pids: list[int]) -> None:
+    """All are locked before any is put away, for they may work together."""
+    try:
+        for pid in pids:
+            driver.lock(pid)
+        for pid in pids:
+            driver.checkpoint(pid)
+    except CallError as error:
+        raise CallError(f"{error}; {undo(driver, pids)}") from error
+
+
+def resume(driver: Checkpoints, pids: list[int]) -> None:
+    """All are brought back before any is unlocked."""
+    restored = []
+    try:
+        for pid in pids:
+            if driver.state(pid) == CHECKPOINTED:
+                driver.restore(pid)
+                restored.append(pid)
+    except CallError as error:
+        for pid in restored:  # the memory is not there for all of them, so for none
+            driver.checkpoint(pid)
+        raise CallError(f"{error}; they are still suspended") from error
+    for pid in pids:
+        if driver.state(pid) == LOCKED:
+            driver.unlock(pid)
+
+
+def release(driver: Checkpoints, pids: list[int]) -> None:
+    """Let every process run that can, whatever state it is in."""
+    failed = []
+    for pid in pids:
+        try:
+            if driver.state(pid) == CHECKPOINTED:
+                driver.restore(pid)
+            if driver.state(pid) == LOCKED:
+                driver.unlock(pid)
+        except CallError as error:
+            failed.append(str(error))
+    if failed:
+        raise CallError("; ".join(failed))
+
+
+def undo(driver: Checkpoints, pids: list[int]) -> str:
+    try:
+        release(driver, pids)
+    except CallError as error:
+        return f"and they could not be let go: {error}"
+    return "they run again"
+
+
+def main() -> None:
+    order, path = sys.argv[1], sys.argv[2]
+    pids = [int(word) for word in sys.argv[3:] if Path(f"/proc/{word}").exists()]
+    steps, problem = [], ""
+    try:
+        driver = Checkpoints(path)
+        steps = driver.steps
+        driver.probe()
+        if order != "probe":
+            {"suspend": suspend, "resume": resume, "release": release}[order](driver, pids)
+    except (CallError, OSError) as error:
+        problem = str(error)
+    print(json.dumps({"steps": steps, "error": problem}))
+
+
+if __name__ == "__main__":
+    main()

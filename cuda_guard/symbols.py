@@ -1,0 +1,88 @@
+"""The names that a CUDA driver exports: those the guard knows, and those of a driver or a header at hand.
+
+`python -m cuda_guard.symbols [LIBRARY|HEADER ...]` says what these have that the guard lacks; with `--write` it adds them to
+`native/exports.def`, where they are passed on.
+"""
+
+import re
+import struct
+import sys
+from pathlib import Path
+
+from cuda_guard.build import NATIVE
+
+EXPORTS = NATIVE / "exports.def"
+HOOKS = NATIVE / "hooks.def"
+SHT_DYNSYM = 11
+STB_LOCAL = 0
+STT_FUNC = 2
+
+
+def known() -> set[str]:
+    """All calls that the guard exports."""
+    found = re.compile(r"^(?:EXPORT|HOOK|GATE|DENY)\((\w+)", re.MULTILINE)
+    return {name for path in (EXPORTS, HOOKS) for name in found.findall(path.read_text())}
+
+
+def unknown_to_the_guard(library: Path) -> list[str]:
+    """Calls that the driver exports and the guard does not: a program that looks one up by name is told that there is none.
+    Debuggers' calls do not count. ValueError if it is no 64-bit ELF library."""
+    return sorted(name for name in exported(library.read_bytes()) - known() if not name.startswith("cudbg"))
+
+
+def exported(library: bytes) -> set[str]:
+    """The functions `cu*` that an ELF library defines for others. ValueError if it cannot be read as one."""
+    try:
+        return set(_functions(library))
+    except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"not an ELF library: {error}") from error
+
+
+def _functions(data: bytes) -> list[str]:
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF library")
+    (offset,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + size * number) for number in range(count)]
+    names = []
+    for section in sections:
+        if section[1] != SHT_DYNSYM:
+            continue
+        strings = sections[section[6]]
+        text = data[strings[4] : strings[4] + strings[5]]
+        for at in range(section[4], section[4] + section[5], 24):
+            name, info, _, index, _, _ = struct.unpack_from("<IBBHQQ", data, at)
+            if index and info >> 4 != STB_LOCAL and info & 15 == STT_FUNC:
+                names.append(text[name : text.index(b"\0", name)].decode("ascii"))
+    return [name for name in names if name.startswith("cu")]
+
+
+def declared(header: str) -> set[str]:
+    """What a header of NVIDIA's declares, with the forms for a default stream per thread."""
+    names = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", header))
+    names |= {versioned for _, versioned in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+_v\d+)\b", header)}
+    names |= {f"{name}_ptds" for name in re.findall(r"__CUDA_API_PTDS\((cu\w+)\)", header)}
+    names |= {f"{name}_ptsz" for name in re.findall(r"__CUDA_API_PTSZ\((cu\w+)\)", header)}
+    return names
+
+
+def main(arguments: list[str]) -> int:
+    write = "--write" in arguments
+    missing: set[str] = set()
+    for path in (Path(argument) for argument in arguments if argument != "--write"):
+        data = path.read_bytes()
+        names = exported(data) if data.startswith(b"\x7fELF") else declared(data.decode(errors="replace"))
+        lacking = {name for name in names - known() if not name.startswith("cudbg")}
+        print(f"{path}: {len(names)} calls, {len(lacking)} of them unknown to the guard")
+        missing |= lacking
+    for name in sorted(missing):
+        print(f"  {name}")
+    if write and missing:
+        text = EXPORTS.read_text()
+        comment, lines = text[: text.index("EXPORT(")], text[text.index("EXPORT(") :].splitlines()
+        EXPORTS.write_text(comment + "\n".join(sorted({*lines, *(f"EXPORT({name})" for name in missing)})) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

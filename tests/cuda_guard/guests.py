@@ -1,0 +1,118 @@
+"""A node with fake GPUs and its guard; processes that run as jobs on it."""
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cuda_guard.build import Libraries
+from cuda_guard.driver import Driver as Real
+from cuda_guard.guard import Guard, GuardedJob
+from cuda_guard.page import Quota
+from tests.fake.build import Fakes
+from tests.fake.client import Driver
+from tests.fake.world import World
+
+MIB = 1 << 20
+CONTEXT = 300 * MIB  # what a context takes of the fake's devices
+
+
+class Bench:
+    """`world`: the devices as they really are; `guard`: what the daemon would have."""
+
+    def __init__(self, directory: Path, built: Libraries, fakes: Fakes, **world: Any) -> None:
+        self.libraries = built
+        self.world = World(directory / "world", fakes, **world)
+        self.uuids = tuple(f"GPU-{uuid}" for uuid in self.world.uuids)
+        self.guard = Guard(directory / "pages", built, Real(fakes.cuda, fakes.nvml), self.uuids)
+        self._names = (f"job{n}" for n in range(10_000))
+        self._jobs: list[GuardedJob] = []
+
+    def job(
+        self, memory: int | None = 2048 * MIB, share: float = 100, limit: float | None = None, **quota: Any
+    ) -> GuardedJob:
+        """A job with this much of each device."""
+        made = {"context_bytes": CONTEXT, **quota, "memory": memory, "share": share, "limit": limit or share}
+        job = self.guard.admit(
+            next(self._names), tuple(Quota(uuid=uuid, **made) for uuid in self.uuids), in_container=False
+        )
+        self._jobs.append(job)
+        return job
+
+    def end(self, job: GuardedJob) -> None:
+        self._jobs.remove(job)
+        job.close()
+
+    def environment(self, job: GuardedJob | None, fail: str = "") -> dict[str, str]:
+        pages = {"MESH_GUARD_DIR": str(job.pages.directory)} if job else {}
+        return {**pages, **self.world.environment(fail=fail)}
+
+    def start(self, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str = "") -> "Guest":
+        """A process of the job that does the work with the driver: the guard's, or without a job the fake itself."""
+        return Guest(self, job, work, fail)
+
+    def run(self, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str = "") -> Any:
+        """What the work gave, done in a process of the job."""
+        return self.start(job, work, fail).result()
+
+    def close(self) -> None:
+        for job in self._jobs:
+            job.close()
+        self.guard.close()
+        self.world.close()
+
+
+class Guest:
+    """A forked process; what its work gave or raised is its result. The driver's libraries are loaded only here: the double has
+    the world of the environment that it is loaded in."""
+
+    def __init__(self, bench: Bench, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str) -> None:
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reading)
+            os.environ.update(bench.environment(job, fail))
+            status = 1
+            try:
+                path = bench.libraries.cuda if job else bench.world.fakes.cuda
+                answer: tuple[bool, Any] = (True, work(Driver(path)))
+                status = 0
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            with os.fdopen(writing, "wb") as stream:
+                pickle.dump(answer, stream)
+            os._exit(status)
+        os.close(writing)
+        self._answer = os.fdopen(reading, "rb")
+        self._ended = False
+
+    def result(self) -> Any:
+        data = self._answer.read()
+        code = self.wait()
+        assert data, f"the guest ended with {code} and said nothing"
+        good, value = pickle.loads(data)
+        assert good, value
+        return value
+
+    def wait(self) -> int:
+        if not self._ended:
+            self._ended = True
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def kill(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+@contextmanager
+def bench(directory: Path, built: Libraries, fakes: Fakes, **world: Any) -> Iterator[Bench]:
+    made = Bench(directory, built, fakes, **world)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,323 @@
+"""Shares and turns in virtual time: jobs that are played here, the daemon's own code, and what a job can write to upset it."""
+
+import ctypes
+import os
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuda_guard.build import Libraries
+from cuda_guard.host import load
+from cuda_guard.page import DEVICES, LAYOUT, MAGIC, SLOTS, JobPage, Pages, PolicyPage, Quota
+
+pytestmark = pytest.mark.cc
+
+MS = 1_000_000
+PPM = 1_000_000
+FREE, WAIT, GO = 0, 1, 2
+WINDOW, CAP, TURN, IDLE, DRAIN = 4 * MS, 900_000, 10 * MS, 1 * MS, 100 * MS
+START = 1_000_000 * MS
+
+
+class Contender(ctypes.Structure):
+    _fields_ = (
+        ("policy", ctypes.c_void_p),
+        ("job", ctypes.c_void_p),
+        ("file", ctypes.c_int),
+        *((name, ctypes.c_uint32) for name in ("place", "share_ppm", "limit_ppm", "trim_ppm", "lent_ppm")),
+        ("active_ns", ctypes.c_int64),
+        ("seen_ns", ctypes.c_uint64),
+        *((name, ctypes.c_int64) for name in ("virtual_ns", "turn_ns", "looked_ns", "credible_ns")),
+    )
+
+
+class Arbiter(ctypes.Structure):
+    """`struct arbiter` of native/arbiter.h."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint32),
+        ("holder", ctypes.c_int32),
+        ("draining", ctypes.c_int32),
+        ("cap_ppm", ctypes.c_uint32),
+        *((name, ctypes.c_int64) for name in ("turn_ns", "idle_ns", "drain_ns", "began_ns")),
+        ("contenders", Contender * 32),
+    )
+
+
+class Job:
+    """Does what a guarded job does: launches when it is its turn, it has time left and the window has room."""
+
+    def __init__(self, share: float, limit: float, kernel_ns: int) -> None:
+        self.policy, self.page = PolicyPage(), JobPage()
+        self.share, self.limit = round(share * PPM / 100), round(limit * PPM / 100)
+        self.kernel_ns = kernel_ns
+        rate = self.policy.allowances[0].rates[0]
+        rate.t0_ns, rate.share_ppm, rate.burst_ns = START, self.share, 30 * MS
+        self.slot = self.page.table[1]
+        self.slot.pid = 1
+        self.works = self.lives = True
+        self.left: list[int] = []  # of its kernels under way
+
+    def launch(self, native: ctypes.CDLL, now: int) -> None:
+        policy, page = ctypes.addressof(self.policy), ctypes.addressof(self.page)
+        while True:
+            may = (
+                self.works
+                and self.policy.allowances[0].turn & 3 != WAIT
+                and native.host_wait(policy, page, 0, now) == 0
+            )
+            self.slot.waiting[0] = int(self.works and not may)
+            if not may or (self.left and self.slot.under_way[0] + self.kernel_ns > WINDOW):
+                return
+            native.host_spend(policy, page, 0, self.kernel_ns, now)
+            self.slot.under_way[0] += self.kernel_ns
+            self.page.uses[0].last_launch_ns = now
+            self.left.append(self.kernel_ns)
+
+    def run(self, ns: int) -> int:
+        """Lets the device work for it; what it did not need."""
+        while self.left and ns:
+            step = min(ns, self.left[0])
+            self.left[0] -= step
+            ns -= step
+            if not self.left[0]:
+                self.left.pop(0)
+                if self.lives:
+                    self.slot.under_way[0] -= self.kernel_ns
+                    self.page.uses[0].busy_ns += self.kernel_ns
+        return ns
+
+
+class Play:
+    """One device, jobs on it, and the arbiter; `had` is what the device did for each, in ns."""
+
+    def __init__(self, native: ctypes.CDLL, jobs: Sequence[Job]) -> None:
+        self.native, self.jobs, self.now = native, jobs, START
+        self.arbiter = Arbiter(len(jobs), -1, -1, CAP, TURN, IDLE, DRAIN, 0)
+        for job, contender in zip(jobs, self.arbiter.contenders, strict=False):
+            contender.policy, contender.job = ctypes.addressof(job.policy), ctypes.addressof(job.page)
+            contender.share_ppm, contender.limit_ppm, contender.trim_ppm = job.share, job.limit, PPM
+        self.had = [0] * len(jobs)
+        self.most = 0.0  # of all that was lent, in per cent
+        self._next = START
+
+    def set_share(self, which: int, share: float) -> None:
+        self.arbiter.contenders[which].share_ppm = self.arbiter.contenders[which].limit_ppm = round(share * PPM / 100)
+
+    def lent(self, which: int) -> float:
+        return float(self.arbiter.contenders[which].lent_ppm) * 100 / PPM
+
+    def go(self, seconds: float, tick_ns: int = 100_000) -> list[float]:
+        """What each had of the device in this time, in per cent."""
+        before, until = list(self.had), self.now + round(seconds * 1e9)
+        while self.now < until:
+            if self.now >= self._next:
+                self._next = self.native.arbiter_step(ctypes.byref(self.arbiter), self.now)
+                assert self.now < self._next <= self.now + 1000 * MS
+            for job in self.jobs:
+                if job.lives:
+                    job.launch(self.native, self.now)
+            left = tick_ns
+            for n in sorted(range(len(self.jobs)), key=lambda _: random.random()):
+                rest = self.jobs[n].run(left)
+                self.had[n] += left - rest
+                left = rest
+            self.now += tick_ns
+        return [(a - b) / seconds / 1e7 for a, b in zip(self.had, before, strict=True)]
+
+
+@pytest.fixture
+def native(built: Libraries) -> ctypes.CDLL:
+    return load(built.host)
+
+
+kernels = st.integers(20_000, 3 * MS)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(5, 40), kernels), min_size=2, max_size=4).filter(
+        lambda jobs: sum(s for s, _ in jobs) <= 90
+    )
+)
+def test_each_has_its_share_whatever_its_kernels(built: Libraries, jobs: list[tuple[int, int]]) -> None:
+    play = Play(load(built.host), [Job(share, share, kernel) for share, kernel in jobs])
+    play.go(0.5)
+    assert play.go(2) == pytest.approx([share for share, _ in jobs], abs=2.5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(20, 100), kernels), min_size=2, max_size=3))
+def test_where_too_much_was_promised_nobody_starves(built: Libraries, jobs: list[tuple[int, int]]) -> None:
+    play = Play(load(built.host), [Job(share, share, kernel) for share, kernel in jobs])
+    play.go(0.5)
+    total = sum(share for share, _ in jobs)
+    for had, (share, _) in zip(play.go(2), jobs, strict=True):
+        assert had <= share + 2.5 and had >= min(share, 100 * share / total) * 0.7
+
+
+@pytest.mark.parametrize("kernel", [50_000, 100_000, 1 * MS])
+def test_all_of_it_is_promised_and_both_get_the_same_part(native: ctypes.CDLL, kernel: int) -> None:
+    play = Play(native, [Job(10, 10, 100_000), Job(90, 90, kernel)])
+    play.go(0.5)
+    small, large = play.go(10)
+    assert 8.7 < large / small < 9.3
+
+
+def test_a_new_share_holds_at_once(native: ctypes.CDLL) -> None:
+    play = Play(native, [Job(10, 10, 100_000)])
+    play.go(0.5)
+    for share in (50, 10, 80):
+        play.set_share(0, share)
+        play.go(0.1)
+        assert play.go(0.2) == pytest.approx([share], abs=3)
+
+
+def test_idle_time_is_lent_up_to_the_cap_and_snaps_back(native: ctypes.CDLL) -> None:
+    lender, borrower, third = Job(40, 40, 100_000), Job(20, 90, 100_000), Job(10, 60, 200_000)
+    play = Play(native, [lender, borrower, third])
+    lender.works = third.works = False
+    play.go(0.1)
+    assert play.lent(1) == 90 and play.go(0.5)[1] == pytest.approx(90, abs=3)
+    third.works = True
+    play.go(0.1)
+    assert play.lent(1) + play.lent(2) <= 90 and play.lent(1) == pytest.approx(60, abs=1)
+    lender.works = True
+    play.go(0.025)
+    assert [play.lent(n) for n in range(3)] == pytest.approx([40, 100 / 3, 50 / 3], abs=0.1)
+    play.go(0.3)
+    assert sum(play.go(1)) <= 93
+
+
+def test_a_dead_job_and_one_that_sees_nothing_end_hold_nobody_up(native: ctypes.CDLL) -> None:
+    """A process that launched and then calls the driver no more leaves work under way in the page for ever."""
+    good, silent = Job(45, 45, 100_000), Job(45, 45, 2 * MS)
+    play = Play(native, [good, silent])
+    play.go(0.3)
+    silent.lives = False
+    silent.slot.waiting[0] = 0
+    silent.slot.under_way[0] = 3 * MS
+    play.go(0.3)
+    assert play.go(1)[0] == pytest.approx(45, abs=2.5)
+    assert good.policy.allowances[0].turn & 3 == FREE, "it is alone"
+
+
+@pytest.mark.parametrize("busy", [0, 1, 2**64 - 1, 2**63])
+@pytest.mark.parametrize("under_way", [0, 1, 2**63 - 1, -(2**63)])
+def test_a_job_that_lies_takes_no_more_turns_than_others(native: ctypes.CDLL, busy: int, under_way: int) -> None:
+    good, liar = Job(45, 45, 100_000), Job(45, 45, 100_000)
+    play = Play(native, [good, liar])
+    play.go(0.2)
+    liar.lives = False
+    for _ in range(20):
+        use = liar.page.uses[0]
+        use.busy_ns, use.spent_ns, use.last_launch_ns = (use.busy_ns + busy) % 2**64, -(2**63), play.now
+        for slot in liar.page.table:
+            slot.pid, slot.waiting[0], slot.under_way[0] = 1, 255, under_way
+        play.go(0.1)
+    assert play.go(1)[0] > 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(min_size=64, max_size=400), st.integers(0, 2**32))
+def test_garbage_in_a_job_page_neither_crashes_nor_stops_the_daemon(
+    built: Libraries, tmp_path_factory: pytest.TempPathFactory, noise: bytes, seed: int
+) -> None:
+    """Random bytes after a valid header, with canaries around the page."""
+    native, rng = load(built.host), random.Random(seed)
+    size = ctypes.sizeof(JobPage)
+    memory = ctypes.create_string_buffer(b"\xaa" * (size + 3 * 4096), size + 3 * 4096)
+    start = (ctypes.addressof(memory) + 4096 + 63) // 64 * 64
+    before, after = start - ctypes.addressof(memory), start - ctypes.addressof(memory) + size
+    page, policy = JobPage.from_address(start), PolicyPage()
+    ctypes.memmove(start, rng.randbytes(size // 7) * 8, size)
+    ctypes.memmove(start + 64 + rng.randrange(size - 64 - len(noise)), noise, len(noise))
+    page.magic, page.layout, page.slots = MAGIC, LAYOUT, SLOTS
+    edge = memory.raw[:before], memory.raw[after:]
+    policy.allowances[0].rates[0].share_ppm = PPM
+    arbiter = Arbiter(1, -1, -1, CAP, TURN, IDLE, DRAIN, 0)
+    arbiter.contenders[0] = Contender(ctypes.addressof(policy), start, -1, 0, PPM // 2, PPM, PPM)
+    for step in range(20):
+        now = START + step * MS
+        assert now < native.arbiter_step(ctypes.byref(arbiter), now) <= now + 1000 * MS
+        native.host_wait(ctypes.addressof(policy), start, 0, now)
+    file = os.open(tmp_path_factory.mktemp("garbage") / "job", os.O_RDWR | os.O_CREAT)
+    try:
+        assert native.ledger_sweep(start, file, 0) >= 0
+        for device in range(DEVICES):
+            native.ledger_change(start, 0, device, rng.choice([1, -1, 2**40, -(2**63)]), rng.choice([0, 1000, 2**63]))
+            native.host_correct(start, device, rng.randrange(-(2**63), 2**63))
+    finally:
+        os.close(file)
+    assert (memory.raw[:before], memory.raw[after:]) == edge, "nothing was written beside the page"
+
+
+def test_what_a_job_claims_of_names_is_shown_harmlessly(make_pages: Callable[..., Pages]) -> None:
+    pages = make_pages()
+    pages.job.audits = 2**32 - 1
+    for n in range(32):
+        ctypes.memmove(pages.job.audit[n], b"\x1b]0;owned\x07" * 7, 64)
+    assert len(pages.audited()) == 32 and all(name.isprintable() for name in pages.audited())
+
+
+class Cover(ctypes.Structure):
+    _fields_ = (
+        ("starts", ctypes.c_int64 * 32),
+        ("ends", ctypes.c_int64 * 32),
+        ("floor", ctypes.c_int64),
+        ("count", ctypes.c_int),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=80))
+def test_overlapping_work_is_counted_once(built: Libraries, spans: list[tuple[int, int]]) -> None:
+    """Beside sets of moments. What is dropped when there are too many stretches counts as covered."""
+    native, cover, covered = load(built.host), Cover(), set[int]()
+    for start, length in spans:
+        covered |= set(range(cover.floor))
+        fresh = set(range(max(start, cover.floor), start + length)) - covered
+        assert native.cover_add(ctypes.byref(cover), start, start + length) == len(fresh)
+        covered |= fresh
+        assert 0 <= cover.count <= 32
+        kept = [(cover.starts[n], cover.ends[n]) for n in range(cover.count)]
+        assert all(a < b for a, b in kept) and all(first[1] < then[0] for first, then in pairwise(kept))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    share=st.integers(0, PPM),
+    changes=st.lists(st.tuples(st.integers(0, 50 * MS), st.integers(-20 * MS, 100 * MS)), max_size=20),
+)
+def test_the_allowance_is_exact(built: Libraries, share: int, changes: list[tuple[int, int]]) -> None:
+    """Beside whole numbers of any size: what may be spent, what is forfeited, and how long to wait."""
+    native, policy, page = load(built.host), PolicyPage(), JobPage()
+    rate = policy.allowances[0].rates[0]
+    rate.t0_ns, rate.share_ppm, rate.burst_ns = START, share, 30 * MS
+    at, job, now, spent = ctypes.addressof(policy), ctypes.addressof(page), START, 0
+    for later, ns in changes:
+        now += later
+        allowed = (now - START) * share // PPM
+        assert native.host_allowed(at, 0, now) == allowed
+        debt = spent - allowed
+        wait = native.host_wait(at, job, 0, now)
+        if debt <= 0:
+            assert wait == 0
+        elif share == 0:
+            assert wait == 2**63 - 1
+        else:
+            assert (debt * PPM) // share <= wait <= (debt * PPM) // share + 1
+            assert native.host_wait(at, job, 0, now + wait) == 0
+        native.host_spend(at, job, 0, ns, now)
+        spent = (max(spent, allowed - 30 * MS) if ns > 0 else spent) + ns
+        assert page.uses[0].spent_ns == spent
+
+
+def test_a_policy_that_asks_for_too_many_devices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at most"):
+        Pages.create(tmp_path, (Quota("GPU-00000000-0000-0000-0000-000000000001"),) * 17, Path("/a"), Path("/b"), 0)

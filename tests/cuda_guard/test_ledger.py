@@ -1,0 +1,165 @@
+"""One counter for a job's memory: never above the limit, whoever races, and exact again whoever is killed wherever."""
+
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuda_guard.build import HOST, Libraries, compile_one, find_compiler
+from cuda_guard.host import load
+from cuda_guard.page import DEVICES, SLOTS, UNIT, Pages
+
+pytestmark = pytest.mark.cc
+
+LIMIT = 1000
+CRASH_POINTS = range(1, 10)
+fork = multiprocessing.get_context("fork")
+
+
+def address(page: ctypes.Structure) -> int:
+    return ctypes.addressof(page)
+
+
+def held(pages: Pages, place: int = 0) -> int:
+    return sum(slot.used[place] for slot in pages.job.table)
+
+
+@pytest.fixture(scope="session")
+def crashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The daemon's library, made to die where it is told to."""
+    path = tmp_path_factory.mktemp("crash") / "libhost.so"
+    compile_one(HOST, path, find_compiler(), ("-DGUARD_CRASH_POINTS", str(Path(__file__).parent / "crash.c")))
+    return path
+
+
+def race(directory: Path, library: Path, seed: int, rounds: int, start: Barrier) -> None:
+    """Reserve and give back at random; ends with nothing held. Exits with 1 if the counter was ever above the limit."""
+    pages, native, rng = Pages(directory), load(library), random.Random(seed)
+    job = address(pages.job)
+    slot = native.ledger_claim(job, pages.job_file, os.getpid())
+    start.wait()
+    mine, over = 0, False
+    for _ in range(rounds):
+        units = rng.randrange(1, LIMIT // 2)
+        if native.ledger_change(job, slot, 0, units, LIMIT):
+            mine += units
+        over = over or native.ledger_used(job, 0) > LIMIT
+        if mine and rng.random() < 0.7:
+            native.ledger_change(job, slot, 0, -mine, LIMIT)
+            mine = 0
+    native.ledger_change(job, slot, 0, -mine, LIMIT)
+    os._exit(over)
+
+
+def test_eight_processes_that_race_never_pass_the_limit(built: Libraries, make_pages: Callable[..., Pages]) -> None:
+    pages = make_pages()
+    start = fork.Barrier(8)
+    racers = [fork.Process(target=race, args=(pages.directory, built.host, n, 20_000, start)) for n in range(8)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert [racer.exitcode for racer in racers] == [0] * 8
+    assert pages.memory_used(0) == 0 == held(pages)
+    assert LIMIT // 2 < pages.job.uses[0].peak <= LIMIT
+
+
+def die_at(directory: Path, library: Path, point: int, after: int, changes: list[int]) -> int:
+    """A process that makes these changes and dies at a crash point, the `after`th time it comes there; its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        native, pages = load(library), Pages(directory)
+        job = address(pages.job)
+        slot = native.ledger_claim(job, pages.job_file, os.getpid())
+        ctypes.c_int.in_dll(native, "guard_crash_after").value = after
+        ctypes.c_int.in_dll(native, "guard_crash_at").value = point
+        for units in changes:
+            native.ledger_change(job, slot, 0, units, LIMIT)
+        native.ledger_sweep(job, pages.job_file, slot)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("after", range(3))
+@pytest.mark.parametrize("point", CRASH_POINTS)
+def test_what_a_process_held_is_given_back_wherever_it_was_killed(
+    built: Libraries, crashing: Path, make_pages: Callable[..., Pages], point: int, after: int
+) -> None:
+    """One dies at each point; in the midst of its changes another wrote over the counter, and the sweepers die as well."""
+    pages = make_pages()
+    native, job = load(built.host), address(pages.job)
+    mine = native.ledger_claim(job, pages.job_file, os.getpid())
+    assert native.ledger_change(job, mine, 0, 100, LIMIT)
+    code = die_at(pages.directory, crashing, point, after, [50, 60, -110, 70, 2 * LIMIT])
+    assert code == (-signal.SIGKILL if point <= 7 else 0)
+    assert native.ledger_change(job, mine, 0, 1, LIMIT), "whoever it was may be written over"
+    for sweeper in (8, 3, 5, 6, 9):
+        die_at(pages.directory, crashing, sweeper, 0, [])
+    assert native.ledger_sweep(job, pages.job_file, mine) >= 0
+    assert pages.memory_used(0) == 101 * UNIT and held(pages) == 101
+    assert [n for n in range(SLOTS) if pages.job.table[n].pid] == [mine]
+
+
+def test_a_living_process_is_never_swept(built: Libraries, make_pages: Callable[..., Pages]) -> None:
+    pages = make_pages()
+    native, job = load(built.host), address(pages.job)
+    ready, done = fork.Event(), fork.Event()
+
+    def live() -> None:
+        own = Pages(pages.directory)
+        slot = native.ledger_claim(address(own.job), own.job_file, os.getpid())
+        native.ledger_change(address(own.job), slot, 0, 42, LIMIT)
+        ready.set()
+        done.wait()
+        os._exit(0)
+
+    child = fork.Process(target=live)
+    child.start()
+    ready.wait()
+    slot = next(n for n in range(SLOTS) if pages.job.table[n].pid)
+    assert native.ledger_owner(pages.job_file, slot) == child.pid
+    assert native.ledger_sweep(job, pages.job_file, -1) == 0 and held(pages) == 42
+    done.set()
+    child.join()
+    assert native.ledger_owner(pages.job_file, slot) == 0
+    assert native.ledger_sweep(job, pages.job_file, -1) == 1 and held(pages) == 0 == pages.memory_used(0)
+
+
+def test_more_processes_than_slots_are_turned_away_until_one_ends(
+    built: Libraries, make_pages: Callable[..., Pages]
+) -> None:
+    pages = make_pages()
+    native, job = load(built.host), address(pages.job)
+    for n in range(1, SLOTS):
+        pages.job.table[n].pid = 1  # nobody holds their locks: they are dead
+    slot = native.ledger_claim(job, pages.job_file, os.getpid())
+    assert slot > 0, "the dead are swept when all slots are taken"
+    assert sum(1 for n in range(SLOTS) if pages.job.table[n].pid) == 1
+
+
+changes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, DEVICES - 1), st.integers(-LIMIT, LIMIT)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes)
+def test_it_counts_as_an_oracle_does(built: Libraries, made: list[tuple[int, int, int]]) -> None:
+    """By several slots of one process, on all devices: refused just when the sum would pass the limit."""
+    native, page = load(built.host), ctypes.create_string_buffer(4096 + SLOTS * 320 + 64)
+    job = (ctypes.addressof(page) + 63) // 64 * 64
+    own = {(slot, device): 0 for slot in range(1, 6) for device in range(DEVICES)}
+    for slot, device, wished in made:
+        units = max(wished, -own[slot, device])
+        total = sum(value for (_, other), value in own.items() if other == device)
+        allowed = units <= 0 or total + units <= LIMIT
+        assert native.ledger_change(job, slot, device, units, LIMIT) == allowed
+        if allowed:
+            own[slot, device] += units
+        assert native.ledger_used(job, device) == sum(value for (_, other), value in own.items() if other == device)

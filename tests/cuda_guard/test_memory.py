@@ -1,0 +1,633 @@
+"""A job's memory: every kind of allocation counts, none passes the quota, and what is given back is there again."""
+
+import ctypes
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.fake.client import CudaError, Driver
+
+pytestmark = pytest.mark.cc
+
+OUT_OF_MEMORY, NOT_PERMITTED, NOT_SUPPORTED = 2, 800, 801
+DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+
+
+class AllocationProp(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", ctypes.c_int * 2),
+        ("security", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class PoolProps(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", ctypes.c_int * 2),
+        ("security", ctypes.c_void_p),
+        ("max_size", ctypes.c_size_t),
+        ("rest", ctypes.c_ubyte * 56),
+    ]
+
+
+class Shape3D(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("width", "height", "depth")),
+        *((name, ctypes.c_uint) for name in ("format", "channels", "flags")),
+    ]
+
+
+class Shape2D(ctypes.Structure):
+    _fields_ = [
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("format", ctypes.c_uint),
+        ("channels", ctypes.c_uint),
+    ]
+
+
+def pinned(device: int = 0) -> AllocationProp:
+    return AllocationProp(type=1, location=(DEVICE, device))
+
+
+def alloc(driver: Driver, size: int) -> Callable[[], None]:
+    pointer = driver.out("cuMemAlloc_v2", size)
+    return lambda: driver.cuMemFree_v2(pointer)
+
+
+def managed(driver: Driver, size: int) -> Callable[[], None]:
+    pointer = driver.out("cuMemAllocManaged", size, 1)
+    return lambda: driver.cuMemFree_v2(pointer)
+
+
+def pitched(driver: Driver, size: int) -> Callable[[], None]:
+    pitch = ctypes.c_size_t()
+    pointer = driver.out("cuMemAllocPitch_v2", ctypes.byref(pitch), 4096, size // 4096, 4)
+    return lambda: driver.cuMemFree_v2(pointer)
+
+
+def physical(driver: Driver, size: int) -> Callable[[], None]:
+    handle = driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0)
+    return lambda: driver.cuMemRelease(handle)
+
+
+def mapped(driver: Driver, size: int) -> Callable[[], None]:
+    """As PyTorch's expandable segments: the handle is released at once, the mapping keeps the memory."""
+    at = driver.out("cuMemAddressReserve", size, 0, 0, 0)
+    handle = driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0)
+    driver.cuMemMap(at, size, 0, handle, 0)
+    driver.cuMemRelease(handle)
+
+    def free() -> None:
+        driver.cuMemUnmap(at, size)
+        driver.cuMemAddressFree(at, size)
+
+    return free
+
+
+def array(driver: Driver, size: int) -> Callable[[], None]:
+    shape = Shape2D(4096, size // 4096, 0x01, 1)
+    made = driver.out("cuArrayCreate_v2", ctypes.byref(shape))
+    return lambda: driver.cuArrayDestroy(made)
+
+
+def solid(driver: Driver, size: int) -> Callable[[], None]:
+    shape = Shape3D(4096, 64, size // 4096 // 64, 0x01, 1, 0)
+    made = driver.out("cuArray3DCreate_v2", ctypes.byref(shape))
+    return lambda: driver.cuArrayDestroy(made)
+
+
+def from_default_pool(driver: Driver, size: int) -> Callable[[], None]:
+    pointer = driver.out("cuMemAllocAsync", size, 0)
+
+    def free() -> None:
+        driver.cuMemFreeAsync(pointer, 0)
+        driver.cuStreamSynchronize(0)
+
+    return free
+
+
+def from_own_pool(driver: Driver, size: int) -> Callable[[], None]:
+    pool = driver.out("cuMemPoolCreate", ctypes.byref(PoolProps(type=1, location=(DEVICE, 0))))
+    pointer = driver.out("cuMemAllocFromPoolAsync", size, pool, 0)
+
+    def free() -> None:
+        driver.cuMemFreeAsync(pointer, 0)
+        driver.cuStreamSynchronize(0)
+        driver.cuMemPoolDestroy(pool)
+
+    return free
+
+
+KINDS = [alloc, managed, pitched, physical, mapped, array, solid, from_default_pool, from_own_pool]
+QUOTA = 1024 * MIB
+
+
+def refused(driver: Driver, kind: Callable[[Driver, int], Any], size: int) -> bool:
+    try:
+        kind(driver, size)
+    except CudaError as error:
+        assert error.code == OUT_OF_MEMORY
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_counts_and_is_refused_beyond_the_quota(
+    make_bench: Callable[..., Bench], kind: Callable[..., Any]
+) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        left = QUOTA - CONTEXT
+        assert driver.free_memory() == (left, QUOTA)
+        free = kind(driver, 512 * MIB)
+        assert driver.free_memory() == (left - 512 * MIB, QUOTA)
+        assert refused(driver, kind, 256 * MIB), "the context and this do not fit"
+        assert driver.free_memory() == (left - 512 * MIB, QUOTA), "what was refused is not charged"
+        again = kind(driver, 128 * MIB)
+        again()
+        free()
+        assert driver.free_memory() == (left, QUOTA)
+        assert machine.world.memory(os.getpid()) == CONTEXT
+        kind(driver, 640 * MIB)
+
+    machine.run(job, work)
+    usage = job.usage()[0]
+    assert usage.refused == 1 and usage.peak == CONTEXT + 640 * MIB
+
+
+def test_what_a_program_is_told_agrees(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench(memory=8192 * MIB)
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> Any:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+        return driver.free_memory(), driver.out("cuDeviceTotalMem_v2", 0)
+
+    assert machine.run(job, work) == ((QUOTA - CONTEXT - 100 * MIB, QUOTA), QUOTA)
+
+    def whole(driver: Driver) -> Any:
+        driver.start()
+        return driver.free_memory()[1], driver.out("cuDeviceTotalMem_v2", 0)
+
+    assert machine.run(machine.job(memory=None), whole) == (8192 * MIB, 8192 * MIB)
+
+
+class NvmlMemory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def test_nvml_says_what_the_driver_says(make_bench: Callable[..., Bench]) -> None:
+    """HAMi-core #181: where the two differ, vLLM's profiling runs out of memory. Of processes, the job's own are told."""
+    machine = make_bench(memory=8192 * MIB)
+    job = machine.job(memory=QUOTA)
+    other = machine.start(None, lambda driver: (driver.start(), time.sleep(600)))
+    while machine.world.used() == 0:
+        time.sleep(0.01)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+        nvml, device, memory = ctypes.CDLL(str(machine.libraries.nvml)), ctypes.c_void_p(), NvmlMemory()
+        assert nvml.nvmlInit_v2() == 0
+        assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+        assert nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
+        assert (memory.free, memory.total) == driver.free_memory() and memory.used == CONTEXT + 100 * MIB
+        rows, count = (ctypes.c_ulonglong * 48)(), ctypes.c_uint(16)
+        assert nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), rows) == 0
+        assert (count.value, rows[0] & 0xFFFFFFFF) == (1, os.getpid())
+
+    machine.run(job, work)
+    other.kill(signal.SIGKILL)
+    other.wait()
+
+
+def test_what_graphs_allocate_counts_too(make_bench: Callable[..., Bench]) -> None:
+    """By a node and by a capture: held back before the launch, then what the driver has reserved; trimmed, it is back."""
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def captured(driver: Driver, size: int) -> int:
+        stream, graph = driver.out("cuStreamCreate", 1), ctypes.c_uint64()
+        driver.cuStreamBeginCapture_v2(stream, 0)
+        pointer = driver.out("cuMemAllocAsync", size, stream)
+        driver.cuMemFreeAsync(pointer, stream)
+        driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        return driver.out("cuGraphInstantiateWithFlags", graph, 0)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        small, large = captured(driver, 256 * MIB), captured(driver, 900 * MIB)
+        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+        for _ in range(3):
+            driver.cuGraphLaunch(small, 0)
+        driver.cuCtxSynchronize()
+        assert job.pages.memory_used(0) == machine.world.memory(os.getpid()) == CONTEXT + 256 * MIB
+        assert driver.code("cuGraphLaunch", large, 0) == OUT_OF_MEMORY
+        assert job.pages.memory_used(0) == CONTEXT + 256 * MIB
+        driver.cuDeviceGraphMemTrim(0)
+        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+
+
+def test_a_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench(devices=2)
+    machine.uuids = machine.uuids[:1]
+
+    def work(driver: Driver) -> Any:
+        driver.start()
+        props = PoolProps(type=1, location=(DEVICE, 1))
+        return [
+            driver.code("cuMemPoolCreate", ctypes.byref(ctypes.c_uint64()), ctypes.byref(props)),
+            driver.code("cuDeviceGetDefaultMemPool", ctypes.byref(ctypes.c_uint64()), 1),
+            driver.code("cuMemCreate", ctypes.byref(ctypes.c_uint64()), 2 * MIB, ctypes.byref(pinned(1)), 0),
+        ]
+
+    assert machine.run(machine.job(), work) == [NOT_PERMITTED] * 3
+
+
+def test_an_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+    reading, writing = os.pipe()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        os.write(writing, b"r")
+        while not job.pages.policy.gate & 1:
+            time.sleep(0.001)
+        driver.out("cuMemAlloc_v2", MIB)
+
+    guest = machine.start(job, work)
+    os.read(reading, 1)
+    job.set_gate(closed=True)
+    time.sleep(0.2)
+    assert machine.world.calls("cuMemAlloc_v2") == 0
+    job.set_gate(closed=False)
+    guest.result()
+
+
+def test_a_context_counts_until_it_ends_and_takes_its_allocations_with_it(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.cuInit(0)
+        driver.out("cuDevicePrimaryCtxRetain", 0)
+        driver.out("cuDevicePrimaryCtxRetain", 0)
+        assert job.pages.memory_used(0) == CONTEXT
+        context = driver.out("cuCtxCreate_v2", 0, 0)
+        driver.out("cuMemAlloc_v2", 64 * MIB)
+        array(driver, 32 * MIB)
+        assert job.pages.memory_used(0) == 2 * CONTEXT + 96 * MIB
+        driver.cuCtxDestroy_v2(context)
+        assert job.pages.memory_used(0) == CONTEXT
+        driver.cuDevicePrimaryCtxRelease_v2(0)
+        assert job.pages.memory_used(0) == CONTEXT
+        driver.cuDevicePrimaryCtxRelease_v2(0)
+        assert job.pages.memory_used(0) == 0
+        small = [driver.code("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), 0) for _ in range(1)]
+        assert small == [0]
+
+    machine.run(job, work)
+    assert machine.run(machine.job(memory=100 * MIB), lambda driver: (driver.cuInit(0), refused(driver, context, 0))[1])
+
+
+def context(driver: Driver, size: int) -> None:
+    driver.out("cuDevicePrimaryCtxRetain", 0)
+
+
+def test_memory_is_there_until_neither_handle_nor_mapping_is_left(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        at, size = driver.out("cuMemAddressReserve", 64 * MIB, 0, 0, 0), 32 * MIB
+        handle = driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0)
+        driver.cuMemMap(at, size, 0, handle, 0)
+        driver.cuMemMap(at + size, size, 0, handle, 0)
+        again = driver.out("cuMemRetainAllocationHandle", ctypes.c_void_p(at + 5 * MIB))
+        driver.cuMemRelease(handle)
+        driver.cuMemUnmap(at, size)
+        driver.cuMemUnmap(at + size, size)
+        assert job.pages.memory_used(0) == CONTEXT + size == machine.world.memory(os.getpid())
+        driver.cuMemRelease(again)
+        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+
+
+def test_nccl_host_memcreate(make_bench: Callable[..., Bench]) -> None:
+    """Memory of the host is none of the device's, and no device of a strange number is looked up for it (HAMi #2641)."""
+    machine = make_bench()
+    job = machine.job(memory=CONTEXT)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        prop = AllocationProp(type=1, location=(2, 7))
+        driver.code("cuMemCreate", ctypes.byref(ctypes.c_uint64()), 64 * MIB, ctypes.byref(prop), 0)
+        assert job.pages.memory_used(0) == CONTEXT
+
+    machine.run(job, work)
+
+
+def test_free_unknown_pointer(make_bench: Callable[..., Bench]) -> None:
+    """A pointer of a pool, or of nobody, is freed by the driver, which knows best (HAMi's free_raw frees nothing)."""
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        pointer = driver.out("cuMemAllocAsync", 32 * MIB, 0)
+        driver.cuStreamSynchronize(0)
+        driver.cuMemFree_v2(pointer)
+        driver.cuCtxSynchronize()
+        assert machine.world.memory(os.getpid()) == CONTEXT == job.pages.memory_used(0)
+        assert driver.code("cuMemFree_v2", 0xDEAD000) != 0
+
+    machine.run(job, work)
+
+
+def test_alloc_without_context(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+
+    def work(driver: Driver) -> Any:
+        driver.cuInit(0)
+        return driver.code("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), 1 << 20)
+
+    assert machine.run(machine.job(), work) == 201, "CUDA_ERROR_INVALID_CONTEXT, as the driver says"
+
+
+def test_old_calls_with_sizes_of_32_bits_are_denied(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+
+    def work(driver: Driver) -> Any:
+        driver.start()
+        return [driver.code(name, ctypes.byref(ctypes.c_uint64()), 4096) for name in ("cuMemAlloc", "cuArrayCreate")]
+
+    assert machine.run(machine.job(), work) == [NOT_SUPPORTED] * 2
+
+
+def test_a_device_of_somebody_else_cannot_be_used(make_bench: Callable[..., Bench]) -> None:
+    """A process can see it where nothing but a variable hides it; it gets no context there."""
+    machine = make_bench(devices=2)
+    machine.uuids = machine.uuids[:1]
+    job = machine.job()
+
+    def work(driver: Driver) -> Any:
+        driver.start(0)
+        return driver.code("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), 1)
+
+    assert machine.run(job, work) == NOT_PERMITTED
+
+
+def test_each_device_has_its_own_quota(make_bench: Callable[..., Bench]) -> None:
+    """By the allocation's device, not the thread's (HAMi #188, #311)."""
+    machine = make_bench(devices=2)
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start(0)
+        driver.out("cuMemCreate", 256 * MIB, ctypes.byref(pinned(1)), 0)
+        assert (job.pages.memory_used(0), job.pages.memory_used(1)) == (CONTEXT, 256 * MIB)
+        driver.start(1)
+        driver.out("cuMemAlloc_v2", 128 * MIB)
+        assert (job.pages.memory_used(0), job.pages.memory_used(1)) == (CONTEXT, CONTEXT + 384 * MIB)
+
+    machine.run(job, work)
+
+
+def test_the_quota_can_change_while_the_job_runs(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 512 * MIB)
+        job.set_memory(0, 600 * MIB)
+        assert driver.free_memory()[0] == 0, "it keeps what it has"
+        assert refused(driver, alloc, 1 * MIB)
+        job.set_memory(0, 2 * QUOTA)
+        driver.out("cuMemAlloc_v2", 512 * MIB)
+
+    machine.run(job, work)
+
+
+def test_an_error_of_the_driver_costs_nothing(make_bench: Callable[..., Bench]) -> None:
+    """Its out-of-memory and its failures come through, and the charge is taken back."""
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        assert driver.code("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), MIB) == 719
+        assert job.pages.memory_used(0) == CONTEXT
+        pointer = driver.out("cuMemAlloc_v2", MIB)
+        assert driver.code("cuMemFree_v2", pointer) == 700
+        assert job.pages.memory_used(0) == CONTEXT + MIB, "it is still there"
+
+    machine.run(job, work, fail="cuMemAlloc_v2:1=719,cuMemFree_v2:1=700")
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(range(len(KINDS))), st.integers(1, 400)),
+        st.tuples(st.just(-1), st.integers(0, 20)),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=operations)
+def test_never_above_the_quota_and_never_refused_below_it(
+    make_bench: Callable[..., Bench], made: list[tuple[int, int]]
+) -> None:
+    """Any sequence of allocations and frees: the driver's own account is the oracle."""
+    machine = shared_bench(make_bench)
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        held: list[Callable[[], None]] = []
+        for kind, number in made:
+            before = machine.world.memory(os.getpid())
+            if kind < 0:
+                if held:
+                    held.pop(number % len(held))()
+            else:
+                size = number * 2 * MIB
+                try:
+                    held.append(KINDS[kind](driver, size))
+                except CudaError as error:
+                    assert error.code == OUT_OF_MEMORY and before + size + 32 * MIB > QUOTA, "a false alarm"
+            now = machine.world.memory(os.getpid())
+            assert now <= QUOTA
+            assert job.pages.memory_used(0) >= now, "everything is charged"
+        for free in held:
+            free()
+        driver.cuCtxSynchronize()
+        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+    machine.end(job)
+
+
+_shared: list[Bench] = []
+
+
+def shared_bench(make_bench: Callable[..., Bench]) -> Bench:
+    """One machine for all examples of a test."""
+    if not _shared:
+        _shared.append(make_bench(memory=65536 * MIB))
+    return _shared[0]
+
+
+def test_eight_processes_that_race_for_the_last_of_it(make_bench: Callable[..., Bench]) -> None:
+    """With all kinds of allocation, for seconds: the job is never a byte above its quota, by the driver's own account."""
+    machine = make_bench(memory=65536 * MIB)
+    job = machine.job(memory=8 * CONTEXT + 1024 * MIB)
+    until = time.monotonic() + 3
+    ready = os.pipe()
+
+    def work(driver: Driver) -> tuple[int, int]:
+        driver.start()
+        os.read(ready[0], 1)
+        rng, done, failed, held = random.Random(os.getpid()), 0, 0, []
+        while time.monotonic() < until:
+            if held and rng.random() < 0.5:
+                held.pop(rng.randrange(len(held)))()
+                continue
+            try:
+                held.append(rng.choice(KINDS)(driver, rng.randrange(1, 150) * 2 * MIB))
+                done += 1
+            except CudaError as error:
+                assert error.code == OUT_OF_MEMORY
+                failed += 1
+        return done, failed
+
+    guests = [machine.start(job, work) for _ in range(8)]
+    while job.usage()[0].processes < 8:
+        time.sleep(0.01)
+    os.write(ready[1], b"." * 8)
+    most = 0
+    while time.monotonic() < until:
+        most = max(most, machine.world.used())
+    counts = [guest.result() for guest in guests]
+    assert all(done > 10 and failed > 5 for done, failed in counts), "they did race"
+    assert most <= 8 * CONTEXT + 1024 * MIB
+    assert job.usage()[0].peak <= 8 * CONTEXT + 1024 * MIB
+    job.sweep()
+    assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0
+
+
+def test_a_killed_process_gives_back_what_it_held(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def hold(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 700 * MIB)
+        time.sleep(600)
+
+    victim = machine.start(job, hold)
+    deadline = time.monotonic() + 20
+    while job.pages.memory_used(0) < 1000 * MIB and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert machine.run(job, lambda driver: (driver.cuInit(0), refused(driver, context, 0))[1])
+    victim.kill(signal.SIGKILL)
+    victim.wait()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 700 * MIB)  # without the daemon: whoever needs it sweeps
+
+    machine.run(job, work)
+
+
+def test_a_forked_child_starts_with_nothing(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+        child = os.fork()
+        if child == 0:
+            clean = job.pages.memory_used(0) == CONTEXT + 100 * MIB
+            os._exit(0 if clean else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert job.pages.memory_used(0) == CONTEXT + 100 * MIB, "the child's end costs the parent nothing"
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+
+    machine.run(job, work)
+
+
+def test_sixty_four_threads(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=CONTEXT + 256 * MIB)
+
+    def work(driver: Driver) -> int:
+        context = driver.start()
+        failures: list[int] = []
+
+        def churn() -> None:
+            driver.cuCtxSetCurrent(context)
+            for _ in range(50):
+                try:
+                    driver.cuMemFree_v2(driver.out("cuMemAlloc_v2", 8 * MIB))
+                except CudaError as error:
+                    failures.append(error.code)
+
+        threads = [threading.Thread(target=churn) for _ in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert job.pages.memory_used(0) == CONTEXT
+        assert set(failures) <= {OUT_OF_MEMORY}
+        return len(threads)
+
+    assert machine.run(job, work) == 64
+
+
+def test_200_process_start(make_bench: Callable[..., Bench]) -> None:
+    """All at once, without a lock between them (HAMi #1662: a minute); each has its slot, and all of it comes back."""
+    machine = make_bench(memory=200_000 * MIB)
+    job = machine.job(memory=None)
+    ready = os.pipe()
+
+    def work(driver: Driver) -> bool:
+        driver.start()
+        os.read(ready[0], 1)  # all are there
+        return True
+
+    guests = [machine.start(job, work) for _ in range(200)]
+    deadline = time.monotonic() + 60
+    while job.usage()[0].processes < 200 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert job.usage()[0].processes == 200 and job.pages.memory_used(0) == 200 * CONTEXT
+    os.write(ready[1], b"." * 200)
+    assert all(guest.result() for guest in guests)
+    job.sweep()
+    assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0

@@ -1,0 +1,172 @@
+"""However a program finds a call of the driver, it gets ours where there is one, and the driver's own everywhere else."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_guard.build import NATIVE, Libraries, find_compiler
+from tests.cuda_guard.guests import Bench
+from tests.fake.build import exports, typedefs
+from tests.fake.client import Driver
+
+pytestmark = pytest.mark.cc
+HOOKED = set(re.findall(r"^(?:HOOK|GATE|DENY)\((\w+)", (NATIVE / "hooks.def").read_text(), re.MULTILINE))
+
+
+def test_the_guard_exports_what_the_driver_exports(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    ours = machine.run(machine.job(), lambda driver: {name for name in exports() if driver.export(name)})
+    assert len(ours) == len(exports()) > 700
+
+
+def pairs() -> set[tuple[str, int]]:
+    """Every form of every call that cuda.h knows."""
+    return {(name, version) for name, version, _ in typedefs()}
+
+
+def misresolved(driver: Driver, fake: Path) -> list[tuple[str, int, int]]:
+    """The queries whose answer is not what it should be, or whose status is not the driver's."""
+    real = Driver(fake)
+    by_address = {real.export(name): name for name in exports()}
+    wrong = []
+    for name, version, flags in ((*pair, flags) for pair in sorted(pairs()) for flags in (0, 1, 2)):
+        status, address = real.address(name, version, flags)
+        symbol = by_address.get(address)
+        hooked = driver.export(symbol) if symbol in HOOKED else address
+        if driver.address(name, version, flags) != (status, hooked) or (address and not symbol):
+            wrong.append((name, version, flags))
+    return wrong
+
+
+def test_every_name_version_and_flag_resolves_to_the_right_call(make_bench: Callable[..., Bench]) -> None:
+    """All of cuda.h's: of a hooked call ours, of another the driver's own, and the same status as the driver gives."""
+    machine = make_bench()
+    fake = machine.world.fakes.cuda
+
+    def swapped(driver: Driver) -> int:
+        real = Driver(fake)
+        return sum(driver.address(*pair)[1] != real.address(*pair)[1] for pair in pairs())
+
+    assert len(pairs()) >= 634
+    assert machine.run(machine.job(), lambda driver: misresolved(driver, fake)) == []
+    assert machine.run(machine.job(), swapped) > 100
+
+
+def test_the_old_way_of_asking_gets_the_same(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+
+    def ask(driver: Driver) -> Any:
+        found = {}
+        for name in ("cuMemAlloc", "cuLaunchKernel", "cuGetProcAddress", "cuDeviceGet"):
+            pointer = ctypes.c_void_p()
+            driver.cuGetProcAddress(name.encode(), ctypes.byref(pointer), 11030, 0)
+            found[name] = pointer.value
+        real = Driver(machine.world.fakes.cuda)
+        return found == {
+            "cuMemAlloc": driver.export("cuMemAlloc_v2"),
+            "cuLaunchKernel": driver.export("cuLaunchKernel"),
+            "cuGetProcAddress": driver.export("cuGetProcAddress"),
+            "cuDeviceGet": real.export("cuDeviceGet"),
+        }
+
+    assert machine.run(machine.job(), ask)
+
+
+def test_a_call_the_guard_does_not_know_is_named(make_bench: Callable[..., Bench]) -> None:
+    """The driver of tomorrow gives out an allocation that is no export of today's."""
+    machine = make_bench()
+    job = machine.job()
+
+    def ask(driver: Driver) -> None:
+        swap = driver.library.cuGetProcAddress_v2
+        pointer, status = ctypes.c_void_p(), ctypes.c_int()
+        swap(b"cuMemAllocSomehow", ctypes.byref(pointer), 99000, ctypes.c_uint64(0), ctypes.byref(status))
+
+    machine.run(job, ask)
+    assert job.pages.audited() == [], "it does not exist, so nobody can call it"
+
+
+ROUTES = {
+    "by soname": "ctypes.CDLL('libcuda.so.1')",
+    "by soname, deep binding": "ctypes.CDLL('libcuda.so.1', mode=os.RTLD_NOW | os.RTLD_DEEPBIND)",
+    "global": "ctypes.CDLL(None)",
+}
+
+PROGRAM = """
+import ctypes, os
+library = {route}
+free, total, context = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_void_p()
+assert library.cuInit(0) == 0
+assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert library.cuCtxSetCurrent(context) == 0
+assert library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+print(total.value >> 20)
+"""
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], route: str) -> None:
+    """The library's soname is the driver's, so a later dlopen by that name finds it."""
+    machine = make_bench()
+    job = machine.job(memory=777 << 20)
+    env = {**os.environ, **machine.environment(job), **job.process_env()}
+    command = [sys.executable, "-c", PROGRAM.format(route=ROUTES[route])]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
+
+
+def test_a_program_linked_with_the_driver_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+    machine = make_bench()
+    job = machine.job(memory=777 << 20)
+    source = tmp_path / "linked.c"
+    source.write_text(
+        '#include "abi.h"\n#include <stdio.h>\n'
+        "CUresult cuInit(unsigned int); CUresult cuDevicePrimaryCtxRetain(CUcontext *, CUdevice);\n"
+        "CUresult cuCtxSetCurrent(CUcontext); CUresult cuMemGetInfo_v2(size_t *, size_t *);\n"
+        "int main(void) { CUcontext c; size_t f = 0, t = 0; cuInit(0); cuDevicePrimaryCtxRetain(&c, 0); cuCtxSetCurrent(c);\n"
+        'cuMemGetInfo_v2(&f, &t); printf("%zu\\n", t >> 20); return 0; }\n'
+    )
+    fake = machine.world.fakes.cuda
+    link = [f"-L{fake.parent}", "-l:libcuda.so.1"]
+    command = [*find_compiler(), f"-I{NATIVE}", str(source), "-o", str(tmp_path / "linked"), *link]
+    subprocess.run(command, check=True, capture_output=True)
+    env = {**os.environ, **machine.environment(job), "LD_LIBRARY_PATH": str(machine.libraries.cuda.parent)}
+    result = subprocess.run([tmp_path / "linked"], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "777"
+
+
+def test_a_program_without_pages_has_no_driver_and_goes_on(built: Libraries) -> None:
+    """Nothing is loaded by a name that the environment could change, and nothing ends the process."""
+    program = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).cuInit(0))"
+    env = {name: value for name, value in os.environ.items() if name != "MESH_GUARD_DIR"}
+    command = [sys.executable, "-c", program, str(built.cuda)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "34", "CUDA_ERROR_STUB_LIBRARY"
+    assert "/run/mesh/guard/policy" in result.stderr and "no CUDA for this program" in result.stderr
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 100_000])
+def test_pages_that_are_none_are_refused_in_words(built: Libraries, tmp_path: Path, size: int) -> None:
+    for name in ("policy", "job"):
+        (tmp_path / name).write_bytes(os.urandom(size))
+    program = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).cuInit(0))"
+    env = {**os.environ, "MESH_GUARD_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(built.cuda)], env=env, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "34" and str(tmp_path) in result.stderr
+
+
+def test_the_libraries_bind_to_nothing_newer_than_they_must(built: Libraries) -> None:
+    """Golden: what is exported is the driver's names only, so nothing of ours can take another library's place."""
+    told = subprocess.run(
+        ["nm", "-D", "--defined-only", str(built.cuda)], capture_output=True, text=True, check=True
+    ).stdout
+    names = {line.split()[-1] for line in told.splitlines()}
+    assert names == set(exports())

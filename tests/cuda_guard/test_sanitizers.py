@@ -1,0 +1,90 @@
+"""The guard's own code under the compiler's eyes: what it does with many threads, and what its analyzer finds in every file."""
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cuda_guard.build import COMPILE, CUDA, HOST, NATIVE, NVML, find_compiler
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+
+pytestmark = pytest.mark.cc
+
+STRESS = Path(__file__).parent / "stress.c"
+QUIET = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
+SANITIZERS = {
+    "address,undefined": ["-fno-sanitize-recover=all"],
+    "thread": ["-Wno-error=tsan"],  # a fence between processes: of no other thread here
+}
+
+
+def compiled(directory: Path, sanitizer: str) -> Path:
+    program = directory / "stress"
+    sources = [str(NATIVE / name) for name in CUDA.sources]
+    options = [*COMPILE, *SANITIZERS[sanitizer], f"-fsanitize={sanitizer}", f"-I{NATIVE}"]
+    command = [*find_compiler(), *options, str(STRESS), *sources, "-ldl", "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot find" in done.stderr:
+        pytest.skip(f"the compiler has no sanitizer for {sanitizer}")
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_sixty_four_threads_do_everything_at_once(
+    make_bench: Callable[..., Bench], tmp_path: Path, sanitizer: str
+) -> None:
+    """While the owner changes the share and shuts the gate. At the end nothing is held or under way, and each launch counted."""
+    program = compiled(tmp_path, sanitizer)
+    machine = make_bench()
+    job = machine.job(memory=CONTEXT + 512 * MIB, share=90)
+    env = {**os.environ, **machine.environment(job), **QUIET}
+    words = [program, "64", "12"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        done = threading.Event()
+
+        def meddle() -> None:
+            for share in (90, 60, 90, 80) * 1000:
+                if done.wait(0.02):
+                    return
+                job.set_share(0, share, share)
+                job.set_gate(closed=True)
+                time.sleep(0.002)
+                job.set_gate(closed=False)
+
+        owner = threading.Thread(target=meddle)
+        owner.start()
+        assert process.stdout and process.stdin and process.stderr
+        told = process.stdout.readline()
+        done.set()
+        owner.join()
+        used, under_way = job.pages.memory_used(0), [slot.under_way[0] for slot in job.pages.job.table]
+        process.stdin.close()
+        assert process.wait(30) == 0 and told, process.stderr.read()[-5000:]
+    assert 0.98 * int(told) <= job.usage()[0].launches <= int(told), (
+        "whoever ends another's batch may miss its last launch"
+    )
+    assert set(under_way) == {0}
+    pooled = used - CONTEXT
+    assert 0 <= pooled <= 512 * MIB, "what pools keep is all that may be left"
+
+
+def is_gcc() -> bool:
+    if shutil.which("gcc") is None:
+        return False
+    return "Free Software" in subprocess.run(["gcc", "--version"], capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.skipif(not is_gcc(), reason="only gcc has -fanalyzer")
+def test_the_analyzer_finds_nothing() -> None:
+    every = sorted({name for recipe in (CUDA, NVML, HOST) for name in recipe.sources if name.endswith(".c")})
+    for name in every:
+        command = ["gcc", *COMPILE, "-fanalyzer", "-c", str(NATIVE / name), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-5000:]

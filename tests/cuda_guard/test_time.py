@@ -1,0 +1,434 @@
+"""A job's GPU time: its share of a device, whoever else wants it; the gate; and nothing of it inside a capture.
+
+Bounds are wide, for slow machines: how exact it is, is measured by `make bench-guard`.
+"""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cuda_guard.guard import GuardedJob, share_of
+from tests.cuda_guard.guests import Bench, Guest
+from tests.fake.client import Driver
+
+pytestmark = pytest.mark.cc
+
+
+def busy(kernel: str, stream: bool = False) -> Callable[[Driver], Any]:
+    """Launches without end."""
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function, own = driver.kernel(kernel), driver.out("cuStreamCreate", 0) if stream else 0
+        while True:
+            for _ in range(20):
+                driver.launch(function, own)
+
+    return work
+
+
+def until(ready: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := ready()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.001)
+    return value
+
+
+def is_kept(has: list[float], shares: list[float], more: float = 6) -> bool:
+    """Nobody has more than his share. A busy test machine may keep him from using it all; half of it he gets there too."""
+    return all(share / 2 < part < share + more for part, share in zip(has, shares, strict=True))
+
+
+class Runners:
+    """Processes that run until the test ends."""
+
+    def __init__(self, machine: Bench) -> None:
+        self.machine = machine
+        self.guests: list[Guest] = []
+
+    def start(self, job: GuardedJob | None, work: Callable[[Driver], Any]) -> Guest:
+        guest = self.machine.start(job, work)
+        self.guests.append(guest)
+        until(lambda: self.machine.world.executed_ns(guest.pid) > 0, "it to work")
+        return guest
+
+    def shares(self, seconds: float) -> list[float]:
+        """What each had of the device, in per cent, by the device's own account."""
+        before, began = self._executed(), time.monotonic()
+        time.sleep(seconds)
+        after, took = self._executed(), time.monotonic() - began
+        return [(b - a) / took / 1e7 for a, b in zip(before, after, strict=True)]
+
+    def _executed(self) -> list[int]:
+        return [self.machine.world.executed_ns(guest.pid) for guest in self.guests]
+
+    def end(self) -> None:
+        for guest in self.guests:
+            guest.kill(signal.SIGKILL)
+            guest.wait()
+
+
+@pytest.fixture
+def runners(make_bench: Callable[..., Bench]) -> Any:
+    made = Runners(make_bench())
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("kernel", ["k_20us", "k_500us", "k_5ms"])
+def test_a_share_is_kept_whatever_the_size_of_the_kernels(runners: Runners, kernel: str) -> None:
+    job = runners.machine.job(share=30)
+    guest = runners.start(job, busy(kernel))
+    runners.shares(0.5)
+    assert is_kept(runners.shares(2), [30])
+    told = job.usage()[0].gpu_s
+    assert told == pytest.approx(runners.machine.world.executed_ns(guest.pid) / 1e9, rel=0.2, abs=0.05)
+
+
+def test_three_jobs_have_their_shares_side_by_side(runners: Runners) -> None:
+    for share, kernel in ((45, "k_100us"), (30, "k_300us"), (15, "k_50us")):
+        runners.start(runners.machine.job(share=share), busy(kernel))
+    runners.shares(0.5)
+    assert is_kept(runners.shares(3), [45, 30, 15])
+
+
+def test_all_is_promised_and_both_get_the_same_part_of_it(runners: Runners) -> None:
+    for share in (10, 90):
+        runners.start(runners.machine.job(share=share), busy("k_100us"))
+    runners.shares(0.5)
+    small, large = runners.shares(3)
+    assert 5 < large / small < 13
+
+
+def test_idle_time_is_lent_and_taken_back(runners: Runners) -> None:
+    """Up to 90 %, and back as soon as the other works again."""
+    machine = runners.machine
+    first = machine.job(share=30, limit=90)
+    runners.start(first, busy("k_100us"))
+    until(lambda: share_of(first.pages, 0) == 90, "the idle time to be lent")
+    assert is_kept(runners.shares(1), [90])
+    second = machine.job(share=60, limit=60)
+    runners.start(second, busy("k_100us"))
+    until(lambda: share_of(first.pages, 0) == 30, "it to be taken back")
+    runners.shares(0.3)
+    assert is_kept(runners.shares(2), [30, 60])
+    runners.guests.pop().kill(signal.SIGKILL)
+    until(lambda: share_of(first.pages, 0) == 90, "it to be lent again")
+
+
+def test_a_share_changes_live(runners: Runners) -> None:
+    job = runners.machine.job(share=10)
+    runners.start(job, busy("k_100us"))
+    for share in (10, 50, 10):
+        job.set_share(0, share, share)
+        runners.shares(0.3)
+        assert is_kept(runners.shares(1), [share])
+
+
+def test_every_process_of_a_job_draws_from_one_share(runners: Runners) -> None:
+    job = runners.machine.job(share=30)
+    for _ in range(3):
+        runners.start(job, busy("k_100us"))
+    runners.shares(0.5)
+    assert is_kept([sum(runners.shares(2))], [30])
+
+
+def test_streams_that_overlap_use_the_device_once(runners: Runners) -> None:
+    """Two streams of one process run side by side: the union of their times is what counts."""
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function, streams = driver.kernel("k_1ms"), [driver.out("cuStreamCreate", 1) for _ in range(2)]
+        while True:
+            for stream in streams:
+                driver.launch(function, stream)
+
+    job = runners.machine.job(share=40)
+    guest = runners.start(job, work)
+    runners.shares(0.5)
+    assert is_kept(runners.shares(2), [40])
+    assert job.usage()[0].gpu_s == pytest.approx(runners.machine.world.executed_ns(guest.pid) / 1e9, rel=0.25)
+
+
+def test_a_job_that_waits_after_each_launch_is_held_to_its_share_too(runners: Runners) -> None:
+    """HAMi #2863: it was never throttled."""
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function = driver.kernel("k_2ms")
+        while True:
+            driver.launch(function)
+            driver.cuStreamSynchronize(0)
+
+    runners.start(runners.machine.job(share=25), work)
+    runners.shares(0.5)
+    assert is_kept(runners.shares(2), [25])
+
+
+def test_threads_of_a_process_share_too(runners: Runners) -> None:
+    def work(driver: Driver) -> None:
+        context, function = driver.start(), driver.kernel("k_200us")
+
+        def churn() -> None:
+            driver.cuCtxSetCurrent(context)
+            stream = driver.out("cuStreamCreate", 1)
+            while True:
+                driver.launch(function, stream)
+
+        for _ in range(4):
+            threading.Thread(target=churn, daemon=True).start()
+        time.sleep(600)
+
+    runners.start(runners.machine.job(share=30), work)
+    runners.shares(0.5)
+    assert is_kept(runners.shares(2), [30], more=10)
+
+
+# --- the gate
+
+
+def test_nothing_starts_behind_a_closed_gate_and_what_was_under_way_ends_soon(runners: Runners) -> None:
+    job = runners.machine.job(window_ms=4)
+    guest = runners.start(job, busy("k_100us"))
+    world = runners.machine.world
+    runners.shares(0.3)
+    before = world.executed_ns(guest.pid)
+    job.set_gate(closed=True)
+    until(lambda: world.pending(guest.pid) == 0, "what was under way to end")
+    done = world.executed_ns(guest.pid)
+    assert done - before < 15e6, "at most the window and a kernel, with room for a slow test machine"
+    launches = world.calls("cuLaunchKernel")
+    time.sleep(0.1)
+    assert world.executed_ns(guest.pid) == done and world.calls("cuLaunchKernel") == launches
+    job.set_gate(closed=False)
+    until(lambda: world.executed_ns(guest.pid) > done + 10e6, "it to go on")
+
+
+def test_copies_wait_at_the_gate_too_and_signals_do_not_pass_it(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+    reading, writing = os.pipe()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        pointer = driver.out("cuMemAlloc_v2", 1 << 20)
+        data = ctypes.create_string_buffer(16)
+        os.write(writing, b"r")
+        until(lambda: job.pages.policy.gate & 1, "the gate to close")
+        driver.cuMemcpyHtoD_v2(pointer, data, 16)
+
+    guest = machine.start(job, work)
+    os.read(reading, 1)
+    job.set_gate(closed=True)
+    for _ in range(20):
+        guest.kill(signal.SIGUSR1)
+        time.sleep(0.005)
+    assert machine.world.calls("cuMemcpyHtoD_v2") == 0
+    job.set_gate(closed=False)
+    guest.result()
+    assert machine.world.calls("cuMemcpyHtoD_v2") == 1
+
+
+def test_a_guest_cannot_open_its_gate(make_bench: Callable[..., Bench]) -> None:
+    """The policy is mapped read-only: to write there is the end of the process, not of the policy."""
+    machine = make_bench()
+    job = machine.job()
+    job.set_gate(closed=True)
+
+    def work(driver: Driver) -> None:
+        driver.cuInit(0)
+        maps = [line for line in open("/proc/self/maps") if line.rstrip().endswith("/policy")]  # noqa: SIM115, PTH123
+        written = [line for line in maps if line.split()[1].startswith("r--")]
+        assert len(written) == 1
+        ctypes.memset(int(written[0].split("-")[0], 16) + 24, 0, 4)
+
+    assert machine.start(job, work).wait() == -signal.SIGSEGV
+    assert job.pages.policy.gate & 1
+
+
+def test_a_stopped_daemon_holds_nobody_up_for_a_turn(runners: Runners) -> None:
+    """Turns that nobody hands out any more are not waited for; shares hold without anybody."""
+    machine = runners.machine
+    jobs = [machine.job(share=40), machine.job(share=40)]
+    for job in jobs:
+        runners.start(job, busy("k_100us"))
+    runners.shares(0.5)
+    for job in jobs:
+        machine.guard._host.leave(job.pages)
+    runners.shares(1.5)
+    for share in runners.shares(2):
+        assert 15 < share < 60
+
+
+# --- capture
+
+
+def test_nothing_is_done_inside_a_capture(make_bench: Callable[..., Bench]) -> None:
+    """HAMi #1360: a call that a capture forbids would spoil it. Launches into it run later, and are charged then."""
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> Any:
+        driver.start()
+        stream, function = driver.out("cuStreamCreate", 1), driver.kernel("k_1ms")
+        for _ in range(10):
+            driver.launch(function, stream)
+        asked = machine.world.calls("cuEventQuery"), machine.world.calls("cuEventRecord")
+        driver.cuStreamBeginCapture_v2(stream, 0)
+        begun = machine.world.calls("cuEventRecord")
+        for _ in range(50):
+            driver.launch(function, stream)
+        assert machine.world.calls("cuEventQuery") - asked[0] <= 2 and machine.world.calls("cuEventRecord") == begun
+        graph = ctypes.c_uint64()
+        driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        driver.cuStreamSynchronize(stream)
+        before = machine.world.executed_ns(os.getpid())
+        executable = driver.out("cuGraphInstantiateWithFlags", graph, 0)
+        for _ in range(3):
+            driver.cuGraphLaunch(executable, stream)
+        driver.cuStreamSynchronize(stream)
+        return machine.world.executed_ns(os.getpid()) - before
+
+    executed = machine.run(job, work)
+    assert executed == pytest.approx(150e6, rel=0.1)
+    assert job.usage()[0].gpu_s == pytest.approx(0.16, rel=0.3)
+
+
+def test_graph_launch_is_charged(runners: Runners) -> None:
+    """HAMi #1445: a graph could not be limited."""
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        stream, function, graph = driver.out("cuStreamCreate", 1), driver.kernel("k_50us"), ctypes.c_uint64()
+        driver.cuStreamBeginCapture_v2(stream, 0)
+        for _ in range(20):
+            driver.launch(function, stream)
+        driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        executable = driver.out("cuGraphInstantiateWithFlags", graph, 0)
+        while True:
+            driver.cuGraphLaunch(executable, stream)
+
+    runners.start(runners.machine.job(share=30), work)
+    runners.shares(0.5)
+    assert is_kept(runners.shares(2), [30])
+
+
+def test_ptds_flag(make_bench: Callable[..., Bench]) -> None:
+    """A program built with a default stream per thread gets its own stream, not the legacy one (HAMi ignored the flag)."""
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> Any:
+        driver.start()
+        function = driver.kernel("k_1ms")
+        _, address = driver.address("cuLaunchKernel", 7000, 2)
+        assert address == driver.export("cuLaunchKernel_ptsz") != driver.export("cuLaunchKernel")
+        driver.launch(function, suffix="_ptsz")
+        driver.cuCtxSynchronize()
+        return machine.world.calls("cuLaunchKernel_ptsz"), machine.world.calls("cuLaunchKernel")
+
+    assert machine.run(job, work) == (1, 0)
+
+
+def test_extended_and_cooperative_launches_are_charged(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+
+    class Config(ctypes.Structure):
+        _fields_ = [
+            *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+            ("stream", ctypes.c_void_p),
+            ("attrs", ctypes.c_void_p),
+            ("count", ctypes.c_uint),
+        ]
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function, config = driver.kernel("k_1ms"), Config(1, 1, 1, 1, 1, 1)
+        for _ in range(20):
+            driver.cuLaunchKernelEx(ctypes.byref(config), function, None, None)
+            driver.cuLaunchCooperativeKernel(function, 1, 1, 1, 1, 1, 1, 0, 0, None)
+        driver.cuCtxSynchronize()
+
+    machine.run(job, work)
+    usage = job.usage()[0]
+    assert usage.launches == 40 and usage.gpu_s == pytest.approx(0.04, rel=0.3)
+
+
+def test_a_grid_of_any_size_is_counted_right(make_bench: Callable[..., Bench]) -> None:
+    """HAMi multiplied its three sizes in 32 bits."""
+    machine = make_bench()
+    job = machine.job(share=50)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function = driver.kernel("k_1ms")
+        for _ in range(5):
+            driver.call("cuLaunchKernel", function, 2**31 - 1, 65535, 65535, 1, 1, 1, 0, 0, None, None)
+        driver.cuCtxSynchronize()
+
+    machine.run(job, work)
+    assert job.usage()[0].gpu_s == pytest.approx(0.005, rel=0.6)
+
+
+def test_a_stream_that_is_destroyed_with_work_of_it_unmeasured(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function = driver.kernel("k_100us")
+        for _ in range(50):
+            stream = driver.out("cuStreamCreate", 1)
+            for _ in range(3):
+                driver.launch(function, stream)
+            driver.cuStreamDestroy_v2(stream)
+        driver.cuCtxSynchronize()
+
+    machine.run(job, work)
+    assert job.usage()[0].launches == 150
+
+
+def test_a_context_that_ends_in_the_middle_leaves_nothing_under_way(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(share=50)
+
+    def work(driver: Driver) -> None:
+        driver.cuInit(0)
+        for _ in range(5):
+            context = driver.out("cuCtxCreate_v2", 0, 0)
+            function = driver.kernel("k_1ms")
+            for _ in range(5):
+                driver.launch(function)
+            driver.cuCtxDestroy_v2(context)
+        assert all(slot.under_way[0] == 0 for slot in job.pages.job.table)
+
+    machine.run(job, work)
+
+
+def test_a_child_that_is_forked_while_others_launch(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(share=50)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function = driver.kernel("k_100us")
+        for _ in range(5):
+            for _ in range(50):
+                driver.launch(function)
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        driver.cuCtxSynchronize()
+
+    machine.run(job, work)
+    assert job.usage()[0].launches == 250

@@ -1,0 +1,57 @@
+"""A node's guard as the daemon makes it, and fake GPUs for it."""
+
+import asyncio
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from cuda_guard.build import libraries
+from mesh.provider.guard import Bypass, NodeGuard
+from mesh.provider.receipts import DeviceUse
+from placement.advert import Gpu
+
+WAIT_S = 20.0
+
+
+def gpu(uuid: UUID, vram_mib: int = 16_384) -> Gpu:
+    return Gpu(f"GPU-{uuid}", "Fake H200", vram_mib)
+
+
+def use_driver(patch: pytest.MonkeyPatch, directory: Path, cache: Path) -> None:
+    """Let a guard find its driver in this directory, and its own libraries where all tests have them."""
+    patch.setenv("LD_LIBRARY_PATH", str(directory))
+    patch.setattr("mesh.provider.guard.libraries", lambda: libraries(cache))
+
+
+class Watched:
+    """A guard that runs, and what it has said."""
+
+    def __init__(self, directory: Path, gpus: tuple[Gpu, ...], bypass: Bypass = "pause") -> None:
+        self.told: list[str] = []
+        self.warned: list[str] = []
+        self.found: list[str] = []
+        self.used: list[DeviceUse] = []
+        self.guard = NodeGuard(
+            directory,
+            gpus,
+            self.told.append,
+            self.warned.append,
+            bypass=bypass,
+            found=lambda tenant, text: self.found.append(text),
+            ended=lambda tenant, used: self.used.extend(used),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Watched":
+        self._task = asyncio.create_task(self.guard.run(), name="guard")
+        async with asyncio.timeout(10 * WAIT_S):  # the libraries may have to be compiled
+            while not self.told and not self._task.done():
+                await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.guard.close()
