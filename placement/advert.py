@@ -3,9 +3,16 @@
 The advert travels as a signed lane-2 section; `version` grows with each change and stands in every decision.
 """
 
+from typing import Annotated
+
 import msgspec
 
 MAX_WEIGHT = 64
+WHOLE = 100  # per cent of a GPU's time
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Percent = Annotated[int, msgspec.Meta(ge=0, le=WHOLE)]
+Mebibytes = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class AdvertError(ValueError):
@@ -15,15 +22,24 @@ class AdvertError(ValueError):
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uuid: str
     model: str
-    vram_mib: int
+    vram_mib: Mebibytes
     capability: tuple[int, int] = (0, 0)
 
 
-class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`weight` is the node's own survival estimate, 1 to 64; `gpus_free` and `slots_free` are what nobody uses now.
+class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """So much of one GPU: what is left of it in an advert, or what a job was given. `share` is of its time, guaranteed."""
 
-    A job without GPUs takes a slot. `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the
-    engines that run only the owner's own jobs.
+    uuid: str
+    share: Percent
+    vram_mib: Mebibytes
+
+
+class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`weight` is the node's own survival estimate, 1 to 64; `room` (of GPUs with any left) and `slots_free` are what nobody
+    has now.
+
+    A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares.
+    `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
     """
 
     version: int
@@ -36,7 +52,9 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lending: bool
     paused: bool
     gpus: tuple[Gpu, ...]
-    gpus_free: tuple[str, ...]
+    room: tuple[Portion, ...]
+    guards: bool
+    gpu_sharing: bool
     slots: int
     slots_free: int
     cpus: int
@@ -46,6 +64,10 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: tuple[str, ...]
     accepts: tuple[str, ...]
     store_free_mib: int
+
+    @property
+    def whole_gpus_free(self) -> int:
+        return sum(left.share == WHOLE for left in self.room)
 
 
 _decoder = msgspec.msgpack.Decoder(Advert)
@@ -68,6 +90,16 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
     if min(numbers) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
         raise AdvertError("an advert's numbers are impossible")
-    if not set(advert.gpus_free) <= {gpu.uuid for gpu in advert.gpus}:
-        raise AdvertError("an advert offers GPUs that it does not have")
+    _check_room(advert)
     return advert
+
+
+def _check_room(advert: Advert) -> None:
+    sizes = {gpu.uuid: gpu.vram_mib for gpu in advert.gpus}
+    offered = {left.uuid for left in advert.room}
+    if len(sizes) < len(advert.gpus) or len(offered) < len(advert.room) or not offered <= sizes.keys():
+        raise AdvertError("an advert offers GPUs that it does not have, or one twice")
+    for left in advert.room:
+        untouched, all_memory = left.share == WHOLE, left.vram_mib == sizes[left.uuid]
+        if untouched != all_memory or left.vram_mib > sizes[left.uuid] or not (left.share or left.vram_mib):
+            raise AdvertError("an advert's room on a GPU is impossible: who takes of its time takes of its memory")

@@ -3,12 +3,14 @@
 A decision names the version of every advert it saw, so that anybody with those adverts gets the same one.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
 
-from placement.advert import Advert
+from placement.advert import WHOLE, Advert
+from placement.allotment import allot, untouched
 from placement.filters import refusals
 from placement.rendezvous import rank
 from placement.request import Request
@@ -44,7 +46,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
-    """The same adverts give the same ranking on every node, in whatever order they come."""
+    """The same adverts give the same ranking on every node, in whatever order they come. A share goes first to where it breaks
+    no whole GPU, since those who need one have nowhere else to go."""
     by_node = {advert.node: advert for advert in adverts}
     eligible: list[Advert] = []
     refused: list[Refusal] = []
@@ -55,12 +58,21 @@ def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
         else:
             eligible.append(advert)
     ordered = rank(request.key, [(advert.node, advert.weight) for advert in eligible])
-    ordered.sort(key=lambda pair: (pair[0] != request.prefer, pair[0] in request.avoid))
+    breaks = {advert.node: _broken(request, advert) for advert in eligible}
+    ordered.sort(key=lambda pair: (pair[0] != request.prefer, pair[0] in request.avoid, breaks[pair[0]]))
     candidates = tuple(
         Candidate(node, by_node[node].nick, points, by_node[node].weight, by_node[node].version)
         for node, points in ordered
     )
     return Ranking(candidates, tuple(sorted(refused, key=lambda refusal: refusal.node)))
+
+
+def _broken(request: Request, advert: Advert) -> int:
+    """How many whole GPUs a share would leave in parts here."""
+    if not request.is_share:
+        return 0
+    given = {portion.uuid for portion in allot(request, advert.gpus, advert.room)}
+    return sum(left.uuid in given and left.share == WHOLE for left in advert.room)
 
 
 def decide(request: Request, ranking: Ranking) -> Decision:
@@ -77,6 +89,10 @@ def replay(decision: Decision, request: Request, adverts: Iterable[Advert]) -> b
 
 def explain(request: Request, ranking: Ranking) -> list[str]:
     """Why the job is where it is, or waits: one plain line each, the most telling first."""
+    found = len(ranking.candidates)
+    if 0 < found < request.nodes:
+        some = "; ".join(f"{r.nick}: {'; '.join(r.reasons)}" for r in ranking.refused[:REFUSALS_TOLD])
+        return [f"{found} of the {request.nodes} nodes it needs could take it now" + (f" ({some})" if some else "")]
     if ranking.candidates:
         best = ranking.candidates[0]
         return [f"{best.nick} is first of {len(ranking.candidates)} nodes that could run it"]
@@ -95,15 +111,18 @@ def witness_order(job: bytes, adverts: Iterable[Advert], nodes: Collection[bytes
     return tuple(node for node, _ in rank(job + b"witness", weights.items()))
 
 
-def replica_order(job: bytes, adverts: Iterable[Advert], exclude: Collection[bytes], need_mib: int) -> list[bytes]:
-    """Peers for a job's checkpoints, best first: with room, by survival, each zone once before any twice."""
+def replica_order(
+    job: bytes, adverts: Sequence[Advert], exclude: Collection[bytes], need_mib: int, holders: Collection[bytes] = ()
+) -> list[bytes]:
+    """Peers for a job's checkpoints, best first: with room, by survival, each zone once before any twice; those where there are
+    `holders` have had their turns."""
     fitting = {ad.node: ad for ad in adverts if ad.node not in exclude and ad.store_free_mib > need_mib}
     ordered = [node for node, _ in rank(job + b"replica", [(ad.node, ad.weight) for ad in fitting.values()])]
-    seen: dict[str, int] = {}
+    seen = Counter(ad.zone for ad in adverts if ad.node in holders)
     turns: dict[bytes, int] = {}
     for node in ordered:
         zone = fitting[node].zone
-        turns[node] = seen[zone] = seen.get(zone, -1) + 1
+        turns[node], seen[zone] = seen[zone], seen[zone] + 1
     return sorted(ordered, key=lambda node: turns[node])
 
 
@@ -114,7 +133,12 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
     """
     lenders = [_idle(advert) for advert in adverts if advert.lending]
     refused = {advert.nick: refusals(request, advert) for advert in lenders}
-    if not lenders or not all(refused.values()):
+    if not lenders:
+        return None
+    able = sum(not reasons for reasons in refused.values())
+    if able and able < request.nodes:
+        return f"{able} of the nodes could run it, and it needs {request.nodes}: ask for fewer with --nodes, or see `mesh nodes`"
+    if able:
         return None
     most = max(lenders, key=lambda advert: len(advert.gpus))
     if len(most.gpus) < request.gpus:
@@ -134,12 +158,13 @@ REFUSALS_TOLD = 3
 
 def _idle(advert: Advert) -> Advert:
     """The same machine with nobody on it."""
-    uuids = tuple(gpu.uuid for gpu in advert.gpus)
-    return msgspec.structs.replace(advert, paused=False, gpus_free=uuids, slots_free=advert.slots)
+    return msgspec.structs.replace(advert, paused=False, room=untouched(advert.gpus), slots_free=advert.slots)
 
 
 def _summary(request: Request) -> str:
     parts = [f"{request.gpus} GPUs" if request.gpus else "one slot"]
+    if request.is_share:
+        parts = [f"{request.gpu_share} % of {parts[0]}"]
     if request.vram_mib:
         parts.append(f"{request.vram_mib} MiB each")
     if request.image:

@@ -1,6 +1,7 @@
 """Why a node cannot take a job, in words. An empty answer means that it can."""
 
 from placement.advert import Advert
+from placement.allotment import fitting, untouched
 from placement.request import Request
 
 
@@ -19,7 +20,7 @@ def refusals(request: Request, advert: Advert) -> list[str]:
         reasons.append(f"has {advert.memory_mib} MiB of memory, {request.memory_mib} asked")
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:
-        reasons.append("failed this job before")
+        reasons.append("failed this job a moment ago")
     return reasons
 
 
@@ -52,14 +53,21 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
 def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
     if len(advert.gpus) < request.gpus:
         return [f"has {len(advert.gpus)} GPUs, {request.gpus} asked"]
-    fitting = [gpu for gpu in advert.gpus if gpu.vram_mib >= request.vram_mib and gpu.capability >= request.capability]
-    if len(fitting) < request.gpus:
+    if request.is_share and not advert.gpu_sharing:
+        return ["its owner lends whole GPUs only"]
+    if request.is_share and not advert.guards:
+        return ["cannot keep a job to a share of a GPU"]
+    ever = len(fitting(request, advert.gpus, untouched(advert.gpus)))
+    if ever < request.gpus:
         largest = max(gpu.vram_mib for gpu in advert.gpus)
         return [f"its GPUs have up to {largest} MiB, {request.vram_mib} MiB on {request.gpus} asked"]
-    free = [gpu for gpu in fitting if gpu.uuid in advert.gpus_free]
-    if len(free) < request.gpus:
-        return [f"{len(free)} of {len(fitting)} fitting GPUs are free, {request.gpus} asked"]
-    return []
+    now = len(fitting(request, advert.gpus, advert.room))
+    if now >= request.gpus:
+        return []
+    if request.is_share:
+        wanted = f"{request.gpu_share} % and {request.vram_mib} MiB left"
+        return [f"{now} of {ever} fitting GPUs have {wanted}, {request.gpus} asked"]
+    return [f"{now} of {ever} fitting GPUs are free, {request.gpus} asked"]
 
 
 def _slot_refusals(advert: Advert) -> list[str]:

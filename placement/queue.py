@@ -4,18 +4,22 @@ Every node forms the same queue from the same view, so stewards that never speak
 nothing free fits takes nothing from those behind it, and whoever waits long enough comes first, whatever its priority.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
 
 from placement.advert import Advert
-from placement.decision import rank_nodes
+from placement.allotment import allot, without
+from placement.decision import Ranking, rank_nodes
 from placement.request import Request
 
 MAX_PRIORITY, DEFAULT_PRIORITY = 100, 50
 AGE_POINT_S = 600  # of waiting are worth a point: the lowest priority overtakes the highest within 17 hours; ours
 FAIR_POINTS = 20  # that a user who has used nothing is ahead of one who has used everything; ours
+LET_PASS_S = 20.0  # that a free place is kept for who goes first; several turns of a steward
+IDLE_S = 120.0  # that nothing is kept for one who let his place go; ours
+NEVER = 2**62
 HALF_LIFE_S = 7 * 86_400  # of what was used; Slurm's PriorityDecayHalfLife
 
 
@@ -25,22 +29,31 @@ class Waiting(msgspec.Struct, frozen=True):
     request: Request
     priority: int
     since_unix: int
+    deadline_unix: int | None = None
 
     @property
     def job(self) -> bytes:
         return self.request.job
 
 
-Key = tuple[int, int, bytes]
+Key = tuple[int, int, int, bytes]
 
 
 class Queue:
-    """`usage` is what each user has had lately (`decayed`). Lower keys go first."""
+    """`usage` is what each user has had lately (`decayed`). Lower keys go first. `idle` jobs have let a place go that was kept
+    for them (`Patience`): nothing is kept for them any more, and they take what is left."""
 
     def __init__(
-        self, waiting: Iterable[Waiting], usage: Mapping[str, int], adverts: Sequence[Advert], now_unix: int
+        self,
+        waiting: Iterable[Waiting],
+        usage: Mapping[str, int],
+        adverts: Sequence[Advert],
+        now_unix: int,
+        idle: Collection[bytes] = (),
+        ranked: Callable[[Request, Iterable[Advert]], Ranking] = rank_nodes,
     ) -> None:
-        self._waiting = waiting
+        self._ranked = ranked
+        self._waiting = [job for job in waiting if job.job not in idle]
         self._adverts = adverts
         self._usage = usage
         self._mean = max(1, sum(usage.values()) // max(1, len(usage)))
@@ -49,48 +62,75 @@ class Queue:
     def key(self, waiting: Waiting) -> Key:
         age = max(0, self._now_unix - waiting.since_unix) // AGE_POINT_S
         fair = FAIR_POINTS * self._mean // (self._mean + self._usage.get(waiting.request.user, 0))
-        return (-(waiting.priority + age + fair), waiting.since_unix, waiting.job)
+        deadline = NEVER if waiting.deadline_unix is None else waiting.deadline_unix
+        return (-(waiting.priority + age + fair), deadline, waiting.since_unix, waiting.job)
 
-    def left_for(self, mine: Waiting, adverts: Sequence[Advert]) -> tuple[list[Advert], int]:
-        """What is free once everybody ahead has what it can have, and how many those are."""
+    def left_for(self, mine: Waiting, adverts: Sequence[Advert]) -> list[Advert]:
+        """What is free once everybody ahead has what it can have."""
         left = {advert.node: advert for advert in adverts}
-        key, ahead = self.key(mine), 0
+        key = self.key(mine)
         for before, node, request in self._allotted:
-            if before < key and request.job != mine.job:
-                ahead += 1
-                if node in left:
-                    left[node] = _taken(left[node], request)
-        return list(left.values()), ahead
+            if before < key and request.job != mine.job and node in left:
+                left[node] = _taken(left[node], request)
+        return list(left.values())
 
     @cached_property
     def _allotted(self) -> list[tuple[Key, bytes, Request]]:
         """Whom the free places go to, first come first; no more than there are places."""
-        free = {advert.node: advert for advert in self._adverts}
+        free = {ad.node: ad for ad in self._adverts if ad.slots_free or ad.room}
         allotted: list[tuple[Key, bytes, Request]] = []
-        for waiting in sorted(self._waiting, key=self.key):
-            if not any(advert.slots_free or advert.gpus_free for advert in free.values()):
-                break
-            candidates = rank_nodes(waiting.request, free.values()).candidates
-            if candidates:
-                node = candidates[0].node
+        hopeless: set[Request] = set()  # what nothing left fits; and what is left only shrinks
+        for waiting in sorted(self._waiting, key=self.key) if free else ():
+            shape = msgspec.structs.replace(waiting.request, job=b"", attempt=0, avoid=(), prefer=None)
+            if shape in hopeless:
+                continue
+            candidates = self._ranked(waiting.request, free.values()).candidates
+            if len(candidates) < waiting.request.nodes:
+                hopeless.add(shape)
+                continue
+            for candidate in candidates[: waiting.request.nodes]:
+                node = candidate.node
                 free[node] = _taken(free[node], waiting.request)
                 allotted.append((self.key(waiting), node, waiting.request))
+                if not (free[node].slots_free or free[node].room):
+                    del free[node]
+            if not free:
+                break
         return allotted
+
+    @property
+    def kept(self) -> set[tuple[bytes, bytes]]:
+        """The free places that are kept: job and node."""
+        return {(request.job, node) for _, node, request in self._allotted}
+
+
+class Patience:
+    """Notices who does not take a place that is kept for him: he may be unable to act, and others want it."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[bytes, bytes], float] = {}
+        self._idle_until: dict[bytes, float] = {}
+
+    def idle(self, now: float) -> frozenset[bytes]:
+        """The jobs for which nothing is to be kept now; `now` is seconds of any clock that does not jump."""
+        self._idle_until = {job: until for job, until in self._idle_until.items() if until > now}
+        return frozenset(self._idle_until)
+
+    def saw(self, kept: Iterable[tuple[bytes, bytes]], now: float) -> None:
+        """These places are kept now."""
+        self._since = {place: self._since.get(place, now) for place in kept}
+        for (job, _), since in self._since.items():
+            if now - since > LET_PASS_S:
+                self._idle_until[job] = now + IDLE_S
 
 
 def _taken(advert: Advert, request: Request) -> Advert:
     """The advert once this request is served there."""
     if not request.gpus:
         return msgspec.structs.replace(advert, slots_free=max(0, advert.slots_free - 1))
-    fitting = [
-        gpu.uuid
-        for gpu in advert.gpus
-        if gpu.uuid in advert.gpus_free and gpu.vram_mib >= request.vram_mib and gpu.capability >= request.capability
-    ]
-    gone = set(fitting[: request.gpus])
-    return msgspec.structs.replace(advert, gpus_free=tuple(uuid for uuid in advert.gpus_free if uuid not in gone))
+    return msgspec.structs.replace(advert, room=without(advert.room, allot(request, advert.gpus, advert.room)))
 
 
-def decayed(used_s: float, gpus: int, ago_s: float) -> int:
-    """What a stay that ended so long ago still counts: seconds times GPUs (or one slot), halved every HALF_LIFE_S."""
-    return int(used_s) * max(1, gpus) >> int(max(0.0, ago_s) // HALF_LIFE_S)
+def decayed(used_s: float, percent: int, ago_s: float) -> int:
+    """What a stay that ended so long ago still counts: seconds times per cent of a GPU, halved every HALF_LIFE_S."""
+    return int(used_s) * percent >> int(max(0.0, ago_s) // HALF_LIFE_S)

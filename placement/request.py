@@ -1,27 +1,40 @@
 """What one attempt of a job needs of a node."""
 
+from typing import Annotated
+
 import msgspec
+
+from placement.advert import WHOLE, Count, Mebibytes
 
 
 class Request(msgspec.Struct, frozen=True):
     """`exclude` are nodes that failed this job; `avoid` are ranked last, not refused: the one it has just left.
-    `prefer` is ranked first, if it can take it: where its owner wants it."""
+    `nodes` of that kind are needed at once. `prefer` is ranked first, if it can take it: where its owner wants it.
+    `gpu_share` is the per cent of each GPU's time that it is guaranteed; below 100, `vram_mib` is what it gets of the memory,
+    else what the GPU must have."""
 
     job: bytes
     attempt: int
     user: str
-    gpus: int = 0
-    vram_mib: int = 0
+    gpus: Count = 0
+    gpu_share: Annotated[int, msgspec.Meta(ge=1, le=WHOLE)] = WHOLE
+    vram_mib: Mebibytes = 0
     capability: tuple[int, int] = (0, 0)
     engine: str | None = None
     image: str | None = None
     zone: str | None = None
+    nodes: int = 1
     memory_mib: int | None = None
     exclude: tuple[bytes, ...] = ()
     avoid: tuple[bytes, ...] = ()
     prefer: bytes | None = None
 
     @property
+    def is_share(self) -> bool:
+        """Whether it leaves room on its GPUs for others."""
+        return self.gpus > 0 and self.gpu_share < WHOLE
+
+    @property
     def key(self) -> bytes:
         """What rendezvous hashes: a new attempt draws new luck."""
-        return self.job + self.attempt.to_bytes(4, "big")
+        return self.job + (self.attempt % 2**32).to_bytes(4, "big")

@@ -47,7 +47,8 @@ def jobs(seed: int, nodes: int, minutes: float, count: int) -> None:
     ends = Counter(world.outcome(job) or "nothing is left" for job in world.accepted)
     print(
         f"{world.kernel.executed} events in {time.monotonic() - begun:.1f} s, {world.strikes} strikes, "
-        f"{world.steps} steps of guests, {world.commits} commits; jobs: {dict(sorted(ends.items()))}"
+        f"{world.steps} steps of guests, {world.commits} commits, {world.returns} returns home; "
+        f"jobs: {dict(sorted(ends.items()))}"
     )
     print(f"digest {digest}")
 

@@ -1,8 +1,7 @@
-"""The invariants of jobs (J1 to J7, J9, J10, J12), each watched by a checker of its own; docs/jobs.md has them in words.
+"""The invariants of jobs (J1 to J8, J10 to J12), each watched by a checker of its own; docs/jobs.md has them in words.
 
 A checker knows nothing of what causes faults. It is shown what nodes save, commit and let their guests do, and looks at every
-holder of a lease whenever a node has handled something. J4 and J9 are bounds on time, which `sim.world` waits for; J8 and J11
-are properties of pure functions and of real daemons (tests/jobs, tests/placement, tests/e2e).
+holder of a lease whenever a node has handled something. J4 and J9 are bounds on time, which `sim.world` waits for.
 """
 
 from collections import defaultdict
@@ -10,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from mesh.jobs.effects import Cell
 from mesh.jobs.ledger import Commit, Seat
+from mesh.jobs.messages import Start
+from mesh.jobs.spec import job_id
+from placement.decision import rank_nodes
 from sim.checkers import Violation
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ class JobChecker:
 
     def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
         """A guest has taken a step."""
+
+    def placed(self, world: "World", node: "JobNode", start: Start, to: bytes) -> None:
+        """A steward has chosen a host."""
+
+    def launched(self, world: "World", node: "JobNode", job: bytes, spec: bytes) -> None:
+        """A guest is about to start, of the job that these bytes describe."""
 
     def switched(self, world: "World", node: "JobNode") -> None:
         """The owner of this node has just pulled the switch."""
@@ -137,6 +145,36 @@ class SwitchWorks(JobChecker):
                 raise self.violated(world, job, f"a guest of {node.name} outlives the switch")
 
 
+class AsSubmitted(JobChecker):
+    """J8: what starts is what its submitter described, to the byte."""
+
+    name = "J8"
+
+    def __init__(self) -> None:
+        self.looked = 0
+
+    def launched(self, world: "World", node: "JobNode", job: bytes, spec: bytes) -> None:
+        self.looked += 1
+        if job_id(spec) != job or job not in world.lengths:
+            raise self.violated(world, job, f"{node.name} starts what nobody has submitted")
+
+
+class SamePlacement(JobChecker):
+    """J11: whoever sees what the steward saw, in whatever order, chooses the same host."""
+
+    name = "J11"
+
+    def placed(self, world: "World", node: "JobNode", start: Start, to: bytes) -> None:
+        steward = node.participant.stewards[start.job]
+        assert steward.view is not None
+        request = steward.request(start.ledger, node.instant)
+        offers = list(steward.view.offers)
+        world.streams.get("world", "J11").shuffle(offers)
+        open_to = [c.node for c in rank_nodes(request, offers).candidates if c.node not in steward.declined]
+        if open_to[:1] != [to]:
+            raise self.violated(world, start.job, f"{node.name} chose a host that nobody else would have")
+
+
 class StepsInLease(JobChecker):
     """J10: no guest takes a step outside its runner's lease, by that node's boot clock, asleep or not."""
 
@@ -147,8 +185,12 @@ class StepsInLease(JobChecker):
 
     def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
         self.steps += 1
-        runner = node.participant.runners.get(job)
-        if runner is None or not (runner.holds_lease(node.boot()) or runner.spec.on_partition != "freeze"):
+        runner, member = node.participant.runners.get(job), node.participant.members.get(job)
+        if member is not None:
+            inside = node.boot() < member.until or member.spec.on_partition != "freeze"
+        else:
+            inside = runner is not None and (runner.holds_lease(node.boot()) or runner.spec.on_partition != "freeze")
+        if not inside:
             raise self.violated(world, job, f"a step outside the lease on {node.name}")
 
 
@@ -158,13 +200,22 @@ class NoDuplicates(JobChecker):
     name = "J12"
 
     def stepped(self, world: "World", node: "JobNode", job: bytes) -> None:
-        runner = node.participant.runners.get(job)
-        if runner is None or runner.spec.on_partition != "freeze" or job in world.recovered:
+        host = node.participant.runners.get(job) or node.participant.members.get(job)
+        if host is None or host.spec.on_partition != "freeze" or job in world.recovered:
             return
-        newer = [holder.name for holder, term in world.holders(job) if term > runner.term]
+        newer = [holder.name for holder, term in world.holders(job) if term > host.term]
         if newer:
             raise self.violated(world, job, f"{node.name} computes what {newer[0]} computes")
 
 
 def all_job_checkers() -> list[JobChecker]:
-    return [OneLease(), OneChain(), OneEnd(), SwitchWorks(), StepsInLease(), NoDuplicates()]
+    return [
+        OneLease(),
+        OneChain(),
+        OneEnd(),
+        SwitchWorks(),
+        AsSubmitted(),
+        SamePlacement(),
+        StepsInLease(),
+        NoDuplicates(),
+    ]

@@ -82,3 +82,18 @@ def draw_mix(seed: int, minutes: float) -> Mix:
         strike_every_s=rng.uniform(10, 90),
         until_s=until_s,
     )
+
+
+JOB_STRIKES = ("crash at a save", "switch", "notice", "migrate", "cancel", "forgery")
+NOT_HERE = {"revoke"}  # ends a user's jobs by other rules
+
+
+def draw_job_mix(seed: int, minutes: float) -> Mix:
+    """The menu of tier A, and what befalls jobs besides; each in about half of the runs."""
+    mix, rng = draw_mix(seed, minutes), Random(f"jobs/{seed}")
+    strikes = [strike for strike in mix.strikes if strike not in NOT_HERE]
+    strikes += [strike for strike in JOB_STRIKES if rng.random() < 0.5]
+    every_s = rng.uniform(4.0, 30.0)
+    return msgspec.structs.replace(
+        mix, strikes=tuple(strikes), strike_every_s=every_s, wrong_clock_s=0.0, news_every_s=0.0, gentle=False
+    )

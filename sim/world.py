@@ -29,11 +29,13 @@ from mesh.jobs.effects import (
     Send,
     SetTimer,
 )
+from mesh.jobs.gang import Member
 from mesh.jobs.ledger import Ledger, Seat
-from mesh.jobs.messages import AnyMessage, Cancel, MessageError, Start, decode_message, encode_message
+from mesh.jobs.messages import AnyMessage, Cancel, Enlist, MessageError, Start, decode_message, encode_message
+from mesh.jobs.onward import GOES_HOME
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.recovery import RecoveryError, make_plan
-from mesh.jobs.runner import (
+from mesh.jobs.reports import (
     CheckpointFound,
     CheckpointStored,
     GuestExited,
@@ -44,15 +46,18 @@ from mesh.jobs.runner import (
     RunnerEvent,
     VacateWanted,
 )
-from mesh.jobs.spec import Checkpointing, JobSpec, SpecError, decode_spec, encode_spec, job_id
-from mesh.jobs.view import Instant, Surroundings, Timer
+from mesh.jobs.runner import Runner
+from mesh.jobs.spec import Checkpointing, Homing, JobSpec, SpecError, decode_spec, encode_spec, job_id
+from mesh.jobs.view import Instant, Timer, View
 from mesh.jobs.witness import Witness
-from placement.advert import Advert, AdvertError, decode_advert, encode_advert
+from placement.advert import AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
 from sim.checkers import Violation
 from sim.gossip import Disk, GossipNode, GossipWorld
+from sim.guests import Guest
 from sim.invariants import JobChecker, OneChain, StepsInLease, all_job_checkers
-from sim.mix import Mix, draw_mix
+from sim.mix import Mix, draw_job_mix
+from sim.offer import SLOTS, offer_of
 from sim.paper import PaperSeals
 
 MARK = b"J"  # of a job message among datagrams
@@ -62,12 +67,11 @@ LOOK_S = 2.0  # a node also looks around without being told of a change
 SHOW_S, SHOW_TTL_S = 600.0, 3600.0
 LEASE_S = 6.0
 AGREE_S = 30.0  # in which nodes that were reborn meet the others again, before a user asks what is left
-SLOTS = 2
+GANG_SHARE = 0.25  # of the jobs run on two or three nodes at once
+HOME_SHARE, SETTLE_S = 0.1, 8.0  # of the jobs go back to where they ran first, once that was free for so long
 WIPE_PAUSE_S = (
     60.0  # a group needs a moment to replace whom a disk has left; majorities that go together are another matter
 )
-JOB_STRIKES = ("crash at a save", "switch", "notice", "migrate", "cancel")
-NOT_HERE = {"revoke"}  # ends a user's jobs by other rules
 
 
 class JobDisk(Disk):
@@ -75,16 +79,6 @@ class JobDisk(Disk):
 
     name: bytes = b""
     cells: dict[bytes, Cell] = msgspec.field(default_factory=dict)
-
-
-class Guest:
-    """A stand-in for a job's process: one step a second, a checkpoint every few, an end."""
-
-    def __init__(self, step: int, of: int) -> None:
-        self.step = self.saved = step
-        self.of = of
-        self.vacating = False
-        self.ended = False
 
 
 class JobNode(GossipNode):
@@ -96,6 +90,7 @@ class JobNode(GossipNode):
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
         self.dies_at_save = ""
+        self.mates_started = 0
         self._allowed: dict[bytes, float] = {}
         self._looking = False
         self._seals: PaperSeals
@@ -130,7 +125,7 @@ class JobNode(GossipNode):
     def leave(self) -> None:
         """Notice to the guests, drain, farewell, end; it comes back after a while."""
         self.perform(self.core.swim.set_draining(True, self.boot()))
-        for job in list(self.participant.runners):
+        for job in self.participant.hosted:
             self.tell(job, VacateWanted(5.0, "its node leaves"))
         self.after(6.0, self._farewell)
 
@@ -144,7 +139,7 @@ class JobNode(GossipNode):
 
     def pull_the_switch(self) -> None:
         """`mesh reclaim --now`: asks nobody."""
-        for job in list(self.participant.runners):
+        for job in self.participant.hosted:
             self.tell(job, KillWanted("its owner"))
         self.world.switched(self)
 
@@ -155,7 +150,7 @@ class JobNode(GossipNode):
     # --- what it sees
 
     def _show(self) -> None:
-        self.core.publish("advert", encode_advert(_advert(self)), SHOW_TTL_S)
+        self.core.publish("advert", encode_advert(offer_of(self.id, self.name)), SHOW_TTL_S)
         self.core.publish("disk", self.disk.name, SHOW_TTL_S)
         self.after(SHOW_S, self._show)
 
@@ -173,9 +168,9 @@ class JobNode(GossipNode):
         self.look()
 
     def look(self) -> None:
-        self.perform_jobs(self.participant.observe(self.surroundings().view, self.instant))
+        self.perform_jobs(self.participant.observe(self.view(), self.instant))
 
-    def surroundings(self) -> Surroundings:
+    def view(self) -> View:
         members, unix = self.core.swim.table.all(), self.unix()
         alive = frozenset(member.node for member in members if member.present)
         adverts = []
@@ -185,7 +180,7 @@ class JobNode(GossipNode):
                     adverts.append(decode_advert(record.node, record.body))
                 except AdvertError:
                     continue
-        return Surroundings(
+        return View(
             self.id,
             alive,
             frozenset(member.node for member in members if member.draining),
@@ -228,8 +223,8 @@ class JobNode(GossipNode):
     def tell(self, job: bytes, event: RunnerEvent) -> None:
         self.perform_jobs(self.participant.tell_runner(job, event, self.instant))
 
-    def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
-        return "its slots are taken" if len(self.participant.runners) >= SLOTS else None
+    def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
+        return "its slots are taken" if len(self.participant.hosted) >= SLOTS else None
 
     # --- what the cores want
 
@@ -250,6 +245,9 @@ class JobNode(GossipNode):
             case SaveCell(cell=cell):
                 self._save(cell)
             case Send(to=to, message=message):
+                if isinstance(message, Start):
+                    for checker in world.job_checkers:
+                        checker.placed(world, self, message, to)
                 self.say(to, message)
             case SetTimer(name=name, token=token, at=at):
                 delay = max(0.0, (at - self.boot()) / self.rate)
@@ -258,7 +256,8 @@ class JobNode(GossipNode):
                 self._allowed[job] = boot_s
                 world.allowed(self, job, boot_s)
             case Launch(ledger=ledger):
-                self.after(world.draw(self, "restore", 0.1, 1.0), self._launch, job, ledger)
+                host = self.participant.members.get(job) or self.participant.runners.get(job)
+                self.after(world.draw(self, "restore", 0.1, 1.0), self._launch, job, ledger, host)
             case SaveCheckpoint(seq=seq, parent=parent):
                 self._save_checkpoint(job, seq, parent, guest)
             case SaveResult():
@@ -267,13 +266,15 @@ class JobNode(GossipNode):
                 world.log.add(world.kernel.now, "commit", job, commit.seq, commit.term, commit.manifest)
                 for checker in world.job_checkers:
                     checker.committed(world, job, commit)
-            case Notify() if guest is not None:
+            case Notify(reason=reason) if guest is not None:
                 guest.vacating = True
+                world.returns += reason == GOES_HOME
             case Kill() if guest is not None and not guest.ended:
                 guest.ended = True
                 self.after(0.0, self.tell, job, GuestExited(137, False, False))
             case Ended(reason=reason):
                 world.log.add(world.kernel.now, "ended", self.name, job, reason)
+                self._allowed.pop(job, None)
                 if guest is not None:
                     guest.ended = True
                     del self.guests[job]
@@ -291,15 +292,19 @@ class JobNode(GossipNode):
 
     # --- guests
 
-    def _launch(self, job: bytes, ledger: Ledger) -> None:
-        if job not in self.participant.runners or self.participant.runners[job].state != "restoring":
+    def _launch(self, job: bytes, ledger: Ledger, host: Runner | Member | None) -> None:
+        now_here = self.participant.members.get(job) or self.participant.runners.get(job)
+        if host is None or host is not now_here or host.state != "restoring":
             return
-        if self.boot() >= self._allowed[job]:
-            self.after(0.2, self._launch, job, ledger)
+        if self.boot() >= self._allowed.get(job, 0.0):
+            self.after(0.2, self._launch, job, ledger, host)
             return
         step = ledger.commit.step or 0 if ledger.commit is not None else 0
-        guest = Guest(step, self.world.lengths[job])
+        for checker in self.world.job_checkers:
+            checker.launched(self.world, self, job, host.spec_bytes)
+        guest = Guest(step, self.world.lengths[job], isinstance(host, Member))
         self.guests[job] = guest
+        self.mates_started += guest.mate
         self.machine_after(STEP_S, self._take_step, job, guest)
         self.tell(job, GuestStarted(step))
 
@@ -310,12 +315,13 @@ class JobNode(GossipNode):
             for checker in self.world.job_checkers:
                 checker.stepped(self.world, self, job)
             guest.step += 1
-            if guest.step >= guest.of or guest.vacating:
+            done = guest.step >= guest.of and not guest.mate
+            if done or guest.vacating:
                 guest.ended = True
-                code = 0 if guest.step >= guest.of else 85
+                code = 0 if done else 85
                 self.after(0.0, self.tell, job, GuestExited(code, False, False))
                 return
-            if guest.step % CHECKPOINT_EVERY_STEPS == 0:
+            if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.mate:
                 self.after(0.0, self.tell, job, CheckpointFound())
         self.machine_after(STEP_S, self._take_step, job, guest)
 
@@ -351,6 +357,7 @@ class World(GossipWorld):
         super().__init__(seed, nodes=nodes, minutes=minutes, mix=mix or draw_job_mix(seed, minutes), checkers=())
         self.job_checkers = list(all_job_checkers() if job_checkers is None else job_checkers)
         self.lengths: dict[bytes, int] = {}
+        self.returns = 0  # how often a job went home
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs whose witnesses' disks are gone, most of them
         self.recovered: set[bytes] = set()  # of those, where their user made them go on from what was left
@@ -418,6 +425,11 @@ class World(GossipWorld):
         return found
 
     @property
+    def mates(self) -> int:
+        """How often a guest was started that is not its job's first."""
+        return sum(node.mates_started for node in self.nodes)
+
+    @property
     def commits(self) -> int:
         return sum(checker.commits for checker in self.job_checkers if isinstance(checker, OneChain))
 
@@ -440,9 +452,11 @@ class World(GossipWorld):
         if not able:
             return
         submitter = rng.choice(able)
-        seen = submitter.surroundings()
+        seen = submitter.view()
         ranked = witness_order(rng.randbytes(8), seen.adverts, seen.alive - seen.leaving)
         others = [Seat(node, seen.disks[node]) for node in ranked if node != submitter.id and node in seen.disks]
+        gang = rng.random() < GANG_SHARE
+        homes = not gang and self.streams.get("world", "home").random() < HOME_SHARE
         spec = JobSpec(
             chain=b"",
             submitter=submitter.id,
@@ -454,6 +468,9 @@ class World(GossipWorld):
             checkpointing=Checkpointing(),
             lease_s=LEASE_S,
             on_partition="compute_uncommitted" if rng.random() < 0.2 else "freeze",
+            least_nodes=2 if gang else 1,
+            most_nodes=3 if gang else 1,
+            homing=Homing("first" if homes else "none", settle_s=SETTLE_S),
         )
         payload = encode_spec(spec)
         job = job_id(payload)
@@ -487,7 +504,7 @@ class World(GossipWorld):
         cells = {node.id: node.disk.cells[job] for node in nodes}
         try:
             asker = nodes[0] if nodes else self.nodes[0]
-            plan = make_plan(job, cells, asker.surroundings().view(job), asker.instant)
+            plan = make_plan(job, cells, asker.view(), asker.instant)
         except RecoveryError:
             return
         self.recovered.add(job)
@@ -509,12 +526,18 @@ class World(GossipWorld):
                 self._wiped_at = self.kernel.now
                 super()._fate(kind, up, rng)  # type: ignore[arg-type]
             case "switch":
-                busy = [node for node in up if node.participant.runners]
+                busy = [node for node in up if node.participant.hosted]
                 if busy:
                     rng.choice(busy).pull_the_switch()
             case "notice":
-                for job in list(victim.participant.runners):
+                for job in victim.participant.hosted:
                     victim.tell(job, VacateWanted(rng.uniform(0.5, 10.0), "its owner"))
+            case "forgery":
+                for node in up:  # one that lies about every job it knows
+                    for job, witness in list(victim.participant.witnesses.items()):
+                        cell = witness.cell
+                        spec = encode_spec(msgspec.structs.replace(witness.spec, argv=("mine, bitcoin",)))
+                        victim.say(node.id, Start(job, cell.promised + 1, cell.config, cell.ledger, spec))
             case "migrate":
                 for job in list(victim.participant.runners):
                     victim.tell(job, MigrateWanted(rng.choice([None, rng.choice(up).id])))
@@ -547,43 +570,7 @@ class World(GossipWorld):
             checker.switched(self, node)
 
 
-def draw_job_mix(seed: int, minutes: float) -> Mix:
-    """The menu of tier A, and what befalls jobs besides; each in about half of the runs."""
-    mix, rng = draw_mix(seed, minutes), Random(f"jobs/{seed}")
-    strikes = [strike for strike in mix.strikes if strike not in NOT_HERE]
-    strikes += [strike for strike in JOB_STRIKES if rng.random() < 0.5]
-    every_s = rng.uniform(4.0, 30.0)
-    return msgspec.structs.replace(
-        mix, strikes=tuple(strikes), strike_every_s=every_s, wrong_clock_s=0.0, news_every_s=0.0, gentle=False
-    )
-
-
 def _open_spec(job: bytes, payload: bytes) -> JobSpec:
     if job_id(payload) != job:
         raise SpecError("not this job")
     return decode_spec(payload)
-
-
-def _advert(node: JobNode) -> Advert:
-    return Advert(
-        version=1,
-        node=node.id,
-        nick=node.name,
-        user="sim",
-        zone="",
-        weight=32,
-        up_since_unix=0,
-        lending=True,
-        paused=False,
-        gpus=(),
-        gpus_free=(),
-        slots=SLOTS,
-        slots_free=SLOTS,
-        cpus=8,
-        memory_mib=1 << 16,
-        engines=("process",),
-        own_only=(),
-        images=(),
-        accepts=("*",),
-        store_free_mib=1 << 20,
-    )

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.advert import Advert, AdvertError, Gpu, decode_advert, encode_advert
+from placement.advert import Advert, AdvertError, Gpu, Portion, decode_advert, encode_advert
+from placement.allotment import untouched
 from placement.decision import cannot_ever, decide, explain, rank_nodes, replay, replica_order, witness_order
 from placement.rendezvous import FRACTION_BITS, negative_log2, rank, score
 from placement.request import Request
@@ -29,7 +30,9 @@ def advert(node: bytes, **changes: object) -> Advert:
         lending=True,
         paused=False,
         gpus=(),
-        gpus_free=(),
+        room=(),
+        guards=False,
+        gpu_sharing=True,
         slots=1,
         slots_free=1,
         cpus=4,
@@ -41,6 +44,9 @@ def advert(node: bytes, **changes: object) -> Advert:
         store_free_mib=1000,
     )
     return msgspec.structs.replace(base, **changes)
+
+
+SHARE = {"gpus": 1, "gpu_share": 30, "vram_mib": 600}
 
 
 def gpu(number: int, vram_mib: int) -> Gpu:
@@ -129,9 +135,26 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
         ({"slots_free": 0}, {}, "slots are taken"),
         ({"slots": 0}, {}, "only GPU jobs"),
         ({}, {"gpus": 1}, "has 0 GPUs"),
-        ({"gpus": (gpu(1, 1000),), "gpus_free": ("GPU-1",)}, {"gpus": 1, "vram_mib": 2000}, "up to 1000 MiB"),
+        (
+            {"gpus": (gpu(1, 1000),), "room": (Portion("GPU-1", 100, 1000),)},
+            {"gpus": 1, "vram_mib": 2000},
+            "up to 1000 MiB",
+        ),
         ({"gpus": (gpu(1, 1000),)}, {"gpus": 1}, "are free"),
-        ({}, {"exclude": (NODES[0],)}, "failed this job before"),
+        (
+            {"gpus": (gpu(1, 1000),), "room": (Portion("GPU-1", 99, 999),), "guards": True},
+            {"gpus": 1},
+            "0 of 1 fitting GPUs are",
+        ),
+        ({"gpus": (gpu(1, 1000),)}, SHARE, "cannot keep a job to a share of a GPU"),
+        ({"gpus": (gpu(1, 1000),), "guards": True, "gpu_sharing": False}, SHARE, "lends whole GPUs only"),
+        ({"gpus": (gpu(1, 500),), "guards": True}, SHARE, "up to 500 MiB, 600 MiB on 1 asked"),
+        (
+            {"gpus": (gpu(1, 1000),), "room": (Portion("GPU-1", 29, 1000),), "guards": True},
+            SHARE,
+            "0 of 1 fitting GPUs have 30 % and 600 MiB left, 1 asked",
+        ),
+        ({}, {"exclude": (NODES[0],)}, "failed this job a moment ago"),
     ],
 )
 def test_each_refusal_says_why(changes: dict[str, object], request_changes: dict[str, object], words: str) -> None:
@@ -152,6 +175,42 @@ def test_an_impossible_request_is_told_at_once() -> None:
     assert "no node has 99 GPUs; the largest, n1, has 1" in str(cannot_ever(Request(JOB, 0, "a", gpus=99), adverts))
     assert "5000 MiB" in str(cannot_ever(Request(JOB, 0, "a", gpus=1, vram_mib=5000), adverts))
     assert cannot_ever(Request(JOB, 0, "a", gpus=1), adverts) is None, "taken today is not never"
+    share = Request(JOB, 0, "a", **SHARE)  # type: ignore[arg-type]
+    assert "n1 cannot keep a job to a share of a GPU" in str(cannot_ever(share, adverts))
+    assert cannot_ever(share, [advert(NODES[0], gpus=(gpu(1, 1000),), guards=True)]) is None
+    assert "no node can run it now (30 % of 1 GPUs, 600 MiB each)" in explain(share, rank_nodes(share, adverts))[0]
+
+
+NUMBERS = st.integers(-1, 101) | st.sampled_from((999, 1000, 1001, 2**31, 2**63 - 1))
+PORTIONS = st.tuples(st.sampled_from(("GPU-1", "GPU-2", "GPU-3", "")), NUMBERS, NUMBERS)
+
+
+@given(st.lists(PORTIONS, max_size=4), st.lists(NUMBERS, min_size=2, max_size=2))
+def test_a_hostile_room_is_refused_or_possible(room: list[tuple[str, int, int]], sizes: list[int]) -> None:
+    gpus = tuple(gpu(number, size) for number, size in enumerate(sizes, 1))
+    data = encode_advert(advert(NODES[0], gpus=gpus, room=tuple(Portion(*part) for part in room)))
+    try:
+        told = decode_advert(NODES[0], data)
+    except AdvertError:
+        return
+    assert len({left.uuid for left in told.room}) == len(told.room) <= len(gpus)
+    for left in told.room:
+        size = next(gpu.vram_mib for gpu in gpus if gpu.uuid == left.uuid)
+        assert 0 <= left.share <= 100 and 0 <= left.vram_mib <= size and (left.share or left.vram_mib)
+        assert (left.share == 100) == (left.vram_mib == size), (
+            "whoever is on a GPU has some of its time and of its memory"
+        )
+
+
+def test_a_share_goes_where_it_breaks_no_whole_gpu() -> None:
+    one = (gpu(1, 1000),)
+    whole = [advert(node, gpus=one, room=untouched(one), guards=True, weight=64) for node in NODES[1:]]
+    shared = advert(NODES[0], gpus=one, room=(Portion("GPU-1", 30, 600),), guards=True, weight=1)
+    for number in range(20):
+        request = Request(b"%d" % number, 0, "ada", **SHARE)  # type: ignore[arg-type]
+        assert rank_nodes(request, [*whole, shared]).candidates[0].node == NODES[0]
+        left = msgspec.structs.replace(request, avoid=(NODES[0],))
+        assert rank_nodes(left, [*whole, shared]).candidates[-1].node == NODES[0], "but not back to where it comes from"
 
 
 @given(st.binary(max_size=300))
@@ -160,7 +219,22 @@ def test_hostile_adverts_are_refused(data: bytes) -> None:
         decode_advert(NODES[0], data)
 
 
-@pytest.mark.parametrize("changes", [{"weight": 0}, {"weight": 65}, {"slots": -1}, {"gpus_free": ("ghost",)}])
+ONE = {"gpus": (gpu(1, 1000),)}
+IMPOSSIBLE_ROOM: list[dict[str, object]] = [
+    {"gpus": (gpu(1, 1000), gpu(1, 1000))},
+    {"gpus": (gpu(1, -1),)},
+    {"gpus": (gpu(1, 2**31),)},
+    {"room": (Portion("ghost", 100, 1000),)},
+    {**ONE, "room": (Portion("GPU-1", 50, 500), Portion("GPU-1", 50, 500))},
+    *({**ONE, "room": (Portion("GPU-1", share, vram),)} for share, vram in ((101, 1000), (-1, 500), (50, -1))),
+    *(
+        {**ONE, "room": (Portion("GPU-1", share, vram),)}
+        for share, vram in ((99, 1000), (100, 999), (99, 1001), (0, 0))
+    ),
+]
+
+
+@pytest.mark.parametrize("changes", [{"weight": 0}, {"weight": 65}, {"slots": -1}, *IMPOSSIBLE_ROOM])
 def test_impossible_adverts_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(AdvertError):
         decode_advert(NODES[0], encode_advert(advert(NODES[0], **changes)))

@@ -1,10 +1,23 @@
 """Who goes first: priority, share, age; what does not fit blocks nobody; everybody forms the same queue."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.advert import Advert, Gpu
-from placement.queue import AGE_POINT_S, FAIR_POINTS, HALF_LIFE_S, MAX_PRIORITY, Queue, Waiting, decayed
+from placement.advert import WHOLE, Advert, Gpu, Portion
+from placement.allotment import percent, untouched
+from placement.queue import (
+    AGE_POINT_S,
+    FAIR_POINTS,
+    HALF_LIFE_S,
+    IDLE_S,
+    LET_PASS_S,
+    MAX_PRIORITY,
+    Patience,
+    Queue,
+    Waiting,
+    decayed,
+)
 from placement.request import Request
 from tests.jobs.worlds import A, B, C, make_advert
 
@@ -25,15 +38,23 @@ def slots(node: bytes, free: int) -> Advert:
     return make_advert(node, slots=4, slots_free=free)
 
 
-def ahead(mine: Waiting, others: list[Waiting], *adverts: Advert) -> tuple[int, list[bytes]]:
-    """How many go first, and which nodes still have a free slot then."""
-    left, count = Queue([*others, mine], {}, adverts, NOW).left_for(mine, adverts)
-    return count, [advert.node for advert in left if advert.slots_free]
+def left(mine: Waiting, others: list[Waiting], *adverts: Advert) -> list[bytes]:
+    """Which nodes still have a free slot when those have theirs who go first."""
+    offers = Queue([*others, mine], {}, adverts, NOW).left_for(mine, adverts)
+    return [advert.node for advert in offers if advert.slots_free]
 
 
 def test_priority_goes_first_and_then_who_came_first() -> None:
     assert order(waiting("low", priority=10), waiting("high", priority=90), waiting("mid")) == ["high", "mid", "low"]
     assert order(waiting("late", waited_s=5), waiting("early", waited_s=90)) == ["early", "late"]
+
+
+def test_of_equals_the_nearer_deadline_goes_first() -> None:
+    late, soon = (
+        msgspec.structs.replace(waiting(name), deadline_unix=NOW + s) for name, s in (("late", 99), ("soon", 9))
+    )
+    assert order(waiting("never", waited_s=5), late, soon) == ["soon", "late", "never"]
+    assert order(late, waiting("more", priority=51)) == ["more", "late"]
 
 
 def test_whoever_has_had_less_goes_first() -> None:
@@ -49,45 +70,69 @@ def test_nothing_starves() -> None:
 
 
 def test_use_is_forgotten_by_halves() -> None:
-    assert (
-        decayed(1000, 4, 0) == 4000
-        and decayed(1000, 4, HALF_LIFE_S) == 2000
-        and decayed(1000, 0, 2 * HALF_LIFE_S) == 250
-    )
-    assert decayed(1000, 1, -5) == 1000, "of a clock that is ahead"
+    four, slot, share = percent(4, WHOLE), percent(0, WHOLE), percent(2, 15)
+    assert decayed(1000, four, 0) == 400_000 and decayed(1000, four, HALF_LIFE_S) == 200_000
+    assert decayed(1000, slot, 2 * HALF_LIFE_S) == 25_000 and decayed(1000, share, 0) == 30_000
+    assert decayed(1000, slot, -5) == 100_000, "of a clock that is ahead"
 
 
 def test_those_ahead_have_their_places_first() -> None:
     mine = waiting("mine")
-    assert ahead(mine, [], slots(A, 1)) == (0, [A])
-    assert ahead(mine, [waiting("first", waited_s=60)], slots(A, 1)) == (1, [])
-    assert ahead(mine, [waiting("first", waited_s=60)], slots(A, 2)) == (1, [A])
-    assert ahead(mine, [waiting("behind", priority=1)], slots(A, 1)) == (0, [A])
-    count, free = ahead(
-        mine, [waiting(name, priority=60) for name in ("x", "y")], slots(A, 1), slots(B, 1), slots(C, 1)
-    )
-    assert count == 2 and len(free) == 1
+    assert left(mine, [], slots(A, 1)) == [A]
+    assert left(mine, [waiting("first", waited_s=60)], slots(A, 1)) == []
+    assert left(mine, [waiting("first", waited_s=60)], slots(A, 2)) == [A]
+    assert left(mine, [waiting("behind", priority=1)], slots(A, 1)) == [A]
+    others = [waiting(name, priority=60) for name in ("x", "y")]
+    assert len(left(mine, others, slots(A, 1), slots(B, 1), slots(C, 1))) == 1
 
 
 def test_a_job_that_nothing_free_fits_blocks_nobody() -> None:
     mine = waiting("mine")
     for hopeless in (waiting("zone", priority=100, zone="atlantis"), waiting("gpus", priority=100, gpus=8)):
-        assert ahead(mine, [hopeless], slots(A, 1)) == (0, [A])
+        assert left(mine, [hopeless], slots(A, 1)) == [A]
 
 
 def test_gpus_are_taken_one_by_one_and_only_those_that_fit() -> None:
     gpus = (Gpu("small", "T4", 16_000), Gpu("large", "A100", 80_000))
-    advert = make_advert(A, gpus=gpus, gpus_free=("small", "large"))
+    advert = make_advert(A, gpus=gpus, room=untouched(gpus))
     first, mine = waiting("first", priority=60, gpus=1, vram_mib=40_000), waiting("mine", gpus=1)
-    left, count = Queue([first, mine], {}, [advert], NOW).left_for(mine, [advert])
-    assert count == 1 and left[0].gpus_free == ("small",)
+    (offer,) = Queue([first, mine], {}, [advert], NOW).left_for(mine, [advert])
+    assert offer.room == untouched(gpus[:1])
+
+
+def test_shares_are_taken_out_of_one_gpu_before_the_next() -> None:
+    gpus = (Gpu("one", "A100", 80_000), Gpu("two", "A100", 80_000))
+    advert = make_advert(A, gpus=gpus, room=untouched(gpus), guards=True)
+    share = {"gpus": 1, "gpu_share": 40, "vram_mib": 30_000}
+    first, second, third = (waiting(name, waited_s=len(name), **share) for name in ("first", "second", "yet another"))
+    mine = waiting("mine", gpus=1)
+    (offer,) = Queue([first, second, mine], {}, [advert], NOW).left_for(mine, [advert])
+    assert offer.room == (Portion("one", 20, 20_000), *untouched(gpus[1:]))
+    (offer,) = Queue([first, second, third, mine], {}, [advert], NOW).left_for(mine, [advert])
+    assert not offer.whole_gpus_free, "the third fits beside none of the others"
 
 
 def test_it_never_keeps_more_than_there_is() -> None:
     many = [waiting(f"job{number}", priority=60) for number in range(500)]
     mine = waiting("mine")
-    left, count = Queue([*many, mine], {}, [slots(A, 3)], NOW).left_for(mine, [slots(A, 3)])
-    assert count == 3 and left[0].slots_free == 0
+    queue = Queue([*many, mine], {}, [slots(A, 3)], NOW)
+    assert queue.left_for(mine, [slots(A, 3)])[0].slots_free == 0 and len(queue.kept) == 3
+
+
+def test_who_lets_his_place_go_is_idle_for_a_while() -> None:
+    patience, place = Patience(), (b"job", A)
+    for now in (0.0, LET_PASS_S):
+        patience.saw([place], now)
+        assert not patience.idle(now)
+    patience.saw([place], LET_PASS_S + 1)
+    assert patience.idle(LET_PASS_S + 1) == {b"job"} and not patience.idle(LET_PASS_S + 2 + IDLE_S)
+    patience = Patience()
+    for now in (0.0, 15.0, 30.0):
+        patience.saw([place] if now != 15.0 else [], now)
+    assert not patience.idle(30.0), "a place that was taken in between is another"
+    idle, mine = waiting("idle", priority=90), waiting("mine")
+    queue = Queue([idle, mine], {}, [slots(A, 1)], NOW, idle={idle.job})
+    assert queue.left_for(mine, [slots(A, 1)])[0].slots_free == 1
 
 
 jobs = st.lists(
@@ -114,10 +159,9 @@ def test_every_node_forms_the_same_queue_and_somebody_can_always_go(
     one, two = Queue(mixed, usage, adverts, NOW), Queue(other, usage, adverts[::-1], NOW)
     may_go = 0
     for job in mixed:
-        left, count = one.left_for(job, adverts)
-        assert (sorted(ad.node for ad in left if ad.slots_free), count) == (
-            sorted(ad.node for ad in two.left_for(job, adverts)[0] if ad.slots_free),
-            count,
+        offers = one.left_for(job, adverts)
+        assert sorted(ad.node for ad in offers if ad.slots_free) == sorted(
+            ad.node for ad in two.left_for(job, adverts) if ad.slots_free
         )
-        may_go += any(advert.slots_free for advert in left)
+        may_go += any(advert.slots_free for advert in offers)
     assert may_go == min(len(mixed), a + b), "as many as there are places, and no more"

@@ -5,7 +5,6 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from sim.mix import Mix, draw_mix
 from tests.sim.replay import digests
 
 SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "20"))
+BATCH = 10  # seeds of one test
 NODES, MINUTES = 20, 30.0
 CONTROL_SEEDS = 200  # a broken rule must be found within so many
 
@@ -40,14 +40,13 @@ def play(seed: int) -> tuple[int, str, int, int]:
     return seed, "", world.strikes, world.broken_conversations
 
 
-def test_every_invariant_holds_in_every_weather() -> None:
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as workers:
-        played = list(workers.map(play, range(SEEDS)))
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_every_invariant_holds_in_every_weather(first: int) -> None:
+    played = [play(seed) for seed in range(first, first + BATCH)]
     violations = [text for _, text, _, _ in played if text]
     assert not violations, "\n".join(violations)
-    assert len(played) == SEEDS
-    assert sum(strikes for _, _, strikes, _ in played) > 10 * SEEDS, "the faults are too few to test anything"
-    assert sum(broken for _, _, _, broken in played) > SEEDS, "no exchange broke off: S6 was not tried"
+    assert sum(strikes for _, _, strikes, _ in played) > 10 * BATCH, "the faults are too few to test anything"
+    assert sum(broken for _, _, _, broken in played) > BATCH, "no exchange broke off: S6 was not tried"
 
 
 def test_every_fault_is_drawn_by_some_seed() -> None:

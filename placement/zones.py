@@ -1,0 +1,155 @@
+"""Zones: nodes that stand together, who coordinates each, and ranking by zone first, then by node.
+
+Past 200 nodes a job is placed in two steps, so that what one zone does moves few jobs of another. A coordinator only searches:
+whatever it does, others may do as well, and nothing is decided by it. The same adverts and hosts give the same zones everywhere.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from ipaddress import AddressValueError, IPv4Address, IPv6Address, ip_network
+
+import msgspec
+
+from placement.advert import Advert
+from placement.decision import Ranking, rank_nodes
+from placement.rendezvous import rank
+from placement.request import Request
+
+TWO_LEVEL_PAST, FLAT_BELOW = 200, 180  # nodes; apart, so that one that comes and goes changes nothing; ours
+STABLE_SHARE, STABLE_LEAST = 4, 3  # a coordinator is of the heaviest quarter of its zone, of three at least; ours
+V4_PREFIX, V6_PREFIX = 24, 64  # what campus networks give to a room or a floor
+
+
+class Zone(msgspec.Struct, frozen=True):
+    """`line`: who coordinates it, best first; `weight`: the sum of its nodes' weights."""
+
+    name: str
+    nodes: tuple[bytes, ...]
+    weight: int
+    line: tuple[bytes, ...]
+
+    @property
+    def coordinator(self) -> bytes | None:
+        return self.line[0] if self.line else None
+
+
+@lru_cache(maxsize=4096)
+def subnet(host: str) -> str:
+    """The network a host stands in; none if the text is no address."""
+    text = host.partition("%")[0].strip("[]")
+    try:
+        return str(ip_network((IPv4Address(text), V4_PREFIX), strict=False))
+    except AddressValueError:
+        pass
+    try:
+        address = IPv6Address(text)
+    except AddressValueError:
+        return ""
+    if address.ipv4_mapped is not None:
+        return str(ip_network((address.ipv4_mapped, V4_PREFIX), strict=False))
+    return str(ip_network((address, V6_PREFIX), strict=False))
+
+
+def zone_name(advert: Advert, hosts: Mapping[bytes, str]) -> str:
+    """The zone that the node's owner has named, else its subnet."""
+    return advert.zone or subnet(hosts.get(advert.node, ""))
+
+
+def zones(adverts: Iterable[Advert], hosts: Mapping[bytes, str], leaving: Collection[bytes] = ()) -> tuple[Zone, ...]:
+    """The zones of those who are there, by name. Whoever is leaving coordinates nothing."""
+    found: dict[str, dict[bytes, Advert]] = {}
+    for advert in adverts:
+        found.setdefault(zone_name(advert, hosts), {})[advert.node] = advert
+    return tuple(_zone(name, nodes, leaving) for name, nodes in sorted(found.items()))
+
+
+def _zone(name: str, adverts: Mapping[bytes, Advert], leaving: Collection[bytes]) -> Zone:
+    staying = sorted((advert for advert in adverts.values() if advert.node not in leaving), key=lambda ad: -ad.weight)
+    stable: list[Advert] = []
+    if staying:
+        count = min(len(staying), max(STABLE_LEAST, -(-len(staying) // STABLE_SHARE)))
+        least = staying[count - 1].weight
+        stable = [advert for advert in staying if advert.weight >= least]
+    # Alike among the stable: a weight that grows by one must not change the coordinator.
+    line = tuple(node for node, _ in rank(_key(name), [(advert.node, 1) for advert in stable]))
+    return Zone(name, tuple(sorted(adverts)), sum(advert.weight for advert in adverts.values()), line)
+
+
+def _key(name: str) -> bytes:
+    return b"zone" + name.encode()[:60]
+
+
+def zone_of(node: bytes, among: Sequence[Zone]) -> Zone | None:
+    return next((zone for zone in among if node in zone.nodes), None)
+
+
+def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
+    """Zones, best first for this key."""
+    by_id = {name.encode(): name for name in weights}
+    return [by_id[found] for found, _ in rank(key + b"zone", [(name.encode(), w) for name, w in weights.items()])]
+
+
+def rank_two_level(request: Request, adverts: Iterable[Advert], among: Sequence[Zone]) -> Ranking:
+    """Zones first, by the weight of their nodes that fit; within a zone as `rank_nodes` does."""
+    flat = rank_nodes(request, adverts)
+    home = {node: zone.name for zone in among for node in zone.nodes}
+    weights: dict[str, int] = {}
+    for candidate in flat.candidates:
+        name = home.get(candidate.node, "")
+        weights[name] = weights.get(name, 0) + candidate.weight
+    places = {name: place for place, name in enumerate(zone_order(request.key, weights))}
+    ordered = sorted(
+        flat.candidates,
+        key=lambda c: (c.node != request.prefer, c.node in request.avoid, places[home.get(c.node, "")]),
+    )
+    return Ranking(tuple(ordered), flat.refused)
+
+
+def stand_in_order(
+    job: bytes,
+    adverts: Iterable[Advert],
+    among: Sequence[Zone],
+    exclude: Collection[bytes],
+    need_mib: int,
+    home: str | None,
+) -> list[bytes]:
+    """Who holds checkpoints in place of those the user chose: with room, each zone once before any twice, the zone `home`
+    first and the others by the weight of those in them that have room; within a zone by survival."""
+    fitting = {ad.node: ad for ad in adverts if ad.node not in exclude and ad.store_free_mib > need_mib}
+    where = {node: zone.name for zone in among for node in zone.nodes}
+    weights: dict[str, int] = {}
+    for node, advert in fitting.items():
+        weights[where.get(node, "")] = weights.get(where.get(node, ""), 0) + advert.weight
+    order = sorted(zone_order(job, weights), key=lambda name: name != home)
+    places = {name: place for place, name in enumerate(order)}
+    turns: dict[str, int] = {}
+    keys: dict[bytes, tuple[int, int]] = {}
+    for node, _ in rank(job + b"replica", [(ad.node, ad.weight) for ad in fitting.values()]):
+        name = where.get(node, "")
+        turns[name] = turns.get(name, -1) + 1
+        keys[node] = (turns[name], places[name])
+    return sorted(keys, key=lambda node: keys[node])
+
+
+class Hierarchy(msgspec.Struct, frozen=True, dict=True):
+    """How nodes are ranked now. `since`: how many there were when zones began to come first; 0 while they do not."""
+
+    since: int = 0
+    adverts: tuple[Advert, ...] = ()
+    hosts: Mapping[bytes, str] = {}
+    leaving: frozenset[bytes] = frozenset()
+
+    @cached_property
+    def zones(self) -> tuple[Zone, ...]:
+        return zones(self.adverts, self.hosts, self.leaving)
+
+    def rank(self, request: Request, adverts: Iterable[Advert]) -> Ranking:
+        """The one ranking that stewards, runners, queues and `mesh why` share."""
+        return rank_two_level(request, adverts, self.zones) if self.since else rank_nodes(request, adverts)
+
+
+def two_level_since(since: int, members: int) -> int:
+    """What `Hierarchy.since` becomes when so many members are there."""
+    if since:
+        return since if members >= FLAT_BELOW else 0
+    return members if members > TWO_LEVEL_PAST else 0
