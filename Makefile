@@ -1,19 +1,28 @@
 # `make demo` and `make test` are all that a newcomer needs; each sets up what it uses.
 PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
+# Suites run side by side; those that need the same engine or kernel stay together (tests/conftest.py).
+WORKERS ?= 2
 
-.PHONY: demo test venv lint bench-cli bench-membership bench-jobs clean
+.PHONY: demo test venv frameworks lint bench-cli bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu clean
 
 demo: venv
 	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
 
 test: venv
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 venv: .venv/.ready
 
 .venv/.ready: pyproject.toml .ci/venv
 	bash .ci/venv
+	touch $@
+
+# For the tests of tier `frameworks`, which are left out without it.
+frameworks: .venv-frameworks/.ready
+
+.venv-frameworks/.ready: .ci/frameworks | venv
+	bash .ci/frameworks
 	touch $@
 
 lint: venv
@@ -32,5 +41,22 @@ bench-membership: venv
 bench-jobs: venv
 	$(PYTHON) tests/bench/jobs.py $(BENCH_ARGS)
 
+# Needs root and Debian's slurmctld, slurmd, slurm-client, munge. Ten minutes; `BENCH_ARGS="--rounds 1"` is shorter.
+bench-slurm: venv
+	$(PYTHON) tests/bench/slurm.py $(BENCH_ARGS)
+
+# Restic, borgbackup, casync, rsync, zstd and iperf3 (Debian) run beside where they are installed. The checkpoints are made first, by
+# torch (`make frameworks`). Three quarters of an hour; `BENCH_ARGS="--rounds 1 --on /dev/shm"` is shorter.
+bench-ckptstore: venv frameworks
+	$(PYTHON) tests/bench/ckptstore.py $(BENCH_ARGS)
+
+# Needs a C compiler. Four minutes; `BENCH_ARGS="--seconds 5"` is shorter.
+bench-guard: venv
+	$(PYTHON) tests/bench/guard.py $(BENCH_ARGS)
+
+# On a machine with an NVIDIA GPU, and PyTorch or CuPy in the Python that runs it (`make frameworks`); elsewhere it says so.
+bench-guard-gpu: venv
+	$(PYTHON) tests/bench/guard_gpu.py $(BENCH_ARGS)
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-frameworks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -8,7 +8,8 @@ import base64
 import os
 from pathlib import Path
 
-from nacl.exceptions import BadSignatureError
+from nacl.exceptions import BadSignatureError, CryptoError
+from nacl.public import SealedBox
 from nacl.signing import SigningKey, VerifyKey
 
 NodeId = bytes  # 32-byte Ed25519 public key
@@ -63,6 +64,13 @@ class Identity:
         os.link(temporary, path)
         temporary.unlink()
 
+    def unsealed(self, box: bytes) -> bytes:
+        """What somebody has sealed to this node; ValueError if it is not that, or damaged."""
+        try:
+            return bytes(SealedBox(self._key.to_curve25519_private_key()).decrypt(box))
+        except (CryptoError, ValueError, TypeError) as error:
+            raise ValueError(f"not sealed to this node: {error}") from error
+
     def sign(self, context: bytes, payload: bytes) -> bytes:
         """The 64-byte signature of `payload` in `context`."""
         return bytes(self._key.sign(context + payload).signature)
@@ -85,6 +93,14 @@ def verify(node_id: NodeId, context: bytes, payload: bytes, signature: bytes) ->
     except (BadSignatureError, ValueError, TypeError):
         return False
     return True
+
+
+def sealed_to(node_id: NodeId, data: bytes) -> bytes:
+    """What only this node can read; ValueError if that is no node's id."""
+    try:
+        return bytes(SealedBox(VerifyKey(node_id).to_curve25519_public_key()).encrypt(data))
+    except (CryptoError, RuntimeError, TypeError) as error:
+        raise ValueError(f"not a node id: {error}") from error
 
 
 def short_id(node_id: NodeId) -> str:

@@ -278,6 +278,11 @@ class MembershipNode:
             )
         return sorted(views, key=lambda view: (view.nick, view.node_id))
 
+    def host_of(self, node: NodeId) -> str | None:
+        """Where a member was last seen."""
+        member = self._core.swim.table.get(node)
+        return member.host if member is not None else None
+
     def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
         """Replace our own section; others have it within about a second if it is small, an urgent one at once."""
         self._core.publish(section, body, ttl_s, urgent)

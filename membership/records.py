@@ -10,12 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from membership.envelope import EnvelopeError, open_envelope
-from membership.identity import NodeId
+from membership.envelope import OVERHEAD, EnvelopeError, open_envelope
+from membership.identity import ID_BYTES, NodeId
 from membership.trust import TrustError, TrustStore
 
 MAX_BODY_BYTES = 16 * 1024
-MAX_SECTIONS = 512  # of one node; a node that runs or watches more jobs than that publishes no more
+MAX_SECTIONS = 4096  # of one node; a node that runs or watches more jobs than that publishes no more
 MAX_LIFE_S = 30 * 86_400
 MAX_NODES = 4096
 CLOCK_GRACE_S = 120  # a record from a node whose clock is ahead by less than this is not too long-lived
@@ -74,6 +74,7 @@ class RecordTable:
         self._open = open_sealed or (lambda sealed: open_envelope(sealed, trust.mesh_id, "record"))
         self._records: dict[bytes, dict[str, Record]] = {}
         self._by_entry: dict[Entry, Record] = {}  # the digest, as it is sent
+        self._by_signature: dict[bytes, Record] = {}
         self._root = 0
 
     def apply(self, sealed: bytes, now_unix: float) -> Record | Ignored:
@@ -81,6 +82,9 @@ class RecordTable:
 
         `outlives`: an older one that ends later than the newer one known here, and would come back after that.
         """
+        known = self._by_signature.get(_signature(sealed))
+        if known is not None and known.sealed == sealed:
+            return "not newer"  # the very bytes that were verified before; they come again and again
         try:
             node, payload = self._open(sealed)
             body = _decoder.decode(payload)
@@ -190,10 +194,12 @@ class RecordTable:
             self._take_out(before)
         sections[record.section] = record
         self._by_entry[record.entry] = record
+        self._by_signature[_signature(record.sealed)] = record
         self._root ^= _fingerprint(record)
 
     def _take_out(self, record: Record) -> None:
         del self._by_entry[record.entry]
+        self._by_signature.pop(_signature(record.sealed), None)
         self._root ^= _fingerprint(record)
 
     def _revoke(self, body: bytes, now_unix: float) -> bool:
@@ -210,6 +216,10 @@ class RecordTable:
             return self._trust.admit_chain(chain, now_unix).node_id == node
         except TrustError:
             return False
+
+
+def _signature(sealed: bytes) -> bytes:
+    return sealed[1 + ID_BYTES : OVERHEAD]
 
 
 def _fingerprint(record: Record) -> int:

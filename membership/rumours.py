@@ -4,6 +4,7 @@ A packet's room is split so that membership news can never starve state, nor the
 """
 
 from math import ceil, log10
+from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
@@ -18,7 +19,7 @@ Key = tuple[GossipKind, bytes]
 
 
 class Rumour:
-    __slots__ = ("kind", "name", "number", "sealed", "transmits", "urgent")
+    __slots__ = ("kind", "name", "number", "order", "sealed", "transmits", "urgent")
 
     def __init__(self, kind: GossipKind, name: bytes, sealed: bytes, number: int, urgent: bool) -> None:
         self.kind: GossipKind = kind
@@ -27,6 +28,15 @@ class Rumour:
         self.number = number
         self.urgent = urgent
         self.transmits = 0
+        self.order = self._order()
+
+    def told(self) -> None:
+        """Once more. Not while it is in a queue, whose order this changes."""
+        self.transmits += 1
+        self.order = self._order()
+
+    def _order(self) -> tuple[bool, int, int, int]:
+        return (self.transmits >= 2 or not self.urgent, self.transmits, -len(self.sealed), -self.number)
 
     @property
     def size(self) -> int:
@@ -79,7 +89,7 @@ class RumourQueue:
         for rumour in chosen:
             queue = self._queues[rumour.kind]
             queue.remove(rumour)
-            rumour.transmits += 1
+            rumour.told()
             full = rumour.kind == "member" or rumour.urgent
             if rumour.transmits >= rounds * (self._multiplier if full else RECORD_MULTIPLIER):
                 del self._by_name[rumour.kind, rumour.name]
@@ -96,4 +106,4 @@ class RumourQueue:
 
 
 def _queue() -> "SortedKeyList[Rumour]":
-    return SortedKeyList(key=lambda r: (r.transmits >= 2 or not r.urgent, r.transmits, -len(r.sealed), -r.number))
+    return SortedKeyList(key=attrgetter("order"))

@@ -3,6 +3,7 @@
 Unknown keys and wrong types are errors that name the line's key: a typo must never silently mean "default".
 """
 
+import math
 import os
 import tomllib
 from pathlib import Path
@@ -36,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mdns: bool = True
     lend: bool = False
     slots: int = 1
+    gpu_sharing: bool = True  # whether a GPU may have several guests, each with a share
+    gpu_bypass: Literal["warn", "pause", "kill"] = "pause"  # what happens to a job that is past the guard of its GPUs
     accepts: tuple[str, ...] = ("*",)
     process_engine_for: Literal["own", "all"] = "own"
     engines: tuple[str, ...] = ("process", "docker")
@@ -43,6 +46,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float = 15.0
     grace_s: float = 30.0
     store_quota_gib: float | None = None
+    foreign_quota_gib: float | None = None
+    encrypt: bool = True
+    upload_mbps: float = 0.0  # megabits per second for checkpoints that are not urgent; 0 is no limit
 
 
 def state_directory(explicit: str | None = None) -> Path:
@@ -144,8 +150,18 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     for label, port in [("port", settings.port), ("api_port", settings.api_port)]:
         if not 0 <= port <= 65535:
             raise ConfigError(f"{path}: {label} must be 0 to 65535, not {port}")
+    for label, quota in [
+        ("store_quota_gib", settings.store_quota_gib),
+        ("foreign_quota_gib", settings.foreign_quota_gib),
+    ]:
+        if quota is not None and not 0 <= quota < 2**30:
+            raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
+    if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
+        raise ConfigError(
+            f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
+        )
     return settings
 
 

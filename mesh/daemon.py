@@ -28,7 +28,8 @@ from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
 from membership.durable import write_durably
 from membership.effects import RecordChanged
-from membership.envelope import open_envelope
+from membership.envelope import open_envelope, seal
+from membership.events import EventsLost
 from membership.gate import Policy
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
 from membership.node import MembershipNode, PortInUse
@@ -36,20 +37,32 @@ from membership.trust import PROVIDER, TrustError, TrustStore
 from mesh import __version__
 from mesh.api import local
 from mesh.api.auth import Gatekeeper
+from mesh.api.ckptdesk import CkptDesk
 from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
+from mesh.api.homecoming import Homecoming
+from mesh.api.jobdesk import JobDesk
 from mesh.api.logs import LogReader
-from mesh.api.peer import Address, Facts, PeerClient, decode_facts
+from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
+from mesh.api.wire import Wire
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Availability, Engine
+from mesh.engine.guarded import GuardedEngine
 from mesh.engine.process import ProcessEngine
+from mesh.jobs.authority import Authority
+from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal, JournalError
+from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
+from mesh.jobs.spec import parse_job
+from mesh.provider.guard import NodeGuard, page_directory
 from mesh.provider.inventory import Inventory, Lending
+from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
+from mesh.provider.tenant import Tenant
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
 from placement.survival import History, weight
@@ -91,8 +104,11 @@ class Daemon:
         chain = layout.chain.read_bytes()
         self.journal = Journal(layout.journal)
         await self.journal.open()
-        quota = None if settings.store_quota_gib is None else int(settings.store_quota_gib * 2**30)
-        self.store = await asyncio.to_thread(lambda: Store(layout.store, self._unseal, quota_bytes=quota))
+        quotas = {
+            "quota_bytes": _bytes(settings.store_quota_gib),
+            "foreign_quota_bytes": _bytes(settings.foreign_quota_gib),
+        }
+        self.store = await asyncio.to_thread(lambda: Store(layout.store, self._unseal, **quotas))
         config = SwimConfig.local() if settings.profile == "local" else SwimConfig.lan()
         seeds = [*_checked(settings.join), *_read_seeds(layout.seeds)]
         mdns = None
@@ -119,11 +135,24 @@ class Daemon:
                 "OPEN MESH: this node lets in everybody who knocks. Stop it, and start without --open, to end that"
             )
         await self.membership.start()
+        self.store.user = self.membership.standing.user
         if settings.lend and PROVIDER not in self.membership.standing.roles:
             self.membership.problems["role"] = "this node may not lend: its certificate says so (`mesh trust ls`)"
         self.me = self.identity.node_id
-        self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup)
+        self.wire = Wire(settings.upload_mbps * 1e6 / 8 or None)
+        self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)
         await self.peers.open()
+        gpus = await asyncio.to_thread(gpu_inventory)
+        shared = gpus if settings.gpu_sharing else ()
+        self.guard = NodeGuard(
+            page_directory(self.me),
+            shared,
+            self._guard_changed,
+            self._note,
+            bypass=settings.gpu_bypass,
+            found=lambda tenant, text: self._say_of(tenant, text, "bypass"),
+            ended=self._give_receipt,
+        )
         self.engines = self._make_engines()
         own_only = ("process",) if settings.process_engine_for == "own" else ()
         self.inventory = Inventory(
@@ -131,12 +160,13 @@ class Daemon:
             self.membership.standing.nick,
             self.membership.standing.user,
             settings.zone,
-            await asyncio.to_thread(gpu_inventory),
+            gpus,
             settings.slots,
             settings.accepts,
             own_only,
             self._load_lending(),
             int(self._started_unix),
+            gpu_sharing=settings.gpu_sharing,
         )
         self.history = History.of(await self.journal.sessions())
         self.jobs = JobService(
@@ -151,12 +181,29 @@ class Daemon:
             layout.jobs,
             JobLogs(layout.logs),
             random.Random(),
+            self.refresh_advert,
         )
+        self.jobs.courier.refusals.tell = self._note
+        if settings.profile == "local":
+            self.jobs.mending.lost_s = LOCAL_LOST_S
         await asyncio.to_thread(shutil.rmtree, layout.jobs, True)  # guests of an earlier run died with it
         # Before any peer is heard: a witness that does not know its promises would break them.
         await self.jobs.restore()
+        self.deputy = Deputy(
+            self.me,
+            self.membership,
+            self.journal,
+            self.jobs,
+            self.peers,
+            Authority(self.me, self.trust).open_spec,
+            lambda job, text: self.jobs.chronicle.say(job, "state", text, new="errand"),
+        )
+        await self.deputy.restore()
         self.desk = Desk(self)
-        self.logs = LogReader(self, self.desk)
+        self.job_desk = JobDesk(self)
+        self.ckpt_desk = CkptDesk(self)
+        self.homecoming = Homecoming(self)
+        self.logs = LogReader(self, self.job_desk)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
@@ -167,9 +214,7 @@ class Daemon:
         await self._refresh_engines()
         self.refresh_advert(force=True)
         if self.journal.moved_aside is not None:
-            await self.journal.record(
-                None, self.membership.standing.nick, f"damaged journal moved to {self.journal.moved_aside}"
-            )
+            self.jobs.chronicle.say(None, "node", f"damaged journal moved to {self.journal.moved_aside}")
 
     async def run(self) -> None:
         """Until somebody asks to go down; then leave, in order or at once."""
@@ -192,6 +237,7 @@ class Daemon:
         for step in (
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
+            self.guard.close,
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
@@ -209,7 +255,7 @@ class Daemon:
         assert self._down is not None
         if not self._down.done():
             self._down.set_result((self.settings.grace_s if grace_s is None else grace_s, now))
-        return {"pid": os.getpid(), "guests": len(self.jobs.participant.runners)}
+        return {"pid": os.getpid(), "guests": len(self.jobs.participant.hosted)}
 
     def _fail(self, reason: str) -> None:
         """Go down, since this node cannot be a member any more; the last words say why."""
@@ -233,20 +279,27 @@ class Daemon:
             await self.jobs.kill("its node leaves at once")
         else:
             await self.jobs.vacate(grace_s, "its node leaves")
+        await self.deputy.leave(HAND_OVER_S)
         await self.jobs.hand_over(HAND_OVER_S)
         await self.membership.leave()
 
     async def _run_parts(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.jobs.run(), name="jobs")
+            group.create_task(self.deputy.run(), name="deputy")
             group.create_task(self._watch_membership(), name="watch membership")
             group.create_task(self._keep_fresh(), name="adverts")
+            group.create_task(self.homecoming.run(), name="homecoming")
+            group.create_task(self.guard.run(), name="guard")
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()
+        self.jobs.hear_all()
         self.jobs.views_changed()
         while True:
             event = await events.get()
+            if isinstance(event, EventsLost):
+                self.jobs.hear_all()
             section = getattr(event, "section", "advert")
             if section in {"advert", "facts"}:
                 self.jobs.views_changed()
@@ -268,8 +321,9 @@ class Daemon:
 
     def refresh_advert(self, force: bool = False) -> None:
         self.inventory.weight = weight(self.history, time.time() - self._started_unix)
-        free = shutil.disk_usage(self.layout.root).free >> 20
-        self.inventory.store_free_mib = free // 1024 * 1024  # to the GiB, so that it does not flutter
+        free, room = shutil.disk_usage(self.layout.root).free, self.store.room()
+        free_mib = (free if room is None else min(free, room)) >> 20
+        self.inventory.store_free_mib = free_mib // 1024 * 1024  # to the GiB, so that it does not flutter
         advert = self.inventory.advert()
         now = time.monotonic()
         published_version, published_at = self._advert_published
@@ -288,15 +342,23 @@ class Daemon:
         self.inventory.engines, self.inventory.images = tuple(ready), tuple(images)
 
     def _make_engines(self) -> dict[str, Engine]:
-        made: dict[str, Engine] = {}
+        made: list[Engine] = []
         if "process" in self.settings.engines:
-            made["process"] = ProcessEngine()
+            made.append(ProcessEngine())
         if "docker" in self.settings.engines:
-            made["docker"] = DockerEngine(format_id(self.me))
-        return made
+            made.append(DockerEngine(format_id(self.me)))
+        return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
+
+    def _guard_changed(self, problem: str) -> None:
+        self.inventory.guards = not problem
+        if problem:
+            self.membership.problems["guard"] = problem
+        self.refresh_advert(force=True)
 
     async def _serve_peers(self, context: Any) -> int:
-        runner = web.AppRunner(self.peer_api.application(), access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(
+            self.peer_api.application(), access_log=None, handler_cancellation=True, read_bufsize=READ_BYTES
+        )
         await runner.setup()
         self._runners.append(runner)
         site = web.TCPSite(runner, self.settings.bind, self.settings.api_port, ssl_context=context)
@@ -328,13 +390,38 @@ class Daemon:
         """Signature and mesh only: its signer may have left for good, and what was committed is asked for by its hash."""
         return open_envelope(sealed, self.trust.mesh_id, "manifest")
 
+    def _note(self, text: str) -> None:
+        """For the owner: in the log, and among the node's events."""
+        log.warning("%s", text)
+        self.jobs.chronicle.say(None, "node", text)
+
+    def _say_of(self, tenant: Tenant, text: str, new: str) -> None:
+        """Among the events of the job that is under guard."""
+        self.jobs.chronicle.say(parse_job(tenant.job), "state", text, new=new)
+
+    def _give_receipt(self, tenant: Tenant, used: tuple[DeviceUse, ...]) -> None:
+        """An attempt has ended: what it used of the GPUs is signed, kept, and told among the events of its job."""
+        job = parse_job(tenant.job)
+        attempt = self.jobs.attempts.get(job)
+        receipt = Receipt(
+            job=tenant.job,
+            attempt=tenant.attempt,
+            node=self.me,
+            user=attempt.spec.user if attempt is not None else "",
+            from_unix_ms=tenant.began_unix_ms,
+            until_unix_ms=time.time_ns() // 1_000_000,
+            devices=used,
+        )
+        self.journal.keep_receipt(job, seal(self.identity, self.trust.mesh_id, KIND, encode_receipt(receipt)))
+        self._say_of(tenant, in_words(receipt), "receipt")
+
     def _lookup(self, node: NodeId) -> Address | None:
         record = self.membership.record(node, "facts")
-        member = next((m for m in self.membership.members() if m.node_id == node), None)
-        if record is None or member is None:
+        host = self.membership.host_of(node)
+        if record is None or host is None:
             return None
         facts = decode_facts(record.body)
-        return Address(member.host, facts.api_port, facts.fingerprint) if facts is not None else None
+        return Address(host, facts.api_port, facts.fingerprint) if facts is not None else None
 
     def _zone_of(self, node: NodeId) -> str:
         """A node's zone, as it says; none for one that has said nothing."""
@@ -347,6 +434,10 @@ class Daemon:
         """The command line's word, with what the owner paused in an earlier run."""
         paused = (self.layout.root / "paused").exists()
         return Lending(lending=self.settings.lend, paused=paused)
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def _checked(addresses: tuple[str, ...]) -> tuple[str, ...]:

@@ -105,6 +105,19 @@ class Stack:
     def node(self, nick: str) -> StackNode:
         return next(node for node in self.nodes if node.nick == nick)
 
+    def job(self, job: str) -> dict[str, Any]:
+        """The most advanced view that any living node has of it; empty while none knows it."""
+        best: dict[str, Any] = {}
+        for node in self.nodes:
+            if node.running:
+                try:
+                    seen = node.client.get(f"/v1/jobs/{job}", timeout_s=5)["job"]
+                except MeshError:
+                    continue
+                if not best or _advance(seen) > _advance(best):
+                    best = seen
+        return best
+
     def close(self) -> None:
         """End what runs, politely first, by pid; then remove the state."""
         for node in self.nodes:
@@ -123,3 +136,15 @@ class Stack:
                     node.process.wait()
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _advance(state: dict[str, Any]) -> tuple[int, int, int, int]:
+    attempts = state["attempts"]
+    commit = state["checkpoint"]
+    last = attempts[-1] if attempts else {"term": 0, "running_unix_ms": 0}
+    return (
+        int(state["outcome"] is not None),
+        last["term"],
+        int(bool(last["running_unix_ms"])),
+        commit["seq"] if commit is not None else 0,
+    )

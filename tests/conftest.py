@@ -7,7 +7,17 @@ import pytest
 from tests.images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
+LEFT_OUT = "tier "  # how the reason of such a skip begins
 _left_out: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that side by side all end together; each tier stays on one worker."""
+    for item in items:
+        for tier in PROBES:
+            if item.get_closest_marker(tier):
+                item.add_marker(pytest.mark.xdist_group(tier))
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -18,16 +28,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if problem and tier in required():
             pytest.fail(f"tier {tier} is required by {REQUIRE}, but {problem}", pytrace=False)
         if problem:
-            _left_out[f"{tier}: {problem}"] += 1
-            pytest.skip(f"tier {tier}: {problem}")
+            pytest.skip(f"{LEFT_OUT}{tier}: {problem}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if LEFT_OUT in reason:
+        _left_out[reason.partition(LEFT_OUT)[2]] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for tier, count in _left_out.items():
         terminalreporter.write_line(f"left out {count} tests of tier {tier}", yellow=True)
-    unknown = required() - PROBES.keys()
-    if unknown:
-        terminalreporter.write_line(f"{REQUIRE} names tiers that do not exist: {', '.join(sorted(unknown))}", red=True)
 
 
 def pytest_sessionfinish() -> None:

@@ -1,8 +1,10 @@
-"""A container image without a registry: BusyBox alone, as a root file system of one binary and its names."""
+"""Container images without a registry: BusyBox as a root file system of one binary and its names, and programs beside it."""
 
 import io
 import os
+import re
 import shutil
+import subprocess
 import tarfile
 from functools import cache
 from pathlib import Path
@@ -36,8 +38,9 @@ def busybox() -> Path | None:
 
 
 @cache
-def busybox_image() -> str:
-    """The name of the image, made on the engine that DOCKER_HOST names; `remove_images` takes it away again."""
+def busybox_image(*programs: Path) -> str:
+    """The name of the image, made on the engine that DOCKER_HOST names; `remove_images` takes it away again. `programs` are in
+    its `/bin`, with the dynamic loader and the libraries that they need."""
     import docker
 
     binary = busybox()
@@ -51,6 +54,10 @@ def busybox_image() -> str:
             info = tarfile.TarInfo(directory)
             info.type, info.mode = tarfile.DIRTYPE, 0o1777 if directory == "tmp" else 0o755
             tar.addfile(info)
+        for program in programs:
+            tar.add(program, f"bin/{program.name}")
+        for library in sorted({library for program in programs for library in _needed(program)}):
+            tar.add(Path(library).resolve(), library)
     client: Any = docker.from_env()
     tag = os.urandom(6).hex()
     try:
@@ -72,6 +79,12 @@ def remove_images() -> None:
         client: Any = docker.from_env()
         client.images.remove(_made.pop(), force=True)
         client.close()
+
+
+def _needed(program: Path) -> list[str]:
+    """Paths of the loader and the libraries, as `ldd` tells: `libc.so.6 => /lib/libc.so.6 (0x...)`, `/lib64/ld.so (0x...)`."""
+    told = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"(/\S+) \(0x", told)
 
 
 def _link(tar: tarfile.TarFile, path: str, target: str) -> None:

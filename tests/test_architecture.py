@@ -25,11 +25,18 @@ FORBIDDEN_IN_CORES = {
 CORES = [
     *(f"membership/{name}.py" for name in ("config", "effects", "health", "member", "reconcile", "records")),
     *(f"membership/{name}.py" for name in ("rumours", "suspicion", "swim", "wire")),
-    *(f"ckptstore/{name}.py" for name in ("fetch", "manifest", "replication")),
-    *(f"mesh/jobs/{name}.py" for name in ("contract", "effects", "ledger", "messages", "participant", "proposer")),
-    *(f"mesh/jobs/{name}.py" for name in ("runner", "spec", "status", "steward", "view", "witness")),
+    *(f"ckptstore/{name}.py" for name in ("bandwidth", "deadline", "fetch", "manifest", "pacing", "replication")),
+    *(f"mesh/jobs/{name}.py" for name in ("contract", "custody", "effects", "errands", "events", "gang", "ledger")),
+    *(f"mesh/jobs/{name}.py" for name in ("messages", "onward", "participant")),
+    *(
+        f"mesh/jobs/{name}.py"
+        for name in ("proposer", "runner", "spec", "stake", "status", "steward", "view", "witness")
+    ),
+    *(f"mesh/rehearsal/{name}.py" for name in ("comparison", "cost", "facts", "restart", "sight", "verdict")),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "placement").glob("*.py"))),
     "sim/kernel.py",
+    *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
+    "mesh/provider/receipts.py",
 ]
 
 

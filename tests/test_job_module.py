@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mesh import job
+from mesh.jobs.commits import committed_tree
+from mesh.jobs.spec import Checkpointing
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +87,26 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
         keeper.save(2, fail)
     latest = keeper.latest()
     assert latest is not None and latest.name == "step-00000001"
+
+
+def test_killed_while_it_deletes_an_old_checkpoint_the_newest_is_still_the_one_to_resume_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = job.Checkpoint(tmp_path, keep=1)
+
+    def write(path: Path) -> None:
+        (path / "weights").write_text("w")
+        (path / "state").write_text("s")
+
+    def killed_half_way(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "weights").unlink()
+            os.utime(path, ns=(2**62, 2**62))  # deleting from a directory makes it the last one changed
+            raise KeyboardInterrupt
+
+    keeper.save(1, write)
+    monkeypatch.setattr(job.shutil, "rmtree", killed_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        keeper.save(2, write)
+    tree = committed_tree(tmp_path, Checkpointing(mode="rename"), 0.0)
+    assert tree is not None and tree.resume == "step-00000002" and list(tree.roots) == ["ckpt/step-00000002"]

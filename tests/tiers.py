@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 from functools import cache
+from pathlib import Path
 
 REQUIRE = "MESH_REQUIRE_TIERS"
+FRAMEWORKS_PYTHON = Path(__file__).parents[1] / ".venv-frameworks" / "bin" / "python"
 
 
 @cache
@@ -37,7 +39,25 @@ def netns_problem() -> str:
     return ""
 
 
-PROBES = {"docker": docker_problem, "netns": netns_problem}
+@cache
+def frameworks_problem() -> str:
+    """Why there is no Hugging Face Trainer and Lightning to test with; empty if there is."""
+    find = "from importlib.util import find_spec; raise SystemExit(not all(map(find_spec, %r)))"
+    wanted = ("torch", "transformers", "accelerate", "lightning")
+    try:
+        done = subprocess.run([FRAMEWORKS_PYTHON, "-c", find % (wanted,)], capture_output=True, check=False)
+    except OSError:
+        return "there is no .venv-frameworks (make frameworks)"
+    return "" if done.returncode == 0 else f".venv-frameworks lacks one of {', '.join(wanted)} (make frameworks)"
+
+
+@cache
+def cc_problem() -> str:
+    """Why the doubles of NVIDIA's libraries cannot be compiled here; empty if they can."""
+    return "" if shutil.which("cc") else "no C compiler (cc) is installed"
+
+
+PROBES = {"docker": docker_problem, "netns": netns_problem, "frameworks": frameworks_problem, "cc": cc_problem}
 
 
 def required() -> set[str]:

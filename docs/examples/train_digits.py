@@ -109,7 +109,9 @@ class Training:
         (temporary / "sha256").write_text(digest)
         temporary.rename(final)
         for old in sorted(directory.glob("step-*"))[:-2]:
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(
+                old.rename(directory / f".{old.name}.old"), ignore_errors=True
+            )  # never half-deleted under its name
 
     def load(self, directory: Path) -> bool:
         """Go on from the newest whole checkpoint; a damaged one is passed over, aloud."""

@@ -2,26 +2,34 @@
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
+from mesh.api.files import copy
+from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
 from mesh.api.migration import migrate as migrate_job
 from mesh.api.orders import (
     ApproveOrder,
+    CollectOrder,
+    GpuPauseOrder,
     InviteOrder,
     MigrateOrder,
     PauseOrder,
+    PullCheckpoint,
     PullOrder,
     ReclaimOrder,
     RecoverOrder,
+    RemoveCheckpoints,
     RevokeOrder,
+    ShareOrder,
     SubmitOrder,
 )
 from mesh.api.recovery import recover as recover_job
+from mesh.api.zones import zone_list
 from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
@@ -49,14 +57,30 @@ def application(daemon: "Daemon") -> web.Application:
     async def nodes(request: web.Request) -> Any:
         return {"nodes": daemon.desk.nodes()}
 
+    async def zones(request: web.Request) -> Any:
+        return zone_list(daemon)
+
+    async def gpus(request: web.Request) -> Any:
+        return gpu_list(daemon)
+
+    async def receipts(request: web.Request) -> Any:
+        return await receipt_list(daemon, request.query.get("job"))
+
+    async def pause_gpu(request: web.Request) -> Any:
+        order = await _read(request, GpuPauseOrder)
+        return await pause_job(daemon, request.match_info["job"], order.paused)
+
+    async def share(request: web.Request) -> Any:
+        return change_share(daemon, request.match_info["job"], await _read(request, ShareOrder))
+
     async def jobs(request: web.Request) -> Any:
-        return {"jobs": daemon.desk.job_list()}
+        return {"jobs": daemon.job_desk.job_list(request.query.get("fits", ""))}
 
     async def job(request: web.Request) -> Any:
-        return await daemon.desk.job_detail(request.match_info["job"])
+        return await daemon.job_desk.job_detail(request.match_info["job"])
 
     async def submit(request: web.Request) -> Any:
-        return await daemon.desk.submit(await _read(request, SubmitOrder))
+        return await daemon.job_desk.submit(await _read(request, SubmitOrder))
 
     async def recover(request: web.Request) -> Any:
         return await recover_job(daemon, request.match_info["job"], (await _read(request, RecoverOrder)).go)
@@ -66,19 +90,42 @@ def application(daemon: "Daemon") -> web.Application:
         return await migrate_job(daemon, request.match_info["job"], order.to, order.force)
 
     async def cancel(request: web.Request) -> Any:
-        return daemon.desk.cancel(request.match_info["job"])
+        return await daemon.job_desk.cancel(request.match_info["job"])
 
     async def why(request: web.Request) -> Any:
-        return await daemon.desk.why(request.match_info["job"])
+        return await daemon.job_desk.why(request.match_info["job"])
+
+    async def describe(request: web.Request) -> Any:
+        return await daemon.job_desk.describe(request.match_info["job"])
+
+    async def files(request: web.Request) -> web.StreamResponse:
+        return await _streamed(request, await copy(daemon, request.match_info["job"], request.query.get("path", "")))
 
     async def pull(request: web.Request) -> Any:
-        return await daemon.desk.pull(request.match_info["job"], (await _read(request, PullOrder)).destination)
+        return await daemon.job_desk.pull(request.match_info["job"], (await _read(request, PullOrder)).destination)
 
     async def events(request: web.Request) -> Any:
         after = request.query.get("after", "0")
         if not after.isdigit():
             raise MeshError("after must be a number", ExitCode.USAGE)
-        return {"events": await daemon.desk.events(request.query.get("job"), int(after))}
+        return {"events": await daemon.job_desk.events(request.query.get("job"), int(after))}
+
+    async def checkpoints(request: web.Request) -> Any:
+        return await daemon.ckpt_desk.stored(request.query.get("job"))
+
+    async def verify(request: web.Request) -> Any:
+        return await daemon.ckpt_desk.verify()
+
+    async def pull_checkpoint(request: web.Request) -> Any:
+        order = await _read(request, PullCheckpoint)
+        return await daemon.ckpt_desk.pull(order.job, order.seq, order.destination)
+
+    async def remove_checkpoints(request: web.Request) -> Any:
+        order = await _read(request, RemoveCheckpoints)
+        return await daemon.ckpt_desk.remove(order.ids, order.force)
+
+    async def collect(request: web.Request) -> Any:
+        return await daemon.ckpt_desk.collect((await _read(request, CollectOrder)).min_age_s)
 
     async def pause(request: web.Request) -> Any:
         return await daemon.desk.set_paused((await _read(request, PauseOrder)).paused)
@@ -111,30 +158,35 @@ def application(daemon: "Daemon") -> web.Application:
         return daemon.desk.revoke(order.node, order.reason)
 
     async def logs(request: web.Request) -> web.StreamResponse:
-        lines = daemon.logs.follow_log(request.match_info["job"], request.query.get("follow") == "1")
-        first = await anext(lines, b"")  # an unknown job is an error, not an empty log
-        response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
-        await response.prepare(request)
-        await response.write(first)
-        async for piece in lines:
-            await response.write(piece)
-        await response.write_eof()
-        return response
+        follow = request.query.get("follow") == "1"
+        return await _streamed(request, daemon.logs.follow_log(request.match_info["job"], follow))
 
     app = web.Application(client_max_size=1 << 20)
     routes: list[tuple[str, str, Callable[[web.Request], Awaitable[Any]]]] = [
         ("GET", "/v1/status", status),
         ("GET", "/v1/nodes", nodes),
+        ("GET", "/v1/zones", zones),
+        ("GET", "/v1/gpus", gpus),
+        ("GET", "/v1/receipts", receipts),
         ("GET", "/v1/jobs", jobs),
         ("POST", "/v1/jobs", submit),
         ("GET", "/v1/jobs/{job}", job),
         ("POST", "/v1/jobs/{job}/cancel", cancel),
         ("POST", "/v1/jobs/{job}/migrate", migrate),
         ("POST", "/v1/jobs/{job}/recover", recover),
+        ("POST", "/v1/jobs/{job}/share", share),
+        ("POST", "/v1/jobs/{job}/gpu-pause", pause_gpu),
         ("GET", "/v1/jobs/{job}/why", why),
         ("POST", "/v1/jobs/{job}/pull", pull),
+        ("GET", "/v1/jobs/{job}/describe", describe),
+        ("GET", "/v1/jobs/{job}/files", files),
         ("GET", "/v1/jobs/{job}/log", logs),
         ("GET", "/v1/events", events),
+        ("GET", "/v1/checkpoints", checkpoints),
+        ("POST", "/v1/checkpoints/verify", verify),
+        ("POST", "/v1/checkpoints/pull", pull_checkpoint),
+        ("POST", "/v1/checkpoints/remove", remove_checkpoints),
+        ("POST", "/v1/checkpoints/collect", collect),
         ("POST", "/v1/pause", pause),
         ("POST", "/v1/reclaim", reclaim),
         ("POST", "/v1/down", down),
@@ -146,17 +198,32 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/revoke", revoke),
     ]
     for method, path, handler in routes:
-        app.router.add_route(method, path, _answering(handler))
+        app.router.add_route(method, path, _answering(daemon, handler))
     return app
 
 
+async def _streamed(request: web.Request, pieces: AsyncIterator[bytes]) -> web.StreamResponse:
+    first = await anext(pieces, b"")  # what cannot be had is an error, not an empty answer
+    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+    await response.prepare(request)
+    await response.write(first)
+    async for piece in pieces:
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
 def _answering(
+    daemon: "Daemon",
     handler: Callable[[web.Request], Awaitable[Any]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """Answers as JSON; errors as JSON with the text for people and the exit code."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
+        named = request.match_info.get("job") or request.query.get("fits") or request.query.get("job")
         try:
+            if named:
+                await daemon.job_desk.heard_of(named)
             result = await handler(request)
         except MeshError as error:
             return _problem(str(error), error.code)

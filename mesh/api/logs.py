@@ -1,4 +1,4 @@
-"""A job's output over all its attempts: from the node where each ran, else from the copy in its result or last checkpoint."""
+"""A job's output over all its attempts: from the node where each ran, else from a witness's copy, its result or checkpoint."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,14 +13,14 @@ from mesh.jobs.ledger import Attempt
 from mesh.jobs.status import JobStatus
 
 if TYPE_CHECKING:
-    from mesh.api.desk import Desk
+    from mesh.api.jobdesk import JobDesk
     from mesh.daemon import Daemon
 
 TAIL_POLL_S = 0.2
 
 
 class LogReader:
-    def __init__(self, daemon: "Daemon", desk: "Desk") -> None:
+    def __init__(self, daemon: "Daemon", desk: "JobDesk") -> None:
         self._daemon, self._desk = daemon, desk
 
     async def follow_log(self, text: str, follow: bool) -> AsyncIterator[bytes]:
@@ -49,21 +49,31 @@ class LogReader:
     ) -> AsyncIterator[bytes]:
         """From `offset`: the whole log where the attempt ran, if that can be reached, else what was kept of it."""
         runs = status.outcome is None and not attempt.reason
-        given = offset
-        if attempt.node == self._daemon.me:
-            async for piece in self.tail(status.job, attempt.number, given, follow and runs):
+        given, reachable = offset, self._reachable()
+        sources = [attempt.node] if attempt.node in reachable else []
+        if not sources or not runs:
+            sources += [node for node in status.witnesses if node in reachable]
+        for source in sources:
+            async for piece in self._from(source, status.job, attempt.number, given, follow and runs):
                 given += len(piece)
                 yield piece
-        elif attempt.node in self._reachable():
-            path = f"/v1/jobs/{status.job.hex()}/log/{attempt.number}?offset={given}&follow={int(follow and runs)}"
-            with suppress(PeerError):
-                async with self._daemon.peers.stream(attempt.node, "GET", path, b"") as response:
-                    async for piece in response.content.iter_any():
-                        given += len(piece)
-                        yield piece
+            if given > offset:
+                break
         if given == 0 and not runs:
             async for piece in self._kept_log(status, attempt.number):
                 yield piece
+
+    async def _from(self, node: bytes, job: bytes, number: int, offset: int, follow: bool) -> AsyncIterator[bytes]:
+        """What a node has of an attempt's log: the log itself, or a witness's copy."""
+        if node == self._daemon.me:
+            async for piece in self.tail(job, number, offset, follow):
+                yield piece
+            return
+        path = f"/v1/jobs/{job.hex()}/log/{number}?offset={offset}&follow={int(follow)}"
+        with suppress(PeerError):
+            async with self._daemon.peers.stream(node, "GET", path, b"") as response:
+                async for piece in response.content.iter_any():
+                    yield piece
 
     def _reachable(self) -> set[bytes]:
         return {member.node_id for member in self._daemon.membership.members() if member.present}
@@ -74,9 +84,9 @@ class LogReader:
         if kept is None or kept.manifest is None:
             return
         try:
-            await self._desk.bring(status, kept.manifest, kept.holders)
+            vault = await self._desk.bring(status, kept.manifest, kept.holders)
             data = await asyncio.to_thread(
-                lambda: b"".join(self._daemon.store.read_file(kept.manifest, f"log/{number:03d}.txt"))  # type: ignore[arg-type]
+                lambda: b"".join(self._daemon.store.read_file(kept.manifest, f"log/{number:03d}.txt", vault))  # type: ignore[arg-type]
             )
         except (MeshError, StoreError):
             return
@@ -86,6 +96,11 @@ class LogReader:
     async def tail(self, job: bytes, number: int, offset: int, follow: bool) -> AsyncIterator[bytes]:
         """What an attempt here has printed, from `offset`; with `follow`, until it has ended."""
         path = self._daemon.jobs.logs.path(job, number)
+        if not path.exists():
+            copy = await asyncio.to_thread(self._daemon.jobs.logs.read_copy, job, number, offset)
+            if copy:
+                yield copy
+            return
         while True:
             attempt = self._daemon.jobs.attempts.get(job)
             ended = attempt is None or attempt.number != number

@@ -1,17 +1,22 @@
 """The bodies of what the command line asks of its daemon; unknown fields and wrong types are refused."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from mesh.jobs.spec import CommitMode, OnPartition
+from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY
 
 Role = Literal["provider", "user"]
 
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids; `after` names jobs."""
+    """What `mesh submit` sends. Names of nodes may be nicks, ids or prefixes of ids; `after` names jobs or arrays; `array` has
+    the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time;
+    `out` is where published files are brought to, for an array in a directory for each index. `home` names a node, or is
+    `first` or `none`; without it, home is the user's own node that had to send the job away. Without a `gpu_share_limit` a job
+    is held to its share."""
 
     argv: list[str]
     name: str = ""
@@ -20,10 +25,14 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image: str | None = None
     engine: str | None = None
     gpus: int = 0
+    gpu_share: int = WHOLE
+    gpu_share_limit: int | None = None
     vram_mib: int = 0
     memory_mib: int | None = None
     cpus: float | None = None
     zone: str | None = None
+    least_nodes: int = 1
+    most_nodes: int = 1
     ckpt: str | None = None
     ckpt_mode: CommitMode = "stable"
     ckpt_to: list[str] = []
@@ -36,11 +45,31 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_time_s: float | None = None
     priority: int = DEFAULT_PRIORITY
     after: list[str] = []
+    retry_on: list[int] = []
+    deadline_unix: float | None = None
+    array: list[int] = []
+    array_limit: int = 0
+    out: str | None = None
+    home: str | None = None
 
 
 class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: float | None = None
     now: bool = False
+
+
+class ShareOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job is to have of each of its GPUs from now on; what is not named stays."""
+
+    share: Annotated[int, msgspec.Meta(ge=1, lt=WHOLE)] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=WHOLE)] | None = None
+    vram_mib: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+
+
+class GpuPauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one job on this node's GPUs."""
+
+    paused: bool
 
 
 class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +110,25 @@ class RecoverOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`go`: do it, rather than say what would be lost."""
 
     go: bool = False
+
+
+class PullCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`seq`: its number, or none for the last that is committed."""
+
+    job: str
+    destination: str
+    seq: int | None = None
+
+
+class RemoveCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By the beginnings of their ids; `force`: even what a job may need."""
+
+    ids: list[str]
+    force: bool = False
+
+
+class CollectOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    min_age_s: Annotated[float, msgspec.Meta(ge=0)] = 900.0
 
 
 class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

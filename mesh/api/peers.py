@@ -3,36 +3,46 @@
 import asyncio
 import logging
 import time
-from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from ckptstore.errors import FenceError, MissingChunks, NotFound, StoreError
+from ckptstore.errors import BadManifest, CorruptChunk, FenceError, MissingChunks, NotFound, StoreError
 from ckptstore.manifest import MAX_MANIFEST_BYTES
+from ckptstore.pacing import Background
+from ckptstore.questions import MAX_IDS, decode_order, decode_question, encode_ids
 from ckptstore.receiver import stream_bytes
 from membership.envelope import EnvelopeError
 from membership.trust import Standing
 from mesh.api.auth import HEADER, Gatekeeper, RequestRefused
+from mesh.api.errors import MeshError
+from mesh.api.files import running_files
+from mesh.api.streams import IDLE_S, sliced, taken
+from mesh.jobs.deputy import Refused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
 from mesh.jobs.postman import BATCH_LIMIT, open_mail
+from mesh.jobs.shares import decode_share, encode_held
+from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
-MAX_IDS = 1_000_000  # chunks of one question: 4 TB
+MAX_LOG_PIECE = 1 << 20
 MAX_BODY = max(MAX_MANIFEST_BYTES, MAX_MESSAGE_BYTES * BATCH_LIMIT)
 
 log = logging.getLogger(__name__)
-_ids_decoder = msgspec.msgpack.Decoder(list[bytes])
+
+T = TypeVar("T")
 
 
 class PeerApi:
     def __init__(self, daemon: "Daemon", gatekeeper: Gatekeeper) -> None:
         self._daemon = daemon
         self._gatekeeper = gatekeeper
-        self.counters: Counter[str] = Counter()
+        self._refusals = daemon.jobs.courier.refusals
+        self.counters = self._refusals.counters
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
@@ -46,7 +56,14 @@ class PeerApi:
                 web.get("/v1/manifests/{id}", self._get_manifest),
                 web.get("/v1/jobs/{job}/spec", self._spec),
                 web.get("/v1/jobs/{job}/cell", self._cell),
+                web.get("/v1/jobs/{job}/key", self._key),
+                web.put("/v1/jobs/{job}/share", self._take_share),
+                web.get("/v1/jobs/{job}/events", self._events),
+                web.get("/v1/jobs/{job}/files", self._files),
                 web.get("/v1/jobs/{job}/log/{attempt}", self._log),
+                web.put("/v1/jobs/{job}/log/{attempt}", self._put_log),
+                web.put("/v1/errands/{job}", self._take_errand),
+                web.delete("/v1/errands/{job}", self._release_errand),
             ]
         )
         return app
@@ -63,6 +80,13 @@ class PeerApi:
             raise web.HTTPForbidden(text=str(refusal)) from refusal
         return standing, body
 
+    def _read(self, decode: Callable[[bytes], T], body: bytes) -> T:
+        try:
+            return decode(body)
+        except ValueError as error:
+            self.counters["refused_malformed"] += 1
+            raise web.HTTPBadRequest(text=str(error)) from error
+
     async def _messages(self, request: web.Request) -> web.Response:
         standing, body = await self._admit(request)
         try:
@@ -77,53 +101,64 @@ class PeerApi:
 
     async def _missing(self, request: web.Request) -> web.Response:
         _, body = await self._admit(request)
-        missing = await asyncio.to_thread(self._daemon.store.missing, _ids(body))
-        return web.Response(body=msgspec.msgpack.encode(missing))
+        question = self._read(decode_question, body)
+        missing = await asyncio.to_thread(self._daemon.store.missing, question.ids, frozenset(question.alone))
+        return web.Response(body=encode_ids(missing))
 
     async def _put_chunks(self, request: web.Request) -> web.Response:
-        await self._admit(request, streamed=True)
-        receiver = None
+        standing, _ = await self._admit(request, streamed=True)
         try:
-            receiver = await asyncio.to_thread(self._daemon.store.receive, stream_bytes([b""] * MAX_IDS))
-            while data := await request.content.readany():
-                await asyncio.to_thread(receiver.feed, data)
-            new = await asyncio.to_thread(receiver.finish)
-        except StoreError as error:
-            self.counters["refused_chunks"] += 1
+            user = bytes.fromhex(request.query.get("of", "")).decode()
+        except ValueError as error:
+            raise web.HTTPBadRequest(text="not a user's name") from error
+        try:
+            receiver = await asyncio.to_thread(self._daemon.store.receive, stream_bytes([b""] * MAX_IDS), user)
+            new = await taken(request.content, receiver)
+        except CorruptChunk as error:
+            self._refusals.count("chunks", standing.node_id, f"of the chunks that it brought, {error}")
             raise web.HTTPConflict(text=str(error)) from error
-        finally:
-            if receiver is not None:
-                await asyncio.to_thread(receiver.abort)
+        except StoreError as error:
+            raise web.HTTPConflict(text=str(error)) from error
+        except TimeoutError as error:
+            raise web.HTTPRequestTimeout(text=f"nothing came for {IDLE_S:g} s") from error
         return web.Response(text=str(new))
 
     async def _frames(self, request: web.Request) -> web.StreamResponse:
         _, body = await self._admit(request)
+        order = self._read(decode_order, body)
         try:
-            frames = await asyncio.to_thread(self._daemon.store.frames, _ids(body))
+            frames = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
         except MissingChunks as error:
             raise web.HTTPNotFound(text=str(error)) from error
         response = web.StreamResponse()
         await response.prepare(request)
-        while (piece := await asyncio.to_thread(next, frames, None)) is not None:
-            for start in range(0, len(piece), 1 << 20):
-                await response.write(piece[start : start + (1 << 20)])
-        await response.write_eof()
+        async with self._daemon.wire.lane(Background()) as lane:
+            lane.bind(request.transport)
+            async for piece in sliced(frames):
+                await response.write(piece)
+            await response.write_eof()
+            await lane.drained()
         return response
+
+    def _frames_of(self, ids: Sequence[bytes], have: set[bytes]) -> Iterator[memoryview]:
+        store, asked = self._daemon.store, set(ids)
+        needed, _ = store.needed(ids)
+        return store.frames([identity for identity in needed if identity in asked or identity not in have])
 
     async def _put_manifest(self, request: web.Request) -> web.Response:
         standing, body = await self._admit(request)
         try:
-            signer, _ = self._daemon.store.unseal(body)
+            self._daemon.store.unseal(body)
         except EnvelopeError as error:
-            self.counters["refused_malformed"] += 1
+            self._refusals.count("malformed", standing.node_id, f"it brought a manifest that is none: {error}")
             raise web.HTTPBadRequest(text=f"not a manifest: {error}") from error
-        if signer != standing.node_id:
-            self.counters["refused_foreign"] += 1
-            raise web.HTTPForbidden(text="a manifest is brought by the node that signed it")
         try:
             identity = await asyncio.to_thread(self._daemon.store.accept_manifest, body)
         except FenceError as error:
             self.counters["refused_fenced"] += 1
+            raise web.HTTPConflict(text=str(error)) from error
+        except BadManifest as error:
+            self._refusals.count("malformed", standing.node_id, f"it brought a manifest that is none: {error}")
             raise web.HTTPConflict(text=str(error)) from error
         except StoreError as error:
             raise web.HTTPConflict(text=str(error)) from error
@@ -141,7 +176,7 @@ class PeerApi:
 
     async def _spec(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        sealed = await self._daemon.desk.sealed_spec(_hex(request.match_info["job"], 16))
+        sealed = await self._daemon.job_desk.sealed_spec(_hex(request.match_info["job"], 16))
         if sealed is None:
             raise web.HTTPNotFound(text="this node does not know the job")
         return web.Response(body=sealed)
@@ -152,6 +187,76 @@ class PeerApi:
         if witness is None:
             raise web.HTTPNotFound(text="this node has no record of the job")
         return web.Response(body=msgspec.msgpack.encode(witness.cell))
+
+    async def _key(self, request: web.Request) -> web.Response:
+        standing, _ = await self._admit(request)
+        held = await self._daemon.jobs.keyring.held_for(_hex(request.match_info["job"], 16), standing)
+        if held is None:
+            self._refusals.count("foreign", standing.node_id, "it asked for the key of a job that it does not run")
+            raise web.HTTPForbidden(text="a job's key is for its user and for who runs it")
+        return web.Response(body=encode_held(held))
+
+    async def _take_share(self, request: web.Request) -> web.Response:
+        standing, body = await self._admit(request)
+        share = self._read(decode_share, body)
+        if not await self._daemon.jobs.keyring.take(_hex(request.match_info["job"], 16), standing, share):
+            self._refusals.count(
+                "foreign", standing.node_id, "it brought a share of the key of a job that is not its own"
+            )
+            raise web.HTTPForbidden(text="shares of a job's key come from its runner or its user, to its witnesses")
+        return web.Response()
+
+    async def _events(self, request: web.Request) -> web.Response:
+        await self._admit(request)
+        events = await self._daemon.journal.events(_hex(request.match_info["job"], 16), 0)
+        return web.Response(body=msgspec.msgpack.encode([sealed for _, sealed in events]))
+
+    async def _files(self, request: web.Request) -> web.StreamResponse:
+        standing, _ = await self._admit(request)
+        job = _hex(request.match_info["job"], 16)
+        runner = self._daemon.jobs.participant.runners.get(job)
+        if runner is not None and runner.spec.user != standing.user:
+            raise web.HTTPForbidden(text=f"the files are {runner.spec.user}'s")
+        try:
+            path = bytes.fromhex(request.query.get("path", "")).decode()
+            pieces = running_files(self._daemon, job, path)
+        except (MeshError, ValueError) as error:
+            raise web.HTTPNotFound(text=str(error)) from error
+        response = web.StreamResponse()
+        await response.prepare(request)
+        async for piece in pieces:
+            await response.write(piece)
+        await response.write_eof()
+        return response
+
+    async def _put_log(self, request: web.Request) -> web.Response:
+        """A piece of what an attempt prints, from the node that runs it; the answer is how far the copy has come."""
+        standing, body = await self._admit(request)
+        job = _hex(request.match_info["job"], 16)
+        attempt, offset = _number(request.match_info["attempt"]), _number(request.query.get("offset", "0"))
+        witness = self._daemon.jobs.participant.witnesses.get(job)
+        if witness is None or witness.cell.holder != standing.node_id:
+            self.counters["refused_foreign"] += 1
+            raise web.HTTPForbidden(text="only the job's runner keeps its log with its witnesses")
+        logs, user = self._daemon.jobs.logs, witness.spec.user
+        end = await asyncio.to_thread(logs.append_copy, job, attempt, offset, body[:MAX_LOG_PIECE], user)
+        return web.Response(text=str(end))
+
+    async def _take_errand(self, request: web.Request) -> web.Response:
+        standing, body = await self._admit(request)
+        try:
+            await self._daemon.deputy.take(standing.node_id, _hex(request.match_info["job"], 16), body)
+        except SpecError as error:
+            self.counters["refused_foreign"] += 1
+            raise web.HTTPBadRequest(text=str(error)) from error
+        except Refused as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from error
+        return web.Response()
+
+    async def _release_errand(self, request: web.Request) -> web.Response:
+        standing, _ = await self._admit(request)
+        await self._daemon.deputy.release(standing.node_id, _hex(request.match_info["job"], 16))
+        return web.Response()
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         standing, _ = await self._admit(request)
@@ -168,16 +273,6 @@ class PeerApi:
             await response.write(piece)
         await response.write_eof()
         return response
-
-
-def _ids(body: bytes) -> list[bytes]:
-    try:
-        ids = _ids_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise web.HTTPBadRequest(text=f"not a list of chunk ids: {error}") from error
-    if len(ids) > MAX_IDS or any(len(identity) != 32 for identity in ids):
-        raise web.HTTPBadRequest(text="not a list of chunk ids")
-    return ids
 
 
 def _hex(text: str, length: int) -> bytes:

@@ -9,32 +9,40 @@ from membership.envelope import seal
 from membership.identity import NodeId, short_id
 from mesh.api.errors import MeshError
 from mesh.api.peer import PeerError
-from mesh.jobs.effects import Cell
+from mesh.jobs.authority import Authority
+from mesh.jobs.effects import Cell, decode_cell
+from mesh.jobs.keyring import NoKey
 from mesh.jobs.recovery import Plan, RecoveryError, encode_mandate, make_plan
 from mesh.jobs.service import instant
-from mesh.jobs.spec import format_job
+from mesh.jobs.spec import SpecError, format_job
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
-_cell_decoder = msgspec.msgpack.Decoder(Cell)
-
 
 async def recover(daemon: "Daemon", text: str, go: bool) -> dict[str, Any]:
     """What would be lost; with `go`, do it."""
-    status = daemon.desk.find_job(text)
-    daemon.desk.check_owner(status)
+    status = daemon.job_desk.find_job(text)
+    daemon.job_desk.check_owner(status)
     cells = await _records(daemon, status.job)
     try:
-        plan = make_plan(status.job, cells, daemon.jobs.view(status.job), instant())
+        plan = make_plan(status.job, cells, daemon.jobs.outlook.look(), instant())
     except RecoveryError as error:
         raise MeshError(f"job {format_job(status.job)[:8]} cannot be recovered: {error}") from error
+    keyring, vault, locked_out = daemon.jobs.keyring, None, ""
+    try:
+        spec = Authority(daemon.me, daemon.trust).read_spec(status.job, plan.spec)
+        vault = await keyring.vault(status.job, spec, plan.kept)
+    except (NoKey, SpecError) as error:
+        locked_out = str(error)
     if go:
         sealed = seal(daemon.identity, daemon.trust.mesh_id, "recovery", encode_mandate(plan.mandate))
         problem = await daemon.jobs.recover(plan, sealed)
         if problem is not None:
             raise MeshError(f"the new group did not take the record: {problem}. Try again, or see `mesh nodes`.")
-    return {"job": format_job(status.job), "done": go, **_shown(daemon, plan)}
+        if vault is not None:
+            await keyring.share(status.job, vault, plan.mandate.config)
+    return {"job": format_job(status.job), "done": go, "locked_out": locked_out, **_shown(daemon, plan)}
 
 
 async def _records(daemon: "Daemon", job: bytes) -> dict[NodeId, Cell]:
@@ -42,7 +50,7 @@ async def _records(daemon: "Daemon", job: bytes) -> dict[NodeId, Cell]:
 
     async def ask(node: NodeId) -> tuple[NodeId, Cell | None]:
         try:
-            return node, _cell_decoder.decode(await daemon.peers.call(node, "GET", f"/v1/jobs/{job.hex()}/cell"))
+            return node, decode_cell(await daemon.peers.call(node, "GET", f"/v1/jobs/{job.hex()}/cell"))
         except (PeerError, msgspec.MsgspecError, UnicodeDecodeError):
             return node, None
 

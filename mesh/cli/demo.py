@@ -85,28 +85,27 @@ class Demo:
                 f"job {job[:8]} submitted on {submitter.nick}: docs/examples/train_digits.py, {self._epochs} epochs"
             )
             digest, out = self._depart(stack, submitter, job)
-            state = self._final_state(stack, job)
+            state = self._state(stack, job)
             local = self._undisturbed(stack.directory, image)
         return self._report(state, digest, out, local)
 
     # --- the play
 
     def _depart(self, stack: Stack, submitter: StackNode, job: str) -> tuple[str, str]:
-        watch = stack.nodes
-        first = self._running_on(watch, job, min_commits=2)
+        first = self._running_on(stack, job, min_commits=2)
         self._say(f"{first.nick} runs it; now {first.nick} leaves in order (SIGTERM)")
         self._signal(first, signal.SIGTERM)
-        second = self._running_on(watch, job, min_commits=2, after=first)
+        second = self._running_on(stack, job, min_commits=2, after=first)
         self._remember_step(second, job)
         self._say(f"{second.nick} has taken over; now {second.nick} is killed (SIGKILL)")
         self._signal(second, signal.SIGKILL)
         self._remember_step(second, job)
-        third = self._running_on(watch, job, min_commits=1, after=second)
+        third = self._running_on(stack, job, min_commits=1, after=second)
         self._say(f"{third.nick} has taken over; now the submitter, {submitter.nick}, is stopped too (SIGTERM)")
         self._signal(submitter, signal.SIGTERM)
         self._say(f"the job goes on without the node that submitted it; waiting for its {self._epochs} epochs")
-        self._wait(lambda: self._state(watch, job).get("outcome") is not None, "the job's end")
-        reader = self._reader(watch)
+        self._wait(lambda: self._state(stack, job).get("outcome") is not None, "the job's end")
+        reader = self._reader(stack.nodes)
         target = stack.directory / "results"
         reader.client.post(f"/v1/jobs/{job}/pull", {"destination": str(target)}, timeout_s=60)
         digest = hashlib.sha256((target / "weights.bin").read_bytes()).hexdigest()
@@ -160,15 +159,13 @@ class Demo:
 
     # --- watching
 
-    def _running_on(
-        self, nodes: list[StackNode], job: str, *, min_commits: int, after: StackNode | None = None
-    ) -> StackNode:
+    def _running_on(self, stack: Stack, job: str, *, min_commits: int, after: StackNode | None = None) -> StackNode:
         """Wait until the job runs (on another node than `after`) and has committed so many checkpoints there."""
 
         def there() -> bool:
-            state = self._state(nodes, job)
+            state = self._state(stack, job)
             if state.get("outcome") is not None:
-                log = b"".join(self._reader(nodes).client.stream(f"/v1/jobs/{job}/log")).decode(errors="replace")
+                log = b"".join(self._reader(stack.nodes).client.stream(f"/v1/jobs/{job}/log")).decode(errors="replace")
                 raise MeshError(f"the training ended too early: {state['detail'] or state['state']}\n{log[-1000:]}")
             if state.get("state") != "running" or (after is not None and state.get("node") == after.nick):
                 return False
@@ -178,8 +175,7 @@ class Demo:
             return commit is not None and (commit["step"] or 0) > resumed and self._commits(state) >= min_commits
 
         self._wait(there, f"the job to run{f' elsewhere than on {after.nick}' if after else ''}")
-        assert self._stack is not None
-        return self._stack.node(self._state(nodes, job)["node"])
+        return stack.node(self._state(stack, job)["node"])
 
     def _commits(self, state: dict[str, Any]) -> int:
         """Checkpoints committed in the present attempt, counted as they are seen."""
@@ -196,27 +192,14 @@ class Demo:
             time.sleep(POLL_S)
         self._show_news()
 
-    def _state(self, nodes: list[StackNode], job: str) -> dict[str, Any]:
-        """The most advanced view that any living node has of the job."""
-        best: dict[str, Any] = {}
-        for node in nodes:
-            if node.running:
-                try:
-                    seen = node.client.get(f"/v1/jobs/{job}", timeout_s=5)["job"]
-                except MeshError:
-                    continue
-                if not best or _advance(seen) > _advance(best):
-                    best = seen
-        self._told["job"] = best
+    def _state(self, stack: Stack, job: str) -> dict[str, Any]:
+        self._told["job"] = best = stack.job(job)
         return best
 
     @staticmethod
     def _paused(submitter: StackNode) -> bool:
         rows = submitter.client.get("/v1/nodes")["nodes"]
         return any(row["me"] and not row["lending"] for row in rows)
-
-    def _final_state(self, stack: Stack, job: str) -> dict[str, Any]:
-        return self._state(stack.nodes, job)
 
     @staticmethod
     def _reader(nodes: list[StackNode]) -> StackNode:
@@ -326,18 +309,6 @@ class Demo:
                 {"node": attempt["node"], "reason": attempt["reason"], "downtime_s": downtime, "steps_lost": lost}
             )
         return facts
-
-
-def _advance(state: dict[str, Any]) -> tuple[int, int, int, int]:
-    attempts = state["attempts"]
-    commit = state["checkpoint"]
-    last = attempts[-1] if attempts else {"term": 0, "running_unix_ms": 0}
-    return (
-        int(state["outcome"] is not None),
-        last["term"],
-        int(bool(last["running_unix_ms"])),
-        commit["seq"] if commit is not None else 0,
-    )
 
 
 class _Live:

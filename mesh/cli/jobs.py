@@ -1,5 +1,6 @@
 """`mesh run`, `submit`, `ps`, `logs`, `why`, `cancel`, `pull`, `events`: what a user does with jobs."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -8,17 +9,47 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, SIZE, ago, client, job_path, json_option, patience, print_json, quote, table
+from mesh.api.errors import ExitCode
+from mesh.cli.terminal import (
+    ARRAY,
+    DEADLINE,
+    DURATION,
+    NODES,
+    SIZE,
+    ago,
+    client,
+    job_path,
+    json_option,
+    lasting,
+    patience,
+    print_json,
+    quote,
+    table,
+)
 from mesh.client import Client
 
 OVER = {"done", "failed", "cancelled"}
 POLL_S = 0.3
+WATCH_S = 0.5
+UNHEARD_LOOKS = 10  # at the events of a job that is over, for the word of whoever ended it
+CANCEL_S = 15.0
 MOVE_S = 90.0  # the usual grace, a restore, and some
 
 _OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--gpus", type=click.IntRange(0, 4096), default=0, show_default=True, help="GPUs the job needs."),
-    click.option("--vram", type=SIZE, default=0, help="Memory each GPU must have, as 20g."),
+    click.option("--gpus", type=click.IntRange(0, 4096), help="GPUs the job needs (default 0; 1 with --gpu-share)."),
+    click.option(
+        "--gpu-share",
+        type=click.IntRange(1, 100),
+        help="Per cent of each GPU's time that the job is guaranteed (default 100: it has the GPU alone).",
+    ),
+    click.option(
+        "--gpu-share-limit",
+        type=click.IntRange(1, 100),
+        help="Per cent that it may use while others leave it idle (default: as --gpu-share).",
+    ),
+    click.option(
+        "--vram", type=SIZE, default=0, help="Memory each GPU must have, as 20g; of a share, the memory the job gets."
+    ),
     click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
     click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
     click.option("--image", help="Container image; without one the job is a plain process."),
@@ -51,6 +82,17 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Higher goes first; ten minutes of waiting are worth a point.",
     ),
     click.option("--after", multiple=True, metavar="JOB", help="Wait until this job is done. Repeatable."),
+    click.option(
+        "--retry-on",
+        multiple=True,
+        type=click.IntRange(1, 255),
+        metavar="CODE",
+        help="Forgive errors with this exit code only. Repeatable.",
+    ),
+    click.option("--deadline", type=DEADLINE, help="Fail it when it is not done by then: 6h, or 2026-12-01T08:00."),
+    click.option(
+        "--array", type=ARRAY, metavar="1-100%10", help="A job for each index ($MESH_ARRAY_INDEX), 10 at a time."
+    ),
     click.option("--max-time", type=DURATION, help="End it, with notice, when it has run this long in all."),
     click.option(
         "--on-partition",
@@ -58,6 +100,18 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         default="freeze",
         show_default=True,
         help="While cut off from its witnesses: stand still, or go on at the risk of doing it twice.",
+    ),
+    click.option(
+        "--nodes",
+        type=NODES,
+        default=(1, 1),
+        metavar="K|K..M",
+        help="Run on so many nodes at once, all or nothing, as torchrun expects it.",
+    ),
+    click.option(
+        "--home",
+        metavar="NODE|first|none",
+        help="Where it goes back to when that is free: a node, or where it ran first (default: your own, if it had to leave it).",
     ),
     click.option("--zone", help="Only nodes of this zone."),
     click.option(
@@ -67,7 +121,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 ]
 
 
-def _job_options(function: Any) -> Any:
+def job_options(function: Any) -> Any:
     for option in reversed(_OPTIONS):
         function = option(function)
     return click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)(function)
@@ -81,6 +135,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         if not equals or not key:
             raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env")
         env[key] = value
+    share = options["gpu_share"]
     return {
         "argv": list(command),
         "name": options["name"],
@@ -88,26 +143,35 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "workdir": None if options["no_workdir"] else str(Path(options["workdir"]).resolve()),
         "image": options["image"],
         "engine": options["engine"],
-        "gpus": options["gpus"],
+        "gpus": int(share is not None) if options["gpus"] is None else options["gpus"],
+        "gpu_share": 100 if share is None else share,
+        "gpu_share_limit": options["gpu_share_limit"],
         "vram_mib": options["vram"],
         "memory_mib": options["memory"],
         "cpus": options["cpus"],
         "zone": options["zone"],
+        "least_nodes": options["nodes"][0],
+        "most_nodes": options["nodes"][1],
         "ckpt": options["ckpt"],
         "ckpt_mode": options["ckpt_mode"],
         "ckpt_to": [name for name in (options["ckpt_to"] or "").split(",") if name],
         "replicas": options["replicas"],
         "grace_s": options["grace"],
         "retries": options["retries"],
+        "retry_on": list(options["retry_on"]),
+        "deadline_unix": options["deadline"],
+        "array": list(options["array"][0]) if options["array"] else [],
+        "array_limit": options["array"][1] if options["array"] else 0,
         "on_partition": options["on_partition"],
         "max_time_s": options["max_time"],
         "priority": options["priority"],
         "after": list(options["after"]),
+        "home": options["home"],
     }
 
 
-def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    order = make_order(command, options)
+def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: str) -> dict[str, Any]:
+    order = {**make_order(command, options), **more}
     with patience("packing the working directory and copying it to other nodes"):
         answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
     if answer["warning"]:
@@ -116,29 +180,42 @@ def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any]) -
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@_job_options
+@job_options
+@click.option("--out", metavar="DIR", help="Bring the job's published files to DIR when it is over.")
 @json_option
 @click.pass_context
-def submit(ctx: click.Context, /, command: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def submit(ctx: click.Context, /, command: tuple[str, ...], out: str | None, as_json: bool, **options: Any) -> None:
     """Submit COMMAND to the mesh. Prints the job's id; the rest goes to standard error."""
-    answer = _submit(client(ctx), command, options)
+    home = {"out": str(Path(out).resolve())} if out is not None else {}
+    answer = _submit(client(ctx), command, options, **home)
     if as_json:
         print_json(answer)
         return
     click.echo(answer["job"])
     short = answer["job"][:8]
     size = f" with {answer['workdir_bytes'] / 2**20:.1f} MiB of files" if answer["workdir_bytes"] else ""
-    click.echo(f"submitted{size}; {answer['witnesses']} nodes keep its record. Next:", err=True)
+    what = f"submitted {len(answer['jobs'])} jobs" if options["array"] else "submitted"
+    click.echo(
+        f"{what}{size}; {answer['witnesses']} nodes keep {'each' if options['array'] else 'its'} record. Next:",
+        err=True,
+    )
+    if options["array"]:
+        first = f"{short}_{options['array'][0][0]}"
+        for line in (f"mesh ps {short}", f"mesh logs -f {first}", f"mesh wait {short}", f"mesh cancel {short}"):
+            click.echo(f"  {line}", err=True)
+        return
     for line in (f"mesh logs -f {short}", f"mesh why {short}", f"mesh cancel {short}"):
         click.echo(f"  {line}", err=True)
 
 
 @click.command()
-@_job_options
+@job_options
 @click.option("--out", metavar="DIR", help="Fetch the job's published files into DIR when it is done.")
 @click.pass_context
 def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **options: Any) -> None:
     """Run COMMAND on the mesh and follow its output. Ctrl-C once: leave it running; twice: cancel it."""
+    if options["array"]:
+        raise click.UsageError("an array has many outputs to follow: use `mesh submit --array`, then `mesh logs`")
     daemon = client(ctx)
     job = _submit(daemon, command, options)["job"]
     click.echo(f"job {job[:8]} submitted", err=True)
@@ -193,38 +270,41 @@ def _follow(daemon: Client, job: str) -> None:
 
 
 @click.command()
+@click.argument("job", required=False)
 @click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too.")
 @json_option
 @click.pass_context
-def ps(ctx: click.Context, everything: bool, as_json: bool) -> None:
-    """List jobs, as this node knows them."""
-    answer = client(ctx).get("/v1/jobs")
-    shown = [job for job in answer["jobs"] if everything or job["state"] not in OVER]
+def ps(ctx: click.Context, job: str | None, everything: bool, as_json: bool) -> None:
+    """List jobs, as this node knows them; or only JOB, or the jobs of an array, ended or not."""
+    answer = client(ctx).get("/v1/jobs" + (f"?fits={quote(job)}" if job else ""))
+    shown = [row for row in answer["jobs"] if everything or job or row["state"] not in OVER]
     if as_json:
         print_json({**answer, "jobs": shown})
         return
     rows = []
-    for job in shown:
+    for row in shown:
         progress = "-"
-        if job["step"] is not None:
-            progress = f"{job['step']}/{job['of']}" if job["of"] else str(job["step"])
+        if row["step"] is not None:
+            progress = f"{row['step']}/{row['of']}" if row["of"] else str(row["step"])
         kept = "-"
-        if job["checkpoint"] is not None:
-            kept = f"{ago(job['checkpoint']['created_unix_ms'])} ago on {len(job['checkpoint']['holders'])}"
+        if row["checkpoint"] is not None:
+            kept = f"{ago(row['checkpoint']['created_unix_ms'])} ago on {len(row['checkpoint']['holders'])}"
+        array = row["array"]
         rows.append(
             [
-                job["job"][:8],
-                job["name"] or "-",
-                job["user"],
-                job["state"],
-                job["node"] or "-",
-                str(max(0, len(job["attempts"]) - 1)),
+                row["job"][:8] if array is None else f"{array['array'][:8]}_{array['index']}",
+                row["name"] or "-",
+                row["user"],
+                row["state"],
+                (row["node"] or "-") + (f" +{len(row['mates'])}" if row["mates"] else ""),
+                str(max(0, len(row["attempts"]) - 1)),
                 progress,
                 kept,
-                job["detail"] or job["command"],
+                lasting(row["at_risk_s"]) if row["at_risk_s"] else "-",
+                row["detail"] or row["command"],
             ]
         )
-    table(["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "COMMAND"], rows)
+    table(["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "AT RISK", "COMMAND"], rows)
 
 
 @click.command()
@@ -259,6 +339,17 @@ def why(ctx: click.Context, job: str, as_json: bool) -> None:
     click.echo(f"  its record is kept by {', '.join(answer['witnesses'])}")
     for attempt in answer["attempts"]:
         click.echo(f"  attempt {attempt['number']} on {attempt['node']}: {attempt['reason'] or 'under way'}")
+    if answer["heir"] is not None:
+        has = "has" if answer["warm"] else "does not have"
+        click.echo(f"  it would go to {answer['heir']} next, which {has} its last checkpoint")
+    if answer["submitted_by"]:
+        click.echo(f"  {answer['submitted_by']}")
+    placement = answer["placement"]
+    if placement["zone"] is not None:
+        click.echo(
+            f"  placed by zone first (since there were {placement['two_level_since']} nodes): zone "
+            f"{placement['zone'] or '(none)'}, coordinator {placement['coordinator'] or 'none'}"
+        )
     click.echo("for its next attempt: " + answer["explanation"][0])
     rows = [
         [str(place), candidate["nick"], str(candidate["weight"]), f"advert {candidate['advert_version']}"]
@@ -273,19 +364,24 @@ def why(ctx: click.Context, job: str, as_json: bool) -> None:
 @click.argument("job")
 @click.pass_context
 def cancel(ctx: click.Context, job: str) -> None:
-    """End a job. What it has published or saved so far stays readable."""
+    """End a job, or all jobs of an array. What it has published or saved so far stays readable."""
     daemon = client(ctx)
-    answer = daemon.post(f"{job_path(job)}/cancel")
-    if answer["already"]:
-        click.echo(f"job {answer['job'][:8]} is {answer['state']} already")
+    rows = daemon.post(f"{job_path(job)}/cancel")["jobs"]
+    asked = {row["job"] for row in rows if not row["already"]}
+    if not asked:
+        for row in rows:
+            click.echo(f"job {row['job'][:8]} is {row['state']} already")
         return
-    deadline = time.monotonic() + 15
-    while time.monotonic() < deadline:
-        if daemon.get(f"/v1/jobs/{answer['job']}")["job"]["state"] in OVER:
-            click.echo(f"job {answer['job'][:8]} cancelled")
-            return
+    deadline = time.monotonic() + CANCEL_S
+    left = asked
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
-    click.echo(f"job {answer['job'][:8]} is asked to end; it will when a majority of its witnesses can be reached")
+        states = {row["job"]: row["state"] for row in daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"]}
+        left = {asked_for for asked_for in asked if states.get(asked_for) not in OVER}
+    for ended in sorted(asked - left):
+        click.echo(f"job {ended[:8]} cancelled")
+    for still in sorted(left):
+        click.echo(f"job {still[:8]} is asked to end; it will when a majority of its witnesses can be reached")
 
 
 @click.command()
@@ -294,15 +390,18 @@ def cancel(ctx: click.Context, job: str) -> None:
 @json_option
 @click.pass_context
 def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
-    """Wait until all JOBS are over. Exits with the code of the first that did not end well."""
+    """Wait until all JOBS, or arrays, are over. Exits with the code of the first that did not end well."""
     daemon = client(ctx)
-    paths = [job_path(job) for job in jobs]
-    states = [daemon.get(path)["job"] for path in paths]
+
+    def look() -> list[dict[str, Any]]:
+        return [state for job in jobs for state in daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"]]
+
+    states = look()
     deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
-    with patience(f"waiting for {len(paths)} job{'' if len(paths) == 1 else 's'}"):
+    with patience(f"waiting for {len(states)} job{'' if len(states) == 1 else 's'}"):
         while any(state["outcome"] is None for state in states) and time.monotonic() < deadline:
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-            states = [daemon.get(f"/v1/jobs/{state['job']}")["job"] for state in states]
+            states = look()
     if as_json:
         print_json({"jobs": states})
     else:
@@ -383,6 +482,8 @@ def _what_is_left(plan: dict[str, Any]) -> str:
         step = f" at step {commit['step']}" if commit["step"] is not None else ""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan["checkpoint_unix_ms"] / 1000))
         where = f"checkpoint {commit['seq']}{step}, of {when}"
+    if plan["locked_out"]:
+        where += f" (which nobody could open now: {plan['locked_out']})"
     return (
         f"{', '.join(plan['lost'])} of the nodes that keep its record cannot be reached; left is the record of "
         f"{', '.join(plan['kept'])}.\nit would go on from {where}. A newer one may have been committed by the lost "
@@ -414,16 +515,32 @@ def _pull(daemon: Client, path: str, directory: str) -> dict[str, Any]:
 
 @click.command()
 @click.argument("job", required=False)
+@click.option("-w", "--watch", is_flag=True, help="Go on until the job is over, or Ctrl-C.")
 @json_option
 @click.pass_context
-def events(ctx: click.Context, job: str | None, as_json: bool) -> None:
-    """What this node saw happen, to one JOB or to all."""
-    answer = client(ctx).get("/v1/events" + (f"?job={quote(job)}" if job else ""))
-    if as_json:
-        print_json(answer)
-        return
-    for event in answer["events"]:
-        at = time.strftime("%H:%M:%S", time.localtime(event["unix_ms"] / 1000))
-        click.echo(f"{at}  {event['actor']:<12} {(event['job'] or '-')[:8]:<8}  {event['text']}")
-    if not answer["events"] and job:
-        raise MeshError("this node saw nothing of it", ExitCode.NOT_FOUND)
+def events(ctx: click.Context, job: str | None, watch: bool, as_json: bool) -> None:
+    """What happened to JOB, by the signed word of each node that had a part in it; or what this node saw, of any job."""
+    daemon, seen, unheard = client(ctx), set(), 0
+    path = "/v1/events" + (f"?job={quote(job)}" if job else "")
+    while True:
+        answer = daemon.get(path)
+        if as_json and not watch:
+            print_json(answer)
+            return
+        fresh = [event for event in answer["events"] if (event["node"], event["job"], event["seq"]) not in seen]
+        seen |= {(event["node"], event["job"], event["seq"]) for event in fresh}
+        for event in fresh:
+            click.echo(json.dumps(event) if as_json else _event_line(event))
+        if not watch or (job and any(event["kind"] == "end" for event in answer["events"])):
+            return
+        # Whoever ended it may be gone, and its last word with it.
+        unheard += bool(job and daemon.get(job_path(job))["job"]["outcome"])
+        if unheard > UNHEARD_LOOKS:
+            return
+        time.sleep(WATCH_S)
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event["unix_ms"] / 1000))
+    gap = "  (what it said before this is missing)" if event.get("gap") else ""
+    return f"{at}  {event['actor']:<12} {(event['job'] or '-')[:8]:<8}  {event['text']}{gap}"

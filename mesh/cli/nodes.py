@@ -11,6 +11,8 @@ from mesh.api.errors import MeshError
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, patience, print_json, table
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
+ZONE_NODES_SHOWN = 6
+
 
 @click.command()
 @click.option(
@@ -185,10 +187,14 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
 
 
 @click.command()
+@click.option("--zones", "by_zone", is_flag=True, help="The zones instead, with who coordinates each.")
 @json_option
 @click.pass_context
-def nodes(ctx: click.Context, as_json: bool) -> None:
+def nodes(ctx: click.Context, by_zone: bool, as_json: bool) -> None:
     """List the nodes of the mesh and what they lend."""
+    if by_zone:
+        _show_zones(client(ctx).get("/v1/zones"), as_json)
+        return
     answer = client(ctx).get("/v1/nodes")
     if as_json:
         print_json(answer)
@@ -197,7 +203,7 @@ def nodes(ctx: click.Context, as_json: bool) -> None:
     for node in answer["nodes"]:
         lends = "-"
         if node["lending"]:
-            parts = [f"{node['gpus_free']}/{len(node['gpus'])} GPUs"] if node["gpus"] else []
+            parts = [f"{_gpus_left(node):g}/{len(node['gpus'])} GPUs"] if node["gpus"] else []
             parts += [f"{node['slots_free']}/{node['slots']} slots"] if node["slots"] else []
             lends = ", ".join(parts)
         rows.append(
@@ -213,3 +219,26 @@ def nodes(ctx: click.Context, as_json: bool) -> None:
             ]
         )
     table(["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"], rows)
+
+
+def _gpus_left(node: dict[str, Any]) -> float:
+    """How many GPUs' time is free; time without memory is of no use."""
+    return sum(int(left["share"]) for left in node["gpu_room"] if left["vram_mib"]) / 100
+
+
+def _show_zones(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+        return
+    rows = [
+        [
+            row["zone"] or "(none)",
+            f"{len(row['nodes'])}: {', '.join(row['nodes'][:ZONE_NODES_SHOWN])}"
+            + (", ..." if len(row["nodes"]) > ZONE_NODES_SHOWN else ""),
+            str(row["weight"]),
+            row["coordinator"] or "-",
+            row["doing"],
+        ]
+        for row in answer["zones"]
+    ]
+    table(["ZONE", "NODES", "WEIGHT", "COORDINATOR", "NOW"], rows)

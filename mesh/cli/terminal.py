@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import Any
 
@@ -80,7 +81,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def ago(unix_ms: float) -> str:
     """How long since, in one short unit pair."""
-    seconds = max(0, int(time.time() - unix_ms / 1000))
+    return lasting(time.time() - unix_ms / 1000)
+
+
+def lasting(length_s: float) -> str:
+    """A duration in one short unit pair."""
+    seconds = max(0, int(length_s))
     for size, unit, below, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if seconds >= size:
             return f"{seconds // size}{unit}{seconds % size // below}{smaller}"
@@ -132,7 +138,70 @@ class Mebibytes(click.ParamType[int]):
         return mebibytes
 
 
-DURATION, SIZE = Duration(), Mebibytes()
+class Deadline(click.ParamType[float]):
+    """`6h` from now, or a local date and time; gives Unix seconds."""
+
+    name = "deadline"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        with suppress(ValueError):
+            return time.time() + parse_duration(value)
+        try:
+            return time.mktime(time.strptime(value.replace(" ", "T"), "%Y-%m-%dT%H:%M"))
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is neither a duration (6h) nor a time (2026-12-01T08:00)", param, ctx)
+
+
+class Array(click.ParamType[tuple[tuple[int, ...], int]]):
+    """Slurm's way of writing many indices: `1-100`, `0-30:10`, `1,3,7`, and `%10` for ten at a time; gives both."""
+
+    name = "array"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, ...], int]:
+        if isinstance(value, tuple):
+            return value
+        found = re.fullmatch(
+            r"(\d{1,9}(?:-\d{1,9}(?::\d{1,9})?)?(?:,\d{1,9}(?:-\d{1,9}(?::\d{1,9})?)?)*)(?:%(\d{1,4}))?", value
+        )
+        if found is None or (found[2] is not None and int(found[2]) == 0):
+            self.fail(
+                f"{value!r} is no array: write 1-100, 0-30:10, 1,3,7, and %10 after it for ten at a time", param, ctx
+            )
+        indices: dict[int, None] = {}
+        for part in found[1].split(","):
+            span, _, step = part.partition(":")
+            first, _, last = span.partition("-")
+            if step and int(step) == 0:
+                self.fail(f"{part!r} goes nowhere: its step is 0", param, ctx)
+            chosen = range(int(first), int(last or first) + 1, int(step or 1))
+            if not chosen or len(chosen) + len(indices) > ARRAY_LIMIT:
+                self.fail(f"{value!r} has {'no' if not chosen else 'too many'} indices: 1 to {ARRAY_LIMIT}", param, ctx)
+            indices.update(dict.fromkeys(chosen))
+        return tuple(indices), int(found[2] or 0)
+
+
+class Nodes(click.ParamType[tuple[int, int]]):
+    """`4`, or `2..4` for at least two and at most four."""
+
+    name = "nodes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        found = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", value)
+        if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+            self.fail(
+                f"{value!r} is no number of nodes: write 4, or 2..4 for at least two and at most four", param, ctx
+            )
+        return int(found[1]), int(found[2] or found[1])
+
+
+ARRAY_LIMIT = 1000
+DURATION, SIZE, DEADLINE, ARRAY, NODES = Duration(), Mebibytes(), Deadline(), Array(), Nodes()
 
 
 def _coloured() -> bool:

@@ -20,7 +20,7 @@ import docker.errors
 import docker.types
 import requests
 
-from mesh.engine.descent import children_of
+from mesh.engine.descent import descendants_of
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch, contract_env
 from mesh.engine.process import catches
 from mesh.engine.warden import Warden
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 class DockerEngine:
     name = "docker"
+    own_root = True
 
     def __init__(self, node: str) -> None:
         """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash."""
@@ -87,11 +88,12 @@ class DockerEngine:
     def _start(self, launch: Launch) -> "DockerGuest":
         image = self._image(launch.image or "")
         directories = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
+        mounts = launch.injection.mounts
         user = f"{os.getuid()}:{os.getgid()}"
         if os.getuid() == 0:
             user = f"{GUEST_UID}:{GUEST_UID}"
-            for directory in directories:
-                _give(Path(directory))
+            for path in (*map(Path, directories), *(mount.source for mount in mounts if not mount.read_only)):
+                _give(path)
         devices = []
         if launch.gpu_uuids:
             wanted = [["gpu", "compute", "utility"]]
@@ -103,6 +105,10 @@ class DockerEngine:
             "working_dir": WORK,
             "user": user,
             "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in directories.items()},
+            "mounts": [
+                docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
+                for mount in mounts
+            ],
             "labels": {LABEL_NODE: self._node, LABEL_JOB: launch.job},
             "cap_drop": ["ALL"],
             "security_opt": ["no-new-privileges"],
@@ -177,8 +183,20 @@ class DockerGuest:
     async def wait(self) -> Exit:
         return await asyncio.shield(asyncio.wrap_future(self._end))
 
+    async def catches_term(self) -> bool:
+        return await self._run(self._catches_term)
+
     async def terminate(self) -> bool:
-        return await self._run(self._terminate)
+        caught = await self.catches_term()
+        if caught:
+            await self._run(lambda: self._quietly(lambda: self._container.kill(signal="SIGTERM")))
+        return caught
+
+    async def pids(self) -> frozenset[int]:
+        return await self._run(self._pids)
+
+    async def stands_still(self) -> bool:
+        return bool(await self._run(self._is_paused))
 
     def allow_until(self, boot_s: float) -> None:
         self._warden.allow_until(self._container.id, boot_s)
@@ -216,20 +234,25 @@ class DockerGuest:
             self._container.remove(force=True)
         return Exit(code=int(status["StatusCode"]), oom=oom)
 
-    def _terminate(self) -> bool:
+    def _is_paused(self) -> bool:
+        try:
+            self._container.reload()
+        except docker.errors.APIError:
+            return True
+        state = self._container.attrs["State"]
+        return bool(state.get("Paused")) or not state.get("Running")
+
+    def _catches_term(self) -> bool:
+        return any(catches(pid, signal.SIGTERM) for pid in self._pids())
+
+    def _pids(self) -> frozenset[int]:
+        """The first one, which adopts whatever is orphaned in the container, and all that descend from it."""
         try:
             self._container.reload()
             first = int(self._container.attrs["State"]["Pid"])
-        except (docker.errors.APIError, KeyError):
-            return False
-        queue = [first]
-        while queue:
-            pid = queue.pop()
-            if catches(pid, signal.SIGTERM):
-                self._quietly(lambda: self._container.kill(signal="SIGTERM"))
-                return True
-            queue.extend(children_of(pid))
-        return False
+        except (docker.errors.APIError, requests.RequestException, KeyError):
+            return frozenset()
+        return frozenset({first, *descendants_of(first)} if first else ())
 
     @staticmethod
     def _quietly(work: Callable[[], object]) -> None:

@@ -5,6 +5,9 @@ from typing import Protocol
 
 import msgspec
 
+from cuda_guard.guard import Mount
+from placement.advert import WHOLE, Portion
+
 
 class EngineError(RuntimeError):
     """A guest could not be started or handled; the text says why and what to do next."""
@@ -18,11 +21,20 @@ class BadImage(EngineError):
     """The image is not on this node."""
 
 
+class Injection(msgspec.Struct, frozen=True):
+    """What its node puts between a guest and its GPUs: variables for one that sees the machine's own files, mounts for one
+    with a root of its own."""
+
+    env: dict[str, str] = {}
+    mounts: tuple[Mount, ...] = ()
+
+
 class Launch(msgspec.Struct, frozen=True):
     """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
 
     `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
-    `until`: see `Guest.allow_until`.
+    `gpus` are the portions it was given, of which it may have up to `gpu_share_limit` per cent of the time. `until`: see
+    `Guest.allow_until`.
     """
 
     job: str
@@ -38,10 +50,16 @@ class Launch(msgspec.Struct, frozen=True):
     grace_s: float
     resume: str | None = None
     image: str | None = None
-    gpu_uuids: tuple[str, ...] = ()
+    gpus: tuple[Portion, ...] = ()
+    gpu_share_limit: int = WHOLE
+    injection: Injection = Injection()
     memory_mib: int | None = None
     cpus: float | None = None
     until: float = math.inf
+
+    @property
+    def gpu_uuids(self) -> tuple[str, ...]:
+        return tuple(portion.uuid for portion in self.gpus)
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -65,8 +83,20 @@ class Guest(Protocol):
 
     async def wait(self) -> Exit: ...
 
+    async def catches_term(self) -> bool:
+        """Whether anything of it catches SIGTERM now, by the kernel's account."""
+        ...
+
     async def terminate(self) -> bool:
         """Send SIGTERM if the guest catches it; whether it does."""
+        ...
+
+    async def pids(self) -> frozenset[int]:
+        """All of its processes, as this machine numbers them."""
+        ...
+
+    async def stands_still(self) -> bool:
+        """Whether nothing of it runs now, because it may not."""
         ...
 
     def allow_until(self, boot_s: float) -> None:
@@ -80,7 +110,10 @@ class Guest(Protocol):
 
 
 class Engine(Protocol):
+    """`own_root`: its guests have a root file system of their own, not the machine's."""
+
     name: str
+    own_root: bool
 
     async def availability(self) -> Availability: ...
 

@@ -19,7 +19,7 @@ import signal
 import sys
 
 from mesh.engine.alarm import Alarm, boot_s
-from mesh.engine.descent import children_of
+from mesh.engine.descent import children_of, descendants_of
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
@@ -199,13 +199,7 @@ def end_session_children() -> None:
 
 def _descendants(first: int) -> set[int]:
     """Every process of the job: what descends from us, but for process 1 of the guest."""
-    found: set[int] = set()
-    queue = [os.getpid()]
-    while queue:
-        children = [pid for pid in children_of(queue.pop()) if pid not in found]
-        found.update(children)
-        queue.extend(children)
-    return found - {first}
+    return descendants_of(os.getpid()) - {first}
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

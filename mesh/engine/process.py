@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mesh.engine.alone import alone
-from mesh.engine.descent import children_of
+from mesh.engine.descent import children_of, descendants_of
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
@@ -23,6 +23,7 @@ KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
 
 class ProcessEngine:
     name = "process"
+    own_root = False
 
     def __init__(self, *, namespaces: bool = True) -> None:
         self._namespaces = namespaces
@@ -41,6 +42,7 @@ class ProcessEngine:
     async def start(self, launch: Launch) -> Guest:
         env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
+        env |= _injected(launch.injection.env, env)
         path = env.get("PATH", os.defpath)
         command = launch.argv[0]
         if "/" not in command and shutil.which(command, path=path) is None:
@@ -109,14 +111,27 @@ class ProcessGuest:
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
 
+    async def catches_term(self) -> bool:
+        return any(catches(pid, signal.SIGTERM) for pid in self._pids())
+
     async def terminate(self) -> bool:
-        caught = False
-        for pid in self._pids():
-            if catches(pid, signal.SIGTERM):
-                caught = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-        return caught
+        catching = [pid for pid in self._pids() if catches(pid, signal.SIGTERM)]
+        for pid in catching:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        return bool(catching)
+
+    async def pids(self) -> frozenset[int]:
+        """Also of those that it has orphaned, which its watcher adopts where it has no namespace."""
+        process = self._process
+        return (
+            frozenset(descendants_of(process.pid))
+            if process is not None and process.returncode is None
+            else frozenset()
+        )
+
+    async def stands_still(self) -> bool:
+        return all(state_of(pid) in "TtZX" for pid in self._pids())
 
     def allow_until(self, boot_s: float) -> None:
         if self._daemon_end >= 0:
@@ -182,6 +197,21 @@ def catches(pid: int, signum: int) -> bool:
     except OSError:
         pass
     return False
+
+
+def state_of(pid: int) -> str:
+    """A process's state as `ps` shows it; X once it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+    """What the job itself wants loaded into its programs comes after what its node does."""
+    if "LD_PRELOAD" not in more or not env.get("LD_PRELOAD"):
+        return more
+    return {**more, "LD_PRELOAD": f"{more['LD_PRELOAD']}:{env['LD_PRELOAD']}"}
 
 
 def _probe_isolation() -> str:

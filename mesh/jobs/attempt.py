@@ -12,22 +12,27 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
+from ckptstore.effort import Effort
 from ckptstore.errors import SaveTorn, StoreError
-from ckptstore.store import Store
+from ckptstore.manifest import Kind
+from ckptstore.store import SavedManifest, Store
+from ckptstore.vault import Vault
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
-from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree, resume_of
-from mesh.jobs.contract import Progress, decode_progress
+from mesh.engine.notice import give_notice
+from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree
+from mesh.jobs.contract import Progress, decode_progress, gang_env
 from mesh.jobs.courier import Courier, FetchError
+from mesh.jobs.custody import Custody
 from mesh.jobs.effects import SaveCheckpoint, SaveResult
-from mesh.jobs.ledger import Ledger
-from mesh.jobs.runner import (
+from mesh.jobs.keyring import NoKey
+from mesh.jobs.ledger import Commit, Ledger
+from mesh.jobs.messages import Post
+from mesh.jobs.reports import (
     CheckpointFailed,
     CheckpointFound,
     CheckpointStored,
@@ -39,24 +44,21 @@ from mesh.jobs.runner import (
     RunnerEvent,
 )
 from mesh.jobs.spec import JobSpec, format_job
+from mesh.jobs.stake import Stake
+from placement.advert import Portion
+from placement.allotment import percent
 
 POLL_S = 0.25  # of the checkpoint directory and the progress file; ours
 LOG_KEPT_BYTES = 256 * 1024  # of each attempt's log, in checkpoints and results; the whole stays readable while it runs
 TORN_RETRIES = 5
+HEEDS_EVERY = 8  # looks at the files: a guest that catches nothing may yet come to
+FULL_BYTES = 1 << 20  # free space below which a program's writes fail, sooner or later; ours
 
 log = logging.getLogger(__name__)
 
 
-class Custody(msgspec.Struct, frozen=True):
-    """Who the checkpoint is signed for and who may hold it; asked anew at each save."""
-
-    config: int
-    term: int
-    fallback: tuple[bytes, ...]
-
-
 class Attempt:
-    """`tell` hands an event to the runner core; `custody` says where replicas may go now."""
+    """`tell` hands an event to the runner core; `custody` says where replicas may go now; `say` is for the user."""
 
     def __init__(
         self,
@@ -66,25 +68,34 @@ class Attempt:
         base: Path,
         log_path: Path,
         engine: Engine,
-        gpu_uuids: tuple[str, ...],
+        portions: tuple[Portion, ...],
         nick: str,
         store: Store,
         courier: Courier,
         seal: Callable[[bytes], bytes],
         custody: Callable[[], Custody],
+        vault: Callable[[], Awaitable[Vault | None]],
         tell: Callable[[RunnerEvent], None],
+        say: Callable[..., None] = lambda text, new="": None,
     ) -> None:
         self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
         self.progress: Progress | None = None
         self.note = ""
-        self._gpu_uuids, self._nick = gpu_uuids, nick
+        self.heeds_notice: bool | None = None  # None until it was looked
+        self.portions = portions  # of its GPUs
+        self._nick = nick
         self._store, self._courier, self._seal = store, courier, seal
-        self._custody, self._tell = custody, tell
+        self._custody, self._open_vault, self._tell, self._say = custody, vault, tell, say
+        self._vault: Vault | None = None
+        self._stood_in = ""
         self._guest: Guest | None = None
         self._until = 0.0
         self._allowed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._effort = Effort()
+        self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn)
+        self._holders: tuple[bytes, ...] = ()  # of its last checkpoint
         self._saved_key: object = None
         self._found_key: object = None
         self._exit_was_clean = False
@@ -94,8 +105,8 @@ class Attempt:
 
     # --- what the runner core orders
 
-    def launch(self, ledger: Ledger) -> None:
-        self._spawn(self._launch(ledger), "launch")
+    def launch(self, ledger: Ledger, post: Post | None) -> None:
+        self._spawn(self._launch(ledger, post), "launch")
 
     def save(self, order: SaveCheckpoint) -> None:
         self._spawn(self._save(order), "save checkpoint")
@@ -131,15 +142,14 @@ class Attempt:
 
     # --- starting
 
-    async def _launch(self, ledger: Ledger) -> None:
+    async def _launch(self, ledger: Ledger, post: Post | None) -> None:
         try:
+            self._vault = await self._open_vault()
             await self._prepare(ledger)
-        except (FetchError, StoreError, OSError) as error:
+        except (FetchError, NoKey, StoreError, OSError) as error:
             self._tell(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
             return
-        resume = None
-        if self.spec.checkpointing is not None:
-            resume = resume_of(self.base / "ckpt", self.spec.checkpointing)
+        resume = await asyncio.to_thread(self._resume, ledger.commit)
         while boot_s() >= self._until:  # fetching its files can outlast the lease
             self._allowed.clear()
             await self._allowed.wait()
@@ -147,7 +157,7 @@ class Attempt:
             job=format_job(self.job),
             attempt=self.number,
             argv=self.spec.argv,
-            env=self.spec.env,
+            env=self._env(post),
             work_dir=str(self.base / "work"),
             ckpt_dir=str(self.base / "ckpt"),
             out_dir=str(self.base / "out"),
@@ -157,7 +167,8 @@ class Attempt:
             grace_s=self.spec.grace_s,
             resume=resume,
             image=self.spec.image,
-            gpu_uuids=self._gpu_uuids,
+            gpus=self.portions,
+            gpu_share_limit=self.spec.gpu_share_limit,
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
             until=self._until,
@@ -173,26 +184,44 @@ class Attempt:
             return
         self._guest.allow_until(self._until)  # the lease has gone on while it started
         self._started = True
-        self._tell(GuestStarted(ledger.commit.step if ledger.commit is not None else None))
+        step = ledger.commit.step if ledger.commit is not None else None
+        self._stake.began(boot_s(), ledger.commit is not None, step)
+        self._tell(GuestStarted(step))
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
 
+    def _env(self, post: Post | None) -> dict[str, str]:
+        env, array = dict(self.spec.env), self.spec.array
+        if array is not None:
+            env |= {"MESH_ARRAY_ID": format_job(array.array), "MESH_ARRAY_INDEX": str(array.index)}
+            env["MESH_ARRAY_COUNT"] = str(array.of)
+        return env if post is None else env | gang_env(post)
+
+    def _resume(self, commit: Commit | None) -> str | None:
+        """Which of the restored entries the guest is to go on from: the one that was the newest when they were saved."""
+        if commit is None or self.spec.checkpointing is None:
+            return None
+        newest = self._store.manifest(commit.manifest).open(self._vault).note.get("resume", "")
+        inside = newest not in {".", ".."} and "/" not in newest and (self.base / "ckpt" / newest).exists()
+        return newest if inside else None
+
     async def _prepare(self, ledger: Ledger) -> None:
         """Directories as the guest will find them: working directory, last checkpoint, earlier logs."""
-        base = self.base
+        base, vault = self.base, self._vault
         if base.exists():
             await asyncio.to_thread(shutil.rmtree, base)
         for name in ("out", "ctl"):
             (base / name).mkdir(parents=True)
         if self.spec.workdir is not None:
             await self._courier.fetch(self.spec.workdir, [*self.spec.workdir_holders, *self._custody().fallback])
-            await asyncio.to_thread(self._store.restore, self.spec.workdir, base / "work", prefix="work")
+            await asyncio.to_thread(self._store.restore, self.spec.workdir, base / "work", prefix="work", vault=vault)
         (base / "work").mkdir(exist_ok=True)
         commit = ledger.commit
         if commit is not None:
             await self._courier.fetch(commit.manifest, [*commit.holders, *self._custody().fallback])
-            await asyncio.to_thread(self._store.restore, commit.manifest, base / "ckpt", prefix="ckpt")
-            await asyncio.to_thread(self._store.restore, commit.manifest, base / "logs", prefix="log")
+            kept = commit.manifest
+            for place, prefix in (("ckpt", "ckpt"), ("logs", "log")):
+                await asyncio.to_thread(self._store.restore, kept, base / place, prefix=prefix, vault=vault)
         (base / "ckpt").mkdir(exist_ok=True)
         (base / "logs").mkdir(exist_ok=True)
         if self.spec.checkpointing is not None:
@@ -209,18 +238,29 @@ class Attempt:
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
             self._tell(Progressed(self.progress.step))
-        self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done))
+        fault = "its node's disk is full" if end.code and self._disk_is_full() else ""
+        self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))
+
+    def _disk_is_full(self) -> bool:
+        return shutil.disk_usage(self.base).free < FULL_BYTES
 
     async def _watch_files(self) -> None:
+        looks = 0
         while True:
             await asyncio.sleep(POLL_S)
-            if self._read_progress() and self.progress is not None:
-                self._tell(Progressed(self.progress.step))
+            looks += 1
+            if not self.heeds_notice and looks % HEEDS_EVERY == 0 and self._guest is not None:
+                self.heeds_notice = self._watches_notices() or await self._guest.catches_term()
+            self._hear_progress()
             if self.spec.checkpointing is not None:
                 tree = await asyncio.to_thread(self._committed, False)
                 if tree is not None and tree.key not in (self._saved_key, self._found_key):
                     self._found_key = tree.key
                     self._tell(CheckpointFound())
+
+    def _hear_progress(self) -> None:
+        if self._read_progress() and self.progress is not None:
+            self._tell(Progressed(self.progress.step))
 
     def _read_progress(self) -> bool:
         """Whether the progress file says something new; a broken one says nothing."""
@@ -252,35 +292,38 @@ class Attempt:
         assert self.spec.checkpointing is not None
         rules = self.spec.checkpointing
         for remaining in reversed(range(TORN_RETRIES)):
+            self._hear_progress()  # a program tells its step before it saves it
             tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean)
             if tree is None or tree.key == self._saved_key:
                 return CheckpointStored(None, (), None)
             step = self.progress.step if self.progress is not None else None
             logs = await asyncio.to_thread(self._log_snapshot)
             custody = self._custody()
+            idle_cores = (os.cpu_count() or 1) - os.getloadavg()[0]
+            encoding = self._effort.pays(self._courier.bandwidth.mean_bps(self._holders), idle_cores)
+            begun, begun_boot_s = time.monotonic(), boot_s()
             try:
-                saved = await asyncio.to_thread(
-                    self._store.save,
-                    {**tree.roots, "log": logs},
-                    job=self.job,
-                    config=custody.config,
-                    term=custody.term,
-                    seq=order.seq,
-                    parent=order.parent,
-                    kind="checkpoint",
-                    created_unix=int(time.time()),
-                    seal=self._seal,
-                    note={"resume": tree.resume},
-                )
+                roots = {**tree.roots, "log": logs}
+                saved = await self._keep("checkpoint", roots, order, custody, tree.resume, encoding)
             except SaveTorn:
                 if not remaining:
                     raise
                 await asyncio.sleep(POLL_S)
                 continue
-            copies = await self._courier.replicate(saved.id, rules.to, custody.fallback, rules.replicas)
+            if encoding:
+                self._effort.learn(saved.raw_bytes, saved.new_bytes, time.monotonic() - begun, idle_cores)
+            copies = await self._courier.replicate(
+                saved.id, rules.to, custody.fallback, rules.replicas, custody.gone, self._stake
+            )
+            self._holders = copies.holders
             if not copies.holders and rules.replicas and custody.fallback:
                 raise StoreError(f"no other node took it: {copies.short}")
-            self.note = copies.short
+            self._stake.stored(begun_boot_s, step)
+            words = custody.told(copies.stand_ins)
+            if words != self._stood_in:
+                self._stood_in = words
+                self._say(words or "the nodes chosen for checkpoints hold them again", "stand-in")
+            self.note = "; ".join(filter(None, [words, copies.short]))
             self._saved_key = self._found_key = tree.key
             return CheckpointStored(saved.id, copies.holders, step)
         raise SaveTorn("the checkpoint directory would not stand still")
@@ -288,27 +331,44 @@ class Attempt:
     async def _save_result(self, order: SaveResult) -> None:
         custody = self._custody()
         try:
+            self._vault = await self._open_vault()  # it may never have come to start
             logs = await asyncio.to_thread(self._log_snapshot)
             roots = {"log": logs}
             if (self.base / "out").is_dir():
                 roots["out"] = self.base / "out"
-            saved = await asyncio.to_thread(
-                self._store.save,
-                roots,
-                job=self.job,
-                config=custody.config,
-                term=custody.term,
-                seq=order.seq,
-                parent=order.parent,
-                kind="result",
-                created_unix=int(time.time()),
-                seal=self._seal,
-            )
+            saved = await self._keep("result", roots, order, custody)
             chosen = self.spec.checkpointing.to if self.spec.checkpointing is not None else ()
-            copies = await self._courier.replicate(saved.id, chosen, custody.fallback, 2)
+            copies = await self._courier.replicate(saved.id, chosen, custody.fallback, 2, custody.gone, self._stake)
             self._tell(ResultStored(saved.id, copies.holders))
-        except (StoreError, OSError) as error:
+        except (NoKey, StoreError, OSError) as error:
             self._tell(ResultStored(None, (), f"its files could not be kept: {error}"))
+
+    async def _keep(
+        self,
+        kind: Kind,
+        roots: dict[str, Path],
+        order: SaveCheckpoint | SaveResult,
+        custody: Custody,
+        resume: str | None = None,
+        encoding: bool = True,
+    ) -> SavedManifest:
+        """Into this node's own store."""
+        return await asyncio.to_thread(
+            self._store.save,
+            roots,
+            job=self.job,
+            config=custody.config,
+            term=custody.term,
+            seq=order.seq,
+            parent=order.parent,
+            kind=kind,
+            created_unix=int(time.time()),
+            seal=self._seal,
+            note=None if resume is None else {"resume": resume},
+            encoding=encoding,
+            vault=self._vault,
+            user=self.spec.user,
+        )
 
     def _log_snapshot(self) -> Path:
         """A still copy of the logs, the end of each: the live one grows while it would be read."""
@@ -325,6 +385,8 @@ class Attempt:
 
     async def _notify(self, kind: str, grace_s: float, reason: str) -> None:
         self._notices += 1
+        if kind == "vacate":
+            self._stake.noticed(boot_s(), grace_s)
         notice = {
             "seq": self._notices,
             "kind": kind,
@@ -337,13 +399,18 @@ class Attempt:
         temporary.rename(self.base / "ctl" / "notice.json")
         if kind != "vacate" or self._guest is None:
             return
-        caught = await self._guest.terminate()
-        if not caught and not await asyncio.to_thread(self._watches_notices):
+        if not await give_notice(self._guest, self._until, self._watches_notices):
             # Nobody would act on it: the last checkpoint is all there will be, so the owner need not wait.
             await self._guest.kill()
 
+    def _warn(self, text: str) -> None:
+        """Of a last checkpoint that is likely to be late."""
+        self.note = text
+        self._say(text, "late")
+
     def _watches_notices(self) -> bool:
         """Whether the job has shown that it reads its control directory (it wrote progress there)."""
+        self._read_progress()
         return self.progress is not None
 
     def _spawn(self, work: object, name: str) -> None:

@@ -37,7 +37,7 @@ def committed_tree(
         return _stable(directory, rules, now_unix, ended)
     entries = []
     for path in directory.iterdir():
-        if _unfinished(path.name) or (rules.mode == "marker" and not (path / MARKER).is_file()):
+        if unfinished(path.name) or (rules.mode == "marker" and not (path / MARKER).is_file()):
             continue
         with suppress(FileNotFoundError):  # the guest prunes old ones while we look
             info = path.stat()
@@ -52,33 +52,18 @@ def committed_tree(
     )
 
 
-def resume_of(directory: Path, rules: Checkpointing) -> str | None:
-    """Where a restored checkpoint directory is to be resumed from, relative to it; None if it is empty."""
-    if rules.mode == "stable":
-        return "" if any(directory.iterdir()) else None
-    names = [path.name for path in directory.iterdir() if not _unfinished(path.name)]
-    # Restored entries have new times; their names sort as the guest numbered them.
-    return max(names, key=_natural) if names else None
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    import re
-
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool) -> CommittedTree | None:
     key: list[tuple[str, int, int]] = []
     newest = 0.0
     with suppress(FileNotFoundError):
         for path in _walk(directory):
-            if _unfinished(path.name):
+            if unfinished(path.name):
                 return None
             info = path.lstat()
             newest = max(newest, info.st_mtime, info.st_ctime)
             key.append((str(path.relative_to(directory)), info.st_mtime_ns, info.st_size))
         settled = ended or now_unix - newest >= rules.stable_s
-        if key and settled and (ended or not _open_for_writing(directory)):
+        if key and settled and (ended or not open_for_writing(directory)):
             return CommittedTree(roots={"ckpt": directory}, resume="", key=tuple(key))
     return None
 
@@ -89,11 +74,11 @@ def _walk(directory: Path) -> Iterator[Path]:
             yield Path(parent) / name
 
 
-def _unfinished(name: str) -> bool:
+def unfinished(name: str) -> bool:
     return name.startswith(".") or name.endswith(_UNFINISHED_SUFFIXES) or name in _SENTINELS
 
 
-def _open_for_writing(directory: Path) -> bool:
+def open_for_writing(directory: Path) -> bool:
     """Whether any process we may look into has a file below `directory` open for writing."""
     prefix = f"{directory}/"
     for process in Path("/proc").iterdir():

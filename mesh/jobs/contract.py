@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from mesh.jobs.messages import Post
+
 EXIT_CHECKPOINTED = 85  # HTCondor's ERESTART: state is saved, run me again
 EXIT_TEMPFAIL = 75  # sysexits.h EX_TEMPFAIL: this node is no good, try another
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # POSIX shells
@@ -62,6 +64,16 @@ def decode_progress(data: bytes) -> Progress | None:
         return _progress_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+def gang_env(post: Post) -> dict[str, str]:
+    """The environment of one guest of a gang: ours, that of `torch.distributed` for one process a node, and torchrun's own
+    (`PET_*` are the defaults of its options)."""
+    rank, size, port = str(post.rank), str(post.size), str(post.port)
+    ours = {"MESH_NODE_RANK": rank, "MESH_NODES": size}
+    process = {"MASTER_ADDR": post.host, "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": size}
+    torchrun = {"NODE_RANK": rank, "NNODES": size, "MASTER_ADDR": post.host, "MASTER_PORT": port}
+    return ours | process | {f"PET_{name}": value for name, value in torchrun.items()}
 
 
 def describe_exit(code: int, oom: bool) -> str:

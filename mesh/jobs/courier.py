@@ -1,27 +1,41 @@
 """Carries checkpoints between stores: the I/O around `ckptstore.replication` and `ckptstore.fetch`.
 
 A copy is: ask which chunks are missing, stream those, hand over the manifest; the peer answers only after its fsync. A fetch
-is the same backwards, from several holders at once. Sending again sends only what is missing.
+is the same backwards, from several holders at once. Sending again sends only what is missing. A copy goes in the background
+unless its job has to leave (`departures.py`).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 
 import msgspec
 
+from ckptstore.bandwidth import Bandwidth
 from ckptstore.errors import CorruptChunk, StoreError
-from ckptstore.fetch import Fetch, Fetched, Request
+from ckptstore.fetch import Cancel, Fetch, Fetched, Request
 from ckptstore.manifest import decode_manifest
+from ckptstore.pacing import Background, Pace
+from ckptstore.questions import Order, Question, decode_ids, encode_order, encode_question
 from ckptstore.receiver import stream_bytes
-from ckptstore.replication import Ask, Replication, Settled
+from ckptstore.replication import Ask, Replication, Settled, StandIn
 from ckptstore.store import Store
 from membership.identity import NodeId, short_id
 from mesh.api.peer import PeerClient, PeerError
+from mesh.api.refusals import Refusals
+from mesh.api.streams import IDLE_S, fed, sliced
+from mesh.api.wire import Lane, Wire
+from mesh.engine.alarm import boot_s
+from mesh.jobs.departures import Departure, Departures, Stream
+from mesh.jobs.stake import Stake, Urgency
 
 COPY_TIMEOUT_S = 3600.0
-IDLE_TIMEOUT_S = 20.0  # a stream that stands still this long is broken
+LOOK_S = 0.5  # at copies under way: notice may have come, and its deadline passed; ours
+SLOW_AFTER_S, SLOW_BYTES_S = 5.0, 1 << 20  # slower than a tenth of Fast Ethernet, another peer is asked besides; ours
+
+Pulled = tuple[list[bytes], asyncio.Task[int]]  # the chunks that have come, and what makes them durable
 
 log = logging.getLogger(__name__)
 
@@ -33,32 +47,144 @@ class FetchError(RuntimeError):
 class Replicated(msgspec.Struct, frozen=True):
     holders: tuple[NodeId, ...]
     short: str
-    stand_ins: tuple[NodeId, ...]
+    stand_ins: tuple[StandIn, ...]
+
+
+class Way:
+    """One copy to one peer: in the background, or as a part of a departure."""
+
+    def __init__(self, departure: Departure | None = None) -> None:
+        self._departure = departure
+        self._stack = ExitStack()
+        self._lane: Lane | None = None
+        self._stream: Stream | None = None
+        self._size = 0
+        self._promised_bps: float | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is this node, not the peer, that keeps it from being faster."""
+        waits = self._stream is not None and self._stream.waits
+        return waits or (self._lane is not None and self._lane.held)
+
+    @property
+    def stood_aside(self) -> bool:
+        return self._stream is not None and self._stream.stood_aside
+
+    @contextmanager
+    def lane(self, wire: Wire, size: int, promised_bps: float | None) -> Iterator[Lane]:
+        """Its stream begins: so many bytes, to a peer that has nearly always taken so many a second."""
+        self._size, self._promised_bps = size, promised_bps
+        try:
+            with self._stack:
+                self._lane = wire.lane(self._pace(0))
+                yield self._lane
+        finally:
+            self._lane = self._stream = None
+
+    def hurry(self, departure: Departure) -> None:
+        """There is notice."""
+        self._departure = departure
+        if self._lane is not None:
+            self._lane.pace = self._pace(self._lane.sent)
+            self._lane.tick()
+
+    async def in_turn(self, pieces: AsyncIterator[memoryview]) -> AsyncIterator[memoryview]:
+        async for piece in pieces:
+            if self._stream is not None:
+                await self._stream.turn()
+            yield piece
+        if self._stream is not None:
+            self._stream.rests()
+
+    def _pace(self, sent: int) -> Pace:
+        if self._departure is None:
+            return Background()
+        self._stream = self._stack.enter_context(self._departure.stream(self._size, self._promised_bps, sent))
+        return self._stream.pace
+
+
+class Copies:
+    """Of one checkpoint to several peers, under way."""
+
+    def __init__(self, departures: Departures) -> None:
+        self._departures = departures
+        self._stack = ExitStack()
+        self._departure: Departure | None = None
+        self.ways: dict[NodeId, Way] = {}
+
+    def __enter__(self) -> "Copies":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def way(self, peer: NodeId) -> Way:
+        self.ways[peer] = Way(self._departure)
+        return self.ways[peer]
+
+    def hurry(self, urgency: Urgency) -> None:
+        """All of them must be there by its deadline."""
+        if self._departure is None:
+            self._departure = self._stack.enter_context(self._departures.departure(urgency))
+            for way in self.ways.values():
+                way.hurry(self._departure)
+
+    @property
+    def over(self) -> bool:
+        """Whether its deadline has passed."""
+        return self._departure is not None and boot_s() >= self._departure.urgency.deadline_s
 
 
 class Courier:
     def __init__(self, peers: PeerClient, store: Store) -> None:
         self._peers = peers
         self._store = store
+        self.bandwidth = Bandwidth()
+        self.refusals = Refusals()
+        self._departures = Departures()
 
     async def replicate(
-        self, manifest: bytes, chosen: Sequence[NodeId], fallback: Sequence[NodeId], want: int
+        self,
+        manifest: bytes,
+        chosen: Sequence[NodeId],
+        fallback: Sequence[NodeId],
+        want: int,
+        gone: Mapping[NodeId, str] | None = None,
+        stake: Stake | None = None,
     ) -> Replicated:
-        """Get a checkpoint onto `want` peers' disks, the user's choice first."""
-        plan = Replication(chosen, fallback, want)
+        """Get a checkpoint onto `want` peers' disks, the user's choice first but for those who are gone.
+
+        In the background, until notice is given to the job with this `stake`.
+        """
+        plan = Replication(chosen, fallback, want, gone)
+        with Copies(self._departures) as copies, ExitStack() as stack:
+            if stake is not None:
+                stack.enter_context(stake.heard_by(copies.hurry, boot_s()))
+            return await self._replicate(plan, manifest, copies)
+
+    async def _replicate(self, plan: Replication, manifest: bytes, copies: Copies) -> Replicated:
+        size = (await asyncio.to_thread(self._store.manifest, manifest)).total_bytes
+        patience_s = SLOW_AFTER_S + size / SLOW_BYTES_S
+        clock = asyncio.get_running_loop().time
         running: dict[asyncio.Task[None], NodeId] = {}
+        slow_at: dict[NodeId, float] = {}
         actions = plan.start()
         try:
             while True:
                 for action in actions:
                     if isinstance(action, Settled):
                         return Replicated(action.holders, action.short, tuple(plan.stand_ins))
-                    task = asyncio.create_task(self._copy(action, manifest), name=f"copy to {short_id(action.peer)}")
+                    copy = self._copy(action, manifest, copies.way(action.peer))
+                    task = asyncio.create_task(copy, name=f"copy to {short_id(action.peer)}")
                     running[task] = action.peer
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    slow_at[action.peer] = clock() + patience_s
+                pause = max(0.0, min((at - clock() for at in slow_at.values()), default=LOOK_S))
+                done, _ = await asyncio.wait(running, timeout=min(LOOK_S, pause), return_when=asyncio.FIRST_COMPLETED)
                 actions = []
                 for task in done:
                     peer = running.pop(task)
+                    slow_at.pop(peer, None)
                     error = task.exception()
                     if error is None:
                         actions += plan.durable(peer)
@@ -66,6 +192,14 @@ class Courier:
                         actions += plan.failed(peer, str(error) or type(error).__name__)
                     else:
                         raise error
+                for peer in [peer for peer, at in slow_at.items() if at <= clock()]:
+                    if copies.ways[peer].held:
+                        slow_at[peer] = clock() + patience_s
+                        continue
+                    del slow_at[peer]
+                    actions += plan.slow(peer, f"is too slow: it had not taken it after {patience_s:.0f} s")
+                if copies.over and not actions:
+                    actions = plan.enough("there was no more time")
         finally:
             for task in running:
                 task.cancel()
@@ -76,19 +210,30 @@ class Courier:
             return
         sealed, sources = await self._fetch_manifest(manifest, holders)
         _, wanted = await asyncio.to_thread(decode_manifest, sealed, self._store.unseal)
-        missing = await asyncio.to_thread(self._store.missing, wanted.chunks)
-        plan = Fetch(missing, sources)
-        running: dict[asyncio.Task[list[bytes]], NodeId] = {}
-        actions = plan.start()
+        missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
+        have = await asyncio.to_thread(self._store.stand_alone, wanted.job) if missing else ()
+        plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)
+        clock = asyncio.get_running_loop().time
+        running: dict[asyncio.Task[Pulled], NodeId] = {}
+        finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
+        actions = plan.start(clock())
         try:
             while True:
                 for action in actions:
                     if isinstance(action, Fetched):
                         if action.problem:
                             raise FetchError(action.problem)
+                        await asyncio.gather(*finishing)
                         await asyncio.to_thread(self._store.accept_manifest, sealed)
                         return
-                    task = asyncio.create_task(self._pull(action), name=f"fetch from {short_id(action.source)}")
+                    if isinstance(action, Cancel):
+                        for task in [task for task, source in running.items() if source == action.source]:
+                            del running[task]
+                            task.cancel()
+                        continue
+                    task = asyncio.create_task(
+                        self._pull(action, have, wanted.user), name=f"fetch from {short_id(action.source)}"
+                    )
                     running[task] = action.source
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 actions = []
@@ -96,14 +241,19 @@ class Courier:
                     source = running.pop(task)
                     error = task.exception()
                     if error is None:
-                        actions += plan.arrived(source, task.result())
+                        arrived, finish = task.result()
+                        finishing.append(finish)
+                        actions += plan.arrived(source, arrived, clock())
                     elif isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError):
-                        actions += plan.failed(source, str(error) or type(error).__name__)
+                        if isinstance(error, CorruptChunk):
+                            self.refusals.count("chunks", source, f"of what was fetched from it, {error}")
+                        actions += plan.failed(source, str(error) or type(error).__name__, clock())
                     else:
                         raise error
         finally:
             for task in running:
                 task.cancel()
+            await asyncio.gather(*finishing, return_exceptions=True)
 
     def _complete(self, manifest: bytes) -> bool:
         try:
@@ -125,44 +275,48 @@ class Courier:
             return sealed, [holder, *(other for other in holders if other != holder)]
         raise FetchError("; ".join(reasons) or "nobody is known to have it")
 
-    async def _copy(self, action: Ask, manifest: bytes) -> None:
-        peer = action.peer
+    async def _copy(self, action: Ask, manifest: bytes, way: Way) -> None:
         sealed = await asyncio.to_thread(self._store.sealed, manifest)
-        chunks = (await asyncio.to_thread(self._store.manifest, manifest)).chunks
-        async with asyncio.timeout(COPY_TIMEOUT_S):
-            answer = await self._peers.call(
-                peer, "POST", "/v1/chunks/missing", msgspec.msgpack.encode(chunks), timeout_s=IDLE_TIMEOUT_S
-            )
-            missing = msgspec.msgpack.decode(answer, type=list[bytes])
-            wanted = [identity for identity in missing if identity in set(chunks)]
-            if wanted:
-                async with self._peers.stream(peer, "PUT", "/v1/chunks", self._pieces(wanted)) as response:
-                    await response.read()
-            await self._peers.call(peer, "PUT", f"/v1/manifests/{manifest.hex()}", sealed)
+        await self.send_chunks(action.peer, manifest, way)
+        await self._peers.call(action.peer, "PUT", f"/v1/manifests/{manifest.hex()}", sealed)
 
-    async def _pieces(self, ids: list[bytes]) -> AsyncIterator[bytes]:
-        frames = await asyncio.to_thread(self._store.frames, ids)
-        while True:
-            piece = await asyncio.to_thread(next, frames, None)
-            if piece is None:
-                return
-            for start in range(0, len(piece), 1 << 20):
-                yield piece[start : start + (1 << 20)]
-
-    async def _pull(self, request: Request) -> list[bytes]:
-        receiver = await asyncio.to_thread(self._store.receive, stream_bytes(request.ids))
-        body = msgspec.msgpack.encode(list(request.ids))
+    async def send_chunks(self, peer: NodeId, manifest: bytes, way: Way | None = None) -> None:
+        """Bring `peer` the chunks that it lacks of a checkpoint; it keeps them a while without the manifest."""
+        whole = await asyncio.to_thread(self._store.manifest, manifest)
+        chunks, bases = await asyncio.to_thread(self._store.needed, whole.chunks)
+        question = encode_question(Question(tuple(chunks), tuple(bases)))
+        answer = await self._peers.call(peer, "POST", "/v1/chunks/missing", question, timeout_s=IDLE_S)
         try:
-            async with self._peers.stream(request.source, "POST", "/v1/chunks/frames", body) as response:
-                content: Any = response.content
-                while True:
-                    async with asyncio.timeout(IDLE_TIMEOUT_S):
-                        data = await content.readany()
-                    if not data:
-                        break
-                    await asyncio.to_thread(receiver.feed, data)
-            await asyncio.to_thread(receiver.finish)
-        finally:
-            receiver.abort()
-        missing = await asyncio.to_thread(self._store.missing, request.ids)
-        return [identity for identity in request.ids if identity not in set(missing)]
+            missing = set(decode_ids(answer))
+        except ValueError as error:
+            raise PeerError(f"node {short_id(peer)} answered nonsense: {error}") from error
+        wanted = [identity for identity in chunks if identity in missing]
+        if wanted:
+            size = await asyncio.to_thread(self._store.size_of, wanted)
+            frames = await asyncio.to_thread(self._store.frames, wanted)
+            path = f"/v1/chunks?of={whole.user.encode().hex()}"
+            async with asyncio.timeout(COPY_TIMEOUT_S + size / self._peers.wire.least_bps):
+                await self._send(peer, path, size, sliced(frames), way or Way())
+
+    async def _send(self, peer: NodeId, path: str, size: int, pieces: AsyncIterator[memoryview], way: Way) -> None:
+        begun = time.monotonic()
+        with way.lane(self._peers.wire, size, self.bandwidth.promised_bps(peer)) as lane:
+            async with lane, self._peers.stream(peer, "PUT", path, way.in_turn(pieces), lane) as response:
+                await response.read()
+            if not way.stood_aside:
+                self.bandwidth.saw(peer, size, time.monotonic() - begun, lane.held)
+
+    async def _pull(self, request: Request, have: tuple[bytes, ...], user: str) -> Pulled:
+        receiver = await asyncio.to_thread(self._store.receive, stream_bytes(request.ids), user)
+        body = encode_order(Order(request.ids, have))
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(IDLE_S):  # a stopped source keeps a connection open and says nothing
+                    asked = self._peers.stream(request.source, "POST", "/v1/chunks/frames", body)
+                    response = await stack.enter_async_context(asked)
+                await fed(response.content, receiver)
+        except BaseException:
+            await asyncio.to_thread(receiver.abort)
+            raise
+        finish = asyncio.create_task(asyncio.to_thread(receiver.keep), name="keep what came")
+        return [identity for identity in request.ids if identity in receiver.arrived], finish

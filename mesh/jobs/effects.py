@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from mesh.jobs.ledger import Commit, Config, Ledger, Outcome
-from mesh.jobs.messages import AnyMessage
+from mesh.jobs.messages import AnyMessage, Post
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -29,6 +29,9 @@ class Cell(msgspec.Struct, frozen=True):
     final: bool = False  # a majority holds the outcome in `ledger`; until then another may still take its place
 
 
+decode_cell = msgspec.msgpack.Decoder(Cell).decode
+
+
 class SaveCell(msgspec.Struct, frozen=True):
     """Write this cell and fsync it before anything that follows."""
 
@@ -44,9 +47,10 @@ class SetTimer(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """Restore the base checkpoint, if any, and start the guest."""
+    """Restore the base checkpoint, if any, and start the guest; `post` is its place in a gang."""
 
     ledger: Ledger
+    post: Post | None = None
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True):
@@ -90,10 +94,15 @@ class Notify(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The attempt is over here: clean up. `outcome` is set when the whole job is."""
+    """The attempt is over here: clean up."""
 
     reason: str
-    outcome: Outcome | None
+
+
+class Concluded(msgspec.Struct, frozen=True):
+    """The whole job is over, and it was decided here."""
+
+    outcome: Outcome
 
 
 class StateChanged(msgspec.Struct, frozen=True):
@@ -113,5 +122,6 @@ Effect = (
     | Kill
     | Notify
     | Ended
+    | Concluded
     | StateChanged
 )

@@ -12,6 +12,8 @@ from mesh.jobs.spec import format_job
 KEPT_S = 7 * 86_400.0  # a week: long enough to come back to a failure after a weekend; ours
 KEPT_BYTES = 1 << 30  # then the oldest jobs' logs go first; ours
 OWNER = "user"
+COPY_KEPT_BYTES = 256 * 1024  # of an attempt elsewhere, the end; as travels with checkpoints
+HEADER_BYTES = 16
 
 
 class JobLogs:
@@ -20,15 +22,44 @@ class JobLogs:
 
     def prepare(self, job: bytes, number: int, user: str) -> Path:
         """Where the attempt's output goes; an earlier file of that attempt is begun anew."""
-        home = self._home(job)
-        home.mkdir(parents=True, exist_ok=True)
-        (home / OWNER).write_text(user)
+        self._claim(job, user)
         path = self.path(job, number)
         path.unlink(missing_ok=True)
         return path
 
     def path(self, job: bytes, number: int) -> Path:
         return self._home(job) / f"{number:03d}.txt"
+
+    def append_copy(self, job: bytes, number: int, offset: int, data: bytes, user: str) -> int:
+        """Take in what an attempt elsewhere has printed from `offset` on; where the copy ends now.
+
+        It begins anew where something is missing, and keeps its last COPY_KEPT_BYTES. The file begins with its own offset.
+        """
+        path = self._copy(job, number)
+        base, end = _bounds(path)
+        if offset > end or not path.exists():
+            self._claim(job, user)
+            path.write_bytes(_header(offset) + data)
+            return offset + len(data)
+        with path.open("ab") as file:
+            file.write(data[end - offset :])
+        end = max(end, offset + len(data))
+        if end - base > 2 * COPY_KEPT_BYTES:
+            kept = path.read_bytes()[-COPY_KEPT_BYTES:]
+            path.write_bytes(_header(end - len(kept)) + kept)
+        return end
+
+    def read_copy(self, job: bytes, number: int, offset: int) -> bytes:
+        """What is kept of an attempt elsewhere, from `offset` on; it says what is not."""
+        path = self._copy(job, number)
+        base, end = _bounds(path)
+        if offset >= end:
+            return b""
+        with path.open("rb") as file:
+            file.seek(HEADER_BYTES + max(0, offset - base))
+            data = file.read()
+        gap = b"[mesh: %d bytes before this were not kept]\n" % (base - offset) if base > offset else b""
+        return gap + data
 
     def owner(self, job: bytes) -> str | None:
         """Whose logs they are, None if this node has none of the job."""
@@ -49,8 +80,30 @@ class JobLogs:
                 total -= _size(home)
                 shutil.rmtree(home, ignore_errors=True)
 
+    def _claim(self, job: bytes, user: str) -> None:
+        home = self._home(job)
+        home.mkdir(parents=True, exist_ok=True)
+        (home / OWNER).write_text(user)
+
+    def _copy(self, job: bytes, number: int) -> Path:
+        return self._home(job) / f"{number:03d}.copy"
+
     def _home(self, job: bytes) -> Path:
         return self._directory / format_job(job)
+
+
+def _header(base: int) -> bytes:
+    return b"%015d\n" % base
+
+
+def _bounds(path: Path) -> tuple[int, int]:
+    """Where a copy begins and ends in what it is a copy of."""
+    try:
+        with path.open("rb") as file:
+            base = int(file.read(HEADER_BYTES))
+            return base, base + path.stat().st_size - HEADER_BYTES
+    except (FileNotFoundError, ValueError):
+        return 0, 0
 
 
 def _newest(home: Path) -> float:

@@ -1,35 +1,49 @@
-"""What this node knows of jobs, on disk: witness cells, submitted jobs, and the events it saw. SQLite in WAL mode.
+"""What this node knows of jobs, on disk: witness cells, submitted jobs, events it saw, receipts it gave. SQLite in WAL mode.
 
 One connection in one thread; `synchronous=FULL`, so that a cell that `save_cell` has returned from survives a power cut.
 A journal that SQLite cannot read is moved aside and reported, never deleted.
 """
 
 import asyncio
+import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from mesh.jobs.effects import Cell
+from mesh.jobs.effects import Cell, decode_cell
+from mesh.jobs.events import Event
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: events are signed
 DISK_BYTES = 8  # of a journal's name: no two of a node's journals are ever called alike
+log = logging.getLogger(__name__)
+
 EVENTS_KEPT = 20_000  # about 4 MB; older ones are dropped
+RECEIPTS_KEPT = 20_000  # about 8 MB
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cells (job BLOB PRIMARY KEY, cell BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, unix_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS errands (job BLOB PRIMARY KEY, errand BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
-    id INTEGER PRIMARY KEY, unix_ms INTEGER NOT NULL, job BLOB, actor TEXT NOT NULL, text TEXT NOT NULL
+    id INTEGER PRIMARY KEY, job BLOB NOT NULL, actor BLOB NOT NULL, seq INTEGER NOT NULL, sealed BLOB NOT NULL,
+    UNIQUE (job, actor, seq)
 );
+CREATE TABLE IF NOT EXISTS receipts (id INTEGER PRIMARY KEY, job BLOB NOT NULL, sealed BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS wanted (job BLOB PRIMARY KEY, directory TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (unix_ms INTEGER NOT NULL, length_s REAL NOT NULL, ended INTEGER NOT NULL);
 """
+
+_KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
+_KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
 T = TypeVar("T")
 
@@ -38,26 +52,23 @@ class JournalError(RuntimeError):
     """The journal cannot be written; the text says why and what to do."""
 
 
-class Event(msgspec.Struct, frozen=True):
-    id: int
-    unix_ms: int
-    job: bytes | None
-    actor: str
-    text: str
-
-
 class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.moved_aside: Path | None = None
         self.disk = b""  # drawn with the journal; another journal is another witness (`ledger.Seat`)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._notes: list[tuple[str, tuple[object, ...]]] = []  # statements and rows that are not written yet
+        self._writing: asyncio.Task[None] | None = None
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
         await self._do(self._open)
 
     async def close(self) -> None:
+        if self._writing is not None:
+            await self._writing
+
         def close() -> None:
             if self._connection is not None:
                 self._connection.close()
@@ -66,47 +77,112 @@ class Journal:
         await self._do(close)
         self._thread.shutdown(wait=False)
 
-    async def save_cell(self, cell: Cell) -> None:
-        data = msgspec.msgpack.encode(cell)
-        await self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", cell.job, data)
+    async def save_cells(self, cells: Sequence[Cell]) -> None:
+        """All of them, in one transaction and with one fsync."""
+        rows = [(cell.job, msgspec.msgpack.encode(cell)) for cell in cells]
+        await self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", *rows)
 
-    async def cells(self) -> tuple[list[Cell], set[bytes]]:
-        """Every readable cell, and the jobs of those that are not: they are left alone, and reported as events."""
+    async def cells(self) -> tuple[list[Cell], dict[bytes, str]]:
+        """Every readable cell, and what is wrong with those that are not, by job: they are left alone."""
         rows = await self._do(lambda: self._db.execute("SELECT job, cell FROM cells").fetchall())
         cells: list[Cell] = []
-        damaged: set[bytes] = set()
+        damaged: dict[bytes, str] = {}
         for job, data in rows:
             try:
-                cells.append(_cell_decoder.decode(data))
+                cells.append(decode_cell(data))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                await self.record(job, "journal", f"a damaged witness cell was skipped: {error}")
-                damaged.add(job)
+                damaged[job] = str(error)
         return cells, damaged
 
     async def save_submitted(self, job: bytes, spec: bytes) -> None:
-        await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", job, spec, _unix_ms())
+        await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", (job, spec, _unix_ms()))
 
     async def submitted(self) -> dict[bytes, bytes]:
         return dict(await self._do(lambda: self._db.execute("SELECT job, spec FROM submitted").fetchall()))
 
-    async def record(self, job: bytes | None, actor: str, text: str) -> None:
-        await self._write(
-            "INSERT INTO events (unix_ms, job, actor, text) VALUES (?, ?, ?, ?)", _unix_ms(), job, actor, text
-        )
+    async def save_errand(self, job: bytes, errand: bytes) -> None:
+        """A job to be brought to its witnesses (`errands.py`)."""
+        await self._write("INSERT OR REPLACE INTO errands VALUES (?, ?)", (job, errand))
 
-    async def events(self, job: bytes | None, after: int, limit: int = 1000) -> list[Event]:
-        def read() -> list[Event]:
+    async def drop_errand(self, job: bytes) -> None:
+        await self._write("DELETE FROM errands WHERE job = ?", (job,))
+
+    async def errands(self) -> list[bytes]:
+        return [row[0] for row in await self._do(lambda: self._db.execute("SELECT errand FROM errands").fetchall())]
+
+    def record(self, actor: bytes, event: Event, sealed: bytes) -> None:
+        """Keep an event. It is written soon, with others: nobody relies on it as on a cell."""
+        self._note(_KEEP_EVENT, (event.job or b"", actor, event.seq, sealed))
+
+    def keep_receipt(self, job: bytes, sealed: bytes) -> None:
+        """Of what an attempt used here (`mesh/provider/receipts.py`). It is written soon."""
+        self._note(_KEEP_RECEIPT, (job, sealed))
+
+    async def receipts(self, job: bytes | None, limit: int = 1000) -> list[bytes]:
+        """The sealed receipts of a job, or of all, oldest first; at most the newest `limit`."""
+        if self._writing is not None:
+            await self._writing
+        where, arguments = ("job = ?", [job]) if job is not None else ("1", [])
+        query = f"SELECT sealed FROM receipts WHERE {where} ORDER BY id DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [*arguments, limit]).fetchall())
+        return [row[0] for row in rows[::-1]]
+
+    def _note(self, statement: str, row: tuple[object, ...]) -> None:
+        self._notes.append((statement, row))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_notes(), name="journal notes")
+
+    async def _write_notes(self) -> None:
+        while self._notes:
+            notes, self._notes = self._notes, []
+            try:
+                for statement in dict.fromkeys(statement for statement, _ in notes):
+                    await self._write(statement, *(row for other, row in notes if other == statement))
+            except JournalError as error:
+                log.warning("%d events and receipts are lost: %s", len(notes), error)
+
+    async def events(self, job: bytes | None, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+        """The sealed events of a job, or of all, after the one of this id, oldest first; at most the newest `limit`."""
+        if self._writing is not None:
+            await self._writing
+
+        def read() -> list[tuple[int, bytes]]:
             where, arguments = "id > ?", [after]
             if job is not None:
                 where, arguments = where + " AND job = ?", [after, job]  # type: ignore[list-item]
-            query = f"SELECT id, unix_ms, job, actor, text FROM events WHERE {where} ORDER BY id LIMIT ?"
-            return [Event(*row) for row in self._db.execute(query, [*arguments, limit])]
+            query = f"SELECT id, sealed FROM events WHERE {where} ORDER BY id DESC LIMIT ?"
+            return self._db.execute(query, [*arguments, limit]).fetchall()[::-1]
 
         return await self._do(read)
 
+    async def want(self, job: bytes, directory: str) -> None:
+        """Its results are to be brought to this directory when it is done; "" when they have been."""
+        if directory:
+            await self._write("INSERT OR REPLACE INTO wanted VALUES (?, ?)", (job, directory))
+        else:
+            await self._write("DELETE FROM wanted WHERE job = ?", (job,))
+
+    async def wanted(self) -> dict[bytes, str]:
+        return dict(await self._do(lambda: self._db.execute("SELECT job, directory FROM wanted").fetchall()))
+
+    async def save_key(self, realm: bytes, key: bytes) -> None:
+        """The key of what a job saves (`keyring.py`)."""
+        await self._write("INSERT OR REPLACE INTO keys VALUES (?, ?)", (realm, key))
+
+    async def keys(self) -> list[bytes]:
+        return [row[0] for row in await self._do(lambda: self._db.execute("SELECT key FROM keys").fetchall())]
+
+    async def save_shares(self, job: bytes, shares: Sequence[bytes]) -> None:
+        """This node's shares of a key, as a witness."""
+        await self._write("INSERT OR REPLACE INTO shares VALUES (?, ?)", (job, msgspec.msgpack.encode(shares)))
+
+    async def shares(self) -> dict[bytes, list[bytes]]:
+        rows = await self._do(lambda: self._db.execute("SELECT job, shares FROM shares").fetchall())
+        return {job: msgspec.msgpack.decode(shares, type=list[bytes]) for job, shares in rows}
+
     async def record_session(self, length_s: float, ended: bool) -> None:
         """One stay of this node in the mesh, for its own survival estimate."""
-        await self._write("INSERT INTO sessions VALUES (?, ?, ?)", _unix_ms(), length_s, int(ended))
+        await self._write("INSERT INTO sessions VALUES (?, ?, ?)", (_unix_ms(), length_s, int(ended)))
 
     async def sessions(self) -> list[tuple[float, bool]]:
         rows = await self._do(
@@ -139,6 +215,11 @@ class Journal:
             self._connection = self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        try:  # there are keys in it
+            self.path.touch(mode=0o600)
+            self.path.chmod(0o600)
+        except OSError as error:
+            raise sqlite3.OperationalError(f"{error.strerror}: {self.path.name}") from error
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -148,20 +229,27 @@ class Journal:
                 )
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
+            if version == 1:
+                connection.execute("DROP TABLE events")
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
             self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
-            connection.execute("DELETE FROM events WHERE id <= (SELECT MAX(id) FROM events) - ?", [EVENTS_KEPT])
+            for table, kept in (("events", EVENTS_KEPT), ("receipts", RECEIPTS_KEPT)):
+                connection.execute(f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?", [kept])
         except BaseException:
             connection.close()
             raise
         return connection
 
-    async def _write(self, statement: str, *arguments: object) -> None:
+    async def _write(self, statement: str, *rows: tuple[object, ...]) -> None:
+        """Execute it for each of these rows, all or none."""
+
         def write() -> None:
             try:
-                self._db.execute(statement, arguments)
+                with self._db as transaction:
+                    transaction.execute("BEGIN")
+                    transaction.executemany(statement, rows)
             except sqlite3.OperationalError as error:
                 raise JournalError(f"{self.path}: {error}. Free some space on its disk.") from error
 
@@ -169,9 +257,6 @@ class Journal:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-_cell_decoder = msgspec.msgpack.Decoder(Cell)
 
 
 def _unix_ms() -> int:

@@ -5,7 +5,7 @@ with leases (Gray and Cheriton 1989) on the right to change it, and joint majori
 Ongaro 2014, section 4.3). `version` orders ledgers within a term; `term` orders them across terms.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Literal
 
 import msgspec
@@ -28,7 +28,8 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One stay of the job on one node. `reason` says why it ended, empty while it lasts."""
+    """One stay of the job on one node. `reason` says why it ended, empty while it lasts; `fault`: it failed there, and may do
+    better elsewhere."""
 
     number: int
     node: bytes
@@ -42,6 +43,8 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exit_code: int | None = None
     resumed_step: int | None = None
     last_step: int | None = None
+    fault: bool = False
+    mates: tuple[tuple[bytes, str], ...] = ()  # of a gang: node and nick, by rank from 1
 
     @property
     def ran_s(self) -> float:
@@ -50,9 +53,30 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(0, until - self.running_unix_ms) / 1000 if self.running_unix_ms else 0.0
 
 
-def left_unwillingly(attempts: tuple[Attempt, ...]) -> tuple[bytes, ...]:
+SHUNNED_S, SHUNNED_MAX_S = 60.0, 3600.0  # a node where the job failed, doubled each time it fails there again; ours
+
+
+def shunned(attempts: Sequence[Attempt], unix_ms: int) -> tuple[bytes, ...]:
+    """The nodes where the job has failed so lately that it does not try them again yet."""
+    return tuple(node for node, until_ms in shunned_until(attempts).items() if unix_ms < until_ms)
+
+
+def shunned_until(attempts: Sequence[Attempt]) -> dict[bytes, float]:
+    """Until when (Unix milliseconds), for each node where it has failed."""
+    times: dict[bytes, int] = {}
+    until: dict[bytes, float] = {}
+    for attempt in attempts:
+        if attempt.fault:
+            count = times[attempt.node] = times.get(attempt.node, 0) + 1
+            until[attempt.node] = attempt.ended_unix_ms + 1000 * min(SHUNNED_MAX_S, SHUNNED_S * 2 ** (count - 1))
+    return until
+
+
+def avoided(attempts: Sequence[Attempt]) -> tuple[bytes, ...]:
+    """The nodes that are ranked last: where it has failed, and the one it had to leave just now."""
     last = attempts[-1] if attempts else None
-    return (last.node,) if last is not None and last.reason not in {"", "checkpointed"} else ()
+    left = (last.node,) if last is not None and last.reason not in {"", "checkpointed"} else ()
+    return tuple(dict.fromkeys([*(attempt.node for attempt in attempts if attempt.fault), *left]))
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +96,6 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: tuple[Attempt, ...] = ()
     outcome: Outcome | None = None
     errors: int = 0
-    excluded: tuple[bytes, ...] = ()
     prefer: bytes | None = None  # where its owner wants the next attempt
     settled: int = 0  # the number of the last commit that a majority was known to hold when this was written
 
@@ -99,14 +122,14 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return last if last is not None and not last.reason else None
 
     @property
-    def avoided(self) -> tuple[bytes, ...]:
-        """The node that the job has just had to leave, if that was not of its own will."""
-        return left_unwillingly(self.attempts)
-
-    @property
     def ran_s(self) -> float:
         """How long its guests have run, in the attempts that are over and still remembered."""
         return sum(attempt.ran_s for attempt in self.attempts if attempt.reason)
+
+    @property
+    def next_commit(self) -> tuple[int, bytes | None]:
+        """Its number, and the manifest that it follows."""
+        return (self.commit.seq + 1, self.commit.manifest) if self.commit is not None else (1, None)
 
     @property
     def next_attempt(self) -> int:

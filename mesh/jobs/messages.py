@@ -21,6 +21,20 @@ class Prepare(Message, frozen=True, tag="prepare"):
     term: int
 
 
+class Would(Message, frozen=True, tag="would"):
+    """Would you promise `term`, were you asked for it? Nothing is promised by the answer (Raft's pre-vote, thesis section 9.6):
+    so that one who is cut off does not promise itself what shuts out the others when it is back."""
+
+    term: int
+
+
+class Willing(Message, frozen=True, tag="willing"):
+    """Yes, I would."""
+
+    term: int
+    disk: bytes
+
+
 class Promised(Message, frozen=True, tag="promised"):
     term: int
     disk: bytes
@@ -103,14 +117,114 @@ class Migrate(Message, frozen=True, tag="migrate"):
     to: bytes | None
 
 
+class MakeRoom(Message, frozen=True, tag="make_room"):
+    """Another job, `wanted_by`, matters more (its `spec`, as its submitter signed it, says so). To the runner of `job`."""
+
+    wanted_by: bytes
+    spec: bytes
+
+
+class Post(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A place in a gang: `rank` of `size`; they meet at `host:port`, a port that was free on the leader's machine."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+class Enlist(Message, frozen=True, tag="enlist"):
+    """Keep a place for this attempt of a job that runs on several nodes, under the sender's lease of this term."""
+
+    term: int
+    number: int
+    spec: bytes
+
+
+class Enlisted(Message, frozen=True, tag="enlisted"):
+    term: int
+    taken: bool
+    reason: str
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """All have a place: start the guest from this ledger's checkpoint."""
+
+    term: int
+    post: Post
+    ledger: Ledger
+
+
+class MayRun(Message, frozen=True, tag="may_run"):
+    """For how long may this mate's guest go on? `round` is the sender's own and comes back."""
+
+    term: int
+    round: int
+
+
+class Run(Message, frozen=True, tag="run"):
+    """`left_s` seconds of the leader's lease, counted from the asking."""
+
+    term: int
+    round: int
+    left_s: float
+
+
+class MateEnded(Message, frozen=True, tag="mate_ended"):
+    """The mate's guest has ended; `problem` if it never started."""
+
+    term: int
+    code: int
+    problem: str = ""
+
+
+class Leaving(Message, frozen=True, tag="leaving"):
+    """The mate's owner wants the machine back."""
+
+    term: int
+    grace_s: float
+    reason: str
+
+
+class Dismiss(Message, frozen=True, tag="dismiss"):
+    """The gang ends: save and go within the grace, or go at once."""
+
+    term: int
+    grace_s: float
+    reason: str
+
+
+class Told(Message, frozen=True, tag="told"):
+    """Signed events of the job (`events.py`), for its witnesses to keep."""
+
+    events: tuple[bytes, ...]
+
+
 class Cancel(Message, frozen=True, tag="cancel"):
     """The job's owner wants it ended. Authority is checked by whoever receives it, against the spec's user."""
 
     user: str
 
 
+GangMessage = Enlist | Enlisted | Begin | MayRun | Run | MateEnded | Leaving | Dismiss
+
 AnyMessage = (
-    Prepare | Promised | Accept | Accepted | Refused | Start | StartAnswer | Released | Closed | Migrate | Cancel
+    GangMessage
+    | Would
+    | Willing
+    | Prepare
+    | Promised
+    | Accept
+    | Accepted
+    | Refused
+    | Start
+    | StartAnswer
+    | Released
+    | Closed
+    | Migrate
+    | Told
+    | MakeRoom
+    | Cancel
 )
 
 

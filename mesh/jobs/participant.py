@@ -4,37 +4,61 @@ The daemon and the simulator drive this same object: messages, timers and local 
 the job and role it belongs to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from random import Random
 from typing import Literal
 
 import msgspec
 
 from mesh.jobs.effects import Effect, Ended, SaveCell, Send, SetTimer
+from mesh.jobs.gang import Member
 from mesh.jobs.ledger import Config, Ledger, Seat
 from mesh.jobs.messages import (
     Accept,
     Accepted,
     AnyMessage,
+    Begin,
     Cancel,
     Closed,
+    Dismiss,
+    Enlist,
+    Enlisted,
+    Leaving,
+    MakeRoom,
+    MateEnded,
+    MayRun,
     Migrate,
     Prepare,
     Promised,
     Refused,
     Released,
+    Run,
     Start,
     StartAnswer,
+    Told,
+    Willing,
+    Would,
 )
 from mesh.jobs.proposer import Fenced, Proposer
 from mesh.jobs.recovery import Plan
-from mesh.jobs.runner import CancelWanted, MigrateWanted, Runner, RunnerEvent
-from mesh.jobs.spec import JobSpec, SpecError
-from mesh.jobs.steward import Steward
+from mesh.jobs.reports import (
+    CancelWanted,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    KillWanted,
+    MigrateWanted,
+    RunnerEvent,
+    VacateWanted,
+)
+from mesh.jobs.runner import Runner
+from mesh.jobs.spec import JobSpec, SpecError, format_job
+from mesh.jobs.steward import PATIENCE_S, PREPARED_S, Steward
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness, unknown_job
+from placement.preemption import must_yield
 
-Role = Literal["witness", "steward", "runner", "submitter"]
+Role = Literal["witness", "steward", "runner", "member", "submitter"]
 
 RESUBMIT_S = 1.0  # an unanswered round of a submission is sent again; ours
 SUBMIT_WITHIN_S = 10.0  # then the user is told that no majority answered
@@ -60,13 +84,14 @@ class Rules(msgspec.Struct, frozen=True):
 
     `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` says why this node does not
     take a job now, None if it does (and reserves what it needs). `may_cancel` checks a sender against the spec.
-    `is_mandated`: whether the job's user has signed just this group and term.
+    `is_mandated`: whether the job's user has signed just this group and term. `rendezvous`: where a gang led from here meets.
     """
 
     open_spec: Callable[[bytes, bytes], JobSpec]
-    admit: Callable[[bytes, JobSpec, Start], str | None]
+    admit: Callable[[bytes, JobSpec, Start | Enlist], str | None]
     may_cancel: Callable[[bytes, str, JobSpec], bool]
     is_mandated: Callable[[Accept, JobSpec], bool] = lambda message, spec: False
+    rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0)
 
 
 class _Submission:
@@ -74,6 +99,11 @@ class _Submission:
         self.proposer = proposer
         self.give_up_at = give_up_at
         self.tokens = TimerTokens()
+        self.have_it: set[Seat] = set()  # with whatever terms: a witness that lives acts at once
+
+    @property
+    def known(self) -> bool:
+        return self.proposer.config.quorum(self.have_it)
 
 
 class Participant:
@@ -87,11 +117,22 @@ class Participant:
         self.witnesses: dict[bytes, Witness] = {}
         self.stewards: dict[bytes, Steward] = {}
         self.runners: dict[bytes, Runner] = {}
+        self.members: dict[bytes, Member] = {}
         self.refused = 0  # messages that no honest peer would send
         self._submissions: dict[bytes, _Submission] = {}
         self._rules = rules
         self._rng = rng
-        self._view_for: Callable[[bytes], View] | None = None
+        self._view: View | None = None
+
+    @property
+    def hosted(self) -> list[bytes]:
+        """The jobs that have a guest here, or a place for one."""
+        return [*self.runners, *self.members]
+
+    def replaceable(self, staying: Set[bytes]) -> bool:
+        """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""
+        groups = [witness.cell.config.nodes for witness in self.witnesses.values() if not witness.finished]
+        return any(self.me in group and staying - set(group) for group in groups)
 
     # --- what comes in
 
@@ -119,15 +160,15 @@ class Participant:
         self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
         return self._resubmit(job, at)
 
-    def observe(self, view_for: Callable[[bytes], View], at: Instant) -> list[Directed | Submitted]:
-        """The mesh changed. `view_for(job)` is the view with the witnesses ranked for that job."""
-        self._view_for = view_for
+    def observe(self, view: View, at: Instant) -> list[Directed | Submitted]:
+        """The mesh changed."""
+        self._view = view
         out: list[Directed | Submitted] = []
         for job, runner in list(self.runners.items()):
-            out += self._from(job, "runner", runner.observe(view_for(job), at))
+            out += self._from(job, "runner", runner.observe(view, at))
         for job, steward in list(self.stewards.items()):
             if not steward.witness.finished:
-                out += self._from(job, "steward", steward.observe(view_for(job), at))
+                out += self._from(job, "steward", steward.observe(view, at))
         return out
 
     def receive(self, sender: bytes, message: AnyMessage, at: Instant) -> list[Directed | Submitted]:
@@ -135,13 +176,13 @@ class Participant:
         match message:
             case Accept():
                 return self._on_accept(sender, message, at)
-            case Prepare():
+            case Would() | Prepare():
                 witness = self.witnesses.get(job)
                 if witness is None:
                     return self._from(job, "witness", [Send(sender, unknown_job(message, self._disk_for(job)))])
                 effects = witness.handle(sender, message, at.now)
                 if any(isinstance(effect, SaveCell) for effect in effects):
-                    self.stewards[job].rival_seen(sender, at)
+                    self.stewards[job].rival_seen(sender, PREPARED_S, at)
                 return self._from(job, "witness", effects) + self._steward_looks(job, at)
             case Released() | Closed():
                 witness = self.witnesses.get(job)
@@ -154,9 +195,23 @@ class Participant:
                 return self._on_cancel(sender, message, at)
             case Migrate():
                 return self._on_migrate(sender, message, at)
+            case Enlist():
+                return self._on_enlist(sender, message, at)
+            case Begin() | Run() | Dismiss():
+                return self._to_member(sender, message, at)
+            case Enlisted() | MayRun() | MateEnded() | Leaving():
+                runner = self.runners.get(job)
+                if runner is None:
+                    over = Dismiss(job=job, term=message.term, grace_s=0.0, reason="its leader does not run it")
+                    return self._from(job, "runner", [Send(sender, over)])
+                return self._from(job, "runner", runner.on_gang(sender, message, at))
+            case Told():
+                return []  # its shell keeps them
+            case MakeRoom():
+                return self._on_make_room(message, at)
             case Start():
                 return self._on_start(sender, message, at)
-            case Promised() | StartAnswer():
+            case Willing() | Promised() | StartAnswer():
                 steward = self.stewards.get(job)
                 return self._from(job, "steward", steward.handle(sender, message, at)) if steward else []
             case Accepted() | Refused():
@@ -165,6 +220,8 @@ class Participant:
     def on_timer(self, job: bytes, role: Role, timer: Timer, at: Instant) -> list[Directed | Submitted]:
         if role == "runner" and job in self.runners:
             return self._from(job, role, self.runners[job].on_timer(timer, at))
+        if role == "member" and job in self.members:
+            return self._from(job, role, self.members[job].on_timer(timer, at))
         if role == "steward" and job in self.stewards:
             return self._from(job, role, self.stewards[job].on_timer(timer, at))
         submission = self._submissions.get(job)
@@ -176,7 +233,9 @@ class Participant:
         return []
 
     def tell_runner(self, job: bytes, event: RunnerEvent, at: Instant) -> list[Directed | Submitted]:
-        runner = self.runners.get(job)
+        runner, member = self.runners.get(job), self.members.get(job)
+        if member is not None:
+            return self._from(job, "member", _tell_member(member, event, at))
         return self._from(job, "runner", runner.handle(event, at)) if runner is not None else []
 
     # --- the parts
@@ -200,8 +259,7 @@ class Participant:
             witness = Witness.created(message, message.spec, spec, disk)
             self.witnesses[job] = witness
             self.stewards[job] = Steward(witness, spec, self._rng)
-            if self._view_for is not None:
-                self.stewards[job].view = self._view_for(job)
+            self.stewards[job].view = self._view
             effects.append(SaveCell(witness.cell))
         held = witness.cell.holder
         if message.mandate is None:
@@ -212,8 +270,9 @@ class Participant:
             self.refused += 1
             return self._from(job, "witness", effects)
         accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
-        if accepted and message.holder is None and held is None and message.term > 0:
-            self.stewards[job].rival_seen(sender, at)  # a steward that keeps the job waiting
+        runs_on = message.ledger.outcome is None and message.term > 0
+        if accepted and runs_on and message.holder is None and held is None:
+            self.stewards[job].rival_seen(sender, PATIENCE_S, at)  # it keeps the job waiting
         return self._from(job, "witness", effects) + self._steward_looks(job, at)
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed | Submitted]:
@@ -226,7 +285,7 @@ class Participant:
             return []
         if witness is not None:
             out += self._from(job, "witness", witness.handle(sender, message, at.now))
-            out += self._steward_looks(job, at)
+            out += self._from(job, "steward", self.stewards[job].cancelled(at)) + self._steward_looks(job, at)
         if runner is not None:
             out += self._from(job, "runner", runner.handle(CancelWanted(), at))
         return out
@@ -240,6 +299,22 @@ class Participant:
             return []
         return self._from(message.job, "runner", runner.handle(MigrateWanted(message.to), at))
 
+    def _on_make_room(self, message: MakeRoom, at: Instant) -> list[Directed | Submitted]:
+        runner = self.runners.get(message.job)
+        if runner is None:
+            return []
+        try:
+            wanted = self._rules.open_spec(message.wanted_by, message.spec)
+        except SpecError:
+            self.refused += 1
+            return []
+        if not must_yield(wanted.priority, runner.stay, at.unix_ms / 1000):
+            return []
+        reason = (
+            f"it makes room for {format_job(message.wanted_by)[:8]} of {wanted.user}, of priority {wanted.priority}"
+        )
+        return self._from(message.job, "runner", runner.handle(VacateWanted(runner.spec.grace_s, reason), at))
+
     def _on_start(self, sender: bytes, message: Start, at: Instant) -> list[Directed | Submitted]:
         job = message.job
 
@@ -248,6 +323,8 @@ class Participant:
             return self._from(job, "runner", [Send(sender, reply)])
 
         running = self.runners.get(job)
+        if job in self.members:
+            return answer("still ending an earlier attempt here")
         if running is not None:
             return answer("" if running.term == message.term else "still ending an earlier attempt here")
         try:
@@ -261,9 +338,50 @@ class Participant:
         refusal = self._rules.admit(job, spec, message)
         if refusal is not None:
             return answer(refusal)
-        runner = Runner(self.me, self.nick, message, spec, at)
+        runner = Runner(self.me, self.nick, message, spec, at, self._view, self._rules.rendezvous)
         self.runners[job] = runner
         return answer("") + self._from(job, "runner", runner.begin(at))
+
+    def _on_enlist(self, sender: bytes, message: Enlist, at: Instant) -> list[Directed | Submitted]:
+        job = message.job
+
+        def answer(reason: str) -> list[Directed | Submitted]:
+            reply = Enlisted(job=job, term=message.term, taken=not reason, reason=reason)
+            return self._from(job, "member", [Send(sender, reply)])
+
+        member = self.members.get(job)
+        if member is not None and (member.leader, member.term) == (sender, message.term):
+            return answer("")
+        if member is not None and message.term > member.term:
+            over = Dismiss(job=job, term=member.term, grace_s=0.0, reason="a newer attempt calls it up")
+            return self._from(job, "member", member.on_dismiss(over, at)) + answer(
+                "still ending an earlier attempt here"
+            )
+        if member is not None or job in self.runners:
+            return answer("still ending an earlier attempt here")
+        try:
+            spec = self._rules.open_spec(job, message.spec)
+        except SpecError as error:
+            self.refused += 1
+            return answer(str(error))
+        refusal = self._rules.admit(job, spec, message)
+        if refusal is not None:
+            return answer(refusal)
+        member = self.members[job] = Member(sender, message, spec)
+        return answer("") + self._from(job, "member", member.begin(at))
+
+    def _to_member(self, sender: bytes, message: Begin | Run | Dismiss, at: Instant) -> list[Directed | Submitted]:
+        member = self.members.get(message.job)
+        if member is None or (member.leader, member.term) != (sender, message.term):
+            return []
+        match message:
+            case Begin():
+                effects = member.on_begin(message, at)
+            case Run():
+                effects = member.on_run(message, at)
+            case Dismiss():
+                effects = member.on_dismiss(message, at)
+        return self._from(message.job, "member", effects)
 
     def _on_answer(self, sender: bytes, message: Accepted | Refused, at: Instant) -> list[Directed | Submitted]:
         job = message.job
@@ -290,14 +408,20 @@ class Participant:
     ) -> list[Directed | Submitted]:
         if isinstance(message, Refused):
             answer = submission.proposer.on_refused(sender, message)
-            if not isinstance(answer, Fenced):
+            if not isinstance(answer, Fenced) and message.promised <= submission.proposer.term:
                 return self._from(job, "submitter", list(answer))
             if submission.proposer.mandate is not None:
                 del self._submissions[job]
                 return [Submitted(job, "a node has a newer record of it")]
-            # Somebody already won a term on it: so it is known.
-        elif submission.proposer.on_accepted(sender, message) is None:
-            return []
+            submission.have_it.add(Seat(sender, message.disk))
+            # What was accepted under a term that was won, a majority knows of.
+            if not (message.finished or message.accepted_term > 0 or submission.known):
+                return []
+        else:
+            decided = submission.proposer.on_accepted(sender, message)
+            submission.have_it.add(Seat(sender, message.disk))
+            if decided is None and (submission.proposer.mandate is not None or not submission.known):
+                return []
         del self._submissions[job]
         return [Submitted(job, None)]
 
@@ -313,6 +437,22 @@ class Participant:
         return self._from(job, "steward", self.stewards[job].act(at))
 
     def _from(self, job: bytes, role: Role, effects: Sequence[Effect]) -> list[Directed | Submitted]:
-        if role == "runner" and any(isinstance(effect, Ended) for effect in effects):
-            self.runners.pop(job, None)
+        if any(isinstance(effect, Ended) for effect in effects):
+            (self.members if role == "member" else self.runners).pop(job, None)
         return [Directed(job, role, effect) for effect in effects]
+
+
+def _tell_member(member: Member, event: RunnerEvent, at: Instant) -> list[Effect]:
+    """A mate neither saves nor decides: what its guest does is its leader's business."""
+    match event:
+        case GuestStarted():
+            return member.started()
+        case GuestFailed(reason=reason):
+            return member.exited(1, f"could not start: {reason}", at)
+        case GuestExited(code=code):
+            return member.exited(code, "", at)
+        case VacateWanted(grace_s=grace_s, reason=reason):
+            return member.vacate(grace_s, reason, at)
+        case KillWanted(reason=reason):
+            return member.vacate(0.0, reason, at)
+    return []

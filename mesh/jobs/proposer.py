@@ -22,7 +22,7 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 class Fenced(msgspec.Struct, frozen=True):
-    """Somebody was promised a higher term (or the job is over): this term is finished."""
+    """A higher term was promised by so many that this one decides nothing any more, or the job is over."""
 
     promised: int
     finished: Ledger | None
@@ -50,6 +50,7 @@ class Proposer:
         self.ledger = ledger
         self.holder = holder
         self._removed: tuple[Seat, ...] = ()
+        self._promised_higher: dict[Seat, int] = {}
         self._round = 0
         self._open: dict[int, tuple[float, Ledger, Config, set[Seat]]] = {}
 
@@ -96,7 +97,12 @@ class Proposer:
         if message.finished:
             return Fenced(message.promised, message.ledger)
         if message.promised > self.term:
-            return Fenced(message.promised, None)
+            # A minority that was cut off may have promised itself anything: only those without whom nothing is decided count.
+            self._promised_higher[Seat(sender, message.disk)] = message.promised
+            others = {seat for seat in self.config.everyone if seat not in self._promised_higher}
+            replaced = message.config is not None and message.config.order > self.config.order
+            if replaced or not self.config.quorum(others):
+                return Fenced(message.promised, None)
         return []
 
     def _accept(self, with_spec: bool) -> Accept:
@@ -112,7 +118,7 @@ class Proposer:
         )
 
 
-def healthy_group(config: Config, view: View, want: int) -> tuple[Seat, ...]:
+def healthy_group(job: bytes, config: Config, view: View, want: int) -> tuple[Seat, ...]:
     """The seats this config should have: those of nodes that stay with their disks, filled up with the best others.
 
     The size is odd and at most `want`; a group grows when nodes appear and shrinks only when there is nobody left to
@@ -123,13 +129,11 @@ def healthy_group(config: Config, view: View, want: int) -> tuple[Seat, ...]:
         return view.disks.get(seat.node, seat.disk) == seat.disk
 
     kept = [seat for seat in config.members if seat.node in view.staying and keeps_promises(seat)]
-    taken = {seat.node for seat in kept}
-    fresh = [
-        Seat(node, view.disks[node])
-        for node in view.witnesses
-        if node in view.staying and node in view.disks and node not in taken
-    ]
-    group = (kept + fresh)[:want]
+    group = kept[:want]
+    if len(group) < want:
+        taken = {seat.node for seat in kept}
+        fresh = [node for node in view.witnesses(job) if node in view.disks and node not in taken]
+        group += [Seat(node, view.disks[node]) for node in fresh[: want - len(group)]]
     if len(group) % 2 == 0:
         # An even group tolerates no more than the odd one below it: keep an old member, or take one fewer.
         taken = {seat.node for seat in group}

@@ -54,7 +54,7 @@ def make_plan(job: bytes, cells: Mapping[bytes, Cell], view: View, at: Instant) 
         cells, key=lambda node: (cells[node].accepted_term, cells[node].ledger.version, node), reverse=True
     )
     seats = [Seat(node, cells[node].disk) for node in best_first]
-    seats += [Seat(node, view.disks[node]) for node in view.witnesses if node in view.disks and node not in cells]
+    seats += [Seat(node, view.disks[node]) for node in view.witnesses(job) if node in view.disks and node not in cells]
     seats = [seat for seat in seats if seat.node in view.staying][:WANT_WITNESSES]
     if not seats:
         raise RecoveryError("no node that stays could keep its record")

@@ -7,12 +7,14 @@ still accepts this term and is killed if it does not. States and transitions: do
 """
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
 from mesh.jobs.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, ExitFacts, describe_exit, judge
 from mesh.jobs.effects import (
     Committed,
+    Concluded,
     Effect,
     Ended,
     Kill,
@@ -25,107 +27,74 @@ from mesh.jobs.effects import (
     SetTimer,
     StateChanged,
 )
+from mesh.jobs.gang import LATE_S, Gang
 from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome, OutcomeKind
-from mesh.jobs.messages import Accepted, Closed, Refused, Released, Start
+from mesh.jobs.messages import (
+    Accepted,
+    Closed,
+    Dismiss,
+    Enlisted,
+    GangMessage,
+    Leaving,
+    MateEnded,
+    MayRun,
+    Refused,
+    Released,
+    Start,
+)
+from mesh.jobs.onward import GOES_HOME, USER_MOVES, Onward
 from mesh.jobs.proposer import Fenced, Proposer, healthy_group
+from mesh.jobs.reports import (
+    CancelWanted,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointStored,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    KillWanted,
+    MigrateWanted,
+    Progressed,
+    Recopied,
+    ResultStored,
+    RunnerEvent,
+    VacateWanted,
+)
 from mesh.jobs.spec import JobSpec
 from mesh.jobs.steward import WANT_WITNESSES
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import RATE_BOUND
+from placement.preemption import Stay
 
+CREW_LOOK_S = 0.5  # while mates are called up; ours
 RENEWALS_PER_LEASE = 3  # two may be lost; as etcd's and Consul's keep-alives
 CUT_OFF = {
     "freeze": ("frozen", "no majority of its witnesses answers"),
-    "compute_uncommitted": (
-        "uncommitted",
-        "no majority of its witnesses answers; it goes on, and nothing of that counts yet",
-    ),
+    "compute_uncommitted": ("uncommitted", "no majority of its witnesses answers; what it does now may not count"),
 }
 CUT_OFF_STATES = frozenset(state for state, _ in CUT_OFF.values())
 GUEST_RUNS = CUT_OFF_STATES | {"running", "vacating"}
 
 
-class GuestStarted(msgspec.Struct, frozen=True):
-    resumed_step: int | None
-
-
-class GuestFailed(msgspec.Struct, frozen=True):
-    """It could not be started here. `fault` says whether another node could do better."""
-
-    reason: str
-    elsewhere: bool
-
-
-class GuestExited(msgspec.Struct, frozen=True):
-    code: int
-    oom: bool
-    forced_done: bool
-
-
-class CheckpointFound(msgspec.Struct, frozen=True):
-    """The guest has committed something that is newer than what was last stored."""
-
-
-class CheckpointStored(msgspec.Struct, frozen=True):
-    """`manifest` is on this disk and on the `holders`' disks. None when there was nothing new to store."""
-
-    manifest: bytes | None
-    holders: tuple[bytes, ...]
-    step: int | None
-
-
-class CheckpointFailed(msgspec.Struct, frozen=True):
-    reason: str
-
-
-class ResultStored(msgspec.Struct, frozen=True):
-    manifest: bytes | None
-    holders: tuple[bytes, ...]
-    detail: str = ""
-
-
-class Progressed(msgspec.Struct, frozen=True):
-    step: int
-
-
-class VacateWanted(msgspec.Struct, frozen=True):
-    grace_s: float
-    reason: str
-
-
-class MigrateWanted(msgspec.Struct, frozen=True):
-    """Its user wants it elsewhere: at `to`, if that is not None and can take it."""
-
-    to: bytes | None
-
-
-class KillWanted(msgspec.Struct, frozen=True):
-    reason: str
-
-
-class CancelWanted(msgspec.Struct, frozen=True):
-    pass
-
-
-RunnerEvent = (
-    GuestStarted
-    | GuestFailed
-    | GuestExited
-    | CheckpointFound
-    | CheckpointStored
-    | CheckpointFailed
-    | ResultStored
-    | Progressed
-    | VacateWanted
-    | MigrateWanted
-    | KillWanted
-    | CancelWanted
-)
-
-
 class Runner:
-    def __init__(self, me: bytes, nick: str, start: Start, spec: JobSpec, at: Instant) -> None:
+    """`rendezvous` gives an address of this node, with a port that is free now, for a job that runs on several nodes."""
+
+    def __init__(
+        self,
+        me: bytes,
+        nick: str,
+        start: Start,
+        spec: JobSpec,
+        at: Instant,
+        view: View | None = None,
+        rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0),
+    ) -> None:
         self.me = me
+        self.spec_bytes = start.spec
+        self._view = view
+        self._rendezvous = rendezvous
+        self._gang = Gang(start.job, spec, start.spec, start.term) if spec.most_nodes > 1 else None
+        self.onward = Onward(me, start.job, spec)
         self.spec = spec
         self.job = start.job
         self.state = "acquiring"
@@ -147,7 +116,9 @@ class Runner:
         self._exited: GuestExited | None = None
         self._vacate_reason = ""
         self._cancelled = False
-        self._overtime = False
+        self._outcome: Outcome | None = None
+        self._mate_failed = False
+        self._time_up = ""  # why it may not go on, here or elsewhere
         self._ending = ""  # why the attempt ends, once that is settled
 
     @property
@@ -162,26 +133,30 @@ class Runner:
     def config(self) -> Config:
         return self._proposer.config
 
+    @property
+    def stay(self) -> Stay:
+        """The attempt, as those see it who want its place; which GPUs it has, its node knows."""
+        saves, since = self.spec.checkpointing is not None, self.attempt.running_unix_ms // 1000
+        return Stay(self.job, self.me, self.spec.priority, since, saves and self.state == "running")
+
     def holds_lease(self, now: float) -> bool:
         return now < self.lease_until
 
     def begin(self, at: Instant) -> list[Effect]:
         deadline = at.now + self.spec.lease_s * 2
-        return [
-            *self._propose(at),
-            self._timer("acquire", deadline),
-            StateChanged("starting", "taking the lease"),
-        ]
+        return [*self._propose(at), self._timer("acquire", deadline), StateChanged("starting", "taking the lease")]
 
     def observe(self, view: View, at: Instant) -> list[Effect]:
-        """Replace witnesses that left or died, while a majority stands."""
-        if self.state in {"acquiring", "ended"} or self._proposer.config.previous:
+        """Replace witnesses that left or died, while a majority stands; see where it could go."""
+        self._view = view
+        if self.state in {"acquiring", "ended"}:
             return []
-        group = healthy_group(self._proposer.config, view, WANT_WITNESSES)
-        if set(group) == set(self._proposer.config.members):
-            return []
+        effects = self._look_onward(at)
+        group = healthy_group(self.job, self._proposer.config, view, WANT_WITNESSES)
+        if self._proposer.config.previous or set(group) == set(self._proposer.config.members):
+            return effects
         self._proposer.change_group(group)
-        return self._propose(at)
+        return [*effects, *self._propose(at)]
 
     def on_timer(self, timer: Timer, at: Instant) -> list[Effect]:
         if not self._tokens.is_current(timer) or self.state == "ended":
@@ -196,11 +171,16 @@ class Runner:
             case "grace":
                 return [Kill(f"grace of the notice is over ({self._vacate_reason})")]
             case "max time":
-                self._overtime = True
-                return self._vacate(self.spec.grace_s, f"it has run for its {self.spec.max_time_s:g} s", at)
+                return self._time_is_up(f"it has run for its {self.spec.max_time_s:g} s", at)
+            case "deadline":
+                return self._time_is_up("its deadline has passed", at)
+            case "home":
+                return self._look_onward(at)
+            case "crew" if self._gang is not None:
+                return self._look_at_crew(self._gang, at)
             case "acquire" if self.state == "acquiring":
                 self.state = "ended"
-                return [Ended("could not take the lease", None)]
+                return [Ended("could not take the lease")]
         return []
 
     def on_accepted(self, sender: bytes, message: Accepted, at: Instant) -> list[Effect]:
@@ -226,14 +206,19 @@ class Runner:
         if self.state == "ended":
             return []
         answer = self._proposer.on_refused(sender, message)
+        overruled = message.term == self.term and message.promised > self.term
+        if overruled and self.state in CUT_OFF_STATES and not self.holds_lease(at.now):
+            # Or its renewals would keep those who answer from granting it to others.
+            answer = Fenced(message.promised, None)
         if not isinstance(answer, Fenced):
             return list(answer)
         guest_runs = self._exited is None and self.state not in {"acquiring"}
         self.state = "ended"
         self.lease_until = 0.0
-        outcome = answer.finished.outcome if answer.finished is not None else None
         kill: list[Effect] = [Kill("a newer attempt has taken over")] if guest_runs else []
-        return [*kill, Ended("fenced: a newer attempt has taken over", outcome)]
+        if self._gang is not None:
+            kill += self._gang.disband()
+        return [*kill, Ended("fenced: a newer attempt has taken over")]
 
     def handle(self, event: RunnerEvent, at: Instant) -> list[Effect]:
         if self.state == "ended":
@@ -242,11 +227,16 @@ class Runner:
             case GuestStarted(resumed_step=step):
                 self.state = "running"
                 self._amend_attempt(running_unix_ms=at.unix_ms, resumed_step=step, last_step=step)
-                effects: list[Effect] = [*self._propose(at), StateChanged("running", "")]
+                self.onward.began(at.now)
+                effects: list[Effect] = [*self._propose(at), StateChanged("running", ""), *self._look_onward(at)]
+                deadline_ms = self.spec.deadline_unix_ms
+                if deadline_ms is not None:
+                    effects.append(self._timer("deadline", at.now + max(0.0, (deadline_ms - at.unix_ms) / 1000)))
                 if self.spec.max_time_s is not None:
                     effects.append(self._timer("max time", at.now + max(0.0, self.spec.max_time_s - self.ledger.ran_s)))
-                if self._vacate_reason:  # the owner came back while we were starting
-                    effects.append(Kill(self._vacate_reason))
+                why = "cancelled" if self._cancelled else self._vacate_reason
+                if why:  # it came while we were starting
+                    effects.append(Kill(why))
                 # Fetching its files can outlast the lease, while nobody could be asked for another.
                 return [*effects, *self._lease_ran_out(at)]
             case GuestFailed(reason=reason, elsewhere=elsewhere):
@@ -264,6 +254,12 @@ class Runner:
                 return [note, *(self._conclude(at) if self._exited is not None else [])]
             case ResultStored():
                 return self._on_result(event, at)
+            case Recopied(manifest=manifest, holders=holders):
+                commit = self.ledger.commit
+                if commit is None or commit.manifest != manifest or self._ending:
+                    return []
+                self._proposer.ledger = self.ledger.amended(commit=msgspec.structs.replace(commit, holders=holders))
+                return self._propose(at)
             case Progressed(step=step):
                 self.attempt = msgspec.structs.replace(self.attempt, last_step=step)
                 return []
@@ -272,16 +268,90 @@ class Runner:
             case MigrateWanted(to=to):
                 if self._vacate_reason or self._ending or self.state not in GUEST_RUNS:
                     return []
-                self._proposer.ledger = self.ledger.amended(prefer=to)
-                return self._vacate(self.spec.grace_s, "its user moves it", at)
+                return self._vacate(self.spec.grace_s, USER_MOVES, at, to)
             case KillWanted(reason=reason):
+                if not self._vacate_reason:
+                    self._prefer(None)
                 self._vacate_reason = self._vacate_reason or reason
                 return [Kill(reason)] if self.state in GUEST_RUNS else []
             case CancelWanted():
                 if self._cancelled:
                     return []
                 self._cancelled = True
+                if self.state == "gathering":
+                    return self._could_not_start("cancelled", False, at)
                 return [Kill("cancelled")] if self.state in GUEST_RUNS else []
+
+    def _look_onward(self, at: Instant) -> list[Effect]:
+        """Who would take it next; and home, once that has been free for long enough."""
+        if self._view is not None:
+            self.onward.look(self._view, self.ledger, at)
+        due = self.onward.due(self.ledger)
+        if due is None or self._vacate_reason or self._cancelled or self.state not in CUT_OFF_STATES | {"running"}:
+            self._tokens.cancel("home")
+            return []
+        if at.now >= due and self.state == "running" and self.ledger.commit is not None:
+            return self._vacate(self.spec.grace_s, GOES_HOME, at, self.onward.home)
+        return [self._timer("home", due if at.now < due else at.now + self.spec.homing.settle_s)]
+
+    # --- the gang
+
+    def on_gang(self, sender: bytes, message: GangMessage, at: Instant) -> list[Effect]:
+        """What a mate says."""
+        gang = self._gang
+        if gang is None or message.term != self.term or self.state == "ended":
+            return [Send(sender, Dismiss(job=self.job, term=message.term, grace_s=0.0, reason="its attempt is over"))]
+        match message:
+            case Enlisted():
+                effects: list[Effect] = [*gang.on_enlisted(sender, message, at)]
+                return effects + (self._look_at_crew(gang, at) if self.state == "gathering" else [])
+            case MayRun():
+                effects = [*gang.on_may_run(sender, message, self.lease_until - at.now, at)]
+            case MateEnded():
+                gang.on_ended(sender, message, at)
+                effects = []
+            case Leaving():
+                gang.on_leaving(sender, message)
+                effects = []
+            case _:
+                return []
+        return effects + self._judge_crew(gang, at)
+
+    def _look_at_crew(self, gang: Gang, at: Instant) -> list[Effect]:
+        timer = self._timer("crew", at.now + self.spec.lease_s / RENEWALS_PER_LEASE)
+        if self.state == "disbanding":
+            return self._close(at)
+        if self.state != "gathering":
+            gang.look(at.now)
+            return [timer, *self._judge_crew(gang, at)]
+        enough = gang.gathered(at.now)
+        if enough:
+            return [timer, *self._begin_gang(gang, at)]
+        if enough is None:
+            others = self.onward.others(self._view, self.ledger.attempts, at) if self._view is not None else []
+            return [self._timer("crew", at.now + CREW_LOOK_S), *gang.gather(others, self.ledger, at)]
+        here = 1 + len(gang.mates)
+        return self._release(f"only {here} of {self.spec.least_nodes} nodes had a place for it at once", at)
+
+    def _begin_gang(self, gang: Gang, at: Instant) -> list[Effect]:
+        self.state = "restoring"
+        host, port = self._rendezvous()
+        post, sends = gang.begin(host, port, self.ledger, at)
+        self._amend_attempt(mates=tuple((mate.node, mate.nick) for mate in gang.mates))
+        where = ", ".join(mate.nick for mate in gang.mates) or "nobody else"
+        return [*sends, *self._propose(at), Launch(self.ledger, post), StateChanged("starting", f"with {where}")]
+
+    def _judge_crew(self, gang: Gang, at: Instant) -> list[Effect]:
+        """One that is lost or fails is notice to all; what it means for the job is settled when they have ended."""
+        if self.state == "asking":
+            return self._conclude(at)
+        if self.state == "disbanding":
+            return self._close(at)
+        if self._vacate_reason or not (gang.broken or gang.failed):
+            return []
+        self._mate_failed = not gang.broken
+        trouble = gang.broken or "a mate failed"
+        return self._vacate(self.spec.grace_s, trouble, at)
 
     # --- the lease
 
@@ -315,8 +385,12 @@ class Runner:
             self.lease_until = 0.0
             released = Released(job=self.job, term=self.term)
             closed = Closed(job=self.job, term=self.term, ledger=ledger)
-            sends = [Send(node, released if ledger.outcome is None else closed) for node in self.config.nodes]
-            return [*effects, *sends, Ended(self._ending, ledger.outcome)]
+            effects += [Send(node, released if ledger.outcome is None else closed) for node in self.config.nodes]
+            effects.append(Ended(self._ending))
+            return effects if ledger.outcome is None else [*effects, Concluded(ledger.outcome)]
+        if self.state == "acquiring" and self._gang is not None:
+            self.state = "gathering"
+            return [*effects, *self._look_at_crew(self._gang, at)]
         if self.state == "acquiring":
             self.state = "restoring"
             return [*effects, Launch(ledger), StateChanged("starting", "fetching its files")]
@@ -335,21 +409,20 @@ class Runner:
 
     def _save(self, final: bool) -> SaveCheckpoint:
         self._saving = True
-        commit = self.ledger.commit
-        return SaveCheckpoint(
-            seq=(commit.seq if commit else 0) + 1, parent=commit.manifest if commit else None, final=final
-        )
+        return SaveCheckpoint(*self.ledger.next_commit, final)
 
     def _on_stored(self, event: CheckpointStored, at: Instant) -> list[Effect]:
         self._saving = False
+        if self._ending:
+            return []  # the end, which bears its number, does not wait for it
         effects: list[Effect] = []
         if event.manifest is not None:
-            before = self.ledger.commit
+            seq, parent = self.ledger.next_commit
             commit = Commit(
-                seq=(before.seq if before else 0) + 1,
+                seq=seq,
                 term=self.term,
                 manifest=event.manifest,
-                parent=before.manifest if before else None,
+                parent=parent,
                 holders=event.holders,
                 step=event.step,
                 created_unix_ms=at.unix_ms,
@@ -362,16 +435,26 @@ class Runner:
 
     # --- the end
 
-    def _vacate(self, grace_s: float, reason: str, at: Instant) -> list[Effect]:
+    def _time_is_up(self, why: str, at: Instant) -> list[Effect]:
+        self._time_up = why
+        return self._vacate(self.spec.grace_s, why, at)
+
+    def _prefer(self, node: bytes | None) -> None:
+        """Let the next attempt be there, or else with the heir, if they can still take it then."""
+        self._proposer.ledger = self.ledger.amended(prefer=node or self.onward.heir)
+
+    def _vacate(self, grace_s: float, reason: str, at: Instant, to: bytes | None = None) -> list[Effect]:
         if self._vacate_reason:
             return []
         self._vacate_reason = reason
-        if self.state == "acquiring":
+        self._prefer(to)
+        if self.state in {"acquiring", "gathering"}:
             return self._release("vacated: " + reason, at)
         if self.state not in GUEST_RUNS:
             return []
         self.state = "vacating"
         return [
+            *(self._gang.dismiss(grace_s, reason) if self._gang is not None else ()),
             Notify("vacate", grace_s, reason),
             self._timer("grace", at.now + grace_s),
             StateChanged("vacating", f"{grace_s:g} s: {reason}"),
@@ -382,6 +465,11 @@ class Runner:
         self._tokens.cancel("grace")
         self.state = "saving"
         changed = StateChanged("saving", describe_exit(event.code, event.oom))
+        if self._gang is not None and event.code == 0:
+            return [*self._gang.dismiss(LATE_S, "its leader has ended"), *self._save_or_conclude(changed, at)]
+        return self._save_or_conclude(changed, at)
+
+    def _save_or_conclude(self, changed: StateChanged, at: Instant) -> list[Effect]:
         if self.spec.checkpointing is not None and not self._cancelled:
             # Whatever was committed before the end counts, however the end came.
             self._found = self._saving
@@ -392,7 +480,7 @@ class Runner:
         """The guest is gone and its last checkpoint is stored (or could not be)."""
         assert self._exited is not None
         if self._ending:
-            return []  # settled already: a checkpoint that was under way came after
+            return []  # settled already
         exited = self._exited
         if self._found and not self._saving and self.spec.checkpointing is not None and not self._cancelled:
             self._found = False
@@ -401,8 +489,19 @@ class Runner:
         if self._cancelled:
             self._ending = "cancelled"
             return [self._result()]
-        if self._overtime:
-            return self._fail(f"it has run for its {self.spec.max_time_s:g} s", True, at)
+        if self._time_up:
+            return self._fail(self._time_up, False, at)
+        if self._gang is not None and (self._mate_failed or (exited.code and not self._vacate_reason)):
+            if not self._gang.sure():
+                self.state = "asking"
+                return []
+            if self._gang.broken:
+                return self._release(f"vacated: {self._gang.broken}", at)
+            if self._gang.failed:  # which of them was the first cannot be told
+                own = [] if self._mate_failed else [(self.attempt.nick, exited.code)]
+                failed = [*own, *self._gang.failed]
+                words = ", ".join(f"exit {code} on {nick}" for nick, code in failed)
+                return self._fail(words, any(self._may_retry(code) for _, code in failed), at)
         verdict = judge(
             ExitFacts(
                 code=exited.code,
@@ -422,17 +521,24 @@ class Runner:
             case "checkpointed":
                 return self._release("checkpointed", at)
             case "elsewhere":
-                self._exclude_me()
+                self._blame_this_node()
                 return self._release(f"asked for another node ({words})", at)
+            case "failed" if exited.fault:
+                self._blame_this_node()
+                return self._release(f"{exited.fault} ({words})", at)
             case "failed":
-                hopeless = exited.code in {EXIT_NOT_FOUND, EXIT_NOT_EXECUTABLE}
-                return self._fail(words, hopeless, at)
+                return self._fail(words, self._may_retry(exited.code), at)
 
-    def _fail(self, words: str, hopeless: bool, at: Instant) -> list[Effect]:
+    def _may_retry(self, code: int) -> bool:
+        """Whether the budget of errors covers this exit."""
+        codes = self.spec.retry_codes
+        return code in codes if codes else code not in {EXIT_NOT_FOUND, EXIT_NOT_EXECUTABLE}
+
+    def _fail(self, words: str, may_retry: bool, at: Instant) -> list[Effect]:
         errors = self.ledger.errors + 1
-        if errors <= self.spec.error_budget and not hopeless:
+        if errors <= self.spec.error_budget and may_retry:
             self._proposer.ledger = self.ledger.amended(errors=errors)
-            self._exclude_me()
+            self._blame_this_node()
             return self._release(f"failed ({words}), retry {errors} of {self.spec.error_budget}", at)
         self._ending = f"failed ({words})"
         return [self._result()]
@@ -442,17 +548,15 @@ class Runner:
             self._exited = GuestExited(code=EXIT_NOT_EXECUTABLE, oom=False, forced_done=False)
             self._ending = "cancelled" if self._cancelled else f"failed ({reason})"
             return [self._result()]
-        self._exclude_me()
+        self._blame_this_node()
         return self._release(f"could not start: {reason}", at)
 
     def _result(self) -> SaveResult:
-        commit = self.ledger.commit
-        return SaveResult(seq=(commit.seq if commit else 0) + 1, parent=commit.manifest if commit else None)
+        return SaveResult(*self.ledger.next_commit)
 
     def _on_result(self, event: ResultStored, at: Instant) -> list[Effect]:
-        kind: OutcomeKind = "failed"
-        if self._ending in {"done", "cancelled"}:
-            kind = "done" if self._ending == "done" else "cancelled"
+        ends = self._ending
+        kind: OutcomeKind = "done" if ends == "done" else "cancelled" if ends == "cancelled" else "failed"
         outcome = Outcome(
             kind=kind,
             detail=self._ending + (f"; {event.detail}" if event.detail else ""),
@@ -461,7 +565,7 @@ class Runner:
             holders=event.holders,
             ended_unix_ms=at.unix_ms,
         )
-        self._proposer.ledger = self.ledger.amended(outcome=outcome)
+        self._outcome = outcome
         return self._close(at)
 
     def _release(self, reason: str, at: Instant) -> list[Effect]:
@@ -469,18 +573,23 @@ class Runner:
         return self._close(at)
 
     def _close(self, at: Instant) -> list[Effect]:
-        """Write the attempt's end into the ledger and give the lease back."""
+        """Write the attempt's end into the ledger and give the lease back, once none of its guests computes any more."""
+        if self._gang is not None and not self._gang.quiet(at.now):
+            self.state = "disbanding"
+            return [*self._gang.disband(), self._timer("crew", at.now + CREW_LOOK_S)]
         self.state = "releasing"
+        disband = self._gang.disband() if self._gang is not None else []
         # From the moment it is offered back: a witness may have given it on before we hear of it.
         self.lease_until = 0.0
         code = self._exited.code if self._exited is not None else None
         self._amend_attempt(reason=self._ending, ended_unix_ms=at.unix_ms, seen_unix_ms=at.unix_ms, exit_code=code)
+        if self._outcome is not None:
+            self._proposer.ledger = self.ledger.amended(outcome=self._outcome)
         self._proposer.holder = None
-        return self._propose(at)
+        return [*disband, *self._propose(at)]
 
-    def _exclude_me(self) -> None:
-        if self.me not in self.ledger.excluded:
-            self._proposer.ledger = self.ledger.amended(excluded=(*self.ledger.excluded, self.me))
+    def _blame_this_node(self) -> None:
+        self._amend_attempt(fault=True)
 
     def _amend_attempt(self, **changes: object) -> None:
         self.attempt = msgspec.structs.replace(self.attempt, **changes)

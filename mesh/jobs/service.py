@@ -7,24 +7,30 @@ see two things at once, and a promise is on disk before it is sent.
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from ckptstore.store import Store
-from membership.envelope import EnvelopeError, open_envelope, seal
-from membership.identity import Identity, NodeId, short_id
+from membership.envelope import seal
+from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
-from membership.records import Record
-from membership.trust import CLOCK_GRACE_S, NODE_CERTIFICATE_S, PROVIDER, USER, TrustError, TrustStore
-from mesh.api.peer import PeerClient, decode_facts
+from membership.trust import TrustStore
+from mesh.api.peer import PeerClient
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Engine
-from mesh.jobs.attempt import Attempt, Custody
+from mesh.jobs.attempt import Attempt
+from mesh.jobs.authority import Authority
+from mesh.jobs.board import OWN, Board
+from mesh.jobs.chronicle import Chronicle
 from mesh.jobs.courier import Courier
+from mesh.jobs.custody import Custody, custody_of
 from mesh.jobs.effects import (
+    Cell,
     Committed,
+    Concluded,
     Ended,
     Kill,
     Launch,
@@ -37,40 +43,44 @@ from mesh.jobs.effects import (
     SetTimer,
     StateChanged,
 )
+from mesh.jobs.events import Kind, words
+from mesh.jobs.herald import Herald
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
-from mesh.jobs.messages import Accept, AnyMessage, Cancel, Migrate, Start, decode_message, encode_message
+from mesh.jobs.keyring import Keyring
+from mesh.jobs.logcopies import EVERY_S as LOGS_EVERY_S
+from mesh.jobs.logcopies import LogCopies
+from mesh.jobs.mending import Mending
+from mesh.jobs.messages import AnyMessage, Cancel, Enlist, Migrate, Start, Told, decode_message, encode_message
+from mesh.jobs.outlook import Outlook
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.postman import Postman
-from mesh.jobs.recovery import Mandate, Plan, decode_mandate
-from mesh.jobs.runner import KillWanted, RunnerEvent, VacateWanted
+from mesh.jobs.recovery import Plan
+from mesh.jobs.rendezvous import meeting_place
+from mesh.jobs.reports import KillWanted, Recopied, RunnerEvent, VacateWanted
 from mesh.jobs.spec import (
     JobSpec,
     SpecError,
-    decode_spec,
     encode_spec,
     format_job,
     job_id,
     placement_request,
     waiting_place,
 )
-from mesh.jobs.status import JobStatus, decode_status, encode_status, merge_statuses, status_of
-from mesh.jobs.view import Instant, Surroundings, Timer, View
+from mesh.jobs.status import JobStatus, decode_status, status_of
+from mesh.jobs.view import Instant, Timer
+from mesh.jobs.warming import Warming
 from mesh.jobs.witness import Witness
 from mesh.provider.inventory import Inventory
-from placement.advert import Advert, AdvertError, decode_advert
-from placement.decision import replica_order
 from placement.filters import engine_for
-from placement.queue import Queue, Waiting, decayed
 
 INPUT_LIMIT = 10_000  # inputs waiting; ours
-REMOTE_LIMIT = (
-    INPUT_LIMIT // 2
-)  # from here on peers are told to slow down (503), so that facts of this node always find room
-ACTING = {"preparing", "offered", "waiting"}  # what a steward says in any other state is about the past
-STATUS_TTL_S = 3600.0
-STATUSES_DECODED = 50_000
-REPUBLISH_S = 600.0
+REMOTE_LIMIT = INPUT_LIMIT // 2  # from here on peers are told to slow down (503): facts of this node always find room
+ACTING = {"asking", "preparing", "offered", "waiting"}  # what a steward says in any other state is about the past
+AGAIN_S = 30.0  # between two events of one state of a job; ours
+BATCH = 256  # inputs that are worked off together, so that their cells share one fsync; ours
+LOOK_SHARE = 10  # looking around takes at most one part in so many of a node's time; ours
+MAIL_WITHIN_S = 3.0  # what is not delivered by then is sent again by the cores: `steward.ANSWER_S`
 COLLECT_EVERY_S = 60.0
 COMMITTED_KEPT = 2  # the committed checkpoint and the one before it, should the newer one be damaged everywhere; ours
 COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
@@ -94,48 +104,65 @@ class JobService:
         directory: Path,
         logs: JobLogs,
         rng: Random,
+        places_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.membership = membership
         self.journal = journal
         self.store = store
         self.inventory = inventory
         self.courier = Courier(peers, store)
+        self._warming = Warming(self.courier)
+        self.mending = Mending(identity.node_id, self.courier, store, self._custody, self._recopied)
         self.attempts: dict[bytes, Attempt] = {}
         self.states: dict[bytes, tuple[str, str]] = {}
         self._identity, self._trust = identity, trust
         self._me = identity.node_id
+        self._authority = Authority(self._me, trust)
         self._nick = membership.standing.nick
         self._engines = engines
         self._directory = directory
+        self._places_changed = places_changed
         self.logs = logs
-        self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body))
-        rules = Rules(self._open_spec, self._admit, self._may_cancel, self._is_mandated)
+        self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body, MAIL_WITHIN_S))
+        judges = self._authority
+        rendezvous = partial(meeting_place, membership.host, rng)
+        rules = Rules(judges.open_spec, self._admit, judges.may_cancel, judges.is_mandated, rendezvous)
         self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
+        self.keyring = Keyring(identity, peers, journal, self.participant, lambda: self.outlook.last.alive)
         self._inputs: asyncio.Queue[Input] = asyncio.Queue(INPUT_LIMIT)
         self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
         self._timers: dict[tuple[bytes, Role, str], asyncio.TimerHandle] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._cell_saved = asyncio.Event()
-        self._published: dict[bytes, tuple[JobStatus, float]] = {}
-        self._decoded: dict[tuple[NodeId, str], tuple[Record, JobStatus | None]] = {}
+        self.board = Board()
+        self.chronicle = Chronicle(identity, trust, journal)
+        self._log_copies = LogCopies(peers)
+        self._herald = Herald(membership.publish)
+        self._sections: dict[tuple[NodeId, str], bytes] = {}  # of which job each speaks
+        self.outlook = Outlook(self._me, membership, self.board)
         self._view_changed = asyncio.Event()
+        self._looked_s = 0.0  # how long that last took
         self._vacated: dict[bytes, asyncio.Event] = {}
+        self._noted: dict[bytes, float] = {}
 
     # --- life
 
     async def restore(self) -> None:
         """Take up the cells of an earlier run, before anybody can ask about them."""
-        cells, self.participant.forgotten = await self.journal.cells()
+        await self.keyring.restore()
+        cells, damaged = await self.journal.cells()
+        self.participant.forgotten = set(damaged)
+        for job, problem in damaged.items():
+            self.chronicle.say(job, "state", f"a damaged witness cell was skipped: {problem}")
         for cell in cells:
             try:
-                spec = self._read_spec(cell.job, cell.spec)[0]
+                spec = self._authority.read_spec(cell.job, cell.spec)
             except SpecError as error:
-                await self.journal.record(cell.job, "journal", f"a witness cell was skipped: {error}")
+                self.chronicle.say(cell.job, "state", f"a witness cell was skipped: {error}")
                 self.participant.forgotten.add(cell.job)
                 continue
             at = instant()
-            for output in self.participant.restore(Witness.restored(cell, spec, at.now), at):
-                await self._perform(output)
+            await self._perform_all(self.participant.restore(Witness.restored(cell, spec, at.now), at))
 
     async def run(self) -> None:
         """Work off inputs until cancelled."""
@@ -143,6 +170,7 @@ class JobService:
             group.create_task(self._work(), name="job inputs")
             group.create_task(self._watch_mesh(), name="job view")
             group.create_task(self._upkeep(), name="job upkeep")
+            group.create_task(self._copy_logs(), name="job logs")
 
     async def close(self) -> None:
         """End every guest at once, whatever its state. Vacate first to be kind."""
@@ -150,6 +178,7 @@ class JobService:
             timer.cancel()
         await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
         await asyncio.gather(*self._endings, return_exceptions=True)
+        await asyncio.gather(self.keyring.close(), self._warming.close(), self.mending.close())
         await self._postman.close()
 
     # --- for the API
@@ -157,47 +186,59 @@ class JobService:
     def deliver(self, sender: NodeId, data: bytes) -> bool:
         """A message from a peer; False if this node has too much to do. MessageError if it is none."""
         message = decode_message(data)
+        if isinstance(message, Told):
+            if message.job in self.participant.witnesses:
+                self.participant.refused += self.chronicle.take(message)
+            return True
         if self._inputs.qsize() >= REMOTE_LIMIT:
             return False
         self._feed(lambda at: self.participant.receive(sender, message, at))
         return True
 
-    async def submit(self, spec: JobSpec) -> tuple[bytes, str | None]:
-        """Hand a job to its witnesses: its id, and why no majority has it, or None."""
+    async def submit(self, spec: JobSpec) -> tuple[bytes, bytes, str | None]:
+        """Hand a job to its witnesses: its id, its sealed description, and why no majority has it, or None."""
         payload = encode_spec(spec)
         sealed = seal(self._identity, self._trust.mesh_id, "job", payload)
         job = job_id(payload)
         await self.journal.save_submitted(job, sealed)
-        return job, await self._answered(job, lambda at: self.participant.submit(job, sealed, spec, at))
+        return job, sealed, await self.submit_sealed(job, sealed, spec)
+
+    async def submit_sealed(self, job: bytes, sealed: bytes, spec: JobSpec) -> str | None:
+        """The same once more, or for whoever has sealed it."""
+        problem = await self._answered(job, lambda at: self.participant.submit(job, sealed, spec, at))
+        if problem is None:
+            self.chronicle.say(job, "submitted", f"by {spec.user}")
+        return problem
 
     async def recover(self, plan: Plan, mandate: bytes) -> str | None:
         """Let the group that the job's user has named take over: why it did not, or None."""
         job = plan.mandate.job
         problem = await self._answered(job, lambda at: self.participant.recover(plan, mandate, at))
         if problem is None:
-            await self._note(
-                job, f"its user made it go on from the record of {len(plan.kept)}, without {len(plan.lost)}"
-            )
+            words = f"its user made it go on from the record of {len(plan.kept)}, without {len(plan.lost)}"
+            self.chronicle.say(job, "order", words, new="recover")
         return problem
 
     def cancel(self, job: bytes, user: str, nodes: Sequence[NodeId]) -> None:
         """Ask everybody who may have a part in the job to end it."""
+        self.chronicle.say(job, "order", new="cancel")
         for node in dict.fromkeys([*nodes, self._me]):
             self._send(node, Cancel(job=job, user=user))
 
     def migrate(self, job: bytes, user: str, runner: NodeId, to: NodeId | None) -> None:
         """Ask the node where it runs to give it notice, and to have it go on elsewhere."""
+        self.chronicle.say(job, "order", new="migrate", target=to)
         self._send(runner, Migrate(job=job, user=user, to=to))
 
     async def vacate(self, grace_s: float, reason: str) -> list[bytes]:
         """Give notice to every guest and wait until each attempt has ended (or its grace has, and it was killed)."""
-        jobs = list(self.participant.runners)
+        jobs = self.participant.hosted
         await self._end_all(jobs, VacateWanted(grace_s, reason), grace_s + 30)
         return jobs
 
     async def kill(self, reason: str) -> list[bytes]:
         """SIGKILL to every guest, now; the bookkeeping follows."""
-        jobs = list(self.participant.runners)
+        jobs = self.participant.hosted
         await asyncio.gather(*(attempt.kill_guest() for attempt in self.attempts.values()))
         await self._end_all(jobs, KillWanted(reason), 10.0)
         return jobs
@@ -206,7 +247,7 @@ class JobService:
         """Before leaving: let runners and stewards replace this node in its witness groups, and deliver what is posted."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._still_witness():
+                while self.participant.replaceable(self.outlook.look().staying):
                     self._cell_saved.clear()
                     await self._cell_saved.wait()
         except TimeoutError:
@@ -219,40 +260,33 @@ class JobService:
     def job_changed(self, node: NodeId, section: str) -> None:
         """Somebody says something new of a job; others may have waited for its end."""
         record = self.membership.record(node, section)
-        status = self._heard(record) if record is not None else None
-        if status is not None and status.outcome is not None:
+        status = decode_status(record.body) if record is not None else None
+        before = self._sections.pop((node, section), None)
+        if before is not None and (status is None or status.job != before):
+            self.board.tell(node, before, None)
+        if status is None or node == self._me:
+            return
+        self._sections[node, section] = status.job
+        if self.board.tell(node, status.job, status):
             self.views_changed()
 
-    def adverts(self) -> list[Advert]:
-        """The valid adverts of members who may lend and can be reached, one each."""
-        found = []
-        present = {
-            member.node_id
-            for member in self.membership.members()
-            if member.present and member.state != "unreachable" and PROVIDER in member.roles
-        }
-        for record in self.membership.records("advert"):
-            try:
-                advert = decode_advert(record.node, record.body)
-            except AdvertError as error:
-                log.debug("ignored the advert of %s: %s", short_id(record.node), error)
-                continue
-            if advert.node in present:
-                found.append(advert)
-        return found
-
-    def disks(self) -> dict[NodeId, bytes]:
-        """On which disk each node keeps its promises."""
-        found = ((record.node, decode_facts(record.body)) for record in self.membership.records("facts"))
-        return {node: facts.disk for node, facts in found if facts is not None and facts.disk}
-
-    def view(self, job: bytes) -> View:
-        return self._view_maker()(job)
+    def hear_all(self) -> None:
+        """Read every section about jobs anew: at the start, and when news were missed."""
+        tellers: dict[bytes, list[NodeId]] = {}
+        for record in self.membership.records("jobs/"):
+            self.job_changed(record.node, record.section)
+            job = self._sections.get((record.node, record.section))
+            if job is not None:
+                tellers.setdefault(job, []).append(record.node)
+        self.board.keep_only(tellers)
 
     # --- inputs
 
     async def _answered(self, job: bytes, item: Input) -> str | None:
         """Feed what a majority must take in: why it did not, or None."""
+        while job in self._submissions:
+            await asyncio.wait([self._submissions[job]])
+            await asyncio.sleep(0)  # whoever waited for that takes it away
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._submissions[job] = answer
         self._feed(item)
@@ -269,27 +303,44 @@ class JobService:
 
     async def _work(self) -> None:
         while True:
-            item = await self._inputs.get()
-            for output in item(instant()):
-                await self._perform(output)
+            batch = [await self._inputs.get()]
+            while len(batch) < BATCH and not self._inputs.empty():
+                batch.append(self._inputs.get_nowait())
+            await self._perform_all([output for item in batch for output in item(instant())])
 
     async def _watch_mesh(self) -> None:
         while True:
             await self._view_changed.wait()
             self._view_changed.clear()
-            self._feed(lambda at: self.participant.observe(self._view_maker(), at))
-            await asyncio.sleep(0.1)  # a burst of changes is one change
+            self._feed(self._look)
+            await asyncio.sleep(max(0.1, LOOK_SHARE * self._looked_s))  # a burst of changes is one change
 
     async def _upkeep(self) -> None:
         collect_at = time.monotonic() + COLLECT_EVERY_S
         while True:
             await asyncio.sleep(1.0)
-            for job in list(self.participant.witnesses) + list(self.participant.runners):
+            for job in {*self.participant.witnesses, *self.participant.runners}:
+                runner = self.participant.runners.get(job)
+                self._warming.follow(job, runner)
+                self.keyring.follow(job, runner)
                 self._publish(job)
+            self.mending.look(self.board.all().values(), self.outlook.last.staying, set(self.participant.runners))
+            if self.board.waiting:
+                self.views_changed()
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
-                statuses = self.statuses()
-                await asyncio.to_thread(self._collect, statuses)
+                await asyncio.to_thread(self._collect, self.board.all())
+
+    async def _copy_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOGS_EVERY_S)
+            await self._log_copies.ship(
+                {
+                    (job, attempt.number): (attempt.log_path, [node for node in self._group(job) if node != self._me])
+                    for job, attempt in self.attempts.items()
+                    if job in self.participant.runners
+                }
+            )
 
     def _collect(self, statuses: dict[bytes, JobStatus]) -> None:
         for status in statuses.values():
@@ -299,47 +350,79 @@ class JobService:
 
     # --- effects
 
-    async def _perform(self, output: Directed | Submitted) -> None:
-        if isinstance(output, Submitted):
-            future = self._submissions.get(output.job)
-            if future is not None and not future.done():
-                future.set_result(output.problem)
-            return
+    async def _perform_all(self, outputs: Sequence[Directed | Submitted]) -> None:
+        """Every promise among them is durable before anything else happens: so none is given that could be forgotten."""
+        cells: dict[bytes, Cell] = {}
+        for output in outputs:
+            if isinstance(output, Directed) and isinstance(output.effect, SaveCell):
+                cells[output.job] = output.effect.cell
+        if cells:
+            await self.journal.save_cells(list(cells.values()))
+            self._cell_saved.set()
+        changed = dict.fromkeys(cells)
+        for output in outputs:
+            if isinstance(output, Submitted):
+                future = self._submissions.get(output.job)
+                if future is not None and not future.done():
+                    future.set_result(output.problem)
+            else:
+                self._perform(output)
+                if isinstance(output.effect, Committed | StateChanged | Ended):
+                    changed[output.job] = None
+        self._tell_witnesses()
+        for job in changed:
+            self._publish(job)
+
+    def _tell_witnesses(self) -> None:
+        """What was said here of each job, for those who keep its record."""
+        for job, told in self.chronicle.untold():
+            for node in self._group(job):
+                if node != self._me:
+                    self._send(node, told)
+
+    def _group(self, job: bytes) -> tuple[bytes, ...]:
+        """The job's witnesses, as far as this node knows."""
+        runner, witness = self.participant.runners.get(job), self.participant.witnesses.get(job)
+        config = runner.config if runner is not None else witness.cell.config if witness is not None else None
+        known = self.board.get(job)
+        return config.nodes if config is not None else known.witnesses if known is not None else ()
+
+    def _perform(self, output: Directed) -> None:
         job, role, effect = output.job, output.role, output.effect
         attempt = self.attempts.get(job)
         match effect:
-            case SaveCell(cell=cell):
-                await self.journal.save_cell(cell)
-                self._cell_saved.set()
-                self._publish(job)
             case Send(to=to, message=message):
                 self._send(to, message)
             case SetTimer():
                 self._set_timer(job, role, effect)
-            case Launch(ledger=ledger) if attempt is not None:
-                attempt.launch(ledger)
+            case Launch(ledger=ledger, post=post) if attempt is not None:
+                attempt.launch(ledger, post)
             case SaveCheckpoint() if attempt is not None:
                 attempt.save(effect)
             case SaveResult() if attempt is not None:
                 attempt.save_result(effect)
             case Notify(kind=kind, grace_s=grace_s, reason=reason) if attempt is not None:
+                self._warming.stop(job)
                 attempt.notify(kind, grace_s, reason)
             case RunUntil(boot_s=until) if attempt is not None:
                 attempt.allow_until(until)
             case Kill() if attempt is not None:
                 attempt.kill()
             case Committed(commit=commit):
-                step = f" at step {commit.step}" if commit.step is not None else ""
-                others = f"{len(commit.holders)} other node{'' if len(commit.holders) == 1 else 's'}"
-                await self._note(job, f"checkpoint {commit.seq}{step} committed, on {others}")
+                others = f"on {len(commit.holders)} other node{'' if len(commit.holders) == 1 else 's'}"
+                self._note(job, "checkpoint", others, number=commit.seq, step=commit.step)
+                self._warming.follow(job, self.participant.runners.get(job))
             case StateChanged(state=state, detail=detail):
-                if self.states.get(job) != (state, detail):
+                before = self.states.get(job, ("", ""))
+                if before != (state, detail):
                     self.states[job] = (state, detail)
-                    await self._note(job, f"{state}" + (f": {detail}" if detail else ""))
+                    self._note_state(job, before[0], state, detail)
             case Ended(reason=reason):
-                await self._note(job, f"attempt ended here: {reason}")
+                self._note(job, "attempt", reason)
                 self.states.pop(job, None)
                 self._end(job, role)
+            case Concluded(outcome=outcome):
+                self._note(job, "end", outcome.detail, new=outcome.kind)
 
     def _send(self, to: NodeId, message: AnyMessage) -> None:
         if to == self._me:
@@ -360,10 +443,11 @@ class JobService:
         )
 
     def _end(self, job: bytes, role: Role) -> None:
-        for name in ("renew", "lease", "grace", "acquire", "max time"):
+        for name in ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "crew", "kept", "ask"):
             timer = self._timers.pop((job, role, name), None)
             if timer is not None:
                 timer.cancel()
+        self._warming.forget(job)
         attempt = self.attempts.pop(job, None)
         if attempt is not None:
             task = asyncio.create_task(self._clear_away(job, attempt), name=f"end {format_job(job)[:8]}")
@@ -375,6 +459,7 @@ class JobService:
             await attempt.close()
         finally:
             self.inventory.release(job)
+            self._places_changed()
             done = self._vacated.pop(job, None)
             if done is not None:
                 done.set()
@@ -394,36 +479,9 @@ class JobService:
 
     # --- the rules
 
-    def _open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
-        """The job as its submitter signed it, the submitter being a member under the user's name; else SpecError."""
-        spec, signer = self._read_spec(job, sealed)
-        now, created = time.time(), spec.created_unix_ms / 1000
-        if not now - NODE_CERTIFICATE_S < created < now + CLOCK_GRACE_S:
-            raise SpecError("the job's description is from another time: is the clock right?")
-        try:
-            # Its certificate may have ended since: what counts is that it held when the job was submitted.
-            standing = self._trust.check_chain(spec.chain, min(now, created))
-        except TrustError as error:
-            raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
-        if standing.node_id != signer or standing.user != spec.user:
-            raise SpecError("the job's description carries somebody else's certificate")
-        if USER not in standing.roles:
-            raise SpecError(f"{standing.nick} may lend, but not submit")
-        return spec
-
-    def _read_spec(self, job: bytes, sealed: bytes) -> tuple[JobSpec, NodeId]:
-        """The job and its signer, for one that was let in before."""
-        try:
-            signer, payload = open_envelope(sealed, self._trust.mesh_id, "job")
-        except EnvelopeError as error:
-            raise SpecError(f"the job's description is not signed by a node of this mesh: {error}") from error
-        spec = decode_spec(payload)
-        if signer != spec.submitter or job_id(payload) != job:
-            raise SpecError("the job's description is not the one its submitter signed")
-        return spec, signer
-
-    def _admit(self, job: bytes, spec: JobSpec, start: Start) -> str | None:
-        request = placement_request(job, spec, start.ledger.next_attempt)
+    def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
+        number = order.number if isinstance(order, Enlist) else order.ledger.next_attempt
+        request = placement_request(job, spec, number)
         refusal = self.inventory.admit(request)
         if refusal is not None:
             return refusal
@@ -435,60 +493,39 @@ class JobService:
         self.attempts[job] = Attempt(
             job,
             spec,
-            start.ledger.next_attempt,
-            self._directory / format_job(job) / str(start.term),
-            self.logs.prepare(job, start.ledger.next_attempt, spec.user),
+            number,
+            self._directory / format_job(job) / str(order.term),
+            self.logs.prepare(job, number, spec.user),
             engine,
-            self.inventory.gpus_of(job),
+            self.inventory.portions_of(job),
             self._nick,
             self.store,
             self.courier,
             lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
             lambda: self._custody(job),
+            lambda: self.keyring.vault(job, spec, self._group(job)),
             lambda event: self._feed(lambda at: self.participant.tell_runner(job, event, at)),
+            lambda text, new: self._note(job, "state", text, new=new),
         )
+        self._places_changed()
         return None
 
     def _custody(self, job: bytes) -> Custody:
         runner = self.participant.runners.get(job)
-        leaving = {m.node_id for m in self.membership.members() if m.draining or m.state != "alive"}
-        order = replica_order(job, self.adverts(), {self._me} | leaving, need_mib=1)
+        hierarchy = self.outlook.hierarchy()
+        custody = custody_of(job, self._me, runner, self.membership.members(), hierarchy)
         if runner is None:
-            return Custody(config=0, term=0, fallback=tuple(order))
-        return Custody(config=runner.config.number, term=runner.term, fallback=tuple(order))
+            return custody
+        # Who has notice saves where it goes.
+        order = sorted(custody.fallback, key=lambda node: node != runner.ledger.prefer)
+        return custody.first(order)
 
-    def _may_cancel(self, sender: NodeId, user: str, spec: JobSpec) -> bool:
-        """The user who submitted it, from any of his nodes."""
-        standing = self._trust.standing(sender, time.time())
-        return sender == self._me or (standing is not None and standing.user == user == spec.user)
-
-    def _is_mandated(self, message: Accept, spec: JobSpec) -> bool:
-        """Signed by the job's user, at whichever of his nodes."""
-        try:
-            signer, payload = open_envelope(message.mandate or b"", self._trust.mesh_id, "recovery")
-        except EnvelopeError:
-            return False
-        standing = self._trust.standing(signer, time.time())
-        is_user = standing is not None and standing.user == spec.user and USER in standing.roles
-        return is_user and decode_mandate(payload) == Mandate(message.job, message.term, message.config)
+    def _recopied(self, job: bytes, manifest: bytes, holders: tuple[NodeId, ...], words: str) -> None:
+        self._note(job, "state", words, new="copied again")
+        event = Recopied(manifest, holders)
+        self._feed(lambda at: self.participant.tell_runner(job, event, at))
 
     # --- what others see
-
-    def statuses(self) -> dict[bytes, JobStatus]:
-        """Every job this node has heard of, each by the most advanced view."""
-        views = [self._heard(record) for record in self.membership.records("jobs/")]
-        mine = [self.status(job) for job in {*self.participant.witnesses, *self.participant.runners}]
-        return merge_statuses(view for view in (*views, *mine) if view is not None)
-
-    def _heard(self, record: Record) -> JobStatus | None:
-        """What a section says; each is decoded once."""
-        key = (record.node, record.section)
-        known = self._decoded.get(key)
-        if known is None or known[0] is not record:
-            known = self._decoded[key] = (record, decode_status(record.body))
-            if len(self._decoded) > STATUSES_DECODED:
-                self._decoded.clear()
-        return known[1]
 
     def status(self, job: bytes) -> JobStatus | None:
         """This node's own view of a job it has a part in."""
@@ -502,62 +539,58 @@ class JobService:
         progress = attempt.progress if attempt is not None else None
         note = attempt.note if attempt is not None else ""
         waiting = None
-        if steward is not None and acts and runner is None and not steward.held_back_by:
-            waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger))
-        return status_of(job, witness, runner, state, detail or note, progress, waiting)
+        if steward is not None and acts and runner is None and not steward.held_back:
+            waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
+        warm = runner is not None and self._warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
+        heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
+        return status_of(job, witness, runner, state, detail or note, progress, waiting, heeds, warm, portions)
 
     def _publish(self, job: bytes) -> None:
-        status = self.status(job)
-        if status is None:
-            return
-        before, at = self._published.get(job, (None, 0.0))
+        """Take note of how this node sees the job now; and tell the others, if it is this node that speaks for it."""
+        known = self.board.own(job)
+        if known is not None and known.outcome is not None and job not in self.participant.runners:
+            status: JobStatus | None = known  # for ever
+        else:
+            status = self.status(job)
+        if status != known:
+            if self.board.tell(OWN, job, status):
+                self.views_changed()
+            if status is None or status.outcome is not None:
+                self.chronicle.forget(job)
+                self._noted.pop(job, None)
+        if status is not None and self._speaks_for(status):
+            self._herald.tell(status)
+
+    def _speaks_for(self, status: JobStatus) -> bool:
+        """One node tells the mesh of a job: who runs it, or its acting steward, or the first of its group that is there."""
+        if status.job in self.participant.runners or status.rank[3]:
+            return True
+        steward = self.participant.stewards.get(status.job)
+        if steward is not None and steward.state in ACTING:
+            return False  # not yet
+        if status.outcome is None and status.runner in self.outlook.last.alive:
+            return False
+        first = next((node for node in status.witnesses if node in self.outlook.last.alive), None)
+        return first in {None, self._me}
+
+    def _note_state(self, job: bytes, old: str, new: str, detail: str) -> None:
+        """A job that waits for ever changing reasons tells one now and then."""
         now = time.monotonic()
-        if before != status or now - at > REPUBLISH_S:
-            self._published[job] = (status, now)
-            ended = before is not None and before.outcome is None and status.outcome is not None
-            section = f"jobs/{format_job(job)}"
-            self.membership.publish(section, encode_status(status), STATUS_TTL_S, urgent=ended)
+        if old != new or new != "pending" or now - self._noted.get(job, -AGAIN_S) >= AGAIN_S:
+            self._noted[job] = now
+            self._note(job, "state", detail, old=old, new=new)
 
-    async def _note(self, job: bytes, text: str) -> None:
-        log.info("job %s: %s", format_job(job)[:8], text)
-        await self.journal.record(job, self._nick, text)
-        self._publish(job)
+    def _note(self, job: bytes, kind: Kind, reason: str, **fields: Any) -> None:
+        attempt = self.attempts.get(job)
+        event = self.chronicle.say(job, kind, reason, attempt=attempt.number if attempt is not None else None, **fields)
+        log.info("job %s: %s", format_job(job)[:8], words(event))
 
-    def _view_maker(self) -> Callable[[bytes], View]:
-        members = self.membership.members()
-        alive = frozenset(m.node_id for m in members if m.present)
-        leaving = frozenset(m.node_id for m in members if m.draining)
-        left = frozenset(m.node_id for m in members if m.state == "left")
-        adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
-        statuses = self.statuses().values()
-        ends = {status.job: status.outcome.kind for status in statuses if status.outcome is not None}
-        queue = _queue(statuses, adverts)
-        return Surroundings(self._me, alive, leaving, left, adverts, self.disks(), queue, ends).view
-
-    def _still_witness(self) -> bool:
-        """Whether a group that this node is in could still replace it: somebody else stays who is not in it yet."""
-        staying = {m.node_id for m in self.membership.members() if m.state == "alive" and not m.draining}
-        return any(
-            self._me in witness.cell.config.nodes and not witness.finished and staying - set(witness.cell.config.nodes)
-            for witness in self.participant.witnesses.values()
-        )
+    def _look(self, at: Instant) -> list[Directed | Submitted]:
+        begun = time.monotonic()
+        outputs = self.participant.observe(self.outlook.look(), at)
+        self._looked_s = time.monotonic() - begun
+        return outputs
 
 
 def instant() -> Instant:
     return Instant(boot_s(), time.time_ns() // 1_000_000)
-
-
-def _queue(statuses: Iterable[JobStatus], adverts: Sequence[Advert]) -> Queue:
-    """Who waits, and what each user has had lately, by what this node has heard."""
-    now_unix = time.time()
-    waiting: list[Waiting] = []
-    usage: Counter[str] = Counter()
-    for status in statuses:
-        if status.waiting is not None and status.waiting.job == status.job:
-            waiting.append(status.waiting)
-            usage[status.user] += 0
-        for attempt in status.attempts:
-            if attempt.running_unix_ms:
-                ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
-                usage[status.user] += decayed(attempt.ran_s, status.gpus, ago_s)
-    return Queue(waiting, usage, adverts, int(now_unix))

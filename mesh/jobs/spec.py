@@ -4,16 +4,20 @@ The job id is the BLAKE2b hash of the signed payload, so two nodes can never dis
 can change it after submission. Everything that changes later lives in the ledger (`ledger.py`), not here.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
-from mesh.jobs.ledger import Seat
+from mesh.jobs.ledger import Attempt, Seat, avoided, shunned
+from mesh.jobs.lock import Lock, check_lock
+from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
 from placement.request import Request
 
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
+JOB_ID_LENGTH = 26  # as people see it, in base32
 
 CommitMode = Literal["rename", "marker", "stable"]
 OnPartition = Literal["freeze", "compute_uncommitted"]
@@ -39,13 +43,40 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to: tuple[bytes, ...] = ()
 
 
+class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of many jobs that were submitted together, told apart by `index`. `place` others come before it; with a `limit`, no
+    more than that many are under way at a time."""
+
+    array: bytes
+    index: int
+    place: int
+    of: int
+    limit: int = 0
+
+
+HomeRule = Literal["own", "first", "node", "none"]
+
+
+class Homing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the job belongs and goes back to: `node`; or that of its first attempt; or its user's own that had to send it away.
+    Home must have been free for `settle_s`, and the job elsewhere for as long."""
+
+    rule: HomeRule = "own"
+    node: bytes | None = None
+    settle_s: float = 60.0  # an owner's pause is longer, and a move costs seconds; ours
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
 
     `chain` holds the submitter's certificates, so that a node that has never met the submitter, or has forgotten it, can
     still tell whose job this is. `on_partition`: what the guest does while no majority of its witnesses answers.
     `max_time_s`: how long it may run in all, over its attempts; time in which it waits does not count.
-    `after`: jobs that must be done first; if one of them ends otherwise, this one fails.
+    `after`: jobs that must be done first; if one of them ends otherwise, this one fails. `error_budget` errors are forgiven, or
+    of them only those with an exit code in `retry_codes`. It runs on `least_nodes` to `most_nodes` at once, each with
+    the GPUs and memory it asks for: `gpu_share` is the per cent of each GPU's time that it is guaranteed, `gpu_share_limit`
+    what it may use while others leave it idle; of a share `vram_mib` is what it gets, else what each GPU must have. A job that
+    is not done at `deadline_unix_ms` fails. What it saves is sealed with the key of its `lock`.
     """
 
     submitter: bytes
@@ -62,10 +93,14 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image: str | None = None
     engine: str | None = None
     gpus: int = 0
+    gpu_share: int = WHOLE
+    gpu_share_limit: int = WHOLE
     vram_mib: int = 0
     memory_mib: int | None = None
     cpus: float | None = None
     zone: str | None = None
+    least_nodes: int = 1
+    most_nodes: int = 1
     checkpointing: Checkpointing | None = None
     grace_s: float = 30.0
     lease_s: float = 15.0
@@ -75,6 +110,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_time_s: float | None = None
     priority: int = DEFAULT_PRIORITY
     after: tuple[bytes, ...] = ()
+    retry_codes: tuple[int, ...] = ()
+    deadline_unix_ms: int | None = None
+    array: ArrayPlace | None = None
+    homing: Homing = Homing()
+    lock: Lock | None = None
 
 
 def job_id(payload: bytes) -> bytes:
@@ -87,6 +127,13 @@ def format_job(job: bytes) -> str:
     from base64 import b32encode
 
     return b32encode(job).decode().rstrip("=").lower()
+
+
+def parse_job(text: str) -> bytes:
+    """The job of which this is the whole id. ValueError if it is none."""
+    from base64 import b32decode
+
+    return b32decode(text.upper() + "=" * (-len(text) % 8))
 
 
 def placement_request(
@@ -103,10 +150,12 @@ def placement_request(
         attempt=attempt,
         user=spec.user,
         gpus=spec.gpus,
+        gpu_share=spec.gpu_share,
         vram_mib=spec.vram_mib,
         engine=spec.engine,
         image=spec.image,
         zone=spec.zone,
+        nodes=spec.least_nodes,
         memory_mib=spec.memory_mib,
         exclude=exclude,
         avoid=avoid,
@@ -114,9 +163,17 @@ def placement_request(
     )
 
 
+def attempt_request(
+    job: bytes, spec: JobSpec, number: int, attempts: Sequence[Attempt], unix_ms: int, prefer: bytes | None = None
+) -> Request:
+    """The same for an attempt of this number after these, with what they have taught about nodes."""
+    return placement_request(job, spec, number, shunned(attempts, unix_ms), avoided(attempts), prefer)
+
+
 def waiting_place(spec: JobSpec, request: Request) -> Waiting:
     """Its place in the queue, while nobody runs it."""
-    return Waiting(request, spec.priority, spec.created_unix_ms // 1000)
+    deadline = None if spec.deadline_unix_ms is None else spec.deadline_unix_ms // 1000
+    return Waiting(request, spec.priority, spec.created_unix_ms // 1000, deadline)
 
 
 def encode_spec(spec: JobSpec) -> bytes:
@@ -140,7 +197,9 @@ _decoder = msgspec.msgpack.Decoder(JobSpec)
 MAX_ARGUMENTS = 4096
 MAX_TEXT_BYTES = 256 * 1024
 MAX_WITNESSES = 5
-MAX_AFTER = 256
+MAX_AFTER = 4096
+MAX_ARRAY = 1000
+MAX_NODES = 64
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
@@ -170,16 +229,73 @@ def check_spec(spec: JobSpec) -> None:
     for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
+    _check_share(spec)
+    if not 1 <= spec.least_nodes <= spec.most_nodes <= MAX_NODES:
+        raise SpecError(f"a job runs on 1 to {MAX_NODES} nodes, and on no fewer at most than at least")
+    if spec.most_nodes > 1 and (spec.image is not None or spec.engine not in {None, "process"}):
+        raise SpecError(
+            "a job on several nodes runs as plain processes: containers of one job cannot reach each other between machines"
+        )
     if len(spec.after) > MAX_AFTER or any(len(job) != JOB_ID_BYTES for job in spec.after):
         raise SpecError(f"a job comes after at most {MAX_AFTER} others")
     if not 0 <= spec.priority <= MAX_PRIORITY:
         raise SpecError(f"priority must be 0 to {MAX_PRIORITY}")
     if spec.max_time_s is not None and not 1 <= spec.max_time_s <= MAX_TIME_S:
         raise SpecError("max time must be 1 second to 1 year")
+    if any(not 1 <= code <= 255 for code in spec.retry_codes) or len(spec.retry_codes) > 255:
+        raise SpecError("an exit code to retry on is 1 to 255")
+    if spec.deadline_unix_ms is not None and not spec.created_unix_ms < spec.deadline_unix_ms < 2**53:
+        raise SpecError("the deadline must lie in the future")
+    if spec.array is not None:
+        _check_array(spec.array)
+    if spec.lock is not None:
+        try:
+            check_lock(spec.lock, len(spec.witnesses))
+        except ValueError as error:
+            raise SpecError(str(error)) from error
     if not 0 <= spec.grace_s <= 86_400:
         raise SpecError("grace must be 0 to 86400 seconds")
     if spec.checkpointing is not None:
         _check_checkpointing(spec.checkpointing)
+    _check_homing(spec)
+
+
+def _check_share(spec: JobSpec) -> None:
+    share, limit = spec.gpu_share, spec.gpu_share_limit
+    for label, number in [("a share of a GPU", share), ("the limit of a GPU's share", limit)]:
+        if not 1 <= number <= WHOLE:
+            raise SpecError(f"{label} is 1 to {WHOLE} per cent, not {number}")
+    if limit < share:
+        raise SpecError(
+            f"a job cannot be guaranteed {share} per cent of a GPU and be held to {limit}: "
+            "choose a smaller --gpu-share, or a --gpu-share-limit that is not below it"
+        )
+    if share < WHOLE and not spec.gpus:
+        raise SpecError("a share of no GPU: add --gpus 1, or leave out --gpu-share")
+    if share < WHOLE and not spec.vram_mib:
+        raise SpecError(
+            "a job with a share of a GPU has others beside it, so it must say how much of the GPU's memory it needs: "
+            "add --vram, as --vram 6g, or leave out --gpu-share to have the GPU alone"
+        )
+
+
+def _check_homing(spec: JobSpec) -> None:
+    homing = spec.homing
+    if (homing.rule == "node") != (homing.node is not None) or (homing.node is not None and len(homing.node) != 32):
+        raise SpecError("a home is one node, by its id, or found by a rule")
+    if not 1 <= homing.settle_s <= 3600:
+        raise SpecError("a home must be free for 1 to 3600 seconds before a job goes back there")
+    if homing.rule in {"first", "node"} and spec.checkpointing is None:
+        raise SpecError("a job without checkpoints (--ckpt) would start over at home: leave out --home")
+    if homing.rule in {"first", "node"} and spec.most_nodes > 1:
+        raise SpecError("a job on several nodes has no home: leave out --home")
+
+
+def _check_array(array: ArrayPlace) -> None:
+    if len(array.array) != JOB_ID_BYTES or not 1 <= array.of <= MAX_ARRAY:
+        raise SpecError(f"an array has 1 to {MAX_ARRAY} jobs")
+    if not 0 <= array.index < 2**31 or not 0 <= array.place < array.of or not 0 <= array.limit <= MAX_ARRAY:
+        raise SpecError("a job's place in its array is not one")
 
 
 def _check_checkpointing(checkpointing: Checkpointing) -> None:

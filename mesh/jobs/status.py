@@ -3,16 +3,27 @@
 Every witness and the runner publish their view as a lane-2 section; whoever asks takes the most advanced one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
 from mesh.jobs.contract import Progress
 from mesh.jobs.ledger import Attempt, Commit, Config, Outcome
 from mesh.jobs.runner import Runner
+from mesh.jobs.spec import ArrayPlace
 from mesh.jobs.witness import Witness
+from placement.advert import WHOLE, Count, Percent, Portion
+from placement.allotment import percent
 from placement.queue import Waiting
 
+SHOWN_AS = {
+    "acquiring": "starting",
+    "gathering": "starting",
+    "restoring": "starting",
+    "asking": "saving",
+    "disbanding": "releasing",
+}
+RUNNER = 2  # in a rank: it is the runner who says so
 ATTEMPTS_SHOWN = 16  # a section must stay small; `mesh describe` asks a witness for the rest
 
 
@@ -29,20 +40,33 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     detail: str
     rank: tuple[int, int, int, int]
     config: Config
-    gpus: int
+    gpus: Count
+    gpu_share: Percent = WHOLE
+    gpu_share_limit: Percent = WHOLE
+    portions: tuple[Portion, ...] = ()  # what it has of its host's GPUs
     attempts: tuple[Attempt, ...] = ()
-    excluded: tuple[bytes, ...] = ()
+    array: ArrayPlace | None = None
+    priority: int = 0
+    saves: bool = False  # whether it has checkpoints
     commit: Commit | None = None
     outcome: Outcome | None = None
     settled: int = 0
     waiting: Waiting | None = None  # what it asks for, while nobody runs it
     runner: bytes | None = None
+    heir: bytes | None = None  # who would take its next attempt
+    warm: bool = False  # the heir has its last checkpoint
     step: int | None = None
     of: int | None = None
+    heeds_notice: bool | None = None  # whether the guest would save at a notice, as far as can be seen from outside
 
     @property
     def witnesses(self) -> tuple[bytes, ...]:
         return self.config.nodes
+
+    @property
+    def gpu_percent(self) -> int:
+        """What it uses of one node, in per cent of a GPU."""
+        return percent(self.gpus, self.gpu_share)
 
 
 _decoder = msgspec.msgpack.Decoder(JobStatus)
@@ -68,11 +92,14 @@ def status_of(
     detail: str,
     progress: Progress | None,
     waiting: Waiting | None = None,
+    heeds_notice: bool | None = None,
+    warm: bool = False,
+    portions: tuple[Portion, ...] = (),
 ) -> JobStatus:
     """This node's view: the runner's if the job runs here, else the witness's; `state` is empty if its steward only watches."""
     if runner is not None:
         spec, ledger, term, config = runner.spec, runner.ledger, runner.term, runner.config
-        shown = runner.state if runner.state not in {"acquiring", "restoring"} else "starting"
+        shown = SHOWN_AS.get(runner.state, runner.state)
     else:
         assert witness is not None
         cell, spec = witness.cell, witness.spec
@@ -95,33 +122,48 @@ def status_of(
         created_unix_ms=spec.created_unix_ms,
         state=shown,
         detail=detail[:200],
-        rank=(int(outcome is not None), term, ledger.version, 2 if runner is not None else int(bool(state))),
+        rank=(int(outcome is not None), term, ledger.version, RUNNER if runner is not None else int(bool(state))),
         config=config,
         gpus=spec.gpus,
+        gpu_share=spec.gpu_share,
+        gpu_share_limit=spec.gpu_share_limit,
+        portions=portions if runner is not None and outcome is None else (),
         attempts=ledger.attempts[-ATTEMPTS_SHOWN:],
-        excluded=ledger.excluded,
+        array=spec.array,
+        priority=spec.priority,
+        saves=spec.checkpointing is not None,
         commit=ledger.commit,
         outcome=outcome,
         settled=ledger.settled,
         waiting=waiting if shown == "pending" else None,
         runner=last.node if last is not None and not last.reason else None,
+        heir=runner.onward.heir if runner is not None and outcome is None else None,
+        warm=warm,
         step=progress.step if progress is not None else last.last_step if last is not None else None,
         of=progress.of if progress is not None else None,
+        heeds_notice=heeds_notice,
     )
 
 
-def merge_statuses(views: Iterable[JobStatus]) -> dict[bytes, JobStatus]:
-    """One status a job: the most advanced view, with the progress that only the runner's own view shows."""
-    best: dict[bytes, JobStatus] = {}
-    progress: dict[tuple[bytes, int], JobStatus] = {}
-    for view in views:
-        known = best.get(view.job)
-        if known is None or view.rank > known.rank:
-            best[view.job] = view
-        if view.of is not None:
-            progress[view.job, view.rank[1]] = view
-    for job, view in best.items():
-        seen = progress.get((job, view.rank[1]))
-        if seen is not None:
-            best[job] = msgspec.structs.replace(view, of=seen.of, step=max(seen.step or 0, view.step or 0))
-    return best
+def best_of(views: Collection[JobStatus]) -> JobStatus:
+    """Of one job's views the most advanced, with what only its runner sees. A witness may be ahead of what the runner told."""
+    best = max(views, key=lambda view: view.rank)
+    runners = [view for view in views if view.rank[3] == RUNNER and view.rank[1] == best.rank[1]]
+    if not runners or best.rank[3] == RUNNER:
+        return best
+    told = max(runners, key=lambda view: view.rank)
+    step = best.step if told.step is None else max(told.step, best.step or 0)
+    if best.outcome is not None:
+        return msgspec.structs.replace(best, of=told.of, step=step, heeds_notice=told.heeds_notice)
+    # What the runner said of the heir was of the checkpoint that was the last one then.
+    same, holders = told.commit == best.commit, best.commit.holders if best.commit is not None else ()
+    return msgspec.structs.replace(
+        best,
+        detail=told.detail if told.state == best.state else best.detail,
+        of=told.of,
+        step=step,
+        portions=told.portions,
+        heir=told.heir,
+        warm=told.heir is not None and ((same and told.warm) or told.heir in holders),
+        heeds_notice=told.heeds_notice,
+    )

@@ -1,13 +1,16 @@
 """What a job core knows of the mesh when it decides: who is alive, who stays, what they offer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 
 import msgspec
 
 from mesh.jobs.ledger import OutcomeKind
 from placement.advert import Advert
 from placement.decision import witness_order
+from placement.preemption import Stay
 from placement.queue import Queue
+from placement.zones import Hierarchy
 
 
 class Instant(msgspec.Struct, frozen=True):
@@ -17,8 +20,8 @@ class Instant(msgspec.Struct, frozen=True):
     unix_ms: int
 
 
-class Surroundings(msgspec.Struct, frozen=True):
-    """What a node sees around it, whatever the job: the members there are, those about to leave, those who left in order."""
+class View(msgspec.Struct, frozen=True, dict=True):
+    """What a node sees around it: the members there are, those about to leave, those who left in order, what they offer."""
 
     me: bytes
     alive: frozenset[bytes] = frozenset()
@@ -28,26 +31,28 @@ class Surroundings(msgspec.Struct, frozen=True):
     disks: Mapping[bytes, bytes] = {}  # whose journal is on which disk, as far as it is known
     queue: Queue | None = None
     ends: Mapping[bytes, OutcomeKind] = {}  # of jobs that are over
+    array_ends: Mapping[bytes, Set[int]] = {}  # the places, in each array, of the jobs that are over
+    stays: Sequence[Stay] = ()  # the jobs that run
+    hierarchy: Hierarchy = Hierarchy()  # by which nodes are ranked
 
-    @property
+    @cached_property
     def staying(self) -> frozenset[bytes]:
         return self.alive - self.leaving
+
+    @cached_property
+    def offers(self) -> tuple[Advert, ...]:
+        """The adverts of those who stay."""
+        return tuple(advert for advert in self.adverts if advert.node in self.staying)
+
+    def witnesses(self, job: bytes) -> tuple[bytes, ...]:
+        """All who stay, best witness of this job first."""
+        return witness_order(job, self.adverts, self.staying)
 
     def absence(self, node: bytes) -> str:
         """Why an attempt on `node` ended without its own word for it."""
         if node in self.left:
             return "node left"
         return "lease expired" if node in self.alive else "node lost"
-
-    def view(self, job: bytes) -> "View":
-        order = witness_order(job, self.adverts, self.alive - self.leaving)
-        return View(**msgspec.structs.asdict(self), witnesses=order)
-
-
-class View(Surroundings, frozen=True):
-    """The same for one job."""
-
-    witnesses: tuple[bytes, ...] = ()  # every node, best witness of this job first
 
 
 class Timer(msgspec.Struct, frozen=True):

@@ -13,7 +13,18 @@ import msgspec
 
 from mesh.jobs.effects import Cell, Effect, SaveCell, Send
 from mesh.jobs.ledger import Ledger
-from mesh.jobs.messages import Accept, Accepted, Cancel, Closed, Prepare, Promised, Refused, Released
+from mesh.jobs.messages import (
+    Accept,
+    Accepted,
+    Cancel,
+    Closed,
+    Prepare,
+    Promised,
+    Refused,
+    Released,
+    Willing,
+    Would,
+)
 from mesh.jobs.spec import JobSpec
 
 RATE_BOUND = 0.05  # twenty times the worst quartz drift plus NTP slewing (500 ppm); ours
@@ -57,8 +68,12 @@ class Witness:
     def lease_left_s(self, now: float) -> float:
         return max(0.0, self.lease_until - now) if self.cell.holder is not None else 0.0
 
-    def handle(self, sender: bytes, message: Prepare | Accept | Released | Closed | Cancel, now: float) -> list[Effect]:
+    def handle(
+        self, sender: bytes, message: Would | Prepare | Accept | Released | Closed | Cancel, now: float
+    ) -> list[Effect]:
         match message:
+            case Would():
+                return self._would(sender, message, now)
             case Prepare():
                 return self._prepare(sender, message, now)
             case Accept():
@@ -69,7 +84,7 @@ class Witness:
                     self.lease_until = 0.0
                 return []
             case Closed():
-                known = sender == self.cell.holder or sender in self.cell.config.nodes
+                known = sender in {self.cell.holder, *self.cell.config.nodes} or self._proposed_here(sender, message)
                 return self.close(message.term, message.ledger) if known else []
             case Cancel():
                 if self.cell.cancel_wanted or self.finished:
@@ -83,6 +98,17 @@ class Witness:
         accepted = max(term, self.cell.accepted_term)
         promised = max(term, self.cell.promised)
         return [self._save(promised=promised, accepted_term=accepted, ledger=ledger, holder=None, final=True)]
+
+    def _proposed_here(self, sender: bytes, message: Closed) -> bool:
+        """Whether it is the end that the last runner, who has given its lease back with it, had this witness accept."""
+        attempts = self.cell.ledger.attempts
+        same = message.term == self.cell.accepted_term and message.ledger.outcome == self.cell.ledger.outcome
+        return same and bool(attempts) and attempts[-1].node == sender
+
+    def _would(self, sender: bytes, message: Would, now: float) -> list[Effect]:
+        if self.finished or message.term <= self.cell.promised or self.lease_left_s(now) > 0:
+            return [self._refusal(sender, message.term, 0, now)]
+        return [Send(sender, Willing(job=self.cell.job, term=message.term, disk=self.cell.disk))]
 
     def _prepare(self, sender: bytes, message: Prepare, now: float) -> list[Effect]:
         cell = self.cell
@@ -177,7 +203,7 @@ class Witness:
         return SaveCell(self.cell)
 
 
-def unknown_job(message: Accept | Prepare, disk: bytes) -> Refused:
+def unknown_job(message: Accept | Prepare | Would, disk: bytes) -> Refused:
     """The answer of a node that holds no cell for the job: an Accept must come again with its spec, if this disk has a seat."""
     return Refused(
         job=message.job,

@@ -1,14 +1,16 @@
 """What this node lends and what of it is taken; the source of its advert.
 
-Reservations are made when a job is admitted and undone when its attempt has ended, so two stewards can never be promised the
-same GPU. The owner's word comes first: paused or draining admits nothing.
+Portions of GPUs are given when a job is admitted and taken back when its attempt has ended, so two stewards can never be promised
+the same. The owner's word comes first: paused or draining admits nothing.
 """
 
 import os
+from functools import reduce
 
 import msgspec
 
-from placement.advert import Advert, Gpu
+from placement.advert import Advert, Gpu, Portion
+from placement.allotment import Room, allot, untouched, without
 from placement.filters import refusals
 from placement.request import Request
 
@@ -22,6 +24,8 @@ class Lending(msgspec.Struct, frozen=True):
 
 
 class Inventory:
+    """`guards`: this node can keep a job to its share of a GPU, now; `gpu_sharing`: its owner allows that there are shares."""
+
     def __init__(
         self,
         node: bytes,
@@ -34,6 +38,7 @@ class Inventory:
         own_only: tuple[str, ...],
         lending: Lending,
         up_since_unix: int,
+        gpu_sharing: bool = True,
     ) -> None:
         self.lending = lending
         self.gpus = gpus
@@ -41,34 +46,46 @@ class Inventory:
         self.images: tuple[str, ...] = ()
         self.weight = 1
         self.draining = False
+        self.guards = False
         self.store_free_mib = 0
         self._node, self._nick, self._user, self._zone = node, nick, user, zone
         self._slots, self._accepts, self._own_only = slots, accepts, own_only
         self._up_since_unix = up_since_unix
-        self._taken: dict[bytes, tuple[str, ...]] = {}
+        self._gpu_sharing = gpu_sharing
+        self._given: dict[bytes, tuple[Portion, ...]] = {}
         self._version = 0
         self._previous: Advert | None = None
 
     def admit(self, request: Request) -> str | None:
-        """Reserve what the job needs, or say why not."""
+        """Give the job what it needs, or say why not."""
         if self.draining:
             return "it is leaving the mesh"
-        if request.job in self._taken:
+        if request.job in self._given:
             return None
         reasons = refusals(request, self.advert())
         if reasons:
             return "; ".join(reasons)
-        fitting = [gpu for gpu in self.gpus if gpu.vram_mib >= request.vram_mib and gpu.uuid in self._free_gpus()]
-        # The smallest that fits, so that large ones stay for those who need them.
-        fitting.sort(key=lambda gpu: (gpu.vram_mib, gpu.uuid))
-        self._taken[request.job] = tuple(gpu.uuid for gpu in fitting[: request.gpus])
+        self._given[request.job] = allot(request, self.gpus, self._room())
+        assert len(self._given[request.job]) == request.gpus, "what the filters let in fits"
+        return None
+
+    def change(self, job: bytes, share: int, vram_mib: int) -> str | None:
+        """Give a job that has shares other ones of the same GPUs, or say why not."""
+        others = (portions for other, portions in self._given.items() if other != job)
+        room = {left.uuid: left for left in reduce(without, others, untouched(self.gpus))}
+        had = self._given[job]
+        for left in (room[portion.uuid] for portion in had):
+            if share > left.share or vram_mib > left.vram_mib:
+                return f"{left.uuid} has {left.share} % and {left.vram_mib} MiB beside its other jobs"
+        self._given[job] = tuple(Portion(portion.uuid, share, vram_mib) for portion in had)
         return None
 
     def release(self, job: bytes) -> None:
-        self._taken.pop(job, None)
+        self._given.pop(job, None)
 
-    def gpus_of(self, job: bytes) -> tuple[str, ...]:
-        return self._taken.get(job, ())
+    def portions_of(self, job: bytes) -> tuple[Portion, ...]:
+        """What it has of each of its GPUs."""
+        return self._given.get(job, ())
 
     def advert(self) -> Advert:
         """The present offer; its version grows only when something in it changed."""
@@ -83,9 +100,11 @@ class Inventory:
             lending=self.lending.lending,
             paused=self.lending.paused or self.draining,
             gpus=self.gpus,
-            gpus_free=self._free_gpus(),
+            room=self._room(),
+            guards=self.guards,
+            gpu_sharing=self._gpu_sharing,
             slots=self._slots,
-            slots_free=max(0, self._slots - sum(not uuids for uuids in self._taken.values())),
+            slots_free=max(0, self._slots - sum(not portions for portions in self._given.values())),
             cpus=os.cpu_count() or 1,
             memory_mib=_memory_mib(),
             engines=self.engines,
@@ -104,9 +123,8 @@ class Inventory:
             return fresh
         return previous
 
-    def _free_gpus(self) -> tuple[str, ...]:
-        taken = {uuid for uuids in self._taken.values() for uuid in uuids}
-        return tuple(gpu.uuid for gpu in self.gpus if gpu.uuid not in taken)
+    def _room(self) -> Room:
+        return reduce(without, self._given.values(), untouched(self.gpus))
 
 
 def _memory_mib() -> int:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.api.errors import MeshError
-from mesh.cli.terminal import SIZE, ago, job_path, parse_duration, patience, table
+from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path, parse_duration, patience, table
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,30 @@ def test_a_size_is_a_number_of_mebibytes_or_an_error_in_words(text: str) -> None
         assert 0 <= SIZE.convert(text, None, None) < 2**31
     except click.BadParameter as error:
         assert "6g" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "indices", "limit"),
+    [("1-4%2", (1, 2, 3, 4), 2), ("0-30:10", (0, 10, 20, 30), 0), ("7", (7,), 0), ("1,3-4,3%9", (1, 3, 4), 9)],
+)
+def test_arrays(text: str, indices: tuple[int, ...], limit: int) -> None:
+    assert ARRAY.convert(text, None, None) == (indices, limit)
+
+
+@given(st.text(max_size=12) | st.text("0123456789-:,%", max_size=12))
+def test_an_array_is_indices_or_an_error_in_words(text: str) -> None:
+    try:
+        indices, limit = ARRAY.convert(text, None, None)
+        assert 1 <= len(indices) <= 1000 and len(set(indices)) == len(indices) and limit >= 0
+    except click.BadParameter as error:
+        assert any(word in str(error) for word in ("no array", "indices", "goes nowhere"))
+
+
+def test_a_deadline_is_a_duration_or_a_date() -> None:
+    assert DEADLINE.convert("2h", None, None) == pytest.approx(time.time() + 7200, abs=5)
+    assert time.localtime(DEADLINE.convert("2030-02-03 04:05", None, None))[:5] == (2030, 2, 3, 4, 5)
+    with pytest.raises(click.BadParameter, match="neither"):
+        DEADLINE.convert("tomorrow", None, None)
 
 
 @given(st.text(max_size=30))

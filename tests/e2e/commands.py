@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -102,6 +103,7 @@ def running_with_checkpoint(node: StackNode, job: str, elsewhere: str | None = N
 
     def there() -> dict[str, Any] | None:
         state = job_state(node, job)
+        assert not (state and state.get("outcome")), f"{state['outcome']}\n{ok(node, 'logs', job)}"
         if not state or state["state"] != "running" or state["node"] in {None, elsewhere} or not state["checkpoint"]:
             return None
         resumed = state["attempts"][-1]["resumed_step"] or 0
@@ -116,6 +118,13 @@ def finished(node: StackNode, job: str) -> dict[str, Any]:
         lambda: (state := job_state(node, job)) and state.get("outcome") and state, "the job to end"
     )
     return state
+
+
+def send(number: signal.Signals, *nodes: StackNode) -> None:
+    """A signal to these daemons, by their pids."""
+    for node in nodes:
+        assert node.process is not None
+        os.kill(node.process.pid, number)
 
 
 def descendants(pid: int) -> list[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """Real daemons on loopback: one stack that is only read and used, others for tests that take nodes away."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,8 @@ import pytest
 
 from mesh.stack import Stack
 from tests.e2e.commands import mesh
+
+LOG_SHOWN = 4000  # characters of each daemon's log; ours
 
 
 @pytest.fixture(scope="session")
@@ -18,20 +20,37 @@ def shared() -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-def make_stack() -> Iterator[Callable[..., Stack]]:
-    """A started stack of its own for a test that takes nodes away."""
-    open_stacks: list[Stack] = []
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what its daemons saw."""
+    report = yield
+    if report.when == "call" and report.failed and isinstance(item, pytest.Function):
+        stacks = [*item.funcargs.get("make_stack", Opener()).stacks]
+        stacks += [value for value in item.funcargs.values() if isinstance(value, Stack)]
+        for node in (node for stack in stacks for node in stack.nodes if node.where.log.exists()):
+            report.sections.append((f"log of {node.nick}", node.where.log.read_text()[-LOG_SHOWN:]))
+    return report
 
-    def make(count: int, **overrides: Any) -> Stack:
+
+class Opener:
+    """Called as `make_stack(count, **overrides)`: a started stack of its own for a test that takes nodes away."""
+
+    def __init__(self) -> None:
+        self.stacks: list[Stack] = []
+
+    def __call__(self, count: int, **overrides: Any) -> Stack:
         stack = Stack(count, overrides={"slots": 1, "grace_s": 10.0, **overrides})
-        open_stacks.append(stack)
+        self.stacks.append(stack)
         stack.found()
         stack.start_all()
         return stack
 
-    yield make
-    for stack in open_stacks:
+
+@pytest.fixture
+def make_stack() -> Iterator[Callable[..., Stack]]:
+    opener = Opener()
+    yield opener
+    for stack in opener.stacks:
         stack.close()
 
 

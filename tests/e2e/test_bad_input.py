@@ -22,6 +22,7 @@ from mesh.stack import Stack, StackNode
 from tests.e2e.commands import mesh, ok, read, until
 
 pytestmark = pytest.mark.e2e
+SHARE = ("--gpu-share", "30", "--vram", "6g")
 
 
 @pytest.mark.parametrize(
@@ -45,19 +46,53 @@ pytestmark = pytest.mark.e2e
         (("run", "--no-workdir", "--ckpt", "c", "--ckpt-to", "nobody", "--", "x"), 4, "nobody"),
         (("run", "--no-workdir", "--gpus", "99", "--", "x"), 6, "99"),
         (("run", "--no-workdir", "--vram", "900g", "--gpus", "1", "--", "x"), 6, "GPU"),
+        (
+            ("run", "--gpu-share", "0", "--", "x"),
+            2,
+            "Invalid value for '--gpu-share': 0 is not in the range 1<=x<=100.",
+        ),
+        (("run", "--gpu-share-limit", "101", "--", "x"), 2, "'--gpu-share-limit': 101 is not in the range 1<=x<=100."),
+        (("run", "--no-workdir", "--gpus", "0", *SHARE, "--", "x"), 2, "a share of no GPU: add --gpus 1"),
+        (
+            ("run", "--no-workdir", "--gpu-share", "30", "--", "x"),
+            2,
+            "add --vram, as --vram 6g, or leave out --gpu-share",
+        ),
+        (
+            ("run", "--no-workdir", "--gpu-share-limit", "90", "--", "x"),
+            2,
+            "guaranteed 100 per cent of a GPU and be held to 90",
+        ),
+        (
+            ("run", "--no-workdir", *SHARE, "--gpu-share-limit", "20", "--", "x"),
+            2,
+            "choose a smaller --gpu-share, or a --gpu-share-limit that",
+        ),
+        (("run", "--no-workdir", *SHARE, "--", "x"), 6, "no node has 1 GPUs"),
         (("run", "--no-workdir", "--image", "no/such:image", "--", "x"), 6, "no/such:image"),
         (("run", "--no-workdir", "--engine", "docker", "--image", "a b", "--", "x"), 6, "a b"),
         (("run", "--no-workdir", "--", "a" * 300_000), 1, "rgument"),
         (("logs", "zzzz"), 4, "mesh ps -a"),
         (("why", ""), 4, "mesh ps -a"),
         (("cancel", "../../etc/passwd"), 4, ""),
-        (("pull", "zzzz", "/tmp/x"), 4, "mesh ps -a"),
+        (("pull", "zzzz", "/no/such/place"), 4, "mesh ps -a"),
         (("reclaim", "--grace", "-3s"), 2, ""),
         (("wait", "zzzz"), 4, "mesh ps -a"),
         (("wait",), 2, "JOBS"),
         (("run", "--no-workdir", "--after", "zzzz", "--", "x"), 4, "mesh ps -a"),
         (("run", "--no-workdir", "--priority", "101", "--", "x"), 2, "101"),
         (("run", "--no-workdir", "--max-time", "0.1s", "--", "x"), 2, "1 second"),
+        (("submit", "--no-workdir", "--array", "5-1", "--", "x"), 2, "no indices"),
+        (("submit", "--no-workdir", "--array", "1-9%0", "--", "x"), 2, "no array"),
+        (("run", "--no-workdir", "--array", "1-9", "--", "x"), 2, "mesh submit --array"),
+        (("submit", "--no-workdir", "--deadline", "2001-01-01T00:00", "--", "x"), 2, "future"),
+        (("submit", "--no-workdir", "--ckpt", "c", "--home", "nobody", "--", "x"), 4, "nobody"),
+        (("submit", "--no-workdir", "--ckpt", "c", "--home", "", "--", "x"), 4, "no node"),
+        (("submit", "--no-workdir", "--home", "first", "--", "x"), 2, "leave out --home"),
+        (("submit", "--no-workdir", "--ckpt", "c", "--nodes", "2", "--home", "node1", "--", "x"), 2, "several nodes"),
+        (("submit", "--no-workdir", "--retry-on", "0", "--", "x"), 2, "1<=x<=255"),
+        (("ps", "zzzz"), 4, "mesh ps -a"),
+        (("wait", "zzzz"), 4, "mesh ps -a"),
         (("migrate", "zzzz"), 4, "mesh ps -a"),
         (("migrate", ""), 4, "mesh ps -a"),
         (("recover", "zzzz", "--yes"), 4, "mesh ps -a"),

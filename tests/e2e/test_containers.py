@@ -1,6 +1,5 @@
 """Jobs in real containers, by the command line."""
 
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from mesh.stack import Stack, StackNode
-from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.e2e.commands import finished, job_state, mesh, ok, read, send, until
 from tests.images import busybox_image
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
@@ -50,8 +49,7 @@ def test_a_daemon_that_is_killed_takes_its_containers_along_and_the_job_goes_on(
     host = stack.node(state["node"])
     other = next(node for node in stack.nodes if node is not host)
     label = read(host, "status")["node"]
-    assert host.process is not None
-    os.kill(host.process.pid, signal.SIGKILL)
+    send(signal.SIGKILL, host)
     until(lambda: not labelled(label), "its containers to be removed")
 
     def moved() -> bool:

@@ -257,6 +257,36 @@ def test_a_job_comes_after_another_and_fails_with_it(shared: Stack) -> None:
     assert refused.returncode == 1 and "not well" in refused.stderr
 
 
+def test_an_array_is_many_jobs_that_answer_to_one_name(shared: Stack) -> None:
+    node, other = shared.nodes[:2]
+    command = 'test "$MESH_ARRAY_INDEX" != 6 && echo "$MESH_ARRAY_INDEX of $MESH_ARRAY_COUNT"'
+    array = ok(node, "submit", "--no-workdir", "--array", "2-6:2%2", "--", "sh", "-c", command).strip()
+    done = mesh(other, "wait", array)
+    assert done.returncode == 1 and len(done.stdout.splitlines()) == 3
+    rows = read(other, "ps", array)["jobs"]
+    assert [(row["array"]["index"], row["state"]) for row in rows] == [(2, "done"), (4, "done"), (6, "failed")]
+    first, second = (row["attempts"][0] for row in rows[1:])
+    assert second["started_unix_ms"] >= min(row["attempts"][0]["ended_unix_ms"] for row in rows[:2]), "two at a time"
+    assert first["number"] == 0
+    assert ok(other, "logs", f"{array[:10]}_4") == "4 of 3\n"
+    ambiguous = mesh(node, "logs", array)
+    assert ambiguous.returncode == 2 and f"{array[:8]}_1" in ambiguous.stderr
+    slow = ok(node, "submit", "--no-workdir", "--array", "1-3", "--", "sleep", "60").strip()
+    assert ok(node, "cancel", slow).count("cancelled") == 3
+    follower = mesh(node, "submit", "--no-workdir", "--after", array, "--", "true")
+    assert follower.returncode == 1 and "not well" in follower.stderr
+
+
+def test_a_deadline_and_the_exit_codes_that_are_forgiven(shared: Stack) -> None:
+    node = shared.nodes[0]
+    late = ok(node, "submit", "--no-workdir", "--deadline", "2s", "--", "sleep", "60").strip()
+    assert "deadline has passed" in finished(node, late)["outcome"]["detail"]
+    retry = ("--retries", "3", "--retry-on", "9", "--no-workdir", "--")
+    job = ok(node, "submit", *retry, "sh", "-c", 'exit "$((9 - MESH_ATTEMPT))"').strip()
+    state = finished(node, job)
+    assert [attempt["exit_code"] for attempt in state["attempts"]] == [9, 8] and state["outcome"]["exit_code"] == 8
+
+
 def test_ctrl_c_twice_cancels_it(shared: Stack) -> None:
     process, heard, rest = interrupted(shared, 2)
     assert process.returncode == 103 and "cancelled" in rest

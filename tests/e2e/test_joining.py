@@ -197,10 +197,11 @@ def damaged(name: str, data: bytes = b"\xff\x00rubbish") -> Damage:
         (damaged("config.toml", b"slots = 'many'"), "config.toml"),
         (damaged("config.toml", b"slotz = 3"), "slotz"),
         (damaged("config.toml", b"slots = 99999"), "slots"),
+        (damaged("config.toml", b"upload_mbps = -1"), "upload_mbps"),
         (damaged("config.toml", b"join = ['no:such:port']"), "no:such:port"),
         (damaged("config.toml", b"= ="), "config.toml"),
     ],
-    ids=["key", "empty-key", "genesis", "chain", "type", "typo", "range", "address", "syntax"],
+    ids=["key", "empty-key", "genesis", "chain", "type", "typo", "range", "rate", "address", "syntax"],
 )
 def test_a_damaged_state_directory_is_named_file_by_file_and_left_as_it_is(
     home: Path, damage: Damage, word: str

@@ -91,7 +91,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def test_the_environment_is_the_contract(bench: Bench) -> None:
-    text = await bench.output("env; pwd", env={"SEED": "7", "MESH_NODE": "forged"}, resume="step-3", gpu_uuids=())
+    text = await bench.output("env; pwd", env={"SEED": "7", "MESH_NODE": "forged"}, resume="step-3", gpus=())
     env = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     base = "/mesh" if bench.image else str(bench.root)
     assert (env["MESH"], env["MESH_JOB_ID"], env["MESH_ATTEMPT"], env["MESH_NODE"]) == ("1", "j" * 26, "2", "desk")
@@ -134,7 +134,7 @@ async def test_its_exit_is_passed_on(bench: Bench, script: str, code: int) -> No
 async def test_a_notice_reaches_a_guest_that_listens(bench: Bench) -> None:
     guest = await bench.shell(f"trap 'echo saved; exit 85' TERM; echo ready; {LOOP}")
     await bench.until_logged("ready")
-    assert await guest.terminate()
+    assert await guest.catches_term() and await guest.terminate()
     async with asyncio.timeout(WAIT_S):
         assert (await guest.wait()).code == 85
     assert "saved" in bench.log
@@ -143,10 +143,36 @@ async def test_a_notice_reaches_a_guest_that_listens(bench: Bench) -> None:
 async def test_a_guest_that_does_not_listen_is_not_hurt_by_a_notice(bench: Bench) -> None:
     guest = await bench.shell("echo ready; sleep 1; echo unhurt; exit 4")
     await bench.until_logged("ready")
-    assert not await guest.terminate()
+    assert not await guest.catches_term() and not await guest.terminate()
     async with asyncio.timeout(WAIT_S):
         assert (await guest.wait()).code == 4
     assert "unhurt" in bench.log
+
+
+async def test_a_guest_that_stands_still_can_be_looked_at_and_told(bench: Bench) -> None:
+    guest = await bench.shell(f"trap 'echo saved; exit 85' TERM; echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    assert not await guest.stands_still()
+    guest.allow_until(0.0)
+    async with asyncio.timeout(WAIT_S):
+        while not await guest.stands_still():
+            await asyncio.sleep(0.01)
+    assert await guest.catches_term() and await guest.terminate()
+    guest.allow_until(math.inf)
+    async with asyncio.timeout(WAIT_S):
+        assert (await guest.wait()).code == 85
+    assert "saved" in bench.log
+
+
+async def test_a_guest_that_stands_still_can_be_killed(bench: Bench) -> None:
+    guest = await bench.shell(f"echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    guest.allow_until(0.0)
+    async with asyncio.timeout(WAIT_S):
+        while not await guest.stands_still():
+            await asyncio.sleep(0.01)
+        await guest.kill()
+        assert (await guest.wait()).code == 137
 
 
 async def test_kill_leaves_nothing_of_it(bench: Bench) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.jobs.commits import committed_tree, resume_of
+from mesh.jobs.commits import committed_tree
 from mesh.jobs.spec import Checkpointing
 
 RENAME, MARKER = Checkpointing(mode="rename", keep=2), Checkpointing(mode="marker", keep=2)
@@ -25,7 +25,6 @@ def entry(directory: Path, name: str, age_s: float = 100.0) -> Path:
 @pytest.mark.parametrize("rules", [RENAME, MARKER, STABLE], ids=lambda rules: rules.mode)
 def test_an_empty_directory_shows_nothing(tmp_path: Path, rules: Checkpointing) -> None:
     assert committed_tree(tmp_path, rules, time.time()) is None
-    assert resume_of(tmp_path, rules) is None
 
 
 def test_rename_takes_the_newest_final_names(tmp_path: Path) -> None:
@@ -63,16 +62,3 @@ def test_stable_waits_until_nothing_moves_and_nobody_writes(tmp_path: Path) -> N
         assert committed_tree(tmp_path, STABLE, now + 6) is None, "somebody has it open for writing"
     (tmp_path / "next.pt.tmp").touch()
     assert committed_tree(tmp_path, STABLE, now + 60) is None, "something is under way"
-
-
-def test_what_is_resumed_is_the_highest_number_whatever_its_width(tmp_path: Path) -> None:
-    for name in ("step-99", "step-100", "step-9", ".step-101.tmp"):
-        entry(tmp_path, name)
-    assert resume_of(tmp_path, RENAME) == "step-100"
-    assert resume_of(tmp_path, STABLE) == ""
-
-
-def test_names_without_a_common_shape_still_have_an_order(tmp_path: Path) -> None:
-    for name in ("1-final", "best", "last"):
-        entry(tmp_path, name)
-    assert resume_of(tmp_path, RENAME) in {"1-final", "best", "last"}

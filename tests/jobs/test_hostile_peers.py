@@ -12,6 +12,9 @@ from mesh.jobs.messages import (
     Accepted,
     AnyMessage,
     Cancel,
+    Closed,
+    MakeRoom,
+    Migrate,
     Prepare,
     Promised,
     Refused,
@@ -21,7 +24,7 @@ from mesh.jobs.messages import (
     encode_message,
 )
 from mesh.jobs.participant import Directed, Participant, Rules, Submitted
-from mesh.jobs.runner import CheckpointFound, CheckpointStored, GuestExited, GuestStarted, ResultStored, VacateWanted
+from mesh.jobs.reports import CheckpointFound, CheckpointStored, GuestExited, GuestStarted, ResultStored, VacateWanted
 from mesh.jobs.view import Timer
 from tests.jobs.test_participant import open_spec
 from tests.jobs.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view
@@ -61,7 +64,6 @@ ledgers = st.builds(
     attempts=st.lists(attempts, max_size=3).map(tuple),
     outcome=st.none() | outcomes,
     errors=numbers,
-    excluded=groups,
 )
 jobs = st.sampled_from([JOB, b"other job 16 byt"])
 specs = st.sampled_from([SPEC_BYTES, b"forged"])
@@ -103,6 +105,9 @@ messages = st.one_of(
     st.builds(StartAnswer, job=jobs, term=numbers, taken=st.booleans(), reason=texts),
     st.builds(Released, job=jobs, term=numbers),
     st.builds(Cancel, job=jobs, user=texts),
+    st.builds(Closed, job=jobs, term=numbers, ledger=ledgers),
+    st.builds(Migrate, job=jobs, user=texts, to=st.none() | nodes),
+    st.builds(MakeRoom, job=jobs, wanted_by=jobs, spec=specs),
 )
 facts = st.sampled_from(
     [
@@ -148,7 +153,7 @@ def test_no_sequence_of_messages_fails_a_node(script: list[tuple[bytes, object]]
         if cell.final:
             assert ended.setdefault(cell.job, cell.ledger.outcome) == cell.ledger.outcome
 
-    absorb(participant.observe(lambda job: make_view(A, (A, B, C, D)), at(now)))
+    absorb(participant.observe(make_view(A, (A, B, C, D)), at(now)))
     absorb(participant.submit(JOB, SPEC_BYTES, make_spec(), at(now)))
     for sender, thing in script:
         now += seconds
@@ -160,4 +165,4 @@ def test_no_sequence_of_messages_fails_a_node(script: list[tuple[bytes, object]]
             absorb(participant.receive(sender, thing, at(now)))
         else:
             absorb(participant.tell_runner(JOB, thing, at(now)))  # type: ignore[arg-type]
-        absorb(participant.observe(lambda job: make_view(A, (A, B, C, D)), at(now)))
+        absorb(participant.observe(make_view(A, (A, B, C, D)), at(now)))

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from mesh.jobs.effects import Cell
+from mesh.jobs.events import Event
 from mesh.jobs.journal import DISK_BYTES, Journal, JournalError
-from tests.jobs.worlds import JOB, make_witness
+from tests.jobs.worlds import JOB, A, make_witness
 
 CELL: Cell = make_witness().cell
+
+
+def said(job: bytes | None, seq: int) -> Event:
+    return Event(job, seq, unix_ms=seq, kind="state")
 
 
 @pytest.fixture
@@ -25,18 +30,43 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
     await journal.close()
 
 
+async def test_the_newest_receipts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.jobs.journal.RECEIPTS_KEPT", 3)
+    journal = Journal(tmp_path / "receipts.sqlite")
+    await journal.open()
+    for number in range(5):
+        journal.keep_receipt(JOB if number % 2 else A, b"%d" % number)
+    assert await journal.receipts(None) == [b"0", b"1", b"2", b"3", b"4"]
+    assert await journal.receipts(JOB) == [b"1", b"3"] and await journal.receipts(None, limit=2) == [b"3", b"4"]
+    await journal.close()
+    journal = Journal(tmp_path / "receipts.sqlite")
+    await journal.open()
+    assert await journal.receipts(None) == [b"2", b"3", b"4"]
+    await journal.close()
+
+
 async def test_it_gives_back_what_it_got(journal: Journal) -> None:
-    await journal.save_cell(CELL)
-    await journal.save_cell(CELL)
+    await journal.save_cells([CELL])
+    await journal.save_cells([CELL])
     await journal.save_submitted(JOB, b"spec")
-    await journal.record(JOB, "node1", "running")
-    await journal.record(None, "node1", "something else")
+    for event in (said(JOB, 1), said(JOB, 1), said(None, 1), said(JOB, 2)):
+        journal.record(A, event, b"sealed %d" % event.seq)
     await journal.record_session(5.0, ended=True)
-    assert await journal.cells() == ([CELL], set()) and await journal.submitted() == {JOB: b"spec"}
-    events = await journal.events(JOB, 0)
-    assert [(event.actor, event.text) for event in events] == [("node1", "running")]
-    assert [event.text for event in await journal.events(None, events[0].id)] == ["something else"]
+    assert await journal.cells() == ([CELL], {}) and await journal.submitted() == {JOB: b"spec"}
+    (first, one), (last, two) = await journal.events(JOB, 0)
+    assert (one, two) == (b"sealed 1", b"sealed 2"), "each once"
+    assert [sealed for _, sealed in await journal.events(None, first)] == [b"sealed 1", b"sealed 2"]
+    assert await journal.events(JOB, 0, limit=1) == [(last, b"sealed 2")]
+    await journal.want(JOB, "/home/ada/out")
+    assert await journal.wanted() == {JOB: "/home/ada/out"}
+    await journal.want(JOB, "")
+    assert await journal.wanted() == {}
     assert await journal.sessions() == [(5.0, True)]
+    await journal.save_errand(JOB, b"as it was")
+    await journal.save_errand(JOB, b"as it is")
+    assert await journal.errands() == [b"as it is"]
+    await journal.drop_errand(JOB)
+    assert await journal.errands() == []
 
 
 async def test_a_closed_journal_says_so(tmp_path: Path) -> None:
@@ -61,8 +91,8 @@ async def test_a_damaged_file_is_moved_aside_and_never_lost(tmp_path: Path) -> N
     await journal.open()
     try:
         assert journal.moved_aside is not None and journal.moved_aside.read_bytes().startswith(b"this is no database")
-        await journal.save_cell(CELL)
-        assert await journal.cells() == ([CELL], set())
+        await journal.save_cells([CELL])
+        assert await journal.cells() == ([CELL], {})
     finally:
         await journal.close()
 
@@ -71,7 +101,7 @@ async def test_a_damaged_cell_is_skipped_kept_and_told(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = Journal(path)
     await journal.open()
-    await journal.save_cell(CELL)
+    await journal.save_cells([CELL])
     await journal.close()
     with sqlite3.connect(path) as connection:
         connection.execute("INSERT INTO cells VALUES (?, ?)", (b"x" * 16, b"\xff\xfe"))
@@ -79,8 +109,8 @@ async def test_a_damaged_cell_is_skipped_kept_and_told(tmp_path: Path) -> None:
     journal = Journal(path)
     await journal.open()
     try:
-        assert await journal.cells() == ([CELL], {b"x" * 16})
-        assert "damaged" in (await journal.events(b"x" * 16, 0))[0].text
+        cells, damaged = await journal.cells()
+        assert cells == [CELL] and list(damaged) == [b"x" * 16] and "int" in damaged[b"x" * 16]
     finally:
         await journal.close()
     rows = sqlite3.connect(path).execute("SELECT count(*) FROM cells").fetchone()
@@ -142,3 +172,23 @@ async def test_what_was_confirmed_survives_a_kill(tmp_path: Path) -> None:
         assert all(number.to_bytes(16) in kept for number in range(confirmed + 1))
     finally:
         await journal.close()
+
+
+async def test_keys_and_shares_are_kept_from_others_eyes_and_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.touch(mode=0o644)
+    for _ in range(2):
+        journal = Journal(path)
+        await journal.open()
+        await journal.save_key(b"realm", b"key")
+        await journal.save_shares(b"j" * 16, [b"one", b"two"])
+        assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
+        await journal.close()
+    await journal_is(path, [b"key"], {b"j" * 16: [b"one", b"two"]})
+
+
+async def journal_is(path: Path, keys: list[bytes], shares: dict[bytes, list[bytes]]) -> None:
+    journal = Journal(path)
+    await journal.open()
+    assert await journal.keys() == keys and await journal.shares() == shares
+    await journal.close()

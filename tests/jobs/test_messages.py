@@ -26,7 +26,7 @@ from mesh.jobs.messages import (
     encode_message,
 )
 from mesh.jobs.postman import open_mail
-from mesh.jobs.status import decode_status, encode_status, merge_statuses, status_of
+from mesh.jobs.status import best_of, decode_status, encode_status, status_of
 from tests.jobs.worlds import DISK, JOB, A, B, C, D, make_spec, make_witness, seats
 
 CONFIG = Config(number=1, term=2, members=seats(A, B, C), previous=seats(A, B, D))
@@ -118,7 +118,15 @@ def test_the_most_advanced_view_of_a_job_is_shown() -> None:
     assert ended.state == "done" and ended.attempts[0].nick == "d"
     waiting = status_of(JOB, make_witness(), None, "pending", "no node can run it now", None)
     for pair in ([early, waiting], [waiting, early]):
-        assert merge_statuses(pair)[JOB] == waiting, "who acts knows better than who watches"
+        assert best_of(pair) == waiting, "who acts knows better than who watches"
     for views in ([early, running, ended], [ended, early, running]):
-        assert merge_statuses(views)[JOB] == ended
+        assert best_of(views) == ended
     assert status_of(JOB, make_witness(spec=make_spec(argv=("x" * 999,))), None, "", "", None).command == "x" * 120
+    told = msgspec.structs.replace(running, rank=(0, 2, 0, 2), heir=B, warm=True, commit=running.commit)
+    assert best_of([told, running]).heir == B and best_of([running, told]).warm
+    assert running.commit is not None
+    newer = msgspec.structs.replace(running, commit=msgspec.structs.replace(running.commit, holders=(A,)))
+    assert best_of([told, newer]).heir == B and not best_of([told, newer]).warm, "of the new one nothing is known"
+    said = msgspec.structs.replace(told, detail="b holds checkpoints in place of c", heeds_notice=True)
+    assert best_of([said, newer]).detail == said.detail and best_of([newer, said]).heeds_notice, "a witness cannot know"
+    assert best_of([told, ended]) == ended

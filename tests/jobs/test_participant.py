@@ -4,11 +4,24 @@ from random import Random
 
 import pytest
 
-from mesh.jobs.effects import Cell, Launch, Send
-from mesh.jobs.ledger import Config, Ledger
-from mesh.jobs.messages import Accept, AnyMessage, Cancel, Prepare, Refused, Released, Start, StartAnswer
+from mesh.jobs.effects import Cell, Launch, Notify, Send, SetTimer
+from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome
+from mesh.jobs.messages import (
+    Accept,
+    Accepted,
+    AnyMessage,
+    Cancel,
+    MakeRoom,
+    Prepare,
+    Refused,
+    Released,
+    Start,
+    StartAnswer,
+)
 from mesh.jobs.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules, Submitted
+from mesh.jobs.reports import GuestStarted
 from mesh.jobs.spec import JobSpec, SpecError
+from mesh.jobs.steward import ANSWER_S
 from mesh.jobs.view import Timer
 from mesh.jobs.witness import Witness
 from tests.jobs.worlds import (
@@ -28,10 +41,13 @@ from tests.jobs.worlds import (
     seats,
 )
 
+URGENT = b"another's sealed spec"
 GROUP = Config(number=0, term=0, members=seats(A, B, C))
 
 
 def open_spec(job: bytes, sealed: bytes) -> JobSpec:
+    if sealed == URGENT:
+        return make_spec(user="eve", priority=90)
     if sealed != SPEC_BYTES:
         raise SpecError("not signed")
     return make_spec()
@@ -93,6 +109,19 @@ def test_a_start_that_is_not_taken_says_why(
     assert participant.refused == refused and not participant.runners
 
 
+def test_who_repeats_an_end_keeps_nobody_waiting() -> None:
+    participant = make_participant()
+    introduce(participant, D)
+    participant.observe(make_view(A, (A, B, C, D)), at(0))
+    attempt = Attempt(0, D, "d", 1, 0, ended_unix_ms=1, reason="done")
+    ended = Ledger(version=2, attempts=(attempt,), outcome=Outcome("done", "done", 0, None, (), 1_000))
+    for number in (2, 3):
+        accept = Accept(job=JOB, term=1, round=number, config=GROUP, ledger=ended, holder=None)
+        out = participant.receive(D, accept, at(1))
+    turns = [item.effect.at for item in out if isinstance(item, Directed) and isinstance(item.effect, SetTimer)]
+    assert turns == [1 + ANSWER_S]
+
+
 def test_only_the_jobs_user_cancels_it() -> None:
     participant = make_participant()
     introduce(participant)
@@ -102,6 +131,24 @@ def test_only_the_jobs_user_cancels_it() -> None:
     assert participant.refused == 2
     participant.receive(E, Cancel(job=JOB, user="ada"), at(0))
     assert participant.witnesses[JOB].cell.cancel_wanted
+
+
+@pytest.mark.parametrize(
+    ("spec", "after_s", "leaves", "refused"),
+    [(URGENT, 1000, True, 0), (URGENT, 10, False, 0), (SPEC_BYTES, 1000, False, 0), (b"forged", 1000, False, 1)],
+)
+def test_a_runner_makes_room_for_what_matters_more_by_that_jobs_own_word(
+    spec: bytes, after_s: float, leaves: bool, refused: int
+) -> None:
+    participant = make_participant(D)
+    participant.receive(A, make_start(), at(0))
+    participant.receive(A, Accepted(job=JOB, term=1, disk=DISK, round=1), at(0))
+    participant.receive(B, Accepted(job=JOB, term=1, disk=DISK, round=1), at(0))
+    participant.tell_runner(JOB, GuestStarted(None), at(0))
+    out = participant.receive(E, MakeRoom(job=JOB, wanted_by=b"urgent" + bytes(10), spec=spec), at(after_s))
+    notices = [item.effect for item in out if isinstance(item, Directed) and isinstance(item.effect, Notify)]
+    assert bool(notices) == leaves and participant.refused == refused
+    assert not leaves or "of eve, of priority 90" in notices[0].reason
 
 
 def test_a_submission_is_answered_by_a_majority() -> None:
@@ -120,6 +167,36 @@ def test_a_submission_is_answered_by_a_majority() -> None:
                 queue += [m for target, m in messages(reply, Accept) if target == node]
     assert done == [Submitted(JOB, None)]
     assert all(JOB in participant.witnesses for participant in others.values())
+
+
+def refused(promised: int, accepted_term: int = 0, finished: bool = False) -> Refused:
+    return Refused(
+        job=JOB,
+        term=0,
+        disk=DISK,
+        round=1,
+        promised=promised,
+        config=GROUP,
+        lease_left_s=0.0,
+        needs_spec=False,
+        finished=finished,
+        accepted_term=accepted_term,
+    )
+
+
+def test_a_witness_that_has_begun_alone_is_no_majority() -> None:
+    """The submitter's own steward wants a term as soon as its own cell is there, and refuses the next round."""
+    submitter = make_participant(A)
+    submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert submitter.receive(A, refused(1), at(1)) == [] and submitter.receive(A, refused(2), at(2)) == []
+    assert submitter.receive(B, refused(2), at(3)) == [Submitted(JOB, None)], "two of three have it"
+
+
+@pytest.mark.parametrize("known", [refused(3, accepted_term=2), refused(3, finished=True)])
+def test_a_witness_under_a_term_that_was_won_speaks_for_a_majority(known: Refused) -> None:
+    submitter = make_participant(A)
+    submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert submitter.receive(B, known, at(1)) == [Submitted(JOB, None)]
 
 
 def test_a_submission_that_nobody_answers_is_given_up_in_words() -> None:
@@ -162,7 +239,7 @@ def test_the_whole_of_it_with_three_nodes_and_a_runner() -> None:
     for node, participant in nodes.items():
         adverts = tuple(ad for ad in make_view(node, (A, B, C, D)).adverts if ad.node == D)
         view = make_view(node, (A, B, C, D), adverts=adverts)
-        take(node, participant.observe(lambda job, view=view: view, at(0)))  # type: ignore[misc]
+        take(node, participant.observe(view, at(0)))
     take(A, nodes[A].submit(JOB, SPEC_BYTES, make_spec(), at(0)))
     for _ in range(200):
         if not queue:

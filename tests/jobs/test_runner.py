@@ -7,6 +7,7 @@ import pytest
 
 from mesh.jobs.effects import (
     Committed,
+    Concluded,
     Effect,
     Ended,
     Kill,
@@ -18,9 +19,9 @@ from mesh.jobs.effects import (
     SetTimer,
     StateChanged,
 )
-from mesh.jobs.ledger import Attempt, Ledger
+from mesh.jobs.ledger import Attempt, Commit, Ledger, avoided, shunned
 from mesh.jobs.messages import Cancel, Prepare, Refused
-from mesh.jobs.runner import (
+from mesh.jobs.reports import (
     CancelWanted,
     CheckpointFailed,
     CheckpointFound,
@@ -31,12 +32,13 @@ from mesh.jobs.runner import (
     KillWanted,
     MigrateWanted,
     Progressed,
+    Recopied,
     ResultStored,
     RunnerEvent,
     VacateWanted,
 )
 from mesh.jobs.view import Timer
-from tests.jobs.worlds import DISK, JOB, A, B, C, D, Desk, E, at, make_spec, make_start, make_view, seats
+from tests.jobs.worlds import DISK, JOB, A, B, C, D, Desk, E, at, make_advert, make_spec, make_start, make_view, seats
 
 STORED = CheckpointStored(manifest=b"m" * 32, holders=(A, B), step=10)
 RESULT = ResultStored(manifest=b"r" * 32, holders=(A,))
@@ -99,9 +101,10 @@ def test_a_job_that_is_done_ends_once_with_its_result() -> None:
     desk = running()
     assert kinds(desk.tell(exited(0))) == [SaveCheckpoint]
     assert kinds(desk.tell(CheckpointStored(None, (), None))) == [SaveResult]
-    ended = [effect for effect in desk.tell(RESULT) if isinstance(effect, Ended)]
-    assert len(ended) == 1 and ended[0].outcome is not None and ended[0].outcome.kind == "done"
-    assert {ledger.outcome for ledger in ledgers(desk)} == {ended[0].outcome}
+    effects = desk.tell(RESULT)
+    (end,) = [effect for effect in effects if isinstance(effect, Concluded)]
+    assert kinds(effects).count(Ended) == 1 and end.outcome.kind == "done"
+    assert {ledger.outcome for ledger in ledgers(desk)} == {end.outcome}
     assert desk.runner.attempt.reason == "done" and desk.runner.attempt.exit_code == 0
     assert all(witness.lease_left_s(desk.now) == 0 for witness in desk.witnesses.values())
     assert desk.tell(RESULT) == [] and desk.timer("renew") == []
@@ -122,7 +125,7 @@ def test_a_notice_saves_releases_and_spends_nothing() -> None:
     assert desk.tell(VacateWanted(5.0, "again")) == []
     assert kinds(desk.tell(exited(85))) == [SaveCheckpoint]
     ended = [effect for effect in desk.tell(STORED) if isinstance(effect, Ended)]
-    assert ended == [Ended("vacated: the owner", None)]
+    assert ended == [Ended("vacated: the owner")]
     ledger = ledgers(desk)[0]
     assert ledger.errors == 0 and ledger.outcome is None and ledger.commit is not None
     assert ledger.attempts[-1].reason == "vacated: the owner"
@@ -136,8 +139,8 @@ def test_a_job_that_has_run_for_its_time_gets_notice_saves_and_fails() -> None:
     assert Notify in kinds(desk.timer("max time")) and desk.now == pytest.approx(60.0), "40 s were before"
     assert kinds(desk.tell(exited(85))) == [SaveCheckpoint]
     assert SaveResult in kinds(desk.tell(STORED))
-    (end,) = [effect for effect in desk.tell(RESULT) if isinstance(effect, Ended)]
-    assert end.outcome is not None and end.outcome.kind == "failed" and "its 100 s" in end.outcome.detail
+    (end,) = [effect for effect in desk.tell(RESULT) if isinstance(effect, Concluded)]
+    assert end.outcome.kind == "failed" and "its 100 s" in end.outcome.detail
 
 
 def test_its_user_may_have_it_elsewhere() -> None:
@@ -262,6 +265,27 @@ def test_overtaken_by_a_newer_attempt_it_is_killed_and_commits_nothing() -> None
     assert desk.tell(STORED) == [] and all(ledger.commit is None for ledger in ledgers(desk))
 
 
+def test_one_witness_that_was_cut_off_and_promised_itself_a_term_ends_nothing() -> None:
+    desk = running()
+    desk.witnesses[C].handle(C, Prepare(job=JOB, term=7), desk.witnesses[C].lease_until + 1)
+    for _ in range(3):
+        desk.timer("renew")
+    assert desk.runner.state == "running" and desk.runner.holds_lease(desk.now)
+    desk.witnesses[B].handle(C, Prepare(job=JOB, term=7), desk.witnesses[B].lease_until + 1)
+    assert Kill in kinds(desk.timer("renew")), "two of three are another majority"
+
+
+def test_cut_off_it_gives_up_for_one_who_may_have_been_promised_more() -> None:
+    """Or its renewals would hold the lease at a witness without whom nobody else can have it (the simulator's seed 33)."""
+    desk = running()
+    desk.silent = {B, C}
+    desk.timer("lease")
+    assert desk.runner.state == "frozen"
+    desk.witnesses[C].handle(C, Prepare(job=JOB, term=7), desk.witnesses[C].lease_until + 1)
+    desk.silent = {B}
+    assert Kill in kinds(desk.timer("renew")) and desk.runner.state == "ended"
+
+
 def test_a_refusal_of_another_term_means_nothing() -> None:
     desk = running()
     stale = Refused(
@@ -271,20 +295,29 @@ def test_a_refusal_of_another_term_means_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "budget", "reason", "errors", "excluded"),
+    ("code", "budget", "reason", "errors", "fault"),
     [
         (75, 0, "asked for another node (exit 75)", 0, True),
         (85, 0, "checkpointed", 0, False),
         (3, 1, "failed (exit 3), retry 1 of 1", 1, True),
     ],
 )
-def test_ends_that_are_not_the_jobs_end(code: int, budget: int, reason: str, errors: int, excluded: bool) -> None:
+def test_ends_that_are_not_the_jobs_end(code: int, budget: int, reason: str, errors: int, fault: bool) -> None:
     desk = running(error_budget=budget)
     desk.tell(exited(code))
     ended = [effect for effect in desk.tell(CheckpointStored(None, (), None)) if isinstance(effect, Ended)]
-    assert ended == [Ended(reason, None)]
+    assert ended == [Ended(reason)]
     ledger = ledgers(desk)[0]
-    assert ledger.errors == errors and (D in ledger.excluded) == excluded and ledger.attempts[-1].exit_code == code
+    last = ledger.attempts[-1]
+    assert ledger.errors == errors and last.fault == fault and last.exit_code == code
+    assert avoided(ledger.attempts) == ((D,) if fault else ())
+
+
+def test_a_failure_that_is_the_nodes_costs_the_job_no_error() -> None:
+    desk = running(checkpointing=None)
+    effects = desk.tell(GuestExited(code=1, oom=False, forced_done=False, fault="its node's disk is full"))
+    assert [e for e in effects if isinstance(e, Ended)] == [Ended("its node's disk is full (exit 1)")]
+    assert ledgers(desk)[0].errors == 0 and ledgers(desk)[0].attempts[-1].fault
 
 
 @pytest.mark.parametrize(("code", "budget"), [(3, 0), (127, 5), (126, 5)])
@@ -296,13 +329,43 @@ def test_failures_that_are(code: int, budget: int) -> None:
     assert outcome is not None and outcome.kind == "failed" and outcome.exit_code == code
 
 
+@pytest.mark.parametrize(("code", "forgiven"), [(3, False), (9, True), (127, True)])
+def test_only_the_exit_codes_that_were_named_are_forgiven(code: int, forgiven: bool) -> None:
+    desk = running(error_budget=1, retry_codes=(9, 127), checkpointing=None)
+    effects = desk.tell(exited(code))
+    assert kinds(effects) == ([Ended] if forgiven else [SaveResult])
+
+
+def test_a_node_where_it_failed_is_left_alone_for_ever_longer() -> None:
+    def failed(node: bytes, ended_s: int) -> Attempt:
+        return Attempt(0, node, "", 1, 0, ended_unix_ms=ended_s * 1000, reason="failed (exit 3)", fault=True)
+
+    assert shunned((failed(D, 100),), 159_000) == (D,) and shunned((failed(D, 100),), 160_000) == ()
+    twice = (failed(D, 100), failed(E, 150), failed(D, 200))
+    assert shunned(twice, 209_000) == (D, E) and shunned(twice, 319_000) == (D,) and shunned(twice, 320_000) == ()
+    often = tuple(failed(D, 0) for _ in range(60))
+    assert shunned(often, 3_599_000) == (D,) and shunned(often, 3_600_000) == (), "an hour at most"
+    assert avoided(twice) == (D, E), "and tried last ever after"
+
+
+def test_at_its_deadline_it_gets_notice_saves_and_fails() -> None:
+    desk = Desk(make_spec(deadline_unix_ms=70_000, error_budget=5))
+    desk.begin()
+    desk.tell(GuestStarted(None))
+    assert Notify in kinds(desk.timer("deadline")) and desk.now == pytest.approx(70.0)
+    desk.tell(exited(85))
+    desk.tell(STORED)
+    (end,) = [effect for effect in desk.tell(RESULT) if isinstance(effect, Concluded)]
+    assert end.outcome.kind == "failed" and "deadline" in end.outcome.detail
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_guest_that_cannot_start(elsewhere: bool) -> None:
     desk = Desk()
     desk.begin()
     effects = desk.tell(GuestFailed("no such image", elsewhere=elsewhere))
     if elsewhere:
-        assert kinds(effects) == [Ended] and D in ledgers(desk)[0].excluded
+        assert kinds(effects) == [Ended] and ledgers(desk)[0].attempts[-1].fault
     else:
         assert kinds(effects) == [SaveResult]
         desk.tell(RESULT)
@@ -317,6 +380,37 @@ def test_cancel_kills_and_ends_the_job() -> None:
     desk.tell(RESULT)
     outcome = ledgers(desk)[0].outcome
     assert outcome is not None and outcome.kind == "cancelled"
+
+
+@pytest.mark.parametrize("late", ["before the result", "after the result"])
+def test_a_checkpoint_under_way_does_not_change_the_end_of_a_cancelled_job(late: str) -> None:
+    desk = running()
+    desk.tell(CheckpointFound())
+    desk.tell(CancelWanted())
+    desk.tell(exited(137))
+    if late == "before the result":
+        assert desk.tell(STORED) == []
+    else:
+        desk.silent = {A, B, C}
+    desk.tell(RESULT)
+    rounds = desk.runner.ledger
+    assert rounds.outcome is not None and rounds.commit is None
+    if late == "after the result":
+        assert desk.tell(STORED) == [] and desk.runner.ledger == rounds, "who has accepted it knows the last word"
+
+
+def test_new_holders_of_the_last_checkpoint_are_written_down() -> None:
+    desk = running()
+    desk.tell(CheckpointFound())
+    desk.tell(STORED)
+    assert desk.tell(Recopied(b"another" * 4 + b"....", (C,))) == []
+    assert [commit.holders for commit in commits(desk)] == [(A, B)] * 3
+    assert kinds(desk.tell(Recopied(STORED.manifest or b"", (A, E)))) == [], "it is no new checkpoint"
+    assert [(commit.holders, commit.seq) for commit in commits(desk)] == [((A, E), 1)] * 3
+
+
+def commits(desk: Desk) -> list[Commit]:
+    return [ledger.commit for ledger in ledgers(desk) if ledger.commit is not None]
 
 
 def test_a_cancel_that_only_a_witness_heard_of_reaches_the_runner() -> None:
@@ -361,7 +455,7 @@ def test_a_witness_that_left_is_replaced_by_a_joint_vote() -> None:
     desk = running()
     desk.witnesses[E] = msgspec_copy(desk)
     desk.silent = {C}
-    view = make_view(D, (A, B, D, E), witnesses=(E, A, B, D))
+    view = make_view(D, (A, B, D, E), adverts=(make_advert(E, weight=64),))
     desk.settle(desk.runner.observe(view, at(desk.now)))
     assert set(desk.runner.config.nodes) == {A, B, E} and desk.runner.config.number == 1
     assert {frozenset(desk.witnesses[node].cell.config.members) for node in (A, B, E)} == {frozenset(seats(A, B, E))}

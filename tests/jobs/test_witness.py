@@ -98,6 +98,15 @@ def test_the_end_is_the_end() -> None:
     assert witness.handle(E, Cancel(job=JOB, user="ada"), 2.0) == []
 
 
+def test_the_last_runner_is_believed_though_it_told_the_end_twice() -> None:
+    witness = make_witness()
+    attempts = (Attempt(0, D, "d", 1, 0, ended_unix_ms=1, reason="done"),)
+    first, again = (Ledger(version=version, attempts=attempts, outcome=DONE) for version in (2, 3))
+    for ledger in (first, again):
+        witness.handle(D, accept(1, None, ledger), 0.0)
+    assert witness.handle(D, Closed(job=JOB, term=1, ledger=first), 0.0) and witness.finished
+
+
 def test_an_end_that_no_majority_holds_gives_way_to_a_higher_term() -> None:
     witness = make_witness()
     witness.handle(D, accept(1, None, Ledger(version=2, outcome=DONE)), 0.0)

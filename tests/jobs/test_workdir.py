@@ -35,6 +35,25 @@ def test_meshignore_names_what_stays_here(tmp_path: Path) -> None:
     assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/sub/keep.txt", "work/train.py"]
 
 
+def test_gitignore_is_read_as_git_reads_it(tmp_path: Path) -> None:
+    make(
+        tmp_path,
+        "a.py",
+        "a.tmp",
+        "build/out.o",
+        "sub/build/out.o",
+        "sub/a.tmp",
+        "sub/keep.tmp",
+        "data/x.bin",
+        "data/y.txt",
+    )
+    (tmp_path / ".gitignore").write_text("*.tmp\n/build/\n/data/*\n!/data/y.txt\n")
+    (tmp_path / "sub" / ".gitignore").write_text("!keep.tmp\n")
+    (tmp_path / ".meshignore").write_text("!data/x.bin\n")
+    taken = {name.removeprefix("work/") for name in collect_files(tmp_path, ())} - {".gitignore", ".meshignore"}
+    assert taken == {"a.py", "sub/build/out.o", "sub/.gitignore", "sub/keep.tmp", "data/x.bin", "data/y.txt"}
+
+
 def test_links_are_taken_as_links_and_not_followed(tmp_path: Path) -> None:
     make(tmp_path, "real/a.txt")
     (tmp_path / "to-directory").symlink_to(tmp_path / "real")

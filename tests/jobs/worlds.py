@@ -53,7 +53,9 @@ def make_advert(node: bytes, **changes: object) -> Advert:
         "lending": True,
         "paused": False,
         "gpus": (),
-        "gpus_free": (),
+        "room": (),
+        "guards": False,
+        "gpu_sharing": True,
         "slots": 1,
         "slots_free": 1,
         "cpus": 8,
@@ -72,7 +74,6 @@ def make_view(me: bytes, alive: tuple[bytes, ...], **changes: object) -> View:
         "me": me,
         "alive": frozenset(alive),
         "adverts": tuple(make_advert(node) for node in alive),
-        "witnesses": alive,
         "disks": dict.fromkeys((A, B, C, D, E), DISK),
     }
     return View(**{**fields, **changes})  # type: ignore[arg-type]
@@ -115,6 +116,9 @@ class Desk:
 
     def begin(self) -> list[Effect]:
         return self.settle(self.runner.begin(at(self.now)))
+
+    def observe(self, view: View) -> list[Effect]:
+        return self.settle(self.runner.observe(view, at(self.now)))
 
     def tell(self, event: object) -> list[Effect]:
         return self.settle(self.runner.handle(event, at(self.now)))  # type: ignore[arg-type]

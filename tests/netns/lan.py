@@ -3,6 +3,7 @@
 Everything is made by the test that uses it and goes with it; nothing outside the namespaces is touched.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -120,6 +121,19 @@ class Host:
         assert self.daemon is not None
         self.daemon.send_signal(number)
 
+    def processes(self) -> list[int]:
+        """Whatever runs on this machine, the daemon's guests too."""
+        return [int(pid) for pid in run("ip", "netns", "pids", self.namespace).split()]
+
+    def power_off(self) -> None:
+        """Everything on it ends at once. Its cables stay, so its kernel still refuses connections."""
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if self.daemon is not None:
+            self.daemon.wait()
+
     def end(self) -> None:
         if self.daemon is not None and self.daemon.poll() is None:
             self.daemon.send_signal(signal.SIGCONT)
@@ -149,7 +163,7 @@ class Lan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for host in self.hosts:
-            host.end()
+            host.power_off()
         for namespace in [*(host.namespace for host in self.hosts), self.switch_namespace]:
             run("ip", "netns", "del", namespace)
 

@@ -1,13 +1,15 @@
 """Jobs on real daemons whose network is cut or loses: one history, whatever happens to the cables."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.commands import count_digest, descendants, state_of, until
-from tests.netns.lan import Host, Lan, office
+from tests.netns.lan import Host, Lan, office, run
 
 pytestmark = pytest.mark.netns
 STEPS = 220
@@ -74,6 +76,40 @@ def test_with_nobody_to_ask_one_guest_stands_still_and_the_other_goes_on_uncommi
     for host in hosts:
         host.reconnect()
     assert digest(user, still) == digest(user, goes_on) == count_digest(STEPS)
+
+
+def test_a_host_whose_disk_fills_up_gives_the_job_away_and_does_not_blame_it(lan: Lan) -> None:
+    with small_disk(lan.directory / "h1", mebibytes=24) as disk:
+        hosts = office(lan, 4, **LENDS)
+        user, small, *others = hosts
+        for host in (user, *others):
+            host.ok("pause")
+        job = submit(user)
+        assert saved(user, job)["node"] == small.name
+        for host in others:
+            host.ok("resume")
+        fill(disk)
+        until(lambda: user.job(job)["node"] not in {None, small.name}, "another host to take over")
+        assert digest(user, job) == count_digest(STEPS)
+        first = user.job(job)["attempts"][0]
+        assert "disk is full" in first["reason"] or not small.answers, first
+        assert user.job(job)["state"] == "done", "and the job was not to blame"
+
+
+@contextmanager
+def small_disk(directory: Path, mebibytes: int) -> Iterator[Path]:
+    directory.mkdir(parents=True)
+    run("mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "none", str(directory))
+    try:
+        yield directory
+    finally:
+        run("umount", "-l", str(directory))
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 def test_a_network_that_loses_every_seventh_packet_slows_a_job_and_breaks_nothing(lan: Lan) -> None:

@@ -161,5 +161,8 @@ def test_a_quarter_of_all_packets_may_be_lost_and_a_crash_is_still_seen(lan: Lan
         time.sleep(0.5)
     hosts[4].signal(signal.SIGKILL)
     until(lambda: all(host.sees()["h4"] == "dead" for host in hosts[:4]), "the crash to be known")
-    assert all_see(hosts[:4], {"h0", "h1", "h2", "h3"})
+    # At this loss somebody healthy is suspected now and then; it answers for itself, and is never given up.
+    healthy = {"h0", "h1", "h2", "h3"}
+    assert not any(host.sees()[nick] == "dead" for host in hosts[:4] for nick in healthy)
+    until(lambda: all_see(hosts[:4], healthy), "suspicions to be refuted")
     assert Layout(hosts[4].state).socket.exists(), "it had no time to tidy up"

@@ -32,6 +32,9 @@ def tell(step):
     temporary = Path(control) / "progress.tmp"
     temporary.write_text(json.dumps({"step": step, "of": STEPS}))
     temporary.rename(Path(control) / "progress.json")
+    if os.environ.get("TRACE"):  # a benchmark wants to know who did which step when
+        with Path(os.environ["TRACE"]).open("a") as file:
+            file.write(f"{time.time()} {os.environ['MESH_NODE']} {os.environ['MESH_ATTEMPT']} {step}\n")
 
 
 step, digest = 0, ""

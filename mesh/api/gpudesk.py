@@ -1,0 +1,139 @@
+"""`mesh gpus`: this node's GPUs, who is on them, and what the guard knows of that; the answers are plain JSON values."""
+
+from base64 import b64encode
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from membership.identity import format_id
+from mesh.api.errors import ExitCode, MeshError
+from mesh.api.orders import ShareOrder
+from mesh.jobs.attempt import Attempt
+from mesh.jobs.spec import format_job
+from mesh.provider.receipts import ReceiptError, open_receipt
+from mesh.provider.tenant import Tenant
+from placement.advert import WHOLE, Portion
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+
+def gpu_list(daemon: "Daemon") -> dict[str, Any]:
+    """Every GPU with what is left of it and the jobs on it."""
+    advert = daemon.inventory.advert()
+    room = {left.uuid: left for left in advert.room}
+    rows = []
+    for gpu in advert.gpus:
+        left = room.get(gpu.uuid, Portion(gpu.uuid, 0, 0))
+        jobs = [
+            _on_gpu(attempt, daemon.guard.tenant(format_job(job)), place)
+            for job, attempt in daemon.jobs.attempts.items()
+            for place, portion in enumerate(attempt.portions)
+            if portion.uuid == gpu.uuid
+        ]
+        foreign = daemon.guard.foreign.get(gpu.uuid)
+        told = {
+            "share_free": left.share,
+            "vram_free_mib": left.vram_mib,
+            "foreign": None if foreign is None else msgspec.structs.asdict(foreign),
+            "jobs": jobs,
+        }
+        rows.append({**msgspec.structs.asdict(gpu), **told})
+    problem = daemon.membership.problems.get("guard", "")
+    return {
+        "guards": advert.guards,
+        "gpu_sharing": advert.gpu_sharing,
+        "problem": problem,
+        "audit_problem": daemon.guard.audit_problem,
+        "pause_problem": daemon.guard.pause_problem,
+        "gpus": rows,
+    }
+
+
+async def receipt_list(daemon: "Daemon", text: str | None) -> dict[str, Any]:
+    """What attempts of this job, or of all, have used here, oldest first; each with the bytes that this node has signed."""
+    job = daemon.job_desk.find_job(text).job if text else None
+    rows = []
+    for sealed in await daemon.journal.receipts(job):
+        try:
+            receipt = open_receipt(sealed, daemon.trust.mesh_id)
+        except ReceiptError:  # of a mesh that this node belonged to before
+            continue
+        told = {name: value for name, value in msgspec.structs.asdict(receipt).items() if name != "devices"}
+        devices = [{**msgspec.structs.asdict(use), "discrepancy": use.discrepancy} for use in receipt.devices]
+        signed = {"node": format_id(receipt.node), "sealed": b64encode(sealed).decode()}
+        rows.append({**told, "devices": devices, **signed})
+    return {"receipts": rows}
+
+
+def change_share(daemon: "Daemon", text: str, order: ShareOrder) -> dict[str, Any]:
+    """Give a job that has shares of this node's GPUs other ones, while it runs."""
+    job = daemon.job_desk.find_job(text).job
+    attempt, tenant = daemon.jobs.attempts.get(job), daemon.guard.tenant(format_job(job))
+    if attempt is None or tenant is None or tenant.portions[0].share == WHOLE:
+        raise MeshError(
+            f"job {text!r} has no share of a GPU of this node: `mesh gpus` lists who has", ExitCode.NOT_FOUND
+        )
+    before = tenant.portions[0]
+    share = before.share if order.share is None else order.share
+    vram_mib = before.vram_mib if order.vram_mib is None else order.vram_mib
+    limit = max(share, tenant.limit if order.limit is None else order.limit)
+    if order.limit is not None and limit > order.limit:
+        raise MeshError(f"it cannot be guaranteed {share} per cent and be held to {order.limit}", ExitCode.USAGE)
+    refusal = daemon.inventory.change(job, share, vram_mib)
+    if refusal is not None:
+        raise MeshError(refusal, ExitCode.REFUSED)
+    try:
+        tenant.change(daemon.inventory.portions_of(job), limit)
+    except ValueError as error:
+        daemon.inventory.change(job, before.share, before.vram_mib)
+        raise MeshError(str(error), ExitCode.REFUSED) from error
+    attempt.portions = tenant.portions
+    daemon.refresh_advert(force=True)
+    words = f"{share} per cent, up to {limit}, and {vram_mib} MiB of each of its GPUs, by its node's owner"
+    daemon.jobs.chronicle.say(job, "state", words, new="share")
+    return {"job": format_job(job), "share": share, "limit": limit, "vram_mib": vram_mib}
+
+
+async def pause_job(daemon: "Daemon", text: str, paused: bool) -> dict[str, Any]:
+    """Take a guarded job off this node's GPUs where it is, alive, or let it go on. It keeps what it was given there."""
+    job = daemon.job_desk.find_job(text).job
+    tenant = daemon.guard.tenant(format_job(job))
+    if tenant is None:
+        raise MeshError(f"job {text!r} is not under guard here: `mesh gpus` lists who is", ExitCode.NOT_FOUND)
+    if paused:
+        problem = await daemon.guard.pause(tenant)
+        words = "its memory there is freed" if not problem else f"its memory stays there: {problem}"
+        daemon.jobs.chronicle.say(job, "state", f"off its GPUs, by its node's owner; {words}", new="gpu paused")
+    else:
+        problem = await daemon.guard.resume(tenant)
+        if problem:
+            raise MeshError(f"it cannot go on: {problem}", ExitCode.REFUSED)
+        daemon.jobs.chronicle.say(job, "state", "by its node's owner", new="gpu resumed")
+    return {"job": format_job(job), "paused": paused, "freed": paused and not problem, "problem": problem}
+
+
+def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, Any]:
+    portion = attempt.portions[place]
+    row: dict[str, Any] = {
+        "job": format_job(attempt.job),
+        "name": attempt.spec.name,
+        "user": attempt.spec.user,
+        "attempt": attempt.number,
+        "share": portion.share,
+        "limit": WHOLE if tenant is None else tenant.limit,
+        "vram_mib": portion.vram_mib,
+        "guarded": tenant is not None,
+    }
+    if tenant is None:
+        return row
+    return {
+        **row,
+        "share_now": round(tenant.shares_now()[place], 1),
+        "gate": "closed" if tenant.gate_closed else "open",
+        "closed_by": sorted(tenant.closed_by),
+        "suspended": bool(tenant.suspended),
+        "unguarded_calls": tenant.unguarded_calls(),
+        "findings": [msgspec.structs.asdict(one) for one in tenant.findings if one.uuid == portion.uuid],
+        **{name: value for name, value in msgspec.structs.asdict(tenant.usage()[place]).items() if name != "uuid"},
+    }

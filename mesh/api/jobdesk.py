@@ -1,0 +1,595 @@
+"""What a user at this node can ask and order of jobs, in terms of the daemon's parts; the answers are plain JSON values."""
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptstore.errors import StoreError
+from ckptstore.vault import Vault
+from membership.envelope import seal
+from membership.identity import format_id, short_id
+from membership.trust import USER
+from mesh.api.errors import ExitCode, MeshError
+from mesh.api.migration import homing_of
+from mesh.api.orders import SubmitOrder
+from mesh.api.peer import PeerError
+from mesh.api.zones import placing
+from mesh.jobs.authority import Authority
+from mesh.jobs.courier import FetchError
+from mesh.jobs.custody import NEED_MIB
+from mesh.jobs.effects import Cell, decode_cell
+from mesh.jobs.events import Event, words
+from mesh.jobs.keyring import NoKey
+from mesh.jobs.ledger import Seat
+from mesh.jobs.shares import locked
+from mesh.jobs.spec import (
+    JOB_ID_BYTES,
+    JOB_ID_LENGTH,
+    MAX_ARRAY,
+    ArrayPlace,
+    Checkpointing,
+    JobSpec,
+    SpecError,
+    attempt_request,
+    check_spec,
+    format_job,
+    placement_request,
+)
+from mesh.jobs.status import JobStatus
+from mesh.jobs.steward import WANT_WITNESSES
+from mesh.jobs.workdir import collect_files
+from placement.advert import WHOLE
+from placement.decision import cannot_ever, explain, replica_order, witness_order
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+WORKDIR_REPLICAS = 2
+EVENTS_WITHIN_S = 3.0
+EVENTS_SHOWN = 20
+HEARD_WITHIN_S = 2.0  # a gossip round, and a push-pull for what is too large for it
+SUBMITTED_AT_ONCE = 32  # jobs of one array
+_Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
+LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
+
+
+class JobDesk:
+    def __init__(self, daemon: "Daemon") -> None:
+        self._daemon = daemon
+
+    def statuses(self) -> dict[bytes, JobStatus]:
+        return self._daemon.jobs.board.all()
+
+    def job_list(self, fits: str = "") -> list[dict[str, Any]]:
+        """All jobs, or those that `fits` names."""
+        found = self.find_jobs(fits) if fits else self.statuses().values()
+        ordered = sorted(found, key=lambda status: (status.created_unix_ms, status.array.place if status.array else 0))
+        around = self._around()
+        return [self._show(status, around) for status in ordered]
+
+    def _around(self) -> _Around:
+        """Everybody's nick, who is there, and with which disk; looked up once for all jobs that are shown."""
+        members = self._daemon.membership.members()
+        nicks = {member.node_id: member.nick for member in members}
+        return nicks, {member.node_id for member in members if member.present}, self._daemon.jobs.outlook.disks()
+
+    def _show(self, status: JobStatus, around: _Around | None = None) -> dict[str, Any]:
+        nicks, present, disks = around or self._around()
+        state, detail = status.state, status.detail
+        seats = {
+            seat
+            for seat in status.config.everyone
+            if seat.node in present and disks.get(seat.node, seat.disk) == seat.disk
+        }
+        if status.outcome is None and not status.config.quorum(seats):
+            left = {seat.node for seat in seats}
+            gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in left]
+            state, detail = "stranded", _stranded(gone, len(status.witnesses))
+
+        def nick(node: bytes | None) -> str | None:
+            return None if node is None else nicks.get(node, short_id(node))
+
+        commit, outcome = status.commit, status.outcome
+        return {
+            "job": format_job(status.job),
+            "name": status.name,
+            "array": None
+            if status.array is None
+            else {"array": format_job(status.array.array), "index": status.array.index, "of": status.array.of},
+            "priority": status.priority,
+            "user": status.user,
+            "submitter": nick(status.submitter),
+            "command": status.command,
+            "created_unix_ms": status.created_unix_ms,
+            "state": state,
+            "detail": detail,
+            "node": nick(status.runner),
+            "mates": [nick for _, nick in status.attempts[-1].mates] if status.runner is not None else [],
+            "heir": nick(status.heir),
+            "warm": status.warm,
+            "gpus": status.gpus,
+            "gpu_share": status.gpu_share,
+            "gpu_share_limit": status.gpu_share_limit,
+            "gpu_portions": [msgspec.structs.asdict(portion) for portion in status.portions],
+            "witnesses": [nick(node) for node in status.witnesses],
+            "step": status.step,
+            "of": status.of,
+            "at_risk_s": _at_risk_s(status),
+            "heeds_notice": status.heeds_notice,
+            "checkpoint": None
+            if commit is None
+            else {
+                "seq": commit.seq,
+                "step": commit.step,
+                "manifest": commit.manifest.hex(),
+                "holders": [nick(node) for node in commit.holders],
+                "created_unix_ms": commit.created_unix_ms,
+            },
+            "attempts": [
+                {
+                    "number": attempt.number,
+                    "node": attempt.nick,
+                    "term": attempt.term,
+                    "started_unix_ms": attempt.started_unix_ms,
+                    "running_unix_ms": attempt.running_unix_ms,
+                    "ended_unix_ms": attempt.ended_unix_ms,
+                    "seen_unix_ms": attempt.seen_unix_ms,
+                    "reason": attempt.reason,
+                    "exit_code": attempt.exit_code,
+                    "resumed_step": attempt.resumed_step,
+                    "last_step": attempt.last_step,
+                }
+                for attempt in status.attempts
+            ],
+            "outcome": None
+            if outcome is None
+            else {
+                "kind": outcome.kind,
+                "detail": outcome.detail,
+                "exit_code": outcome.exit_code,
+                "ended_unix_ms": outcome.ended_unix_ms,
+            },
+        }
+
+    async def heard_of(self, text: str) -> None:
+        """Give a job that was submitted elsewhere a moment ago, and is named by its whole id, the time to be heard of."""
+        deadline = time.monotonic() + HEARD_WITHIN_S
+        while len(text) == JOB_ID_LENGTH and time.monotonic() < deadline:
+            with suppress(MeshError):
+                self.find_jobs(text)
+                return
+            await asyncio.sleep(HEARD_WITHIN_S / 40)
+
+    def find_job(self, text: str) -> JobStatus:
+        """By id, prefix of an id, name, or ARRAY_INDEX; MeshError if none or several fit."""
+        fits = self.find_jobs(text)
+        if len(fits) > 1 and fits[0].array is not None:
+            name = format_job(fits[0].array.array)[:8]
+            raise MeshError(f"{text!r} is an array of {len(fits)} jobs: name one of them, as {name}_1", ExitCode.USAGE)
+        return fits[0]
+
+    def find_jobs(self, text: str) -> list[JobStatus]:
+        """One job, or all of one array."""
+        statuses = self.statuses()
+        wanted, _, index = text.lower().partition("_")
+        fits = [status for job, status in statuses.items() if wanted and format_job(job).startswith(text.lower())]
+        arrays: dict[bytes, list[JobStatus]] = {}
+        for status in statuses.values():
+            array = status.array
+            if array is None or index not in {"", str(array.index)}:
+                continue
+            if wanted and format_job(array.array).startswith(wanted):
+                arrays.setdefault(array.array, []).append(status)
+        if not fits and not arrays:
+            named = [status for status in statuses.values() if status.name and status.name == text]
+            fits = sorted(named, key=lambda status: -status.created_unix_ms)[:1]
+            if fits and fits[0].array is not None:
+                arrays, fits = {b"": [s for s in named if s.array and s.array.array == fits[0].array.array]}, []
+        found = [*([status] for status in fits), *arrays.values()]
+        if not found:
+            raise MeshError(f"no job {text!r} is known here: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
+        if len(found) > 1:
+            ids = ", ".join(format_job(status.job)[:8] for status, *_ in found)
+            raise MeshError(f"{text!r} fits {len(found)} jobs: give more of the id ({ids})", ExitCode.USAGE)
+        return sorted(found[0], key=lambda status: status.array.place if status.array is not None else 0)
+
+    async def job_detail(self, text: str) -> dict[str, Any]:
+        return {"job": self._show(self.find_job(text))}
+
+    async def events(self, job: str | None, after: int) -> list[dict[str, Any]]:
+        """What all who have a part in a job say of it; or, of no job, what this node has seen, after the event of that id."""
+        chronicle, status = self._daemon.jobs.chronicle, self.find_job(job) if job else None
+        own = await self._daemon.journal.events(status.job if status is not None else None, after)
+        if status is None:
+            found = [(number, *chronicle.open(sealed)) for number, sealed in own]
+            return [self._event(actor, event, id=number) for number, actor, event in found]
+        asked = [
+            node for node in dict.fromkeys([status.runner, *status.witnesses]) if node not in {None, self._daemon.me}
+        ]
+        tellings = await asyncio.gather(*(self._told_by(node, status.job) for node in asked))
+        merged = chronicle.merge([[sealed for _, sealed in own], *tellings])
+        return [self._event(actor, event, gap=gap) for actor, event, gap in merged]
+
+    async def _told_by(self, node: bytes, job: bytes) -> list[bytes]:
+        """The events of a job that a node has kept; none if it does not answer."""
+        try:
+            body = await self._daemon.peers.call(node, "GET", f"/v1/jobs/{job.hex()}/events", timeout_s=EVENTS_WITHIN_S)
+            return msgspec.msgpack.decode(body, type=list[bytes])
+        except (PeerError, msgspec.MsgspecError, UnicodeDecodeError):
+            return []
+
+    def _event(self, actor: bytes, event: Event, **more: Any) -> dict[str, Any]:
+        nicks = self._around()[0]
+        target = nicks.get(event.target, short_id(event.target)) if event.target is not None else ""
+        return {
+            **more,
+            "unix_ms": event.unix_ms,
+            "job": format_job(event.job) if event.job else None,
+            "actor": nicks.get(actor, short_id(actor)),
+            "node": format_id(actor),
+            "seq": event.seq,
+            "kind": event.kind,
+            "attempt": event.attempt,
+            "number": event.number,
+            "step": event.step,
+            "old": event.old,
+            "new": event.new,
+            "reason": event.reason,
+            "target": target,
+            "text": words(event, target),
+        }
+
+    # --- what it does
+
+    async def submit(self, order: SubmitOrder) -> dict[str, Any]:
+        if USER not in self._daemon.membership.standing.roles:
+            raise MeshError("this node may lend, but not submit: its certificate says so", ExitCode.REFUSED)
+        chosen = tuple(self._daemon.desk.find_node(name).node_id for name in order.ckpt_to)
+        for name in order.after:
+            await self.heard_of(name)
+        members = [m for m in self._daemon.membership.members() if m.state == "alive" and not m.draining]
+        alive = [member.node_id for member in members]
+        specs = [msgspec.structs.replace(self._spec(order, chosen, alive), array=place) for place in _places(order)]
+        for spec in specs:
+            check_spec(spec)
+        if order.out is not None:
+            await must_be_free(Path(order.out))
+        self._refuse_impossible(specs[0])
+        size, vault = 0, None
+        if self._daemon.settings.encrypt:
+            vault = await self._daemon.jobs.keyring.fresh()
+            specs = await asyncio.to_thread(_locked, specs, vault)
+        if order.workdir is not None:
+            workdir, holders, size = await self._pack_workdir(order.workdir, specs[0].checkpointing, vault)
+            specs = [msgspec.structs.replace(spec, workdir=workdir, workdir_holders=holders) for spec in specs]
+        turns = asyncio.Semaphore(SUBMITTED_AT_ONCE)
+        handed = await asyncio.gather(*(self._hand_over(spec, turns) for spec in specs))
+        jobs, late = [job for job, _ in handed], [words for _, words in handed if words]
+        few = "" if len(specs[0].witnesses) >= WANT_WITNESSES else _few_witnesses(len(alive))
+        array = specs[0].array
+        for job, spec in zip(jobs, specs, strict=True):
+            if order.out is not None:
+                place = order.out if spec.array is None else str(Path(order.out) / str(spec.array.index))
+                await self._daemon.homecoming.want(job, place)
+        return {
+            "job": format_job(jobs[0] if array is None else array.array),
+            "jobs": [format_job(job) for job in jobs],
+            "workdir_bytes": size,
+            "witnesses": len(specs[0].witnesses),
+            "warning": late[0] if late else few,
+        }
+
+    def _spec(self, order: SubmitOrder, chosen: tuple[bytes, ...], alive: list[bytes]) -> JobSpec:
+        return JobSpec(
+            submitter=self._daemon.me,
+            chain=self._daemon.membership.chain,
+            user=self._daemon.membership.standing.user,
+            created_unix_ms=time.time_ns() // 1_000_000,
+            nonce=os.urandom(16),
+            argv=tuple(order.argv),
+            witnesses=self._choose_witnesses(alive),
+            name=order.name,
+            env=order.env,
+            image=order.image,
+            engine=order.engine,
+            gpus=order.gpus,
+            gpu_share=order.gpu_share,
+            gpu_share_limit=order.gpu_share if order.gpu_share_limit is None else order.gpu_share_limit,
+            vram_mib=order.vram_mib,
+            memory_mib=order.memory_mib,
+            cpus=order.cpus,
+            zone=order.zone,
+            least_nodes=order.least_nodes,
+            most_nodes=order.most_nodes,
+            checkpointing=_checkpointing(order, chosen),
+            grace_s=self._daemon.settings.grace_s if order.grace_s is None else order.grace_s,
+            lease_s=LOCAL_LEASE_S if self._daemon.settings.profile == "local" else self._daemon.settings.lease_s,
+            error_budget=order.retries,
+            retry_codes=tuple(order.retry_on),
+            on_exit_0=order.on_exit_0,
+            on_partition=order.on_partition,
+            max_time_s=order.max_time_s,
+            deadline_unix_ms=None if order.deadline_unix is None else int(order.deadline_unix * 1000),
+            priority=order.priority,
+            after=tuple(job for name in order.after for job in self._to_come_after(name)),
+            homing=homing_of(self._daemon, order.home),
+        )
+
+    async def _hand_over(self, spec: JobSpec, turns: asyncio.Semaphore) -> tuple[bytes, str]:
+        """Give a job to its witnesses: its id, and what is to be said if they have not got it yet."""
+        async with turns:
+            return await self._daemon.deputy.submit(spec)
+
+    def _to_come_after(self, name: str) -> list[bytes]:
+        found = self.find_jobs(name)
+        for status in found:
+            if status.outcome is not None and status.outcome.kind != "done":
+                raise MeshError(f"job {format_job(status.job)[:8]} has ended already, and not well: {status.state}")
+        return [status.job for status in found]
+
+    def _refuse_impossible(self, spec: JobSpec) -> None:
+        reason = cannot_ever(placement_request(b"", spec, 0), self._daemon.jobs.outlook.adverts())
+        if reason is not None:
+            raise MeshError(reason, ExitCode.IMPOSSIBLE)
+
+    def _choose_witnesses(self, alive: list[bytes]) -> tuple[Seat, ...]:
+        """This node and two others, or this node alone on a mesh of one or two."""
+        me, disks = self._daemon.me, self._daemon.jobs.outlook.disks()
+        ranked = witness_order(os.urandom(8), self._daemon.jobs.outlook.adverts(), alive)
+        others = [Seat(node, disks[node]) for node in ranked if node != me and node in disks]
+        chosen = others[: WANT_WITNESSES - 1] if len(others) >= WANT_WITNESSES - 1 else []
+        return (Seat(me, self._daemon.journal.disk), *chosen)
+
+    async def _pack_workdir(
+        self, directory: str, checkpointing: Checkpointing | None, vault: Vault | None
+    ) -> tuple[bytes, tuple[bytes, ...], int]:
+        """Store the user's files and copy them to peers: the manifest, who holds it, its size in bytes."""
+        leave = (checkpointing.directory,) if checkpointing is not None else ()
+        files = await asyncio.to_thread(collect_files, Path(directory), leave)
+        try:
+            saved = await asyncio.to_thread(
+                self._daemon.store.save,
+                files,
+                job=b"\0" * 16,
+                config=0,
+                term=0,
+                seq=0,
+                parent=None,
+                kind="workdir",
+                created_unix=int(time.time()),
+                seal=lambda payload: seal(self._daemon.identity, self._daemon.trust.mesh_id, "manifest", payload),
+                vault=vault,
+                user=self._daemon.membership.standing.user,
+            )
+        except StoreError as error:
+            raise MeshError(f"the working directory could not be packed: {error}") from error
+        order_of_peers = replica_order(
+            saved.id[:16], self._daemon.jobs.outlook.adverts(), {self._daemon.me}, NEED_MIB, {self._daemon.me}
+        )
+        copies = await self._daemon.jobs.courier.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
+        return saved.id, (self._daemon.me, *copies.holders), saved.manifest.total_bytes
+
+    async def cancel(self, text: str) -> dict[str, Any]:
+        found = self.find_jobs(text)
+        rows = []
+        for status in found:
+            over = status.outcome is not None
+            if not over:
+                self.check_owner(status)
+                nodes = [*([status.runner] if status.runner is not None else []), *status.witnesses, status.submitter]
+                self._daemon.jobs.cancel(status.job, self._daemon.membership.standing.user, nodes)
+            state = status.state if over else "cancelling"
+            rows.append({"job": format_job(status.job), "state": state, "already": over})
+        await asyncio.gather(*(self._daemon.deputy.withdraw(status.job) for status in found))
+        return {"jobs": rows}
+
+    def check_owner(self, status: JobStatus) -> None:
+        """MeshError if it is not this node's user's job."""
+        if status.user != self._daemon.membership.standing.user:
+            raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
+
+    async def sealed_spec(self, job: bytes) -> bytes | None:
+        witness = self._daemon.jobs.participant.witnesses.get(job)
+        return witness.cell.spec if witness is not None else (await self._daemon.journal.submitted()).get(job)
+
+    async def spec_of(self, status: JobStatus) -> JobSpec:
+        sealed = await self.sealed_spec(status.job)
+        for node in status.witnesses:
+            if sealed is None and node != self._daemon.me:
+                with suppress(PeerError):
+                    sealed = await self._daemon.peers.call(node, "GET", f"/v1/jobs/{status.job.hex()}/spec")
+        if sealed is None:
+            raise MeshError("none of the job's witnesses can be reached now; try again in a moment")
+        try:
+            return Authority(self._daemon.me, self._daemon.trust).read_spec(status.job, sealed)
+        except SpecError as error:
+            raise MeshError(f"a witness gave a damaged job description: {error}") from error
+
+    async def why(self, text: str) -> dict[str, Any]:
+        """The ranking for the job's next attempt, with reasons; computed from this node's adverts, as anybody would."""
+        status = self.find_job(text)
+        spec = await self.spec_of(status)
+        last = status.attempts[-1] if status.attempts else None
+        attempt = 0 if last is None else last.number + bool(last.reason)
+        request = attempt_request(status.job, spec, attempt, status.attempts, time.time_ns() // 1_000_000)
+        hierarchy = self._daemon.jobs.outlook.hierarchy()
+        ranking = hierarchy.rank(request, hierarchy.adverts)
+        shown = self._show(status)
+        return {
+            "job": shown["job"],
+            "state": shown["state"],
+            "detail": shown["detail"],
+            "node": shown["node"],
+            "witnesses": shown["witnesses"],
+            "heir": shown["heir"],
+            "warm": shown["warm"],
+            "placement": placing(self._daemon, hierarchy, ranking),
+            "submitted_by": self._daemon.deputy.words(status.job),
+            "explanation": explain(request, ranking),
+            "candidates": [
+                {"nick": c.nick, "score": str(c.score), "weight": c.weight, "advert_version": c.advert_version}
+                for c in ranking.candidates
+            ],
+            "refused": [{"nick": r.nick, "reasons": list(r.reasons)} for r in ranking.refused],
+            "attempts": shown["attempts"],
+        }
+
+    async def describe(self, text: str) -> dict[str, Any]:
+        """Everything about one job: what was asked for, and all that its witnesses remember."""
+        status = self.find_job(text)
+        spec = await self.spec_of(status)
+        cell = await self._cell(status)
+        attempts = cell.ledger.attempts if cell is not None and cell.ledger.attempts else status.attempts
+        whole = msgspec.structs.replace(status, attempts=attempts)
+        wanted = msgspec.to_builtins(spec)
+        hidden = {
+            "submitter",
+            "chain",
+            "nonce",
+            "witnesses",
+            "workdir",
+            "workdir_holders",
+            "checkpointing",
+            "array",
+            "after",
+        }
+        asked = {
+            name: value for name, value in wanted.items() if name not in hidden and value not in (None, "", [], {})
+        }
+        rules = spec.checkpointing
+        nicks = self._around()[0]
+        if rules is not None:
+            to = [nicks.get(node, short_id(node)) for node in rules.to]
+            asked["checkpoints"] = {**msgspec.structs.asdict(rules), "to": to}
+        asked["after"] = [format_job(job) for job in spec.after]
+        events = await self.events(format_job(status.job), 0)
+        return {
+            "job": self._show(whole),
+            "asked": asked,
+            "group": status.config.number,
+            "events": events[-EVENTS_SHOWN:],
+        }
+
+    async def _cell(self, status: JobStatus) -> Cell | None:
+        """A witness's record of it, if one can be reached."""
+        own = self._daemon.jobs.participant.witnesses.get(status.job)
+        if own is not None:
+            return own.cell
+        for node in status.witnesses:
+            with suppress(PeerError, msgspec.MsgspecError, UnicodeDecodeError):
+                return decode_cell(
+                    await self._daemon.peers.call(
+                        node, "GET", f"/v1/jobs/{status.job.hex()}/cell", timeout_s=EVENTS_WITHIN_S
+                    )
+                )
+        return None
+
+    async def pull(self, text: str, destination: str) -> dict[str, Any]:
+        """Bring a finished job's published files here."""
+        status = self.find_job(text)
+        if status.outcome is None or status.outcome.manifest is None:
+            raise MeshError(
+                f"job {format_job(status.job)[:8]} is {status.state}: it has no results to pull yet", ExitCode.NOT_FOUND
+            )
+        target = Path(destination)
+        await must_be_free(target)
+        try:
+            vault = await self.bring(status, status.outcome.manifest, status.outcome.holders)
+            kept = status.outcome.manifest
+            report = await asyncio.to_thread(
+                lambda: self._daemon.store.restore(kept, target, prefix="out", vault=vault)
+            )
+        except StoreError as error:
+            raise MeshError(f"the results could not be written to {target}: {error}") from error
+        return {"job": format_job(status.job), "destination": str(target), "files": report.files, "bytes": report.bytes}
+
+    async def bring(self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...]) -> Vault | None:
+        """Have a checkpoint or result of the job in this node's store; the key to it."""
+        ran = [attempt.node for attempt in status.attempts]
+        others = replica_order(status.job, self._daemon.jobs.outlook.adverts(), {self._daemon.me}, 0)
+        sources = [node for node in dict.fromkeys([*holders, *reversed(ran), *others]) if node != self._daemon.me]
+        try:
+            await self._daemon.jobs.courier.fetch(manifest, sources)
+        except FetchError as error:
+            raise MeshError(f"its files cannot be reached now: {error}") from error
+        return await self.vault_of(status, manifest)
+
+    async def vault_of(self, status: JobStatus, manifest: bytes) -> Vault | None:
+        """The key to something of this job's that is in this node's store, None if it is not sealed."""
+        try:
+            realm = (await asyncio.to_thread(self._daemon.store.manifest, manifest)).realm
+            keyring = self._daemon.jobs.keyring
+            known = keyring.known(realm)
+            if known is not None or not realm:
+                return known
+            return await keyring.vault(status.job, await self.spec_of(status), status.witnesses)
+        except (NoKey, StoreError) as error:
+            raise MeshError(str(error)) from error
+
+
+def _checkpointing(order: SubmitOrder, chosen: tuple[bytes, ...]) -> Checkpointing | None:
+    if order.ckpt is None:
+        if chosen:
+            raise MeshError("--ckpt-to needs --ckpt DIR: which directory holds checkpoints?", ExitCode.USAGE)
+        return None
+    return Checkpointing(
+        directory=order.ckpt.rstrip("/").removeprefix("./"),
+        mode=order.ckpt_mode,
+        keep=order.keep,
+        replicas=order.replicas,
+        to=chosen,
+    )
+
+
+def _places(order: SubmitOrder) -> list[ArrayPlace | None]:
+    """The place of each job that this order makes; one job that is in no array, if it asks for none."""
+    if not order.array:
+        if order.array_limit:
+            raise MeshError("a limit belongs to an array", ExitCode.USAGE)
+        return [None]
+    if len(order.array) > MAX_ARRAY or len(set(order.array)) != len(order.array):
+        raise MeshError(f"an array has 1 to {MAX_ARRAY} jobs, each with its own index", ExitCode.USAGE)
+    array, of = os.urandom(JOB_ID_BYTES), len(order.array)
+    return [ArrayPlace(array, index, place, of, order.array_limit) for place, index in enumerate(order.array)]
+
+
+def _locked(specs: list[JobSpec], vault: Vault) -> list[JobSpec]:
+    locks = [locked(vault, [seat.node for seat in spec.witnesses]) for spec in specs]
+    return [msgspec.structs.replace(spec, lock=lock) for spec, lock in zip(specs, locks, strict=True)]
+
+
+def _few_witnesses(alive: int) -> str:
+    here = "this node is alone" if alive <= 1 else f"only {alive} nodes are here"
+    return f"{here}, so one witness keeps the job's record: if its disk is lost, so is the record"
+
+
+def _at_risk_s(status: JobStatus) -> float:
+    """GPU-seconds (or seconds of a slot) that would be lost if its host died now: since its last checkpoint that others hold."""
+    last = status.attempts[-1] if status.attempts else None
+    if status.outcome is not None or status.runner is None or last is None or not last.running_unix_ms:
+        return 0.0
+    saved = status.commit.created_unix_ms if status.commit is not None and status.commit.holders else 0
+    since_ms = max(saved, last.running_unix_ms)
+    return round(max(0.0, time.time() - since_ms / 1000) * status.gpu_percent * (1 + len(last.mates)) / WHOLE, 1)
+
+
+def _stranded(gone: list[str], of: int) -> str:
+    return (
+        f"{', '.join(gone)} of the {of} nodes that keep its record are gone; it goes on by itself when most are back; "
+        "if they never will be: `mesh recover`"
+    )
+
+
+async def must_be_free(target: Path) -> None:
+    """MeshError if there is something where files are to be written."""
+
+    def is_taken() -> bool:
+        return target.exists() and (not target.is_dir() or any(target.iterdir()))
+
+    if await asyncio.to_thread(is_taken):
+        raise MeshError(f"{target} exists and is not empty: name a new directory", ExitCode.USAGE)

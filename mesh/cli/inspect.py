@@ -1,0 +1,155 @@
+"""`mesh describe` and `mesh cp`: one job, looked at closely."""
+
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.terminal import client, job_path, json_option, lasting, patience, print_json, quote, table
+
+
+@click.command()
+@click.argument("job")
+@json_option
+@click.pass_context
+def describe(ctx: click.Context, job: str, as_json: bool) -> None:
+    """All about one JOB: what it asks for, where it was, what it saved, what happened."""
+    answer = client(ctx).get(f"{job_path(job)}/describe")
+    if as_json:
+        print_json(answer)
+        return
+    state, asked = answer["job"], answer["asked"]
+    rows = [
+        ("job", state["job"] + (f"  ({state['name']})" if state["name"] else "")),
+        ("user", f"{state['user']}, from {state['submitter']}"),
+        ("submitted", _clock(state["created_unix_ms"])),
+        ("command", " ".join(asked["argv"])),
+        ("state", state["state"] + (f": {state['detail']}" if state["detail"] else "")),
+        ("GPUs", _gpus(state, asked)),
+        ("runs on", ", ".join([state["node"], *state["mates"]]) if state["node"] else "-"),
+        ("record", f"kept by {', '.join(state['witnesses'])} (group {answer['group']})"),
+        ("checkpoint", _checkpoint(state)),
+        ("notice", HEEDS[state["heeds_notice"]]),
+        ("at risk", lasting(state["at_risk_s"]) if state["at_risk_s"] else "-"),
+        ("asks for", _asked(asked)),
+    ]
+    for name, text in rows:
+        click.echo(f"{name:<11} {text}")
+    click.echo()
+    table(
+        ["ATTEMPT", "NODE", "BEGAN", "RAN", "FROM STEP", "TO STEP", "ENDED"],
+        [_attempt(row) for row in state["attempts"]],
+    )
+    click.echo()
+    for event in answer["events"]:
+        click.echo(f"{_clock(event['unix_ms'])}  {event['actor']:<12} {event['text']}")
+
+
+def _checkpoint(state: dict[str, Any]) -> str:
+    kept = state["checkpoint"]
+    if kept is None:
+        return "-"
+    step = f" at step {kept['step']}" if kept["step"] is not None else ""
+    return f"number {kept['seq']}{step}, {_clock(kept['created_unix_ms'])}, on {', '.join(kept['holders']) or 'its host alone'}"
+
+
+HEEDS = {
+    None: "-",
+    True: "it catches SIGTERM, or reads its notices: it can save before it goes",
+    False: "it does not catch SIGTERM: it is killed at a notice, and loses what is at risk",
+}
+SHOWN_ELSEWHERE = {"argv", "user", "name", "created_unix_ms", "gpus", "gpu_share", "gpu_share_limit", "vram_mib"}
+
+
+def _gpus(state: dict[str, Any], asked: dict[str, Any]) -> str:
+    """What it asks for, and what it has of which GPUs."""
+    count, share, limit, vram = state["gpus"], state["gpu_share"], state["gpu_share_limit"], asked["vram_mib"]
+    if not count:
+        return "-"
+    words = f"{count} whole" + (f", of {vram} MiB at least" if vram else "")
+    if share < 100:
+        idle = f", up to {limit} % while others leave it idle" if limit > share else ""
+        words = f"{share} % and {vram} MiB of {count}{idle}"
+    has = ", ".join(portion["uuid"] for portion in state["gpu_portions"])
+    return words + (f": {has}" if has else "")
+
+
+def _asked(asked: dict[str, Any]) -> str:
+    words = []
+    for name, value in asked.items():
+        if name in SHOWN_ELSEWHERE or value in (0, [], {}):
+            continue
+        inner = ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else value
+        words.append(f"{name.replace('_', ' ')} {inner}")
+    return "; ".join(words)
+
+
+def _attempt(row: dict[str, Any]) -> list[str]:
+    end = row["ended_unix_ms"] or row["seen_unix_ms"]
+    ran = lasting(max(0, end - row["running_unix_ms"]) / 1000) if row["running_unix_ms"] else "-"
+    steps = ["-" if step is None else str(step) for step in (row["resumed_step"], row["last_step"])]
+    return [str(row["number"]), row["node"], _clock(row["started_unix_ms"]), ran, *steps, row["reason"] or "under way"]
+
+
+def _clock(unix_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
+
+
+@click.command()
+@click.argument("source", metavar="JOB:PATH")
+@click.argument("destination", type=click.Path())
+@click.pass_context
+def cp(ctx: click.Context, source: str, destination: str) -> None:
+    """Copy a file or directory of a job here: out of its working directory while it runs; ckpt/... and out/... at any time.
+
+    DESTINATION is the new name, or a directory that exists.
+    """
+    job, colon, path = source.partition(":")
+    if not colon or not path:
+        raise click.UsageError(f"{source!r} is not JOB:PATH, as 7kq2ab:logs/train.txt or 7kq2ab:ckpt/")
+    target = Path(destination)
+    with patience("copying"):
+        pieces = client(ctx).stream(f"{job_path(job)}/files?path={quote(path)}")
+        files, size = _unpack(pieces, target)
+    if not files:
+        raise MeshError(f"nothing came of {source}", ExitCode.ERROR)
+    click.echo(f"{files} file{'' if files == 1 else 's'}, {size} bytes", err=True)
+
+
+def _unpack(pieces: Iterator[bytes], target: Path) -> tuple[int, int]:
+    """Files and bytes. The daemon is trusted with the content, not with where it goes: nothing leaves the target."""
+    into = target if target.is_dir() else target.parent
+    files = size = 0
+    with tarfile.open(fileobj=_Stream(pieces), mode="r|") as tar:  # type: ignore[call-overload]
+        for member in tar:
+            first, _, rest = member.name.partition("/")
+            top = first if target.is_dir() else target.name
+            member.name = f"{top}/{rest}" if rest else top
+            try:
+                tar.extract(member, into, filter="data")
+            except (OSError, tarfile.TarError) as error:
+                raise MeshError(f"{into / member.name} could not be written: {error}") from error
+            files += member.isreg()
+            size += member.size
+    return files, size
+
+
+class _Stream:
+    """Pieces as a file to read from."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._left = pieces, b""
+
+    def read(self, size: int = -1) -> bytes:
+        while size < 0 or len(self._left) < size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            self._left += piece
+        size = len(self._left) if size < 0 else size
+        out, self._left = self._left[:size], self._left[size:]
+        return out

@@ -1,0 +1,115 @@
+"""An engine whose guests use their GPUs under the node's guard. The engine itself knows only what is injected; the gate is closed
+from here, before a guest is stopped or killed, for what is queued on a GPU does not stop with the program that queued it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+
+import msgspec
+
+from mesh.engine.alarm import boot_s
+from mesh.engine.engine import Availability, Engine, Exit, Guest, Launch
+from mesh.provider.guard import NodeGuard
+from mesh.provider.tenant import Tenant
+
+log = logging.getLogger(__name__)
+
+
+class GuardedEngine:
+    def __init__(self, engine: Engine, guard: NodeGuard) -> None:
+        self.name, self.own_root = engine.name, engine.own_root
+        self._engine, self._guard = engine, guard
+
+    async def availability(self) -> Availability:
+        return await self._engine.availability()
+
+    async def images(self) -> tuple[str, ...]:
+        return await self._engine.images()
+
+    async def start(self, launch: Launch) -> Guest:
+        tenant = self._guard.admit(launch, self.own_root) if launch.gpus else None
+        if tenant is None:
+            return await self._engine.start(launch)
+        try:
+            guest = await self._engine.start(msgspec.structs.replace(launch, injection=tenant.injection))
+        except BaseException:
+            tenant.release()
+            raise
+        tenant.keeper = guarded = GuardedGuest(guest, tenant, launch.until)
+        return guarded
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class GuardedGuest:
+    """Its gate is open as long as it may run. One that is frozen stands still whatever its lease says."""
+
+    def __init__(self, guest: Guest, tenant: Tenant, until: float) -> None:
+        self._guest, self._tenant = guest, tenant
+        self._until = until
+        self._frozen = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._set_gate(until)
+
+    async def wait(self) -> Exit:
+        end = await self._guest.wait()
+        self._ended()
+        return end
+
+    async def catches_term(self) -> bool:
+        return await self._guest.catches_term()
+
+    async def terminate(self) -> bool:
+        return await self._guest.terminate()
+
+    async def pids(self) -> frozenset[int]:
+        return await self._guest.pids()
+
+    async def stands_still(self) -> bool:
+        return await self._guest.stands_still()
+
+    def allow_until(self, boot_s: float) -> None:
+        self._until = boot_s
+        self._set_gate(boot_s)
+        if not self._frozen:
+            self._guest.allow_until(boot_s)
+
+    def freeze(self, why: str) -> None:
+        self._frozen = True
+        self._tenant.set_gate(True, why, by="audit")
+        self._guest.allow_until(0.0)
+
+    def thaw(self, why: str) -> None:
+        if self._frozen:
+            self._frozen = False
+            self._guest.allow_until(self._until)
+            self._tenant.set_gate(False, why, by="audit")
+
+    async def kill(self) -> None:
+        begun, ended = time.perf_counter(), self._tenant.released
+        self._tenant.set_gate(True, "it is killed")
+        await self._guest.kill()
+        if not ended:
+            took_ms = (time.perf_counter() - begun) * 1e3
+            log.info("job %s: its processes are gone %.0f ms after its GPU gate closed", self._tenant.job[:8], took_ms)
+        self._ended()
+
+    def _set_gate(self, until: float) -> None:
+        """Closed past that moment; also without another word."""
+        self._stop_timer()
+        left_s = until - boot_s()
+        self._tenant.set_gate(left_s <= 0, "it may run" if left_s > 0 else "it may not run now")
+        if 0 < left_s < math.inf and not self._tenant.released:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._set_gate, until)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ended(self) -> None:
+        self._stop_timer()
+        self._tenant.release()

@@ -1,0 +1,184 @@
+"""This node's guard of its GPUs: made ready beside everything else, asked for each attempt that is to use them, and watching
+over those."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from cuda_guard.auditor import Finding, Foreign
+from cuda_guard.build import BuildError, Libraries, libraries
+from cuda_guard.driver import Driver, find_driver
+from cuda_guard.guard import Guard
+from cuda_guard.page import Quota
+from mesh.engine.engine import EngineError, Injection, Launch
+from mesh.provider.audit import Audit
+from mesh.provider.pausing import Pausing
+from mesh.provider.receipts import DeviceUse
+from mesh.provider.tenant import Tenant
+from placement.advert import WHOLE, Gpu, Portion
+
+LOOK_S = 1.0  # between two looks at what tenants do; NVML's own samples are of up to a second
+
+Bypass = Literal["warn", "pause", "kill"]  # what happens to a job of which a program is past the guard
+
+log = logging.getLogger(__name__)
+
+
+class NodeGuard:
+    """`changed` hears why there can be no guard, or an empty word once there is one; without GPUs it hears nothing. `warn`: for
+    what the owner should know. `found` hears what a tenant is caught at and what is done about it, `ended` what one has used."""
+
+    def __init__(
+        self,
+        directory: Path,
+        gpus: tuple[Gpu, ...],
+        changed: Callable[[str], None],
+        warn: Callable[[str], None],
+        *,
+        bypass: Bypass = "pause",
+        found: Callable[[Tenant, str], None] = lambda tenant, text: None,
+        ended: Callable[[Tenant, tuple[DeviceUse, ...]], None] = lambda tenant, used: None,
+    ) -> None:
+        self._directory, self._gpus, self._changed, self._warn = directory, gpus, changed, warn
+        self._bypass, self._found, self._ended = bypass, found, ended
+        self._guard: Guard | None = None
+        self._audit: Audit | None = None
+        self._pausing: Pausing | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._problem = "there is no guard yet"
+        self._tenants: list[Tenant] = []
+        self._numbers = count()
+
+    async def run(self) -> None:
+        """Get ready, which may take seconds of compiling; then look after the tenants until cancelled."""
+        if not self._gpus:
+            return
+        try:
+            driver, built = await asyncio.to_thread(_prepare)
+            self._guard = Guard(self._directory, built, driver, tuple(gpu.uuid for gpu in self._gpus))
+        except (BuildError, OSError) as error:
+            self._problem = str(error)
+            log.warning("no guard: %s", error)
+            self._changed(self._problem)
+            return
+        self._audit = Audit(tuple(gpu.uuid for gpu in self._gpus), driver.nvml)
+        self._pausing = Pausing(driver.cuda, self._audit.holders)
+        await asyncio.gather(self._audit.open(), self._pausing.open())
+        log.info("GPUs can be shared: guard ready in %s", self._directory)
+        self._changed("")
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await self._look(self._audit, self._tasks)
+
+    async def pause(self, tenant: Tenant) -> str:
+        """Keep it off its GPUs until it is resumed, and free what it has there if the driver can. Why that stays; empty if it
+        does not. What has begun is done, also if nobody waits for it any more."""
+        if self._pausing is None or self._tasks is None:
+            return self._problem
+        return await asyncio.shield(self._tasks.create_task(self._pausing.pause(tenant), name="pause"))
+
+    async def resume(self, tenant: Tenant) -> str:
+        """Let it go on, whether its owner paused it or it was stopped as past the guard. Why it cannot; empty if it does."""
+        if self._pausing is None or self._tasks is None:
+            return self._problem
+        return await asyncio.shield(self._tasks.create_task(self._pausing.resume(tenant), name="resume"))
+
+    @property
+    def pause_problem(self) -> str:
+        """Why the memory of a guest that is paused stays on the GPU; empty if it does not."""
+        return self._pausing.problem if self._pausing is not None else self._problem
+
+    async def _look(self, audit: Audit, kills: asyncio.TaskGroup) -> None:
+        for tenant in self.tenants:
+            for name in tenant.new_unguarded_calls():
+                self._warn(f"guard degraded: a program of job {tenant.job[:8]} may use {name}, unknown to the guard")
+        for tenant, finding in await audit.look(self.tenants):
+            if tenant.is_new(finding) and not tenant.released:
+                self._act(tenant, finding, kills)
+
+    def _act(self, tenant: Tenant, finding: Finding, kills: asyncio.TaskGroup) -> None:
+        """By the owner's word: what is past the guard does not heed a gate."""
+        done = {"warn": "its node's owner is told", "pause": "it is stopped", "kill": "it is ended"}[self._bypass]
+        self._warn(f"job {tenant.job[:8]} is past the guard: {finding.detail}: {done}")
+        self._found(tenant, f"past the guard of its GPUs: {finding.detail}: {done}")
+        if tenant.keeper is None:
+            return
+        if self._bypass == "pause":
+            tenant.keeper.freeze("it is past the guard")
+        elif self._bypass == "kill":
+            kills.create_task(tenant.keeper.kill(), name="kill past the guard")
+
+    @property
+    def foreign(self) -> dict[str, Foreign]:
+        """By device, what is on it beside guarded jobs: the owner's own."""
+        return self._audit.foreign if self._audit is not None else {}
+
+    @property
+    def audit_problem(self) -> str:
+        """Why NVML is not asked; empty if it is."""
+        return self._audit.problem if self._audit is not None else self._problem
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Of now: those that are released are forgotten."""
+        self._tenants = [tenant for tenant in self._tenants if not tenant.released]
+        return self._tenants
+
+    def tenant(self, job: str) -> Tenant | None:
+        """The last attempt of a job here."""
+        return next((tenant for tenant in reversed(self.tenants) if tenant.job == job), None)
+
+    def admit(self, launch: Launch, own_root: bool) -> Tenant | None:
+        """Guard an attempt that is about to start. None: it has its GPUs alone, and goes without. EngineError: it has shares,
+        and nothing would keep it to them."""
+        try:
+            if self._guard is None:
+                raise OSError(self._problem)
+            name = f"{launch.job}-{next(self._numbers)}"
+            quotas = tuple(self._quota(portion, launch.gpu_share_limit) for portion in launch.gpus)
+            guarded = self._guard.admit(name, quotas, own_root)
+        except (OSError, ValueError) as error:
+            if any(portion.share < WHOLE for portion in launch.gpus):
+                raise EngineError(f"nothing here would keep it to its share of a GPU: {error}") from error
+            log.warning("job %s has its GPUs alone, and is not guarded: %s", launch.job[:8], error)
+            return None
+        mounts = guarded.container_mounts(self._guard.driver) if own_root else ()
+        injection = Injection(env={} if own_root else guarded.process_env(), mounts=mounts)
+        self._tenants.append(Tenant(name, launch, guarded, injection, self._ended))
+        return self._tenants[-1]
+
+    def _quota(self, portion: Portion, limit: int) -> Quota:
+        context = self._audit.context_bytes(portion.uuid) if self._audit is not None else 0
+        if portion.share == WHOLE:
+            return Quota(portion.uuid, context_bytes=context)
+        return Quota(portion.uuid, portion.vram_mib << 20, portion.share, limit, context_bytes=context)
+
+    async def close(self) -> None:
+        """After the guests."""
+        for tenant in self.tenants:
+            tenant.release()
+        if self._guard is not None:
+            self._guard.close()
+        if self._audit is not None:
+            await self._audit.close()
+
+
+def page_directory(node: bytes) -> Path:
+    """In memory, and apart from that of any other daemon of this machine."""
+    bases = [os.environ.get("XDG_RUNTIME_DIR", ""), "/run" if os.getuid() == 0 else "", "/dev/shm"]
+    base = next((base for base in bases if base and os.access(base, os.W_OK | os.X_OK)), "/tmp")
+    return Path(base) / f"mesh-guard-{node.hex()[:16]}"
+
+
+def _prepare() -> tuple[Driver, Libraries]:
+    driver = find_driver()
+    if driver is None:
+        raise OSError(
+            "GPUs cannot be shared: no libcuda.so.1 and libnvidia-ml.so.1 of NVIDIA's where libraries are looked for"
+        )
+    return driver, libraries()

@@ -1,0 +1,140 @@
+"""An attempt on this node's GPUs, from the moment that its guard is ready until nothing of it runs any more."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from cuda_guard.auditor import Finding, Held
+from cuda_guard.guard import GuardedJob, Usage, share_of
+from mesh.engine.engine import Injection, Launch
+from mesh.provider.receipts import DeviceUse, Tally
+from placement.advert import Portion
+
+GateHand = Literal["lease", "owner", "audit"]  # who closes a gate; it is open when nobody does
+
+log = logging.getLogger(__name__)
+
+
+class Keeper(Protocol):
+    """Who has a tenant's processes in hand."""
+
+    async def pids(self) -> frozenset[int]: ...
+
+    def freeze(self, why: str) -> None:
+        """Its processes stand still, whatever its lease says, until they are thawed."""
+        ...
+
+    def thaw(self, why: str) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class Tenant:
+    """An attempt on this node's GPUs, under guard until it is released. `name`: its own among all tenants; `keeper`: once it has
+    started; `ended` is told its use when it is released."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        guarded: GuardedJob,
+        injection: Injection,
+        ended: Callable[["Tenant", tuple[DeviceUse, ...]], None],
+    ) -> None:
+        self.name, self.job, self.attempt = name, launch.job, launch.attempt
+        self.portions, self.limit = launch.gpus, launch.gpu_share_limit
+        self.injection = injection
+        self.gate_closed = False
+        self.released = False
+        self.guarded = guarded
+        self.keeper: Keeper | None = None
+        self.findings: list[Finding] = []
+        self.began_unix_ms = time.time_ns() // 1_000_000
+        self.gate_since = time.monotonic()
+        self.closed_by: set[GateHand] = set()
+        self.suspended: tuple[int, ...] = ()  # processes of which the driver has put away what they had
+        self.turn = asyncio.Lock()  # of whoever suspends or resumes it
+        self._ended = ended
+        self._tally = Tally(len(launch.gpus), time.monotonic())
+        self._pids: frozenset[int] = frozenset()
+        self._named: set[str] = set()
+
+    def set_gate(self, closed: bool, why: str, by: GateHand = "lease") -> None:
+        """While it is closed the job's programs wait before whatever they would launch."""
+        if closed:
+            self.closed_by.add(by)
+        else:
+            self.closed_by.discard(by)
+        closed = bool(self.closed_by)
+        if self.released or closed == self.gate_closed:
+            return
+        begun = time.perf_counter()
+        self.guarded.set_gate(closed)
+        self.gate_closed = closed
+        self.gate_since = time.monotonic()
+        took_us = (time.perf_counter() - begun) * 1e6
+        log.info("job %s: GPU gate %s in %.0f µs: %s", self.job[:8], "closed" if closed else "opened", took_us, why)
+
+    def usage(self) -> tuple[Usage, ...]:
+        """In the order of its portions."""
+        return self.guarded.usage()
+
+    def charges(self) -> dict[int, tuple[int, ...]]:
+        return {} if self.released else self.guarded.charges()
+
+    async def pids(self) -> frozenset[int]:
+        """Its processes, with those that it had at the last look: NVML still shows them for a while."""
+        before, self._pids = self._pids, await self.keeper.pids() if self.keeper is not None else frozenset()
+        return before | self._pids
+
+    def count(self, held: tuple[Held | None, ...]) -> None:
+        """A look at what it holds, and what it holds by NVML, where that was asked."""
+        if not self.released:
+            self._tally.advance(time.monotonic(), self.usage(), held)
+
+    def is_new(self, finding: Finding) -> bool:
+        """Whether nothing of this kind was found of that process before; it is kept."""
+        known = any((one.kind, one.uuid, one.pid) == (finding.kind, finding.uuid, finding.pid) for one in self.findings)
+        if not known:
+            self.findings.append(finding)
+        return not known
+
+    def shares_now(self) -> tuple[float, ...]:
+        """In per cent, with what is lent to it."""
+        return tuple(share_of(self.guarded.pages, place) for place in range(len(self.portions)))
+
+    def unguarded_calls(self) -> list[str]:
+        """What its programs have looked for in the driver that the guard does not know."""
+        return self.guarded.pages.audited()
+
+    def change(self, portions: tuple[Portion, ...], limit: int) -> None:
+        """Hold it to these from now on. ValueError if it has more memory than that already."""
+        self._set_memory(portions)
+        for use, portion in zip(self.usage(), portions, strict=True):  # it cannot have grown any more
+            if use.memory > portion.vram_mib << 20:
+                self._set_memory(self.portions)
+                raise ValueError(f"it uses {use.memory / 2**20:.0f} MiB of {use.uuid} already")
+        for place, portion in enumerate(portions):
+            self.guarded.set_share(place, portion.share, limit)
+        self.portions, self.limit = portions, limit
+
+    def _set_memory(self, portions: tuple[Portion, ...]) -> None:
+        for place, portion in enumerate(portions):
+            self.guarded.set_memory(place, portion.vram_mib << 20)
+
+    def new_unguarded_calls(self) -> list[str]:
+        """Since this was asked last."""
+        fresh = [name for name in self.unguarded_calls() if name not in self._named]
+        self._named.update(fresh)
+        return fresh
+
+    def release(self) -> None:
+        """Once nothing of it runs any more."""
+        if not self.released:
+            self.count(())
+            used = self._tally.uses(self.usage())
+            self.released = True
+            self.guarded.close()
+            self._ended(self, used)

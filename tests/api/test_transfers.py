@@ -1,0 +1,142 @@
+"""Checkpoints on their way between real stores on real connections: in the background, by a deadline, overtaken, cut off."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ckptstore.store import SavedManifest, Store
+from mesh.api.wire import Wire
+from mesh.engine.alarm import boot_s
+from mesh.jobs import courier as courier_module
+from mesh.jobs.courier import Courier
+from mesh.jobs.stake import Stake
+from tests.api.nodes import Keeper, Link, client_of, leaving
+from tests.ckptstore.worlds import open_store, save, write_tree
+
+MB = 10**6
+PEER, OTHER = b"p" * 32, b"o" * 32
+
+
+class World:
+    def __init__(self, store: Store, keepers: dict[bytes, Keeper], directory: Path) -> None:
+        self.store, self.keepers, self._directory = store, keepers, directory
+        self.made = 0
+
+    async def courier(self, wire: Wire | None = None) -> Courier:
+        self.peers = await client_of({node: await keeper.serve() for node, keeper in self.keepers.items()}, wire)
+        return Courier(self.peers, self.store)
+
+    def checkpoint(self, size: int) -> SavedManifest:
+        self.made += 1
+        write_tree(self._directory / str(self.made), {"noise": os.urandom(size)})
+        return save(self.store, self._directory / str(self.made), seq=self.made, job=b"%016d" % self.made)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    keepers = {PEER: Keeper(tmp_path / "peer"), OTHER: Keeper(tmp_path / "other")}
+    store = open_store(tmp_path / "ours")
+    world = World(store, keepers, tmp_path / "in")
+    yield world
+    await world.peers.close()
+    for keeper in keepers.values():
+        await keeper.close()
+    store.close()
+
+
+async def test_a_copy_in_the_background_keeps_to_the_budget_and_promises_nothing(world: World) -> None:
+    courier = await world.courier(Wire(10 * MB))
+    saved = world.checkpoint(12 * MB)
+    begun = time.monotonic()
+    copies = await courier.replicate(saved.id, [PEER], [], 1)
+    assert copies.holders == (PEER,) and time.monotonic() - begun > 0.8, "12 MB at 10 MB/s"
+    assert courier.bandwidth.promised_bps(PEER) is None, "the link may carry more"
+    assert courier.bandwidth.mean_bps([PEER]) is not None
+    assert world.keepers[PEER].torn() == 0
+
+
+async def test_a_copy_that_this_node_holds_back_is_not_called_slow(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courier_module, "SLOW_AFTER_S", 0.4)
+    monkeypatch.setattr(courier_module, "SLOW_BYTES_S", 10**12)
+    courier = await world.courier(Wire(10 * MB))
+    copies = await courier.replicate(world.checkpoint(12 * MB).id, [PEER], [OTHER], 1)
+    assert copies.holders == (PEER,) and not world.keepers[OTHER].manifests
+
+
+async def test_a_checkpoint_with_a_deadline_does_not_care_for_the_budget(world: World) -> None:
+    courier = await world.courier(Wire(1 * MB))
+    saved = world.checkpoint(12 * MB)
+    begun = time.monotonic()
+    copies = await courier.replicate(saved.id, [PEER], [OTHER], 2, stake=leaving(2.0))
+    assert set(copies.holders) == {PEER, OTHER} and time.monotonic() - begun < 8, "it would be 24 s"
+
+
+async def test_notice_hurries_a_checkpoint_that_is_on_its_way(world: World) -> None:
+    courier = await world.courier(Wire(1 * MB))
+    saved, stake = world.checkpoint(24 * MB), Stake(100, lambda text: None)
+    begun = time.monotonic()
+    copying = asyncio.create_task(courier.replicate(saved.id, [PEER], [], 1, stake=stake))
+    while not world.peers.wire.owners:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    stake.noticed(boot_s(), 2.0)
+    assert (await copying).holders == (PEER,) and time.monotonic() - begun < 15, "it would be 24 s"
+    assert world.keepers[PEER].torn() == 0
+
+
+async def test_what_cannot_be_in_time_is_told_and_tried(world: World) -> None:
+    told: list[str] = []
+    courier = await world.courier()
+    courier.bandwidth.saw(PEER, 10 * MB, 10.0)
+    saved = world.checkpoint(12 * MB)
+    copies = await courier.replicate(saved.id, [PEER], [], 1, stake=leaving(3.0, warn=told.append))
+    assert copies.holders == (PEER,) and len(told) == 1
+    assert told[0].startswith("12.0 MB cannot reach another node in ")
+    assert told[0].endswith(" at 1.0 MB/s; there is no earlier checkpoint. It is tried all the same")
+
+
+async def test_one_whole_copy_leaves_when_there_is_no_time_for_two(world: World) -> None:
+    link = Link(10 * MB)  # the port of the node that leaves
+    for keeper in world.keepers.values():
+        keeper.link = link
+    courier = await world.courier()
+    for peer in (PEER, OTHER):
+        courier.bandwidth.saw(peer, 10 * MB, 1.0)
+    copies = await courier.replicate(world.checkpoint(20 * MB).id, [PEER], [OTHER], 2, stake=leaving(3.0))
+    assert len(copies.holders) == 1 and copies.short == "on 1 of 2 peers: there was no more time"
+    assert all(keeper.torn() == 0 for keeper in world.keepers.values())
+
+
+async def test_the_heavier_checkpoint_overtakes_one_that_is_on_its_way(world: World) -> None:
+    keeper = world.keepers[PEER]
+    keeper.link = link = Link(20 * MB)
+    courier = await world.courier()
+    courier.bandwidth.saw(PEER, 20 * MB, 1.0)
+    light, heavy = world.checkpoint(40 * MB), world.checkpoint(36 * MB)
+    first = asyncio.create_task(courier.replicate(light.id, [PEER], [], 1, stake=leaving(3.6)))
+    while link.carried < 10 * MB:
+        await asyncio.sleep(0.01)
+    second = asyncio.create_task(courier.replicate(heavy.id, [PEER], [], 1, stake=leaving(3.0, percent=100_000)))
+    assert all(copies.holders == (PEER,) for copies in await asyncio.gather(first, second))
+    assert keeper.manifests[heavy.id] < keeper.manifests[light.id] and keeper.torn() == 0
+
+
+async def test_of_a_copy_that_is_cut_off_nothing_shows_and_the_next_try_goes_on(world: World) -> None:
+    keeper = world.keepers[PEER]
+    courier = await world.courier(Wire(10 * MB))
+    saved = world.checkpoint(40 * MB)
+    cut = asyncio.create_task(courier.replicate(saved.id, [PEER], [], 1))
+    await asyncio.sleep(2.0)
+    cut.cancel()
+    await asyncio.gather(cut, return_exceptions=True)
+    async with asyncio.timeout(10):
+        while len(keeper.store.missing(saved.manifest.chunks)) == len(saved.manifest.chunks):
+            await asyncio.sleep(0.05)
+    assert keeper.torn() == 0 and not keeper.manifests
+    assert (await courier.replicate(saved.id, [PEER], [], 1)).holders == (PEER,) and keeper.torn() == 0

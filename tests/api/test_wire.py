@@ -1,0 +1,225 @@
+"""Streams that keep to a pace, on real connections with TLS: how fast, what the kernel is told, and what is left afterwards."""
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ckptstore.pacing import FLOOR_BPS, Background, Deadline, Rtt
+from membership.identity import Identity
+from mesh.api import pacedsocket
+from mesh.api.pacedsocket import SO_MAX_PACING_RATE, UNLIMITED, PacedSocket
+from mesh.api.peer import READ_BYTES, Address, PeerClient
+from mesh.api.tls import server_context
+from mesh.api.wire import Wire
+
+MB = 10**6
+
+
+class Other:
+    """A node that takes what is put to it and gives what is asked for; `seen` is when how much had come."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.seen: list[tuple[float, int]] = []
+        self.sockets: list[Any] = []
+
+    async def serve(self, directory: Path) -> tuple[web.AppRunner, Address]:
+        app = web.Application()
+        app.add_routes([web.put("/take", self._take), web.get("/give", self._give), web.get("/hello", self._hello)])
+        context, fingerprint = server_context(directory / "tls.pem", Identity.generate().seed, "other")
+        runner = web.AppRunner(app, read_bufsize=READ_BYTES)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+        await site.start()
+        return runner, Address("127.0.0.1", runner.addresses[0][1], fingerprint)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        count = 0
+        async for data in request.content.iter_any():
+            count += len(data)
+            self.seen.append((time.monotonic(), count))
+        return web.Response(text=str(count))
+
+    async def _give(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        async with self.wire.lane(Background()) as lane:
+            lane.bind(request.transport)
+            assert request.transport is not None
+            self.sockets.append(request.transport.get_extra_info("socket"))
+            async for piece in pieces(10 * MB):
+                await response.write(piece)
+            self.seen.append((pacing_rate(self.sockets[-1]), 0))
+            await response.write_eof()
+            await lane.drained()
+        return response
+
+    async def _hello(self, request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+
+async def pieces(count: int, size: int = 1 << 20) -> AsyncIterator[bytes]:
+    block = bytes(size)
+    for start in range(0, count, size):
+        yield block[: min(size, count - start)]
+
+
+def pacing_rate(sock: Any) -> int:
+    data = sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.calcsize("@L"))
+    return int(struct.unpack("@L", data)[0])
+
+
+def congestion(sock: Any) -> bytes:
+    return bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)).split(b"\0")[0]
+
+
+@pytest.fixture
+async def other(tmp_path: Path) -> AsyncIterator[tuple[Other, Address]]:
+    other = Other(Wire(10 * MB))
+    runner, address = await other.serve(tmp_path)
+    yield other, address
+    await runner.cleanup()
+
+
+async def client(address: Address, wire: Wire) -> PeerClient:
+    peers = PeerClient(Identity.generate(), b"m" * 32, lambda node: address, wire)
+    await peers.open()
+    return peers
+
+
+async def put(peers: PeerClient, lane: Any, count: int) -> int:
+    async with lane, peers.stream(b"n" * 32, "PUT", "/take", pieces(count), lane) as response:
+        return int(await response.read())
+
+
+async def test_a_stream_in_the_background_keeps_to_the_budget(
+    other: tuple[Other, Address], record_property: Any
+) -> None:
+    node, address = other
+    peers = await client(address, Wire(20 * MB))
+    begun = time.monotonic()
+    assert await put(peers, peers.wire.lane(Background()), 64 * MB) == 64 * MB
+    taken = time.monotonic() - begun
+    assert taken >= 2, "64 MB at 20 MB/s"
+    start = node.seen[0][0] + 0.3
+    middle = [(at, count) for at, count in node.seen if start <= at <= start + 2]
+    rate = (middle[-1][1] - middle[0][1]) / (middle[-1][0] - middle[0][0])
+    record_property("error over 2 s", abs(rate / (20 * MB) - 1))
+    assert 10 * MB < rate < 30 * MB
+    await peers.close()
+
+
+async def test_the_kernel_is_told_and_the_connection_is_let_go_when_the_stream_ends(
+    other: tuple[Other, Address],
+) -> None:
+    _, address = other
+    peers = await client(address, Wire(10 * MB))
+    assert await peers.call(b"n" * 32, "GET", "/hello") == b"hello"
+    lane = peers.wire.lane(Background())
+    sending = asyncio.create_task(put(peers, lane, 4 * MB))
+    while not peers.wire.owners:
+        await asyncio.sleep(0.005)
+    (transport,) = peers.wire.owners
+    sock = transport.get_extra_info("socket")
+    assert pacing_rate(sock) == 10 * MB and congestion(sock) in {b"cubic", b"reno"}
+    assert await sending == 4 * MB and not peers.wire.owners
+    assert pacing_rate(sock) == UNLIMITED and lane.held
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+        assert congestion(sock) == congestion(plain), "as this system has it"
+    begun = time.monotonic()
+    port = sock.getsockname()
+    async with peers.stream(b"n" * 32, "PUT", "/take", pieces(64 * MB)) as response:
+        await response.read()
+        assert sock.getsockname() == port and time.monotonic() - begun < 5, "the same connection, at full speed"
+    await peers.close()
+
+
+async def test_a_stream_that_breaks_leaves_nothing_behind(other: tuple[Other, Address]) -> None:
+    _, address = other
+    peers = await client(address, Wire(10 * MB))
+    sending = asyncio.create_task(put(peers, peers.wire.lane(Background()), 64 * MB))
+    while not peers.wire.owners:
+        await asyncio.sleep(0.005)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    assert not peers.wire.owners and peers.wire.share_bps(Background()) == 10 * MB
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "pace of a stream"]
+    await peers.close()
+
+
+async def test_an_answer_is_paced_too(other: tuple[Other, Address]) -> None:
+    node, address = other
+    peers = await client(address, Wire())
+    begun = time.monotonic()
+    async with peers.stream(b"n" * 32, "GET", "/give", b"") as response:
+        assert len(await response.read()) == 10 * MB
+    assert time.monotonic() - begun > 0.5, "10 MB at 10 MB/s"
+    assert await peers.call(b"n" * 32, "GET", "/hello") == b"hello", "the same connection again"
+    assert node.seen == [(10 * MB, 0)] and pacing_rate(node.sockets[0]) == UNLIMITED
+    await peers.close()
+
+
+async def test_streams_share_the_budget_and_one_with_a_deadline_comes_first(other: tuple[Other, Address]) -> None:
+    _, address = other
+    wire = Wire(40 * MB)
+    peers = await client(address, wire)
+    both = [asyncio.create_task(put(peers, wire.lane(Background()), 32 * MB)) for _ in range(2)]
+    while len(wire.owners) < 2:
+        await asyncio.sleep(0.005)
+    socks = [transport.get_extra_info("socket") for transport in wire.owners]
+    assert [pacing_rate(sock) for sock in socks] == [20 * MB] * 2
+    until = time.monotonic() + 1.0
+    urgent = asyncio.create_task(put(peers, wire.lane(Deadline(60 * MB, lambda: until - time.monotonic())), 60 * MB))
+    while len(wire.owners) < 3:
+        await asyncio.sleep(0.005)
+    assert [pacing_rate(sock) for sock in socks] == [int(FLOOR_BPS)] * 2
+    assert await urgent == 60 * MB
+    assert [pacing_rate(sock) for sock in socks] == [20 * MB] * 2
+    assert await asyncio.gather(*both) == [32 * MB] * 2
+    await peers.close()
+
+
+async def test_without_a_budget_nothing_is_set_until_others_wait(other: tuple[Other, Address]) -> None:
+    _, address = other
+
+    class Waits(Background):
+        def tick(self, now: float, sent: int, rtt: Rtt | None, budget_bps: float | None) -> float | None:
+            return super().tick(now, sent, Rtt(1.0, 0.001) if sent > 8 * MB else rtt, budget_bps)
+
+    peers = await client(address, Wire())
+    calm = peers.wire.lane(Background())
+    assert await put(peers, calm, 16 * MB) == 16 * MB and not calm.held
+    sending = asyncio.create_task(put(peers, peers.wire.lane(Waits()), 400 * MB))
+    while not peers.wire.owners:
+        await asyncio.sleep(0.005)
+    sock = next(iter(peers.wire.owners)).get_extra_info("socket")
+    assert pacing_rate(sock) == UNLIMITED
+    async with asyncio.timeout(20):
+        while pacing_rate(sock) == UNLIMITED:
+            await asyncio.sleep(0.05)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    await peers.close()
+
+
+def test_what_a_system_cannot_do_is_said_once_and_does_no_harm(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacedsocket, "_told", set())
+    ours, theirs = socket.socketpair()  # no TCP: the kernel refuses
+    with ours, theirs:
+        for _ in range(3):
+            paced = PacedSocket(ours)
+            assert not paced.limit(1e6) and paced.info() is None
+            paced.release()
+    assert caplog.text.count("streams are not paced") == 1
+    closed = socket.create_server(("127.0.0.1", 0))
+    closed.close()
+    assert not PacedSocket(closed).limit(1e6)

@@ -1,0 +1,50 @@
+"""One save or restore of the store as a command of its own, so that it can be timed beside other tools. Prints the most memory
+that it had, in KiB.
+
+keep.py save|raw|sealed STORE NUMBER DIRECTORY        restore STORE NUMBER DIRECTORY
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from ckptstore.store import Store
+from ckptstore.vault import Vault
+
+JOB = b"benchmark's job."
+VAULT = Vault(b"the key of the benchmark's job..")
+
+
+def main() -> None:
+    order, root, number, directory = sys.argv[1:]
+    store = Store(Path(root), lambda sealed: (b"", sealed))
+    try:
+        keep(store, order, int(number), Path(directory))
+    finally:
+        store.close()
+    print(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line).split()[1])
+
+
+def keep(store: Store, order: str, number: int, directory: Path) -> None:
+    known = {info.seq: info.id for info in store.manifests(JOB)}
+    if order == "restore":
+        store.restore(known[number], directory, prefix="ckpt", vault=VAULT)
+        return
+    store.save(
+        {"ckpt": directory},
+        job=JOB,
+        config=0,
+        term=1,
+        seq=number,
+        parent=known.get(number - 1),
+        kind="checkpoint",
+        created_unix=0,
+        seal=lambda payload: payload,
+        encoding=order != "raw",
+        vault=VAULT if order == "sealed" else None,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""`mesh ckpt` on real daemons: what is kept is shown, damage is found and mended from another node, and room is made."""
+
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.stack import Stack, StackNode
+from tests.e2e.commands import finished, mesh, ok, read, running_with_checkpoint, send, submit_count, until
+
+pytestmark = pytest.mark.e2e
+
+
+def kept(node: StackNode, job: str) -> list[dict[str, Any]]:
+    return [row for row in read(node, "ckpt", "ls", job)["checkpoints"] if row["kind"] == "checkpoint"]
+
+
+def test_what_is_kept_is_shown_checked_mended_fetched_and_removed(
+    make_stack: Callable[..., Stack], tmp_path: Path
+) -> None:
+    stack = make_stack(3)
+    node = stack.nodes[0]
+    job = submit_count(node, 200, "--replicas", "2", pace_s=0.05)
+    host = stack.node(running_with_checkpoint(node, job)["node"])
+    text = until(lambda: "committed" in (t := ok(host, "ckpt", "ls", job)) and t, "it to be told as committed")
+    assert "on this disk" in text and "node" in text
+
+    def refused() -> bool:
+        """The newest may be an older one by the time it is to go."""
+        newest = [row for row in kept(host, job) if row["use"] == "committed"]
+        whole = newest and len(newest[0]["holders"]) == 2
+        done = mesh(host, "ckpt", "rm", newest[0]["id"]) if whole else None
+        return done is not None and done.returncode == 2 and "--force" in done.stderr
+
+    until(refused, "what the job needs to be kept from its owner's hand")
+
+    assert all(row["encrypted"] for row in read(host, "ckpt", "ls")["checkpoints"])
+    for holder in stack.nodes:
+        for path in holder.where.store.rglob("*"):
+            assert path.is_dir() or b"count.py" not in path.read_bytes(), "not even names"
+
+    there = ok(node, "ckpt", "pull", job, str(tmp_path / "pulled"))
+    assert "files" in there and list((tmp_path / "pulled").rglob("*"))
+    again = mesh(node, "ckpt", "pull", job, str(tmp_path / "pulled"))
+    assert again.returncode == 2 and "new directory" in again.stderr
+    state = finished(node, job)
+    last = state["checkpoint"]
+
+    # One bit of every pack here is turned: the last checkpoint is whole again afterwards, from another node.
+    for pack in (host.where.store / "packs").iterdir():
+        data = bytearray(pack.read_bytes())
+        data[-1] ^= 1
+        pack.write_bytes(bytes(data))
+    report = read(host, "ckpt", "verify")
+    assert report["bad_chunks"] and report["quarantined"] and report["repaired"] and report["lost"] == {}
+    assert read(host, "ckpt", "verify")["bad_chunks"] == 0
+    ok(host, "ckpt", "pull", job, str(tmp_path / "mended"), "--seq", str(last["seq"]))
+    assert list((tmp_path / "mended").rglob("*"))
+
+    for row in kept(host, job):
+        ok(host, "ckpt", "rm", "--force", row["id"][:16])
+    assert kept(host, job) == []
+    before = read(host, "ckpt", "ls")["stored_bytes"]
+    freed = read(host, "ckpt", "gc", "--older", "0s")
+    assert freed["bytes"] > 0 and freed["stored_bytes"] < before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("rm", "zz"), 4, "no checkpoint"),
+        (("rm", "zzzzzz"), 4, "no checkpoint"),
+        (("ls", "nosuchjob"), 4, "no job"),
+        (("pull", "nosuchjob", "/nonexistent/x"), 4, "no job"),
+        (("gc", "--older", "yesterday"), 2, "not a duration"),
+        (("pull", "x", "y", "--seq", "-1"), 2, "seq"),
+    ],
+)
+def test_bad_orders_say_what_is_wrong(shared: Stack, arguments: tuple[str, ...], code: int, words: str) -> None:
+    done = mesh(shared.nodes[1], "ckpt", *arguments)
+    assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr
+
+
+def kill(stack: Stack, nicks: Iterable[str]) -> None:
+    for nick in nicks:
+        send(signal.SIGKILL, stack.node(nick))
+        until(lambda nick=nick: not stack.node(nick).running, f"{nick} to end")  # type: ignore[misc]
+
+
+def test_what_has_lost_its_holders_is_copied_to_others(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    stack = make_stack(5)
+    user = stack.nodes[0]
+    ok(user, "pause")
+    job = submit_count(user, 30, "--replicas", "2")
+    finished(user, job)
+
+    def holders() -> set[str]:
+        """Of the nodes that live, who has the result."""
+        living = [node for node in stack.nodes if node.running]
+        return {
+            node.nick
+            for node in living
+            if any(r["use"] == "result" for r in read(node, "ckpt", "ls", job)["checkpoints"])
+        }
+
+    first = until(lambda: len(found := holders()) >= 3 and found, "the result to be on three nodes")
+    lost = sorted(first - {user.nick})[:2]
+    kill(stack, lost)
+    until(lambda: len(holders()) >= 3, "others to have it in place of those", timeout_s=90)
+    assert holders() - first, "that had nothing of it"
+    kill(stack, first - {user.nick, *lost})
+    ok(user, "pull", job, str(tmp_path / "out"))
+    assert "copied to" in ok(user, "events", job)

@@ -1,0 +1,190 @@
+"""Shares of a GPU by the real command line, on a daemon whose NVIDIA driver is a double."""
+
+import json
+import re
+import shutil
+import sys
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from membership.trust import TrustStore
+from mesh.provider.receipts import open_receipt
+from mesh.stack import Stack, StackNode
+from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.fake import client
+from tests.fake.build import build
+from tests.fake.world import World
+
+pytestmark = pytest.mark.e2e
+GIB = 1 << 30
+SHARE = ("--gpu-share", "30", "--gpu-share-limit", "90", "--vram", "1g")
+QUOTA = """
+import sys
+from client import CudaError, Driver
+driver = Driver("libcuda.so.1")
+driver.start()
+print("total", driver.free_memory()[1])
+driver.out("cuMemAlloc_v2", 512 << 20)
+try:
+    driver.out("cuMemAlloc_v2", 1 << 30)
+except CudaError as error:
+    print("refused", error.code)
+"""
+WORK = """
+import time
+from client import Driver
+driver = Driver("libcuda.so.1")
+driver.start()
+kernel = driver.kernel("k_500us")
+driver.out("cuMemAlloc_v2", 256 << 20)
+while True:
+    driver.launch(kernel)
+    driver.cuCtxSynchronize()
+"""
+
+PAST = """
+import os, subprocess, sys
+bare = {"FAKE_GPU_WORLD": os.environ["FAKE_GPU_WORLD"], "LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]}
+subprocess.run([sys.executable, "work.py"], env=bare)
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A GPU that daemons started here see, and a project with programs for it."""
+    fakes = build(tmp_path_factory.getbasetemp().parent / "fakes")
+    world = World(tmp_path / "world", fakes)
+    for name, value in {**world.environment(), "LD_LIBRARY_PATH": str(fakes.cuda.parent)}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copy(client.__file__, project)
+    (project / "quota.py").write_text(QUOTA)
+    (project / "work.py").write_text(WORK)
+    (project / "past.py").write_text(PAST)
+    yield world
+    assert list((tmp_path / "XDG_RUNTIME_DIR").iterdir()) == [], "its pages are gone with the daemon"
+
+
+def submit(node: StackNode, world: World, program: str, *options: str) -> str:
+    env = ("--env", f"FAKE_GPU_WORLD={world.path}")
+    return ok(node, "submit", *env, *options, "--", sys.executable, program, cwd=world.path.parent / "project").strip()
+
+
+def shares(node: StackNode) -> bool:
+    return bool(read(node, "nodes")["nodes"][0]["gpu_shares"])
+
+
+def on_gpus(node: StackNode) -> list[dict[str, Any]]:
+    return [job for gpu in read(node, "gpus")["gpus"] for job in gpu["jobs"]]
+
+
+def test_a_share_is_held_to_what_it_asked_for(world: World, make_stack: Callable[..., Stack]) -> None:
+    node = make_stack(1).nodes[0]
+    until(lambda: shares(node), "the guard to be ready")
+    job = submit(node, world, "quota.py", *SHARE)
+    assert finished(node, job)["outcome"]["kind"] == "done", ok(node, "logs", job)
+    assert ok(node, "logs", job).splitlines() == [f"total {GIB}", "refused 2"]
+    node.client.post("/v1/down", {"now": True})
+    until(lambda: not node.running, "the daemon to end")
+
+
+def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, make_stack: Callable[..., Stack]) -> None:
+    node = make_stack(1).nodes[0]
+    until(lambda: shares(node), "the guard to be ready")
+    job = submit(node, world, "work.py", *SHARE)
+    seen = until(lambda: next((row for row in on_gpus(node) if row.get("gpu_s", 0) > 0.2), None), "it to work")
+    assert (seen["job"], seen["share"], seen["limit"], seen["vram_mib"]) == (job, 30, 90, 1024)
+    assert seen["guarded"] and seen["gate"] == "open" and seen["processes"] == 1 and seen["unguarded_calls"] == []
+    assert GIB // 4 <= seen["memory"] <= GIB and seen["launches"] > 0 and 0 < seen["share_now"] <= 100
+    assert "30 % to 90 % (" in ok(node, "gpus")
+
+    changed = read(node, "gpus", "set", job, "--share", "50", "--limit", "50", "--vram", "2g")
+    assert (changed["share"], changed["limit"], changed["vram_mib"]) == (50, 50, 2048)
+    until(lambda: 44 < on_gpus(node)[0]["share_now"] < 57, "its share to be 50, by and large")
+    uuid = f"GPU-{world.uuids[0]}"
+    left = [{"uuid": uuid, "share": 50, "vram_mib": 14 * 1024}]
+    assert read(node, "nodes")["nodes"][0]["gpu_room"] == left
+    has = [{"uuid": uuid, "share": 50, "vram_mib": 2048}]
+    until(lambda: job_state(node, job)["gpu_portions"] == has, "others to be told")
+    for wrong, words in (("20g", "beside its other jobs"), ("100m", "already")):
+        refused = mesh(node, "gpus", "set", job, "--vram", wrong)
+        assert refused.returncode == 5 and words in refused.stderr
+    assert mesh(node, "gpus", "set", job, "--share", "60", "--limit", "50").returncode == 2
+    assert read(node, "nodes")["nodes"][0]["gpu_room"] == left
+
+    assert world.used() > 0 and read(node, "gpus")["pause_problem"] == ""
+    assert read(node, "gpus", "pause", job)["freed"] and world.used() == 0
+    assert on_gpus(node)[0]["suspended"] and "(paused)" in ok(node, "gpus")
+    before = on_gpus(node)[0]["launches"]
+    assert ok(node, "gpus", "resume", job) == "it goes on\n" and world.used() > 0
+    until(lambda: on_gpus(node)[0]["launches"] > before, "it to go on")
+    assert mesh(node, "gpus", "pause", "nobody").returncode == 4
+
+    assert read(node, "reclaim", "--now")["reclaimed"] == [job]
+    told = [
+        line for line in node.where.log.read_text().splitlines() if f"job {job[:8]}:" in line and "GPU gate" in line
+    ]
+    assert re.search(r"GPU gate closed in \d+ µs: it is killed", told[-2])
+    assert re.search(r"its processes are gone \d+ ms after its GPU gate closed", told[-1])
+    assert on_gpus(node) == []
+    (receipt,) = read(node, "gpus", "--receipts")["receipts"]
+    assert (receipt["job"], receipt["attempt"], len(receipt["devices"])) == (job, 0, 1)
+    (used,) = receipt["devices"]
+    assert used["gpu_ns"] == pytest.approx(world.busy_ns(), rel=0.1, abs=30_000_000) and used["peak"] >= GIB // 4
+    assert used["nvml_ns"] and used["nvml_byte_s"] and job[:8] in ok(node, "gpus", "--receipts")
+    sealed = b64decode(receipt["sealed"])
+    assert open_receipt(sealed, TrustStore(node.where.genesis.read_bytes()).mesh_id).devices[0].uuid == uuid
+    assert any(event["reason"].startswith("used ") for event in read(node, "events", job)["events"])
+    ok(node, "cancel", job)
+    node.client.post("/v1/down", {"now": True})
+    until(lambda: not node.running, "the daemon to end")
+
+
+def test_one_past_the_guard_is_stopped_told_of_and_let_go_on(world: World, make_stack: Callable[..., Stack]) -> None:
+    node = make_stack(1).nodes[0]
+    until(lambda: shares(node), "the guard to be ready")
+    job = submit(node, world, "past.py", *SHARE)
+    stopped = until(lambda: next((row for row in on_gpus(node) if row.get("findings")), None), "it to be found")
+    assert stopped["findings"][0]["kind"] == "unguarded" and stopped["closed_by"] == ["audit"]
+    assert "without the guard" in mesh(node, "gpus").stderr
+    (told,) = [event for event in read(node, "events", job)["events"] if event["new"] == "bypass"]
+    assert told["reason"].endswith("without the guard: it is stopped")
+    foreign = read(node, "gpus")["gpus"][0]["foreign"]
+    assert foreign == {"processes": 0, "memory": 0}, "it is the job's, and no program of the owner's"
+
+    pid = stopped["findings"][0]["pid"]
+    ran = world.executed_ns(pid)
+    assert ok(node, "gpus", "resume", job) == "it goes on\n"
+    until(lambda: world.executed_ns(pid) > ran, "it to go on")
+    node.client.post("/v1/down", {"now": True})
+    until(lambda: not node.running, "the daemon to end")
+
+
+def test_who_cannot_guard_says_why_and_takes_no_share(
+    world: World, make_stack: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")  # there are no libraries yet, and none can be made
+    node = make_stack(1).nodes[0]
+    problem = until(lambda: read(node, "status")["problems"].get("guard"), "the trouble to be told")
+    assert "could not be compiled by false" in problem and problem.splitlines()[0] in ok(node, "gpus", "--json")
+    assert problem in ok(node, "status") and not shares(node)
+    refused = mesh(node, "submit", "--no-workdir", *SHARE, "--", "true")
+    assert refused.returncode == 6 and "cannot keep a job to a share of a GPU" in refused.stderr
+    job = submit(node, world, "work.py", "--gpus", "1")
+    whole = until(lambda: on_gpus(node), "it to run")[0]
+    assert whole["job"] == job and not whole["guarded"] and json.dumps(whole["share"]) == "100"
+
+
+def test_whose_owner_lends_whole_gpus_has_no_guard(world: World, make_stack: Callable[..., Stack]) -> None:
+    node = make_stack(1, gpu_sharing=False).nodes[0]
+    refused = mesh(node, "submit", "--no-workdir", *SHARE, "--", "true")
+    assert refused.returncode == 6 and "lends whole GPUs only" in refused.stderr
+    assert read(node, "status")["problems"] == {}

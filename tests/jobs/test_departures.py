@@ -1,0 +1,167 @@
+"""Whose turn it is when several checkpoints must leave a node, and what their users are told."""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+from mesh.jobs import departures
+from mesh.jobs.departures import BREATH_S, SILENT_S, Departures, Stream
+from mesh.jobs.stake import Stake, Urgency
+
+MB, GB = 10**6, 10**9
+
+
+class Leaving:
+    """A queue with a clock that stands still, and what was told."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.now = 100.0
+        self.told: list[str] = []
+        self._stack = stack
+        self.queue = Departures(lambda: self.now)
+
+    def add(self, count: int, bps: float | None, weight: float = 1.0, window_s: float = 30.0) -> Stream:
+        urgency = Urgency(self.now + window_s, weight, self.told.append)
+        departure = self._stack.enter_context(self.queue.departure(urgency))
+        return self._stack.enter_context(departure.stream(count, bps))
+
+
+@pytest.fixture
+def leaving() -> object:
+    with ExitStack() as stack:
+        yield Leaving(stack)
+
+
+async def send(stream: Stream, seen: list[str], name: str) -> None:
+    for _ in range(5):
+        await stream.turn()
+        seen.append(name)
+        await asyncio.sleep(0)
+    stream.rests()
+
+
+async def test_the_one_that_would_lose_more_goes_first_and_the_other_stands_aside(leaving: Leaving) -> None:
+    small = leaving.add(2 * GB, 100e6, weight=10)
+    seen: list[str] = []
+    first = send(small, seen, "small").__await__()
+    for _ in range(3):
+        first.send(None)
+    assert seen == ["small"] * 3, "alone it has the wire"
+    large = leaving.add(2 * GB, 100e6, weight=1000)
+    assert small.waits and not large.waits and small.departure.late and not large.departure.late
+    assert leaving.told == ["2.0 GB must wait for checkpoints with which more would be lost, and 30 s are left"]
+    first.close()
+    await send(large, seen, "large")
+    assert seen[3:] == ["large"] * 5
+    assert not small.waits, "the rest is the peer's work"
+    await send(small, seen, "small")
+    assert seen[8:] == ["small"] * 5
+
+
+async def test_who_waits_breathes_and_goes_on_beside_one_that_is_silent(leaving: Leaving) -> None:
+    first, second = leaving.add(100 * MB, 100e6, window_s=10), leaving.add(100 * MB, 100e6, window_s=20)
+    assert not first.waits and second.waits
+    leaving.now += SILENT_S
+    assert not second.waits, "the first does not use the wire"
+    first.moved_s = second.moved_s = leaving.now
+    assert second.waits
+    leaving.now += BREATH_S
+    first.moved_s = leaving.now
+    assert not second.waits, "it breathes"
+    second.moved_s = leaving.now
+    assert second.waits
+
+
+async def test_a_turn_comes_when_the_one_before_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "LOOK_S", 60.0)
+    queue = Departures(lambda: 0.0)
+    seen: list[str] = []
+
+    async def leave(name: str, deadline: float) -> None:
+        with queue.departure(Urgency(deadline, 1.0)) as departure, departure.stream(5, 1e6) as stream:
+            await asyncio.sleep(0)
+            await send(stream, seen, name)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(leave(str(deadline), deadline) for deadline in (30.0, 10.0, 20.0)))
+    assert seen == ["10.0"] * 5 + ["20.0"] * 5 + ["30.0"] * 5
+
+
+async def test_the_pace_leaves_time_for_those_behind(leaving: Leaving) -> None:
+    pace = leaving.add(300 * MB, 100e6).pace
+    alone = pace.tick(0.0, 0, None, None)
+    assert alone == pytest.approx(300 * MB / 24)
+    leaving.add(300 * MB, 100e6)
+    assert pace.tick(0.0, 0, None, None) == pytest.approx(2 * alone)
+    leaving.add(100 * GB, 100e6)
+    assert pace.tick(0.0, 0, None, None) is None, "not all can be in time: at full speed"
+    leaving.now += 30
+    assert pace.tick(0.0, 0, None, None) is None
+
+
+async def test_one_whole_copy_is_worth_more_than_two_halves(leaving: Leaving) -> None:
+    with leaving.queue.departure(Urgency(leaving.now + 10, 1.0)) as departure:
+        with departure.stream(500 * MB, 100e6) as first, departure.stream(100 * MB, 100e6) as second:
+            assert not departure.late and not first.waits and not second.waits, "there is time for both"
+        with departure.stream(600 * MB, 100e6) as first, departure.stream(600 * MB, 100e6) as second:
+            assert departure.late and not first.waits and second.waits
+            second.pace.remaining = 10
+            assert first.waits and not second.waits, "the one of which less is left"
+            second.rests()
+            assert not first.waits
+
+
+async def test_what_has_gone_already_counts_no_more(leaving: Leaving) -> None:
+    with leaving.queue.departure(Urgency(leaving.now + 10, 1.0, leaving.told.append)) as departure:
+        with departure.stream(2 * GB, 100e6, sent=2 * GB - 100 * MB) as stream:
+            assert not leaving.told and stream.pace.remaining == departure.remaining == 100 * MB
+        with departure.stream(2 * GB, 100e6):
+            assert leaving.told == ["2.0 GB cannot reach another node in 10 s at 100.0 MB/s"]
+    assert leaving.queue.time_for(departure) == 0.0, "who is not in the queue is not held back"
+
+
+async def test_what_is_not_known_is_neither_told_nor_refused(leaving: Leaving) -> None:
+    assert not leaving.add(10**14, None).waits and leaving.told == []
+
+
+async def test_the_user_is_told_once_and_in_words() -> None:
+    told: list[str] = []
+    stake = Stake(400, told.append)
+    stake.began(0.0, False, None)
+    stake.stored(90.0, 41)
+    heard: list[Urgency] = []
+    with stake.heard_by(heard.append, 95.0):
+        assert not heard
+        stake.noticed(100.0, 30.0)
+    (urgency,) = heard
+    assert urgency.deadline_s == 130.0 and urgency.weight == 40.0
+    queue = Departures(lambda: 100.0)
+    with queue.departure(urgency) as departure, departure.stream(3_200 * MB, 40e6) as first:
+        assert departure.late and not first.waits
+    assert told == [
+        "3.2 GB cannot reach another node in 30 s at 40.0 MB/s; the checkpoint of step 41 stands. It is tried all the same"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "stands"),
+    [
+        (False, None, "there is no earlier checkpoint"),
+        (True, None, "the last checkpoint stands"),
+        (True, 0, "the checkpoint of step 0 stands"),
+    ],
+)
+def test_what_stands_is_told(saved: bool, step: int | None, stands: str) -> None:
+    told: list[str] = []
+    stake = Stake(100, told.append)
+    stake.began(10.0, saved, step)
+    stake.noticed(12.0, 8.0)
+    heard: list[Urgency] = []
+    with stake.heard_by(heard.append, 15.0):
+        assert heard[0].weight == 5.0 and heard[0].deadline_s == 20.0
+        stake.noticed(16.0, 1.0)
+    stake.noticed(17.0, 1.0)
+    assert len(heard) == 2, "it listens no more"
+    heard[0].warn("why")
+    assert told == [f"why; {stands}. It is tried all the same"]

@@ -1,0 +1,102 @@
+"""Whether a node has a guard, and what it says where it has none."""
+
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from cuda_guard.build import BuildError
+from mesh.engine.engine import EngineError, Launch
+from mesh.provider.guard import page_directory
+from placement.advert import Portion
+from tests.guards import Watched, gpu, use_driver
+
+GPU = gpu(UUID(int=1))
+SHARE, WHOLE = Portion(GPU.uuid, 30, 1024), Portion(GPU.uuid, 100, GPU.vram_mib)
+
+
+def launch(*gpus: Portion) -> Launch:
+    fields = dict.fromkeys(("work_dir", "ckpt_dir", "out_dir", "ctl_dir", "log_path", "node"), "")
+    return Launch(job="j" * 26, attempt=0, argv=("true",), env={}, grace_s=1.0, gpus=gpus, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that looks like NVIDIA's."""
+    directory = tmp_path / "driver"
+    directory.mkdir()
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        (directory / name).touch()
+    use_driver(monkeypatch, directory, tmp_path_factory.getbasetemp().parent / "guard")
+    return directory
+
+
+async def test_pages_of_an_earlier_daemon_are_gone_and_ours_with_us(driver: Path, tmp_path: Path) -> None:
+    (tmp_path / "pages" / "old").mkdir(parents=True)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        assert watched.told == [""] and list((tmp_path / "pages").iterdir()) == []
+        first, second = (watched.guard.admit(launch(SHARE), own_root=False) for _ in range(2))
+        assert first is not None and second is not None and watched.guard.tenant("j" * 26) is second
+        assert first.injection.mounts == () and len(list((tmp_path / "pages").iterdir())) == 2
+        first.release()
+        first.set_gate(True, "too late to matter")
+        assert watched.guard.tenants == [second]
+    assert second.released and not (tmp_path / "pages").exists()
+
+
+async def test_a_container_gets_mounts_and_only_its_use_is_writable(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=True)
+        assert tenant is not None and tenant.injection.env == {}
+        writable = [mount for mount in tenant.injection.mounts if not mount.read_only]
+        assert [str(mount.target) for mount in writable] == ["/run/mesh/guard/job"]
+        assert {mount.target for mount in tenant.injection.mounts} >= {
+            driver / "libcuda.so.1",
+            Path("/etc/ld.so.preload"),
+        }
+
+
+async def test_a_compiler_that_is_missing_is_told_and_keeps_shares_away(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise BuildError("GPUs cannot be shared: no C compiler")
+
+    monkeypatch.setattr("mesh.provider.guard.libraries", fail)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        assert watched.told == ["GPUs cannot be shared: no C compiler"]
+        with pytest.raises(EngineError, match="no C compiler"):
+            watched.guard.admit(launch(SHARE), own_root=False)
+        assert watched.guard.admit(launch(WHOLE), own_root=False) is None
+
+
+async def test_no_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.provider.guard.find_driver", lambda: None)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        assert "no libcuda.so.1" in watched.told[0]
+
+
+async def test_without_gpus_there_is_nothing_to_say(tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", ()) as watched:
+        assert watched.told == [] and not (tmp_path / "pages").exists()
+
+
+async def test_a_call_past_the_guard_is_named_once(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=False)
+        assert tenant is not None and tenant.new_unguarded_calls() == []
+        page = tenant.guarded.pages.job
+        page.audit[0].value, page.audits = b"cuMemAllocNext", 1
+        del page
+        assert (tenant.new_unguarded_calls(), tenant.new_unguarded_calls()) == (
+            ["cuMemAllocNext"],
+            [],
+        ) and tenant.unguarded_calls() == ["cuMemAllocNext"]
+
+
+def test_two_daemons_of_a_machine_have_pages_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    one, other = page_directory(b"a" * 32), page_directory(b"b" * 32)
+    assert one != other and one.parent == other.parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    assert page_directory(b"a" * 32).parent in {Path("/run"), Path("/dev/shm")}

@@ -1,0 +1,31 @@
+"""The settings that an owner may write down."""
+
+from pathlib import Path
+
+import pytest
+
+from mesh.config import ConfigError, load_settings
+
+
+@pytest.mark.parametrize(("text", "mbps"), [("", 0.0), ("upload_mbps = 0", 0.0), ("upload_mbps = 250", 250.0)])
+def test_the_budget_for_uploads(tmp_path: Path, text: str, mbps: float) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert load_settings(tmp_path / "config.toml", {}).upload_mbps == mbps
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"), [("", True), ("gpu_sharing = true", True), ("gpu_sharing = false", False)]
+)
+def test_an_owner_may_lend_whole_gpus_only(tmp_path: Path, text: str, allowed: bool) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert load_settings(tmp_path / "config.toml", {}).gpu_sharing is allowed
+    (tmp_path / "config.toml").write_text("gpu_sharing = 1")
+    with pytest.raises(ConfigError, match="gpu_sharing"):
+        load_settings(tmp_path / "config.toml", {})
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "true", "'fast'"])
+def test_no_budget_that_means_nothing(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.toml").write_text(f"upload_mbps = {value}")
+    with pytest.raises(ConfigError, match="upload_mbps"):
+        load_settings(tmp_path / "config.toml", {})
