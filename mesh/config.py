@@ -123,15 +123,34 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "daemon.lock"
 
     @property
+    def guests(self) -> Path:
+        """The register of live guests, for the kill-switch."""
+        return self.root / "guests"
+
+    @property
+    def paused(self) -> Path:
+        """There while the owner has paused lending."""
+        return self.root / "paused"
+
+    @property
     def socket(self) -> Path:
-        """The daemon's local socket; a long state path falls back to a short name (107 bytes fit in sun_path)."""
-        near = self.root / "mesh.sock"
+        """The daemon's local socket."""
+        return self._socket("mesh.sock")
+
+    @property
+    def kill_socket(self) -> Path:
+        """The kill-switch's own."""
+        return self._socket("kill.sock")
+
+    def _socket(self, name: str) -> Path:
+        """A long state path falls back to a short name (107 bytes fit in sun_path)."""
+        near = self.root / name
         if len(os.fsencode(near)) <= 100:
             return near
         from hashlib import blake2b
 
         tag = blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
-        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{tag}.sock"
+        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{tag}-{name}"
 
 
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:

@@ -51,7 +51,9 @@ from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_setting
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.guarded import GuardedEngine
+from mesh.engine.killswitch import open_switch
 from mesh.engine.process import ProcessEngine
+from mesh.engine.register import Register
 from mesh.jobs.authority import Authority
 from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
@@ -102,6 +104,10 @@ class Daemon:
         self.identity = Identity.load(layout.key)
         self.trust = TrustStore(layout.genesis.read_bytes())
         chain = layout.chain.read_bytes()
+        self.switch = await asyncio.to_thread(open_switch, Register(layout.guests), layout.kill_socket)
+        self._struck = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.switch.struck = lambda: loop.call_soon_threadsafe(self._struck.set)
         self.journal = Journal(layout.journal)
         await self.journal.open()
         quotas = {
@@ -237,6 +243,7 @@ class Daemon:
         for step in (
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
+            lambda: asyncio.to_thread(self.switch.close),
             self.guard.close,
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
@@ -291,6 +298,14 @@ class Daemon:
             group.create_task(self._keep_fresh(), name="adverts")
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
+            group.create_task(self._heed_switch(), name="kill-switch")
+
+    async def _heed_switch(self) -> None:
+        """Its thread ends the guests; the rest of a reclaim follows here."""
+        while True:
+            await self._struck.wait()
+            self._struck.clear()
+            await self.desk.settle_strike()
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()
@@ -344,9 +359,9 @@ class Daemon:
     def _make_engines(self) -> dict[str, Engine]:
         made: list[Engine] = []
         if "process" in self.settings.engines:
-            made.append(ProcessEngine())
+            made.append(ProcessEngine(self.switch))
         if "docker" in self.settings.engines:
-            made.append(DockerEngine(format_id(self.me)))
+            made.append(DockerEngine(format_id(self.me), self.switch))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
 
     def _guard_changed(self, problem: str) -> None:
@@ -432,7 +447,7 @@ class Daemon:
 
     def _load_lending(self) -> Lending:
         """The command line's word, with what the owner paused in an earlier run."""
-        paused = (self.layout.root / "paused").exists()
+        paused = self.layout.paused.exists()
         return Lending(lending=self.settings.lend, paused=paused)
 
 

@@ -1,36 +1,41 @@
-"""The `docker` engine: a real container per attempt, by the docker SDK, with few rights by default.
+"""The `docker` engine: a real container per attempt, by the docker SDK, with few rights by default (`hardening.py`).
 
-All capabilities dropped, no new privileges, read-only root with a small /tmp, a user that is not root, no network, limits where
-asked. It runs images by id, only such as are already on the node. SDK calls block, so they have a thread pool of their own.
+It runs images by id, only such as are already on the node. SDK calls block, so they have a thread pool of their own; what lasts
+as long as a container is followed on the loop; guests are killed by the kill-switch, which needs neither.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import aiohttp
 import docker
 import docker.errors
-import docker.types
+import msgspec
 import requests
 
-from mesh.engine.descent import descendants_of
-from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine import cgroups
+from mesh.engine.descent import Process, descendants_of, process_of
+from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
+from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
+from mesh.engine.hardening import arguments, give_files
+from mesh.engine.killswitch import KillSwitch
 from mesh.engine.process import catches
-from mesh.engine.warden import Warden
+from mesh.engine.register import Entry, boot_id
+from mesh.engine.warden import LABEL_NODE, Warden
 
-THREADS = 8  # for calls; each guest is followed by a thread of its own, so that no number of guests delays a kill
+THREADS = 8  # for calls
 CALL_TIMEOUT_S = 30.0
-GUEST_UID = 65_532  # "nonroot" of distroless images; owns nothing on a normal host
-LABEL_NODE, LABEL_JOB = "campus-mesh.node", "campus-mesh.job"
-TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}
-WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
+ENGINE_TELLS_S = (
+    3.0  # until an engine that says nothing of a container that has ended is not waited for; it takes 0.1 s; ours
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,25 +45,35 @@ class DockerEngine:
     name = "docker"
     own_root = True
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, switch: KillSwitch | None = None) -> None:
         """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash."""
         self._node = node
+        self._switch = switch or KillSwitch()
         self._client: Any = None
+        self._socket: EngineSocket | None = None
         self._warden: Warden | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._following: set[asyncio.Task[None]] = set()
 
     async def availability(self) -> Availability:
         try:
             if self._client is None:
-                self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
-                await self._call(self._sweep)
-                self._warden = await Warden.start(_socket_path(self._client), self._node)
+                await self._connect()
             version = await self._call(lambda: self._client.version()["Version"])
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._client = None
             return Availability(ok=False, detail=f"no Docker engine answers ({_reason(error)})")
         words = "a container: no capabilities, no new privileges, read-only root, not root, no network; it shares the kernel"
         return Availability(ok=True, detail=f"Docker {version}", isolation=words)
+
+    async def _connect(self) -> None:
+        path = _socket_path()
+        self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
+        await self._call(self._sweep)
+        if self._socket is None:
+            self._socket = EngineSocket(path)
+        if self._warden is None:
+            self._warden = await Warden.start(path, self._node)
 
     async def images(self) -> tuple[str, ...]:
         if self._client is None:
@@ -74,79 +89,77 @@ class DockerEngine:
             raise BadImage("the docker engine needs an image: --image NAME")
         if self._client is None and not (await self.availability()).ok:
             raise EngineError("no Docker engine answers on this node")
-        return await self._call(lambda: self._start(launch))
+        assert self._socket is not None
+        container = await self._call(lambda: self._create(launch))
+        entry = Entry(
+            boot_id(), self.name, launch.job, launch.attempt, container=container.id, socket=self._socket.path
+        )
+        try:
+            output = await self._socket.attach(container.id)
+            try:
+                key = await self._call(lambda: self._switch.enter(entry))
+                entry = await self._call(lambda: self._begin(container, launch, key, entry))
+            except BaseException:
+                output.close()
+                raise
+        except (OSError, aiohttp.ClientError) as error:
+            await self._call(lambda: _remove(container))
+            raise EngineError(f"Docker could not attach to the container: {error}") from error
+        except BaseException:
+            await self._call(lambda: _remove(container))
+            raise
+        assert self._warden is not None
+        guest = DockerGuest(self, container, entry.head, key, output, self._warden, self._switch, self._socket)
+        follower = asyncio.create_task(guest.follow(launch.log_path), name=f"container {container.short_id}")
+        self._following.add(follower)
+        follower.add_done_callback(self._following.discard)
+        guest.allow_until(launch.until)
+        return guest
 
     async def close(self) -> None:
+        for follower in self._following:
+            follower.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
         if self._warden is not None:
             await self._warden.dismiss()
+        if self._socket is not None:
+            await self._socket.close()
         if self._client is not None:
             self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- in the pool's threads
 
-    def _start(self, launch: Launch) -> "DockerGuest":
+    def _create(self, launch: Launch) -> Any:
         image = self._image(launch.image or "")
-        directories = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
-        mounts = launch.injection.mounts
-        user = f"{os.getuid()}:{os.getgid()}"
-        if os.getuid() == 0:
-            user = f"{GUEST_UID}:{GUEST_UID}"
-            for path in (*map(Path, directories), *(mount.source for mount in mounts if not mount.read_only)):
-                _give(path)
-        devices = []
-        if launch.gpu_uuids:
-            wanted = [["gpu", "compute", "utility"]]
-            devices = [docker.types.DeviceRequest(device_ids=list(launch.gpu_uuids), capabilities=wanted)]
-        arguments: dict[str, Any] = {
-            "command": list(launch.argv),
-            "entrypoint": "",
-            "environment": contract_env(launch, WORK, CKPT, OUT, CTL),
-            "working_dir": WORK,
-            "user": user,
-            "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in directories.items()},
-            "mounts": [
-                docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
-                for mount in mounts
-            ],
-            "labels": {LABEL_NODE: self._node, LABEL_JOB: launch.job},
-            "cap_drop": ["ALL"],
-            "security_opt": ["no-new-privileges"],
-            "read_only": True,
-            "tmpfs": TMPFS,
-            "network_mode": "none",
-            "pids_limit": 4096,
-            "device_requests": devices,
-            "init": shutil.which("docker-init") is not None,
-            "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the one copy
-        }
-        if launch.memory_mib is not None:
-            arguments |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
-        if launch.cpus is not None:
-            arguments["nano_cpus"] = int(launch.cpus * 1e9)
+        give_files(launch)
         try:
-            container = self._client.containers.create(image, **arguments)
+            return self._client.containers.create(image, **arguments(launch, self._node))
         except docker.errors.APIError as error:
             raise EngineError(f"Docker could not create the container: {error.explanation}") from error
-        try:
-            # Attached before it starts, nothing it writes is missed; `docker logs --follow` may lose a last line without an end.
-            output = container.attach(stdout=True, stderr=True, stream=True)
-        except docker.errors.APIError as error:
-            raise EngineError(f"Docker could not attach to the container: {error.explanation}") from error
+
+    def _begin(self, container: Any, launch: Launch, key: str, entry: Entry) -> Entry:
+        """Start it, and note which process and which control groups it is: so it can be ended without its engine."""
         try:
             container.start()
+            container.reload()
+            pid = int(container.attrs["State"]["Pid"])
+            head = process_of(pid) if pid else None
+            if head is not None:
+                groups = tuple(map(str, cgroups.own_groups(pid, container.id)))
+                entry = dataclasses.replace(entry, head=head, groups=groups)
+                self._switch.amend(key, entry)
+            self._switch.started(key)
         except docker.errors.APIError as error:
-            _shut(output)
-            with contextlib.suppress(docker.errors.APIError):
-                container.remove(force=True)
+            self._switch.leave(key)
             text = str(error.explanation)
             if "not found" in text or "no such file" in text or "permission denied" in text:
                 raise BadCommand(f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}") from error
             raise EngineError(f"Docker could not start the container: {text}") from error
-        assert self._warden is not None
-        guest = DockerGuest(container, output, self._warden, launch.log_path, self._threads)
-        guest.allow_until(launch.until)
-        return guest
+        except EngineError:
+            self._switch.leave(key)
+            raise
+        return entry
 
     def _image(self, name: str) -> str:
         try:
@@ -170,69 +183,106 @@ class DockerEngine:
 
 
 class DockerGuest:
-    def __init__(self, container: Any, output: Any, warden: Warden, log_path: str, threads: ThreadPoolExecutor) -> None:
-        self._container = container
-        self._warden = warden
-        self._output = output
-        self._threads = threads
-        self._log_path = log_path
-        follower = ThreadPoolExecutor(1, thread_name_prefix="docker guest")
-        self._end = follower.submit(self._follow)
-        follower.shutdown(wait=False)
+    """`follow` goes on until its container is removed, also when nobody waits for that any more: an engine that hangs removes it
+    once it is back."""
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        container: Any,
+        head: Process | None,
+        key: str,
+        output: Output,
+        warden: Warden,
+        switch: KillSwitch,
+        engine_socket: EngineSocket,
+    ) -> None:
+        self._engine, self._container, self._head, self._key = engine, container, head, key
+        self._output, self._warden, self._switch, self._socket = output, warden, switch, engine_socket
+        self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> Exit:
-        return await asyncio.shield(asyncio.wrap_future(self._end))
+        return await asyncio.shield(self._exit)
 
     async def catches_term(self) -> bool:
-        return await self._run(self._catches_term)
+        return await asyncio.to_thread(self._catches_term)
 
     async def terminate(self) -> bool:
         caught = await self.catches_term()
         if caught:
-            await self._run(lambda: self._quietly(lambda: self._container.kill(signal="SIGTERM")))
+            with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+                await self._engine._call(lambda: self._container.kill(signal="SIGTERM"))
         return caught
 
     async def pids(self) -> frozenset[int]:
-        return await self._run(self._pids)
+        return await asyncio.to_thread(self._pids)
 
     async def stands_still(self) -> bool:
-        return bool(await self._run(self._is_paused))
+        return bool(await self._engine._call(self._is_paused))
 
     def allow_until(self, boot_s: float) -> None:
         self._warden.allow_until(self._container.id, boot_s)
 
     async def kill(self) -> None:
-        await self._run(lambda: self._quietly(self._container.kill))
+        await self._switch.killed(self._key)
         await self.wait()
 
-    # --- in threads
-
-    def _follow(self) -> Exit:
+    async def follow(self, log_path: str) -> None:
         """Copy its output to the log file until the container ends, then take its exit and remove it."""
+        loop = asyncio.get_running_loop()
+        descriptor = self._head.open() if self._head is not None else None
+        if descriptor is not None:
+            loop.add_reader(descriptor, self._head_ended, descriptor)
         try:
-            with Path(self._log_path).open("ab", buffering=0) as file:
-                for piece in self._output:
-                    file.write(piece)
+            await self._copy(log_path)
+            end = await self._take_exit()
+            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key))
+            self._conclude(end)
+        finally:
+            if descriptor is not None:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+            self._conclude(Exit(code=137, detail="nobody follows it any more"))
+        self._warden.gone(self._container.id)
+        await self._engine._call(lambda: _remove(self._container))
+
+    async def _copy(self, log_path: str) -> None:
+        try:
+            with await asyncio.to_thread(Path(log_path).open, "ab", 0) as file:
+                async for piece in self._output.pieces():
+                    await asyncio.to_thread(file.write, piece)
         except OSError as error:  # a full disk ends the log, not the guest
             log.warning("the log of container %s ends early: %s", self._container.short_id, error)
-        _shut(self._output)
-        while True:
-            try:
-                status = self._container.wait(timeout=3600)
-                break
-            except (requests.ReadTimeout, requests.ConnectionError):
-                continue
-            except docker.errors.NotFound:
-                self._warden.gone(self._container.id)
-                return Exit(code=137, detail="the container was removed by somebody else")
+        finally:
+            self._output.close()
+
+    async def _take_exit(self) -> Exit:
+        try:
+            code = await self._socket.ended(self._container.id)
+        except NoContainer:
+            return Exit(code=137, detail="the container was removed by somebody else")
         oom = False
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            self._container.reload()
+            await self._engine._call(self._container.reload)
             oom = bool(self._container.attrs["State"].get("OOMKilled"))
-        self._warden.gone(self._container.id)
-        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            self._container.remove(force=True)
-        return Exit(code=int(status["StatusCode"]), oom=oom)
+        return Exit(code=code, oom=oom)
+
+    def _head_ended(self, descriptor: int) -> None:
+        """By the kernel's account. Its engine is given a moment to say how."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(descriptor)
+        loop.call_later(ENGINE_TELLS_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._exit.done():
+            fault = self._switch.leave(self._key) or "its container engine does not answer"
+            self._conclude(Exit(code=137, fault=fault))
+
+    def _conclude(self, end: Exit) -> None:
+        if not self._exit.done():
+            self._exit.set_result(end)
+
+    # --- in threads
 
     def _is_paused(self) -> bool:
         try:
@@ -247,39 +297,22 @@ class DockerGuest:
 
     def _pids(self) -> frozenset[int]:
         """The first one, which adopts whatever is orphaned in the container, and all that descend from it."""
-        try:
-            self._container.reload()
-            first = int(self._container.attrs["State"]["Pid"])
-        except (docker.errors.APIError, requests.RequestException, KeyError):
+        if self._head is None or process_of(self._head.pid) != self._head:
             return frozenset()
-        return frozenset({first, *descendants_of(first)} if first else ())
-
-    @staticmethod
-    def _quietly(work: Callable[[], object]) -> None:
-        """A container that has already ended is no error here."""
-        with contextlib.suppress(docker.errors.NotFound, docker.errors.APIError):
-            work()
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return frozenset({self._head.pid, *descendants_of(self._head.pid)})
 
 
-def _shut(output: Any) -> None:
-    with contextlib.suppress(OSError):
-        output.close()
+def _remove(container: Any) -> None:
+    with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+        container.remove(force=True)
 
 
-def _socket_path(client: Any) -> str:
-    base = str(client.api.base_url)
-    host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    return host.removeprefix("unix://") if host.startswith("unix://") else base
-
-
-def _give(path: Path) -> None:
-    os.chown(path, GUEST_UID, GUEST_UID)
-    for directory, names, files in os.walk(path):
-        for name in (*names, *files):
-            os.chown(Path(directory) / name, GUEST_UID, GUEST_UID, follow_symlinks=False)
+def _socket_path() -> str:
+    """OSError if the engine is not on this machine: its guests could be neither looked at nor ended."""
+    host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    if not host.startswith("unix://"):
+        raise OSError(f"DOCKER_HOST is {host}: only an engine of this machine will do, by its socket (unix://...)")
+    return host.removeprefix("unix://")
 
 
 def _reason(error: Exception) -> str:

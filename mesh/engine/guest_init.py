@@ -3,7 +3,7 @@
 It makes namespaces where the kernel lets it, starts the job as its own session, reaps orphans, and ends everything when the
 daemon's end of the pipe closes: a guest never outlives the daemon that vouches for it. The pipe brings the job as a line of
 JSON, then lines that say until when it may run (seconds of CLOCK_BOOTTIME); past that it is stopped until a later line allows
-more. What it does is told by one JSON line on the status pipe: {"isolation": ...}, and at the end {"exit": code}.
+more. What it does is told by JSON lines on the status pipe: {"first": pid}, {"isolation": ...}, and at the end {"exit": code}.
 
 Not a sandbox: the job reads and writes whatever its user may.
 """
@@ -41,6 +41,7 @@ def main() -> None:
     if first == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         be_init(spec, daemon, status, isolation)
+    os.write(status, (json.dumps({"first": first}) + "\n").encode())
     watch(first, daemon, status, spec["until"])
 
 

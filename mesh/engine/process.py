@@ -6,6 +6,7 @@ network of the user it runs as. So by default it runs its owner's own jobs only.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -14,10 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mesh.engine.alone import alone
-from mesh.engine.descent import children_of, descendants_of
+from mesh.engine.descent import Process, descendants_of, process_of
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.killswitch import KillSwitch
+from mesh.engine.register import Entry, boot_id
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
+WATCHER_TELLS_S = (
+    3.0  # until a watcher that says nothing of a guest that has ended is ended itself; it takes 1 ms; ours
+)
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
 
 
@@ -25,7 +31,8 @@ class ProcessEngine:
     name = "process"
     own_root = False
 
-    def __init__(self, *, namespaces: bool = True) -> None:
+    def __init__(self, switch: KillSwitch | None = None, *, namespaces: bool = True) -> None:
+        self._switch = switch or KillSwitch()
         self._namespaces = namespaces
         self._isolation = ""
 
@@ -56,8 +63,8 @@ class ProcessEngine:
             "namespaces": self._namespaces,
             "until": launch.until,
         }
-        guest = ProcessGuest()
-        await guest.start(spec)
+        guest = ProcessGuest(self._switch)
+        await guest.start(spec, Entry(boot_id(), self.name, launch.job, launch.attempt))
         return guest
 
     async def close(self) -> None:
@@ -65,7 +72,10 @@ class ProcessEngine:
 
 
 class ProcessGuest:
-    def __init__(self) -> None:
+    def __init__(self, switch: KillSwitch) -> None:
+        self._switch = switch
+        self._key = ""
+        self._first: Process | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._daemon_end = -1
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -73,7 +83,8 @@ class ProcessGuest:
         self._started = asyncio.Event()
         self.isolation = ""
 
-    async def start(self, spec: Mapping[str, object]) -> None:
+    async def start(self, spec: Mapping[str, object], entry: Entry) -> None:
+        """Its watcher is noted in the register before it is told what to run."""
         theirs, ours = os.pipe()
         status_ours, status_theirs = os.pipe()
         try:
@@ -93,6 +104,14 @@ class ProcessGuest:
         os.close(theirs)
         os.close(status_theirs)
         self._daemon_end = ours
+        entry = dataclasses.replace(entry, watcher=process_of(self._process.pid))
+        try:
+            self._key = await asyncio.to_thread(self._switch.enter, entry)
+        except EngineError:
+            self._close_pipe()  # it ends: it was told nothing
+            os.close(status_ours)
+            await self._process.wait()
+            raise
         await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode() + b"\n")
         os.set_blocking(ours, False)
         self._reader = asyncio.create_task(self._follow(status_ours), name="guest status")
@@ -107,6 +126,10 @@ class ProcessGuest:
         if not self._started.is_set():
             stderr = await self._process.stderr.read() if self._process.stderr is not None else b""
             raise EngineError(f"the guest's first process failed: {stderr.decode(errors='replace')[-400:]}")
+        if self.isolation == "namespaces" and self._first is not None:
+            entry = dataclasses.replace(entry, head=self._first)
+            await asyncio.to_thread(self._switch.amend, self._key, entry)
+        await asyncio.to_thread(self._switch.started, self._key)
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
@@ -140,11 +163,15 @@ class ProcessGuest:
                 os.write(self._daemon_end, f"{boot_s}\n".encode())
 
     async def kill(self) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._close_pipe()  # the watcher ends whatever is left
-        await self.wait()
+        await self._switch.killed(self._key)
+        self._close_pipe()  # its watcher ends too
+        try:
+            async with asyncio.timeout(WATCHER_TELLS_S):
+                await self.wait()
+        except TimeoutError:
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            await self.wait()
 
     async def _follow(self, descriptor: int) -> None:
         loop = asyncio.get_running_loop()
@@ -152,22 +179,26 @@ class ProcessGuest:
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
         )
-        code = 137
+        code, first = 137, False
         try:
             while line := await reader.readline():
                 fact = json.loads(line)
                 if "exit" in fact:
                     code = int(fact["exit"])
+                elif "first" in fact:
+                    first, self._first = True, process_of(int(fact["first"]))
                 else:
                     self.isolation = fact["isolation"]
+                if first and self.isolation:
                     self._started.set()
         finally:
             transport.close()
             self._close_pipe()
             if self._process is not None:
                 await self._process.wait()
+            fault = await asyncio.to_thread(self._switch.leave, self._key)
             if not self._exit.done():
-                self._exit.set_result(Exit(code=code))
+                self._exit.set_result(Exit(code=code, fault=fault))
 
     def _close_pipe(self) -> None:
         if self._daemon_end >= 0:
@@ -175,17 +206,11 @@ class ProcessGuest:
             self._daemon_end = -1
 
     def _pids(self) -> list[int]:
-        """Every process of the job: descendants of the watcher, but the watcher's own child (process 1 of the guest)."""
+        """Every process of the job: what descends from the watcher, which adopts orphans too, but for process 1 of the guest."""
         if self._process is None or self._process.returncode is not None:
             return []
-        firsts = children_of(self._process.pid)
-        found: list[int] = []
-        queue = [pid for first in firsts for pid in children_of(first)]
-        while queue:
-            pid = queue.pop()
-            found.append(pid)
-            queue.extend(children_of(pid))
-        return found
+        first = self._first.pid if self._first is not None else 0
+        return [pid for pid in descendants_of(self._process.pid) if pid != first]
 
 
 def catches(pid: int, signum: int) -> bool:

@@ -238,7 +238,7 @@ class Attempt:
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
             self._tell(Progressed(self.progress.step))
-        fault = "its node's disk is full" if end.code and self._disk_is_full() else ""
+        fault = end.fault or ("its node's disk is full" if end.code and self._disk_is_full() else "")
         self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))
 
     def _disk_is_full(self) -> bool:
