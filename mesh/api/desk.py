@@ -126,7 +126,8 @@ class Desk:
 
     async def settle_strike(self) -> list[bytes]:
         """What follows when the kill-switch was pressed: lending stays paused, and each job knows why it ended here."""
-        jobs, _ = await asyncio.gather(self._daemon.jobs.kill(BY_OWNER), self.set_paused(True))
+        ended, _ = await asyncio.gather(self._daemon.jobs.kill(BY_OWNER), self.set_paused(True))
+        jobs: list[bytes] = ended
         return jobs
 
     async def reclaim(self, grace_s: float | None, now: bool) -> dict[str, Any]:

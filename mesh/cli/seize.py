@@ -1,4 +1,4 @@
-"""The owner's last word: `mesh reclaim --now` and `mesh killall`. Neither waits for the daemon's event loop, an engine or the network.
+"""The owner's last word: `mesh reclaim --now` and `mesh killall`. Neither waits for an engine, the network or the daemon's loop.
 
 The daemon's kill-switch is asked by its own socket. Where it does not answer in a moment, and always for `killall`, this command
 ends the guests itself, by the register in the state directory (`mesh/engine/register.py`).
@@ -38,7 +38,8 @@ def killall(ctx: click.Context, as_json: bool) -> None:
     told = _press(where, ANSWER_S)  # what the daemon has begun since, and that nothing is to begin
     if told is None:
         problems += _pause(where)
-    struck = [one for one in (*struck, *(told or ())) if one.processes]
+    jobs = {one.job for one in struck if one.processes}
+    struck += [one for one in told or () if one.job not in jobs]
     _tell(ctx, struck, problems, "the daemon was not needed", begun, as_json)
 
 
@@ -46,7 +47,8 @@ def take_back(ctx: click.Context, as_json: bool) -> None:
     """`mesh reclaim --now`."""
     where = layout(ctx)
     begun = time.monotonic()
-    struck, problems, by = _press(where, ANSWER_S), [], "by the daemon"
+    problems: list[str] = []
+    struck, by = _press(where, ANSWER_S), "by the daemon"
     if struck is None:
         if not where.kill_socket.exists() and not where.guests.is_dir():
             raise MeshError(f"no daemon runs here ({where.root}): start it with `mesh up`", ExitCode.NO_DAEMON)
@@ -99,6 +101,7 @@ def _pause(where: Layout) -> list[str]:
 
 
 def _tell(ctx: click.Context, struck: list[Struck], problems: list[str], by: str, begun: float, as_json: bool) -> None:
+    struck = [one for one in struck if one.processes]
     left = [one for one in struck if one.left]
     seconds = time.monotonic() - begun
     if as_json:

@@ -36,6 +36,7 @@ CALL_TIMEOUT_S = 30.0
 ENGINE_TELLS_S = (
     3.0  # until an engine that says nothing of a container that has ended is not waited for; it takes 0.1 s; ours
 )
+REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class DockerEngine:
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._warden is None:
-            self._warden = await Warden.start(path, self._node)
+            self._warden = await Warden.start(path, self._node, self._switch.register)
 
     async def images(self) -> tuple[str, ...]:
         if self._client is None:
@@ -117,9 +118,11 @@ class DockerEngine:
         return guest
 
     async def close(self) -> None:
-        for follower in self._following:
-            follower.cancel()
-        await asyncio.gather(*self._following, return_exceptions=True)
+        if self._following:
+            _, late = await asyncio.wait(self._following, timeout=REMOVED_S)
+            for follower in late:
+                follower.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._warden is not None:
             await self._warden.dismiss()
         if self._socket is not None:
@@ -173,7 +176,8 @@ class DockerEngine:
 
     def _sweep(self) -> None:
         """Remove what an earlier, crashed daemon of this node left."""
-        for container in self._client.containers.list(all=True, filters={"label": f"{LABEL_NODE}={self._node}"}):
+        mine = {"label": f"{LABEL_NODE}={self._node}"}
+        for container in self._client.containers.list(all=True, filters=mine, ignore_removed=True):
             log.warning("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)

@@ -65,6 +65,7 @@ class Hunt:
         for group in self._groups:
             cgroups.kill_all(group)
         alive = self._alive()
+        self._processes = max(self._processes, len(alive))
         for process in alive:
             self._kill(process)
         for group in self._groups:
@@ -80,8 +81,13 @@ class Hunt:
 
     def _census(self) -> int:
         """How many there are, at a glance."""
-        watched = descendants_of(self.entry.watcher.pid) if self.entry.watcher is not None else ()
-        return max(len(watched), *(len(cgroups.pids_in(group)) for group in self._groups), self.entry.head is not None)
+        head, watcher = self.entry.head, self.entry.watcher
+        counts = [len(cgroups.pids_in(group)) for group in self._groups]
+        if head is not None:
+            counts.append(int(lives(head)))
+        if watcher is not None and lives(watcher):
+            counts.append(len(descendants_of(watcher.pid)))
+        return max(counts, default=0)
 
     def _alive(self) -> set[Process]:
         """Everything of the guest that runs now."""

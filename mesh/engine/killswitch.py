@@ -52,9 +52,9 @@ class KillSwitch:
     def __init__(self, register: Register | None = None, socket_path: Path | None = None) -> None:
         """Without a register, guests are known to this process alone, as in tests of an engine."""
         self.holding = False
-        self.first: list[Callable[[], None]] = []
-        self.struck: Callable[[], None] = lambda: None
-        self._register, self._socket_path = register, socket_path
+        self.first: list[Callable[[], object]] = []
+        self.struck: Callable[[], object] = lambda: None
+        self.register, self._socket_path = register, socket_path
         self._lock = threading.Lock()  # of the guests and the orders; never held across a system call that can wait
         self._guests: dict[str, Entry] = {}
         self._by_owner: set[str] = set()
@@ -119,16 +119,16 @@ class KillSwitch:
         """More is known of it. EngineError if that cannot be noted."""
         with self._lock:
             self._guests[key] = entry
-        if self._register is not None:
+        if self.register is not None:
             try:
-                self._register.keep(key, entry)
+                self.register.keep(key, entry)
             except OSError as error:
                 self.leave(key)
                 raise EngineError(f"the guest cannot be noted where `mesh killall` looks: {error}") from error
 
     def started(self, key: str) -> None:
         """EngineError, and it has been ended, if its owner took the machine back while it started. Not on the loop: it waits."""
-        if self.holding or (self._register is not None and self._register.is_struck(key)):
+        if self.holding or (self.register is not None and self.register.is_struck(key)):
             self.kill(key).result()
             raise EngineError("its owner has taken this machine back")
 
@@ -138,7 +138,7 @@ class KillSwitch:
             self._guests.pop(key, None)
             by_owner = key in self._by_owner
             self._by_owner.discard(key)
-        if self._register is not None and self._register.drop(key):
+        if self.register is not None and self.register.drop(key):
             by_owner = True
         return BY_OWNER if by_owner else ""
 
@@ -277,10 +277,10 @@ def _say(what: str, struck: list[Struck]) -> None:
     """A log may be slow (a full pipe, a lock that the loop holds), so it has its own thread for as long as that takes."""
 
     def say() -> None:
-        for one in struck:
+        for one in filter(lambda one: one.processes, struck):
             log.log(logging.WARNING if one.left else logging.INFO, "%s: %s", what, one)
 
-    if struck:
+    if any(one.processes for one in struck):
         threading.Thread(target=say, name="kill-switch log", daemon=True).start()
 
 
