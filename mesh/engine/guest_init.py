@@ -17,15 +17,18 @@ import resource
 import select
 import signal
 import sys
+import time
 
 from mesh.engine.alarm import Alarm, boot_s
-from mesh.engine.descent import children_of, descendants_of
+from mesh.engine.descent import children_of, descendants_of, stat_of
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+STOP_LOOKS, STOP_LOOK_S = 1000, 0.001  # until everybody is stopped: it takes a few; ours
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -177,12 +180,24 @@ class Lease:
 
 
 def stop_all(first: int) -> None:
-    """A process may fork while it is being stopped: repeat until a pass finds nothing new."""
+    """A process may fork until it has stopped, and the list of its children is whole only then (proc(5)): repeat until everybody
+    stands still and a look finds nobody new. One that hangs in the kernel is not waited for."""
     stopped: set[int] = set()
-    while fresh := _descendants(first) - stopped:
+    for _ in range(STOP_LOOKS):
+        still = all(_stands_still(pid) for pid in stopped)
+        fresh = _descendants(first) - stopped
+        if still and not fresh:
+            return
         for pid in fresh:
             _signal(pid, signal.SIGSTOP)
         stopped |= fresh
+        if not fresh:
+            time.sleep(STOP_LOOK_S)
+
+
+def _stands_still(pid: int) -> bool:
+    found = stat_of(pid)
+    return found is None or found.state in "TtZX"
 
 
 def end_session_children() -> None:
