@@ -48,6 +48,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_quota_gib: float | None = None
     foreign_quota_gib: float | None = None
     encrypt: bool = True
+    max_memory_gib: float | None = (
+        None  # of one job, as all up to `egress`; without it, an eighth of the memory stays the owner's
+    )
+    max_cpus: float | None = None
+    max_pids: int = 4096
+    shm_gib: float | None = None  # without it, half of the job's memory
+    max_disk_gib: float | None = None  # without it, half of what is free when a job starts
+    egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
+    egress_allow: tuple[str, ...] = ()
     upload_mbps: float = 0.0  # megabits per second for checkpoints that are not urgent; 0 is no limit
 
 
@@ -175,6 +184,7 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
+    _check_ceilings(path, settings)
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
     if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
@@ -182,6 +192,21 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
             f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
         )
     return settings
+
+
+def _check_ceilings(path: Path, settings: Settings) -> None:
+    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib"):
+        ceiling = getattr(settings, label)
+        if ceiling is not None and not 0.01 <= ceiling < 2**20:
+            raise ConfigError(f"{path}: {label} must be a number from 0.01, not {ceiling}")
+    if not 16 <= settings.max_pids <= 2**22:
+        raise ConfigError(f"{path}: max_pids must be 16 to {2**22}, not {settings.max_pids}")
+    from mesh.engine.egress import policy_of
+
+    try:
+        policy_of(settings.egress, settings.egress_allow)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:

@@ -48,7 +48,10 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.wire import Wire
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.engine.bounded import BoundedEngine
+from mesh.engine.ceilings import ceilings_of
 from mesh.engine.docker import DockerEngine
+from mesh.engine.egress import policy_of
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.guarded import GuardedEngine
 from mesh.engine.killswitch import open_switch
@@ -62,7 +65,7 @@ from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
 from mesh.provider.guard import NodeGuard, page_directory
-from mesh.provider.inventory import Inventory, Lending
+from mesh.provider.inventory import Inventory, Lending, machine_mib
 from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
 from mesh.telemetry.gpu import inventory as gpu_inventory
@@ -159,6 +162,14 @@ class Daemon:
             found=lambda tenant, text: self._say_of(tenant, text, "bypass"),
             ended=self._give_receipt,
         )
+        self.ceilings = ceilings_of(
+            machine_mib(),
+            settings.max_memory_gib,
+            settings.max_cpus,
+            settings.max_pids,
+            settings.shm_gib,
+            settings.max_disk_gib,
+        )
         self.engines = self._make_engines()
         own_only = ("process",) if settings.process_engine_for == "own" else ()
         self.inventory = Inventory(
@@ -173,6 +184,8 @@ class Daemon:
             self._load_lending(),
             int(self._started_unix),
             gpu_sharing=settings.gpu_sharing,
+            memory_mib=self.ceilings.memory_mib,
+            cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
         )
         self.history = History.of(await self.journal.sessions())
         self.jobs = JobService(
@@ -361,8 +374,9 @@ class Daemon:
         if "process" in self.settings.engines:
             made.append(ProcessEngine(self.switch))
         if "docker" in self.settings.engines:
-            made.append(DockerEngine(format_id(self.me), self.switch))
-        return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
+            policy = policy_of(self.settings.egress, self.settings.egress_allow)
+            made.append(DockerEngine(format_id(self.me), self.switch, policy))
+        return {engine.name: GuardedEngine(BoundedEngine(engine, self.ceilings), self.guard) for engine in made}
 
     def _guard_changed(self, problem: str) -> None:
         self.inventory.guards = not problem

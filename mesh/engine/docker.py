@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +22,13 @@ import docker.errors
 import msgspec
 import requests
 
-from mesh.engine import cgroups
+from mesh.engine import cgroups, gpusight
+from mesh.engine.bridges import Bridges
 from mesh.engine.descent import Process, descendants_of, process_of
+from mesh.engine.egress import EgressError, Firewall, Policy
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
 from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
-from mesh.engine.hardening import arguments, give_files
+from mesh.engine.hardening import arguments, cdi_devices, give_files
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.process import catches
 from mesh.engine.register import Entry, boot_id
@@ -46,10 +49,14 @@ class DockerEngine:
     name = "docker"
     own_root = True
 
-    def __init__(self, node: str, switch: KillSwitch | None = None) -> None:
-        """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash."""
+    def __init__(self, node: str, switch: KillSwitch | None = None, policy: Policy | None = None) -> None:
+        """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash. `policy`: what they may
+        reach."""
         self._node = node
         self._switch = switch or KillSwitch()
+        tag = blake2b(node.encode(), digest_size=3).hexdigest()
+        self._bridges = Bridges(Firewall(policy or Policy(), tag), node)
+        self._cdi: frozenset[str] = frozenset()
         self._client: Any = None
         self._socket: EngineSocket | None = None
         self._warden: Warden | None = None
@@ -61,16 +68,22 @@ class DockerEngine:
             if self._client is None:
                 await self._connect()
             version = await self._call(lambda: self._client.version()["Version"])
+            problem = await self._call(self._egress_problem)
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._client = None
             return Availability(ok=False, detail=f"no Docker engine answers ({_reason(error)})")
-        words = "a container: no capabilities, no new privileges, read-only root, not root, no network; it shares the kernel"
-        return Availability(ok=True, detail=f"Docker {version}", isolation=words)
+        if problem:
+            return Availability(ok=False, detail=problem)
+        rights = "a container: no capabilities, no new privileges, read-only root, not root"
+        return Availability(
+            ok=True, detail=f"Docker {version}", isolation=f"{rights}, {self._bridges.words}; it shares the kernel"
+        )
 
     async def _connect(self) -> None:
         path = _socket_path()
         self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
         await self._call(self._sweep)
+        self._cdi = await self._call(lambda: cdi_devices(self._client.info()))
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._warden is None:
@@ -91,7 +104,7 @@ class DockerEngine:
         if self._client is None and not (await self.availability()).ok:
             raise EngineError("no Docker engine answers on this node")
         assert self._socket is not None
-        container = await self._call(lambda: self._create(launch))
+        container, network = await self._call(lambda: self._create(launch))
         entry = Entry(
             boot_id(), self.name, launch.job, launch.attempt, container=container.id, socket=self._socket.path
         )
@@ -104,17 +117,19 @@ class DockerEngine:
                 output.close()
                 raise
         except (OSError, aiohttp.ClientError) as error:
-            await self._call(lambda: _remove(container))
+            await self._call(lambda: self._remove(container, network))
             raise EngineError(f"Docker could not attach to the container: {error}") from error
         except BaseException:
-            await self._call(lambda: _remove(container))
+            await self._call(lambda: self._remove(container, network))
             raise
         assert self._warden is not None
-        guest = DockerGuest(self, container, entry.head, key, output, self._warden, self._switch, self._socket)
+        guest = DockerGuest(self, container, network, entry.head, key, output, self._warden, self._switch, self._socket)
         follower = asyncio.create_task(guest.follow(launch.log_path), name=f"container {container.short_id}")
         self._following.add(follower)
         follower.add_done_callback(self._following.discard)
         guest.allow_until(launch.until)
+        if launch.gpu_uuids and entry.head is not None:
+            guest.watch_gpus(entry.head.pid, launch.gpu_uuids)
         return guest
 
     async def close(self) -> None:
@@ -133,13 +148,32 @@ class DockerEngine:
 
     # --- in the pool's threads
 
-    def _create(self, launch: Launch) -> Any:
+    def _create(self, launch: Launch) -> tuple[Any, str]:
+        """A container, and the network that is its own."""
         image = self._image(launch.image or "")
         give_files(launch)
+        network = self._bridges.make(self._client)
         try:
-            return self._client.containers.create(image, **arguments(launch, self._node))
+            chosen = arguments(launch, self._node, network, self._cdi)
+            return self._client.containers.create(image, **chosen), network
         except docker.errors.APIError as error:
+            self._bridges.remove(self._client, network)
             raise EngineError(f"Docker could not create the container: {error.explanation}") from error
+
+    def _remove(self, container: Any, network: str) -> None:
+        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+            container.remove(force=True)
+        self._bridges.remove(self._client, network)
+
+    def _egress_problem(self) -> str:
+        """Why no container may start here; and rules that somebody has flushed are put back."""
+        problem = self._bridges.problem()
+        if not problem:
+            try:
+                self._bridges.repair()
+            except EgressError as error:
+                return str(error)
+        return f"containers could not be kept to {self._bridges.words}: {problem}" if problem else ""
 
     def _begin(self, container: Any, launch: Launch, key: str, entry: Entry) -> Entry:
         """Start it, and note which process and which control groups it is: so it can be ended without its engine."""
@@ -181,6 +215,7 @@ class DockerEngine:
             log.warning("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)
+        self._bridges.sweep(self._client)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -194,6 +229,7 @@ class DockerGuest:
         self,
         engine: DockerEngine,
         container: Any,
+        network: str,
         head: Process | None,
         key: str,
         output: Output,
@@ -202,6 +238,9 @@ class DockerGuest:
         engine_socket: EngineSocket,
     ) -> None:
         self._engine, self._container, self._head, self._key = engine, container, head, key
+        self._network = network
+        self._gpu_watch: asyncio.Task[None] | None = None
+        self._fault = ""
         self._output, self._warden, self._switch, self._socket = output, warden, switch, engine_socket
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
@@ -231,6 +270,20 @@ class DockerGuest:
         await self._switch.killed(self._key)
         await self.wait()
 
+    def watch_gpus(self, pid: int, uuids: tuple[str, ...]) -> None:
+        self._gpu_watch = asyncio.create_task(self._watch_gpus(pid, uuids), name=f"GPUs of {self._container.short_id}")
+
+    async def _watch_gpus(self, pid: int, uuids: tuple[str, ...]) -> None:
+        """One that loses a GPU is ended, and it is its node's fault."""
+        while True:
+            wrong = await gpusight.look(self._socket, self._container.id, pid, uuids)
+            if wrong and not self._exit.done():
+                log.warning("container %s: %s", self._container.short_id, wrong)
+                self._fault = wrong
+                await self._switch.killed(self._key)
+                return
+            await asyncio.sleep(gpusight.EVERY_S)
+
     async def follow(self, log_path: str) -> None:
         """Copy its output to the log file until the container ends, then take its exit and remove it."""
         loop = asyncio.get_running_loop()
@@ -240,15 +293,17 @@ class DockerGuest:
         try:
             await self._copy(log_path)
             end = await self._take_exit()
-            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key))
+            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault)
             self._conclude(end)
         finally:
             if descriptor is not None:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
             self._conclude(Exit(code=137, detail="nobody follows it any more"))
+            if self._gpu_watch is not None:
+                self._gpu_watch.cancel()
         self._warden.gone(self._container.id)
-        await self._engine._call(lambda: _remove(self._container))
+        await self._engine._call(lambda: self._engine._remove(self._container, self._network))
 
     async def _copy(self, log_path: str) -> None:
         try:
@@ -279,7 +334,7 @@ class DockerGuest:
 
     def _give_up(self) -> None:
         if not self._exit.done():
-            fault = self._switch.leave(self._key) or "its container engine does not answer"
+            fault = self._switch.leave(self._key) or self._fault or "its container engine does not answer"
             self._conclude(Exit(code=137, fault=fault))
 
     def _conclude(self, end: Exit) -> None:
@@ -304,11 +359,6 @@ class DockerGuest:
         if self._head is None or process_of(self._head.pid) != self._head:
             return frozenset()
         return frozenset({self._head.pid, *descendants_of(self._head.pid)})
-
-
-def _remove(container: Any) -> None:
-    with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-        container.remove(force=True)
 
 
 def _socket_path() -> str:

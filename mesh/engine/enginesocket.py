@@ -21,6 +21,14 @@ class Ended(msgspec.Struct, frozen=True):
     code: int = msgspec.field(name="StatusCode")
 
 
+class _Made(msgspec.Struct):
+    id: str = msgspec.field(name="Id")
+
+
+class _Executed(msgspec.Struct):
+    code: int | None = msgspec.field(name="ExitCode")
+
+
 class NoContainer(Exception):
     """The engine does not know it (any more)."""
 
@@ -51,6 +59,24 @@ class EngineSocket:
             except (aiohttp.ClientError, OSError, msgspec.MsgspecError):
                 pass
             await asyncio.sleep(AGAIN_S)
+
+    async def execute(self, container: str, argv: tuple[str, ...]) -> tuple[int, str]:
+        """Run a program inside: its exit code and what it said. 127 if it is not there; OSError if nothing could be run."""
+        order = {"Cmd": list(argv), "AttachStdout": True, "AttachStderr": True}
+        async with self._opened().post(f"http://engine/containers/{container}/exec", json=order) as response:
+            if response.status != 201:
+                raise OSError(f"HTTP {response.status}: {(await response.text())[:200]}")
+            key = msgspec.json.decode(await response.read(), type=_Made).id
+        async with self._opened().post(f"http://engine/exec/{key}/start", json={"Detach": False}) as response:
+            if response.status != 200:
+                text = (await response.text())[:200]
+                if any(sign in text for sign in ("not found", "no such file", "permission denied")):
+                    return 127, text
+                raise OSError(f"HTTP {response.status}: {text}")
+            said = b"".join([piece async for piece in Output(response).pieces()])
+        async with self._opened().get(f"http://engine/exec/{key}/json") as response:
+            code = msgspec.json.decode(await response.read(), type=_Executed).code
+        return 1 if code is None else code, said.decode(errors="replace")
 
     async def close(self) -> None:
         if self._session is not None:
