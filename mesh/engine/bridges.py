@@ -33,9 +33,12 @@ class Bridges:
             return "none"
         name = self._firewall.bridge()
         try:
+            problem = self._firewall.problem()
+            if problem:
+                raise EgressError(problem)
             self._firewall.shut(name)
         except EgressError as error:
-            raise EngineError(f"nothing here would keep it to the networks that its owner allows: {error}") from error
+            raise EngineError(f"nothing here would keep it to {self.words}: {error}") from error
         options = {"com.docker.network.bridge.name": name, "com.docker.network.bridge.enable_icc": "false"}
         try:
             client.networks.create(name, driver="bridge", options=options, labels={LABEL_NODE: self._node})
