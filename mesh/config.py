@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_bypass: Literal["warn", "pause", "kill"] = "pause"  # what happens to a job that is past the guard of its GPUs
     accepts: tuple[str, ...] = ("*",)
     process_engine_for: Literal["own", "all"] = "own"
+    process_network: Literal["host", "none"] = "host"  # of guests of the process engine
     engines: tuple[str, ...] = ("process", "docker")
     open: bool = False
     lease_s: float = 15.0

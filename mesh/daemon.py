@@ -372,11 +372,12 @@ class Daemon:
     def _make_engines(self) -> dict[str, Engine]:
         made: list[Engine] = []
         if "process" in self.settings.engines:
-            made.append(ProcessEngine(self.switch))
+            process = ProcessEngine(self.switch, network=self.settings.process_network)
+            made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory))
         if "docker" in self.settings.engines:
             policy = policy_of(self.settings.egress, self.settings.egress_allow)
-            made.append(DockerEngine(format_id(self.me), self.switch, policy))
-        return {engine.name: GuardedEngine(BoundedEngine(engine, self.ceilings), self.guard) for engine in made}
+            made.append(BoundedEngine(DockerEngine(format_id(self.me), self.switch, policy), self.ceilings))
+        return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
 
     def _guard_changed(self, problem: str) -> None:
         self.inventory.guards = not problem

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,9 +24,9 @@ BLOCK = 512  # bytes of st_blocks (inode(7))
 
 
 class BoundedEngine:
-    def __init__(self, engine: Engine, ceilings: Ceilings, *, sets: bool = True) -> None:
-        """`sets`: what a job does not ask for is set too. An engine that can bound no more than each process's own memory is
-        better left alone there."""
+    def __init__(self, engine: Engine, ceilings: Ceilings, sets: Callable[[], bool] = lambda: True) -> None:
+        """`sets`: whether what a job does not ask for is set too. An engine that can bound no more than each process's own memory
+        is better left alone there."""
         self.name, self.own_root = engine.name, engine.own_root
         self._engine, self._ceilings, self._sets = engine, ceilings, sets
 
@@ -40,7 +41,7 @@ class BoundedEngine:
         if refusal:
             raise EngineError(refusal)
         limit = await asyncio.to_thread(self._disk_limit, launch)
-        bounded = self._ceilings.applied(launch) if self._sets else launch
+        bounded = self._ceilings.applied(launch) if self._sets() else launch
         return BoundedGuest(await self._engine.start(bounded), launch, limit)
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.engine.engine import EngineError
+from mesh.engine.guestgroup import remove_groups
 from mesh.engine.hunt import LONGEST_PAUSE_S, PAUSE_S, Hunt, Struck, run
 from mesh.engine.register import Entry, Register
 
@@ -267,6 +268,7 @@ def open_switch(register: Register, socket_path: Path) -> KillSwitch:
     for struck in run(entries.values()):
         if struck.processes:
             log.warning("left by an earlier run: %s", struck)
+    remove_groups(tuple(group for entry in entries.values() if not entry.container for group in entry.groups))
     register.clear()
     switch = KillSwitch(register, socket_path)
     switch.open()

@@ -13,10 +13,12 @@ import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from mesh.engine.alone import alone
 from mesh.engine.descent import Process, descendants_of, process_of
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.guestgroup import GuestGroup, make_group
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.register import Entry, boot_id
 
@@ -24,24 +26,50 @@ START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes
 WATCHER_TELLS_S = (
     3.0  # until a watcher that says nothing of a guest that has ended is ended itself; it takes 1 ms; ours
 )
+LIMITS = {"memory": "memory", "pids": "processes", "cpu": "CPU"}
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
+
+
+ProcessNetwork = Literal["host", "none"]
 
 
 class ProcessEngine:
     name = "process"
     own_root = False
 
-    def __init__(self, switch: KillSwitch | None = None, *, namespaces: bool = True) -> None:
+    def __init__(
+        self,
+        switch: KillSwitch | None = None,
+        *,
+        namespaces: bool = True,
+        groups: bool = True,
+        network: ProcessNetwork = "host",
+    ) -> None:
+        """`namespaces` and `groups`: whether to make what this machine lets us. `network` "none": a guest that cannot be kept
+        from the network does not start."""
         self._switch = switch or KillSwitch()
-        self._namespaces = namespaces
+        self._namespaces, self._groups, self._network = namespaces, groups, network
+        self._limits: frozenset[str] | None = None
         self._isolation = ""
 
     async def availability(self) -> Availability:
         if not self._isolation:
             self._isolation = await asyncio.to_thread(_probe_isolation) if self._namespaces else "session"
+        if self._limits is None:
+            self._limits = await asyncio.to_thread(_probe_groups) if self._groups else frozenset()
         kept = "its own process, mount and IPC namespaces" if self._isolation == "namespaces" else "its own session"
-        words = f"{kept}; no sandbox: a guest can read and write what the daemon's user can, and use its network"
+        names = [words for kind, words in LIMITS.items() if kind in self._limits]
+        bounded = f"limits of {', '.join(names)} for all of it" if names else "limits of memory for each process only"
+        network = "no network" if self._network == "none" else "and use its network"
+        words = f"{kept}; {bounded}; no sandbox: a guest can read and write what the daemon's user can, {network}"
+        if self._network == "none" and self._isolation != "namespaces":
+            return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
         return Availability(ok=True, detail="ready", isolation=words)
+
+    @property
+    def bounds_memory(self) -> bool:
+        """Of a guest as a whole. Known once its availability was asked."""
+        return "memory" in (self._limits or ())
 
     async def images(self) -> tuple[str, ...]:
         return ()
@@ -61,10 +89,24 @@ class ProcessEngine:
             "log": launch.log_path,
             "memory_mib": launch.memory_mib,
             "namespaces": self._namespaces,
+            "network": self._network,
+            "groups": {},
             "until": launch.until,
         }
+        entry = Entry(boot_id(), self.name, launch.job, launch.attempt)
+        group = await asyncio.to_thread(_group, launch) if self._groups else None
+        if group is not None:
+            spec["groups"] = group.plain()
+            if "memory" in group.kinds:
+                spec["memory_mib"] = None  # of all of it together
+            entry = dataclasses.replace(entry, groups=group.directories)
         guest = ProcessGuest(self._switch)
-        await guest.start(spec, Entry(boot_id(), self.name, launch.job, launch.attempt))
+        try:
+            await guest.start(spec, entry)
+        except BaseException:
+            if group is not None:
+                await asyncio.to_thread(group.remove)
+            raise
         return guest
 
     async def close(self) -> None:
@@ -179,12 +221,12 @@ class ProcessGuest:
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
         )
-        code, first = 137, False
+        code, first, oom = 137, False, False
         try:
             while line := await reader.readline():
                 fact = json.loads(line)
                 if "exit" in fact:
-                    code = int(fact["exit"])
+                    code, oom = int(fact["exit"]), bool(fact["oom"])
                 elif "first" in fact:
                     first, self._first = True, process_of(int(fact["first"]))
                 else:
@@ -198,7 +240,7 @@ class ProcessGuest:
                 await self._process.wait()
             fault = await asyncio.to_thread(self._switch.leave, self._key)
             if not self._exit.done():
-                self._exit.set_result(Exit(code=code, fault=fault))
+                self._exit.set_result(Exit(code=code, oom=oom, fault=fault))
 
     def _close_pipe(self) -> None:
         if self._daemon_end >= 0:
@@ -237,6 +279,25 @@ def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
     if "LD_PRELOAD" not in more or not env.get("LD_PRELOAD"):
         return more
     return {**more, "LD_PRELOAD": f"{more['LD_PRELOAD']}:{env['LD_PRELOAD']}"}
+
+
+def _group(launch: Launch) -> GuestGroup | None:
+    group = make_group()
+    if group is not None:
+        try:
+            group.limit(launch.memory_mib, launch.cpus, launch.pids)
+        except OSError as error:
+            group.remove()
+            raise EngineError(f"it cannot be kept to its limits here: {error}") from error
+    return group
+
+
+def _probe_groups() -> frozenset[str]:
+    group = make_group()
+    if group is None:
+        return frozenset()
+    group.remove()
+    return group.kinds
 
 
 def _probe_isolation() -> str:
