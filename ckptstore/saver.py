@@ -60,8 +60,10 @@ class Saver:
     def ids(self) -> bytes:
         return b"".join(self._numbers)
 
-    def add(self, prefix: str, path: Path) -> None:
-        """Save a file, a link, or a directory with all that is in it."""
+    def add(self, prefix: str, path: Path, real: str = "") -> None:
+        """Save a file, a link, or a directory with all that is in it. `real` is where it lies, links and all; without it, where
+        its parent says."""
+        real = real or f"{os.path.realpath(path.parent)}/{path.name}"
         try:
             info = path.lstat()
         except FileNotFoundError as error:
@@ -74,13 +76,13 @@ class Saver:
         elif stat.S_ISDIR(info.st_mode):
             self.files.append(FileEntry(prefix, info.st_mode, 0))
             for child in sorted(path.iterdir()):
-                self.add(f"{prefix}/{child.name}", child)
+                self.add(f"{prefix}/{child.name}", child, f"{real}/{child.name}")
         elif stat.S_ISREG(info.st_mode):
-            self._add_file(prefix, path)
+            self._add_file(prefix, path, real)
         else:
             raise BadPath(f"{path} is a socket, pipe or device: only files, directories and links can be saved")
 
-    def _add_file(self, prefix: str, path: Path) -> None:
+    def _add_file(self, prefix: str, path: Path, real: str) -> None:
         # The second file of this shape in this checkpoint is compared with the second of the last one.
         shape = DIGITS.sub("#", prefix)
         self._alike[shape] += 1
@@ -90,6 +92,9 @@ class Saver:
         except FileNotFoundError as error:
             raise SaveTorn(f"{path} went away while it was being saved") from error
         try:
+            # A directory on the way may have become a link since it was listed, to files that are not this program's to read.
+            if os.readlink(f"/proc/self/fd/{descriptor}") != real:  # noqa: PTH115
+                raise SaveTorn(f"{path} moved while it was being saved")
             before = os.fstat(descriptor)
             found = pieces(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
             chunks = self._add_pieces(descriptor, key, found, path)

@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_bypass: Literal["warn", "pause", "kill"] = "pause"  # what happens to a job that is past the guard of its GPUs
     accepts: tuple[str, ...] = ("*",)
     process_engine_for: Literal["own", "all"] = "own"
+    process_network: Literal["host", "none"] = "host"  # of guests of the process engine
     engines: tuple[str, ...] = ("process", "docker")
     open: bool = False
     lease_s: float = 15.0
@@ -50,6 +51,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_quota_gib: float | None = None
     foreign_quota_gib: float | None = None
     encrypt: bool = True
+    max_memory_gib: float | None = (
+        None  # of one job, as all up to `egress`; without it, an eighth of the memory stays the owner's
+    )
+    max_cpus: float | None = None
+    max_pids: int = 4096
+    shm_gib: float | None = None  # without it, half of the job's memory
+    max_disk_gib: float | None = None  # without it, half of what is free when a job starts
+    egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
+    egress_allow: tuple[str, ...] = ()
     upload_mbps: float = 0.0  # megabits per second for checkpoints that are not urgent; 0 is no limit
 
 
@@ -153,15 +163,34 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "daemon.lock"
 
     @property
+    def guests(self) -> Path:
+        """The register of live guests, for the kill-switch."""
+        return self.root / "guests"
+
+    @property
+    def paused(self) -> Path:
+        """There while the owner has paused lending."""
+        return self.root / "paused"
+
+    @property
     def socket(self) -> Path:
-        """The daemon's local socket; a long state path falls back to a short name (107 bytes fit in sun_path)."""
-        near = self.root / "mesh.sock"
+        """The daemon's local socket."""
+        return self._socket("mesh.sock")
+
+    @property
+    def kill_socket(self) -> Path:
+        """The kill-switch's own."""
+        return self._socket("kill.sock")
+
+    def _socket(self, name: str) -> Path:
+        """A long state path falls back to a short name (107 bytes fit in sun_path)."""
+        near = self.root / name
         if len(os.fsencode(near)) <= 100:
             return near
         from hashlib import blake2b
 
         tag = blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
-        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{tag}.sock"
+        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{tag}-{name}"
 
 
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
@@ -186,6 +215,7 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
+    _check_ceilings(path, settings)
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
     if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
@@ -202,6 +232,21 @@ def _user(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"uid {number}"
+
+
+def _check_ceilings(path: Path, settings: Settings) -> None:
+    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib"):
+        ceiling = getattr(settings, label)
+        if ceiling is not None and not 0.01 <= ceiling < 2**20:
+            raise ConfigError(f"{path}: {label} must be a number from 0.01, not {ceiling}")
+    if not 16 <= settings.max_pids <= 2**22:
+        raise ConfigError(f"{path}: max_pids must be 16 to {2**22}, not {settings.max_pids}")
+    from mesh.engine.egress import policy_of
+
+    try:
+        policy_of(settings.egress, settings.egress_allow)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:

@@ -48,10 +48,15 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.wire import Wire
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.engine.bounded import BoundedEngine
+from mesh.engine.ceilings import ceilings_of
 from mesh.engine.docker import DockerEngine
+from mesh.engine.egress import policy_of
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.guarded import GuardedEngine
+from mesh.engine.killswitch import open_switch
 from mesh.engine.process import ProcessEngine
+from mesh.engine.register import Register
 from mesh.jobs.authority import Authority
 from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
@@ -60,7 +65,7 @@ from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
 from mesh.provider.guard import NodeGuard, page_directory
-from mesh.provider.inventory import Inventory, Lending
+from mesh.provider.inventory import Inventory, Lending, machine_mib
 from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
 from mesh.systemd import keep_privileges, notify
@@ -103,6 +108,10 @@ class Daemon:
         self.identity = Identity.load(layout.key)
         self.trust = TrustStore(layout.genesis.read_bytes())
         chain = layout.chain.read_bytes()
+        self.switch = await asyncio.to_thread(open_switch, Register(layout.guests), layout.kill_socket)
+        self._struck = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.switch.struck = lambda: loop.call_soon_threadsafe(self._struck.set)
         self.journal = Journal(layout.journal)
         await self.journal.open()
         quotas = {
@@ -154,6 +163,14 @@ class Daemon:
             found=lambda tenant, text: self._say_of(tenant, text, "bypass"),
             ended=self._give_receipt,
         )
+        self.ceilings = ceilings_of(
+            machine_mib(),
+            settings.max_memory_gib,
+            settings.max_cpus,
+            settings.max_pids,
+            settings.shm_gib,
+            settings.max_disk_gib,
+        )
         self.engines = self._make_engines()
         own_only = ("process",) if settings.process_engine_for == "own" else ()
         self.inventory = Inventory(
@@ -168,6 +185,8 @@ class Daemon:
             self._load_lending(),
             int(self._started_unix),
             gpu_sharing=settings.gpu_sharing,
+            memory_mib=self.ceilings.memory_mib,
+            cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
         )
         self.history = History.of(await self.journal.sessions())
         self.jobs = JobService(
@@ -238,6 +257,7 @@ class Daemon:
         for step in (
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
+            lambda: asyncio.to_thread(self.switch.close),
             self.guard.close,
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
@@ -293,6 +313,14 @@ class Daemon:
             group.create_task(self._keep_fresh(), name="adverts")
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
+            group.create_task(self._heed_switch(), name="kill-switch")
+
+    async def _heed_switch(self) -> None:
+        """Its thread ends the guests; the rest of a reclaim follows here."""
+        while True:
+            await self._struck.wait()
+            self._struck.clear()
+            await self.desk.settle_strike()
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()
@@ -346,9 +374,11 @@ class Daemon:
     def _make_engines(self) -> dict[str, Engine]:
         made: list[Engine] = []
         if "process" in self.settings.engines:
-            made.append(ProcessEngine())
+            process = ProcessEngine(self.switch, network=self.settings.process_network)
+            made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory))
         if "docker" in self.settings.engines:
-            made.append(DockerEngine(format_id(self.me)))
+            policy = policy_of(self.settings.egress, self.settings.egress_allow)
+            made.append(BoundedEngine(DockerEngine(format_id(self.me), self.switch, policy), self.ceilings))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
 
     def _guard_changed(self, problem: str) -> None:
@@ -434,7 +464,7 @@ class Daemon:
 
     def _load_lending(self) -> Lending:
         """The command line's word, with what the owner paused in an earlier run."""
-        paused = (self.layout.root / "paused").exists()
+        paused = self.layout.paused.exists()
         return Lending(lending=self.settings.lend, paused=paused)
 
 

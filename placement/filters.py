@@ -17,7 +17,9 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     if request.zone is not None and advert.zone != request.zone:
         reasons.append(f"is in zone {advert.zone or 'none'}, not {request.zone}")
     if request.memory_mib is not None and advert.memory_mib < request.memory_mib:
-        reasons.append(f"has {advert.memory_mib} MiB of memory, {request.memory_mib} asked")
+        reasons.append(f"lends {advert.memory_mib} MiB of memory to a job, {request.memory_mib} asked")
+    if request.cpus is not None and advert.cpus < request.cpus:
+        reasons.append(f"lends {advert.cpus} CPUs to a job, {request.cpus} asked")
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:
         reasons.append("failed this job a moment ago")

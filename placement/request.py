@@ -25,6 +25,7 @@ class Request(msgspec.Struct, frozen=True):
     zone: str | None = None
     nodes: int = 1
     memory_mib: int | None = None
+    cpus: int | None = None
     exclude: tuple[bytes, ...] = ()
     avoid: tuple[bytes, ...] = ()
     prefer: bytes | None = None

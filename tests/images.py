@@ -39,8 +39,13 @@ def busybox() -> Path | None:
 
 @cache
 def busybox_image(*programs: Path) -> str:
-    """The name of the image, made on the engine that DOCKER_HOST names; `remove_images` takes it away again. `programs` are in
-    its `/bin`, with the dynamic loader and the libraries that they need."""
+    """The name of the image, made on the engine that DOCKER_HOST names; `remove_images` takes it away again."""
+    _made.append(import_busybox(*programs))
+    return _made[-1]
+
+
+def import_busybox(*programs: Path) -> str:
+    """For an engine that goes away. `programs` are in its `/bin`, with the dynamic loader and the libraries that they need."""
     import docker
 
     binary = busybox()
@@ -64,8 +69,7 @@ def busybox_image(*programs: Path) -> str:
         client.api.import_image_from_data(buffer.getvalue(), repository=REPOSITORY, tag=tag)
     finally:
         client.close()
-    _made.append(f"{REPOSITORY}:{tag}")
-    return _made[-1]
+    return f"{REPOSITORY}:{tag}"
 
 
 _made: list[str] = []

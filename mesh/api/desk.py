@@ -14,6 +14,7 @@ from membership.trust import ROLES, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import ApproveOrder, InviteOrder
+from mesh.engine.killswitch import BY_OWNER
 from mesh.jobs.spec import (
     format_job,
 )
@@ -107,25 +108,36 @@ class Desk:
         return rows
 
     async def set_paused(self, paused: bool) -> dict[str, Any]:
-        marker = self._daemon.layout.root / "paused"
+        marker = self._daemon.layout.paused
         if paused:
-            await asyncio.to_thread(marker.touch)
+            try:
+                await asyncio.to_thread(marker.touch)
+            except OSError as error:  # a full disk: it holds for as long as this daemon runs
+                self._daemon._note(f"lending is paused, but that cannot be remembered: {error}")
         else:
             await asyncio.to_thread(marker.unlink, True)
         lending = msgspec.structs.replace(self._daemon.inventory.lending, paused=paused)
         if not paused:
+            self._daemon.switch.release()
             lending = msgspec.structs.replace(lending, lending=True)
         self._daemon.inventory.lending = lending
         self._daemon.refresh_advert(force=True)
         return {"paused": paused, "lending": lending.lending, "guests": len(self._daemon.jobs.participant.hosted)}
 
+    async def settle_strike(self) -> list[bytes]:
+        """What follows when the kill-switch was pressed: lending stays paused, and each job knows why it ended here."""
+        ended, _ = await asyncio.gather(self._daemon.jobs.kill(BY_OWNER), self.set_paused(True))
+        jobs: list[bytes] = ended
+        return jobs
+
     async def reclaim(self, grace_s: float | None, now: bool) -> dict[str, Any]:
         """Take the machine back: no new work, and every guest gone when this returns."""
-        await self.set_paused(True)
         begun = time.monotonic()
         if now:
-            jobs = await self._daemon.jobs.kill("its owner took the machine back at once")
+            self._daemon.switch.strike()
+            jobs = await self.settle_strike()
         else:
+            await self.set_paused(True)
             grace = self._daemon.settings.grace_s if grace_s is None else grace_s
             jobs = await self._daemon.jobs.vacate(grace, "its owner took the machine back")
         return {"reclaimed": [format_job(job) for job in jobs], "seconds": round(time.monotonic() - begun, 3)}

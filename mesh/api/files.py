@@ -116,6 +116,15 @@ def _tar(path: Path) -> AsyncIterator[bytes]:
     return sliced(_tar_pieces(path))
 
 
+def _read_itself(path: Path) -> bytes:
+    """OSError if a link has taken its place since it was looked at, or that of a directory on the way: its job may be hostile."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != str(path):  # noqa: PTH115
+            raise OSError(f"{path} has moved")
+        return file.read()
+
+
 def _tar_pieces(path: Path) -> Iterator[bytes]:
     """A tar whose one top entry is named as the path. What changes while it is read comes as it is then."""
     buffer = io.BytesIO()
@@ -123,7 +132,7 @@ def _tar_pieces(path: Path) -> Iterator[bytes]:
         for found in [path, *(sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [])]:
             try:
                 info = tar.gettarinfo(found, arcname=(Path(path.name) / found.relative_to(path)).as_posix())
-                content = found.read_bytes() if info.isreg() else b""
+                content = _read_itself(found) if info.isreg() else b""
             except OSError:
                 continue  # it was there a moment ago
             if not (info.isreg() or info.isdir() or info.issym()):

@@ -33,6 +33,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("pause", "mesh.cli.nodes", "Take no new guests"),
         ("resume", "mesh.cli.nodes", "Take guests again"),
         ("reclaim", "mesh.cli.nodes", "Take the machine back from its guests"),
+        ("killall", "mesh.cli.seize", "End every guest here at once, also where the daemon hangs or is gone"),
         ("status", "mesh.cli.nodes", "This node's own state"),
         ("gpus", "mesh.cli.gpus", "This node's GPUs, and who has what of them"),
         ("install-service", "mesh.cli.service", "Start this node at every boot, by systemd"),

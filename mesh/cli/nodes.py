@@ -142,6 +142,11 @@ def resume(ctx: click.Context) -> None:
 @click.pass_context
 def reclaim(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> None:
     """Take the machine back. Guests save within the grace, and move on; lending is paused until `mesh resume`."""
+    if now:
+        from mesh.cli.seize import take_back
+
+        take_back(ctx, as_json)
+        return
     daemon = client(ctx)
     with patience("waiting for guests to save and move on"):
         answer = daemon.post("/v1/reclaim", {"grace_s": grace, "now": now}, timeout_s=None)

@@ -1,36 +1,45 @@
-"""The `docker` engine: a real container per attempt, by the docker SDK, with few rights by default.
+"""The `docker` engine: a real container per attempt, by the docker SDK, with few rights by default (`hardening.py`).
 
-All capabilities dropped, no new privileges, read-only root with a small /tmp, a user that is not root, no network, limits where
-asked. It runs images by id, only such as are already on the node. SDK calls block, so they have a thread pool of their own.
+It runs images by id, only such as are already on the node. SDK calls block, so they have a thread pool of their own; what lasts
+as long as a container is followed on the loop; guests are killed by the kill-switch, which needs neither.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
+import aiohttp
 import docker
 import docker.errors
-import docker.types
+import msgspec
 import requests
 
-from mesh.engine.descent import descendants_of
-from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine import cgroups, gpusight
+from mesh.engine.bridges import Bridges
+from mesh.engine.descent import Process, descendants_of, process_of
+from mesh.engine.egress import EgressError, Firewall, Policy
+from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
+from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
+from mesh.engine.hardening import arguments, cdi_devices, give_files
+from mesh.engine.killswitch import KillSwitch
 from mesh.engine.process import catches
-from mesh.engine.warden import Warden
+from mesh.engine.register import Entry, boot_id
+from mesh.engine.warden import LABEL_NODE, Warden
 
-THREADS = 8  # for calls; each guest is followed by a thread of its own, so that no number of guests delays a kill
+THREADS = 8  # for calls
 CALL_TIMEOUT_S = 30.0
-GUEST_UID = 65_532  # "nonroot" of distroless images; owns nothing on a normal host
-LABEL_NODE, LABEL_JOB = "campus-mesh.node", "campus-mesh.job"
-TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}
-WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
+ENGINE_TELLS_S = (
+    3.0  # until an engine that says nothing of a container that has ended is not waited for; it takes 0.1 s; ours
+)
+REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,25 +49,45 @@ class DockerEngine:
     name = "docker"
     own_root = True
 
-    def __init__(self, node: str) -> None:
-        """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash."""
+    def __init__(self, node: str, switch: KillSwitch | None = None, policy: Policy | None = None) -> None:
+        """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash. `policy`: what they may
+        reach."""
         self._node = node
+        self._switch = switch or KillSwitch()
+        tag = blake2b(node.encode(), digest_size=3).hexdigest()
+        self._bridges = Bridges(Firewall(policy or Policy(), tag), node)
+        self._cdi: frozenset[str] = frozenset()
         self._client: Any = None
+        self._socket: EngineSocket | None = None
         self._warden: Warden | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._following: set[asyncio.Task[None]] = set()
 
     async def availability(self) -> Availability:
         try:
             if self._client is None:
-                self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
-                await self._call(self._sweep)
-                self._warden = await Warden.start(_socket_path(self._client), self._node)
+                await self._connect()
             version = await self._call(lambda: self._client.version()["Version"])
+            problem = await self._call(self._egress_problem)
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._client = None
             return Availability(ok=False, detail=f"no Docker engine answers ({_reason(error)})")
-        words = "a container: no capabilities, no new privileges, read-only root, not root, no network; it shares the kernel"
-        return Availability(ok=True, detail=f"Docker {version}", isolation=words)
+        if problem:
+            return Availability(ok=False, detail=problem)
+        rights = "a container: no capabilities, no new privileges, read-only root, not root"
+        return Availability(
+            ok=True, detail=f"Docker {version}", isolation=f"{rights}, {self._bridges.words}; it shares the kernel"
+        )
+
+    async def _connect(self) -> None:
+        path = _socket_path()
+        self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
+        await self._call(self._sweep)
+        self._cdi = await self._call(lambda: cdi_devices(self._client.info()))
+        if self._socket is None:
+            self._socket = EngineSocket(path)
+        if self._warden is None:
+            self._warden = await Warden.start(path, self._node, self._switch.register)
 
     async def images(self) -> tuple[str, ...]:
         if self._client is None:
@@ -74,79 +103,100 @@ class DockerEngine:
             raise BadImage("the docker engine needs an image: --image NAME")
         if self._client is None and not (await self.availability()).ok:
             raise EngineError("no Docker engine answers on this node")
-        return await self._call(lambda: self._start(launch))
+        assert self._socket is not None
+        container, network = await self._call(lambda: self._create(launch))
+        entry = Entry(
+            boot_id(), self.name, launch.job, launch.attempt, container=container.id, socket=self._socket.path
+        )
+        try:
+            output = await self._socket.attach(container.id)
+            try:
+                key = await self._call(lambda: self._switch.enter(entry))
+                entry = await self._call(lambda: self._begin(container, launch, key, entry))
+            except BaseException:
+                output.close()
+                raise
+        except (OSError, aiohttp.ClientError) as error:
+            await self._call(lambda: self._remove(container, network))
+            raise EngineError(f"Docker could not attach to the container: {error}") from error
+        except BaseException:
+            await self._call(lambda: self._remove(container, network))
+            raise
+        assert self._warden is not None
+        guest = DockerGuest(self, container, network, entry.head, key, output, self._warden, self._switch, self._socket)
+        follower = asyncio.create_task(guest.follow(launch.log_path), name=f"container {container.short_id}")
+        self._following.add(follower)
+        follower.add_done_callback(self._following.discard)
+        guest.allow_until(launch.until)
+        if launch.gpu_uuids and entry.head is not None:
+            guest.watch_gpus(entry.head.pid, launch.gpu_uuids)
+        return guest
 
     async def close(self) -> None:
+        if self._following:
+            _, late = await asyncio.wait(self._following, timeout=REMOVED_S)
+            for follower in late:
+                follower.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._warden is not None:
             await self._warden.dismiss()
+        if self._socket is not None:
+            await self._socket.close()
         if self._client is not None:
             self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- in the pool's threads
 
-    def _start(self, launch: Launch) -> "DockerGuest":
+    def _create(self, launch: Launch) -> tuple[Any, str]:
+        """A container, and the network that is its own."""
         image = self._image(launch.image or "")
-        directories = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
-        mounts = launch.injection.mounts
-        user = f"{os.getuid()}:{os.getgid()}"
-        if os.getuid() == 0:
-            user = f"{GUEST_UID}:{GUEST_UID}"
-            for path in (*map(Path, directories), *(mount.source for mount in mounts if not mount.read_only)):
-                _give(path)
-        devices = []
-        if launch.gpu_uuids:
-            wanted = [["gpu", "compute", "utility"]]
-            devices = [docker.types.DeviceRequest(device_ids=list(launch.gpu_uuids), capabilities=wanted)]
-        arguments: dict[str, Any] = {
-            "command": list(launch.argv),
-            "entrypoint": "",
-            "environment": contract_env(launch, WORK, CKPT, OUT, CTL),
-            "working_dir": WORK,
-            "user": user,
-            "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in directories.items()},
-            "mounts": [
-                docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
-                for mount in mounts
-            ],
-            "labels": {LABEL_NODE: self._node, LABEL_JOB: launch.job},
-            "cap_drop": ["ALL"],
-            "security_opt": ["no-new-privileges"],
-            "read_only": True,
-            "tmpfs": TMPFS,
-            "network_mode": "none",
-            "pids_limit": 4096,
-            "device_requests": devices,
-            "init": shutil.which("docker-init") is not None,
-            "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the one copy
-        }
-        if launch.memory_mib is not None:
-            arguments |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
-        if launch.cpus is not None:
-            arguments["nano_cpus"] = int(launch.cpus * 1e9)
+        give_files(launch)
+        network = self._bridges.make(self._client)
         try:
-            container = self._client.containers.create(image, **arguments)
+            chosen = arguments(launch, self._node, network, self._cdi)
+            return self._client.containers.create(image, **chosen), network
         except docker.errors.APIError as error:
+            self._bridges.remove(self._client, network)
             raise EngineError(f"Docker could not create the container: {error.explanation}") from error
-        try:
-            # Attached before it starts, nothing it writes is missed; `docker logs --follow` may lose a last line without an end.
-            output = container.attach(stdout=True, stderr=True, stream=True)
-        except docker.errors.APIError as error:
-            raise EngineError(f"Docker could not attach to the container: {error.explanation}") from error
+
+    def _remove(self, container: Any, network: str) -> None:
+        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+            container.remove(force=True)
+        self._bridges.remove(self._client, network)
+
+    def _egress_problem(self) -> str:
+        """Why no container may start here; and rules that somebody has flushed are put back."""
+        problem = self._bridges.problem()
+        if not problem:
+            try:
+                self._bridges.repair()
+            except EgressError as error:
+                return str(error)
+        return f"containers could not be kept to {self._bridges.words}: {problem}" if problem else ""
+
+    def _begin(self, container: Any, launch: Launch, key: str, entry: Entry) -> Entry:
+        """Start it, and note which process and which control groups it is: so it can be ended without its engine."""
         try:
             container.start()
+            container.reload()
+            pid = int(container.attrs["State"]["Pid"])
+            head = process_of(pid) if pid else None
+            if head is not None:
+                groups = tuple(map(str, cgroups.own_groups(pid, container.id)))
+                entry = dataclasses.replace(entry, head=head, groups=groups)
+                self._switch.amend(key, entry)
+            self._switch.started(key)
         except docker.errors.APIError as error:
-            _shut(output)
-            with contextlib.suppress(docker.errors.APIError):
-                container.remove(force=True)
+            self._switch.leave(key)
             text = str(error.explanation)
             if "not found" in text or "no such file" in text or "permission denied" in text:
                 raise BadCommand(f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}") from error
             raise EngineError(f"Docker could not start the container: {text}") from error
-        assert self._warden is not None
-        guest = DockerGuest(container, output, self._warden, launch.log_path, self._threads)
-        guest.allow_until(launch.until)
-        return guest
+        except EngineError:
+            self._switch.leave(key)
+            raise
+        return entry
 
     def _image(self, name: str) -> str:
         try:
@@ -160,79 +210,138 @@ class DockerEngine:
 
     def _sweep(self) -> None:
         """Remove what an earlier, crashed daemon of this node left."""
-        for container in self._client.containers.list(all=True, filters={"label": f"{LABEL_NODE}={self._node}"}):
+        mine = {"label": f"{LABEL_NODE}={self._node}"}
+        for container in self._client.containers.list(all=True, filters=mine, ignore_removed=True):
             log.warning("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)
+        self._bridges.sweep(self._client)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class DockerGuest:
-    def __init__(self, container: Any, output: Any, warden: Warden, log_path: str, threads: ThreadPoolExecutor) -> None:
-        self._container = container
-        self._warden = warden
-        self._output = output
-        self._threads = threads
-        self._log_path = log_path
-        follower = ThreadPoolExecutor(1, thread_name_prefix="docker guest")
-        self._end = follower.submit(self._follow)
-        follower.shutdown(wait=False)
+    """`follow` goes on until its container is removed, also when nobody waits for that any more: an engine that hangs removes it
+    once it is back."""
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        container: Any,
+        network: str,
+        head: Process | None,
+        key: str,
+        output: Output,
+        warden: Warden,
+        switch: KillSwitch,
+        engine_socket: EngineSocket,
+    ) -> None:
+        self._engine, self._container, self._head, self._key = engine, container, head, key
+        self._network = network
+        self._gpu_watch: asyncio.Task[None] | None = None
+        self._fault = ""
+        self._output, self._warden, self._switch, self._socket = output, warden, switch, engine_socket
+        self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> Exit:
-        return await asyncio.shield(asyncio.wrap_future(self._end))
+        return await asyncio.shield(self._exit)
 
     async def catches_term(self) -> bool:
-        return await self._run(self._catches_term)
+        return await asyncio.to_thread(self._catches_term)
 
     async def terminate(self) -> bool:
         caught = await self.catches_term()
         if caught:
-            await self._run(lambda: self._quietly(lambda: self._container.kill(signal="SIGTERM")))
+            with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+                await self._engine._call(lambda: self._container.kill(signal="SIGTERM"))
         return caught
 
     async def pids(self) -> frozenset[int]:
-        return await self._run(self._pids)
+        return await asyncio.to_thread(self._pids)
 
     async def stands_still(self) -> bool:
-        return bool(await self._run(self._is_paused))
+        return bool(await self._engine._call(self._is_paused))
 
     def allow_until(self, boot_s: float) -> None:
         self._warden.allow_until(self._container.id, boot_s)
 
     async def kill(self) -> None:
-        await self._run(lambda: self._quietly(self._container.kill))
+        await self._switch.killed(self._key)
         await self.wait()
 
-    # --- in threads
+    def watch_gpus(self, pid: int, uuids: tuple[str, ...]) -> None:
+        self._gpu_watch = asyncio.create_task(self._watch_gpus(pid, uuids), name=f"GPUs of {self._container.short_id}")
 
-    def _follow(self) -> Exit:
+    async def _watch_gpus(self, pid: int, uuids: tuple[str, ...]) -> None:
+        """One that loses a GPU is ended, and it is its node's fault."""
+        while True:
+            wrong = await gpusight.look(self._socket, self._container.id, pid, uuids)
+            if wrong and not self._exit.done():
+                log.warning("container %s: %s", self._container.short_id, wrong)
+                self._fault = wrong
+                await self._switch.killed(self._key)
+                return
+            await asyncio.sleep(gpusight.EVERY_S)
+
+    async def follow(self, log_path: str) -> None:
         """Copy its output to the log file until the container ends, then take its exit and remove it."""
+        loop = asyncio.get_running_loop()
+        descriptor = self._head.open() if self._head is not None else None
+        if descriptor is not None:
+            loop.add_reader(descriptor, self._head_ended, descriptor)
         try:
-            with Path(self._log_path).open("ab", buffering=0) as file:
-                for piece in self._output:
-                    file.write(piece)
+            await self._copy(log_path)
+            end = await self._take_exit()
+            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault)
+            self._conclude(end)
+        finally:
+            if descriptor is not None:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+            self._conclude(Exit(code=137, detail="nobody follows it any more"))
+            if self._gpu_watch is not None:
+                self._gpu_watch.cancel()
+        self._warden.gone(self._container.id)
+        await self._engine._call(lambda: self._engine._remove(self._container, self._network))
+
+    async def _copy(self, log_path: str) -> None:
+        try:
+            with await asyncio.to_thread(Path(log_path).open, "ab", 0) as file:
+                async for piece in self._output.pieces():
+                    await asyncio.to_thread(file.write, piece)
         except OSError as error:  # a full disk ends the log, not the guest
             log.warning("the log of container %s ends early: %s", self._container.short_id, error)
-        _shut(self._output)
-        while True:
-            try:
-                status = self._container.wait(timeout=3600)
-                break
-            except (requests.ReadTimeout, requests.ConnectionError):
-                continue
-            except docker.errors.NotFound:
-                self._warden.gone(self._container.id)
-                return Exit(code=137, detail="the container was removed by somebody else")
+        finally:
+            self._output.close()
+
+    async def _take_exit(self) -> Exit:
+        try:
+            code = await self._socket.ended(self._container.id)
+        except NoContainer:
+            return Exit(code=137, detail="the container was removed by somebody else")
         oom = False
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            self._container.reload()
+            await self._engine._call(self._container.reload)
             oom = bool(self._container.attrs["State"].get("OOMKilled"))
-        self._warden.gone(self._container.id)
-        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            self._container.remove(force=True)
-        return Exit(code=int(status["StatusCode"]), oom=oom)
+        return Exit(code=code, oom=oom)
+
+    def _head_ended(self, descriptor: int) -> None:
+        """By the kernel's account. Its engine is given a moment to say how."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(descriptor)
+        loop.call_later(ENGINE_TELLS_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._exit.done():
+            fault = self._switch.leave(self._key) or self._fault or "its container engine does not answer"
+            self._conclude(Exit(code=137, fault=fault))
+
+    def _conclude(self, end: Exit) -> None:
+        if not self._exit.done():
+            self._exit.set_result(end)
+
+    # --- in threads
 
     def _is_paused(self) -> bool:
         try:
@@ -247,39 +356,17 @@ class DockerGuest:
 
     def _pids(self) -> frozenset[int]:
         """The first one, which adopts whatever is orphaned in the container, and all that descend from it."""
-        try:
-            self._container.reload()
-            first = int(self._container.attrs["State"]["Pid"])
-        except (docker.errors.APIError, requests.RequestException, KeyError):
+        if self._head is None or process_of(self._head.pid) != self._head:
             return frozenset()
-        return frozenset({first, *descendants_of(first)} if first else ())
-
-    @staticmethod
-    def _quietly(work: Callable[[], object]) -> None:
-        """A container that has already ended is no error here."""
-        with contextlib.suppress(docker.errors.NotFound, docker.errors.APIError):
-            work()
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return frozenset({self._head.pid, *descendants_of(self._head.pid)})
 
 
-def _shut(output: Any) -> None:
-    with contextlib.suppress(OSError):
-        output.close()
-
-
-def _socket_path(client: Any) -> str:
-    base = str(client.api.base_url)
-    host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    return host.removeprefix("unix://") if host.startswith("unix://") else base
-
-
-def _give(path: Path) -> None:
-    os.chown(path, GUEST_UID, GUEST_UID)
-    for directory, names, files in os.walk(path):
-        for name in (*names, *files):
-            os.chown(Path(directory) / name, GUEST_UID, GUEST_UID, follow_symlinks=False)
+def _socket_path() -> str:
+    """OSError if the engine is not on this machine: its guests could be neither looked at nor ended."""
+    host = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    if not host.startswith("unix://"):
+        raise OSError(f"DOCKER_HOST is {host}: only an engine of this machine will do, by its socket (unix://...)")
+    return host.removeprefix("unix://")
 
 
 def _reason(error: Exception) -> str:

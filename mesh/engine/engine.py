@@ -33,8 +33,8 @@ class Launch(msgspec.Struct, frozen=True):
     """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
 
     `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
-    `gpus` are the portions it was given, of which it may have up to `gpu_share_limit` per cent of the time. `until`: see
-    `Guest.allow_until`.
+    `gpus` are the portions it was given, of which it may have up to `gpu_share_limit` per cent of the time. `pids` bounds its
+    processes and threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
     """
 
     job: str
@@ -55,6 +55,8 @@ class Launch(msgspec.Struct, frozen=True):
     injection: Injection = Injection()
     memory_mib: int | None = None
     cpus: float | None = None
+    pids: int = 4096
+    shm_mib: int = 64
     until: float = math.inf
 
     @property
@@ -63,11 +65,12 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """`code` is the exit status, or 128 + the signal that ended it."""
+    """`code` is the exit status, or 128 + the signal that ended it. `fault`: what its node did to it; the job is not to blame."""
 
     code: int
     oom: bool = False
     detail: str = ""
+    fault: str = ""
 
 
 class Availability(msgspec.Struct, frozen=True):

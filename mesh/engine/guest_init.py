@@ -3,7 +3,8 @@
 It makes namespaces where the kernel lets it, starts the job as its own session, reaps orphans, and ends everything when the
 daemon's end of the pipe closes: a guest never outlives the daemon that vouches for it. The pipe brings the job as a line of
 JSON, then lines that say until when it may run (seconds of CLOCK_BOOTTIME); past that it is stopped until a later line allows
-more. What it does is told by one JSON line on the status pipe: {"isolation": ...}, and at the end {"exit": code}.
+more. What it does is told by JSON lines on the status pipe: {"first": pid}, {"isolation": ...}, and at the end {"exit": code,
+"oom": ...}.
 
 Not a sandbox: the job reads and writes whatever its user may.
 """
@@ -11,21 +12,29 @@ Not a sandbox: the job reads and writes whatever its user may.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
+import time
 
 from mesh.engine.alarm import Alarm, boot_s
-from mesh.engine.descent import children_of, descendants_of
+from mesh.engine.descent import children_of, descendants_of, stat_of
+from mesh.engine.guestgroup import GuestGroup
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+STOP_LOOKS, STOP_LOOK_S = 1000, 0.001  # until everybody is stopped: it takes a few; ours
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,14 +43,17 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     daemon, status = int(sys.argv[1]), int(sys.argv[2])
     spec = read_spec(daemon)
-    isolation = enter_namespaces(spec["namespaces"])
+    isolation = enter_namespaces(spec["namespaces"], spec["network"] == "none")
+    if spec["network"] == "none" and isolation != "namespaces":
+        sys.exit("it cannot be kept from the network here")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setsid()
     first = os.fork()
     if first == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         be_init(spec, daemon, status, isolation)
-    watch(first, daemon, status, spec["until"])
+    os.write(status, (json.dumps({"first": first}) + "\n").encode())
+    watch(first, daemon, status, spec["until"], GuestGroup.of(spec["groups"]))
 
 
 def read_spec(daemon: int) -> dict:  # type: ignore[type-arg]
@@ -55,12 +67,14 @@ def read_spec(daemon: int) -> dict:  # type: ignore[type-arg]
     return json.loads(data)  # type: ignore[no-any-return]
 
 
-def enter_namespaces(wanted: bool) -> str:
+def enter_namespaces(wanted: bool, cut_off: bool = False) -> str:
     """A pid namespace above all: it is what lets one SIGKILL end everything. In words, what came of it."""
     if not wanted:
         return "session"
     uid, gid = os.getuid(), os.getgid()
     flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
+    if cut_off:
+        flags |= CLONE_NEWNET
     if uid != 0:
         flags |= CLONE_NEWUSER
     if libc.unshare(flags) != 0:
@@ -70,12 +84,21 @@ def enter_namespaces(wanted: bool) -> str:
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
                 file.write(line)
     libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    if cut_off:
+        raise_loopback()
     return "namespaces"
+
+
+def raise_loopback() -> None:
+    """A program may well talk to itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
 
 
 def be_init(spec: dict, daemon: int, status: int, isolation: str) -> None:  # type: ignore[type-arg]
     """Process 1 of the guest: start the job, reap, pass on its exit."""
     os.close(daemon)
+    GuestGroup.of(spec["groups"]).enter()
     if isolation == "namespaces":
         libc.unshare(CLONE_NEWNS)  # the watcher still needs to see the processes outside
         libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
@@ -120,7 +143,7 @@ def become_job(spec: dict) -> None:  # type: ignore[type-arg]
         os._exit(127 if missing else 126)
 
 
-def watch(first: int, daemon: int, status: int, until: float) -> None:
+def watch(first: int, daemon: int, status: int, until: float, group: GuestGroup) -> None:
     """Outside the namespace: hold the guest to its lease, end it when the daemon is gone, report its exit when it has ended."""
     child = os.pidfd_open(first)
     lease = Lease(first, until)
@@ -142,7 +165,8 @@ def watch(first: int, daemon: int, status: int, until: float) -> None:
     _, result = os.waitpid(first, 0)
     end_session_children()
     code = os.waitstatus_to_exitcode(result)
-    line = json.dumps({"exit": code if code >= 0 else 128 - code}) + "\n"
+    line = json.dumps({"exit": code if code >= 0 else 128 - code, "oom": group.ran_out_of_memory()}) + "\n"
+    group.remove()
     with contextlib.suppress(OSError):
         os.write(status, line.encode())
 
@@ -176,12 +200,24 @@ class Lease:
 
 
 def stop_all(first: int) -> None:
-    """A process may fork while it is being stopped: repeat until a pass finds nothing new."""
+    """A process may fork until it has stopped, and the list of its children is whole only then (proc(5)): repeat until everybody
+    stands still and a look finds nobody new. One that hangs in the kernel is not waited for."""
     stopped: set[int] = set()
-    while fresh := _descendants(first) - stopped:
+    for _ in range(STOP_LOOKS):
+        still = all(_stands_still(pid) for pid in stopped)
+        fresh = _descendants(first) - stopped
+        if still and not fresh:
+            return
         for pid in fresh:
             _signal(pid, signal.SIGSTOP)
         stopped |= fresh
+        if not fresh:
+            time.sleep(STOP_LOOK_S)
+
+
+def _stands_still(pid: int) -> bool:
+    found = stat_of(pid)
+    return found is None or found.state in "TtZX"
 
 
 def end_session_children() -> None:

@@ -6,35 +6,70 @@ network of the user it runs as. So by default it runs its owner's own jobs only.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from mesh.engine.alone import alone
-from mesh.engine.descent import children_of, descendants_of
+from mesh.engine.descent import Process, descendants_of, process_of
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.guestgroup import GuestGroup, make_group
+from mesh.engine.killswitch import KillSwitch
+from mesh.engine.register import Entry, boot_id
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
+WATCHER_TELLS_S = (
+    3.0  # until a watcher that says nothing of a guest that has ended is ended itself; it takes 1 ms; ours
+)
+LIMITS = {"memory": "memory", "pids": "processes", "cpu": "CPU"}
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
+
+
+ProcessNetwork = Literal["host", "none"]
 
 
 class ProcessEngine:
     name = "process"
     own_root = False
 
-    def __init__(self, *, namespaces: bool = True) -> None:
-        self._namespaces = namespaces
+    def __init__(
+        self,
+        switch: KillSwitch | None = None,
+        *,
+        namespaces: bool = True,
+        groups: bool = True,
+        network: ProcessNetwork = "host",
+    ) -> None:
+        """`namespaces` and `groups`: whether to make what this machine lets us. `network` "none": a guest that cannot be kept
+        from the network does not start."""
+        self._switch = switch or KillSwitch()
+        self._namespaces, self._groups, self._network = namespaces, groups, network
+        self._limits: frozenset[str] | None = None
         self._isolation = ""
 
     async def availability(self) -> Availability:
         if not self._isolation:
             self._isolation = await asyncio.to_thread(_probe_isolation) if self._namespaces else "session"
+        if self._limits is None:
+            self._limits = await asyncio.to_thread(_probe_groups) if self._groups else frozenset()
         kept = "its own process, mount and IPC namespaces" if self._isolation == "namespaces" else "its own session"
-        words = f"{kept}; no sandbox: a guest can read and write what the daemon's user can, and use its network"
+        names = [words for kind, words in LIMITS.items() if kind in self._limits]
+        bounded = f"limits of {', '.join(names)} for all of it" if names else "limits of memory for each process only"
+        network = "no network" if self._network == "none" else "and use its network"
+        words = f"{kept}; {bounded}; no sandbox: a guest can read and write what the daemon's user can, {network}"
+        if self._network == "none" and self._isolation != "namespaces":
+            return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
         return Availability(ok=True, detail="ready", isolation=words)
+
+    @property
+    def bounds_memory(self) -> bool:
+        """Of a guest as a whole. Known once its availability was asked."""
+        return "memory" in (self._limits or ())
 
     async def images(self) -> tuple[str, ...]:
         return ()
@@ -54,10 +89,24 @@ class ProcessEngine:
             "log": launch.log_path,
             "memory_mib": launch.memory_mib,
             "namespaces": self._namespaces,
+            "network": self._network,
+            "groups": {},
             "until": launch.until,
         }
-        guest = ProcessGuest()
-        await guest.start(spec)
+        entry = Entry(boot_id(), self.name, launch.job, launch.attempt)
+        group = await asyncio.to_thread(_group, launch) if self._groups else None
+        if group is not None:
+            spec["groups"] = group.plain()
+            if "memory" in group.kinds:
+                spec["memory_mib"] = None  # of all of it together
+            entry = dataclasses.replace(entry, groups=group.directories)
+        guest = ProcessGuest(self._switch)
+        try:
+            await guest.start(spec, entry)
+        except BaseException:
+            if group is not None:
+                await asyncio.to_thread(group.remove)
+            raise
         return guest
 
     async def close(self) -> None:
@@ -65,7 +114,10 @@ class ProcessEngine:
 
 
 class ProcessGuest:
-    def __init__(self) -> None:
+    def __init__(self, switch: KillSwitch) -> None:
+        self._switch = switch
+        self._key = ""
+        self._first: Process | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._daemon_end = -1
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -73,7 +125,8 @@ class ProcessGuest:
         self._started = asyncio.Event()
         self.isolation = ""
 
-    async def start(self, spec: Mapping[str, object]) -> None:
+    async def start(self, spec: Mapping[str, object], entry: Entry) -> None:
+        """Its watcher is noted in the register before it is told what to run."""
         theirs, ours = os.pipe()
         status_ours, status_theirs = os.pipe()
         try:
@@ -93,6 +146,14 @@ class ProcessGuest:
         os.close(theirs)
         os.close(status_theirs)
         self._daemon_end = ours
+        entry = dataclasses.replace(entry, watcher=process_of(self._process.pid))
+        try:
+            self._key = await asyncio.to_thread(self._switch.enter, entry)
+        except EngineError:
+            self._close_pipe()  # it ends: it was told nothing
+            os.close(status_ours)
+            await self._process.wait()
+            raise
         await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode() + b"\n")
         os.set_blocking(ours, False)
         self._reader = asyncio.create_task(self._follow(status_ours), name="guest status")
@@ -107,6 +168,10 @@ class ProcessGuest:
         if not self._started.is_set():
             stderr = await self._process.stderr.read() if self._process.stderr is not None else b""
             raise EngineError(f"the guest's first process failed: {stderr.decode(errors='replace')[-400:]}")
+        if self.isolation == "namespaces" and self._first is not None:
+            entry = dataclasses.replace(entry, head=self._first)
+            await asyncio.to_thread(self._switch.amend, self._key, entry)
+        await asyncio.to_thread(self._switch.started, self._key)
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
@@ -140,11 +205,15 @@ class ProcessGuest:
                 os.write(self._daemon_end, f"{boot_s}\n".encode())
 
     async def kill(self) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._close_pipe()  # the watcher ends whatever is left
-        await self.wait()
+        await self._switch.killed(self._key)
+        self._close_pipe()  # its watcher ends too
+        try:
+            async with asyncio.timeout(WATCHER_TELLS_S):
+                await self.wait()
+        except TimeoutError:
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            await self.wait()
 
     async def _follow(self, descriptor: int) -> None:
         loop = asyncio.get_running_loop()
@@ -152,22 +221,26 @@ class ProcessGuest:
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
         )
-        code = 137
+        code, first, oom = 137, False, False
         try:
             while line := await reader.readline():
                 fact = json.loads(line)
                 if "exit" in fact:
-                    code = int(fact["exit"])
+                    code, oom = int(fact["exit"]), bool(fact["oom"])
+                elif "first" in fact:
+                    first, self._first = True, process_of(int(fact["first"]))
                 else:
                     self.isolation = fact["isolation"]
+                if first and self.isolation:
                     self._started.set()
         finally:
             transport.close()
             self._close_pipe()
             if self._process is not None:
                 await self._process.wait()
+            fault = await asyncio.to_thread(self._switch.leave, self._key)
             if not self._exit.done():
-                self._exit.set_result(Exit(code=code))
+                self._exit.set_result(Exit(code=code, oom=oom, fault=fault))
 
     def _close_pipe(self) -> None:
         if self._daemon_end >= 0:
@@ -175,17 +248,11 @@ class ProcessGuest:
             self._daemon_end = -1
 
     def _pids(self) -> list[int]:
-        """Every process of the job: descendants of the watcher, but the watcher's own child (process 1 of the guest)."""
+        """Every process of the job: what descends from the watcher, which adopts orphans too, but for process 1 of the guest."""
         if self._process is None or self._process.returncode is not None:
             return []
-        firsts = children_of(self._process.pid)
-        found: list[int] = []
-        queue = [pid for first in firsts for pid in children_of(first)]
-        while queue:
-            pid = queue.pop()
-            found.append(pid)
-            queue.extend(children_of(pid))
-        return found
+        first = self._first.pid if self._first is not None else 0
+        return [pid for pid in descendants_of(self._process.pid) if pid != first]
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -212,6 +279,25 @@ def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
     if "LD_PRELOAD" not in more or not env.get("LD_PRELOAD"):
         return more
     return {**more, "LD_PRELOAD": f"{more['LD_PRELOAD']}:{env['LD_PRELOAD']}"}
+
+
+def _group(launch: Launch) -> GuestGroup | None:
+    group = make_group()
+    if group is not None:
+        try:
+            group.limit(launch.memory_mib, launch.cpus, launch.pids)
+        except OSError as error:
+            group.remove()
+            raise EngineError(f"it cannot be kept to its limits here: {error}") from error
+    return group
+
+
+def _probe_groups() -> frozenset[str]:
+    group = make_group()
+    if group is None:
+        return frozenset()
+    group.remove()
+    return group.kinds
 
 
 def _probe_isolation() -> str:

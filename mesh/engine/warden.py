@@ -1,8 +1,8 @@
 """Holds this node's containers to their leases, and ends them when its daemon dies: containers, unlike processes, would go on.
 
 A second process, standard library only, that listens on a pipe from the daemon: `until ID SECONDS` (of CLOCK_BOOTTIME; past it
-the container is paused until a later line allows more), `gone ID`, `bye`. A pipe that closes without a bye is a crash, and every
-container with this node's label is killed and removed, over the engine's own socket.
+the container is paused until a later line allows more), `gone ID`, `bye`. A pipe that closes without a bye is a crash: containers
+are ended as the kill-switch would, and removed over the engine's own socket once that answers.
 """
 
 import asyncio
@@ -15,13 +15,18 @@ import select
 import signal
 import socket
 import sys
+import time
 import urllib.parse
+from pathlib import Path
 
 from mesh.engine.alarm import Alarm, boot_s
 from mesh.engine.alone import alone
+from mesh.engine.hunt import run
+from mesh.engine.register import Register
 
 LABEL_NODE = "campus-mesh.node"
 AGAIN_S = 1.0  # until the engine is asked once more, if it could not do it
+TRIES = 60  # to remove what a crashed daemon left; its next start does it otherwise; ours
 
 
 class Warden:
@@ -32,13 +37,14 @@ class Warden:
         self._daemon_end = daemon_end
 
     @classmethod
-    async def start(cls, docker_socket: str, node: str) -> "Warden":
+    async def start(cls, docker_socket: str, node: str, register: Register | None) -> "Warden":
         theirs, ours = os.pipe()
         process = await asyncio.create_subprocess_exec(
             *alone("warden"),
             str(theirs),
             docker_socket,
             node,
+            str(register.directory) if register is not None else "",
             pass_fds=(theirs,),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
@@ -124,11 +130,25 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def end_containers(docker_socket: str, node: str) -> None:
-    """Kill and remove every container of this node."""
+def end_guests(register: Register) -> None:
+    """Without the engine, which may hang."""
+    entries, _ = register.entries()
+    run(entry for entry in entries.values() if entry.container)
+
+
+def remove_containers(docker_socket: str, node: str) -> None:
+    """Every one of this node, running or not."""
     filters = urllib.parse.quote(json.dumps({"label": [f"{LABEL_NODE}={node}"]}))
     for container in json.loads(_call(docker_socket, "GET", f"/containers/json?all=1&filters={filters}")[1]):
         _call(docker_socket, "DELETE", f"/containers/{container['Id']}?force=1")
+
+
+def remove_when_it_answers(docker_socket: str, node: str) -> None:
+    for _ in range(TRIES):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            remove_containers(docker_socket, node)
+            return
+        time.sleep(AGAIN_S)
 
 
 def _call(docker_socket: str, method: str, path: str) -> tuple[int, bytes]:
@@ -142,7 +162,7 @@ def _call(docker_socket: str, method: str, path: str) -> tuple[int, bytes]:
 
 
 def main() -> None:
-    descriptor, docker_socket, node = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    descriptor, docker_socket, node, register = int(sys.argv[1]), *sys.argv[2:5]
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     ward = Ward(docker_socket)
@@ -153,7 +173,9 @@ def main() -> None:
         if descriptor in dict(poller.poll()):
             heard = os.read(descriptor, 4096)
             if not heard:
-                end_containers(docker_socket, node)
+                if register:
+                    end_guests(Register(Path(register)))
+                remove_when_it_answers(docker_socket, node)
                 return
             ward.read(heard)
         ward.enforce()

@@ -25,8 +25,9 @@ from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.engine.notice import give_notice
 from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree
-from mesh.jobs.contract import Progress, decode_progress, gang_env
+from mesh.jobs.contract import MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
 from mesh.jobs.courier import Courier, FetchError
+from mesh.jobs.ctlfiles import put_file, read_file
 from mesh.jobs.custody import Custody
 from mesh.jobs.effects import SaveCheckpoint, SaveResult
 from mesh.jobs.keyring import NoKey
@@ -238,7 +239,9 @@ class Attempt:
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
             self._tell(Progressed(self.progress.step))
-        fault = "its node's disk is full" if end.code and self._disk_is_full() else ""
+        fault = end.fault or ("its node's disk is full" if end.code and self._disk_is_full() else "")
+        if end.detail:
+            self._say(end.detail)
         self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))
 
     def _disk_is_full(self) -> bool:
@@ -265,7 +268,7 @@ class Attempt:
     def _read_progress(self) -> bool:
         """Whether the progress file says something new; a broken one says nothing."""
         with suppress(OSError):
-            progress = decode_progress((self.base / "ctl" / "progress.json").read_bytes())
+            progress = decode_progress(read_file(self.base / "ctl" / "progress.json", MAX_PROGRESS_BYTES))
             if progress is not None and progress != self.progress:
                 self.progress = progress
                 return True
@@ -394,9 +397,10 @@ class Attempt:
             "grace_s": grace_s,
             "reason": reason,
         }
-        temporary = self.base / "ctl" / ".notice.tmp"
-        await asyncio.to_thread(temporary.write_text, json.dumps(notice))
-        temporary.rename(self.base / "ctl" / "notice.json")
+        try:
+            await asyncio.to_thread(put_file, self.base / "ctl" / "notice.json", json.dumps(notice).encode())
+        except OSError as error:  # a full disk: who catches SIGTERM hears of it all the same
+            log.warning("the notice to %s cannot be written: %s", format_job(self.job)[:8], error)
         if kind != "vacate" or self._guest is None:
             return
         if not await give_notice(self._guest, self._until, self._watches_notices):
@@ -432,6 +436,8 @@ def _link_checkpoints(base: Path, directory: str) -> None:
     """Let the job find its checkpoint directory under the name it has in the working directory."""
     link = base / "work" / directory
     link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.parent.resolve().is_relative_to((base / "work").resolve()):
+        raise OSError(f"{directory} leads out of the working directory")
     if link.is_dir() and not link.is_symlink():
         shutil.rmtree(link)  # a copy of old checkpoints in the working directory is not the job's state
     link.symlink_to(os.path.relpath(base / "ckpt", link.parent))

@@ -239,8 +239,8 @@ class JobService:
     async def kill(self, reason: str) -> list[bytes]:
         """SIGKILL to every guest, now; the bookkeeping follows."""
         jobs = self.participant.hosted
-        await asyncio.gather(*(attempt.kill_guest() for attempt in self.attempts.values()))
-        await self._end_all(jobs, KillWanted(reason), 10.0)
+        told = self._end_all(jobs, KillWanted(reason), 10.0)  # first, so that each knows why it ends
+        await asyncio.gather(told, *(attempt.kill_guest() for attempt in self.attempts.values()))
         return jobs
 
     async def hand_over(self, timeout_s: float) -> None:

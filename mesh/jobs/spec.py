@@ -4,6 +4,7 @@ The job id is the BLAKE2b hash of the signed payload, so two nodes can never dis
 can change it after submission. Everything that changes later lives in the ledger (`ledger.py`), not here.
 """
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Literal
@@ -157,6 +158,7 @@ def placement_request(
         zone=spec.zone,
         nodes=spec.least_nodes,
         memory_mib=spec.memory_mib,
+        cpus=None if spec.cpus is None else math.ceil(spec.cpus),
         exclude=exclude,
         avoid=avoid,
         prefer=prefer,

@@ -24,7 +24,8 @@ class Lending(msgspec.Struct, frozen=True):
 
 
 class Inventory:
-    """`guards`: this node can keep a job to its share of a GPU, now; `gpu_sharing`: its owner allows that there are shares."""
+    """`guards`: this node can keep a job to its share of a GPU, now; `gpu_sharing`: its owner allows that there are shares.
+    `memory_mib` and `cpus` are what one job may have of the machine; without them, all."""
 
     def __init__(
         self,
@@ -39,6 +40,8 @@ class Inventory:
         lending: Lending,
         up_since_unix: int,
         gpu_sharing: bool = True,
+        memory_mib: int | None = None,
+        cpus: int | None = None,
     ) -> None:
         self.lending = lending
         self.gpus = gpus
@@ -52,6 +55,8 @@ class Inventory:
         self._slots, self._accepts, self._own_only = slots, accepts, own_only
         self._up_since_unix = up_since_unix
         self._gpu_sharing = gpu_sharing
+        self._memory_mib = machine_mib() if memory_mib is None else memory_mib
+        self._cpus = cpus or os.cpu_count() or 1
         self._given: dict[bytes, tuple[Portion, ...]] = {}
         self._version = 0
         self._previous: Advert | None = None
@@ -105,8 +110,8 @@ class Inventory:
             gpu_sharing=self._gpu_sharing,
             slots=self._slots,
             slots_free=max(0, self._slots - sum(not portions for portions in self._given.values())),
-            cpus=os.cpu_count() or 1,
-            memory_mib=_memory_mib(),
+            cpus=self._cpus,
+            memory_mib=self._memory_mib,
             engines=self.engines,
             own_only=self._own_only,
             images=self.images,
@@ -127,5 +132,6 @@ class Inventory:
         return reduce(without, self._given.values(), untouched(self.gpus))
 
 
-def _memory_mib() -> int:
+def machine_mib() -> int:
+    """The machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20

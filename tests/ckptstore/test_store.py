@@ -145,6 +145,28 @@ def test_a_file_that_changes_meanwhile_is_torn(tmp_path: Path, monkeypatch: pyte
     assert store.manifests() == [] and not list((tmp_path / "store" / "tmp").iterdir())
 
 
+def test_a_directory_that_becomes_a_link_meanwhile_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in a container would have the daemon, which may be root, read files of its host."""
+    write_tree(tmp_path / "in", {"a/secret": b"own"})
+    write_tree(tmp_path / "host", {"secret": b"the host's"})
+    store = open_store(tmp_path / "store")
+    real = os.open
+
+    def meddle(path: object, *arguments: int, **options: int) -> int:
+        if str(path).endswith("in/a/secret"):
+            (tmp_path / "in" / "a").rename(tmp_path / "moved")
+            (tmp_path / "in" / "a").symlink_to(tmp_path / "host")
+        return real(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ckptstore.saver.os.open", meddle)
+    with pytest.raises(SaveTorn, match="moved"):
+        save(store, tmp_path / "in")
+    monkeypatch.undo()
+    assert store.manifests() == []
+
+
 @given(st.binary(max_size=400))
 def test_hostile_manifests_are_refused(data: bytes) -> None:
     for sealed in (data, fake_seal(data)):

@@ -430,7 +430,9 @@ def containers(label: str) -> list[object]:
 
     client = docker.from_env()
     try:
-        return list(client.containers.list(all=True, filters={"label": f"campus-mesh.node={label}"}))
+        return list(
+            client.containers.list(all=True, filters={"label": f"campus-mesh.node={label}"}, ignore_removed=True)
+        )
     finally:
         client.close()
 

@@ -1,0 +1,121 @@
+"""An engine within its owner's ceilings: what a job asks for beyond them is refused, what it does not ask for is set, and what it
+writes is bounded by looking.
+
+The last is no quota of a file system: between two looks a fast disk takes some gigabytes more. A container's root is read-only,
+and its /tmp and /dev/shm are memory, so its directories and its log are all that it can fill.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from mesh.engine.ceilings import Ceilings
+from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
+
+LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
+FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
+BLOCK = 512  # bytes of st_blocks (inode(7))
+
+
+class BoundedEngine:
+    def __init__(self, engine: Engine, ceilings: Ceilings, sets: Callable[[], bool] = lambda: True) -> None:
+        """`sets`: whether what a job does not ask for is set too. An engine that can bound no more than each process's own memory
+        is better left alone there."""
+        self.name, self.own_root = engine.name, engine.own_root
+        self._engine, self._ceilings, self._sets = engine, ceilings, sets
+
+    async def availability(self) -> Availability:
+        return await self._engine.availability()
+
+    async def images(self) -> tuple[str, ...]:
+        return await self._engine.images()
+
+    async def start(self, launch: Launch) -> Guest:
+        refusal = self._ceilings.refusal(launch.memory_mib, launch.cpus)
+        if refusal:
+            raise EngineError(refusal)
+        limit = await asyncio.to_thread(self._disk_limit, launch)
+        bounded = self._ceilings.applied(launch) if self._sets() else launch
+        return BoundedGuest(await self._engine.start(bounded), launch, limit)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    def _disk_limit(self, launch: Launch) -> int:
+        if self._ceilings.disk_mib is not None:
+            return self._ceilings.disk_mib << 20
+        return used_bytes(launch) + shutil.disk_usage(launch.work_dir).free // FREE_SHARE
+
+
+class BoundedGuest:
+    """Ended once it has written more than `limit` bytes."""
+
+    def __init__(self, guest: Guest, launch: Launch, limit: int) -> None:
+        self._guest, self._launch, self._limit = guest, launch, limit
+        self._over = ""
+        self._watch = asyncio.create_task(self._look(), name=f"disk {launch.job[:8]}")
+
+    async def wait(self) -> Exit:
+        end = await self._guest.wait()
+        if not self._over:
+            self._watch.cancel()
+        await asyncio.wait([self._watch])  # one that has ended it says so in the log first
+        return msgspec.structs.replace(end, detail=self._over) if self._over else end
+
+    async def catches_term(self) -> bool:
+        return await self._guest.catches_term()
+
+    async def terminate(self) -> bool:
+        return await self._guest.terminate()
+
+    async def pids(self) -> frozenset[int]:
+        return await self._guest.pids()
+
+    async def stands_still(self) -> bool:
+        return await self._guest.stands_still()
+
+    def allow_until(self, boot_s: float) -> None:
+        self._guest.allow_until(boot_s)
+
+    async def kill(self) -> None:
+        await self._guest.kill()
+        await self.wait()
+
+    async def _look(self) -> None:
+        while True:
+            begun = time.monotonic()
+            used = await asyncio.to_thread(used_bytes, self._launch)
+            if used > self._limit:
+                self._over = f"it wrote {used / 2**30:.1f} GiB, and may have {self._limit / 2**30:.1f} on this node"
+                await self._guest.kill()
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(_add_line, self._launch.log_path, f"mesh: ended: {self._over}\n")
+                return
+            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (time.monotonic() - begun)))
+
+
+def used_bytes(launch: Launch) -> int:
+    """On disk, of its directories and its log. What cannot be looked at counts nothing; what is linked to elsewhere neither."""
+    used = _blocks(Path(launch.log_path))
+    for root in (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir):
+        for directory, _, files in os.walk(root):
+            used += sum(_blocks(Path(directory, name)) for name in files)
+    return used
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * BLOCK
+    except OSError:
+        return 0
+
+
+def _add_line(path: str, line: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(line)

@@ -1,0 +1,71 @@
+"""A bridge for each container that may reach a network, with its owner's rules on it for as long as it is there."""
+
+import contextlib
+import logging
+from typing import Any
+
+import docker.errors
+import requests
+
+from mesh.engine.egress import EgressError, Firewall
+from mesh.engine.engine import EngineError
+from mesh.engine.warden import LABEL_NODE
+
+log = logging.getLogger(__name__)
+
+
+class Bridges:
+    """Its calls block."""
+
+    def __init__(self, firewall: Firewall, node: str) -> None:
+        self._firewall, self._node = firewall, node
+
+    @property
+    def words(self) -> str:
+        return self._firewall.policy.words
+
+    def problem(self) -> str:
+        return self._firewall.problem()
+
+    def make(self, client: Any) -> str:
+        """The name of a network for one container, "none" where it may have none. EngineError if nothing would keep it in."""
+        if self._firewall.policy.kind == "none":
+            return "none"
+        name = self._firewall.bridge()
+        try:
+            problem = self._firewall.problem()
+            if problem:
+                raise EgressError(problem)
+            self._firewall.shut(name)
+        except EgressError as error:
+            raise EngineError(f"nothing here would keep it to {self.words}: {error}") from error
+        options = {"com.docker.network.bridge.name": name, "com.docker.network.bridge.enable_icc": "false"}
+        try:
+            client.networks.create(name, driver="bridge", options=options, labels={LABEL_NODE: self._node})
+        except (docker.errors.APIError, requests.RequestException) as error:
+            self._firewall.open(name)
+            raise EngineError(f"Docker could not make a network for it: {error}") from error
+        return name
+
+    def remove(self, client: Any, name: str) -> None:
+        """Once its container is removed. Its rules stay if the bridge does: the next start removes both."""
+        if name == "none":
+            return
+        try:
+            client.api.remove_network(name)
+        except docker.errors.NotFound:
+            pass
+        except (docker.errors.APIError, requests.RequestException) as error:
+            log.warning("the network %s stays for now: %s", name, error)
+            return
+        self._firewall.open(name)
+
+    def repair(self) -> None:
+        """EgressError if rules that were flushed cannot be put back."""
+        self._firewall.repair()
+
+    def sweep(self, client: Any) -> None:
+        for network in client.networks.list(filters={"label": f"{LABEL_NODE}={self._node}"}):
+            with contextlib.suppress(docker.errors.APIError):
+                network.remove()
+        self._firewall.sweep()

@@ -1,0 +1,53 @@
+"""What an owner lets one guest have of his machine at most. A job cannot raise it: it asks for less, or goes elsewhere."""
+
+import msgspec
+
+from mesh.engine.engine import Launch
+
+GIB = 1024  # MiB
+KEPT_SHARE, KEPT_MIB = (
+    8,
+    GIB,
+)  # of the memory, one part in so many, at least that, stays the owner's if he says nothing; ours
+SHM_SHARE = 2  # of a guest's memory, one part in so many may be shared memory: what Linux gives a tmpfs (tmpfs(5))
+PIDS = 4096  # processes and threads; a PyTorch loader has a hundred; ours
+
+
+class Ceilings(msgspec.Struct, frozen=True):
+    """`cpus` and `disk_mib` None: no ceiling is set. `disk_mib` is of its directories and its log together."""
+
+    memory_mib: int
+    pids: int = PIDS
+    cpus: float | None = None
+    shm_mib: int | None = None
+    disk_mib: int | None = None
+
+    def refusal(self, memory_mib: int | None, cpus: float | None) -> str:
+        """Why a job that asks for this cannot have it here; empty if it can."""
+        if memory_mib is not None and memory_mib > self.memory_mib:
+            return f"its owner lends {self.memory_mib} MiB of memory to a job, {memory_mib} asked"
+        if cpus is not None and self.cpus is not None and cpus > self.cpus:
+            return f"its owner lends {self.cpus:g} CPUs to a job, {cpus:g} asked"
+        return ""
+
+    def applied(self, launch: Launch) -> Launch:
+        """The launch within them; what it does not ask for is theirs."""
+        memory = self.memory_mib if launch.memory_mib is None else launch.memory_mib
+        shm = memory // SHM_SHARE if self.shm_mib is None else min(memory, self.shm_mib)
+        cpus = self.cpus if launch.cpus is None else launch.cpus
+        return msgspec.structs.replace(launch, memory_mib=memory, cpus=cpus, pids=self.pids, shm_mib=max(1, shm))
+
+
+def ceilings_of(
+    machine_mib: int,
+    memory_gib: float | None,
+    cpus: float | None,
+    pids: int,
+    shm_gib: float | None,
+    disk_gib: float | None,
+) -> Ceilings:
+    """From the owner's settings, on a machine with so much memory."""
+    kept = max(KEPT_MIB, machine_mib // KEPT_SHARE)
+    memory = max(1, machine_mib - kept) if memory_gib is None else min(machine_mib, int(memory_gib * GIB))
+    shm, disk = (None if gib is None else int(gib * GIB) for gib in (shm_gib, disk_gib))
+    return Ceilings(memory, pids, cpus, shm, disk)

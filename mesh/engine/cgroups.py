@@ -1,0 +1,89 @@
+"""Control groups of both versions: where a process's are, what runs in one, how to end that. Standard library only."""
+
+import contextlib
+import os
+from functools import cache
+from pathlib import Path
+
+from mesh.engine.descent import Process, process_of
+
+KILL, FREEZER = "cgroup.kill", "freezer.state"  # of version 2 (Linux 5.14), of version 1
+
+
+@cache
+def mounts() -> dict[str, tuple[str, Path]]:
+    """By controller ("" is version 2): which part of the hierarchy is to be seen, and where (proc_pid_mountinfo(5)), as it was
+    when this process first asked."""
+    found: dict[str, tuple[str, Path]] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+            place = (fields[3], Path(fields[4].replace("\\040", " ")))
+            if kind == "cgroup2":
+                found.setdefault("", place)
+            elif kind == "cgroup":
+                for controller in options.split(","):
+                    found.setdefault(controller, place)
+    return found
+
+
+def groups_of(pid: int) -> dict[str, Path]:
+    """By controller, the directory of the control group that a process is in; what is not to be seen from here is left out."""
+    seen, found = mounts(), {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in controllers.split(","):
+                root, mounted = seen.get(controller, ("", None))
+                if mounted is not None and (path + "/").startswith(root.rstrip("/") + "/"):
+                    found[controller] = mounted / path[len(root.rstrip("/")) :].lstrip("/")
+    return found
+
+
+def is_in(pid: int, group: Path) -> bool:
+    """Whether the process is in this group now, or in one below."""
+    return any(own == group or group in own.parents for own in groups_of(pid).values())
+
+
+def pids_in(group: Path) -> list[int]:
+    """Numbers of everybody in a group and below it, as of this moment; none if it is gone."""
+    found: list[int] = []
+    for directory, _, _ in os.walk(group):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(directory, "cgroup.procs").read_text().split())
+    return found
+
+
+def processes_in(group: Path) -> set[Process]:
+    """Everybody in a group and below it, none if it is gone. A number may be given to somebody else between the list and the
+    look, so it is looked at where that one is."""
+    named = ((pid, process_of(pid)) for pid in pids_in(group))
+    return {process for pid, process in named if process is not None and is_in(pid, group)}
+
+
+def own_groups(pid: int, mark: str) -> tuple[Path, ...]:
+    """Of a process: the groups to end and to thaw it by, those whose name has this mark in it and is thus its own."""
+    found = groups_of(pid)
+    return tuple(found[name] for name in ("", "freezer") if name in found and mark in found[name].name)
+
+
+def kill_all(group: Path) -> None:
+    """SIGKILL to everybody in a group of version 2 at once, forks under way included; nothing in one of version 1."""
+    with contextlib.suppress(OSError):
+        _write(group / KILL, "1")
+
+
+def thaw(group: Path) -> None:
+    """One that is frozen takes its SIGKILL only when it is thawed (version 1), or at once (version 2)."""
+    with contextlib.suppress(OSError):
+        _write(group / FREEZER, "THAWED")
+
+
+def _write(path: Path, text: str) -> None:
+    """Into a file that is there: none is made, as where the group has gone meanwhile."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

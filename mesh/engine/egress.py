@@ -1,0 +1,165 @@
+"""Which addresses containers may reach: none (the default), the campus, or a list; kept by the host's own firewall.
+
+With `none` a container has no network at all. Otherwise it has a bridge of its own, alone on it, and the rules of that bridge are
+there before it starts: in Docker's chain for them (DOCKER-USER) for what goes on to other machines, in INPUT for this machine,
+which it reaches at no address. What is let through only returns to Docker's own rules, which keep bridges apart. The rules go
+with the guest; what an earlier run left is removed at the next start, and rules that somebody flushed are put back.
+
+`rules` and `Policy` are pure; `Firewall` performs.
+"""
+
+import contextlib
+import ipaddress
+import os
+import re
+import shutil
+import subprocess
+import threading
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["none", "campus", "list"]
+CAMPUS = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")  # RFC 1918
+COMMAND_S = 10.0
+ADMIN = "icmp-admin-prohibited"
+
+
+class EgressError(RuntimeError):
+    """The policy cannot be kept here; the text says why."""
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """`allowed` are networks of IPv4; containers have no IPv6."""
+
+    kind: Kind = "none"
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return {"none": "no network", "campus": "the campus network only", "list": f"only {', '.join(self.allowed)}"}[
+            self.kind
+        ]
+
+
+def policy_of(kind: Kind, listed: tuple[str, ...]) -> Policy:
+    """From the owner's settings; ValueError in words."""
+    if kind == "list" and not listed:
+        raise ValueError('egress = "list" needs egress_allow, a list of networks like "10.1.0.0/16"')
+    for text in listed:
+        try:
+            ipaddress.IPv4Network(text)
+        except ValueError as error:
+            raise ValueError(f"egress_allow: {text!r} is no IPv4 network ({error})") from error
+    if kind != "list" and listed:
+        raise ValueError('egress_allow is for egress = "list" only')
+    return Policy(kind, {"none": (), "campus": CAMPUS, "list": listed}[kind])
+
+
+def chain_of(bridge: str) -> str:
+    return f"MESH-{bridge}"
+
+
+def rules(bridge: str, policy: Policy) -> list[list[str]]:
+    """Arguments of iptables after the verb, in the order in which they hold; the last two lead into them."""
+    chain, ours = chain_of(bridge), ["-i", bridge]
+    answers = ["-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED"]
+    others = ["-m", "conntrack", "!", "--ctstate", "RELATED,ESTABLISHED"]
+    reject = ["-j", "REJECT", "--reject-with", ADMIN]
+    return [
+        [chain, *answers, "-j", "RETURN"],
+        *([chain, "-d", network, "-j", "RETURN"] for network in policy.allowed),
+        [chain, *reject],
+        ["DOCKER-USER", *ours, "-j", chain],
+        ["INPUT", *ours, *others, *reject],
+    ]
+
+
+class Firewall:
+    """Of one daemon's containers. Its calls block; several threads may use it."""
+
+    def __init__(self, policy: Policy, tag: str) -> None:
+        """`tag`: lower-case letters and digits, at most six, which no other daemon of this machine has."""
+        self.policy = policy
+        self._tag = tag
+        self._bridges: set[str] = set()
+        self._lock = threading.Lock()
+
+    def problem(self) -> str:
+        """Why the policy cannot be kept here; empty if it can."""
+        if self.policy.kind == "none":
+            return ""
+        if shutil.which("iptables") is None:
+            return "iptables is not installed, which keeps containers to their networks"
+        try:
+            self._call("-S", "DOCKER-USER")
+        except EgressError as error:
+            return str(error)
+        return ""
+
+    def bridge(self) -> str:
+        """A name for a bridge (at most 15 characters, as the kernel has it) that none of ours has."""
+        return f"m{self._tag}{os.urandom(4).hex()}"
+
+    def shut(self, bridge: str) -> None:
+        """Before anything is on the bridge. EgressError, and nothing is left, if it cannot be."""
+        with self._lock:
+            try:
+                self._put(bridge)
+            except EgressError:
+                self._take(bridge)
+                raise
+            self._bridges.add(bridge)
+
+    def open(self, bridge: str) -> None:
+        """Once nothing is on the bridge any more."""
+        with self._lock:
+            self._bridges.discard(bridge)
+            self._take(bridge)
+
+    def repair(self) -> None:
+        """Put back what somebody flushed. EgressError if that cannot be."""
+        with self._lock:
+            for bridge in self._bridges:
+                if not all(self._holds("-C", *rule) for rule in rules(bridge, self.policy)):
+                    self._take(bridge)
+                    self._put(bridge)
+
+    def sweep(self) -> None:
+        """Remove what an earlier run left."""
+        if shutil.which("iptables") is None or os.getuid() != 0:
+            return
+        with self._lock, contextlib.suppress(EgressError):
+            found = set(re.findall(rf"-N MESH-(m{self._tag}[0-9a-f]{{8}})\b", self._call("-S")))
+            for bridge in found - self._bridges:
+                self._take(bridge)
+
+    def _put(self, bridge: str) -> None:
+        self._call("-N", chain_of(bridge))
+        for rule in rules(bridge, self.policy):
+            self._call("-A" if rule[0] == chain_of(bridge) else "-I", *rule)
+
+    def _take(self, bridge: str) -> None:
+        for rule in rules(bridge, self.policy)[-2:]:
+            while self._holds("-D", *rule):
+                pass
+        for verb in ("-F", "-X"):
+            self._holds(verb, chain_of(bridge))
+
+    def _holds(self, *words: str) -> bool:
+        with contextlib.suppress(EgressError):
+            self._call(*words)
+            return True
+        return False
+
+    @staticmethod
+    def _call(*words: str) -> str:
+        try:
+            done = subprocess.run(
+                ["iptables", "-w", "5", *words], capture_output=True, text=True, check=False, timeout=COMMAND_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise EgressError(f"iptables: {error}") from error
+        if done.returncode:
+            raise EgressError(f"iptables {' '.join(words)}: {done.stderr.strip()[:200] or done.returncode}")
+        return done.stdout

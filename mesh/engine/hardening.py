@@ -1,0 +1,91 @@
+"""What a container may do: the least that the job contract needs (docs/isolation.md).
+
+All capabilities dropped, no new privileges, Docker's own seccomp profile, read-only root, a user that is not root, no network
+unless the owner says which (`egress.py`), no namespace of the host, no socket of the engine, nothing of the host but the
+attempt's four directories and what the node's guard brings. There is no setting for a privileged one.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import docker.types
+
+from mesh.engine.engine import Launch, contract_env
+from mesh.engine.warden import LABEL_NODE
+
+GUEST_UID = 65_532  # "nonroot" of distroless images; owns nothing on a normal host
+LABEL_JOB = "campus-mesh.job"
+TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, and counted as the guest's
+CDI_KIND = "nvidia.com/gpu="
+WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
+
+
+def arguments(launch: Launch, node: str, network: str = "none", cdi: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """For the SDK's `containers.create`. `network`: a bridge of its own, or none; `cdi`: devices that the engine knows by CDI."""
+    user = f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
+    chosen: dict[str, Any] = {
+        "command": list(launch.argv),
+        "entrypoint": "",
+        "environment": contract_env(launch, WORK, CKPT, OUT, CTL),
+        "working_dir": WORK,
+        "user": user,
+        "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in _directories(launch).items()},
+        "mounts": [
+            docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
+            for mount in launch.injection.mounts
+        ],
+        "labels": {LABEL_NODE: node, LABEL_JOB: launch.job},
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "privileged": False,
+        "read_only": True,
+        "tmpfs": TMPFS,
+        "shm_size": launch.shm_mib << 20,
+        "network_mode": network,
+        "ipc_mode": "private",
+        "pids_limit": launch.pids,
+        "device_requests": _devices(launch.gpu_uuids, cdi),
+        "init": shutil.which("docker-init") is not None,
+        "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the one copy
+    }
+    if launch.memory_mib is not None:
+        chosen |= {"mem_limit": launch.memory_mib << 20, "memswap_limit": launch.memory_mib << 20}
+    if launch.cpus is not None:
+        chosen["nano_cpus"] = int(launch.cpus * 1e9)
+    return chosen
+
+
+def give_files(launch: Launch) -> None:
+    """To the user that the container runs as, where the daemon is another one."""
+    if os.getuid() == 0:
+        for path in (*_directories(launch), *(str(m.source) for m in launch.injection.mounts if not m.read_only)):
+            _give(Path(path))
+
+
+def _directories(launch: Launch) -> dict[str, str]:
+    return {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
+
+
+def cdi_devices(info: dict[str, Any]) -> frozenset[str]:
+    """What an engine of Docker 28 says of the devices that it has found by the Container Device Interface."""
+    found = info.get("DiscoveredDevices") or []
+    return frozenset(str(device.get("ID")) for device in found if device.get("Source") == "cdi")
+
+
+def _devices(uuids: tuple[str, ...], cdi: frozenset[str]) -> list[Any]:
+    """By UUID, never by number. By CDI where the engine lists them so, which NVIDIA wants to be the one way."""
+    if not uuids:
+        return []
+    names = [CDI_KIND + uuid for uuid in uuids]
+    if cdi.issuperset(names):
+        return [docker.types.DeviceRequest(driver="cdi", device_ids=names)]
+    return [docker.types.DeviceRequest(device_ids=list(uuids), capabilities=[["gpu", "compute", "utility"]])]
+
+
+def _give(path: Path) -> None:
+    os.chown(path, GUEST_UID, GUEST_UID)
+    for directory, names, files in os.walk(path):
+        for name in (*names, *files):
+            os.chown(Path(directory) / name, GUEST_UID, GUEST_UID, follow_symlinks=False)

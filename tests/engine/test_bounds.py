@@ -1,0 +1,118 @@
+"""What an owner lets a job have: ceilings, addresses, and what becomes of one that writes too much."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from mesh.config import ConfigError, load_settings
+from mesh.engine.bounded import BoundedEngine
+from mesh.engine.ceilings import Ceilings, ceilings_of
+from mesh.engine.egress import CAMPUS, chain_of, policy_of, rules
+from mesh.engine.engine import EngineError, Launch
+from mesh.engine.gpusight import missing
+from mesh.engine.hardening import cdi_devices
+from mesh.engine.process import ProcessEngine
+from tests.engine.test_engines import LOOP, WAIT_S, Bench
+
+LAUNCH = Launch("j", 0, ("true",), {}, "w", "c", "o", "t", "l", "n", 1.0)
+
+
+def test_an_eighth_of_the_memory_stays_its_owners_unless_he_says_more() -> None:
+    assert ceilings_of(64 << 10, None, None, 100, None, None).memory_mib == 56 << 10
+    assert ceilings_of(2 << 10, None, None, 100, None, None).memory_mib == 1 << 10
+    assert ceilings_of(512, None, None, 100, None, None).memory_mib == 1
+    assert ceilings_of(64 << 10, 128.0, None, 100, None, None).memory_mib == 64 << 10
+    assert ceilings_of(64 << 10, 1.5, 2.5, 100, 0.25, 3.0) == Ceilings(1536, 100, 2.5, 256, 3072)
+
+
+numbers = some.none() | some.integers(1, 1 << 20)
+
+
+@given(memory=numbers, cpus=numbers, most=some.integers(1, 1 << 20), most_cpus=numbers, shm=numbers)
+def test_nothing_that_is_let_in_is_above_a_ceiling(
+    memory: int | None, cpus: int | None, most: int, most_cpus: int | None, shm: int | None
+) -> None:
+    ceilings = Ceilings(most, 64, most_cpus, shm)
+    bounded = ceilings.applied(msgspec.structs.replace(LAUNCH, memory_mib=memory, cpus=cpus))
+    beyond = (memory or 0) > most or (most_cpus is not None and (cpus or 0) > most_cpus)
+    assert bool(ceilings.refusal(memory, cpus)) == beyond
+    if not beyond:
+        assert bounded.memory_mib is not None and bounded.memory_mib <= most and bounded.pids == 64
+        assert bounded.shm_mib <= max(1, bounded.memory_mib) and (shm is None or bounded.shm_mib <= shm)
+        assert most_cpus is None or (bounded.cpus is not None and bounded.cpus <= most_cpus)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("max_memory_gib = 0", "max_memory_gib must be a number from 0.01"),
+        ("max_cpus = nan", "max_cpus must be a number"),
+        ("shm_gib = -1", "shm_gib must be"),
+        ("max_disk_gib = inf", "max_disk_gib must be"),
+        ("max_pids = 1", "max_pids must be 16"),
+        ('egress = "all"', "egress"),
+        ('egress = "list"', "needs egress_allow"),
+        ('egress = "list"\negress_allow = ["10.0.0.1/8"]', "is no IPv4 network"),
+        ('egress = "list"\negress_allow = ["fe80::/10"]', "is no IPv4 network"),
+        ('egress = "list"\negress_allow = ["-j ACCEPT"]', "is no IPv4 network"),
+        ('egress_allow = ["10.0.0.0/8"]', "is for egress"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "config.toml").write_text(line)
+    with pytest.raises(ConfigError, match=words):
+        load_settings(tmp_path / "config.toml", {})
+
+
+def test_rules_end_with_no_and_only_return_what_they_let_through() -> None:
+    """A verdict of ACCEPT would go past the rules by which Docker keeps bridges apart."""
+    policy = policy_of("list", ("10.1.0.0/16", "192.0.2.7/32"))
+    made = rules("mabc", policy)
+    assert [rule[2] for rule in made if rule[0] == chain_of("mabc") and rule[1] == "-d"] == list(policy.allowed)
+    assert "REJECT" in made[-3] and made[-3][0] == chain_of("mabc") and not any("ACCEPT" in rule for rule in made)
+    assert [rule[0] for rule in made[-2:]] == ["DOCKER-USER", "INPUT"]
+    assert policy_of("campus", ()).allowed == CAMPUS and policy_of("none", ()).allowed == ()
+    assert len(chain_of("m" + "0" * 14)) <= 28, "iptables takes no longer name"
+
+
+def test_devices_by_cdi_are_found_where_the_engine_lists_them() -> None:
+    listed = {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=GPU-1"}, {"Source": "else", "ID": "x"}]}
+    assert cdi_devices(listed) == {"nvidia.com/gpu=GPU-1"} and cdi_devices({}) == frozenset()
+    assert cdi_devices({"DiscoveredDevices": None}) == frozenset()
+
+
+def test_a_gpu_that_is_not_told_of_is_missing() -> None:
+    told = "GPU 0: NVIDIA H200 (UUID: GPU-aa)\n  MIG 1g.18gb Device 0: (UUID: MIG-bb)\n"
+    assert missing(told, ("GPU-aa", "MIG-bb")) == () and missing(told, ("GPU-aa", "GPU-cc")) == ("GPU-cc",)
+
+
+async def test_more_than_its_owner_lends_is_refused_in_words(tmp_path: Path) -> None:
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, cpus=2.0)), tmp_path, None)
+    with pytest.raises(EngineError, match="lends 1024 MiB of memory to a job, 2048 asked"):
+        await bench.shell("true", memory_mib=2048)
+    with pytest.raises(EngineError, match="lends 2 CPUs to a job, 3 asked"):
+        await bench.shell("true", cpus=3.0)
+
+
+@pytest.mark.parametrize("where", ["> $MESH_OUT_DIR/big", ""])
+async def test_one_that_writes_too_much_is_ended_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("mesh.engine.bounded.LOOK_S", 0.05)
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, disk_mib=8)), tmp_path, None)
+    guest = await bench.shell(f"dd if=/dev/zero bs=1M count=4 {where}; echo fits; {LOOP}")
+    await bench.until_logged("fits")
+    await asyncio.sleep(0.3)
+    assert (await guest.pids()) != frozenset(), "what fits is left alone"
+    await guest.kill()
+    guest = await bench.shell(f"dd if=/dev/zero bs=1M count=40 {where}; {LOOP}")
+    async with asyncio.timeout(WAIT_S):
+        end = await guest.wait()
+    assert end.code == 137 and "and may have 0.0 on this node" in end.detail
+    async with asyncio.timeout(WAIT_S):
+        while b"mesh: ended: it wrote" not in (tmp_path / "log").read_bytes()[-300:]:
+            await asyncio.sleep(0.02)

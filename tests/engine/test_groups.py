@@ -1,0 +1,89 @@
+"""Limits that hold for a guest of the process engine as a whole, where this machine lets us make control groups."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.engine.bounded import BoundedEngine
+from mesh.engine.ceilings import Ceilings
+from mesh.engine.guestgroup import make_group, remove_groups
+from mesh.engine.process import ProcessEngine
+from tests.engine.test_engines import WAIT_S, Bench, processes_with
+
+HALF = f"{sys.executable} -c 'held = bytearray(150 << 20); print(\"held\", flush=True); import time; time.sleep(60)'"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    engine = ProcessEngine()
+    words = (await engine.availability()).isolation
+    if "limits of memory, processes, CPU for all of it" not in words:
+        pytest.skip(f"this machine lets nobody make control groups: {words}")
+    bench = Bench(BoundedEngine(engine, Ceilings(256, pids=20, cpus=0.5), lambda: engine.bounds_memory), tmp_path, None)
+    yield bench
+    for guest in bench.guests:
+        await guest.kill()
+
+
+async def test_its_memory_is_bounded_for_all_its_processes_together(bench: Bench) -> None:
+    guest = await bench.shell(f"({HALF}; kill -9 $$) & ({HALF}; kill -9 $$) & wait")
+    async with asyncio.timeout(WAIT_S):
+        end = await guest.wait()
+    assert end.oom and end.code != 0 and bench.log.count("held") <= 1
+
+
+async def test_it_has_no_more_processes_than_it_may(bench: Bench) -> None:
+    guest = await bench.shell(
+        "for n in $(seq 60); do sleep 77123456 & done 2>/dev/null; echo tried; while :; do sleep 1; done"
+    )
+    async with asyncio.timeout(WAIT_S):
+        while len(processes_with("77123456")) < 15 and (await guest.pids()):
+            await asyncio.sleep(0.02)
+    assert len(processes_with("77123456")) <= 20
+
+
+async def test_its_groups_are_its_own_and_go_with_it(bench: Bench) -> None:
+    guest = await bench.shell("cat /proc/self/cgroup; while :; do sleep 0.05; done")
+    await bench.until_logged("guest-")
+    names = {line.rpartition("/")[2] for line in bench.log.splitlines() if "guest-" in line}
+    assert len(names) == 1
+    (name,) = names
+    found = list(Path("/sys/fs/cgroup").glob(f"*/**/{name}"))
+    quotas = [Path(path, "cpu.cfs_quota_us") for path in found if Path(path, "cpu.cfs_quota_us").exists()]
+    assert found and all(quota.read_text() == "50000\n" for quota in quotas)
+    await guest.kill()
+    assert not any(path.exists() for path in found)
+
+
+async def test_one_without_a_network_talks_to_itself_alone(tmp_path: Path) -> None:
+    engine = ProcessEngine(network="none")
+    answer = await engine.availability()
+    if not answer.ok:
+        pytest.skip(f"this kernel or container lets nobody make namespaces: {answer.detail}")
+    assert "no network" in answer.isolation
+    said = await Bench(engine, tmp_path, None).output(
+        f'cat /proc/net/dev; {sys.executable} -c \'import socket; s = socket.create_server(("127.0.0.1", 0)); '
+        'socket.create_connection(s.getsockname()); print("loops")\''
+    )
+    assert "loops" in said and [line.split(":")[0].strip() for line in said.splitlines() if ":" in line] == ["lo"]
+
+
+async def test_where_it_cannot_be_cut_off_it_does_not_start(tmp_path: Path) -> None:
+    answer = await ProcessEngine(network="none", namespaces=False).availability()
+    assert not answer.ok and "cannot be kept from the network" in answer.detail
+
+
+def test_making_and_removing_are_no_trouble_side_by_side() -> None:
+    first = make_group()
+    if first is None:
+        pytest.skip("this machine lets nobody make control groups")
+    made = [first, *(make_group() for _ in range(20))]
+    assert all(group is not None and group.kinds for group in made)
+    for group in made:
+        assert group is not None
+        remove_groups(group.directories)
+        remove_groups(group.directories)
+        assert not any(Path(path).exists() for path in group.directories)

@@ -1,0 +1,379 @@
+"""The kill-switch: everything of a guest ends in a moment, whoever else stands still, and nobody else ever does."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.engine import hunt
+from mesh.engine.alone import alone
+from mesh.engine.descent import Process, lives, process_of
+from mesh.engine.docker import DockerEngine
+from mesh.engine.engine import Engine, EngineError
+from mesh.engine.killswitch import BY_OWNER, KillSwitch, open_switch
+from mesh.engine.process import ProcessEngine
+from mesh.engine.register import Entry, Register, boot_id
+from tests.engine.test_engines import LOOP, Bench, containers, processes_with, wait_until
+from tests.images import busybox_image, import_busybox
+
+WAIT_S = 30.0
+FORKS = "f() { sleep 7{mark} & sleep 0.01; f; }; f"
+
+
+class Place:
+    """A register, its switch, and a bench on an engine that has them."""
+
+    def __init__(self, root: Path, kind: str) -> None:
+        self.root, self.kind = root, kind
+        self.register = Register(root / "guests")
+        self.socket = root / "kill.sock"
+        self.switch = open_switch(self.register, self.socket)
+        self.label = f"kill-{os.getpid()}-{time.monotonic_ns()}"
+        engine: Engine
+        if kind == "docker":
+            engine = DockerEngine(self.label, self.switch)
+        else:
+            engine = ProcessEngine(self.switch, namespaces=kind == "process")
+        (root / "attempt").mkdir()
+        self.bench = Bench(engine, root / "attempt", busybox_image() if kind == "docker" else None)
+
+    async def guest(self, mark: str) -> None:
+        script = f"trap '' TERM; (sleep 9{mark} &); sh -c 'sleep 8{mark} & wait' & echo ready{mark}; {LOOP}"
+        await self.bench.shell(script)
+        await self.bench.until_logged(f"ready{mark}")
+
+    def press(self, timeout_s: float = WAIT_S) -> dict[str, object]:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(timeout_s)
+            client.connect(str(self.socket))
+            client.sendall(b"kill\n")
+            heard = b""
+            while not heard.endswith(b"\n"):
+                heard += client.recv(65536) or b"\n"
+        answer: dict[str, object] = json.loads(heard)
+        return answer
+
+
+def fresh_mark() -> str:
+    return f"{time.time_ns()}"[-8:]
+
+
+@pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
+async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+    place = Place(tmp_path, request.param)
+    assert (await place.bench.engine.availability()).ok
+    yield place
+    place.switch.strike().result(WAIT_S)
+    for guest in place.bench.guests:
+        await guest.wait()
+    await place.bench.engine.close()
+    place.switch.close()
+
+
+async def test_all_guests_end_while_the_loop_is_blocked(place: Place) -> None:
+    mark = fresh_mark()
+    for number in range(3):
+        await place.guest(f"{mark}{number}")
+    heard: list[dict[str, object]] = []
+    asker = threading.Thread(target=lambda: heard.append(place.press()))
+    asker.start()
+    deadline = time.monotonic() + WAIT_S
+    while asker.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)  # noqa: ASYNC251  (this is what blocks it)
+    asker.join()
+    killed = heard[0]["killed"]
+    assert isinstance(killed, list) and len(killed) == 3
+    assert all(one["processes"] >= 3 and one["left"] == [] and one["job"] == "j" * 26 for one in killed)
+    assert not any(processes_with(f"{mark}{number}") for number in range(3))
+    async with asyncio.timeout(WAIT_S):
+        ends = [await guest.wait() for guest in place.bench.guests]
+    assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}
+    assert place.register.entries() == ({}, [])
+
+
+async def test_nothing_starts_until_its_owner_lends_again(place: Place) -> None:
+    assert place.press() == {"killed": []}
+    with pytest.raises(EngineError, match="taken this machine back"):
+        await place.bench.shell("true")
+    assert place.register.entries() == ({}, [])
+    place.switch.release()
+    guest = await place.bench.shell("exit 3")
+    assert (await guest.wait()).code == 3
+    if place.kind == "docker":
+        await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
+
+
+async def test_it_is_ended_that_starts_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order comes when its program runs already, and nobody has noted which process that is."""
+    mark = fresh_mark()
+    started, amended = place.switch.started, place.switch.amend
+
+    def late(key: str) -> None:
+        place.switch.strike().result(WAIT_S)
+        started(key)
+
+    monkeypatch.setattr(place.switch, "started", late)
+    monkeypatch.setattr(place.switch, "amend", lambda key, entry: amended(key, replace(entry, head=None, groups=())))
+    with pytest.raises(EngineError, match="taken this machine back"):
+        await place.bench.shell(f"sleep 8{mark} & {LOOP}")
+    assert not processes_with(mark)
+
+
+async def test_what_is_ended_past_the_daemon_is_not_the_jobs_fault(place: Place) -> None:
+    mark = fresh_mark()
+    await place.guest(mark)
+    entries, problems = place.register.entries()
+    assert problems == [] and len(entries) == 1
+    for key in entries:
+        place.register.strike(key)
+    (struck,) = hunt.run(entries.values())
+    assert struck.processes >= 3 and struck.left == () and not processes_with(mark)
+    async with asyncio.timeout(WAIT_S):
+        end = await place.bench.guests[0].wait()
+    assert (end.code, end.fault) == (137, BY_OWNER) and place.register.entries() == ({}, [])
+
+
+async def test_one_that_stands_still_ends(place: Place) -> None:
+    mark = fresh_mark()
+    await place.guest(mark)
+    place.bench.guests[0].allow_until(0.0)
+    async with asyncio.timeout(WAIT_S):
+        while not await place.bench.guests[0].stands_still():
+            await asyncio.sleep(0.01)
+    place.press()
+    assert not processes_with(mark)
+
+
+async def test_one_that_forks_for_ever_ends(place: Place) -> None:
+    mark = fresh_mark()
+    await place.bench.shell(FORKS.replace("{mark}", mark))
+    async with asyncio.timeout(WAIT_S):
+        while len(processes_with(f"7{mark}")) < 30:
+            await asyncio.sleep(0.05)
+    place.press()
+    assert not processes_with(f"7{mark}")
+
+
+async def test_orphans_of_a_guest_are_among_its_processes(place: Place) -> None:
+    mark = fresh_mark()
+    await place.bench.shell(f"sh -c 'trap \"\" TERM; sleep 8{mark} & exit 0'; echo ready{mark}; {LOOP}")
+    await place.bench.until_logged(f"ready{mark}")
+    guest = place.bench.guests[0]
+    found = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in await guest.pids()]
+    assert any(f"8{mark}".encode() in line for line in found)
+    assert await guest.catches_term() is False
+
+
+async def test_orphans_are_told_of_a_notice(tmp_path: Path) -> None:
+    """Where there is no PID namespace, the watcher adopts them."""
+    place = Place(tmp_path, "session")
+    trap = "trap 'echo told; exit' TERM; echo ready; while :; do sleep 0.05; done"
+    guest = await place.bench.shell(f'sh -c "{trap}" & exec sh -c "exec sleep 60"')
+    try:
+        await place.bench.until_logged("ready")
+        first = await guest.pids()
+        assert len(first) >= 2 and await guest.terminate()
+        await place.bench.until_logged("told")
+    finally:
+        await guest.kill()
+        place.switch.close()
+
+
+# --- who is not meant
+
+
+@pytest.fixture
+def bystander() -> Iterator[Process]:
+    child = subprocess.Popen(["sleep", "600"])
+    process = process_of(child.pid)
+    assert process is not None
+    yield process
+    child.kill()
+    child.wait()
+
+
+def entry(**changes: object) -> Entry:
+    return replace(Entry(boot_id(), "process", "j" * 26, 0), **changes)  # type: ignore[arg-type]
+
+
+def test_a_number_that_was_given_again_is_somebody_else(bystander: Process) -> None:
+    other = Process(bystander.pid, bystander.started - 1)
+    assert other.open() is None
+    (struck,) = hunt.run([entry(head=other, watcher=other)])
+    assert struck.left == () and lives(bystander)
+    (struck,) = hunt.run([entry(head=bystander)])
+    assert struck.left == () and not lives(bystander)
+
+
+def test_nobody_is_ended_by_an_entry_of_another_boot(tmp_path: Path, bystander: Process) -> None:
+    register = Register(tmp_path)
+    register.keep("old", replace(entry(head=bystander), boot="another"))
+    assert register.entries() == ({}, [])
+    open_switch(register, tmp_path / "kill.sock").close()
+    assert lives(bystander) and list(tmp_path.iterdir()) == []
+
+
+def test_what_an_earlier_run_left_is_ended_at_the_next_start(tmp_path: Path, bystander: Process) -> None:
+    register = Register(tmp_path / "guests")
+    register.keep("left", entry(head=bystander))
+    open_switch(register, tmp_path / "kill.sock").close()
+    assert not lives(bystander) and register.entries() == ({}, [])
+
+
+def test_the_socket_is_its_owners_alone_and_takes_one_word(tmp_path: Path) -> None:
+    switch = open_switch(Register(tmp_path / "guests"), tmp_path / "kill.sock")
+    try:
+        assert (tmp_path / "kill.sock").stat().st_mode & 0o777 == 0o600
+        for said in (b"kill them\n", b"\xff\x00\n", b"x" * 5000, b"\n"):
+            with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionError):
+                client.settimeout(WAIT_S)
+                client.connect(str(tmp_path / "kill.sock"))
+                client.sendall(said)
+                assert json.loads(client.makefile().readline() or '{"error": ""}').keys() == {"error"}
+        assert not switch.holding
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+        for client in silent[:10]:
+            client.connect(str(tmp_path / "kill.sock"))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(WAIT_S)
+            client.connect(str(tmp_path / "kill.sock"))
+            for byte in b"kill\n":
+                client.sendall(bytes([byte]))
+            assert json.loads(client.makefile().readline()) == {"killed": []} and switch.holding
+        for client in silent:
+            client.close()
+    finally:
+        switch.close()
+    assert not (tmp_path / "kill.sock").exists()
+
+
+def test_what_fails_before_the_signals_does_not_keep_them(tmp_path: Path, bystander: Process) -> None:
+    switch = KillSwitch()
+    pressed: list[str] = []
+    switch.first.append(lambda: pressed.append("gate"))
+    switch.first.append(lambda: 1 / 0)
+    switch.struck = lambda: pressed.append("told")
+    switch.enter(entry(head=bystander))
+    (struck,) = switch.strike().result(WAIT_S)
+    assert pressed == ["gate", "told"] and struck.processes == 1 and not lives(bystander)
+    switch.close()
+
+
+def test_a_guest_that_hangs_does_not_delay_another(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the kernel does not end (here: one that nobody is told to end)."""
+    monkeypatch.setattr(hunt, "GIVE_UP_S", 1.0)
+    switch = KillSwitch()
+    own = process_of(os.getpid())
+    stuck = switch.enter(entry(head=own, job="stuck"))
+    well = switch.enter(entry(head=bystander, job="well"))
+    monkeypatch.setattr(Process, "kill", lambda self: os.kill(self.pid, 9) if self != own else None)
+    first, second = switch.kill(stuck), switch.kill(well)
+    assert second.result(WAIT_S)[0].left == () and not first.done()
+    (left,) = first.result(WAIT_S)
+    assert left.left == (os.getpid(),) and "does not end" in str(left)
+    switch.close()
+
+
+# --- an engine that hangs
+
+
+@contextlib.contextmanager
+def own_dockerd(root: Path) -> Iterator[tuple[str, int]]:
+    """One that a test may stop: its socket, its pid."""
+    path = f"/tmp/mesh-dk-{os.getpid()}"
+    command = ["dockerd", "--data-root", f"{root}/data", "--exec-root", f"{path}-x", "-H", f"unix://{path}.s"]
+    network = ["--bridge=none", "--iptables=false", "--pidfile", f"{root}/pid"]
+    with (root / "log").open("wb") as log:
+        process = subprocess.Popen([*command, *network], stdout=log, stderr=log)
+    try:
+        wait_until(lambda: _answers(f"{path}.s"), "dockerd to answer")
+        yield f"unix://{path}.s", process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGCONT)
+        process.terminate()
+        process.wait(WAIT_S)
+        subprocess.run(["rm", "-rf", f"{path}-x", f"{path}.s"], check=False)
+
+
+def _answers(path: str) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        client.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+        return b"200 OK" in client.recv(4096)
+    return False
+
+
+@pytest.mark.docker
+@pytest.mark.skipif(os.getuid() != 0, reason="a dockerd of one's own needs root")
+async def test_guests_end_while_their_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with own_dockerd(tmp_path) as (address, pid):
+        monkeypatch.setenv("DOCKER_HOST", address)
+        image = import_busybox()
+        place = Place(tmp_path / "place", "process")
+        engine = DockerEngine(place.label, place.switch)
+        place.bench = Bench(engine, tmp_path, image)
+        mark = fresh_mark()
+        try:
+            await place.guest(mark + "1")
+            await place.guest(mark + "2")
+            place.bench.guests[1].allow_until(0.0)
+            async with asyncio.timeout(WAIT_S):
+                while not await place.bench.guests[1].stands_still():
+                    await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            killed = await asyncio.to_thread(place.press)
+            assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
+            assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
+            async with asyncio.timeout(WAIT_S):
+                ends = [await guest.wait() for guest in place.bench.guests]
+            assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, "also while the engine hangs"
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            await engine.close()
+            place.switch.close()
+
+
+# --- a disk that is full
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a small file system of one's own needs root")
+async def test_guests_end_though_the_disk_is_full(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], check=True)
+    try:
+        place = Place(small, "session")
+        mark = fresh_mark()
+        await place.guest(mark)
+        with contextlib.suppress(OSError), (small / "filler").open("wb", 0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        with pytest.raises(EngineError, match="cannot be noted"):
+            await place.bench.shell("true")
+        place.press()
+        assert not processes_with(mark)
+        async with asyncio.timeout(WAIT_S):
+            assert (await place.bench.guests[0].wait()).fault == BY_OWNER
+        place.switch.close()
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_the_register_needs_only_the_standard_library() -> None:
+    """So that whoever must outlast the daemon's troubles can read it, and `mesh killall` starts at once."""
+    command = alone("hunt", "print('msgspec' in sys.modules, 'asyncio' in sys.modules)")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
