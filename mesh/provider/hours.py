@@ -165,12 +165,12 @@ def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _whole(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each from where it begins, by days: one that spans several is one for each; what goes over midnight for less than a day stays
-    together."""
+    """Each from where it begins, cut at midnights where it is longer than a day."""
     if len(spans) > 1 and spans[0][0] == 0 and spans[-1][1] == WEEK:
         spans = [*spans[1:-1], (spans[-1][0], WEEK + spans[0][1])]
     found = []
-    for begin, end in spans:
+    for first, end in spans:
+        begin = first
         while end - begin > DAY:
             midnight = (begin // DAY + 1) * DAY
             found.append((begin, midnight))
