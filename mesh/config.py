@@ -70,6 +70,16 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "config.toml"
 
     @property
+    def policy(self) -> Path:
+        """When this machine is lent, and how it is taken back."""
+        return self.root / "policy.toml"
+
+    @property
+    def lending(self) -> Path:
+        """What its owner has said last: lend, pause, which GPUs not."""
+        return self.root / "lending.json"
+
+    @property
     def key(self) -> Path:
         return self.root / "node.key"
 

@@ -1,4 +1,4 @@
-"""Durations as people write them: `90`, `90s`, `2m`, `1h30m`, `1.5h`, `2d`. One reader for the command line and the policy file."""
+"""Durations as people write them: `90`, `90s`, `2m`, `1h30m`, `1.5h`, `2d`. One reader for command line and policy file."""
 
 import re
 
