@@ -244,10 +244,9 @@ class JobService:
         return jobs
 
     async def kill(self, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
-        """SIGKILL to every guest, or to these, now; the bookkeeping follows."""
+        """SIGKILL to every guest, or to these, now; the bookkeeping follows, and knows first that it was no fault of theirs."""
         jobs = self._those(only)
-        await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
-        await self._end_all(jobs, KillWanted(reason), 10.0)
+        await self._end_all(jobs, KillWanted(reason), 10.0, at_once=True)
         return jobs
 
     def _those(self, only: Sequence[bytes] | None) -> list[bytes]:
@@ -474,10 +473,12 @@ class JobService:
             self._vacated.pop(job, asyncio.Event()).set()
             self._publish(job)
 
-    async def _end_all(self, jobs: list[bytes], event: RunnerEvent, timeout_s: float) -> None:
+    async def _end_all(self, jobs: list[bytes], event: RunnerEvent, timeout_s: float, at_once: bool = False) -> None:
         waits = [self._vacated.setdefault(job, asyncio.Event()) for job in jobs]
         for job in jobs:
             self.tell(job, event)
+        if at_once:
+            await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
         try:
             async with asyncio.timeout(timeout_s):
                 for wait in waits:

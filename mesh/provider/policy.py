@@ -17,8 +17,11 @@ from mesh.provider.hours import ALWAYS, Hours, HoursError, parse_hours
 MOST_S = 30 * 86_400.0  # of any clock; ours
 MOST_BYTES = 64 * 1024  # of the file; ours
 
-# A desktop's and a display's own programs, which are on a GPU whenever somebody is logged in; ours.
-DISPLAY = ("Xorg", "Xwayland", "gnome-shell", "kwin_x11", "kwin_wayland", "plasmashell", "nvidia-persistenced")
+# On a GPU whenever somebody is logged in, or a service runs: a display's programs, MPS, DCGM; ours.
+ALWAYS_THERE = (
+    *("Xorg", "Xwayland", "gnome-shell", "kwin_x11", "kwin_wayland", "plasmashell"),
+    *("nvidia-persistenced", "nvidia-cuda-mps-server", "nv-hostengine"),
+)
 
 Source = Literal["gpu", "keyboard", "load", "calendar"]
 Watch = Literal["off", "console", "all"]
@@ -44,7 +47,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     hours: Hours = ALWAYS
     gpu: bool = True
-    ignore: tuple[str, ...] = DISPLAY
+    ignore: tuple[str, ...] = ALWAYS_THERE
     keyboard: Watch = "off"
     load: float | None = None
     notice: float | None = None

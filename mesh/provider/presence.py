@@ -23,7 +23,7 @@ import msgspec
 from mesh.provider.policy import Clocks, Policy, Source
 
 MACHINE = ""  # the scope of what concerns all of it; a GPU's is its UUID
-TYPING_S = 15.0  # input within this time is one and the same; terminals tell of it in steps of 8 s (`tty_update_time`)
+TYPING_S = 10.0  # input within this time is one and the same; terminals tell of it in steps of 8 s (`tty_update_time`)
 
 Level = Literal["lend", "calm", "suspend", "vacate"]
 

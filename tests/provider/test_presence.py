@@ -88,10 +88,10 @@ def test_typing_now_and_then_is_one_activity_and_idleness_counts_from_the_last_k
     presence = Presence(policy(keyboard_clocks=clocks), ())
     typed = 0.0
     for now in range(40):
-        typed = now if now % 10 == 0 else typed
+        typed = now if now % 8 == 0 else typed
         level = presence.step(Seen(typed_s=now - typed), float(now))[MACHINE].level
         assert level == ("lend" if now < 30 else "suspend")
-    assert TYPING_S > 10
+    assert TYPING_S > 8.0, "or there are pauses between what the kernel tells"
     levels = {now: presence.step(Seen(typed_s=now - 30.0), float(now))[MACHINE].level for now in range(40, 400)}
     assert next(now for now in levels if levels[now] == "calm") == 90
     assert next(now for now in levels if levels[now] == "lend") == 330
