@@ -53,6 +53,7 @@ class _Guest:
         self.tried_memory = False
         self.leave: Leave | None = None
         self.noticed_at: float | None = None
+        self.pressed = True  # whether its owner was there at the last look
         self.ordered_at = 0.0
         self.again_at = 0.0
         self.work: asyncio.Task[Any] | None = None
@@ -81,7 +82,8 @@ class Ladder:
             guest = self._guest(job, attempt)
             stand = stand_of(tuple(portion.uuid for portion in attempt.portions))
             if guest.leave is not None:
-                self._see_to_leaving(job, guest, guest.leave, stand)
+                guest.pressed = stand.pressing
+                self._see_to_leaving(job, guest, guest.leave)
             elif stand.level == "vacate":
                 asked = leave(stand)
                 guest.leave = asked
@@ -100,6 +102,7 @@ class Ladder:
         for (job, guest), able in zip(here, back, strict=True):
             guest.attempt.reserve_s = leave.pause
             guest.noticed_at = boot_s()
+            asyncio.get_running_loop().call_later(leave.notice, self._see_to_leaving, job, guest, leave)
             if not able:
                 self._jobs.tell(job, KillWanted(f"{leave.reason}; its GPU memory could not be brought back to save"))
         return await self._jobs.vacate(leave.notice + leave.pause, leave.reason, jobs)
@@ -120,13 +123,13 @@ class Ladder:
 
     # --- the rungs
 
-    def _see_to_leaving(self, job: bytes, guest: _Guest, leave: Leave, stand: Stand) -> None:
+    def _see_to_leaving(self, job: bytes, guest: _Guest, leave: Leave) -> None:
         """The pause rung: when its notice is over it stands still for as long as the owner is there."""
         if guest.noticed_at is None or leave.pause <= 0 or "exited" in guest.attempt.rungs:
             return
-        if boot_s() < guest.noticed_at + leave.notice:
+        if self._guests.get(job) is not guest or boot_s() < guest.noticed_at + leave.notice:
             return
-        if leave.by_hand or stand.pressing:
+        if leave.by_hand or guest.pressed:
             self._stop(job, guest, leave.reason, memory=True, rung="paused")
         else:
             self._let_go(job, guest)
