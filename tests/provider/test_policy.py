@@ -1,5 +1,7 @@
 """The owner's policy file: what it may say, and how it says what is wrong with it."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -42,6 +44,14 @@ def test_everything_that_can_be_said() -> None:
     assert (policy.gpu_clocks.after, policy.calendar_clocks.idle) == (1.0, 600.0)
     assert (policy.notice, policy.pause) == (60.0, 20.0) and never_lends(policy) == []
     assert policy_json(policy)["hours"] == "Mon-Thu 20:00-08:00; Fri 20:00-24:00; Sat-Sun 00:00-24:00"
+
+
+def test_the_page_says_what_is_so() -> None:
+    """The file in docs/provider.md is the bare one, with everything watched."""
+    page = (Path(__file__).parents[2] / "docs" / "provider.md").read_text()
+    told = read_policy(page.partition("```toml\n")[2].partition("```")[0])
+    bare = msgspec.structs.replace(Policy(), keyboard="all", load=1.0, notice=30.0, ignore=told.ignore)
+    assert told == bare and set(told.ignore) < set(Policy().ignore)
 
 
 def test_nothing_said_watches_the_gpu_alone() -> None:
