@@ -21,11 +21,12 @@ STEADY_LOOKS = 3
 
 class Seen(msgspec.Struct, frozen=True):
     """A process on a device, by NVML. `memory` in bytes and `busy` in per cent of the device's time are None where NVML does
-    not tell."""
+    not tell. `computes`: it has a context to compute with, and does not only draw."""
 
     pid: int
     memory: int | None = None
     busy: float | None = None
+    computes: bool = True
 
 
 class DeviceLook(msgspec.Struct, frozen=True):
@@ -81,12 +82,19 @@ class Held(msgspec.Struct, frozen=True):
 
 class Verdict(msgspec.Struct, frozen=True):
     """By job and device: `overheads`, bytes to charge beside what the job charges itself, and what it really holds. By device:
-    `foreign`."""
+    `strangers`, of no guarded job."""
 
     findings: tuple[Finding, ...]
     overheads: dict[tuple[str, str], int]
     held: dict[tuple[str, str], Held]
-    foreign: dict[str, Foreign]
+    strangers: dict[str, tuple[Seen, ...]]
+
+    @property
+    def foreign(self) -> dict[str, Foreign]:
+        """The strangers, counted."""
+        return {
+            uuid: Foreign(len(some), sum(seen.memory or 0 for seen in some)) for uuid, some in self.strangers.items()
+        }
 
 
 class Auditor:
@@ -107,7 +115,7 @@ class Auditor:
             findings=tuple(found for claim, device in present for found in self._find(claim, device, now)),
             overheads={(claim.job, claim.uuid): self._overhead(claim, device) for claim, device in present},
             held={(claim.job, claim.uuid): held(claim, device) for claim, device in present},
-            foreign={device.uuid: foreign(device, claims) for device in devices},
+            strangers={device.uuid: strangers(device, claims) for device in devices},
         )
 
     def _forget(self, present: Sequence[tuple[Claim, DeviceLook]]) -> None:
@@ -180,10 +188,9 @@ def held(claim: Claim, device: DeviceLook) -> Held:
     )
 
 
-def foreign(device: DeviceLook, claims: Sequence[Claim]) -> Foreign:
+def strangers(device: DeviceLook, claims: Sequence[Claim]) -> tuple[Seen, ...]:
     mine = {seen.pid for claim in claims if claim.uuid == device.uuid for seen in of(claim, device)}
-    others = [seen for seen in device.processes if seen.pid not in mine and seen.memory != 0]
-    return Foreign(len(others), sum(seen.memory or 0 for seen in others))
+    return tuple(seen for seen in device.processes if seen.pid not in mine and seen.memory != 0)
 
 
 def _largest(claim: Claim, device: DeviceLook) -> int:

@@ -55,7 +55,8 @@ class Nvml:
         found: set[int] = set()
         for handle in self._handles.values():
             try:
-                found |= set(self._memory(handle))
+                found |= self._listed(handle, self._nvml.nvmlDeviceGetComputeRunningProcesses).keys()
+                found |= self._listed(handle, self._nvml.nvmlDeviceGetGraphicsRunningProcesses).keys()
             except self._nvml.NVMLError as error:
                 log.warning("NVML does not tell about a device: %s", error)
         return found
@@ -74,30 +75,28 @@ class Nvml:
 
     def _look(self, uuid: str, handle: Any) -> DeviceLook:
         busy = self._busy(uuid, handle)
-        memory = self._memory(handle)
+        computing = self._listed(handle, self._nvml.nvmlDeviceGetComputeRunningProcesses)
+        memory = {**computing, **self._listed(handle, self._nvml.nvmlDeviceGetGraphicsRunningProcesses)}
         info = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         return DeviceLook(
             uuid=uuid,
             total=int(info.total),
             used=int(info.used),
             processes=tuple(
-                Seen(pid, memory.get(pid, 0), None if busy is None else busy.get(pid, 0.0))
+                Seen(pid, memory.get(pid, 0), None if busy is None else busy.get(pid, 0.0), pid in computing)
                 for pid in sorted({*memory, *(busy or {})})
             ),
             tells_busy=busy is not None,
         )
 
-    def _memory(self, handle: Any) -> dict[int, int | None]:
-        """Bytes by pid, None where the driver does not say (as under WSL). One that computes and draws is in both lists, with
-        the same figure."""
-        found: dict[int, int | None] = {}
-        for ask in (self._nvml.nvmlDeviceGetComputeRunningProcesses, self._nvml.nvmlDeviceGetGraphicsRunningProcesses):
-            try:
-                listed = ask(handle)
-            except self._nvml.NVMLError_NotSupported:
-                continue
-            found |= {int(one.pid): None if one.usedGpuMemory is None else int(one.usedGpuMemory) for one in listed}
-        return found
+    def _listed(self, handle: Any, ask: Any) -> dict[int, int | None]:
+        """Bytes by pid, None where the driver does not say (as under WSL). One that computes and draws is in both lists, with the
+        same figure."""
+        try:
+            listed = ask(handle)
+        except self._nvml.NVMLError_NotSupported:
+            return {}
+        return {int(one.pid): None if one.usedGpuMemory is None else int(one.usedGpuMemory) for one in listed}
 
     def _busy(self, uuid: str, handle: Any) -> dict[int, float] | None:
         """Per cent by pid; None where this is not told. No newer sample than the last says nothing until it should have come."""

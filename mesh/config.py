@@ -110,6 +110,16 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "config.toml"
 
     @property
+    def policy(self) -> Path:
+        """When this machine is lent, and how it is taken back."""
+        return self.root / "policy.toml"
+
+    @property
+    def lending(self) -> Path:
+        """What its owner has said last: lend, pause, which GPUs not."""
+        return self.root / "lending.json"
+
+    @property
     def key(self) -> Path:
         return self.root / "node.key"
 
@@ -166,11 +176,6 @@ class Layout(msgspec.Struct, frozen=True):
     def guests(self) -> Path:
         """The register of live guests, for the kill-switch."""
         return self.root / "guests"
-
-    @property
-    def paused(self) -> Path:
-        """There while the owner has paused lending."""
-        return self.root / "paused"
 
     @property
     def socket(self) -> Path:

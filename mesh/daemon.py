@@ -42,6 +42,7 @@ from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
 from mesh.api.homecoming import Homecoming
 from mesh.api.jobdesk import JobDesk
+from mesh.api.lending import settle_strike
 from mesh.api.logs import LogReader
 from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
@@ -65,7 +66,9 @@ from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
 from mesh.provider.guard import NodeGuard, page_directory
-from mesh.provider.inventory import Inventory, Lending, machine_mib
+from mesh.provider.inventory import Inventory, Lending, load_lending, machine_mib
+from mesh.provider.ladder import Ladder, Leave
+from mesh.provider.owner import Owner
 from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
 from mesh.systemd import keep_privileges, notify
@@ -153,12 +156,12 @@ class Daemon:
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)
         await self.peers.open()
         gpus = await asyncio.to_thread(gpu_inventory)
-        shared = gpus if settings.gpu_sharing else ()
         self.guard = NodeGuard(
             page_directory(self.me),
-            shared,
+            gpus,
             self._guard_changed,
             self._note,
+            guards=settings.gpu_sharing,
             bypass=settings.gpu_bypass,
             found=lambda tenant, text: self._say_of(tenant, text, "bypass"),
             ended=self._give_receipt,
@@ -204,6 +207,19 @@ class Daemon:
             self.refresh_advert,
         )
         self.jobs.courier.refusals.tell = self._note
+        standing = self.membership.standing
+        self.ladder = Ladder(self.jobs, self.guard, standing.user, standing.nick)
+        self.owner = Owner(
+            layout.policy,
+            self.jobs,
+            self.guard,
+            self.inventory,
+            self.ladder,
+            settings.grace_s,
+            self._note,
+            lambda: self.refresh_advert(force=True),
+            self.membership.problems,
+        )
         if settings.profile == "local":
             self.jobs.mending.lost_s = LOCAL_LOST_S
         await asyncio.to_thread(shutil.rmtree, layout.jobs, True)  # guests of an earlier run died with it
@@ -232,6 +248,7 @@ class Daemon:
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._refresh_engines()
+        await self.owner.look()
         self.refresh_advert(force=True)
         if self.journal.moved_aside is not None:
             self.jobs.chronicle.say(None, "node", f"damaged journal moved to {self.journal.moved_aside}")
@@ -255,6 +272,7 @@ class Daemon:
         """Let go of everything that `start` took; one part's trouble does not keep the others."""
         length_s = time.time() - self._started_unix
         for step in (
+            self.ladder.close,
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
             lambda: asyncio.to_thread(self.switch.close),
@@ -275,7 +293,7 @@ class Daemon:
     def ask_down(self, grace_s: float | None, now: bool) -> dict[str, Any]:
         assert self._down is not None
         if not self._down.done():
-            self._down.set_result((self.settings.grace_s if grace_s is None else grace_s, now))
+            self._down.set_result((self.owner.notice_s if grace_s is None else grace_s, now))
         return {"pid": os.getpid(), "guests": len(self.jobs.participant.hosted)}
 
     def _fail(self, reason: str) -> None:
@@ -298,9 +316,10 @@ class Daemon:
         self.membership.set_draining(True)
         self.refresh_advert(force=True)
         if now:
-            await self.jobs.kill("its node leaves at once")
+            await self.ladder.kill(None, "its node leaves at once", "he stops the node at once")
         else:
-            await self.jobs.vacate(grace_s, "its node leaves")
+            leave = Leave(grace_s, self.owner.policy.pause, "its node leaves", "he stops the node", by_hand=True)
+            await self.ladder.leave(self.jobs.participant.hosted, leave)
         await self.deputy.leave(HAND_OVER_S)
         await self.jobs.hand_over(HAND_OVER_S)
         await self.membership.leave()
@@ -314,13 +333,14 @@ class Daemon:
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
             group.create_task(self._heed_switch(), name="kill-switch")
+            group.create_task(self.owner.run(), name="owner")
 
     async def _heed_switch(self) -> None:
         """Its thread ends the guests; the rest of a reclaim follows here."""
         while True:
             await self._struck.wait()
             self._struck.clear()
-            await self.desk.settle_strike()
+            await settle_strike(self)
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()
@@ -463,9 +483,13 @@ class Daemon:
         return ""
 
     def _load_lending(self) -> Lending:
-        """The command line's word, with what the owner paused in an earlier run."""
-        paused = self.layout.paused.exists()
-        return Lending(lending=self.settings.lend, paused=paused)
+        """The command line's word, with what the owner said in an earlier run."""
+        try:
+            return load_lending(self.layout.lending, self.settings.lend)
+        except (OSError, ValueError) as error:
+            words = f"{self.layout.lending} cannot be read ({error}): nothing is lent before `mesh resume`"
+            self.membership.problems["lending"] = words
+            return Lending(lending=self.settings.lend, paused=True)
 
 
 def _bytes(gib: float | None) -> int | None:

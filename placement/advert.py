@@ -3,12 +3,14 @@
 The advert travels as a signed lane-2 section; `version` grows with each change and stands in every decision.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 MAX_WEIGHT = 64
 WHOLE = 100  # per cent of a GPU's time
+
+HeldBy = Literal["", "owner", "hours"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=WHOLE)]
@@ -39,7 +41,9 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has now.
 
     A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares.
-    `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
+    `held_by`: why it is paused if nobody has paused it: its `owner` is there, or it is lent at other `hours`, from `back_unix`
+    on if that is known. `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only
+    the owner's own jobs.
     """
 
     version: int
@@ -64,6 +68,8 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: tuple[str, ...]
     accepts: tuple[str, ...]
     store_free_mib: int
+    held_by: HeldBy = ""
+    back_unix: int = 0
 
     @property
     def whole_gpus_free(self) -> int:
@@ -88,7 +94,7 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     if not 1 <= advert.weight <= MAX_WEIGHT:
         raise AdvertError(f"weight must be 1 to {MAX_WEIGHT}")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
-    if min(numbers) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
+    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
         raise AdvertError("an advert's numbers are impossible")
     _check_room(advert)
     return advert

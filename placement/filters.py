@@ -1,8 +1,14 @@
 """Why a node cannot take a job, in words. An empty answer means that it can."""
 
-from placement.advert import Advert
+from placement.advert import Advert, HeldBy
 from placement.allotment import fitting, untouched
 from placement.request import Request
+
+PAUSED: dict[HeldBy, str] = {
+    "": "its owner has paused lending",
+    "owner": "its owner uses it now, and has paused lending",
+    "hours": "is paused: it is lent at other hours",
+}
 
 
 def refusals(request: Request, advert: Advert) -> list[str]:
@@ -10,7 +16,7 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     if not advert.lending:
         reasons.append("does not lend (its owner runs `mesh up --lend` or `mesh resume`)")
     elif advert.paused:
-        reasons.append("its owner has paused lending")
+        reasons.append(PAUSED[advert.held_by])
     if "*" not in advert.accepts and request.user not in advert.accepts and request.user != advert.user:
         reasons.append(f"takes jobs of {', '.join(advert.accepts) or advert.user} only, not of {request.user}")
     reasons += _engine_refusals(request, advert)

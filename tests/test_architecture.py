@@ -36,7 +36,8 @@ CORES = [
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "placement").glob("*.py"))),
     "sim/kernel.py",
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
-    "mesh/provider/receipts.py",
+    *(f"mesh/provider/{name}.py" for name in ("hours", "policy", "presence", "receipts")),
+    "mesh/duration.py",
 ]
 
 

@@ -1,6 +1,5 @@
 """What a person at this node can ask and order, in terms of the daemon's parts; the answers are plain JSON values."""
 
-import asyncio
 import os
 import time
 from contextlib import suppress
@@ -13,8 +12,8 @@ from membership.identity import format_id, parse_id, short_id
 from membership.trust import ROLES, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
+from mesh.api.lending import lend_state
 from mesh.api.orders import ApproveOrder, InviteOrder
-from mesh.engine.killswitch import BY_OWNER
 from mesh.jobs.spec import (
     format_job,
 )
@@ -47,6 +46,7 @@ class Desk:
             "api_port": self._daemon.api_port,
             "lending": self._daemon.inventory.lending.lending,
             "paused": self._daemon.inventory.lending.paused,
+            "lend": lend_state(self._daemon),
             "leaving": self._daemon.leaving,
             "alive": sum(member.state == "alive" for member in members),
             "engines": {name: msgspec.to_builtins(found) for name, found in self._daemon.engine_states.items()},
@@ -94,6 +94,9 @@ class Desk:
                     "since_unix": round(member.since_unix, 3),
                     "zone": advert.zone if advert else "",
                     "lending": bool(advert and advert.lending and not advert.paused),
+                    "paused": bool(advert and advert.lending and advert.paused),
+                    "held_by": advert.held_by if advert else "",
+                    "back_unix": advert.back_unix if advert else 0,
                     "gpus": [msgspec.to_builtins(gpu) for gpu in advert.gpus] if advert else [],
                     "gpus_free": advert.whole_gpus_free if advert else 0,
                     "gpu_room": [msgspec.structs.asdict(left) for left in advert.room] if advert else [],
@@ -106,41 +109,6 @@ class Desk:
                 }
             )
         return rows
-
-    async def set_paused(self, paused: bool) -> dict[str, Any]:
-        marker = self._daemon.layout.paused
-        if paused:
-            try:
-                await asyncio.to_thread(marker.touch)
-            except OSError as error:  # a full disk: it holds for as long as this daemon runs
-                self._daemon._note(f"lending is paused, but that cannot be remembered: {error}")
-        else:
-            await asyncio.to_thread(marker.unlink, True)
-        lending = msgspec.structs.replace(self._daemon.inventory.lending, paused=paused)
-        if not paused:
-            self._daemon.switch.release()
-            lending = msgspec.structs.replace(lending, lending=True)
-        self._daemon.inventory.lending = lending
-        self._daemon.refresh_advert(force=True)
-        return {"paused": paused, "lending": lending.lending, "guests": len(self._daemon.jobs.participant.hosted)}
-
-    async def settle_strike(self) -> list[bytes]:
-        """What follows when the kill-switch was pressed: lending stays paused, and each job knows why it ended here."""
-        ended, _ = await asyncio.gather(self._daemon.jobs.kill(BY_OWNER), self.set_paused(True))
-        jobs: list[bytes] = ended
-        return jobs
-
-    async def reclaim(self, grace_s: float | None, now: bool) -> dict[str, Any]:
-        """Take the machine back: no new work, and every guest gone when this returns."""
-        begun = time.monotonic()
-        if now:
-            self._daemon.switch.strike()
-            jobs = await self.settle_strike()
-        else:
-            await self.set_paused(True)
-            grace = self._daemon.settings.grace_s if grace_s is None else grace_s
-            jobs = await self._daemon.jobs.vacate(grace, "its owner took the machine back")
-        return {"reclaimed": [format_job(job) for job in jobs], "seconds": round(time.monotonic() - begun, 3)}
 
     def invite(self, order: InviteOrder) -> str:
         if not 60 <= order.ttl_s <= 365 * 86_400:

@@ -11,12 +11,16 @@ from aiohttp import web
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
 from mesh.api.files import copy
 from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
+from mesh.api.lending import lend, lend_state, set_paused
+from mesh.api.lending import reclaim as reclaim_from_guests
 from mesh.api.migration import migrate as migrate_job
 from mesh.api.orders import (
     ApproveOrder,
     CollectOrder,
+    DownOrder,
     GpuPauseOrder,
     InviteOrder,
+    LendOrder,
     MigrateOrder,
     PauseOrder,
     PullCheckpoint,
@@ -128,14 +132,20 @@ def application(daemon: "Daemon") -> web.Application:
         return await daemon.ckpt_desk.collect((await _read(request, CollectOrder)).min_age_s)
 
     async def pause(request: web.Request) -> Any:
-        return await daemon.desk.set_paused((await _read(request, PauseOrder)).paused)
+        order = await _read(request, PauseOrder)
+        return await set_paused(daemon, order.paused, order.gpu)
+
+    async def lending(request: web.Request) -> Any:
+        return lend_state(daemon)
+
+    async def change_lending(request: web.Request) -> Any:
+        return await lend(daemon, await _read(request, LendOrder))
 
     async def reclaim(request: web.Request) -> Any:
-        order = await _read(request, ReclaimOrder)
-        return await daemon.desk.reclaim(order.grace_s, order.now)
+        return await reclaim_from_guests(daemon, await _read(request, ReclaimOrder))
 
     async def down(request: web.Request) -> Any:
-        order = await _read(request, ReclaimOrder)
+        order = await _read(request, DownOrder)
         return daemon.ask_down(order.grace_s, order.now)
 
     async def invite(request: web.Request) -> Any:
@@ -187,6 +197,8 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/checkpoints/pull", pull_checkpoint),
         ("POST", "/v1/checkpoints/remove", remove_checkpoints),
         ("POST", "/v1/checkpoints/collect", collect),
+        ("GET", "/v1/lend", lending),
+        ("POST", "/v1/lend", change_lending),
         ("POST", "/v1/pause", pause),
         ("POST", "/v1/reclaim", reclaim),
         ("POST", "/v1/down", down),

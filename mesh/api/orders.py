@@ -53,9 +53,28 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     home: str | None = None
 
 
-class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    grace_s: float | None = None
+GraceS = Annotated[float, msgspec.Meta(ge=0, le=30 * 86_400)]
+
+
+class DownOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    grace_s: GraceS | None = None
     now: bool = False
+
+
+class ReclaimOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`gpu`: one only, by its number or the beginning of its UUID. `dry_run`: only say what it would cost."""
+
+    grace_s: GraceS | None = None
+    now: bool = False
+    gpu: str | None = None
+    dry_run: bool = False
+
+
+class LendOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is not said stays."""
+
+    on: bool | None = None
+    hours: list[str] | None = None
 
 
 class ShareOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +92,10 @@ class GpuPauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`gpu`: one only."""
+
     paused: bool
+    gpu: str | None = None
 
 
 class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -53,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True):
     certificate_problem: str = ""
     certificate_ends_unix: float | None = None
     settings_problem: str = ""
+    policy_problem: str = ""
     daemon_problem: str = ""
     status: dict[str, Any] | None = None
     network: dict[str, Any] | None = None
@@ -112,6 +113,7 @@ def examine(where: Layout, get: Any) -> Facts:
         certificate_problem=certificate_problem,
         certificate_ends_unix=ends,
         settings_problem=settings_problem,
+        policy_problem=_policy_problem(where),
         daemon_problem=daemon_problem,
         status=status,
         network=network,
@@ -126,6 +128,16 @@ def _settings(where: Layout) -> tuple[Settings, str]:
         return load_settings(where.config, {}), ""
     except ConfigError as error:
         return Settings(), str(error)
+
+
+def _policy_problem(where: Layout) -> str:
+    from mesh.provider.policy import PolicyError, read_policy
+
+    try:
+        read_policy(where.policy.read_text(encoding="utf-8") if where.policy.exists() else "")
+    except (PolicyError, OSError, UnicodeDecodeError) as error:
+        return f"{where.policy}: {error}"
+    return ""
 
 
 def _key_problem(where: Layout) -> str:
@@ -231,6 +243,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         numbers = ", ".join(f"{port.number}/{port.protocol}" for port in facts.ports)
         findings.append(Finding("ports", "ok", f"{numbers} are free"))
     findings += _multicast_findings(facts)
+    findings += _lending(facts)
     if facts.status is not None and facts.network is not None:
         findings += _network(facts.status, facts.network)
         findings += [_engine(name, engine) for name, engine in facts.status["engines"].items()]
@@ -284,6 +297,14 @@ def _daemon(facts: Facts) -> Finding:
     return Finding("daemon", "ok", f"{status['nick']} runs at {status['address']} (pid {status['pid']})")
 
 
+def _lending(facts: Facts) -> list[Finding]:
+    """What keeps the machine from ever being lent, by its owner's own words."""
+    if facts.policy_problem:
+        return [Finding("policy", "fail", facts.policy_problem, "correct that key; what the file said before goes on")]
+    told = [] if facts.status is None else facts.status.get("lend", {}).get("warnings", [])
+    return [Finding("lending", "warn", warning) for warning in told]
+
+
 def _port(port: Port) -> Finding:
     name = f"{port.number}/{port.protocol}"
     what = "a program of another user" if port.taken_by == "?" else port.taken_by
@@ -326,7 +347,7 @@ def _network(status: dict[str, Any], network: dict[str, Any]) -> list[Finding]:
     findings = [
         Finding(topic, "fail", text)
         for topic, text in status["problems"].items()
-        if topic not in {"clock", "certificate", "mdns", "reach"}
+        if topic not in {"clock", "certificate", "mdns", "reach", "policy"}
     ]
     if not network["others"]:
         return [

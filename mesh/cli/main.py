@@ -30,9 +30,10 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
     "Lend your machine": [
         ("up", "mesh.cli.nodes", "Start this node's daemon"),
         ("down", "mesh.cli.nodes", "Leave: guests save and move on, then the daemon ends"),
-        ("pause", "mesh.cli.nodes", "Take no new guests"),
-        ("resume", "mesh.cli.nodes", "Take guests again"),
-        ("reclaim", "mesh.cli.nodes", "Take the machine back from its guests"),
+        ("lend", "mesh.cli.lend", "Lend this machine, and in which hours"),
+        ("pause", "mesh.cli.lend", "Take no new guests"),
+        ("resume", "mesh.cli.lend", "Take guests again"),
+        ("reclaim", "mesh.cli.lend", "Take the machine, or one GPU, back from its guests"),
         ("killall", "mesh.cli.seize", "End every guest here at once, also where the daemon hangs or is gone"),
         ("status", "mesh.cli.nodes", "This node's own state"),
         ("gpus", "mesh.cli.gpus", "This node's GPUs, and who has what of them"),

@@ -1,4 +1,4 @@
-"""`mesh up`, `down`, `pause`, `resume`, `reclaim`, `status`, `nodes`: a machine's own place in the mesh."""
+"""`mesh up`, `down`, `status`, `nodes`: a machine's own place in the mesh."""
 
 import os
 import time
@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from mesh.api.errors import MeshError
-from mesh.cli.terminal import DURATION, ago, client, json_option, layout, patience, print_json, table
+from mesh.cli.lend import lend_lines
+from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
 from mesh.config import ConfigError
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
@@ -90,7 +91,9 @@ def _banner(status: dict[str, Any]) -> None:
 def lending_words(status: dict[str, Any]) -> str:
     if status["paused"]:
         return "lending paused (`mesh resume`)"
-    return "lending" if status["lending"] else "not lending"
+    if not status["lending"]:
+        return "not lending"
+    return "lending" if status["lend"]["now"] else "not lent now (`mesh lend`)"
 
 
 @click.command()
@@ -120,46 +123,6 @@ def _runs(pid: int) -> bool:
 
 
 @click.command()
-@click.pass_context
-def pause(ctx: click.Context) -> None:
-    """Take no new guests; those that run stay. Remembered over restarts."""
-    guests = client(ctx).post("/v1/pause", {"paused": True})["guests"]
-    click.echo("paused" + (f"; {guests} guests still run (`mesh reclaim` sends them away)" if guests else ""))
-
-
-@click.command()
-@click.pass_context
-def resume(ctx: click.Context) -> None:
-    """Lend (again)."""
-    client(ctx).post("/v1/pause", {"paused": False})
-    click.echo("lending")
-
-
-@click.command()
-@click.option("--grace", type=DURATION, help="How long guests may take to save (default 30s).")
-@click.option("--now", is_flag=True, help="Kill guests at once; they go on from their last checkpoint.")
-@json_option
-@click.pass_context
-def reclaim(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> None:
-    """Take the machine back. Guests save within the grace, and move on; lending is paused until `mesh resume`."""
-    if now:
-        from mesh.cli.seize import take_back
-
-        take_back(ctx, as_json)
-        return
-    daemon = client(ctx)
-    with patience("waiting for guests to save and move on"):
-        answer = daemon.post("/v1/reclaim", {"grace_s": grace, "now": now}, timeout_s=None)
-    if as_json:
-        print_json(answer)
-        return
-    count = len(answer["reclaimed"])
-    click.echo(
-        f"yours again after {answer['seconds']:.1f} s; {count} guests have gone" if count else "yours; nobody was here"
-    )
-
-
-@click.command()
 @json_option
 @click.option("--log", is_flag=True, help="Show the end of the daemon's log instead.")
 @click.pass_context
@@ -185,6 +148,11 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
         )
     for name, engine in answer["engines"].items():
         click.echo(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
+    as_said = answer["lend"]["machine"]["level"] == "lend"
+    for line in lend_lines(answer["lend"])[1 if as_said else 0 :]:
+        click.echo(f"  {line.strip()}")
+    for warning in answer["lend"]["warnings"]:
+        click.echo(f"  warning: {warning}")
     if answer["waiting"]:
         click.echo(f"  {answer['waiting']} wait to be let in: `mesh pending`")
     for problem in answer["problems"].values():
@@ -209,7 +177,7 @@ def nodes(ctx: click.Context, by_zone: bool, as_json: bool) -> None:
         return
     rows = []
     for node in answer["nodes"]:
-        lends = "-"
+        lends = _held(node)
         if node["lending"]:
             parts = [f"{_gpus_left(node):g}/{len(node['gpus'])} GPUs"] if node["gpus"] else []
             parts += [f"{node['slots_free']}/{node['slots']} slots"] if node["slots"] else []
@@ -227,6 +195,15 @@ def nodes(ctx: click.Context, by_zone: bool, as_json: bool) -> None:
             ]
         )
     table(["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"], rows)
+
+
+def _held(node: dict[str, Any]) -> str:
+    """Why it lends nothing now."""
+    if not node.get("paused"):
+        return "-"
+    if node["held_by"] == "hours" and node["back_unix"]:
+        return f"from {time.strftime('%a %H:%M', time.localtime(node['back_unix']))}"
+    return {"owner": "its owner is there", "hours": "other hours"}.get(node["held_by"], "paused")
 
 
 def _gpus_left(node: dict[str, Any]) -> float:

@@ -8,10 +8,10 @@ import json
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import json_option, layout, print_json
@@ -93,8 +93,15 @@ def _end_guests(where: Layout) -> tuple[list[Struck], list[str]]:
 
 
 def _pause(where: Layout) -> list[str]:
+    from membership.durable import write_durably
+    from mesh.provider.inventory import Lending, load_lending
+
     try:
-        Path(where.paused).touch()
+        said = load_lending(where.lending, False)
+    except (OSError, ValueError):
+        said = Lending(False)
+    try:
+        write_durably(where.lending, msgspec.json.encode(msgspec.structs.replace(said, paused=True)))
     except OSError as error:
         return [f"lending is not paused for the next `mesh up` ({error.strerror}): `mesh pause` then"]
     return []

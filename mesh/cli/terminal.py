@@ -15,6 +15,7 @@ import click
 from mesh.api.errors import ExitCode, MeshError
 from mesh.client import Client
 from mesh.config import Layout, state_directory
+from mesh.duration import parse_duration
 
 
 def layout(ctx: click.Context) -> Layout:
@@ -91,19 +92,6 @@ def lasting(length_s: float) -> str:
         if seconds >= size:
             return f"{seconds // size}{unit}{seconds % size // below}{smaller}"
     return f"{seconds}s"
-
-
-def parse_duration(text: str) -> float:
-    """`30`, `30s`, `2m`, `1h` or `1d` in seconds; ValueError in words."""
-    units = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-    number, unit = (text[:-1], units[text[-1]]) if text and text[-1] in units else (text, 1)
-    try:
-        seconds = float(number) * unit
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise ValueError(f"{text!r} is not a duration: write 30s, 2m, 1h or 1d")
-    return seconds
 
 
 class Duration(click.ParamType[float]):

@@ -45,7 +45,7 @@ from mesh.jobs.reports import (
     RunnerEvent,
 )
 from mesh.jobs.spec import JobSpec, format_job
-from mesh.jobs.stake import Stake
+from mesh.jobs.stake import Lost, Stake
 from placement.advert import Portion
 from placement.allotment import percent
 
@@ -85,6 +85,12 @@ class Attempt:
         self.note = ""
         self.heeds_notice: bool | None = None  # None until it was looked
         self.portions = portions  # of its GPUs
+        self.held = ""  # why it stands still, whatever its lease says
+        self.reserve_s = 0.0  # of the grace of a notice, which is not the guest's own
+        self.rungs: dict[str, float] = {}  # of the owner's ladder: when, by CLOCK_BOOTTIME
+        self.last_save: tuple[int, float] | None = (
+            None  # new bytes of its last checkpoint, and the seconds it took to store them
+        )
         self._nick = nick
         self._store, self._courier, self._seal = store, courier, seal
         self._custody, self._open_vault, self._tell, self._say = custody, vault, tell, say
@@ -92,6 +98,7 @@ class Attempt:
         self._stood_in = ""
         self._guest: Guest | None = None
         self._until = 0.0
+        self._held_at = 0.0
         self._allowed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._effort = Effort()
@@ -122,7 +129,36 @@ class Attempt:
         self._until = until
         self._allowed.set()
         if self._guest is not None:
-            self._guest.allow_until(until)
+            self._guest.allow_until(self._may_run_until)
+
+    def hold(self, why: str) -> None:
+        """Let it stand still, whatever its lease says; for no reason: let it go on."""
+        if why and not self.held:
+            self._held_at = boot_s()
+        elif self.held and not why:
+            self._stake.stood_still(self._held_at, boot_s())
+        self.held = why
+        if self._guest is not None:
+            self._guest.allow_until(self._may_run_until)
+
+    @property
+    def _may_run_until(self) -> float:
+        return 0.0 if self.held else self._until
+
+    async def stands_still(self) -> bool:
+        return self._guest is None or await self._guest.stands_still()
+
+    async def pids(self) -> frozenset[int]:
+        return frozenset() if self._guest is None else await self._guest.pids()
+
+    def mark(self, rung: str) -> None:
+        """It has come to this rung now, if it was not there before."""
+        self.rungs.setdefault(rung, boot_s())
+
+    def lost(self) -> Lost:
+        """What is lost of its work if nothing more of it is saved."""
+        step = self.progress.step if self.progress is not None else None
+        return self._stake.lost(self.rungs.get("exited", boot_s()), step)
 
     def kill(self) -> None:
         self._spawn(self.kill_guest(), "kill")
@@ -130,6 +166,7 @@ class Attempt:
     async def kill_guest(self) -> None:
         """SIGKILL to all of it; returns when nothing of it is left."""
         if self._guest is not None:
+            self.mark("killed")
             await self._guest.kill()
 
     async def close(self) -> None:
@@ -172,7 +209,7 @@ class Attempt:
             gpu_share_limit=self.spec.gpu_share_limit,
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
-            until=self._until,
+            until=self._may_run_until,
         )
         try:
             self._guest = await self.engine.start(launch)
@@ -183,7 +220,7 @@ class Attempt:
         except EngineError as error:
             self._tell(GuestFailed(str(error), elsewhere=True))
             return
-        self._guest.allow_until(self._until)  # the lease has gone on while it started
+        self._guest.allow_until(self._may_run_until)  # the lease has gone on while it started
         self._started = True
         step = ledger.commit.step if ledger.commit is not None else None
         self._stake.began(boot_s(), ledger.commit is not None, step)
@@ -234,6 +271,9 @@ class Attempt:
 
     async def _watch_end(self, guest: Guest) -> None:
         end = await guest.wait()
+        self.mark("exited")
+        if self.held:
+            self._stake.stood_still(self._held_at, boot_s())
         self._read_progress()
         self._exit_was_clean = end.code < 128
         done = (self.base / "ckpt" / DONE_MARKER).exists()
@@ -308,6 +348,7 @@ class Attempt:
             try:
                 roots = {**tree.roots, "log": logs}
                 saved = await self._keep("checkpoint", roots, order, custody, tree.resume, encoding)
+                self.last_save = (saved.new_bytes, time.monotonic() - begun)
             except SaveTorn:
                 if not remaining:
                     raise
@@ -388,13 +429,16 @@ class Attempt:
 
     async def _notify(self, kind: str, grace_s: float, reason: str) -> None:
         self._notices += 1
+        own_s = grace_s
         if kind == "vacate":
             self._stake.noticed(boot_s(), grace_s)
+            self.mark("notice")
+            own_s = max(0.0, grace_s - self.reserve_s)
         notice = {
             "seq": self._notices,
             "kind": kind,
-            "deadline_unix": time.time() + grace_s,
-            "grace_s": grace_s,
+            "deadline_unix": time.time() + own_s,
+            "grace_s": own_s,
             "reason": reason,
         }
         try:
@@ -403,9 +447,15 @@ class Attempt:
             log.warning("the notice to %s cannot be written: %s", format_job(self.job)[:8], error)
         if kind != "vacate" or self._guest is None:
             return
-        if not await give_notice(self._guest, self._until, self._watches_notices):
+        await asyncio.to_thread(self.log_line, f"{reason}: {own_s:g} s to save")
+        if not await give_notice(self._guest, self._may_run_until, self._watches_notices):
             # Nobody would act on it: the last checkpoint is all there will be, so the owner need not wait.
-            await self._guest.kill()
+            await self.kill_guest()
+
+    def log_line(self, text: str) -> None:
+        """For its user, among what it has printed itself. A full disk keeps the line away, and nothing else."""
+        with suppress(OSError), self.log_path.open("a") as file:
+            file.write(f"mesh: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _warn(self, text: str) -> None:
         """Of a last checkpoint that is likely to be late."""

@@ -1,7 +1,7 @@
 """Tells the mesh how jobs are, as lane-2 sections: each from one node, and no oftener than anybody needs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from mesh.jobs.spec import format_job
 from mesh.jobs.status import JobStatus, encode_status
@@ -42,3 +42,14 @@ def _may_wait_s(told: JobStatus, status: JobStatus) -> float:
     if outdated or status.outcome != told.outcome or (status.state != told.state and status.state not in PASSING):
         return 0.0
     return SAME_S if status.commit == told.commit else COMMITS_S
+
+
+def speaks_for(status: JobStatus, me: bytes, runs: bool, acting: bool, alive: Set[bytes]) -> bool:
+    """One node tells the mesh of a job: who runs it, or its acting steward, or the first of its group that is there. `runs`,
+    `acting`: this node does, or has a steward who will."""
+    if runs or status.rank[3]:
+        return True
+    if acting or (status.outcome is None and status.runner in alive):
+        return False
+    first = next((node for node in status.witnesses if node in alive), None)
+    return first in {None, me}

@@ -44,7 +44,7 @@ from mesh.jobs.effects import (
     StateChanged,
 )
 from mesh.jobs.events import Kind, words
-from mesh.jobs.herald import Herald
+from mesh.jobs.herald import Herald, speaks_for
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
 from mesh.jobs.keyring import Keyring
@@ -144,6 +144,9 @@ class JobService:
         self._looked_s = 0.0  # how long that last took
         self._vacated: dict[bytes, asyncio.Event] = {}
         self._noted: dict[bytes, float] = {}
+        self.left: Callable[[bytes, Attempt, str], None] = lambda job, attempt, reason: (
+            None
+        )  # an attempt has ended here
 
     # --- life
 
@@ -230,18 +233,24 @@ class JobService:
         self.chronicle.say(job, "order", new="migrate", target=to)
         self._send(runner, Migrate(job=job, user=user, to=to))
 
-    async def vacate(self, grace_s: float, reason: str) -> list[bytes]:
-        """Give notice to every guest and wait until each attempt has ended (or its grace has, and it was killed)."""
-        jobs = self.participant.hosted
+    def tell(self, job: bytes, event: RunnerEvent) -> None:
+        """Something of this node's, for the job's runner or mate here."""
+        self._feed(lambda at: self.participant.tell_runner(job, event, at))
+
+    async def vacate(self, grace_s: float, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
+        """Give notice to every guest, or to these; wait until each attempt has ended (or its grace has, and it was killed)."""
+        jobs = self._those(only)
         await self._end_all(jobs, VacateWanted(grace_s, reason), grace_s + 30)
         return jobs
 
-    async def kill(self, reason: str) -> list[bytes]:
-        """SIGKILL to every guest, now; the bookkeeping follows."""
-        jobs = self.participant.hosted
-        told = self._end_all(jobs, KillWanted(reason), 10.0)  # first, so that each knows why it ends
-        await asyncio.gather(told, *(attempt.kill_guest() for attempt in self.attempts.values()))
+    async def kill(self, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
+        """SIGKILL to every guest, or to these, now; the bookkeeping follows, and knows first that it was no fault of theirs."""
+        jobs = self._those(only)
+        await self._end_all(jobs, KillWanted(reason), 10.0, at_once=True)
         return jobs
+
+    def _those(self, only: Sequence[bytes] | None) -> list[bytes]:
+        return [job for job in self.participant.hosted if only is None or job in only]
 
     async def hand_over(self, timeout_s: float) -> None:
         """Before leaving: let runners and stewards replace this node in its witness groups, and deliver what is posted."""
@@ -420,7 +429,7 @@ class JobService:
             case Ended(reason=reason):
                 self._note(job, "attempt", reason)
                 self.states.pop(job, None)
-                self._end(job, role)
+                self._end(job, role, reason)
             case Concluded(outcome=outcome):
                 self._note(job, "end", outcome.detail, new=outcome.kind)
 
@@ -442,7 +451,7 @@ class JobService:
             delay, self._feed, lambda at: self.participant.on_timer(job, role, timer, at)
         )
 
-    def _end(self, job: bytes, role: Role) -> None:
+    def _end(self, job: bytes, role: Role, reason: str) -> None:
         for name in ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "crew", "kept", "ask"):
             timer = self._timers.pop((job, role, name), None)
             if timer is not None:
@@ -450,6 +459,7 @@ class JobService:
         self._warming.forget(job)
         attempt = self.attempts.pop(job, None)
         if attempt is not None:
+            self.left(job, attempt, reason)
             task = asyncio.create_task(self._clear_away(job, attempt), name=f"end {format_job(job)[:8]}")
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)
@@ -460,22 +470,22 @@ class JobService:
         finally:
             self.inventory.release(job)
             self._places_changed()
-            done = self._vacated.pop(job, None)
-            if done is not None:
-                done.set()
+            self._vacated.pop(job, asyncio.Event()).set()
             self._publish(job)
 
-    async def _end_all(self, jobs: list[bytes], event: RunnerEvent, timeout_s: float) -> None:
+    async def _end_all(self, jobs: list[bytes], event: RunnerEvent, timeout_s: float, at_once: bool = False) -> None:
         waits = [self._vacated.setdefault(job, asyncio.Event()) for job in jobs]
         for job in jobs:
-            self._feed(lambda at, job=job: self.participant.tell_runner(job, event, at))  # type: ignore[misc]
+            self.tell(job, event)
+        if at_once:
+            await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
         try:
             async with asyncio.timeout(timeout_s):
                 for wait in waits:
                     await wait.wait()
         except TimeoutError:
             log.warning("some guests had not ended after %g s; they are killed", timeout_s)
-            await asyncio.gather(*(attempt.kill_guest() for attempt in self.attempts.values()))
+            await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
 
     # --- the rules
 
@@ -504,7 +514,7 @@ class JobService:
             lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
             lambda: self._custody(job),
             lambda: self.keyring.vault(job, spec, self._group(job)),
-            lambda event: self._feed(lambda at: self.participant.tell_runner(job, event, at)),
+            lambda event: self.tell(job, event),
             lambda text, new: self._note(job, "state", text, new=new),
         )
         self._places_changed()
@@ -522,8 +532,7 @@ class JobService:
 
     def _recopied(self, job: bytes, manifest: bytes, holders: tuple[NodeId, ...], words: str) -> None:
         self._note(job, "state", words, new="copied again")
-        event = Recopied(manifest, holders)
-        self._feed(lambda at: self.participant.tell_runner(job, event, at))
+        self.tell(job, Recopied(manifest, holders))
 
     # --- what others see
 
@@ -537,7 +546,7 @@ class JobService:
         acts = runner is not None or (steward is not None and steward.state in ACTING)
         state, detail = self.states.get(job, ("", "")) if acts else ("", "")
         progress = attempt.progress if attempt is not None else None
-        note = attempt.note if attempt is not None else ""
+        note = (attempt.held or attempt.note) if attempt is not None else ""
         waiting = None
         if steward is not None and acts and runner is None and not steward.held_back:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
@@ -562,16 +571,9 @@ class JobService:
             self._herald.tell(status)
 
     def _speaks_for(self, status: JobStatus) -> bool:
-        """One node tells the mesh of a job: who runs it, or its acting steward, or the first of its group that is there."""
-        if status.job in self.participant.runners or status.rank[3]:
-            return True
         steward = self.participant.stewards.get(status.job)
-        if steward is not None and steward.state in ACTING:
-            return False  # not yet
-        if status.outcome is None and status.runner in self.outlook.last.alive:
-            return False
-        first = next((node for node in status.witnesses if node in self.outlook.last.alive), None)
-        return first in {None, self._me}
+        acting = steward is not None and steward.state in ACTING
+        return speaks_for(status, self._me, status.job in self.participant.runners, acting, self.outlook.last.alive)
 
     def _note_state(self, job: bytes, old: str, new: str, detail: str) -> None:
         """A job that waits for ever changing reasons tells one now and then."""

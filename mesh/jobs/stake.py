@@ -16,6 +16,19 @@ class Urgency(msgspec.Struct, frozen=True):
     warn: Callable[[str], None] = lambda text: None
 
 
+class Lost(msgspec.Struct, frozen=True):
+    """Work since what others hold: in seconds, and in steps if the job tells them."""
+
+    seconds: float
+    steps: int | None = None
+
+    @property
+    def words(self) -> str:
+        if self.steps is not None:
+            return f"{self.steps} step{'' if self.steps == 1 else 's'} since its last checkpoint" if self.steps else ""
+        return f"{self.seconds:.1f} s of work since its last checkpoint" if self.seconds >= 0.1 else ""
+
+
 class Stake:
     """Of one attempt that uses `percent` of a GPU. Moments are seconds of CLOCK_BOOTTIME; `warn` tells the job's user."""
 
@@ -31,6 +44,16 @@ class Stake:
     def began(self, now: float, saved: bool, step: int | None) -> None:
         """It computes from here on; `saved`: there is a checkpoint, of this step if the job tells steps."""
         self._since_s, self._saved, self._step = now, saved, step
+
+    def stood_still(self, since_s: float, until_s: float) -> None:
+        """It computed nothing meanwhile."""
+        self._since_s += max(0.0, until_s - max(since_s, self._since_s))
+
+    def lost(self, until_s: float, step: int | None) -> Lost:
+        """If nothing is saved any more of what it had computed until then, when it had come to this step."""
+        known = step is not None and (self._step is not None or not self._saved)
+        steps = max(0, (step or 0) - (self._step or 0)) if known else None
+        return Lost(max(0.0, until_s - self._since_s) if self._since_s else 0.0, steps)
 
     def noticed(self, now: float, grace_s: float) -> None:
         """It must be elsewhere in that time."""

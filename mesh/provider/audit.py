@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuda_guard.auditor import Auditor, Claim, DeviceLook, Finding, Foreign, Held, Verdict
+from cuda_guard.auditor import Auditor, Claim, DeviceLook, Finding, Foreign, Held, Seen, Verdict
 from cuda_guard.nvml import Nvml, NvmlError
 from cuda_guard.trim import Pace
 from mesh.provider.tenant import Tenant
@@ -15,10 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class Audit:
-    """Without NVML it judges nothing, and what tenants charge themselves stands."""
+    """Without NVML it judges nothing, and what tenants charge themselves stands. `library`: NVIDIA's own, where it is not to be
+    looked for. `foreign` and `strangers` are of the last look, by device; the latter are those that are not about to end."""
 
-    def __init__(self, uuids: tuple[str, ...], library: Path) -> None:
+    def __init__(self, uuids: tuple[str, ...], library: Path | None) -> None:
         self.foreign: dict[str, Foreign] = {}
+        self.strangers: dict[str, tuple[Seen, ...]] = {}
         self.problem = ""
         self._auditor = Auditor()
         self._paces: dict[tuple[str, str], Pace] = {}  # of a tenant on a device
@@ -50,6 +52,9 @@ class Audit:
             claims[tenant.name] = _gone(tenant, mine, devices) if tenant.released else _claims(tenant, charged, mine)
         verdict = self._auditor.judge(devices, [one for some in claims.values() for one in some], time.monotonic())
         self.foreign = verdict.foreign
+        self.strangers = {
+            uuid: tuple(seen for seen in some if not _is_ending(seen.pid)) for uuid, some in verdict.strangers.items()
+        }
         here = {tenant.name: tenant for tenant in tenants if not tenant.released}
         self._paces = {key: pace for key, pace in self._paces.items() if key[0] in here}
         for name, tenant in here.items():

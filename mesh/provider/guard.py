@@ -4,13 +4,13 @@ over those."""
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from cuda_guard.auditor import Finding, Foreign
-from cuda_guard.build import BuildError, Libraries, libraries
+from cuda_guard.auditor import Finding, Foreign, Seen
+from cuda_guard.build import BuildError, libraries
 from cuda_guard.driver import Driver, find_driver
 from cuda_guard.guard import Guard
 from cuda_guard.page import ALONE_WINDOW_MS, Quota
@@ -18,9 +18,10 @@ from mesh.engine.engine import EngineError, Injection, Launch
 from mesh.provider.audit import Audit
 from mesh.provider.pausing import Pausing
 from mesh.provider.receipts import DeviceUse
-from mesh.provider.tenant import Tenant
+from mesh.provider.tenant import OwnersHand, Tenant
 from placement.advert import WHOLE, Gpu, Portion
 
+NO_DRIVER = "GPUs cannot be shared: no libcuda.so.1 and libnvidia-ml.so.1 of NVIDIA's where libraries are looked for"
 LOOK_S = 1.0  # between two looks at what tenants do; NVML's own samples are of up to a second
 
 Bypass = Literal["warn", "pause", "kill"]  # what happens to a job of which a program is past the guard
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class NodeGuard:
-    """`changed` hears why there can be no guard, or an empty word once there is one; without GPUs it hears nothing. `warn`: for
-    what the owner should know. `found` hears what a tenant is caught at and what is done about it, `ended` what one has used."""
+    """`changed` hears why there can be no guard, or an empty word once there is one; without GPUs, or where `guards` says that
+    none is wanted, it hears nothing. `warn`: for what the owner should know. `found` hears what a tenant is caught at and what is
+    done about it, `ended` what one has used, `looked` after each look who is on the GPUs beside tenants."""
 
     def __init__(
         self,
@@ -39,11 +41,14 @@ class NodeGuard:
         changed: Callable[[str], None],
         warn: Callable[[str], None],
         *,
+        guards: bool = True,
         bypass: Bypass = "pause",
         found: Callable[[Tenant, str], None] = lambda tenant, text: None,
         ended: Callable[[Tenant, tuple[DeviceUse, ...]], None] = lambda tenant, used: None,
     ) -> None:
+        self.looked: Callable[[dict[str, tuple[Seen, ...]]], Awaitable[None]] | None = None
         self._directory, self._gpus, self._changed, self._warn = directory, gpus, changed, warn
+        self._guards = guards
         self._bypass, self._found, self._ended = bypass, found, ended
         self._guard: Guard | None = None
         self._audit: Audit | None = None
@@ -57,36 +62,48 @@ class NodeGuard:
         """Get ready, which may take seconds of compiling; then look after the tenants until cancelled."""
         if not self._gpus:
             return
-        try:
-            driver, built = await asyncio.to_thread(_prepare)
-            self._guard = Guard(self._directory, built, driver, tuple(gpu.uuid for gpu in self._gpus))
-        except (BuildError, OSError) as error:
-            self._problem = str(error)
-            log.warning("no guard: %s", error)
-            self._changed(self._problem)
+        driver = await asyncio.to_thread(find_driver)
+        uuids = tuple(gpu.uuid for gpu in self._gpus)
+        self._audit = Audit(uuids, None if driver is None else driver.nvml)
+        guarded = self._guards and await self._make_guard(driver, uuids)
+        await self._audit.open()
+        if driver is not None and guarded:
+            self._pausing = Pausing(driver.cuda, self._audit.holders)
+            await self._pausing.open()
+            log.info("GPUs can be shared: guard ready in %s", self._directory)
+            self._changed("")
+        if self._audit.problem and not guarded:
             return
-        self._audit = Audit(tuple(gpu.uuid for gpu in self._gpus), driver.nvml)
-        self._pausing = Pausing(driver.cuda, self._audit.holders)
-        await asyncio.gather(self._audit.open(), self._pausing.open())
-        log.info("GPUs can be shared: guard ready in %s", self._directory)
-        self._changed("")
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 await asyncio.sleep(LOOK_S)
                 await self._look(self._audit, self._tasks)
 
-    async def pause(self, tenant: Tenant) -> str:
+    async def _make_guard(self, driver: Driver | None, uuids: tuple[str, ...]) -> bool:
+        """Whether there is one."""
+        try:
+            if driver is None:
+                raise OSError(NO_DRIVER)
+            self._guard = Guard(self._directory, await asyncio.to_thread(libraries), driver, uuids)
+        except (BuildError, OSError) as error:
+            self._problem = str(error)
+            log.warning("no guard: %s", error)
+            self._changed(self._problem)
+        return self._guard is not None
+
+    async def pause(self, tenant: Tenant, by: OwnersHand = "owner") -> str:
         """Keep it off its GPUs until it is resumed, and free what it has there if the driver can. Why that stays; empty if it
         does not. What has begun is done, also if nobody waits for it any more."""
         if self._pausing is None or self._tasks is None:
             return self._problem
-        return await asyncio.shield(self._tasks.create_task(self._pausing.pause(tenant), name="pause"))
+        return await asyncio.shield(self._tasks.create_task(self._pausing.pause(tenant, by), name="pause"))
 
-    async def resume(self, tenant: Tenant) -> str:
-        """Let it go on, whether its owner paused it or it was stopped as past the guard. Why it cannot; empty if it does."""
+    async def resume(self, tenant: Tenant, by: OwnersHand = "owner") -> str:
+        """Let it go on, whether its owner paused it or it was stopped as past the guard; or let go of it by another hand of his.
+        Why it cannot; empty if it does."""
         if self._pausing is None or self._tasks is None:
             return self._problem
-        return await asyncio.shield(self._tasks.create_task(self._pausing.resume(tenant), name="resume"))
+        return await asyncio.shield(self._tasks.create_task(self._pausing.resume(tenant, by), name="resume"))
 
     @property
     def pause_problem(self) -> str:
@@ -100,6 +117,8 @@ class NodeGuard:
         for tenant, finding in await audit.look(self.tenants):
             if tenant.is_new(finding) and not tenant.released:
                 self._act(tenant, finding, kills)
+        if self.looked is not None and not audit.problem:
+            await self.looked(audit.strangers)
 
     def _act(self, tenant: Tenant, finding: Finding, kills: asyncio.TaskGroup) -> None:
         """By the owner's word: what is past the guard does not heed a gate."""
@@ -173,12 +192,3 @@ def page_directory(node: bytes) -> Path:
     bases = [os.environ.get("XDG_RUNTIME_DIR", ""), "/run" if os.getuid() == 0 else "", "/dev/shm"]
     base = next((base for base in bases if base and os.access(base, os.W_OK | os.X_OK)), "/tmp")
     return Path(base) / f"mesh-guard-{node.hex()[:16]}"
-
-
-def _prepare() -> tuple[Driver, Libraries]:
-    driver = find_driver()
-    if driver is None:
-        raise OSError(
-            "GPUs cannot be shared: no libcuda.so.1 and libnvidia-ml.so.1 of NVIDIA's where libraries are looked for"
-        )
-    return driver, libraries()

@@ -6,21 +6,40 @@ the same. The owner's word comes first: paused or draining admits nothing.
 
 import os
 from functools import reduce
+from pathlib import Path
 
 import msgspec
 
-from placement.advert import Advert, Gpu, Portion
+from placement.advert import Advert, Gpu, HeldBy, Portion
 from placement.allotment import Room, allot, untouched, without
 from placement.filters import refusals
 from placement.request import Request
 
 
 class Lending(msgspec.Struct, frozen=True):
-    """The owner's present decision; kept on disk so that a restart does not lend what was paused."""
+    """The owner's present decision; kept on disk (`lending.json`) so that a restart does not lend what was paused. `withheld`:
+    GPUs that he has taken back one by one."""
 
     lending: bool
     paused: bool = False
-    reason: str = ""
+    withheld: tuple[str, ...] = ()
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """What is not lent because the owner is there, and until when that is, if it is known from his calendar."""
+
+    held_by: HeldBy = ""
+    back_unix: int = 0
+    gpus: frozenset[str] = frozenset()
+
+
+def load_lending(path: Path, lends: bool) -> Lending:
+    """What the owner said last, if he said anything; `lends`: what he said when he started the node. OSError or ValueError if it
+    cannot be read: then nothing is lent that he may have taken back."""
+    if not path.exists():
+        return Lending(lends)
+    kept = msgspec.json.decode(path.read_bytes(), type=Lending)
+    return msgspec.structs.replace(kept, lending=kept.lending or lends)
 
 
 class Inventory:
@@ -44,6 +63,7 @@ class Inventory:
         cpus: int | None = None,
     ) -> None:
         self.lending = lending
+        self.presence = Presence()
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
         self.images: tuple[str, ...] = ()
@@ -52,7 +72,7 @@ class Inventory:
         self.guards = False
         self.store_free_mib = 0
         self._node, self._nick, self._user, self._zone = node, nick, user, zone
-        self._slots, self._accepts, self._own_only = slots, accepts, own_only
+        self.slots, self._accepts, self._own_only = slots, accepts, own_only
         self._up_since_unix = up_since_unix
         self._gpu_sharing = gpu_sharing
         self._memory_mib = machine_mib() if memory_mib is None else memory_mib
@@ -103,13 +123,15 @@ class Inventory:
             weight=self.weight,
             up_since_unix=self._up_since_unix,
             lending=self.lending.lending,
-            paused=self.lending.paused or self.draining,
+            paused=self.lending.paused or self.draining or bool(self.presence.held_by),
+            held_by=self.presence.held_by,
+            back_unix=self.presence.back_unix,
             gpus=self.gpus,
             room=self._room(),
             guards=self.guards,
             gpu_sharing=self._gpu_sharing,
-            slots=self._slots,
-            slots_free=max(0, self._slots - sum(not portions for portions in self._given.values())),
+            slots=self.slots,
+            slots_free=max(0, self.slots - sum(not portions for portions in self._given.values())),
             cpus=self._cpus,
             memory_mib=self._memory_mib,
             engines=self.engines,
@@ -129,7 +151,13 @@ class Inventory:
         return previous
 
     def _room(self) -> Room:
-        return reduce(without, self._given.values(), untouched(self.gpus))
+        room = reduce(without, self._given.values(), untouched(self.gpus))
+        return tuple(left for left in room if left.uuid not in self.withheld)
+
+    @property
+    def withheld(self) -> frozenset[str]:
+        """GPUs that are not lent now."""
+        return self.presence.gpus | frozenset(self.lending.withheld)
 
 
 def machine_mib() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from cuda_guard.pause import Pause, PauseError, Step, available
-from mesh.provider.tenant import Tenant
+from mesh.provider.tenant import OwnersHand, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ class Pausing:
         self.problem = why or ""
         log.info("GPU memory of guests can be freed in place: %s", self.problem or "yes")
 
-    async def pause(self, tenant: Tenant) -> str:
-        """Until it is resumed. Why its memory stays where it is; empty if it was freed."""
-        tenant.set_gate(True, "its owner pauses it", by="owner")
+    async def pause(self, tenant: Tenant, by: OwnersHand) -> str:
+        """Until it is resumed by the same hand. Why its memory stays where it is; empty if it was freed."""
+        tenant.set_gate(True, "its owner pauses it", by)
         async with tenant.turn:
             if tenant.suspended or tenant.released:
                 return ""
@@ -46,13 +46,20 @@ class Pausing:
             _log(tenant, f"GPU memory of {len(pids)} processes freed", steps)
             return ""
 
-    async def resume(self, tenant: Tenant) -> str:
-        """Whoever stopped it. Why it cannot go on; empty if it does."""
+    async def resume(self, tenant: Tenant, by: OwnersHand) -> str:
+        """Whoever stopped it, if its owner orders so; else as far as no order of his is against it. Why it cannot go on; empty if
+        it does."""
         async with tenant.turn:
+            if by == "presence" and "owner" in tenant.closed_by:
+                tenant.set_gate(False, "its owner is gone", by)
+                return ""
             if tenant.suspended and "lease" in tenant.closed_by:
                 return "its lease is over"
-            if tenant.keeper is not None:
+            if tenant.keeper is not None and by == "owner":
                 tenant.keeper.thaw("its owner lets it go on")
+            if by == "owner" and "presence" in tenant.closed_by:
+                tenant.set_gate(False, "its owner lets it go on", by)
+                return "its owner is there (`mesh lend`)"
             try:
                 steps = await asyncio.to_thread(self._pause.resume, tenant.suspended) if tenant.suspended else []
             except PauseError as error:
@@ -61,7 +68,7 @@ class Pausing:
             if tenant.suspended:
                 _log(tenant, "GPU memory brought back", steps)
             tenant.suspended = ()
-            tenant.set_gate(False, "its owner lets it go on", by="owner")
+            tenant.set_gate(False, "its owner lets it go on" if by == "owner" else "its owner is gone", by)
             return ""
 
 

@@ -12,7 +12,8 @@ from mesh.engine.engine import Injection, Launch
 from mesh.provider.receipts import DeviceUse, Tally
 from placement.advert import Portion
 
-GateHand = Literal["lease", "owner", "audit"]  # who closes a gate; it is open when nobody does
+OwnersHand = Literal["owner", "presence"]  # his order, or that he is there
+GateHand = Literal["lease", "audit"] | OwnersHand  # who closes a gate; it is open when nobody does
 
 log = logging.getLogger(__name__)
 

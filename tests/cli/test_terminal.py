@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.api.errors import MeshError
-from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path, parse_duration, patience, table
+from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path, patience, table
+from mesh.duration import duration_words, parse_duration
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30", 30), ("30s", 30), ("2m", 120), ("1.5h", 5400), ("1d", 86_400), ("0", 0)]
+    ("text", "seconds"),
+    [("30", 30), ("30s", 30), ("2m", 120), ("1.5h", 5400), ("1d", 86_400), ("0", 0), ("1h30m", 5400), ("1d2s", 86_402)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
@@ -24,6 +26,17 @@ def test_a_duration_is_a_number_of_seconds_or_an_error_in_words(text: str) -> No
         assert 0 <= parse_duration(text) < 1e9
     except ValueError as error:
         assert "30s" in str(error)
+
+
+@pytest.mark.parametrize("text", ["30m1h", "1m1m", "m", "", "-1s", "1 h", "٣s", "nan", "inf", "9" * 400, "2m30"])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(ValueError, match="not a duration"):
+        parse_duration(text)
+
+
+@given(st.integers(0, 10**10 - 1))
+def test_a_duration_in_words_reads_back(tenths: int) -> None:
+    assert parse_duration(duration_words(tenths / 10)) == pytest.approx(tenths / 10)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.provider.inventory import load_lending
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import (
     descendants,
@@ -47,7 +48,7 @@ def test_a_node_is_its_owners_again_whatever_its_daemon_does(make_stack: Callabl
     try:
         answer = read(first, "killall")
         assert answer["reclaimed"] == [job] and answer["killed"][0]["left"] == [] and answer["problems"] == []
-        assert not guests_of(first) and first.where.paused.exists()
+        assert not guests_of(first) and load_lending(first.where.lending, True).paused
     finally:
         send(signal.SIGCONT, first)
     second = stack.node(running_with_checkpoint(user, job, elsewhere=first.nick)["node"])

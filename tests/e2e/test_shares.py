@@ -6,6 +6,7 @@ import shutil
 import sys
 from base64 import b64decode
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,11 @@ subprocess.run([sys.executable, "work.py"], env=bare)
 """
 
 
-@pytest.fixture
-def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A GPU that daemons started here see, and a project with programs for it."""
-    fakes = build(tmp_path_factory.getbasetemp().parent / "fakes")
-    world = World(tmp_path / "world", fakes)
-    for name, value in {**world.environment(), "LD_LIBRARY_PATH": str(fakes.cuda.parent)}.items():
+@contextmanager
+def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Iterator[World]:
+    """GPUs that daemons started here see, and a project with programs for them. `fakes`: where the doubles are built."""
+    world = World(tmp_path / "world", build(fakes), devices=devices)
+    for name, value in {**world.environment(), "LD_LIBRARY_PATH": str(world.fakes.cuda.parent)}.items():
         monkeypatch.setenv(name, value)
     for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
         (tmp_path / name).mkdir()
@@ -71,6 +71,12 @@ def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     (project / "past.py").write_text(PAST)
     yield world
     assert list((tmp_path / "XDG_RUNTIME_DIR").iterdir()) == [], "its pages are gone with the daemon"
+
+
+@pytest.fixture
+def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with gpu_world(tmp_path, tmp_path_factory.getbasetemp().parent / "fakes", monkeypatch) as one:
+        yield one
 
 
 def submit(node: StackNode, world: World, program: str, *options: str) -> str:

@@ -1,0 +1,204 @@
+"""`mesh lend`, `pause`, `resume`, `reclaim`: the owner's word on what is lent; the answers are plain JSON values."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from membership.durable import write_durably
+from membership.identity import short_id
+from mesh.api.errors import ExitCode, MeshError
+from mesh.api.orders import LendOrder, ReclaimOrder
+from mesh.engine.killswitch import BY_OWNER
+from mesh.jobs.spec import format_job
+from mesh.provider.inventory import Lending
+from mesh.provider.ladder import Leave
+from mesh.provider.policy import PolicyError, policy_json, with_hours
+from mesh.provider.presence import MACHINE
+from placement.advert import WHOLE
+from placement.allotment import percent
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+BY_HAND = "its owner took the machine back"
+
+
+def lend_state(daemon: "Daemon") -> dict[str, Any]:
+    """What is lent now, by whose word, and what the owner's policy has seen."""
+    owner, lending = daemon.owner, daemon.inventory.lending
+    stands = {scope: {**msgspec.structs.asdict(stand), "why": stand.why} for scope, stand in owner.stands.items()}
+    gpus = [
+        {
+            "index": index,
+            "uuid": gpu.uuid,
+            "model": gpu.model,
+            "withheld": gpu.uuid in lending.withheld,
+            **stands[gpu.uuid],
+            "programs": [{"pid": pid, "name": name} for pid, name in owner.programs.get(gpu.uuid, [])],
+        }
+        for index, gpu in enumerate(daemon.inventory.gpus)
+    ]
+    return {
+        "lending": lending.lending,
+        "paused": lending.paused,
+        "now": lending.lending and not lending.paused and not daemon.inventory.presence.held_by,
+        "guests": len(daemon.jobs.participant.hosted),
+        "machine": stands[MACHINE],
+        "gpus": gpus,
+        "hours": str(owner.policy.hours),
+        "hours_change_unix": owner.opens_at(),
+        "typed_s": owner.typed_s,
+        "typing_seen_by": list(owner.console.sources),
+        "load": owner.load,
+        "policy": policy_json(owner.policy),
+        "policy_file": str(daemon.layout.policy),
+        "problem": daemon.membership.problems.get("policy", ""),
+        "warnings": owner.warnings(),
+    }
+
+
+async def lend(daemon: "Daemon", order: LendOrder) -> dict[str, Any]:
+    """Lend or not, and in which hours."""
+    if order.hours is not None:
+        await asyncio.to_thread(_write_hours, daemon, tuple(order.hours))
+    if order.on is not None:
+        await set_paused(daemon, not order.on)
+    await daemon.owner.look()
+    return lend_state(daemon)
+
+
+def _write_hours(daemon: "Daemon", texts: tuple[str, ...]) -> None:
+    path = daemon.layout.policy
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        changed = with_hours(text, texts)
+    except (PolicyError, UnicodeDecodeError) as error:
+        where = "" if str(error).startswith("hours:") else f"{path}: "
+        raise MeshError(f"{where}{error}", ExitCode.USAGE) from error
+    write_durably(path, changed.encode())
+
+
+async def set_paused(daemon: "Daemon", paused: bool, gpu: str | None = None) -> dict[str, Any]:
+    """The machine, or one GPU of it. Lending the machine again lends all of it."""
+    before = daemon.inventory.lending
+    if not paused:
+        daemon.switch.release()
+    if gpu is not None:
+        uuid = find_gpu(daemon, gpu)
+        others = [each for each in before.withheld if each != uuid]
+        after = msgspec.structs.replace(before, withheld=tuple([*others, uuid] if paused else others))
+    elif paused:
+        after = msgspec.structs.replace(before, paused=True)
+    else:
+        after = Lending(lending=True)
+    daemon.inventory.lending = after
+    daemon.refresh_advert(force=True)
+    try:
+        await asyncio.to_thread(write_durably, daemon.layout.lending, msgspec.json.encode(after))
+        daemon.membership.problems.pop("lending", None)
+    except OSError as error:  # what he has said counts all the same
+        words = f"{daemon.layout.lending} cannot be written ({error.strerror}): a restart forgets what you said"
+        daemon.membership.problems["lending"] = words
+    guests = len(daemon.jobs.participant.hosted)
+    return {"paused": after.paused, "lending": after.lending, "withheld": list(after.withheld), "guests": guests}
+
+
+def find_gpu(daemon: "Daemon", text: str) -> str:
+    """By its number here, or the beginning of its UUID."""
+    uuids = [gpu.uuid for gpu in daemon.inventory.gpus]
+    if text.isascii() and text.isdecimal() and len(text) < 4 and int(text) < len(uuids):
+        return uuids[int(text)]
+    fits = [uuid for uuid in uuids if text and (uuid.startswith(text) or uuid.removeprefix("GPU-").startswith(text))]
+    if len(fits) != 1:
+        known = ", ".join(f"{index}: {uuid}" for index, uuid in enumerate(uuids)) or "none"
+        raise MeshError(f"{len(fits) or 'no'} GPUs of this machine fit {text!r} (it has {known})", ExitCode.NOT_FOUND)
+    return fits[0]
+
+
+async def reclaim(daemon: "Daemon", order: ReclaimOrder) -> dict[str, Any]:
+    """Take the machine back, or one GPU of it: no new work there, and every guest of it gone when this returns."""
+    uuid = None if order.gpu is None else find_gpu(daemon, order.gpu)
+    notice_s = daemon.owner.notice_s if order.grace_s is None else order.grace_s
+    if order.dry_run:
+        return {"dry_run": True, "gpu": uuid, "guests": _rehearsed(daemon, uuid, 0.0 if order.now else notice_s)}
+    begun = time.monotonic()
+    if order.now and uuid is None:
+        daemon.switch.strike()
+        return _told(daemon, await settle_strike(daemon), None, begun)
+    await set_paused(daemon, True, uuid)
+    guests = _guests_of(daemon, uuid)
+    reason, why = (BY_HAND, "by hand") if uuid is None else (f"its owner took GPU {uuid} back", "a GPU, by hand")
+    if order.now:
+        jobs = await daemon.ladder.kill(guests, f"{reason} at once", f"{why}, at once")
+    else:
+        leave = Leave(notice_s, daemon.owner.policy.pause, reason, why, by_hand=True)
+        jobs = await daemon.ladder.leave(guests, leave)
+    return _told(daemon, jobs, uuid, begun)
+
+
+async def settle_strike(daemon: "Daemon") -> list[bytes]:
+    """What follows when the kill-switch was pressed: lending stays paused, and each job knows why it ended here."""
+    jobs: list[bytes]
+    jobs, _ = await asyncio.gather(daemon.ladder.kill(None, BY_OWNER, "by hand, at once"), set_paused(daemon, True))
+    return jobs
+
+
+def _told(daemon: "Daemon", jobs: list[bytes], uuid: str | None, begun: float) -> dict[str, Any]:
+    seconds = round(time.monotonic() - begun, 3)
+    told = [daemon.ladder.told[job] for job in jobs if job in daemon.ladder.told]
+    return {"reclaimed": [format_job(job) for job in jobs], "gpu": uuid, "seconds": seconds, "guests": told}
+
+
+def _guests_of(daemon: "Daemon", uuid: str | None) -> list[bytes]:
+    hosted = daemon.jobs.participant.hosted
+    if uuid is None:
+        return hosted
+    return [job for job in hosted if any(portion.uuid == uuid for portion in daemon.inventory.portions_of(job))]
+
+
+def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict[str, Any]]:
+    """Whose work would go, and what that would cost, by what is known now."""
+    nicks = {member.node_id: member.nick for member in daemon.membership.members()}
+    rows = []
+    for job in _guests_of(daemon, uuid):
+        attempt, runner = daemon.jobs.attempts.get(job), daemon.jobs.participant.runners.get(job)
+        if attempt is None:
+            continue
+        commit = runner.ledger.commit if runner is not None else None
+        heir = runner.onward.heir if runner is not None else None
+        running_ms = runner.attempt.running_unix_ms if runner is not None else 0
+        lost, spec = attempt.lost(), attempt.spec
+        size, save_s = attempt.last_save or (None, None)
+        peers = [node for node in [heir, *(commit.holders if commit is not None else ())] if node is not None]
+        known = [bps for bps in map(daemon.jobs.courier.bandwidth.promised_bps, peers) if bps]
+        ship_s = None if size is None or not known else size / min(known)
+        saves = spec.checkpointing is not None
+        fits = None if save_s is None or ship_s is None else save_s + ship_s <= notice_s
+        kept = saves and notice_s > 0 and attempt.heeds_notice is not False and fits is not False
+        rows.append(
+            {
+                "job": format_job(job),
+                "name": spec.name,
+                "user": spec.user,
+                "gpus": [portion.uuid for portion in attempt.portions],
+                "leads": runner is not None,
+                "ran_s": round(max(0.0, time.time() - running_ms / 1000), 1) if running_ms else 0.0,
+                "checkpoint": None
+                if commit is None
+                else {"seq": commit.seq, "step": commit.step, "created_unix_ms": commit.created_unix_ms},
+                "at_risk_s": round(lost.seconds, 1),
+                "at_risk_gpu_s": round(lost.seconds * percent(spec.gpus, spec.gpu_share) / WHOLE, 1),
+                "at_risk_steps": lost.steps,
+                "heeds_notice": attempt.heeds_notice,
+                "notice_s": notice_s,
+                "save_s": None if save_s is None else round(save_s, 3),
+                "ship_bytes": size,
+                "ship_s": None if ship_s is None else round(ship_s, 3),
+                "in_time": fits,
+                "goes_to": None if heir is None else nicks.get(heir, short_id(heir)),
+                "loses": "" if kept else lost.words,
+            }
+        )
+    return rows

@@ -1,0 +1,105 @@
+"""When somebody last typed at this machine or moved its mouse, as far as an ordinary user may see.
+
+What is looked at (HTCondor's `condor_kbdd` asks an X server besides, which no daemon of another user may do under Wayland):
+
+- a PS/2 keyboard or mouse, as laptops have, by its interrupts (`i8042` in /proc/interrupts);
+- a keyboard or mouse on USB by how often it has been heard (`urbnum` of its HID interface in /sys): an idle one sends nothing;
+- text consoles (/dev/tty1, ...) and, for `all`, terminals (/dev/pts: SSH, terminal windows) by their access time, which the
+  kernel sets when something typed is read, to 8 s. Those of guests do not count.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mesh.engine.descent import descendants_of
+from mesh.provider.policy import Watch
+
+KEYBOARD, MOUSE = "01", "02"  # bInterfaceProtocol of the boot interface subclass (USB HID 1.11, 4.3)
+HID = "03"  # bInterfaceClass
+
+
+class Console:
+    """`sources`: what could be seen at the last look; empty if nothing could."""
+
+    def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys"), dev: Path = Path("/dev")) -> None:
+        self.sources: tuple[str, ...] = ()
+        self._proc, self._sys, self._dev = proc, sys, dev
+        self._known: dict[str, float] = {}
+        self._typed_at: float | None = None
+
+    def look(self, watch: Watch, now: float, unix_s: float) -> float | None:
+        """Seconds since somebody typed; None if that cannot be seen. A counter says nothing before it has moved."""
+        counters = {**self._interrupts(), **self._usb()}
+        times = self._terminals(watch)
+        for name, count in counters.items():
+            if self._known.setdefault(name, count) != count:
+                self._saw(now)
+        for name, accessed in times.items():
+            if name not in self._known:
+                self._saw(now - max(0.0, unix_s - accessed))
+            elif self._known[name] != accessed:
+                self._saw(now)
+        self._known = {**counters, **times}
+        kinds = [("PS/2", "i8042"), ("USB", "usb "), ("consoles", "/dev/tty"), ("terminals", "/dev/pts")]
+        self.sources = tuple(word for word, start in kinds if any(name.startswith(start) for name in self._known))
+        if not self.sources:
+            return None
+        return max(0.0, now - self._typed_at) if self._typed_at is not None else now
+
+    def _saw(self, at: float) -> None:
+        self._typed_at = at if self._typed_at is None else max(at, self._typed_at)
+
+    def _interrupts(self) -> dict[str, float]:
+        try:
+            lines = (self._proc / "interrupts").read_text().splitlines()
+        except OSError:
+            return {}
+        found = [line.split() for line in lines if "i8042" in line]
+        return {f"i8042 {words[0]}": float(sum(int(word) for word in words[1:] if word.isdecimal())) for words in found}
+
+    def _usb(self) -> dict[str, float]:
+        """By device: a keyboard with a mouse in it is one."""
+        found: dict[str, float] = {}
+        for interface in (self._sys / "bus/usb/devices").glob("*:*"):
+            try:
+                if (interface / "bInterfaceClass").read_text().strip() != HID:
+                    continue
+                if (interface / "bInterfaceProtocol").read_text().strip() not in {KEYBOARD, MOUSE}:
+                    continue
+                device = interface.resolve().parent
+                found[f"usb {device.name}"] = float((device / "urbnum").read_text())
+            except (OSError, ValueError):
+                continue  # it was pulled out
+        return found
+
+    def _terminals(self, watch: Watch) -> dict[str, float]:
+        paths = [path for path in self._dev.glob("tty*") if re.fullmatch(r"tty[1-9]\d?", path.name)]
+        guests: set[int] = set()
+        if watch == "all":
+            terminals = [path for path in (self._dev / "pts").glob("*") if path.name.isdecimal()]
+            guests = self._of_guests() if terminals else set()
+            paths += terminals
+        found: dict[str, float] = {}
+        for path in paths:
+            try:
+                seen = path.stat()
+            except OSError:
+                continue
+            if seen.st_rdev not in guests:
+                place = path.relative_to(self._dev)
+                found[f"/dev/{place}"] = seen.st_atime
+        return found
+
+    def _of_guests(self) -> set[int]:
+        """The terminals of what this daemon has started: guests type there, not the owner."""
+        me = os.getpid()
+        return {self._terminal(pid) for pid in descendants_of(me)} - {self._terminal(me), 0}
+
+    def _terminal(self, pid: int) -> int:
+        """The controlling terminal's device, 0 if there is none."""
+        try:
+            number = int((self._proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[4])
+        except (OSError, IndexError, ValueError):
+            return 0
+        return os.makedev(number >> 8 & 0xFFF, number & 0xFF | number >> 12 & 0xFFF00) if number else 0

@@ -1,0 +1,260 @@
+"""How guests are got out of their owner's way, rung by rung, and let go on when he is gone.
+
+    suspend   the GPU gate shuts, all processes stand still; where the owner needs it and the driver can, GPU memory goes to the
+              host
+    notice    they may run for the notice, to save; what they save is shipped; who heeds no notice is killed at once
+    pause     who is still there stands still as above, what it has saved goes on being shipped; it may go on if the owner leaves
+    kill      by the runner, when the notice and the pause are over
+
+How a guest stands is looked at anew with each look at the owner, so one that starts meanwhile, or a step that failed, is seen to.
+Each rung leaves a line in the log with what it took.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from mesh.engine.alarm import boot_s
+from mesh.jobs.attempt import Attempt
+from mesh.jobs.reports import KillWanted
+from mesh.jobs.service import JobService
+from mesh.jobs.spec import format_job
+from mesh.provider.guard import NodeGuard
+from mesh.provider.presence import Stand
+
+STILL_LOOKS, STILL_LOOK_S = 1000, 0.005  # until a guest stands still: milliseconds, in a container some more
+AGAIN_S = 5.0  # before a guest that could not go on is tried again; ours
+BACK_S = 10.0  # for GPU memory to come back before a notice; the owner waits for it; ours
+TOLD_KEPT = 256  # attempts that were taken back; ours
+VACATED = "vacated: "
+
+log = logging.getLogger(__name__)
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """How guests are asked to go, in seconds; `why` in their owner's terms. `by_hand`: whatever he does meanwhile."""
+
+    notice: float
+    pause: float
+    reason: str
+    why: str
+    by_hand: bool = False
+
+
+class _Guest:
+    """What its owner has done with one attempt."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.state: Literal["free", "still"] = "free"
+        self.tried_memory = False
+        self.leave: Leave | None = None
+        self.noticed_at: float | None = None
+        self.pressed = True  # whether its owner was there at the last look
+        self.ordered_at = 0.0
+        self.again_at = 0.0
+        self.work: asyncio.Task[Any] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self.work is not None and not self.work.done()
+
+
+class Ladder:
+    """`owner`, `nick`: whom users are told of. `told`: how the last that were taken back left, by job."""
+
+    def __init__(self, jobs: JobService, guard: NodeGuard, owner: str, nick: str) -> None:
+        self._jobs, self._guard = jobs, guard
+        self._owner, self._nick = owner, nick
+        self._guests: dict[bytes, _Guest] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.told: dict[bytes, dict[str, Any]] = {}
+        jobs.left = self._left
+
+    # --- what the owner's presence asks for
+
+    def look(self, stand_of: Callable[[tuple[str, ...]], Stand], leave: Callable[[Stand], Leave]) -> None:
+        """Bring every guest to where it should stand now. Gates are shut before this returns; what takes longer follows."""
+        for job, attempt in self._jobs.attempts.items():
+            guest = self._guest(job, attempt)
+            stand = stand_of(tuple(portion.uuid for portion in attempt.portions))
+            if guest.leave is not None:
+                guest.pressed = stand.pressing
+                self._see_to_leaving(job, guest, guest.leave)
+            elif stand.level == "vacate":
+                asked = leave(stand)
+                guest.leave = asked
+                self._spawn(self.leave([job], asked), f"leave {format_job(job)[:8]}")
+            elif stand.level == "suspend" and "notice" not in attempt.rungs:
+                self._stop(job, guest, stand.why, "gpu" in stand.causes, "suspended")
+            else:  # also one that was given notice by somebody else: it may save, and is gone soon
+                self._let_go(job, guest)
+
+    async def leave(self, jobs: Sequence[bytes], leave: Leave) -> list[bytes]:
+        """Ask these to go, and wait until they have gone (or were killed)."""
+        here = [(job, self._guest(job, self._jobs.attempts[job])) for job in jobs if job in self._jobs.attempts]
+        for _, guest in here:
+            guest.leave, guest.ordered_at = leave, boot_s()
+        back = await asyncio.gather(*(self._bring_back(job, guest) for job, guest in here))
+        for (job, guest), able in zip(here, back, strict=True):
+            guest.attempt.reserve_s = leave.pause
+            guest.noticed_at = boot_s()
+            asyncio.get_running_loop().call_later(leave.notice, self._see_to_leaving, job, guest, leave)
+            if not able:
+                self._jobs.tell(job, KillWanted(f"{leave.reason}; its GPU memory could not be brought back to save"))
+        return await self._jobs.vacate(leave.notice + leave.pause, leave.reason, jobs)
+
+    async def kill(self, jobs: Sequence[bytes] | None, reason: str, why: str) -> list[bytes]:
+        """End these, or all, at once."""
+        for job, attempt in self._jobs.attempts.items():
+            if jobs is None or job in jobs:
+                guest = self._guest(job, attempt)
+                guest.leave = guest.leave or Leave(0.0, 0.0, reason, why, by_hand=True)
+                guest.ordered_at = guest.ordered_at or boot_s()
+        return await self._jobs.kill(reason, jobs)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- the rungs
+
+    def _see_to_leaving(self, job: bytes, guest: _Guest, leave: Leave) -> None:
+        """The pause rung: when its notice is over it stands still for as long as the owner is there."""
+        if guest.noticed_at is None or leave.pause <= 0 or "exited" in guest.attempt.rungs:
+            return
+        if self._guests.get(job) is not guest or boot_s() < guest.noticed_at + leave.notice:
+            return
+        if leave.by_hand or guest.pressed:
+            self._stop(job, guest, leave.reason, memory=True, rung="paused")
+        else:
+            self._let_go(job, guest)
+
+    def _stop(self, job: bytes, guest: _Guest, why: str, memory: bool, rung: str) -> None:
+        frees = memory and not guest.tried_memory and self._can_free(job)
+        if guest.state == "still" and (guest.busy or not frees):
+            return
+        tenant = self._guard.tenant(format_job(job))
+        begun = boot_s()
+        if tenant is not None:
+            tenant.set_gate(True, why, by="presence")
+        guest.attempt.mark(rung)
+        if not frees:
+            guest.attempt.hold(why)
+        if guest.busy:
+            return  # it is being let go, and is stopped when that is done
+        if guest.state == "free":
+            guest.state = "still"
+        guest.work = self._spawn(self._stopped(job, guest, why, rung, frees, begun), f"{rung} {format_job(job)[:8]}")
+
+    async def _stopped(self, job: bytes, guest: _Guest, why: str, rung: str, frees: bool, begun: float) -> None:
+        attempt, words = guest.attempt, ""
+        tenant = self._guard.tenant(format_job(job))
+        if frees and tenant is not None:
+            guest.tried_memory = True
+            attempt.hold("")  # the driver cannot put away what stands still
+            problem = await self._guard.pause(tenant, by="presence")
+            words = f"; its GPU memory stays: {problem}" if problem else "; its GPU memory is the owner's"
+        attempt.hold(why)
+        for _ in range(STILL_LOOKS):
+            if not attempt.held or await attempt.stands_still():
+                break
+            await asyncio.sleep(STILL_LOOK_S)
+        took_ms = (boot_s() - begun) * 1e3
+        log.info("job %s: rung %s: it stands still after %.0f ms: %s%s", format_job(job)[:8], rung, took_ms, why, words)
+        self._jobs.chronicle.say(job, "state", f"{why}{words}", attempt=attempt.number, new=rung)
+
+    def _let_go(self, job: bytes, guest: _Guest) -> None:
+        if guest.state == "still" and not guest.busy and boot_s() >= guest.again_at:
+            guest.work = self._spawn(self._go_on(job, guest), f"go on {format_job(job)[:8]}")
+
+    async def _go_on(self, job: bytes, guest: _Guest) -> bool:
+        """Whether it goes on where it stood."""
+        begun, attempt = boot_s(), guest.attempt
+        attempt.hold("")
+        tenant = self._guard.tenant(format_job(job))
+        if tenant is not None and "presence" in tenant.closed_by:
+            problem = await self._guard.resume(tenant, by="presence")
+            if problem:
+                guest.again_at = boot_s() + AGAIN_S
+                log.warning("job %s: it cannot go on yet: %s", format_job(job)[:8], problem)
+                return False
+        guest.state, guest.tried_memory = "free", False
+        since = max(attempt.rungs.pop("suspended", 0.0), attempt.rungs.pop("paused", 0.0))
+        stood_s = begun - since
+        log.info("job %s: it goes on %.0f ms after it was let go", format_job(job)[:8], (boot_s() - begun) * 1e3)
+        self._jobs.chronicle.say(
+            job, "state", f"it stood still for {stood_s:.1f} s", attempt=attempt.number, new="goes on"
+        )
+        return True
+
+    async def _bring_back(self, job: bytes, guest: _Guest) -> bool:
+        """Whether it can be given notice: it runs, and has its memory."""
+        if guest.work is not None and guest.busy:
+            await asyncio.wait([guest.work], timeout=BACK_S)
+        if guest.state == "free":
+            return True
+        try:
+            async with asyncio.timeout(BACK_S):
+                return await self._go_on(job, guest)
+        except TimeoutError:
+            return False
+
+    # --- what is told
+
+    def _left(self, job: bytes, attempt: Attempt, reason: str) -> None:
+        """An attempt has ended here; if its owner sent it away, its user is told who, why and what is lost."""
+        guest = self._guests.pop(job, None)
+        if guest is None or guest.leave is None or guest.attempt is not attempt:
+            return
+        lost = attempt.lost()
+        words = f"by {self._owner}, the owner of {self._nick}: {guest.leave.why}"
+        if reason.startswith(VACATED):
+            words += f"; {lost.words} is lost" if lost.words else "; nothing is lost"
+            self._jobs.chronicle.say(job, "state", words, attempt=attempt.number, new="taken back")
+            attempt.log_line(f"taken back {words}")
+        now = boot_s()
+        rungs = {
+            name: round((at - guest.ordered_at) * 1e3, 1)
+            for name, at in attempt.rungs.items()
+            if at >= guest.ordered_at
+        }
+        rungs["gone"] = round((now - guest.ordered_at) * 1e3, 1)
+        told = ", ".join(f"{name} {ms:.0f} ms" for name, ms in rungs.items())
+        log.info("job %s: %s; from the order: %s", format_job(job)[:8], words, told)
+        self.told.pop(job, None)
+        while len(self.told) >= TOLD_KEPT:
+            self.told.pop(next(iter(self.told)))
+        self.told[job] = {
+            "job": format_job(job),
+            "user": attempt.spec.user,
+            "name": attempt.spec.name,
+            "reason": reason,
+            "lost_s": round(lost.seconds, 3),
+            "lost_steps": lost.steps,
+            "rungs_ms": rungs,
+        }
+
+    def _can_free(self, job: bytes) -> bool:
+        return self._guard.tenant(format_job(job)) is not None and not self._guard.pause_problem
+
+    def _guest(self, job: bytes, attempt: Attempt) -> _Guest:
+        guest = self._guests.get(job)
+        if guest is None or guest.attempt is not attempt:
+            guest = self._guests[job] = _Guest(attempt)
+        return guest
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())

@@ -1,0 +1,224 @@
+"""The owner of this machine, as far as it shows that he is there: looks once a second, and has guests stand aside by his policy.
+
+The looking is here and in `console.py`, `load.py` and the guard's audit (who is on the GPUs); what it means is `presence.py`,
+what is done to guests `ladder.py`. It asks no other node and needs no quorum.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cuda_guard.auditor import Seen as OnGpu
+from mesh.engine.alarm import boot_s
+from mesh.engine.descent import descendants_of
+from mesh.jobs.service import JobService
+from mesh.provider.console import Console
+from mesh.provider.guard import NodeGuard
+from mesh.provider.hours import DAY
+from mesh.provider.inventory import Inventory
+from mesh.provider.inventory import Presence as Held
+from mesh.provider.ladder import Ladder, Leave
+from mesh.provider.load import Load
+from mesh.provider.policy import MOST_BYTES, Policy, PolicyError, never_lends, read_policy
+from mesh.provider.presence import MACHINE, Presence, Seen, Stand
+
+LOOK_S = 1.0
+STALE_S = 5.0  # since the GPUs were last looked at; then it is not known who is on them
+DRAWS_BUSY = 20.0  # per cent of a GPU's time by which a program that only draws is one of the owner's at work; ours
+COMM_CHARS = 15  # of a program's name that the kernel keeps
+
+log = logging.getLogger(__name__)
+
+
+class Owner:
+    """`say`: for the node's events; `changed`: the advert is another one now; `problems`: what `mesh status` shows.
+    `programs`: of the owner's on each GPU, at the last look: pids and names."""
+
+    def __init__(
+        self,
+        path: Path,
+        jobs: JobService,
+        guard: NodeGuard,
+        inventory: Inventory,
+        ladder: Ladder,
+        grace_s: float,
+        say: Callable[[str], None],
+        changed: Callable[[], None],
+        problems: dict[str, str],
+    ) -> None:
+        self.programs: dict[str, list[tuple[int, str]]] = {}
+        self.console = Console()
+        self.typed_s: float | None = None
+        self.load: float | None = None
+        self._path, self._jobs, self._guard, self._inventory, self._ladder = path, jobs, guard, inventory, ladder
+        self._grace_s, self._say, self._changed, self._problems = grace_s, say, changed, problems
+        self._uuids = tuple(gpu.uuid for gpu in inventory.gpus)
+        self._stamp: object = None
+        self._known = False  # whether there has been a policy that could be read
+        self._load = Load()
+        self._gpus_seen: tuple[float, dict[str, bool | None]] = (0.0, {})
+        self._presence = Presence(Policy(), self._uuids)
+        guard.looked = self._saw_gpus
+
+    @property
+    def policy(self) -> Policy:
+        return self._presence.policy
+
+    @property
+    def stands(self) -> dict[str, Stand]:
+        return self._presence.stands
+
+    @property
+    def notice_s(self) -> float:
+        return self._grace_s if self.policy.notice is None else self.policy.notice
+
+    def opens_at(self) -> float | None:
+        """When the calendar next changes its mind, in Unix seconds."""
+        return self.policy.hours.changes_at(time.time(), local_minute)
+
+    async def read(self) -> None:
+        """The policy anew, if its file has changed. A broken one changes nothing but for what is said; one that was never good is
+        no leave to lend."""
+        stamp, text = await asyncio.to_thread(_read, self._path, self._stamp)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            if isinstance(text, OSError):
+                raise PolicyError(text.strerror or str(text))
+            policy = read_policy(text)
+        except PolicyError as error:
+            kept = "what it said before goes on" if self._known else "nothing is lent until it is right"
+            self._problems["policy"] = f"{self._path}: {error}; {kept}"
+            self._say(self._problems["policy"])
+            return
+        self._problems.pop("policy", None)
+        if self._known and policy != self.policy:
+            self._say(f"its owner's policy has changed ({self._path.name})")
+        self._known = True
+        self._presence.take(policy)
+
+    async def run(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Once."""
+        time.tzset()  # the machine may have moved to another zone
+        await self.read()
+        now, policy = boot_s(), self.policy
+        self.typed_s = self.load = None
+        if policy.keyboard != "off":
+            self.typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time())
+        if policy.load is not None:
+            self.load = await asyncio.to_thread(self._load.look, now, await self._guests())
+        at, foreign = self._gpus_seen
+        open_now = policy.hours.hold(local_minute(time.time()))
+        seen = Seen(foreign if now - at < STALE_S else {}, self.typed_s, self.load, open_now)
+        before = self.stands
+        self._stand(before, self._presence.step(seen, now))
+
+    async def _saw_gpus(self, strangers: dict[str, tuple[OnGpu, ...]]) -> None:
+        """After each look of the guard's."""
+        guests = (
+            frozenset(descendants_of(os.getpid())) | await self._guests() if any(strangers.values()) else frozenset()
+        )
+        ignored = {name[:COMM_CHARS] for name in self.policy.ignore}
+        programs: dict[str, list[tuple[int, str]]] = {}
+        for uuid, some in strangers.items():
+            there = [(one.pid, _name(one.pid)) for one in some if one.pid not in guests and works(one)]
+            programs[uuid] = [(pid, name) for pid, name in there if name not in ignored]
+        self.programs = programs
+        now = boot_s()
+        self._gpus_seen = (now, {uuid: bool(some) for uuid, some in programs.items()})
+        before = self.stands
+        self._stand(before, self._presence.step_gpus(self._gpus_seen[1], now))
+
+    async def _guests(self) -> frozenset[int]:
+        """Processes of guests that do not descend from this daemon."""
+        found: set[int] = set()
+        for attempt in list(self._jobs.attempts.values()):
+            if attempt.engine.own_root:
+                found |= await attempt.pids()
+        return frozenset(found)
+
+    def _stand(self, before: dict[str, Stand], after: dict[str, Stand]) -> None:
+        """Guests first, then everybody else."""
+        self._ladder.look(self._presence.stand, self._leave)
+        for scope, stand in after.items():
+            if (stand.level, stand.causes) != (before[scope].level, before[scope].causes):
+                what = "the machine" if scope == MACHINE else scope
+                log.info(
+                    "%s: %s -> %s%s", what, before[scope].level, stand.level, f": {stand.why}" if stand.why else ""
+                )
+                if (stand.level == "lend") != (before[scope].level == "lend"):
+                    self._say(f"{what} is not lent: {stand.why}" if stand.why else f"{what} is lent again")
+        held = self._held(after)
+        if held != self._inventory.presence:
+            self._inventory.presence = held
+            self._changed()
+
+    def _held(self, stands: dict[str, Stand]) -> Held:
+        gpus = frozenset(uuid for uuid in self._uuids if stands[uuid].level != "lend")
+        machine = stands[MACHINE]
+        if not self._known:
+            return Held("owner", 0, gpus)
+        if machine.level == "lend":
+            return Held("", 0, gpus)
+        if machine.causes == ("calendar",):
+            return Held("hours", int(self.opens_at() or 0), gpus)
+        return Held("owner", 0, gpus)
+
+    def _leave(self, stand: Stand) -> Leave:
+        return Leave(self.notice_s, self.policy.pause, f"its owner took the machine back: {stand.why}", stand.why)
+
+    def warnings(self) -> list[str]:
+        """What in all that he has said means that nothing is ever lent, or that he is not seen."""
+        policy, lending = self.policy, self._inventory.lending
+        found = never_lends(policy)
+        if not self._uuids and not self._inventory.slots:
+            found.append("never lends: there is no GPU here, and slots is 0 (`mesh up --slots 1`)")
+        elif self._uuids and not self._inventory.slots and set(self._uuids) <= set(lending.withheld):
+            found.append("never lends: all its GPUs are taken back (`mesh resume`)")
+        if not policy.hours.always and (lending.paused or not lending.lending):
+            found.append("hours are set, and nothing is lent in them: `mesh lend on`")
+        if policy.keyboard != "off" and self.typed_s is None:
+            found.append("the keyboard is watched, and nothing on this machine shows when somebody types")
+        if policy.gpu and self._uuids and self._guard.audit_problem:
+            found.append(f"a program of the owner's on a GPU is not seen: {self._guard.audit_problem}")
+        return found
+
+
+def works(seen: OnGpu) -> bool:
+    """Whether it is at work on the GPU, and does not only draw a little."""
+    return seen.computes or (seen.busy or 0.0) >= DRAWS_BUSY
+
+
+def local_minute(unix_s: float) -> int:
+    """Of the week, as this machine's wall clock shows it."""
+    shown = time.localtime(unix_s)
+    return shown.tm_wday * DAY + shown.tm_hour * 60 + shown.tm_min
+
+
+def _read(path: Path, stamp: object) -> tuple[object, str | OSError]:
+    """The file's mark, and what is in it if that is another than `stamp`. No file says nothing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            seen = os.fstat(file.fileno())
+            mark = (seen.st_mtime_ns, seen.st_size, seen.st_ino)
+            return mark, "" if mark == stamp else file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return "none", ""
+    except OSError as error:
+        return ("unreadable", error.errno), error
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "?"
