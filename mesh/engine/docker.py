@@ -54,8 +54,7 @@ class DockerEngine:
         reach."""
         self._node = node
         self._switch = switch or KillSwitch()
-        tag = blake2b(node.encode(), digest_size=3).hexdigest()
-        self._bridges = Bridges(Firewall(policy or Policy(), tag), node)
+        self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node)
         self._traits = Traits()
         self._client: Any = None
         self._socket: EngineSocket | None = None
@@ -361,6 +360,11 @@ class DockerGuest:
         if self._head is None or process_of(self._head.pid) != self._head:
             return frozenset()
         return frozenset({self._head.pid, *descendants_of(self._head.pid)})
+
+
+def tag_of(node: str) -> str:
+    """Six letters and digits for the names of a node's bridges."""
+    return blake2b(node.encode(), digest_size=3).hexdigest()
 
 
 def _socket_path() -> str:
