@@ -75,8 +75,8 @@ def lives(process: Process) -> bool:
 
 
 def stands_still(pid: int) -> bool:
-    """Whether it runs nothing of its program until it is told to go on: it is stopped, has ended, or waits in the kernel with a stop
-    to come before it returns (as one that has started another by vfork(2), which was stopped)."""
+    """Whether it runs nothing of its program until it is told to go on: it is stopped, has ended, or waits in the kernel with a
+    stop to come before it returns (as one that has started another by vfork(2), which was stopped)."""
     found = stat_of(pid)
     if found is None or found.state in "TtZX":
         return True
