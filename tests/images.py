@@ -1,6 +1,7 @@
 """Container images without a registry: BusyBox as a root file system of one binary and its names, and programs beside it."""
 
 import io
+import json
 import os
 import re
 import shutil
@@ -66,7 +67,10 @@ def import_busybox(*programs: Path) -> str:
     client: Any = docker.from_env()
     tag = os.urandom(6).hex()
     try:
-        client.api.import_image_from_data(buffer.getvalue(), repository=REPOSITORY, tag=tag)
+        answer = client.api.import_image_from_data(buffer.getvalue(), repository=REPOSITORY, tag=tag)
+        client.api.tag(
+            json.loads(answer.splitlines()[-1])["status"], REPOSITORY, tag
+        )  # Podman does not heed the tag above
     finally:
         client.close()
     return f"{REPOSITORY}:{tag}"

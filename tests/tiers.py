@@ -52,6 +52,15 @@ def frameworks_problem() -> str:
 
 
 @cache
+def podman_problem() -> str:
+    """Why there is no Podman to test with; empty if there is. Its usual runtime does not know mixed control groups, runc does."""
+    missing = [program for program in ("podman", "runc", "busybox") if shutil.which(program) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    return "" if os.getuid() == 0 else "root is needed"
+
+
+@cache
 def cc_problem() -> str:
     """Why the doubles of NVIDIA's libraries cannot be compiled here; empty if they can."""
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
@@ -71,6 +80,7 @@ def systemd_problem() -> str:
 
 PROBES = {
     "docker": docker_problem,
+    "podman": podman_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,
     "cc": cc_problem,

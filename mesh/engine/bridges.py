@@ -24,7 +24,9 @@ class Bridges:
     def words(self) -> str:
         return self._firewall.policy.words
 
-    def problem(self) -> str:
+    def problem(self, engine: str) -> str:
+        if self._firewall.policy.kind != "none" and engine != "Docker":
+            return f"{engine} lets nobody's rules come before its own"
         return self._firewall.problem()
 
     def make(self, client: Any) -> str:

@@ -74,6 +74,22 @@ def lives(process: Process) -> bool:
         return False
 
 
+def stands_still(pid: int) -> bool:
+    """Whether it runs nothing of its program until it is told to go on: it is stopped, has ended, or waits in the kernel with a
+    stop to come before it returns (as one that has started another by vfork(2), which was stopped)."""
+    found = stat_of(pid)
+    if found is None or found.state in "TtZX":
+        return True
+    if found.state != "D":
+        return False
+    pending = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+        for line in file:
+            if line.startswith(("SigPnd:", "ShdPnd:")):
+                pending |= int(line.split()[1], 16)
+    return bool(pending >> (signal.SIGSTOP - 1) & 1)
+
+
 def children_of(pid: int) -> list[int]:
     """Direct children of a process, of all its threads."""
     found = []

@@ -28,7 +28,7 @@ from mesh.engine.descent import Process, descendants_of, process_of
 from mesh.engine.egress import EgressError, Firewall, Policy
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
 from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
-from mesh.engine.hardening import arguments, cdi_devices, give_files
+from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.process import catches
 from mesh.engine.register import Entry, boot_id
@@ -54,9 +54,8 @@ class DockerEngine:
         reach."""
         self._node = node
         self._switch = switch or KillSwitch()
-        tag = blake2b(node.encode(), digest_size=3).hexdigest()
-        self._bridges = Bridges(Firewall(policy or Policy(), tag), node)
-        self._cdi: frozenset[str] = frozenset()
+        self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node)
+        self._traits = Traits()
         self._client: Any = None
         self._socket: EngineSocket | None = None
         self._warden: Warden | None = None
@@ -67,7 +66,7 @@ class DockerEngine:
         try:
             if self._client is None:
                 await self._connect()
-            version = await self._call(lambda: self._client.version()["Version"])
+            await self._call(self._client.ping)
             problem = await self._call(self._egress_problem)
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._client = None
@@ -76,14 +75,16 @@ class DockerEngine:
             return Availability(ok=False, detail=problem)
         rights = "a container: no capabilities, no new privileges, read-only root, not root"
         return Availability(
-            ok=True, detail=f"Docker {version}", isolation=f"{rights}, {self._bridges.words}; it shares the kernel"
+            ok=True,
+            detail=f"{self._traits.name} {self._traits.version}",
+            isolation=f"{rights}, {self._bridges.words}; it shares the kernel",
         )
 
     async def _connect(self) -> None:
         path = _socket_path()
         self._client = await self._call(lambda: docker.from_env(timeout=CALL_TIMEOUT_S))
         await self._call(self._sweep)
-        self._cdi = await self._call(lambda: cdi_devices(self._client.info()))
+        self._traits = await self._call(lambda: traits_of(self._client.version(), self._client.info()))
         if self._socket is None:
             self._socket = EngineSocket(path)
         if self._warden is None:
@@ -154,7 +155,7 @@ class DockerEngine:
         give_files(launch)
         network = self._bridges.make(self._client)
         try:
-            chosen = arguments(launch, self._node, network, self._cdi)
+            chosen = arguments(launch, self._node, network, self._traits)
             return self._client.containers.create(image, **chosen), network
         except docker.errors.APIError as error:
             self._bridges.remove(self._client, network)
@@ -167,7 +168,7 @@ class DockerEngine:
 
     def _egress_problem(self) -> str:
         """Why no container may start here; and rules that somebody has flushed are put back."""
-        problem = self._bridges.problem()
+        problem = self._bridges.problem(self._traits.name)
         if not problem:
             try:
                 self._bridges.repair()
@@ -359,6 +360,11 @@ class DockerGuest:
         if self._head is None or process_of(self._head.pid) != self._head:
             return frozenset()
         return frozenset({self._head.pid, *descendants_of(self._head.pid)})
+
+
+def tag_of(node: str) -> str:
+    """Six letters and digits for the names of a node's bridges."""
+    return blake2b(node.encode(), digest_size=3).hexdigest()
 
 
 def _socket_path() -> str:

@@ -24,7 +24,7 @@ import sys
 import time
 
 from mesh.engine.alarm import Alarm, boot_s
-from mesh.engine.descent import children_of, descendants_of, stat_of
+from mesh.engine.descent import children_of, descendants_of, stands_still
 from mesh.engine.guestgroup import GuestGroup
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -204,7 +204,7 @@ def stop_all(first: int) -> None:
     stands still and a look finds nobody new. One that hangs in the kernel is not waited for."""
     stopped: set[int] = set()
     for _ in range(STOP_LOOKS):
-        still = all(_stands_still(pid) for pid in stopped)
+        still = all(stands_still(pid) for pid in stopped)
         fresh = _descendants(first) - stopped
         if still and not fresh:
             return
@@ -213,11 +213,6 @@ def stop_all(first: int) -> None:
         stopped |= fresh
         if not fresh:
             time.sleep(STOP_LOOK_S)
-
-
-def _stands_still(pid: int) -> bool:
-    found = stat_of(pid)
-    return found is None or found.state in "TtZX"
 
 
 def end_session_children() -> None:

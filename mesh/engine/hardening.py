@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import docker.types
+import msgspec
 
 from mesh.engine.engine import Launch, contract_env
 from mesh.engine.warden import LABEL_NODE
@@ -18,12 +19,24 @@ from mesh.engine.warden import LABEL_NODE
 GUEST_UID = 65_532  # "nonroot" of distroless images; owns nothing on a normal host
 LABEL_JOB = "campus-mesh.job"
 TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, and counted as the guest's
+INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
+INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
 CDI_KIND = "nvidia.com/gpu="
 WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
 
 
-def arguments(launch: Launch, node: str, network: str = "none", cdi: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """For the SDK's `containers.create`. `network`: a bridge of its own, or none; `cdi`: devices that the engine knows by CDI."""
+class Traits(msgspec.Struct, frozen=True):
+    """What an engine is and has. `init`: a program that reaps orphans and passes signals on; `cdi`: devices that it knows by the
+    Container Device Interface."""
+
+    name: str = "Docker"
+    version: str = ""
+    init: bool = False
+    cdi: frozenset[str] = frozenset()
+
+
+def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[str, Any]:
+    """For the SDK's `containers.create`. `network`: a bridge of its own, or none."""
     user = f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
     chosen: dict[str, Any] = {
         "command": list(launch.argv),
@@ -46,8 +59,8 @@ def arguments(launch: Launch, node: str, network: str = "none", cdi: frozenset[s
         "network_mode": network,
         "ipc_mode": "private",
         "pids_limit": launch.pids,
-        "device_requests": _devices(launch.gpu_uuids, cdi),
-        "init": shutil.which("docker-init") is not None,
+        "device_requests": _devices(launch.gpu_uuids, traits.cdi),
+        "init": traits.init,
         "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the one copy
     }
     if launch.memory_mib is not None:
@@ -66,6 +79,14 @@ def give_files(launch: Launch) -> None:
 
 def _directories(launch: Launch) -> dict[str, str]:
     return {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
+
+
+def traits_of(version: dict[str, Any], info: dict[str, Any]) -> Traits:
+    """Of an engine that answers so. Looks for its init on this machine."""
+    parts = [str(part.get("Name", "")) for part in version.get("Components") or []]
+    name = "Podman" if any("podman" in part.lower() for part in parts) else "Docker"
+    found = [shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{INIT_PATH}") for program in INITS[name]]
+    return Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info))
 
 
 def cdi_devices(info: dict[str, Any]) -> frozenset[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from mesh.engine.alone import alone
-from mesh.engine.descent import Process, descendants_of, process_of
+from mesh.engine.descent import Process, descendants_of, process_of, stands_still
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 from mesh.engine.guestgroup import GuestGroup, make_group
 from mesh.engine.killswitch import KillSwitch
@@ -196,7 +196,7 @@ class ProcessGuest:
         )
 
     async def stands_still(self) -> bool:
-        return all(state_of(pid) in "TtZX" for pid in self._pids())
+        return all(stands_still(pid) for pid in self._pids())
 
     def allow_until(self, boot_s: float) -> None:
         if self._daemon_end >= 0:
@@ -264,14 +264,6 @@ def catches(pid: int, signum: int) -> bool:
     except OSError:
         pass
     return False
-
-
-def state_of(pid: int) -> str:
-    """A process's state as `ps` shows it; X once it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import pytest
 
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings
-from mesh.engine.docker import DockerEngine
+from mesh.engine.docker import DockerEngine, tag_of
 from mesh.engine.egress import Policy, policy_of
 from mesh.engine.engine import EngineError
 from mesh.engine.killswitch import KillSwitch
@@ -260,7 +260,6 @@ async def test_it_reaches_only_what_its_owner_allows(
     tmp_path: Path, elsewhere: Elsewhere, host_server: int, policy: Policy, reached: set[str]
 ) -> None:
     node = f"egress-{os.getpid()}"
-    rules = firewall_rules()
     engine = DockerEngine(node, KillSwitch(), policy)
     available = await engine.availability()
     assert available.ok and policy.words in available.isolation
@@ -274,35 +273,35 @@ async def test_it_reaches_only_what_its_owner_allows(
         assert {place.split()[0] for place, answer in answers.items() if answer == "elsewhere"} == reached
     finally:
         await engine.close()
-    assert firewall_rules() == rules, "nothing is left of its rules"
+    assert firewall_rules(node) == set(), "nothing is left of its rules"
     assert networks(node) == []
 
 
 @pytest.mark.netns
 async def test_rules_that_are_flushed_are_put_back_and_those_of_a_crashed_run_removed(tmp_path: Path) -> None:
     node = f"flush-{os.getpid()}"
-    before = firewall_rules()
     engine = DockerEngine(node, KillSwitch(), policy_of("campus", ()))
     await engine.availability()
     bench = Bench(engine, tmp_path, busybox_image())
     guest = await bench.shell("while :; do sleep 0.05; done")
-    kept = firewall_rules() - before
+    kept = firewall_rules(node)
     chain = next(line.split()[1] for line in kept if line.startswith("-N MESH-"))
     subprocess.run(["iptables", "-w", "-F", chain], check=True)
-    subprocess.run(["iptables", "-w", "-F", "DOCKER-USER"], check=True)
-    assert (await engine.availability()).ok and kept <= firewall_rules()
+    bridge = chain.removeprefix("MESH-")
+    subprocess.run(["iptables", "-w", "-D", "DOCKER-USER", "-i", bridge, "-j", chain], check=True)
+    assert (await engine.availability()).ok and kept == firewall_rules(node)
     heir = DockerEngine(node, KillSwitch(), policy_of("campus", ()))
     await heir.availability()
     async with asyncio.timeout(WAIT_S):
         assert (await guest.wait()).code == 137
     await engine.close()
     await heir.close()
-    assert not any("MESH-" in line for line in firewall_rules() - before)
+    assert firewall_rules(node) == set()
 
 
 @pytest.mark.netns
 async def test_where_nothing_keeps_them_in_no_container_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.engine.egress.shutil.which", lambda name: None)
+    monkeypatch.setattr("mesh.engine.egress.shutil.which", lambda *words, **options: None)
     engine = DockerEngine(f"no-{os.getpid()}", KillSwitch(), policy_of("campus", ()))
     answer = await engine.availability()
     assert not answer.ok and "could not be kept to the campus network only: iptables is not installed" in answer.detail
@@ -321,6 +320,7 @@ def networks(node: str) -> list[object]:
         client.close()
 
 
-def firewall_rules() -> set[str]:
+def firewall_rules(node: str) -> set[str]:
+    """Of the bridges of this node; others use the same engine."""
     done = subprocess.run(["iptables", "-w", "-S"], capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines())
+    return {line for line in done.stdout.splitlines() if f"m{tag_of(node)}" in line}
