@@ -57,7 +57,28 @@ def cc_problem() -> str:
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
 
 
-PROBES = {"docker": docker_problem, "netns": netns_problem, "frameworks": frameworks_problem, "cc": cc_problem}
+@cache
+def bpf_problem() -> str:
+    """Why the kernel takes no programs of ours here; empty if it does."""
+    for program in ("tc", "ip", "nsenter", "clang"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    from mesh.edge.program import BuildError, Programs, object_file
+
+    try:
+        Programs.load(object_file()).close()
+    except (BuildError, OSError) as error:
+        return str(error)
+    return netns_problem()
+
+
+PROBES = {
+    "docker": docker_problem,
+    "netns": netns_problem,
+    "frameworks": frameworks_problem,
+    "cc": cc_problem,
+    "bpf": bpf_problem,
+}
 
 
 def required() -> set[str]:
