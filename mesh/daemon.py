@@ -48,6 +48,9 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.wire import Wire
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.edge.edge import Edge
+from mesh.edge.keeper import keep
+from mesh.edge.switch import GUESTS
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.guarded import GuardedEngine
@@ -140,6 +143,7 @@ class Daemon:
             self.membership.problems["role"] = "this node may not lend: its certificate says so (`mesh trust ls`)"
         self.me = self.identity.node_id
         self.wire = Wire(settings.upload_mbps * 1e6 / 8 or None)
+        self.edge = Edge(layout.edge, settings.edge == "auto", settings.edge_device, settings.edge_mbps)
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)
         await self.peers.open()
         gpus = await asyncio.to_thread(gpu_inventory)
@@ -211,6 +215,7 @@ class Daemon:
         self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
+        await asyncio.to_thread(self.edge.open)  # late: what fails before this leaves nothing behind
         await self._refresh_engines()
         self.refresh_advert(force=True)
         if self.journal.moved_aside is not None:
@@ -238,6 +243,7 @@ class Daemon:
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
             self.guard.close,
+            lambda: asyncio.to_thread(self.edge.close),
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
@@ -276,6 +282,7 @@ class Daemon:
         self.membership.set_draining(True)
         self.refresh_advert(force=True)
         if now:
+            self.edge.cut(GUESTS)
             await self.jobs.kill("its node leaves at once")
         else:
             await self.jobs.vacate(grace_s, "its node leaves")
@@ -291,6 +298,7 @@ class Daemon:
             group.create_task(self._keep_fresh(), name="adverts")
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
+            group.create_task(keep(self.edge, self.wire, self.jobs.courier.departures, self._note), name="edge")
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()

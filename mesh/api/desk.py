@@ -14,6 +14,7 @@ from membership.trust import ROLES, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import ApproveOrder, InviteOrder
+from mesh.edge.switch import MIGRATION
 from mesh.jobs.spec import (
     format_job,
 )
@@ -48,6 +49,7 @@ class Desk:
             "paused": self._daemon.inventory.lending.paused,
             "leaving": self._daemon.leaving,
             "alive": sum(member.state == "alive" for member in members),
+            "edge": msgspec.to_builtins(self._daemon.edge.standing()),
             "engines": {name: msgspec.to_builtins(found) for name, found in self._daemon.engine_states.items()},
             "guests": [format_job(job) for job in self._daemon.jobs.participant.hosted],
             "certificate_ends_unix": self._daemon.membership.standing.not_after,
@@ -115,16 +117,21 @@ class Desk:
         lending = msgspec.structs.replace(self._daemon.inventory.lending, paused=paused)
         if not paused:
             lending = msgspec.structs.replace(lending, lending=True)
+            self._daemon.edge.restore()
         self._daemon.inventory.lending = lending
         self._daemon.refresh_advert(force=True)
         return {"paused": paused, "lending": lending.lending, "guests": len(self._daemon.jobs.participant.hosted)}
 
     async def reclaim(self, grace_s: float | None, now: bool) -> dict[str, Any]:
         """Take the machine back: no new work, and every guest gone when this returns."""
-        await self.set_paused(True)
         begun = time.monotonic()
         if now:
+            self._daemon.edge.cut()
+        await self.set_paused(True)
+        if now:
             jobs = await self._daemon.jobs.kill("its owner took the machine back at once")
+            # No checkpoint is in a hurry any more; those that others keep here may be all that is left of their jobs.
+            self._daemon.edge.restore(MIGRATION)
         else:
             grace = self._daemon.settings.grace_s if grace_s is None else grace_s
             jobs = await self._daemon.jobs.vacate(grace, "its owner took the machine back")

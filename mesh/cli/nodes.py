@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import MeshError
+from mesh.cli.edge import edge_words
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, patience, print_json, table
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
@@ -177,6 +178,7 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
         )
     for name, engine in answer["engines"].items():
         click.echo(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
+    click.echo(f"  network edge: {edge_words(answer['edge'])}")
     if answer["waiting"]:
         click.echo(f"  {answer['waiting']} wait to be let in: `mesh pending`")
     for problem in answer["problems"].values():

@@ -91,8 +91,12 @@ class Device:
         return root == "ours" if self.link_bps else root == "another" or not self._speed_mbps()
 
     def give(self, urgent_bps: float) -> None:
-        """Bits a second for checkpoints with a deadline. EdgeError if the classes are not there any more."""
-        tc.do(shaping.rates(self.name, self.link_bps, urgent_bps))
+        """Bits a second for checkpoints with a deadline. EdgeError if the classes are not there any more: `look` sees to that."""
+        try:
+            tc.do(shaping.rates(self.name, self.link_bps, urgent_bps))
+        except EdgeError:
+            self.link_bps = 0.0
+            raise
         self.given_bps = urgent_bps
 
     def release(self) -> None:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 class Standing(msgspec.Struct, frozen=True):
     """What the edge does now. `problem`: what it was asked for and cannot do, and why; `next`: what its owner can do about it."""
 
+    off: bool = False  # its owner wants none
     guests: bool = False  # whether guests with an interface of their own can be cut off
     attached: tuple[str, ...] = ()
     device: str = ""  # the machine's own interface at which checkpoints and guests can be cut off
@@ -124,15 +125,19 @@ class Edge:
         programs = self._programs
         if programs is None:
             return False
-        if interface is not None:
-            guest = self._guests.get(interface)
-            if guest is not None:
-                programs.guests.put(guest.index, int(off))
-            return guest is not None
-        if off:
-            programs.switch.cut(what)
-        else:
-            programs.switch.restore(what)
+        try:
+            if interface is not None:
+                guest = self._guests.get(interface)
+                if guest is not None:
+                    programs.guests.put(guest.index, int(off))
+                return guest is not None
+            if off:
+                programs.switch.cut(what)
+            else:
+                programs.switch.restore(what)
+        except OSError as error:  # who reclaims goes on
+            log.error("network edge: %s", error)
+            return False
         return bool(self._guests) or self._device is not None
 
     # --- guests
@@ -235,6 +240,7 @@ class Edge:
         if device is not None and device.problem:
             problem = device.problem if device.watched else f"{device.problem}; {IN_SOCKETS}"
         return Standing(
+            off=not self._wanted,
             guests=self._programs is not None,
             attached=tuple(sorted(list(self._guests))),
             device=device.name if device is not None and device.watched else "",

@@ -160,6 +160,16 @@ class Departures:
             except TimeoutError:
                 continue
 
+    def need_bps(self) -> float:
+        """The least bytes a second with which all are in time; infinity if one is late already."""
+        now, total, need = self.clock(), 0, 0.0
+        for departure in self._order:
+            total += departure.remaining
+            left_s = departure.aim_s - now
+            if total:
+                need = max(need, total / left_s if left_s > 0 and not departure.late else math.inf)
+        return need
+
     def time_for(self, departure: Departure) -> float:
         """Seconds in which it should be done, so that those behind it can be in time too; 0 is as fast as it goes."""
         now = self.clock()
