@@ -90,6 +90,7 @@ class Daemon:
         self._failure = ""
         self.engine_states: dict[str, Availability] = {}
         self.leaving = False
+        self.edge = Edge(layout.edge, settings.edge == "auto", settings.edge_device, settings.edge_mbps)
 
     # --- life
 
@@ -143,7 +144,6 @@ class Daemon:
             self.membership.problems["role"] = "this node may not lend: its certificate says so (`mesh trust ls`)"
         self.me = self.identity.node_id
         self.wire = Wire(settings.upload_mbps * 1e6 / 8 or None)
-        self.edge = Edge(layout.edge, settings.edge == "auto", settings.edge_device, settings.edge_mbps)
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)
         await self.peers.open()
         gpus = await asyncio.to_thread(gpu_inventory)
@@ -211,11 +211,11 @@ class Daemon:
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
+        await asyncio.to_thread(self.edge.open)
         await self._serve_local()
         self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
-        await asyncio.to_thread(self.edge.open)  # late: what fails before this leaves nothing behind
         await self._refresh_engines()
         self.refresh_advert(force=True)
         if self.journal.moved_aside is not None:
@@ -473,7 +473,11 @@ def _read_seeds(path: Path) -> list[str]:
 
 async def _main(layout: Layout, settings: Settings) -> None:
     daemon = Daemon(layout, settings)
-    await daemon.start()
+    try:
+        await daemon.start()
+    except BaseException:
+        daemon.edge.close()  # all else ends with the process
+        raise
     try:
         await daemon.run()
     finally:

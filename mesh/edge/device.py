@@ -88,7 +88,9 @@ class Device:
         if not self.watched or not self._hooks.there(queues):
             return False
         root = shaping.whose(shaping.root_of(queues, self.name))
-        return root == "ours" if self.link_bps else root == "another" or not self._speed_mbps()
+        if self.link_bps:
+            return root == "ours"
+        return bool(self.problem) and (root == "another" or not self._speed_mbps())
 
     def give(self, urgent_bps: float) -> None:
         """Bits a second for checkpoints with a deadline. EdgeError if the classes are not there any more: `look` sees to that."""
