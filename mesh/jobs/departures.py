@@ -161,13 +161,16 @@ class Departures:
                 continue
 
     def need_bps(self) -> float:
-        """The least bytes a second with which all are in time; infinity if one is late already."""
+        """The least bytes a second with which all are in time that can be; infinity if one should have been already. For those
+        that will be late nobody else is held back."""
         now, total, need = self.clock(), 0, 0.0
         for departure in self._order:
+            if departure.late:
+                continue
             total += departure.remaining
             left_s = departure.aim_s - now
             if total:
-                need = max(need, total / left_s if left_s > 0 and not departure.late else math.inf)
+                need = max(need, total / left_s if left_s > 0 else math.inf)
         return need
 
     def time_for(self, departure: Departure) -> float:

@@ -36,23 +36,30 @@ def inside(namespace: str) -> Iterator[None]:
 
 
 class Wires:
-    """The machine forwards for its guests, of which each has a pair of its own: `g0` is the machine's end of guest 0's."""
+    """The machine forwards for its guests, of which each has a pair of its own: `g0` is the machine's end of guest 0's.
+
+    `link_mbps`: what a switch carries to its neighbour, with a queue of 20 ms; 0 is a cable.
+    """
 
     _made = 0
 
-    def __init__(self, guests: int = 1) -> None:
+    def __init__(self, guests: int = 1, link_mbps: float = 0.0) -> None:
         Wires._made += 1
         tag = f"me{os.getpid() % 10_000}{chr(96 + Wires._made % 26)}"
         self.machine, self.neighbour = f"{tag}-machine", f"{tag}-far"
         self.guests = [f"{tag}-guest{number}" for number in range(guests)]
-        self.tag = tag
+        self.switch = f"{tag}-switch"
+        self._link_mbps = link_mbps
 
     def __enter__(self) -> "Wires":
         try:
             for namespace in (self.machine, self.neighbour, *self.guests):
                 run("ip", "netns", "add", namespace)
                 run("ip", "-n", namespace, "link", "set", "lo", "up")
-            self._pair(self.machine, UP, f"{MACHINE}/24", self.neighbour, "eth0", f"{NEIGHBOUR}/24")
+            if self._link_mbps:
+                self._by_switch()
+            else:
+                self._pair(self.machine, UP, f"{MACHINE}/24", self.neighbour, "eth0", f"{NEIGHBOUR}/24")
             run("ip", "netns", "exec", self.machine, "sysctl", "-qw", "net.ipv4.ip_forward=1")
             for number, guest in enumerate(self.guests):
                 near = f"10.92.{number}.1"
@@ -67,7 +74,7 @@ class Wires:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for namespace in (*self.guests, self.neighbour, self.machine):
+        for namespace in (*self.guests, self.neighbour, self.switch, self.machine):
             subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
 
     @staticmethod
@@ -80,6 +87,21 @@ class Wires:
         for namespace, name, own in ((first, near, address), (second, far, other)):
             run("ip", "-n", namespace, "address", "add", own, "dev", name)
             run("ip", "-n", namespace, "link", "set", name, "up")
+
+    def _by_switch(self) -> None:
+        run("ip", "netns", "add", self.switch)
+        run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", self.switch, "link", "set", "br0", "up")
+        for number, (namespace, name, own) in enumerate(
+            ((self.machine, UP, f"{MACHINE}/24"), (self.neighbour, "eth0", f"{NEIGHBOUR}/24"))
+        ):
+            port = f"p{number}"
+            run("ip", "-n", namespace, "link", "add", name, "type", "veth", "peer", "name", port, "netns", self.switch)
+            run("ip", "-n", namespace, "address", "add", own, "dev", name)
+            run("ip", "-n", namespace, "link", "set", name, "up")
+            run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
+        queue = ("tbf", "rate", f"{self._link_mbps:g}mbit", "burst", "128k", "latency", "20ms")
+        run("tc", "-n", self.switch, "qdisc", "add", "dev", "p1", "root", *queue)
 
     def tc(self, *words: str) -> str:
         """On the machine."""

@@ -177,5 +177,7 @@ async def test_what_must_leave_each_second_is_set_by_the_tightest_and_all_before
     assert leaving.queue.need_bps() == pytest.approx(24e6), "240 MB in 10 s"
     first.pace.remaining = tight.pace.remaining = 0
     assert leaving.queue.need_bps() == pytest.approx(1e6)
-    leaving.add(10 * GB, 100e6, window_s=1)
-    assert leaving.queue.need_bps() == float("inf"), "one is late in any case"
+    hopeless = leaving.add(10 * GB, 100e6, window_s=1)
+    assert hopeless.departure.late and leaving.queue.need_bps() == pytest.approx(1e6), "nobody is held back for it"
+    leaving.now += 81
+    assert leaving.queue.need_bps() == float("inf"), "no time is left of what was aimed for"
