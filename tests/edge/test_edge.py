@@ -130,6 +130,41 @@ def test_what_guests_send_to_the_network_is_a_class_of_its_own_and_cut_there_too
         assert out.heard(after) == [after]
 
 
+def test_the_bridge_of_a_job_is_attached_as_a_whole(wires: Wires, edges: Make) -> None:
+    for words in (
+        "link add job0 type bridge",
+        "address flush dev g1",
+        "link set g1 master job0",
+        "link set job0 up",
+        "address add 10.92.1.1/24 dev job0",
+    ):
+        subprocess.run(["ip", *words.split()], check=True)
+    edge = edges(device=UP, mbps=100)
+    edge.attach("job0")
+    with out_of(wires, 1) as out, into(wires, 1) as back, out_of(wires, 0) as other:
+        assert out.passes() and back.passes() and wires.sent(GUEST.minor)
+        seen = wires.sent(GUEST.minor)
+        assert other.passes() and wires.sent(GUEST.minor) == seen, "another's"
+        edge.cut(interface="job0")
+        for talk in (out, back):
+            talk.say(5)
+        assert other.passes()
+        edge.restore(interface="job0")
+        for talk in (out, back):
+            (after,) = talk.say()
+            assert talk.heard(after) == [after]
+
+
+def test_a_guest_cannot_pass_for_a_checkpoint(wires: Wires, edges: Make) -> None:
+    """Not even root of its own namespace, who may set any priority there."""
+    edge = edges(device=UP, mbps=100)
+    edge.attach("g0")
+    with Talk(wires.guests[0], wires.neighbour, NEIGHBOUR, URGENT.priority) as out:
+        before = wires.sent(URGENT.minor), wires.sent(GUEST.minor)
+        assert out.passes()
+        assert wires.sent(URGENT.minor) == before[0] and wires.sent(GUEST.minor) > before[1]
+
+
 def test_only_who_may_administer_the_network_can_pass_for_a_checkpoint() -> None:
     code = (
         "import os, socket\n"
@@ -311,6 +346,39 @@ def test_a_stuck_daemon_is_cut_by_whoever_knows_its_place(wires: Wires, edges: M
         (after,) = out.say()
         assert out.heard(after) == [after]
     switch.close()
+
+
+FEW = """
+import sys
+from pathlib import Path
+from mesh.edge.edge import Edge
+edge = Edge(Path(sys.argv[1]), device=sys.argv[2], mbps=100)
+edge.open()
+edge.attach("g0")
+print(edge.cut(), edge.standing())
+edge.give(1e6)
+edge.close()
+"""
+
+
+def test_two_capabilities_are_enough_where_the_file_system_is_there(wires: Wires, tmp_path: Path) -> None:
+    before, place = wires.queues(), tmp_path / "run" / "node"
+    some = "-all,+net_admin,+bpf"
+    limited = ["setpriv", f"--bounding-set={some}", f"--inh-caps={some}", sys.executable, "-c", FEW, str(place), UP]
+
+    def run() -> str:
+        done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    assert "lacks CAP_SYS_ADMIN" in run() and not place.exists()
+    place.mkdir(parents=True)
+    bpf.mount(place)
+    try:
+        said = run()
+        assert said.startswith("True Standing(") and "shaped_mbps=100.0" in said and "problem=''" in said
+        assert wires.queues() == before and not (place / "cut").exists()
+    finally:
+        bpf.unmount(place)
 
 
 def test_a_speed_that_nobody_knows_is_asked_for(wires: Wires, edges: Make) -> None:
