@@ -54,7 +54,7 @@ class _Section(msgspec.Struct, frozen=True):
 def read_object(data: bytes) -> Object:
     try:
         return _read(data)
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
         raise ObjectError(f"a damaged object: {error}") from error
 
 
