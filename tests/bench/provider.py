@@ -14,15 +14,16 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench import edge  # noqa: E402
+from tests.bench import edge, start  # noqa: E402
 from tests.bench.harness import BUILD, commit, write  # noqa: E402
 
 Row = dict[str, Any]
 ROWS: dict[str, Callable[[], Sequence[Row]]] = {
     "cut": edge.cut,
     "background": edge.background,
-    # To come, each from a module of its own: reclaim (docker, process; loop blocked, engine stopped), start (beside
-    # `docker run`), escapes, presence (a foreign program on the GPU).
+    "start": start.start,
+    # To come, each from a module of its own: reclaim (docker, process; loop blocked, engine stopped), escapes, presence (a
+    # foreign program on the GPU).
 }
 
 
