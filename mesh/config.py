@@ -184,6 +184,8 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
         raise ConfigError(
             f"{path}: edge_mbps must be 0 (what the card says) or megabits per second, not {settings.edge_mbps:g}"
         )
+    if settings.edge_device and settings.edge == "off":
+        raise ConfigError(f"{path}: edge_device names {settings.edge_device!r}, but edge is off: remove one of the two")
     if settings.edge_device and not INTERFACE.fullmatch(settings.edge_device):
         raise ConfigError(
             f"{path}: edge_device must be the name of a network interface (`ip link`), not {settings.edge_device!r}"

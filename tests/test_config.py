@@ -43,6 +43,7 @@ def test_names_of_interfaces(tmp_path: Path, value: str) -> None:
         *(f"edge_device = {value}" for value in ("'..'", "'eth 0'", "'a/b'", "'sixteen-letters-'", "'eth0:1'", "0")),
         *(f"edge_mbps = {value}" for value in ("-1", "nan", "inf", "1e7", "'fast'")),
         "edge = 'on'",
+        "edge_device = 'eth0'\nedge = 'off'",
     ],
 )
 def test_no_edge_that_means_nothing(tmp_path: Path, line: str) -> None:

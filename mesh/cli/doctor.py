@@ -20,6 +20,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.terminal import client, json_option, layout, patience, print_json
 from mesh.config import ConfigError, Layout, Settings, load_settings
+from mesh.edge.edge import left_at
 
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
@@ -116,7 +117,7 @@ def examine(where: Layout, get: Any) -> Facts:
         status=status,
         network=network,
         ports=tuple(ports),
-        edge_left=str(where.edge) if status is None and where.edge.exists() else "",
+        edge_left=str(where.edge) if status is None and left_at(where.edge) else "",
         multicast=_multicast(settings) if settings.mdns else {},
         now_unix=time.time(),
     )

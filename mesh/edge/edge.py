@@ -69,7 +69,7 @@ class Edge:
     def open(self) -> None:
         """Clean up after a run that was killed, and get ready. Never fails: `standing` says what cannot be had."""
         with self._lock:
-            if self.directory.exists() and not tc.missing():
+            if left_at(self.directory) and not tc.missing():
                 self._sweep()
             if not self._wanted:
                 return
@@ -256,7 +256,7 @@ class Edge:
     def _claim(self) -> str:
         try:
             self._pin()
-        except OSError as error:
+        except EdgeError as error:
             return str(error)
         hooks = self._hooks(self._device_name, "mesh_device", ("egress",))
         self._device = Device(self._device_name, self._mbps, self.directory.parent, hooks)
@@ -271,20 +271,23 @@ class Edge:
     def _pin(self) -> None:
         """Give the programs their names, for tc, and the switch its own, for who must turn it when the daemon cannot."""
         assert self._programs is not None
-        switch = self.directory / PINNED
-        if switch.exists():
-            return
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not bpf.is_mounted(self.directory):
-            bpf.mount(self.directory)
-        for name, descriptor in self._programs.descriptors.items():
-            bpf.pin(descriptor, self.directory / name)
-        bpf.pin(self._programs.switch.map.fd, switch)
+        try:
+            if (self.directory / PINNED).exists():
+                return
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not bpf.is_mounted(self.directory):
+                bpf.mount(self.directory)
+            for name, descriptor in {**self._programs.descriptors, PINNED: self._programs.switch.map.fd}.items():
+                (self.directory / name).unlink(missing_ok=True)  # of a try that failed half-way
+                bpf.pin(descriptor, self.directory / name)
+        except OSError as error:
+            raise EdgeError(str(error)) from error
 
     def _unpin(self) -> None:
         if bpf.is_mounted(self.directory):
             for name in (PINNED, *NAMES.values()):
-                self._tried(lambda path: path.unlink(missing_ok=True), self.directory / name)
+                with suppress(OSError):
+                    (self.directory / name).unlink(missing_ok=True)
             with suppress(OSError):  # who was given one may not be allowed to
                 bpf.unmount(self.directory)
         with suppress(OSError):
@@ -329,6 +332,14 @@ def lacking_privileges(status: str, mounted: bool) -> list[str]:
         effective |= 1 << BPF
     needed = {NET_ADMIN: "CAP_NET_ADMIN", BPF: "CAP_BPF"} | ({} if mounted else {SYS_ADMIN: "CAP_SYS_ADMIN"})
     return [name for bit, name in needed.items() if not effective & 1 << bit]
+
+
+def left_at(directory: Path) -> bool:
+    """Whether a node's edge is in use, or was when its daemon was killed. What another user has cannot be seen."""
+    try:
+        return directory.exists()
+    except OSError:
+        return False
 
 
 def _index(interface: str) -> int | None:

@@ -1,6 +1,9 @@
 """Objects for BPF: read as clang writes them, and refused in words when they are something else."""
 
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.edge import bpf
-from mesh.edge.edge import lacking_privileges
+from mesh.edge.edge import lacking_privileges, left_at
 from mesh.edge.elf import Code, ObjectError, read_object
 from mesh.edge.program import BuildError, Programs, compile_into, compile_source, object_file
 
@@ -99,6 +102,23 @@ def test_without_a_compiler_the_reason_is_said(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(BuildError, match="out of cheese"):
         compile_into(tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_of_the_edge_of_another_users_daemon_nothing_is_seen(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir(mode=0o700)
+    (place / "node").mkdir()
+    assert left_at(place / "node") and not left_at(place / "other")
+    code = (
+        "import os, sys; from pathlib import Path; from mesh.edge.edge import Edge\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "edge = Edge(Path(sys.argv[1])); edge.open(); print(edge.standing().problem); edge.close()"
+    )
+    if os.geteuid() == 0:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(place / "node")], capture_output=True, text=True, check=True
+        )
+        assert "paced by their sockets alone" in done.stdout
 
 
 @pytest.mark.parametrize(
