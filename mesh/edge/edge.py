@@ -107,9 +107,9 @@ class Edge:
             if self._device is not None:
                 self._tried(self._device.release)
                 self._device = None
-            if self._programs is not None:
-                self._programs.close()
-                self._programs = None
+            programs, self._programs = self._programs, None
+            if programs is not None:
+                programs.close()
             self._unpin()
 
     # --- what is cut
@@ -154,12 +154,17 @@ class Edge:
                 raise EdgeError(f"there is no interface {interface}") from error
             self._pin()
             known = self._guests.get(interface)
-            hooks = known.hooks if known is not None and known.index == index else self._hooks(interface)
-            hooks.put(tc.qdiscs())
-            if known is None or known.index != index:
-                self._forget(interface)
+            if known is not None and known.index == index:
+                known.hooks.put(tc.qdiscs())
+                return
+            self._forget(interface)
+            guest = self._guests[interface] = Guest(index, self._hooks(interface))
+            try:
                 self._programs.guests.put(index, 0)
-                self._guests[interface] = Guest(index, hooks)
+                guest.hooks.put(tc.qdiscs())
+            except (EdgeError, OSError) as error:
+                self._tried(self.detach, interface)  # it may be half done
+                raise EdgeError(str(error)) from error
 
     def attach_process(self, pid: int) -> list[str]:
         """Attach the host's end of every pair that this process (the first of a container) has in its network namespace."""
@@ -233,12 +238,13 @@ class Edge:
             return [text for text in told if text]
 
     def standing(self) -> Standing:
-        value = self._programs.switch.value if self._programs is not None else 0
+        value = self._turned()
         words = {GUESTS: "guests", MIGRATION: "checkpoints"}
         device = self._device
         problem, then = self._problem, self._next
         if device is not None and device.problem:
             problem = device.problem if device.watched else f"{device.problem}; {IN_SOCKETS}"
+            then = "`ip link` and `tc qdisc show` show more; edge_device and edge_mbps are in config.toml"
         return Standing(
             off=not self._wanted,
             guests=self._programs is not None,
@@ -252,6 +258,12 @@ class Edge:
         )
 
     # --- the rest
+
+    def _turned(self) -> int:
+        try:
+            return self._programs.switch.value if self._programs is not None else 0
+        except OSError:  # it is being closed
+            return 0
 
     def _claim(self) -> str:
         try:

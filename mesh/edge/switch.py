@@ -15,13 +15,12 @@ PINNED = "cut"
 
 
 class Switch:
-    """Turned from any thread. What it was turned to last is known without asking the kernel."""
+    """Turned from any thread, and perhaps by another process at any time: what it is turned to is known by the kernel alone."""
 
     def __init__(self, word: Map) -> None:
         self.map = word
         self._stores = [Store(word, 0, value) for value in range(ALL + 1)]
         self._turning = threading.Lock()
-        self.value = word.get(0) or 0
 
     @classmethod
     def make(cls) -> "Switch":
@@ -32,16 +31,21 @@ class Switch:
         """That of a node which runs or ran; FileNotFoundError if it has none."""
         return cls(Map.pinned(directory / PINNED))
 
+    @property
+    def value(self) -> int:
+        return (self.map.get(0) or 0) & ALL
+
     def cut(self, what: int = ALL) -> None:
-        """From when this returns no packet of these passes."""
+        """From when this returns no packet of these passes. Of all: one system call."""
+        if what == ALL:
+            self._stores[ALL]()
+            return
         with self._turning:
-            self.value |= what
-            self._stores[self.value]()
+            self._stores[self.value | what]()
 
     def restore(self, what: int = ALL) -> None:
         with self._turning:
-            self.value &= ~what
-            self._stores[self.value]()
+            self._stores[self.value & ~what]()
 
     def close(self) -> None:
         self.map.close()

@@ -340,9 +340,12 @@ def test_a_stuck_daemon_is_cut_by_whoever_knows_its_place(wires: Wires, edges: M
     switch = Switch.pinned(tmp_path / "run" / "node")
     with out_of(wires) as out:
         assert out.passes()
-        switch.cut()
+        switch.cut(MIGRATION)
+        edge.cut(GUESTS)
+        assert switch.value == GUESTS | MIGRATION and edge.standing().cut == ("guests", "checkpoints")
         out.say(5)
         switch.restore()
+        assert edge.standing().cut == ()
         (after,) = out.say()
         assert out.heard(after) == [after]
     switch.close()
