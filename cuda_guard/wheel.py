@@ -61,7 +61,11 @@ class BuildGuard(Command):
 
 
 class Build(build):
-    sub_commands = [*build.sub_commands, ("build_guard", lambda _: True)]  # noqa: RUF012
+    sub_commands = [  # noqa: RUF012
+        *build.sub_commands,
+        ("build_guard", lambda _: True),
+        ("build_edge", lambda _: True),
+    ]
 
 
 class Wheel(bdist_wheel):

@@ -5,6 +5,7 @@ Unknown keys and wrong types are errors that name the line's key: a typo must ne
 
 import math
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -17,6 +18,8 @@ from membership.durable import write_durably
 GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
 API_PORT = 7374
 CLOSED = 0o700  # of the state directory
+
+INTERFACE = re.compile(r"(?!\.{1,2}$)[^\s/:\0]{1,15}")  # dev_valid_name in the kernel; and what tc can be told
 
 Profile = Literal["lan", "local"]
 
@@ -61,6 +64,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
     egress_allow: tuple[str, ...] = ()
     upload_mbps: float = 0.0  # megabits per second for checkpoints that are not urgent; 0 is no limit
+    edge: Literal["auto", "off"] = (
+        "auto"  # whether the kernel may watch the interfaces of guests, where that can be (docs/edge.md)
+    )
+    edge_device: str = (
+        ""  # this machine's own interface, if what leaves by it is to be shaped too; none is touched otherwise
+    )
+    edge_mbps: float = 0.0  # megabits per second that its link carries; 0: as the card says
 
 
 def state_directory(explicit: str | None = None) -> Path:
@@ -178,6 +188,11 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "guests"
 
     @property
+    def edge(self) -> Path:
+        """Where the edge's switch is, while it is in use; like the edge itself it is gone when the machine starts anew."""
+        return Path("/run/campus-mesh") / f"edge-{self._tag}"
+
+    @property
     def socket(self) -> Path:
         """The daemon's local socket."""
         return self._socket("mesh.sock")
@@ -192,10 +207,13 @@ class Layout(msgspec.Struct, frozen=True):
         near = self.root / name
         if len(os.fsencode(near)) <= 100:
             return near
+        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{self._tag}-{name}"
+
+    @property
+    def _tag(self) -> str:
         from hashlib import blake2b
 
-        tag = blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
-        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{tag}-{name}"
+        return blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
 
 
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
@@ -226,6 +244,16 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
         raise ConfigError(
             f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
+        )
+    if not (math.isfinite(settings.edge_mbps) and 0 <= settings.edge_mbps <= 1e6):
+        raise ConfigError(
+            f"{path}: edge_mbps must be 0 (what the card says) or megabits per second, not {settings.edge_mbps:g}"
+        )
+    if settings.edge_device and settings.edge == "off":
+        raise ConfigError(f"{path}: edge_device names {settings.edge_device!r}, but edge is off: remove one of the two")
+    if settings.edge_device and not INTERFACE.fullmatch(settings.edge_device):
+        raise ConfigError(
+            f"{path}: edge_device must be the name of a network interface (`ip link`), not {settings.edge_device!r}"
         )
     return settings
 

@@ -49,6 +49,9 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.wire import Wire
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.edge.edge import Edge
+from mesh.edge.keeper import keep
+from mesh.edge.switch import GUESTS
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import ceilings_of
 from mesh.engine.docker import DockerEngine
@@ -96,6 +99,7 @@ class Daemon:
         self._failure = ""
         self.engine_states: dict[str, Availability] = {}
         self.leaving = False
+        self.edge = Edge(layout.edge, settings.edge == "auto", settings.edge_device, settings.edge_mbps)
 
     # --- life
 
@@ -115,6 +119,7 @@ class Daemon:
         self._struck = asyncio.Event()
         loop = asyncio.get_running_loop()
         self.switch.struck = lambda: loop.call_soon_threadsafe(self._struck.set)
+        self.switch.first.append(self.edge.cut)
         self.journal = Journal(layout.journal)
         await self.journal.open()
         quotas = {
@@ -243,6 +248,7 @@ class Daemon:
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
+        await asyncio.to_thread(self.edge.open)
         await self._serve_local()
         self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
         self.api_port = port
@@ -277,6 +283,7 @@ class Daemon:
             *(engine.close for engine in self.engines.values()),
             lambda: asyncio.to_thread(self.switch.close),
             self.guard.close,
+            lambda: asyncio.to_thread(self.edge.close),
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
@@ -316,6 +323,7 @@ class Daemon:
         self.membership.set_draining(True)
         self.refresh_advert(force=True)
         if now:
+            self.edge.cut(GUESTS)
             await self.ladder.kill(None, "its node leaves at once", "he stops the node at once")
         else:
             leave = Leave(grace_s, self.owner.policy.pause, "its node leaves", "he stops the node", by_hand=True)
@@ -332,6 +340,7 @@ class Daemon:
             group.create_task(self._keep_fresh(), name="adverts")
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
+            group.create_task(keep(self.edge, self.wire, self.jobs.courier.departures, self._note), name="edge")
             group.create_task(self._heed_switch(), name="kill-switch")
             group.create_task(self.owner.run(), name="owner")
 
@@ -521,7 +530,11 @@ def _read_seeds(path: Path) -> list[str]:
 
 async def _main(layout: Layout, settings: Settings) -> None:
     daemon = Daemon(layout, settings)
-    await daemon.start()
+    try:
+        await daemon.start()
+    except BaseException:
+        daemon.edge.close()  # all else ends with the process
+        raise
     notify(f"READY=1\nSTATUS={daemon.membership.standing.nick} in mesh {daemon.trust.genesis.name}")
     try:
         await daemon.run()

@@ -56,3 +56,24 @@ def test_one_of_two_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="sudo chown -R uid 4"):
         where.make()
     assert tmp_path.stat().st_mode == before
+
+
+@pytest.mark.parametrize("value", ["''", "'eth0'", "'enp3s0.7'", "'br-lan'"])
+def test_names_of_interfaces(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.toml").write_text(f"edge_device = {value}")
+    assert load_settings(tmp_path / "config.toml", {}).edge_device == value.strip("'")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"edge_device = {value}" for value in ("'..'", "'eth 0'", "'a/b'", "'sixteen-letters-'", "'eth0:1'", "0")),
+        *(f"edge_mbps = {value}" for value in ("-1", "nan", "inf", "1e7", "'fast'")),
+        "edge = 'on'",
+        "edge_device = 'eth0'\nedge = 'off'",
+    ],
+)
+def test_no_edge_that_means_nothing(tmp_path: Path, line: str) -> None:
+    (tmp_path / "config.toml").write_text(line)
+    with pytest.raises(ConfigError, match=line.partition(" ")[0]):
+        load_settings(tmp_path / "config.toml", {})

@@ -78,6 +78,21 @@ def systemd_problem() -> str:
     return f"unshare: {done.stderr.strip()[:100]} (root is needed)" if done.returncode else ""
 
 
+@cache
+def bpf_problem() -> str:
+    """Why the kernel takes no programs of ours here; empty if it does."""
+    for program in ("tc", "ip", "nsenter", "clang"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    from mesh.edge.program import BuildError, Programs, object_file
+
+    try:
+        Programs.load(object_file()).close()
+    except (BuildError, OSError) as error:
+        return str(error)
+    return netns_problem()
+
+
 PROBES = {
     "docker": docker_problem,
     "podman": podman_problem,
@@ -85,6 +100,7 @@ PROBES = {
     "frameworks": frameworks_problem,
     "cc": cc_problem,
     "systemd": systemd_problem,
+    "bpf": bpf_problem,
 }
 
 

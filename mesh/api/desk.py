@@ -49,6 +49,7 @@ class Desk:
             "lend": lend_state(self._daemon),
             "leaving": self._daemon.leaving,
             "alive": sum(member.state == "alive" for member in members),
+            "edge": msgspec.to_builtins(self._daemon.edge.standing()),
             "engines": {name: msgspec.to_builtins(found) for name, found in self._daemon.engine_states.items()},
             "guests": [format_job(job) for job in self._daemon.jobs.participant.hosted],
             "certificate_ends_unix": self._daemon.membership.standing.not_after,

@@ -10,6 +10,7 @@ from membership.durable import write_durably
 from membership.identity import short_id
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import LendOrder, ReclaimOrder
+from mesh.edge.switch import MIGRATION
 from mesh.engine.killswitch import BY_OWNER
 from mesh.jobs.spec import format_job
 from mesh.provider.inventory import Lending
@@ -85,6 +86,7 @@ async def set_paused(daemon: "Daemon", paused: bool, gpu: str | None = None) -> 
     before = daemon.inventory.lending
     if not paused:
         daemon.switch.release()
+        daemon.edge.restore()
     if gpu is not None:
         uuid = find_gpu(daemon, gpu)
         others = [each for each in before.withheld if each != uuid]
@@ -142,6 +144,8 @@ async def settle_strike(daemon: "Daemon") -> list[bytes]:
     """What follows when the kill-switch was pressed: lending stays paused, and each job knows why it ended here."""
     jobs: list[bytes]
     jobs, _ = await asyncio.gather(daemon.ladder.kill(None, BY_OWNER, "by hand, at once"), set_paused(daemon, True))
+    # No checkpoint is in a hurry any more; those that others keep here may be all that is left of their jobs.
+    daemon.edge.restore(MIGRATION)
     return jobs
 
 

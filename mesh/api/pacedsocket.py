@@ -1,4 +1,5 @@
-"""A TCP socket whose kernel sends no faster than it is told. Linux; elsewhere nothing is held back, and that is said once."""
+"""A TCP socket whose kernel sends no faster than it is told, and in the class it is told. Linux; elsewhere nothing is held back,
+and that is said once."""
 
 import errno
 import logging
@@ -38,6 +39,18 @@ class PacedSocket:
         self._sock = sock
         self._before: bytes | None = None  # the congestion control that it had
         self._limited = False
+        self._priority = 0
+
+    def enter(self, priority: int) -> None:
+        """What it sends from now on is of this class (`mesh.edge.shaping`); 0 is none."""
+        if priority == self._priority:
+            return
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, priority)
+        except (OSError, AttributeError) as error:
+            _tell("streams are of no class", error)
+            return
+        self._priority = priority
 
     def limit(self, rate_bps: float | None) -> bool:
         """Send no more bytes a second than that; None: as it goes. False if this system cannot."""
@@ -71,6 +84,7 @@ class PacedSocket:
     def release(self) -> None:
         """As it was before: the next request on the same connection is not held back."""
         self.limit(None)
+        self.enter(0)
         if self._before:
             try:
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._before)

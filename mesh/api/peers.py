@@ -113,7 +113,8 @@ class PeerApi:
             raise web.HTTPBadRequest(text="not a user's name") from error
         try:
             receiver = await asyncio.to_thread(self._daemon.store.receive, stream_bytes([b""] * MAX_IDS), user)
-            new = await taken(request.content, receiver)
+            with self._daemon.wire.taking(request.transport):
+                new = await taken(request.content, receiver)
         except CorruptChunk as error:
             self._refusals.count("chunks", standing.node_id, f"of the chunks that it brought, {error}")
             raise web.HTTPConflict(text=str(error)) from error

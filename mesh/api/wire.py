@@ -1,7 +1,8 @@
 """What this node sends of checkpoints: which streams are open, how fast each may go, and the task that holds it to that.
 
 The rates are decided by `ckptstore.pacing`; the kernel keeps them (`pacedsocket.py`). Connections are kept and used again, so
-each belongs to the stream that took it last, and is let go when that ends.
+each belongs to the stream that took it last, and is let go when that ends. Where the edge looks at what leaves (`mesh.edge`),
+streams say of which of its classes they are.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from ckptstore.pacing import FLOOR_BPS, TICK_S, Pace, Rtt
 from mesh.api.pacedsocket import PacedSocket
+from mesh.edge.shaping import BULK, HOST, URGENT
 
 HELD = 0.8  # of what its pace allowed: a stream that sent as much was held back by that, not by the network; ours
 FEW = 8  # streams in the background at once; ours
@@ -30,6 +32,7 @@ class Wire:
     def __init__(self, budget_bps: float | None = None) -> None:
         self.budget_bps = budget_bps
         self.owners: WeakKeyDictionary[asyncio.BaseTransport, Lane] = WeakKeyDictionary()
+        self.classed = False  # whether streams say of which class they are
         self._open: list[Lane] = []
 
     @property
@@ -49,6 +52,21 @@ class Wire:
         if len(others) < len(self._open):
             return FLOOR_BPS if share is None else min(FLOOR_BPS, share)
         return share
+
+    @contextlib.contextmanager
+    def taking(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+        """While a stream comes in by it, what is answered is cut when checkpoints are; else it goes with the machine's own."""
+        sock: Any = transport.get_extra_info("socket") if transport is not None else None
+        if not self.classed or sock is None:
+            yield
+            return
+        answering = PacedSocket(sock)
+        answering.enter(HOST.priority)
+        try:
+            yield
+        finally:
+            if transport not in self.owners:  # no stream has the connection already
+                answering.enter(0)
 
     @contextlib.contextmanager
     def listed(self, lane: "Lane") -> Iterator[None]:
@@ -126,6 +144,8 @@ class Lane:
         self._allowed += math.inf if self._rate is None else (now - self._looked_at) * self._rate
         self._rate, self._looked_at = rate, now
         self._socket.limit(rate)
+        if self._wire.classed:
+            self._socket.enter((URGENT if self.pace.urgent else BULK).priority)
 
     async def drained(self) -> None:
         """Wait until the kernel has sent what it was given, or it takes too long: let go earlier, that would come in a burst."""

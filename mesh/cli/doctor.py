@@ -17,8 +17,10 @@ import msgspec
 from membership.skew import CLOCK_WARN_S, PEERS_NEEDED
 from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
 from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.edge import edge_words
 from mesh.cli.terminal import client, json_option, layout, patience, print_json
 from mesh.config import ConfigError, Layout, Settings, load_settings
+from mesh.edge.edge import left_at
 
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
@@ -58,6 +60,7 @@ class Facts(msgspec.Struct, frozen=True):
     status: dict[str, Any] | None = None
     network: dict[str, Any] | None = None
     ports: tuple[Port, ...] = ()
+    edge_left: str = ""  # where the edge's switch is, although no daemon runs
     multicast: dict[str, str] = {}  # per address of an interface: "" or what went wrong
     now_unix: float = 0.0
 
@@ -118,6 +121,7 @@ def examine(where: Layout, get: Any) -> Facts:
         status=status,
         network=network,
         ports=tuple(ports),
+        edge_left=str(where.edge) if status is None and left_at(where.edge) else "",
         multicast=_multicast(settings) if settings.mdns else {},
         now_unix=time.time(),
     )
@@ -247,6 +251,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     if facts.status is not None and facts.network is not None:
         findings += _network(facts.status, facts.network)
         findings += [_engine(name, engine) for name, engine in facts.status["engines"].items()]
+    findings += _edge(facts)
     return findings
 
 
@@ -428,6 +433,17 @@ def _clock(offset_s: float | None, peers: int) -> Finding:
         return Finding("clock", "warn", text + " (too few to say whose is wrong)", "`timedatectl` on each shows which")
     state: State = "fail" if abs(offset_s) > CLOCK_GRACE_S else "warn"
     return Finding("clock", state, text, "`timedatectl set-ntp true`")
+
+
+def _edge(facts: Facts) -> list[Finding]:
+    """Where it does less than it was asked for, the node still works: only a warning."""
+    if facts.status is not None:
+        edge = facts.status["edge"]
+        return [Finding("network edge", "warn" if edge["problem"] else "ok", edge_words(edge), edge["next"])]
+    if facts.edge_left:
+        text = f"a daemon that was killed has left it on this machine ({facts.edge_left})"
+        return [Finding("network edge", "warn", text, "`mesh up` puts that right, `mesh down` then takes it away")]
+    return []
 
 
 def _engine(name: str, engine: dict[str, Any]) -> Finding:

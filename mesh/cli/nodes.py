@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import MeshError
+from mesh.cli.edge import edge_words
 from mesh.cli.lend import lend_lines
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
 from mesh.config import ConfigError
@@ -153,6 +154,7 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
         click.echo(f"  {line.strip()}")
     for warning in answer["lend"]["warnings"]:
         click.echo(f"  warning: {warning}")
+    click.echo(f"  network edge: {edge_words(answer['edge'])}")
     if answer["waiting"]:
         click.echo(f"  {answer['waiting']} wait to be let in: `mesh pending`")
     for problem in answer["problems"].values():

@@ -142,7 +142,7 @@ class Courier:
         self._store = store
         self.bandwidth = Bandwidth()
         self.refusals = Refusals()
-        self._departures = Departures()
+        self.departures = Departures()
 
     async def replicate(
         self,
@@ -158,7 +158,7 @@ class Courier:
         In the background, until notice is given to the job with this `stake`.
         """
         plan = Replication(chosen, fallback, want, gone)
-        with Copies(self._departures) as copies, ExitStack() as stack:
+        with Copies(self.departures) as copies, ExitStack() as stack:
             if stake is not None:
                 stack.enter_context(stake.heard_by(copies.hurry, boot_s()))
             return await self._replicate(plan, manifest, copies)
@@ -314,6 +314,8 @@ class Courier:
                 async with asyncio.timeout(IDLE_S):  # a stopped source keeps a connection open and says nothing
                     asked = self._peers.stream(request.source, "POST", "/v1/chunks/frames", body)
                     response = await stack.enter_async_context(asked)
+                transport = response.connection.transport if response.connection is not None else None
+                stack.enter_context(self._peers.wire.taking(transport))
                 await fed(response.content, receiver)
         except BaseException:
             await asyncio.to_thread(receiver.abort)

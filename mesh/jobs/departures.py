@@ -160,6 +160,19 @@ class Departures:
             except TimeoutError:
                 continue
 
+    def need_bps(self) -> float:
+        """The least bytes a second with which all are in time that can be; infinity if one should have been already. For those
+        that will be late nobody else is held back."""
+        now, total, need = self.clock(), 0, 0.0
+        for departure in self._order:
+            if departure.late:
+                continue
+            total += departure.remaining
+            left_s = departure.aim_s - now
+            if total:
+                need = max(need, total / left_s if left_s > 0 else math.inf)
+        return need
+
     def time_for(self, departure: Departure) -> float:
         """Seconds in which it should be done, so that those behind it can be in time too; 0 is as fast as it goes."""
         now = self.clock()

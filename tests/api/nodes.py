@@ -58,7 +58,7 @@ class Keeper:
         self.store: Store = open_store(directory / "store")
         self.manifests: dict[bytes, float] = {}
 
-    async def serve(self) -> Address:
+    async def serve(self, host: str = "127.0.0.1") -> Address:
         app = web.Application(client_max_size=1 << 24)
         app.add_routes(
             [
@@ -72,11 +72,11 @@ class Keeper:
         ahead = READ_BYTES if self.link is None else BUFFER_BYTES // 4
         self._runner = web.AppRunner(app, handler_cancellation=True, read_bufsize=ahead)
         await self._runner.setup()
-        sock = socket.create_server(("127.0.0.1", 0))
+        sock = socket.create_server((host, 0))
         if self.link is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         await web.SockSite(self._runner, sock, ssl_context=context).start()
-        return Address("127.0.0.1", sock.getsockname()[1], fingerprint)
+        return Address(host, sock.getsockname()[1], fingerprint)
 
     async def close(self) -> None:
         await self._runner.cleanup()

@@ -223,3 +223,4 @@ def test_what_a_system_cannot_do_is_said_once_and_does_no_harm(
     closed = socket.create_server(("127.0.0.1", 0))
     closed.close()
     assert not PacedSocket(closed).limit(1e6)
+    PacedSocket(closed).enter(6)

@@ -5,19 +5,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from membership.identity import Identity
 from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
 from mesh.cli.doctor import Facts, Finding, Port, diagnose
+from mesh.cli.edge import edge_words
 from mesh.config import Layout, save_membership
+from mesh.edge.edge import Standing
 from tests.e2e.commands import mesh, read
 
 NOW = 1_800_000_000.0
 
 
+def edge(**changes: Any) -> dict[str, Any]:
+    standing: dict[str, Any] = msgspec.to_builtins(Standing(guests=True))
+    return {**standing, **changes}
+
+
 def status(**changes: Any) -> dict[str, Any]:
-    return {"nick": "desk", "address": "10.0.0.1:7373", "pid": 1, "problems": {}, "engines": {}, **changes}
+    good = {"nick": "desk", "address": "10.0.0.1:7373", "pid": 1, "problems": {}, "engines": {}, "edge": edge()}
+    return {**good, **changes}
 
 
 def network(**changes: Any) -> dict[str, Any]:
@@ -90,6 +99,8 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(network=network(clock_offset_s=240.0)), "clock", "fail", "240 s behind"),
         (facts(network=network(clock_offset_s=-30.0)), "clock", "warn", "30 s ahead"),
         (facts(network=network(clock_offset_s=240.0, clock_peers=1)), "clock", "warn", "too few"),
+        (facts(status=status(edge=edge(problem="no clang", next="get it"))), "network edge", "warn", "no clang"),
+        (facts(status=status(edge=edge(guests=False, problem="no tc", next="x"))), "network edge", "warn", "no tc"),
         (facts(status=status(problems={"cloned": "another machine"})), "cloned", "fail", "another machine"),
     ],
 )
@@ -134,3 +145,22 @@ def test_its_json_is_versioned(tmp_path: Path) -> None:
     assert '"schema": 1' in mesh(tmp_path / "x", "doctor", "--json").stdout
     with pytest.raises(AssertionError):
         read(tmp_path / "x", "doctor")
+
+
+def test_what_a_killed_daemon_left_at_the_edge_is_named() -> None:
+    left = facts(status=None, network=None, daemon_problem="none runs", edge_left="/run/x")
+    assert next(found.next for found in diagnose(left) if found.check == "network edge").startswith("`mesh up`")
+
+
+@pytest.mark.parametrize(
+    ("standing", "words"),
+    [
+        (edge(off=True), "off (`edge`"),
+        (edge(attached=["a", "b"]), "cut off (2 interfaces now); this machine's own interfaces are left alone"),
+        (edge(device="eth0", shaped_mbps=1000.0, reserved_mbps=120.5), "shaped for 1000 Mbit/s, 120.5 of them"),
+        (edge(device="eth0", problem="a queue of somebody else's"), "that leave by eth0 can be cut off; a queue of"),
+        (edge(cut=["guests", "checkpoints"]), "CUT OFF NOW: guests and checkpoints"),
+    ],
+)
+def test_the_network_edge_in_words(standing: dict[str, Any], words: str) -> None:
+    assert words in edge_words(standing)

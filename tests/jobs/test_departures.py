@@ -165,3 +165,19 @@ def test_what_stands_is_told(saved: bool, step: int | None, stands: str) -> None
     assert len(heard) == 2, "it listens no more"
     heard[0].warn("why")
     assert told == [f"why; {stands}. It is tried all the same"]
+
+
+async def test_what_must_leave_each_second_is_set_by_the_tightest_and_all_before_it(leaving: Leaving) -> None:
+    assert leaving.queue.need_bps() == 0
+    first = leaving.add(80 * MB, 100e6, window_s=10)  # 8 s of it
+    assert leaving.queue.need_bps() == pytest.approx(10e6)
+    leaving.add(80 * MB, 100e6, window_s=100)
+    assert leaving.queue.need_bps() == pytest.approx(10e6), "the second has time"
+    tight = leaving.add(160 * MB, 100e6, window_s=12.5)
+    assert leaving.queue.need_bps() == pytest.approx(24e6), "240 MB in 10 s"
+    first.pace.remaining = tight.pace.remaining = 0
+    assert leaving.queue.need_bps() == pytest.approx(1e6)
+    hopeless = leaving.add(10 * GB, 100e6, window_s=1)
+    assert hopeless.departure.late and leaving.queue.need_bps() == pytest.approx(1e6), "nobody is held back for it"
+    leaving.now += 81
+    assert leaving.queue.need_bps() == float("inf"), "no time is left of what was aimed for"

@@ -1,0 +1,361 @@
+"""The edge of one node: who is attached, what is cut, whether what leaves is shaped; removed at the end, repaired at the start.
+
+Nothing of the system is touched before the first guest is attached, unless the owner names an interface to shape. `cut` and
+`restore` may come from any thread at any time and wait for nobody; everything else blocks for some milliseconds and has a lock.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from mesh.edge import bpf, shaping, tc
+from mesh.edge.device import Device, DeviceLock, remove_queue
+from mesh.edge.hooks import Hooks, clear
+from mesh.edge.program import NAMES, BuildError, Programs, object_file
+from mesh.edge.switch import ALL, GUESTS, MIGRATION, PINNED
+from mesh.edge.tc import HOOKS, EdgeError
+
+NET_ADMIN, SYS_ADMIN, BPF = 12, 21, 39  # linux/capability.h
+IN_SOCKETS = "checkpoints are paced by their sockets alone"
+
+log = logging.getLogger(__name__)
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What the edge does now. `problem`: what it was asked for and cannot do, and why; `next`: what its owner can do about it."""
+
+    off: bool = False  # its owner wants none
+    guests: bool = False  # whether guests with an interface of their own can be cut off
+    attached: tuple[str, ...] = ()
+    device: str = ""  # the machine's own interface at which checkpoints and guests can be cut off
+    shaped_mbps: float = 0.0
+    reserved_mbps: float = 0.0  # for checkpoints with a deadline
+    cut: tuple[str, ...] = ()
+    problem: str = ""
+    next: str = ""
+
+
+class Guest(msgspec.Struct, frozen=True):
+    index: int
+    hooks: Hooks
+
+
+class Edge:
+    """`directory`: where its pins are, under one that is root's alone."""
+
+    def __init__(
+        self, directory: Path, wanted: bool = True, device: str = "", mbps: float = 0.0, cache: Path | None = None
+    ) -> None:
+        self.directory = directory
+        self._wanted = wanted
+        self._cache = cache
+        self._tag = int.from_bytes(blake2b(os.fsencode(directory), digest_size=4).digest()) & 0x7FFFFFFF | 1
+        self._programs: Programs | None = None
+        self._guests: dict[str, Guest] = {}
+        self._device_name, self._mbps = device, mbps
+        self._device: Device | None = None
+        self._problem = self._next = ""
+        self._lock = threading.RLock()
+
+    # --- life
+
+    def open(self) -> None:
+        """Clean up after a run that was killed, and get ready. Never fails: `standing` says what cannot be had."""
+        with self._lock:
+            if left_at(self.directory) and not tc.missing():
+                self._sweep()
+            if not self._wanted:
+                return
+            problem, self._next = self._load()
+            if not problem and self._device_name:
+                problem = self._claim()
+            if problem:
+                self._problem = f"{problem}; {IN_SOCKETS}"
+                log.info("no network edge: %s", self._problem)
+
+    def _load(self) -> tuple[str, str]:
+        """Give the programs to the kernel. Why that cannot be, and what to do about it; empty if it is done."""
+        missing = tc.missing()
+        if missing:
+            return f"{missing} is not installed", "apt install iproute2 util-linux"
+        lacking = lacking_privileges(Path("/proc/self/status").read_text(), bpf.is_mounted(self.directory))
+        if lacking:
+            return f"this process lacks {', '.join(lacking)}", "docs/edge.md says how to give it what it lacks"
+        try:
+            self._programs = Programs.load(object_file(self._cache))
+        except bpf.Rejected as error:
+            log.warning("%s: %s", error, error.log[-2000:])
+            return f"{error} (the log says more)", "the edge needs Linux 5.11 or newer"
+        except BuildError as error:
+            return str(error), "apt install clang libc6-dev"
+        except OSError as error:
+            return str(error), ""
+        return "", ""
+
+    def close(self) -> None:
+        """Take everything away again; one part's trouble does not keep the others."""
+        with self._lock:
+            for interface in list(self._guests):
+                self._tried(self.detach, interface)
+            if self._device is not None:
+                self._tried(self._device.release)
+                self._device = None
+            programs, self._programs = self._programs, None
+            if programs is not None:
+                programs.close()
+            self._unpin()
+
+    # --- what is cut
+
+    def cut(self, what: int = ALL, interface: str | None = None) -> bool:
+        """Drop every packet of these, or of one guest, from now on. One system call. False if nothing here can do that."""
+        return self._turn(what, interface, True)
+
+    def restore(self, what: int = ALL, interface: str | None = None) -> bool:
+        return self._turn(what, interface, False)
+
+    def _turn(self, what: int, interface: str | None, off: bool) -> bool:
+        programs = self._programs
+        if programs is None:
+            return False
+        try:
+            if interface is not None:
+                guest = self._guests.get(interface)
+                if guest is not None:
+                    programs.guests.put(guest.index, int(off))
+                return guest is not None
+            if off:
+                programs.switch.cut(what)
+            else:
+                programs.switch.restore(what)
+        except OSError as error:  # who reclaims goes on
+            log.error("network edge: %s", error)
+            return False
+        return bool(self._guests) or self._device is not None
+
+    # --- guests
+
+    def attach(self, interface: str) -> None:
+        """From now on this interface can be cut off, and it is at once while guests are. It must be a guest's alone: the host's
+        end of its pair, or the bridge of one job. EdgeError if that cannot be."""
+        with self._lock:
+            if self._programs is None:
+                raise EdgeError(self._problem or "the edge is off")
+            try:
+                index = socket.if_nametoindex(interface)
+            except OSError as error:
+                raise EdgeError(f"there is no interface {interface}") from error
+            self._pin()
+            known = self._guests.get(interface)
+            if known is not None and known.index == index:
+                known.hooks.put(tc.qdiscs())
+                return
+            self._forget(interface)
+            guest = self._guests[interface] = Guest(index, self._hooks(interface))
+            try:
+                self._programs.guests.put(index, 0)
+                guest.hooks.put(tc.qdiscs())
+            except (EdgeError, OSError) as error:
+                self._tried(self.detach, interface)  # it may be half done
+                raise EdgeError(str(error)) from error
+
+    def attach_process(self, pid: int) -> list[str]:
+        """Attach the host's end of every pair that this process (the first of a container) has in its network namespace."""
+        here = {link.ifindex: link for link in tc.links()}
+        found = []
+        for link in tc.links(pid):
+            near = here.get(link.link_index)
+            if near is not None and near.link_index == link.ifindex:
+                self.attach(near.ifname)
+                found.append(near.ifname)
+        return found
+
+    def detach(self, interface: str) -> None:
+        """Nothing happens if it is not attached; it may be gone already."""
+        with self._lock:
+            guest = self._guests.get(interface)
+            if guest is None:
+                return
+            self._forget(interface)
+            if _index(interface) == guest.index:
+                guest.hooks.remove()
+
+    def _forget(self, interface: str) -> None:
+        guest = self._guests.pop(interface, None)
+        if guest is not None and self._programs is not None:
+            self._programs.guests.drop(guest.index)
+
+    # --- what leaves
+
+    @property
+    def link_bps(self) -> float:
+        """Bits a second that the machine's own interface is shaped for; 0 if it is not."""
+        return self._device.link_bps if self._device is not None else 0.0
+
+    @property
+    def watches(self) -> bool:
+        """Whether it makes a difference which class a packet of ours says that it is of."""
+        return self._device is not None and self._device.watched
+
+    def needs(self, need_bytes_s: float) -> bool:
+        """Whether `give` should be called, now that checkpoints must leave at that rate."""
+        device = self._device
+        if device is None or not device.link_bps:
+            return False
+        return shaping.worth(device.given_bps, shaping.reserved(need_bytes_s, device.link_bps), device.link_bps)
+
+    def give(self, need_bytes_s: float) -> None:
+        """Give checkpoints with a deadline the rate they need, at most half of the link. EdgeError if the queue is gone."""
+        with self._lock:
+            if self._device is not None and self._device.link_bps:
+                self._device.give(shaping.reserved(need_bytes_s, self._device.link_bps))
+
+    # --- keeping it so
+
+    def look(self) -> list[str]:
+        """Put back what others took away, forget what is gone; what was found, in words."""
+        with self._lock:
+            told = []
+            try:
+                queues = tc.qdiscs() if self._guests else []
+                for interface, guest in list(self._guests.items()):
+                    if _index(interface) != guest.index:
+                        self._forget(interface)
+                    elif not guest.hooks.there(queues):
+                        guest.hooks.put(tc.qdiscs())
+                        told.append(f"somebody had taken the edge away from {interface}; it is there again")
+            except EdgeError as error:
+                told.append(str(error))
+            if self._device is not None:
+                told.append(self._device.look())
+            return [text for text in told if text]
+
+    def standing(self) -> Standing:
+        value = self._turned()
+        words = {GUESTS: "guests", MIGRATION: "checkpoints"}
+        device = self._device
+        problem, then = self._problem, self._next
+        if device is not None and device.problem:
+            problem = device.problem if device.watched else f"{device.problem}; {IN_SOCKETS}"
+            then = "`ip link` and `tc qdisc show` show more; edge_device and edge_mbps are in config.toml"
+        return Standing(
+            off=not self._wanted,
+            guests=self._programs is not None,
+            attached=tuple(sorted(list(self._guests))),
+            device=device.name if device is not None and device.watched else "",
+            shaped_mbps=self.link_bps / 1e6,
+            reserved_mbps=round(device.given_bps / 1e6, 1) if device is not None else 0.0,
+            cut=tuple(word for bit, word in words.items() if value & bit),
+            problem=problem,
+            next=then,
+        )
+
+    # --- the rest
+
+    def _turned(self) -> int:
+        try:
+            return self._programs.switch.value if self._programs is not None else 0
+        except OSError:  # it is being closed
+            return 0
+
+    def _claim(self) -> str:
+        try:
+            self._pin()
+        except EdgeError as error:
+            return str(error)
+        hooks = self._hooks(self._device_name, "mesh_device", ("egress",))
+        self._device = Device(self._device_name, self._mbps, self.directory.parent, hooks)
+        self._device.claim()
+        if self._device.problem:
+            log.warning("network edge: %s", self._device.problem)
+        return ""
+
+    def _hooks(self, device: str, program: str = "mesh_guest", at: Sequence[str] = HOOKS) -> Hooks:
+        return Hooks(device, self.directory / program, tuple(at), self._tag)
+
+    def _pin(self) -> None:
+        """Give the programs their names, for tc, and the switch its own, for who must turn it when the daemon cannot."""
+        assert self._programs is not None
+        try:
+            if (self.directory / PINNED).exists():
+                return
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not bpf.is_mounted(self.directory):
+                bpf.mount(self.directory)
+            for name, descriptor in {**self._programs.descriptors, PINNED: self._programs.switch.map.fd}.items():
+                (self.directory / name).unlink(missing_ok=True)  # of a try that failed half-way
+                bpf.pin(descriptor, self.directory / name)
+        except OSError as error:
+            raise EdgeError(str(error)) from error
+
+    def _unpin(self) -> None:
+        if bpf.is_mounted(self.directory):
+            for name in (PINNED, *NAMES.values()):
+                with suppress(OSError):
+                    (self.directory / name).unlink(missing_ok=True)
+            with suppress(OSError):  # who was given one may not be allowed to
+                bpf.unmount(self.directory)
+        with suppress(OSError):
+            self.directory.rmdir()
+            self.directory.parent.rmdir()
+
+    def _sweep(self) -> None:
+        """An earlier run of this node did not end in order: whatever is its own, by its tag or with nobody's lock, goes."""
+        try:
+            for queue in (queues := tc.qdiscs()):
+                if queue.kind == "clsact":
+                    self._tried(clear, queue.dev, self._tag)
+            for queue in queues:
+                if queue.root and shaping.whose(queue) == "ours":
+                    self._tried(self._free, queue.dev)
+        except EdgeError as error:
+            log.warning("cannot clean up after an earlier run: %s", error)
+        self._unpin()
+
+    def _free(self, device: str) -> None:
+        try:
+            lock = DeviceLock(self.directory.parent, device)
+        except EdgeError:
+            return  # another daemon's, which lives
+        try:
+            remove_queue(device)
+        finally:
+            lock.release()
+
+    def _tried(self, step: Callable[..., object], *words: object) -> None:
+        try:
+            step(*words)
+        except (EdgeError, OSError) as error:
+            log.warning("network edge: %s", error)
+
+
+def lacking_privileges(status: str, mounted: bool) -> list[str]:
+    """Which capabilities a process with this /proc/self/status lacks for the edge. What is mounted need not be mounted."""
+    line = next((line for line in status.splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+    effective = int(line.split()[1], 16)
+    if effective & 1 << SYS_ADMIN:
+        effective |= 1 << BPF
+    needed = {NET_ADMIN: "CAP_NET_ADMIN", BPF: "CAP_BPF"} | ({} if mounted else {SYS_ADMIN: "CAP_SYS_ADMIN"})
+    return [name for bit, name in needed.items() if not effective & 1 << bit]
+
+
+def left_at(directory: Path) -> bool:
+    """Whether a node's edge is in use, or was when its daemon was killed. What another user has cannot be seen."""
+    try:
+        return directory.exists()
+    except OSError:
+        return False
+
+
+def _index(interface: str) -> int | None:
+    try:
+        return socket.if_nametoindex(interface)
+    except OSError:
+        return None

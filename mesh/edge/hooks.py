@@ -1,0 +1,62 @@
+"""Our programs at the hooks of one interface (clsact, tc-bpf(8)): put there, found again, taken away.
+
+What others have at the same hooks stays, and so does a clsact that was there before or that others use by now.
+"""
+
+from pathlib import Path
+
+from mesh.edge import tc
+from mesh.edge.program import NAMES
+from mesh.edge.shaping import Command, Filter, Qdisc, attach, detach, hooked
+from mesh.edge.tc import EdgeError
+
+
+class Hooks:
+    def __init__(self, device: str, pinned: Path, at: tuple[str, ...], tag: int) -> None:
+        self.device = device
+        self._pinned = pinned
+        self._at = at
+        self._tag = tag
+        self._own = False  # whether the clsact is ours
+
+    def put(self, qdiscs: list[Qdisc]) -> None:
+        match hooked(qdiscs, self.device):
+            case "clsact":
+                pass
+            case "":
+                tc.do([Command(("qdisc", "add", "dev", self.device, "clsact"))])
+                self._own = True
+            case other:
+                raise EdgeError(f"{self.device} has a qdisc `{other}` of somebody else's in the place of the hooks")
+        tc.do(attach(self.device, hook, str(self._pinned), self._tag) for hook in self._at)
+
+    def there(self, qdiscs: list[Qdisc]) -> bool:
+        """Whether nobody has taken them away."""
+        if hooked(qdiscs, self.device) != "clsact":
+            return False
+        return {found.hook for found in ours(self.device, self._tag) if found.name == self._pinned.name} >= {*self._at}
+
+    def remove(self) -> None:
+        if hooked(tc.qdiscs(), self.device) != "clsact":
+            return
+        tc.do(detach(self.device, found) for found in ours(self.device, self._tag))
+        if self._own:
+            remove_if_unused(self.device)
+            self._own = False
+
+
+def ours(device: str, tag: int) -> list[Filter]:
+    return [found for found in tc.filters(device) if found.handle == tag and found.name in NAMES.values()]
+
+
+def clear(device: str, tag: int) -> None:
+    """Take away what an earlier run left at the hooks of a device that has them."""
+    found = ours(device, tag)
+    if found:
+        tc.do(detach(device, one) for one in found)
+        remove_if_unused(device)
+
+
+def remove_if_unused(device: str) -> None:
+    if not tc.any_filter(device):
+        tc.do([Command(("qdisc", "del", "dev", device, "clsact"))])

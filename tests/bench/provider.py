@@ -1,0 +1,50 @@
+"""What an owner can rely on: how fast guests are off the network, and whether his own traffic is whole while checkpoints leave.
+
+Root, namespaces, tc and clang are needed. `--rows NAME ...` runs some; each row's function is in ROWS, by name, and rows of an
+earlier run of the same commit are kept for those that are not run.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench import edge, start  # noqa: E402
+from tests.bench.harness import BUILD, commit, write  # noqa: E402
+
+Row = dict[str, Any]
+ROWS: dict[str, Callable[[], Sequence[Row]]] = {
+    "cut": edge.cut,
+    "background": edge.background,
+    "start": start.start,
+    # To come, each from a module of its own: reclaim (docker, process; loop blocked, engine stopped), escapes, presence (a
+    # foreign program on the GPU).
+}
+
+
+def kept(names: Sequence[str]) -> list[Row]:
+    """What an earlier run of this very commit found for the rows that are not run now."""
+    path = BUILD / "provider.json"
+    if not path.exists():
+        return []
+    report = json.loads(path.read_text())
+    return [row for row in report["rows"] if row.get("row") not in names] if report["commit"] == commit() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
+    chosen = parser.parse_args().rows
+    rows = kept(chosen)
+    for name in chosen:
+        rows += [{**row, "row": name} for row in ROWS[name]()]
+    write("provider", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A machine at the edge of which something is tried."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.edge.edge import Edge
+from tests.edge.wires import Wires, inside
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    """Two guests; the test itself is on the machine."""
+    with Wires(2) as made, inside(made.machine):
+        yield made
+
+
+@pytest.fixture
+def edges(wires: Wires, tmp_path: Path) -> Iterator[Callable[..., Edge]]:
+    """Makes open edges, by name."""
+    with ExitStack() as stack:
+
+        def make(name: str = "node", **settings: Any) -> Edge:
+            edge = Edge(tmp_path / "run" / name, **settings)
+            stack.callback(edge.close)
+            edge.open()
+            return edge
+
+        yield make

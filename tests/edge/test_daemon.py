@@ -1,0 +1,74 @@
+"""A real daemon at whose edge the kernel watches: what its owner sees, a reclaim, a death, an end in order."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.config import Layout
+from tests.e2e.commands import until
+from tests.netns.lan import Host, Lan, office
+
+pytestmark = [pytest.mark.bpf, pytest.mark.e2e]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Any:
+    with Lan(tmp_path) as lan:
+        (host,) = office(lan, 1, edge_device="eth0", edge_mbps=100.0)
+        try:
+            yield host
+        finally:
+            host.end()
+            host.up(edge="off")  # a run that is killed leaves its place in /run; the next one takes it away
+            host.ok("down", "--now")
+
+
+def edge_of(host: Host) -> dict[str, Any]:
+    found: dict[str, Any] = host.status()["edge"]
+    return found
+
+
+def finding(host: Host) -> dict[str, str]:
+    found = json.loads(host.mesh("doctor", "--json").stdout)["findings"]
+    return next((row for row in found if row["check"] == "network edge"), {})
+
+
+def test_its_owner_sees_it_uses_it_and_is_rid_of_it(desk: Host) -> None:
+    standing = edge_of(desk)
+    assert standing["guests"] and standing["device"] == "eth0" and standing["shaped_mbps"] == 100, standing
+    assert "network edge: guests with a network" in desk.ok("status") and "eth0 is shaped for 100" in desk.ok("status")
+    assert finding(desk)["state"] == "ok"
+    desk.ok("reclaim", "--now")
+    assert edge_of(desk)["cut"] == ["guests"], "checkpoints go on when nobody is here any more"
+    assert "CUT OFF NOW: guests" in desk.ok("status")
+    desk.ok("resume")
+    assert edge_of(desk)["cut"] == []
+
+    assert desk.daemon is not None
+    desk.daemon.send_signal(signal.SIGKILL)
+    desk.daemon.wait()
+    assert "htb 6d65:" in desk.run("tc", "qdisc", "show")
+    left = finding(desk)
+    assert left["state"] == "warn" and "a daemon that was killed" in left["detail"]
+    desk.up(edge_device="eth0", edge_mbps=50.0)
+    assert edge_of(desk)["shaped_mbps"] == 50 and not edge_of(desk)["problem"]
+
+    desk.ok("down")
+    until(lambda: desk.daemon and desk.daemon.poll() is not None, "its end")
+    queues = desk.run("tc", "qdisc", "show")
+    assert "htb" not in queues and "clsact" not in queues and not Layout(desk.state).edge.exists()
+
+
+def test_with_less_than_it_was_asked_for_it_says_so(desk: Host) -> None:
+    desk.ok("down")
+    until(lambda: desk.daemon and desk.daemon.poll() is not None, "its end")
+    desk.up(edge_device="eth7")
+    assert "no interface eth7" in edge_of(desk)["problem"]
+    assert finding(desk)["state"] == "warn" and "paced by their sockets alone" in desk.ok("status")
+    desk.ok("down")
+    until(lambda: desk.daemon and desk.daemon.poll() is not None, "its end")
+    desk.up(edge="off")
+    assert "network edge: off" in desk.ok("status") and finding(desk)["state"] == "ok"
