@@ -41,6 +41,7 @@ from mesh.api.ckptdesk import CkptDesk
 from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
 from mesh.api.homecoming import Homecoming
+from mesh.api.images import ImageDesk
 from mesh.api.jobdesk import JobDesk
 from mesh.api.logs import LogReader
 from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
@@ -52,6 +53,8 @@ from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.guarded import GuardedEngine
 from mesh.engine.process import ProcessEngine
+from mesh.images.catalogue import SECTION as IMAGES
+from mesh.images.library import Library
 from mesh.jobs.authority import Authority
 from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
@@ -169,6 +172,17 @@ class Daemon:
             gpu_sharing=settings.gpu_sharing,
         )
         self.history = History.of(await self.journal.sessions())
+        self.library = Library(
+            layout.images,
+            _bytes(settings.image_cache_gib) or 0,
+            settings.image_fetch,
+            self.identity,
+            self.trust,
+            self.membership,
+            self.peers,
+            lambda node, what: self.jobs.courier.refusals.count("images", node, what),
+            self._images_changed,
+        )
         self.jobs = JobService(
             self.identity,
             self.trust,
@@ -182,6 +196,7 @@ class Daemon:
             JobLogs(layout.logs),
             random.Random(),
             self.refresh_advert,
+            self.library.ready,
         )
         self.jobs.courier.refusals.tell = self._note
         if settings.profile == "local":
@@ -199,9 +214,11 @@ class Daemon:
             lambda job, text: self.jobs.chronicle.say(job, "state", text, new="errand"),
         )
         await self.deputy.restore()
+        await self.library.open()
         self.desk = Desk(self)
         self.job_desk = JobDesk(self)
         self.ckpt_desk = CkptDesk(self)
+        self.image_desk = ImageDesk(self)
         self.homecoming = Homecoming(self)
         self.logs = LogReader(self, self.job_desk)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
@@ -236,6 +253,7 @@ class Daemon:
         length_s = time.time() - self._started_unix
         for step in (
             self.jobs.close,
+            self.library.close,
             *(engine.close for engine in self.engines.values()),
             self.guard.close,
             *(runner.cleanup for runner in self._runners),
@@ -291,6 +309,7 @@ class Daemon:
             group.create_task(self._keep_fresh(), name="adverts")
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
+            group.create_task(self.library.run(), name="images")
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()
@@ -300,11 +319,14 @@ class Daemon:
             event = await events.get()
             if isinstance(event, EventsLost):
                 self.jobs.hear_all()
+                self.library.hear_all()
             section = getattr(event, "section", "advert")
             if section in {"advert", "facts"}:
                 self.jobs.views_changed()
             elif isinstance(event, RecordChanged) and section.startswith("jobs/"):
                 self.jobs.job_changed(event.node, section)
+            elif isinstance(event, RecordChanged) and section.partition("/")[0] == IMAGES:
+                self.library.hear_all()
 
     async def _keep_fresh(self) -> None:
         engines_due = facts_due = time.monotonic() + ENGINES_EVERY_S
@@ -317,6 +339,7 @@ class Daemon:
             if now >= facts_due:
                 self.membership.publish("facts", self._facts, FACTS_TTL_S)
                 facts_due = now + FACTS_TTL_S / 4
+            self.inventory.image_offer = self.library.offer()  # what others have changes too
             self.refresh_advert()
 
     def refresh_advert(self, force: bool = False) -> None:
@@ -332,14 +355,16 @@ class Daemon:
             self.membership.publish("advert", encode_advert(advert), ADVERT_TTL_S, urgent=force)
 
     async def _refresh_engines(self) -> None:
-        ready: list[str] = []
-        images: list[str] = []
         for name, engine in self.engines.items():
-            found = self.engine_states[name] = await engine.availability()
-            if found.ok:
-                ready.append(name)
-                images += await engine.images()
-        self.inventory.engines, self.inventory.images = tuple(ready), tuple(images)
+            self.engine_states[name] = await engine.availability()
+        ready = tuple(name for name, found in self.engine_states.items() if found.ok)
+        await self.library.look("docker" in ready)
+        self.inventory.engines, self.inventory.image_offer = ready, self.library.offer()
+
+    def _images_changed(self) -> None:
+        """Another image is here, or another may be run."""
+        self.inventory.image_offer = self.library.offer()
+        self.refresh_advert(force=True)
 
     def _make_engines(self) -> dict[str, Engine]:
         made: list[Engine] = []

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 MAX_WEIGHT = 64
+MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
 WHOLE = 100  # per cent of a GPU's time
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -39,6 +40,9 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has now.
 
     A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares.
+    `images` are the names that may be asked for by name alone; if the mesh has a list (`image_list`), those that its owner allows
+    himself. `image_ids` begin the hashes of the images that it has and may run, `image_fetches` of those that it can get from
+    others; `image_denials` are names, and beginnings of hashes in hex, that its owner denies.
     `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
     """
 
@@ -64,6 +68,10 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: tuple[str, ...]
     accepts: tuple[str, ...]
     store_free_mib: int
+    image_list: bool = False
+    image_ids: tuple[bytes, ...] = ()
+    image_fetches: tuple[bytes, ...] = ()
+    image_denials: tuple[str, ...] = ()
 
     @property
     def whole_gpus_free(self) -> int:
@@ -88,7 +96,8 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     if not 1 <= advert.weight <= MAX_WEIGHT:
         raise AdvertError(f"weight must be 1 to {MAX_WEIGHT}")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
-    if min(numbers) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
+    named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
+    if min(numbers) < 0 or len(advert.gpus) > 64 or max(map(len, named)) > MAX_IMAGES:
         raise AdvertError("an advert's numbers are impossible")
     _check_room(advert)
     return advert

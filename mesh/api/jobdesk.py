@@ -296,6 +296,7 @@ class JobDesk:
             name=order.name,
             env=order.env,
             image=order.image,
+            image_id=self._daemon.image_desk.pin(order.image, order.engine),
             engine=order.engine,
             gpus=order.gpus,
             gpu_share=order.gpu_share,
@@ -430,7 +431,7 @@ class JobDesk:
             "warm": shown["warm"],
             "placement": placing(self._daemon, hierarchy, ranking),
             "submitted_by": self._daemon.deputy.words(status.job),
-            "explanation": explain(request, ranking),
+            "explanation": [*self._daemon.image_desk.objections(spec), *explain(request, ranking)],
             "candidates": [
                 {"nick": c.nick, "score": str(c.score), "weight": c.weight, "advert_version": c.advert_version}
                 for c in ranking.candidates

@@ -60,15 +60,6 @@ class DockerEngine:
         words = "a container: no capabilities, no new privileges, read-only root, not root, no network; it shares the kernel"
         return Availability(ok=True, detail=f"Docker {version}", isolation=words)
 
-    async def images(self) -> tuple[str, ...]:
-        if self._client is None:
-            return ()
-        try:
-            found = await self._call(self._client.images.list)
-        except (docker.errors.DockerException, requests.RequestException):
-            return ()
-        return tuple(sorted({tag for image in found for tag in image.tags}))[:256]
-
     async def start(self, launch: Launch) -> Guest:
         if launch.image is None:
             raise BadImage("the docker engine needs an image: --image NAME")
@@ -86,7 +77,7 @@ class DockerEngine:
     # --- in the pool's threads
 
     def _start(self, launch: Launch) -> "DockerGuest":
-        image = self._image(launch.image or "")
+        image = self._image(launch.image_id or launch.image or "")
         directories = {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
         mounts = launch.injection.mounts
         user = f"{os.getuid()}:{os.getgid()}"

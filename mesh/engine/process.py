@@ -36,9 +36,6 @@ class ProcessEngine:
         words = f"{kept}; no sandbox: a guest can read and write what the daemon's user can, and use its network"
         return Availability(ok=True, detail="ready", isolation=words)
 
-    async def images(self) -> tuple[str, ...]:
-        return ()
-
     async def start(self, launch: Launch) -> Guest:
         env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)

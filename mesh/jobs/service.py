@@ -21,7 +21,7 @@ from membership.trust import TrustStore
 from mesh.api.peer import PeerClient
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Engine
-from mesh.jobs.attempt import Attempt
+from mesh.jobs.attempt import Attempt, HaveImage
 from mesh.jobs.authority import Authority
 from mesh.jobs.board import OWN, Board
 from mesh.jobs.chronicle import Chronicle
@@ -105,6 +105,7 @@ class JobService:
         logs: JobLogs,
         rng: Random,
         places_changed: Callable[[], None] = lambda: None,
+        have_image: HaveImage | None = None,
     ) -> None:
         self.membership = membership
         self.journal = journal
@@ -121,7 +122,7 @@ class JobService:
         self._nick = membership.standing.nick
         self._engines = engines
         self._directory = directory
-        self._places_changed = places_changed
+        self._places_changed, self._have_image = places_changed, have_image
         self.logs = logs
         self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body, MAIL_WITHIN_S))
         judges = self._authority
@@ -506,6 +507,7 @@ class JobService:
             lambda: self.keyring.vault(job, spec, self._group(job)),
             lambda event: self._feed(lambda at: self.participant.tell_runner(job, event, at)),
             lambda text, new: self._note(job, "state", text, new=new),
+            self._have_image,
         )
         self._places_changed()
         return None
@@ -537,13 +539,15 @@ class JobService:
         acts = runner is not None or (steward is not None and steward.state in ACTING)
         state, detail = self.states.get(job, ("", "")) if acts else ("", "")
         progress = attempt.progress if attempt is not None else None
-        note = attempt.note if attempt is not None else ""
+        note, preparing = (attempt.note, attempt.preparing) if attempt is not None else ("", "")
         waiting = None
         if steward is not None and acts and runner is None and not steward.held_back:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
         warm = runner is not None and self._warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
         heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
-        return status_of(job, witness, runner, state, detail or note, progress, waiting, heeds, warm, portions)
+        return status_of(
+            job, witness, runner, state, preparing or detail or note, progress, waiting, heeds, warm, portions
+        )
 
     def _publish(self, job: bytes) -> None:
         """Take note of how this node sees the job now; and tell the others, if it is this node that speaks for it."""
