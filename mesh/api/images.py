@@ -92,7 +92,7 @@ class ImageApi:
             raise web.HTTPForbidden(text=f"this node takes nothing of {standing.user}")
         image = self._library.rules.shared.get(config)
         if image is None:
-            known = self._library.rules.judge("", config)
+            known = self._library.rules.judge(self._library.name_of(config), config)
             raise web.HTTPForbidden(text=known.words or f"image {short(config)} is not on the mesh's list")
         try:
             await self._library.fetch(image, self._library.name_of(config))

@@ -136,5 +136,7 @@ class Giving:
 def _heard(task: "asyncio.Task[Docket]") -> None:
     with suppress(asyncio.CancelledError):
         error = task.exception()
-        if error is not None:
-            log.log(logging.INFO if isinstance(error, EngineError) else logging.ERROR, "%s: %s", task.get_name(), error)
+        if isinstance(error, EngineError | OSError):
+            log.info("%s: %s", task.get_name(), error)
+        elif error is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import IO
 
 from blake3 import blake3
@@ -43,6 +44,7 @@ class LayerStore:
         self.bound_bytes = bound_bytes
         self._layers, self._dockets = root / "layers", root / "dockets"
         self._held: Counter[bytes] = Counter()
+        self._lock = Lock()
         for directory in (self._layers, self._dockets):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in self._layers.glob("new-*"):
@@ -51,11 +53,14 @@ class LayerStore:
     @contextmanager
     def holding(self, digests: Collection[bytes]) -> Iterator[None]:
         """These layers stay, whether they are complete or not."""
-        self._held.update(digests)
+        held = set(digests)
+        with self._lock:
+            self._held.update(held)
         try:
             yield
         finally:
-            self._held.subtract(digests)
+            with self._lock:
+                self._held.subtract(held)
 
     # --- whole layers
 

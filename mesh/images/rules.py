@@ -46,13 +46,13 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         own = self.own.allowed.get(name)
         if own is not None and config in {None, own.config}:
             return _denied(name) if own.config in denials else Verdict("", image=own)
-        if self.listed is None or self.anything:
+        said = (self.listed or {}).get(name)
+        known = config in self.images if config is not None else said is not None and said.word.image is not None
+        if self.listed is None or (self.anything and not known):
             return Verdict("", image=None if config is None else Image(config))
-        said = self.listed.get(name)
         if config is not None:
-            known = self.images.get(config)
-            if known is not None:
-                return Verdict("", image=known)
+            if known:
+                return Verdict("", image=self.images[config])
             if said is None or said.word.image is None:
                 return Verdict(
                     "not listed", f"image {name} ({short(config)}) is not on the mesh's list: `mesh image ls`"

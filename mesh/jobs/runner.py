@@ -331,9 +331,8 @@ class Runner:
         if enough is None:
             others = self.onward.others(self._view, self.ledger.attempts, at) if self._view is not None else []
             return [self._timer("crew", at.now + CREW_LOOK_S), *gang.gather(others, self.ledger, at)]
-        return self._release(
-            f"only {1 + len(gang.mates)} of {self.spec.least_nodes} nodes had a place for it at once", at
-        )
+        words = f"only {1 + len(gang.mates)} of {self.spec.least_nodes} nodes had a place for it at once"
+        return self._release(words, at)
 
     def _begin_gang(self, gang: Gang, at: Instant) -> list[Effect]:
         self.state = "restoring"
@@ -549,10 +548,9 @@ class Runner:
             self._exited = GuestExited(code=EXIT_NOT_EXECUTABLE, oom=False, forced_done=False)
             self._ending = "cancelled" if self._cancelled else f"failed ({reason})"
             return [self._result()]
-        if self._vacate_reason:
-            return self._release(f"vacated: {self._vacate_reason}", at)
-        self._blame_this_node()
-        return self._release(f"could not start: {reason}", at)
+        self._amend_attempt(fault=not self._vacate_reason)
+        words = f"vacated: {self._vacate_reason}" if self._vacate_reason else f"could not start: {reason}"
+        return self._release(words, at)
 
     def _result(self) -> SaveResult:
         return SaveResult(*self.ledger.next_commit)
