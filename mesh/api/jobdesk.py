@@ -467,6 +467,8 @@ class JobDesk:
         if rules is not None:
             to = [nicks.get(node, short_id(node)) for node in rules.to]
             asked["checkpoints"] = {**msgspec.structs.asdict(rules), "to": to}
+        if spec.image_id is not None:
+            asked["image_id"] = f"sha256:{spec.image_id.hex()}"
         asked["after"] = [format_job(job) for job in spec.after]
         events = await self.events(format_job(status.job), 0)
         return {

@@ -1,6 +1,9 @@
 """`mesh image`: which container images may be run, where they are, and bringing them to nodes."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Any
 
 import click
@@ -167,6 +170,32 @@ def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) 
             click.echo(f"{row['node']} {'has it' if row['here'] else 'has not got it: ' + row['words']}")
     if any(row["failed"] for row in rows):
         raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+@contextmanager
+def arriving(daemon: Client, job: str) -> Iterator[None]:
+    """Say on standard error how far a job's image is, while the job waits for it."""
+    done = Event()
+
+    def tell() -> None:
+        told, pause = "", TELL_S
+        while not done.wait(pause):
+            try:
+                state = daemon.get(f"/v1/jobs/{job}")["job"]
+            except MeshError:
+                continue
+            pause = TELL_S if state["state"] == "starting" else 5 * TELL_S
+            if state["state"] == "starting" and state["detail"].startswith("preparing:") and state["detail"] != told:
+                told = state["detail"]
+                click.echo(f"mesh: {told}", err=True)
+
+    teller = Thread(target=tell, name="arriving", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def _looked(daemon: Client, order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,16 +2,16 @@
 
 An image goes by the SHA-256 of its configuration, which is its id where the engine keeps images in its own store. (Docker with
 containerd's image store numbers them by manifest; images there are only found if the list knows that digest.) Nothing is ever
-pulled from a registry. Saving and loading take minutes: they have threads, and a client, of their own.
+pulled from a registry. Saving and loading take minutes: each has a thread of its own, for which no exit waits.
 """
 
 import asyncio
 import io
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from threading import Event
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import docker
@@ -24,8 +24,9 @@ from mesh.images.allowlist import Image, image_hash
 from mesh.images.docket import MAX_CONFIG_BYTES, Docket, Layer, archive_manifest, archive_names, layers_of
 from mesh.images.layers import LayerStore
 
-THREADS = 4  # one may save, one may load, and what is there is looked up meanwhile
-TIMEOUT_S = 1800.0  # an engine that saves an image says nothing for a while; ours
+THREADS = 2  # for questions
+ASK_S = 30.0  # as the engine's other calls
+SILENT_S = 1800.0  # an engine that saves a large image says nothing for a while; ours
 BLOCK_BYTES = 1 << 20
 TAG = "campus-mesh/fetched"  # a name on the engine keeps an image from `docker image prune`
 
@@ -51,7 +52,7 @@ class Stopped(Exception):
 
 class ImageStore:
     def __init__(self) -> None:
-        self._client: Any = None
+        self._clients: dict[float, Any] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
 
     async def images(self) -> list[StoredImage]:
@@ -76,8 +77,8 @@ class ImageStore:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients.values():
+            client.close()
 
     # --- in threads
 
@@ -111,7 +112,7 @@ class ImageStore:
         digests = dict.fromkeys(image_hash(str(text)) or b"" for text in rootfs.get("Layers") or ())
         config, found = b"", {}
         with store.holding(digests):
-            stream: Any = _Stream(self._api.get_image(_id(image.id), BLOCK_BYTES), told, stop)
+            stream: Any = _Stream(self._patient.get_image(_id(image.id), BLOCK_BYTES), told, stop)
             with tarfile.open(fileobj=stream, mode="r|") as tar:
                 for member in tar:
                     content = tar.extractfile(member) if member.isreg() else None
@@ -137,7 +138,7 @@ class ImageStore:
         self, docket: Docket, layers: Collection[Layer], store: LayerStore, wanted: Image, stop: Event
     ) -> StoredImage:
         tag = f"{TAG}:{wanted.config.hex()[:32]}"
-        answers = self._api.load_image(_archive(docket, layers, store, tag, stop))
+        answers = self._patient.load_image(_archive(docket, layers, store, tag, stop))
         problems = [text for answer in answers if (text := answer.get("error") or answer.get("message"))]
         if problems:
             raise EngineError(f"the engine did not take the image: {problems[0]}")
@@ -154,21 +155,42 @@ class ImageStore:
 
     @property
     def _api(self) -> Any:
-        if self._client is None:
-            self._client = docker.from_env(timeout=TIMEOUT_S)
-        return self._client.api
+        return self._client(ASK_S)
+
+    @property
+    def _patient(self) -> Any:
+        return self._client(SILENT_S)
+
+    def _client(self, timeout_s: float) -> Any:
+        if timeout_s not in self._clients:
+            self._clients[timeout_s] = docker.from_env(timeout=timeout_s)
+        return self._clients[timeout_s].api
 
     async def _stoppable(self, work: Callable[[Event], T]) -> T:
         """Whoever is cancelled while he waits for it stops it."""
-        stop = Event()
+        stop, answer = Event(), Future[T]()
+        answer.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                answer.set_result(work(stop))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=run, name="image", daemon=True).start()
         try:
-            return await self._call(lambda: work(stop))
+            return await self._told(asyncio.wrap_future(answer))
         finally:
             stop.set()
 
     async def _call(self, work: Callable[[], T]) -> T:
+        return await self._told(asyncio.get_running_loop().run_in_executor(self._threads, work))
+
+    @staticmethod
+    async def _told(answer: Awaitable[T]) -> T:
+        """What the engine answers, or in words why it does not."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await answer
         except (docker.errors.DockerException, requests.RequestException) as error:
             raise EngineError(f"the container engine: {str(error)[:200]}") from error
         except tarfile.TarError as error:
