@@ -60,7 +60,7 @@ class Pull:
 
     def __init__(self, image: Image, name: str) -> None:
         self.image, self.name = image, name
-        self.words = "looking for who has it"
+        self.words = "is looked for on other nodes"
         self.done = self.total = 0
         self.sources: tuple[NodeId, ...] = ()
         self.waiting = 0
@@ -140,7 +140,7 @@ class Supply:
                             f"image {pull.name} ({short(pull.image.config)}) is not on this node, and could not be fetched: "
                             f"{'; '.join(list(reasons)[-2:])}"
                         ) from error
-                    pull.at(f"waiting to try again: {error}"[:200])
+                    pull.at(f"waits to be tried again: {error}"[:200])
                     await asyncio.sleep(RETRY_S * 2 ** (round_ - 1))
                 except OSError as error:
                     raise EngineError(f"image {pull.name} could not be kept here: {error}") from error
@@ -159,7 +159,7 @@ class Supply:
         lacking = new_layers(docket, known)
         with self._layers.holding([layer.digest for layer in docket.layers]):
             await self._fetch(pull, docket, lacking, vouchers)
-            pull.at("loading it into the engine")
+            pull.at("is loaded into the engine")
             try:
                 return await self._engine.load(docket, lacking, self._layers, pull.image)
             except EngineError as error:
@@ -223,7 +223,7 @@ class Supply:
                 far, until = answer.done, clock() + STILL_S
             if clock() > until:
                 raise TimeoutError(f"node {short_id(node)} does not get on with saving it")
-            pull.at(f"node {short_id(node)} saves it: {amount(answer.done, answer.total)}")
+            pull.at(f"is saved by node {short_id(node)}: {amount(answer.done, answer.total)}")
             await asyncio.sleep(POLL_S)
 
     async def _read(self, node: NodeId, path: str, limit: int) -> bytes:
@@ -245,7 +245,7 @@ class Supply:
         """All lacking layers, whole and right, in the store."""
         missing = [layer for layer in lacking if not await asyncio.to_thread(self._layers.has, layer)]
         sizes, where = lengths(missing), places(missing)
-        pull.at("looking at what is here of it")
+        pull.at("is compared with what is here of it")
         have = {piece for layer in missing for piece in await asyncio.to_thread(self._layers.begun, layer)}
         left = {piece: size for piece, size in sizes.items() if piece not in have}
         pull.total = sum(layer.size for layer in lacking)
@@ -254,7 +254,7 @@ class Supply:
         if left:
             pull.at(amount(pull.done, pull.total))
             await self._gather(pull, left, where, sources)
-        pull.at("comparing it with its hashes")
+        pull.at("is compared with its hashes")
         for layer in missing:
             if not await asyncio.to_thread(self._layers.finish, layer):
                 for node in sources:

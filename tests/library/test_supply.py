@@ -236,7 +236,7 @@ async def test_an_image_comes_whole_and_bears_a_name_that_keeps_it(world: World,
         assert str(SIZE).encode() in words
     assert not world.blamed and all(holder.given for holder in world.holders.values()), "both gave a part"
     assert world.layers.docket(world.image.config) is not None, "it can be given on at once"
-    assert told[0] == "looking for who has it"
+    assert told[0] == "is looked for on other nodes"
 
 
 @pytest.mark.parametrize(
