@@ -177,20 +177,16 @@ class ImageDesk:
         self, alias: str, said: Said, nicks: dict[NodeId, str], holders: dict[bytes, list[NodeId]]
     ) -> dict[str, Any]:
         library, image = self._library, said.word.image
-        row = {
+        state = how_far(library, image.config) if image is not None else Fetching(False)
+        having = holders.get(image.config[:SHORT], []) if image is not None else []
+        nodes = [nicks.get(node, short_id(node)) for node in having]
+        return {
             "alias": alias,
             "allowed": said.word.allowed,
             "by": nicks.get(said.signer, short_id(said.signer)),
             "counter": said.word.counter,
-        }
-        if image is None:
-            return row
-        state = how_far(library, image.config)
-        nodes = [nicks.get(node, short_id(node)) for node in holders.get(image.config[:SHORT], ())]
-        return {
-            **row,
             **_digests(image),
-            "denied_here": bool(library.rules.judge(alias, image.config).rule),
+            "denied_here": image is not None and bool(library.rules.judge(alias, image.config).rule),
             "here": state.here,
             "fetching": "" if state.here or state.failed else state.words,
             "problem": state.words if state.failed else "",
@@ -207,12 +203,12 @@ class ImageDesk:
                 if order.here or order.source or order.id:
                     raise ListError("`*` stands for every image, on the mesh's list: it has no --from, --id or --here")
                 library.say(ANYTHING, None, True)
-                return {"alias": ANYTHING, "here": False, "first": first}
+                return self._allowed(ANYTHING, None, first=first)
             said = (library.rules.listed or {}).get(check_alias(order.alias))
             if order.here and said is not None and said.word.image is not None and not (order.source or order.id):
                 image = said.word.image  # what he denied, he lets the mesh's list decide again
                 library.rule(without(library.rules.own, order.alias))
-                return {"alias": order.alias, "here": True, "by_list": True, "first": False, **_digests(image)}
+                return self._allowed(order.alias, image, here=True, by_list=True)
             image = await self._image(order.alias, order)
             if order.here:
                 library.rule(with_allowed(library.rules.own, order.alias, image))
@@ -220,13 +216,21 @@ class ImageDesk:
                 library.say(order.alias, image, True)
         except ListError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
+        return self._allowed(order.alias, image, here=order.here, first=first)
+
+    def _allowed(
+        self, alias: str, image: Image | None, here: bool = False, first: bool = False, by_list: bool = False
+    ) -> dict[str, Any]:
+        """`first`: it begins the mesh's list; `by_list`: that decides here again, what the owner denied."""
+        library = self._library
         return {
-            "alias": order.alias,
-            "here": order.here,
+            "alias": alias,
+            "here": here,
             "first": first,
+            "by_list": by_list,
             "listed": library.rules.listed is not None,
-            "denied_here": bool(library.rules.judge(order.alias, image.config).rule),
-            "on_engine": library.here(image) is not None,
+            "denied_here": image is not None and bool(library.rules.judge(alias, image.config).rule),
+            "on_engine": image is not None and library.here(image) is not None,
             **_digests(image),
         }
 
@@ -357,11 +361,12 @@ def how_far(library: "Library", config: bytes) -> Fetching:
     return Fetching(False, str(error) if error is not None else "it was removed again", True)
 
 
-def _digests(image: Image) -> dict[str, Any]:
+def _digests(image: Image | None) -> dict[str, Any]:
+    """Empty where none is meant."""
     return {
-        "id": f"sha256:{image.config.hex()}",
-        "manifest": f"sha256:{image.manifest.hex()}" if image.manifest else "",
-        "bytes": image.size,
+        "id": f"sha256:{image.config.hex()}" if image is not None else "",
+        "manifest": f"sha256:{image.manifest.hex()}" if image is not None and image.manifest else "",
+        "bytes": image.size if image is not None else 0,
     }
 
 

@@ -50,7 +50,7 @@ def list_(ctx: click.Context, as_json: bool) -> None:
     for alias in answer["own"]["denied"]:
         click.echo(f"this node's owner denies {alias} here", err=True)
     for row in answer["images"]:
-        if row.get("problem"):
+        if row["problem"]:
             click.echo(f"mesh: {row['alias']} was not fetched: {row['problem']}", err=True)
 
 
@@ -78,7 +78,7 @@ def allow(ctx: click.Context, alias: str, source: str, id_: str, here: bool, as_
     if alias == "*":
         click.echo("every image on a node may be run there")
         return
-    if answer.get("by_list"):
+    if answer["by_list"]:
         click.echo(f"{alias} is not denied here any more: the mesh's list decides ({_short(answer['id'])})")
         return
     where = "on this node" if here else "on the mesh's list"
@@ -126,7 +126,7 @@ def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
     try:
         while not answer["here"]:
             time.sleep(LOOK_S)
-            found = [row for row in daemon.get("/v1/images")["images"] if row.get("id") == answer["id"]]
+            found = [row for row in daemon.get("/v1/images")["images"] if row["id"] == answer["id"]]
             if not found or found[0]["problem"]:
                 why = found[0]["problem"] if found else "it is not on the mesh's list any more"
                 raise MeshError(why if alias in why else f"{alias}: {why}")

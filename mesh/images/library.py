@@ -29,7 +29,8 @@ from placement.rendezvous import rank
 
 LIST_TTL_S = 14 * 86_400.0  # a signer who is away that long has his list shown by others before
 ORPHAN_TTL_S = 3600.0
-LOOK_S = 10.0  # at whose lists nobody shows; ours
+LOOK_S = 2.0  # at whose lists nobody shows; ours
+TURNS = 12  # in which all who might show a list have had theirs; ours
 TRIM_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Library:
         self._engine = ImageStore()
         self._engine_ok = False
         self._showing: dict[str, float] = {}
+        self._missed: dict[str, float] = {}  # since when nobody before this node shows a list
 
     async def open(self) -> None:
         """Before anybody asks. MeshError if the owner's rules cannot be read."""
@@ -115,9 +117,10 @@ class Library:
         tags |= {name: image.id for name, own in rules.own.allowed.items() if (image := self.here(own)) is not None}
         has = {config for config, image in rules.images.items() if self.here(image) is not None}
         fetches: set[bytes] = set()
-        if self._engine_ok and self._fetches:
+        lacks = rules.shared.keys() - has
+        if lacks and self._engine_ok and self._fetches:
             elsewhere = {one for advert in self._adverts() if advert.node != self._me for one in advert.image_ids}
-            fetches = {config for config in rules.shared if config not in has and config[:SHORT] in elsewhere}
+            fetches = {config for config in lacks if config[:SHORT] in elsewhere}
         denials = [*rules.own.denied, *(config[:SHORT].hex() for config in rules.denied_hashes)]
         return ImageOffer(
             images=rules.names(tags)[:MAX_IMAGES] if self._engine_ok else (),
@@ -258,15 +261,23 @@ class Library:
             self._membership.publish(SECTION, body, LIST_TTL_S)
 
     def _show_orphans(self) -> None:
-        """Lists whose signers do not show them any more are shown by the first of those who are there."""
+        """Lists whose signers do not show them any more are shown by others, the first who has one before the next."""
+        now, mine = time.monotonic(), dict[str, bytes]()
         showing = {record.node for record in self._membership.records(SECTION)}
+        shown: dict[str, set[NodeId]] = {}
+        for record in self._membership.records(f"{SECTION}/"):
+            shown.setdefault(record.section, set()).add(record.node)
         there = [(member.node_id, 1) for member in self._membership.members() if _is_there(member)]
-        now = time.monotonic()
-        mine: dict[str, bytes] = {}
         for signer, body in self.catalogue.orphans(showing).items():
-            order = rank(signer, there)
-            if order and order[0][0] == self._me:
-                mine[f"{SECTION}/{signer[:8].hex()}"] = body
+            section = f"{SECTION}/{signer[:8].hex()}"
+            order = [node for node, _ in rank(signer, there)]
+            before = order[: order.index(self._me)] if self._me in order else order
+            if shown.get(section, set()).intersection(before):
+                self._missed.pop(section, None)
+                continue
+            since = self._missed.setdefault(section, now)
+            if section in self._showing or now - since >= LOOK_S * min(len(before), TURNS):
+                mine[section] = body
         for section, body in mine.items():
             if now - self._showing.get(section, -ORPHAN_TTL_S) > ORPHAN_TTL_S / 4:
                 self._showing[section] = now

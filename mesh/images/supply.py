@@ -28,7 +28,7 @@ from mesh.images.docket import (
     new_layers,
     places,
 )
-from mesh.images.layers import LayerStore
+from mesh.images.layers import LayerStore, NoRoom
 from mesh.images.questions import MAX_ANSWER_BYTES, Offer, decode_answer, decode_offer, encode
 from mesh.images.rules import short
 from placement.rendezvous import rank
@@ -66,7 +66,7 @@ class Pull:
         self.waiting = 0
         self.kept = False
         self.whole = False  # all layers have to come, also those that the engine seems to have
-        self.liars: set[NodeId] = set()
+        self.unfit: set[NodeId] = set()  # who are not asked again: those who lied, or have it larger than there is room
         self.task: asyncio.Task[None]
 
     def at(self, words: str) -> None:
@@ -173,11 +173,11 @@ class Supply:
     async def _ask(self, pull: Pull) -> tuple[Docket, list[NodeId]]:
         """What it is made of, and who says so; the least busy of those who have it."""
         config = pull.image.config
-        weighed = [(node, 1) for node in self._holders(config) if node not in pull.liars and node != self._me]
+        weighed = [(node, 1) for node in self._holders(config) if node not in pull.unfit and node != self._me]
         asked = [node for node, _ in rank(self._me + config[:16], weighed)][:ASKED]
         if not asked:
-            said = " that has not lied about it" if pull.liars else ""
-            raise BadImage(f"image {pull.name} ({short(config)}) is not on this node, and no node{said} has it now")
+            said = ", but for those who gave it wrongly" if pull.unfit else ""
+            raise BadImage(f"image {pull.name} ({short(config)}) is not on this node, and nobody has it now{said}")
         offers = await asyncio.gather(*(self._offer(node, config) for node in asked))
         able = [(node, offer) for node, offer in zip(asked, offers, strict=True) if isinstance(offer, Offer)]
         if not able:
@@ -236,7 +236,7 @@ class Supply:
         return bytes(data)
 
     def _caught(self, pull: Pull, node: NodeId, what: str) -> None:
-        pull.liars.add(node)
+        pull.unfit.add(node)
         self._blame(node, f"of image {short(pull.image.config)}, {what}")
 
     # --- its pieces
@@ -250,7 +250,13 @@ class Supply:
         left = {piece: size for piece, size in sizes.items() if piece not in have}
         pull.total = sum(layer.size for layer in lacking)
         pull.done = pull.total - sum(size * len(where[piece]) for piece, size in left.items())
-        await asyncio.to_thread(self._layers.check_room, pull.total - pull.done)
+        try:
+            await asyncio.to_thread(self._layers.check_room, pull.total - pull.done)
+        except NoRoom as error:
+            pull.unfit.update(sources)  # it may be the docket that is too large, not the disk that is too full
+            if sources and not pull.unfit.issuperset(self._holders(pull.image.config)):
+                raise FetchFailed(str(error)) from error
+            raise
         if left:
             pull.at(amount(pull.done, pull.total))
             await self._gather(pull, left, where, sources)
