@@ -326,7 +326,7 @@ class Daemon:
             elif isinstance(event, RecordChanged) and section.startswith("jobs/"):
                 self.jobs.job_changed(event.node, section)
             elif isinstance(event, RecordChanged) and section.partition("/")[0] == IMAGES:
-                self.library.hear_all()
+                self.library.hear(event.node, section)
 
     async def _keep_fresh(self) -> None:
         engines_due = facts_due = time.monotonic() + ENGINES_EVERY_S

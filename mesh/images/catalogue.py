@@ -112,12 +112,17 @@ class Catalogue:
         known = self._heard.get(self._identity.node_id)
         return None if known is None else msgspec.msgpack.encode(Shown(known[1].sealed, chain))
 
+    @property
+    def heard_of(self) -> list[NodeId]:
+        """Whoever has signed anything, and still may."""
+        return [signer for signer in self._heard if self._may_sign(signer)]
+
     def orphans(self, showing: set[NodeId]) -> dict[NodeId, bytes]:
         """The lists of those who do not show them any more, and may still sign: others have to."""
         return {
             signer: msgspec.msgpack.encode(shown)
             for signer, (_, shown) in self._heard.items()
-            if signer not in showing and self._may_sign(signer)
+            if signer in set(self.heard_of) - showing
         }
 
     def hear(self, record: Record) -> bool:

@@ -120,6 +120,15 @@ class LayerStore:
             while data := file.read(1 << 20):
                 yield data
 
+    def sound(self, layer: Layer) -> bool:
+        """Whether it is what it is called; it is thrown away if not."""
+        whole = sha256()
+        for block in self.blocks(layer):
+            whole.update(block)
+        if whole.digest() != layer.digest:
+            self._whole(layer.digest).unlink(missing_ok=True)
+        return whole.digest() == layer.digest
+
     def used(self, digests: Collection[bytes]) -> None:
         for digest in digests:
             with suppress(OSError):

@@ -6,7 +6,7 @@ Shell around the catalogue (rules), the supply (from others) and the giving (to 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from membership.events import MemberView
@@ -32,6 +32,7 @@ ORPHAN_TTL_S = 3600.0
 LOOK_S = 2.0  # at whose lists nobody shows; ours
 TURNS = 12  # in which all who might show a list have had theirs; ours
 TRIM_S = 60.0
+NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB for all that it says; ours
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +75,13 @@ class Library:
         self.show()
 
     async def run(self) -> None:
-        trim_at = 0.0
+        trim_at, show_at = 0.0, time.monotonic() + LIST_TTL_S / 4
         while True:
             await asyncio.sleep(LOOK_S)
             self._show_orphans()
+            if time.monotonic() >= show_at:
+                show_at = time.monotonic() + LIST_TTL_S / 4
+                self.show()
             if time.monotonic() >= trim_at:
                 trim_at = time.monotonic() + TRIM_S
                 await asyncio.to_thread(self._layers.trim)
@@ -123,11 +127,11 @@ class Library:
             fetches = {config for config in lacks if config[:SHORT] in elsewhere}
         denials = [*rules.own.denied, *(config[:SHORT].hex() for config in rules.denied_hashes)]
         return ImageOffer(
-            images=rules.names(tags)[:MAX_IMAGES] if self._engine_ok else (),
+            images=_short_enough(rules.names(tags)) if self._engine_ok else (),
             image_list=rules.listed is not None and not rules.anything,
             image_ids=tuple(sorted(config[:SHORT] for config in has))[:MAX_IMAGES],
             image_fetches=tuple(sorted(config[:SHORT] for config in fetches))[:MAX_IMAGES],
-            image_denials=tuple(sorted(denials))[:MAX_IMAGES],
+            image_denials=_short_enough(sorted(denials)),
         )
 
     def name_of(self, config: bytes) -> str:
@@ -229,13 +233,15 @@ class Library:
 
     # --- what is said of them
 
-    def hear(self, record: Record) -> None:
-        if self.catalogue.hear(record):
+    def hear(self, node: NodeId, section: str) -> None:
+        """This section is new."""
+        record = self._membership.record(node, section)
+        if record is not None and self.catalogue.hear(record):
             self._changed()
 
     def hear_all(self) -> None:
         for record in (*self._membership.records(SECTION), *self._membership.records(f"{SECTION}/")):
-            self.hear(record)
+            self.hear(record.node, record.section)
 
     def say(self, alias: str, image: Image | None, allowed: bool) -> None:
         """A new word on the mesh's list, signed by this node. ListError if it may not, or it cannot be said."""
@@ -263,7 +269,10 @@ class Library:
     def _show_orphans(self) -> None:
         """Lists whose signers do not show them any more are shown by others, the first who has one before the next."""
         now, mine = time.monotonic(), dict[str, bytes]()
-        showing = {record.node for record in self._membership.records(SECTION)}
+        signers = self.catalogue.heard_of
+        showing = {node for node in signers if self._membership.record(node, SECTION) is not None}
+        if len(showing) == len(signers) and not self._showing:
+            return
         shown: dict[str, set[NodeId]] = {}
         for record in self._membership.records(f"{SECTION}/"):
             shown.setdefault(record.section, set()).add(record.node)
@@ -285,6 +294,17 @@ class Library:
         for section in self._showing.keys() - mine.keys():
             del self._showing[section]
             self._membership.withdraw(section)
+
+
+def _short_enough(names: Sequence[str]) -> tuple[str, ...]:
+    """As many as an advert has room for."""
+    found, room = list[str](), NAMES_BYTES
+    for name in names[:MAX_IMAGES]:
+        room -= len(name.encode()) + 2
+        if room < 0:
+            break
+        found.append(name)
+    return tuple(found)
 
 
 def _is_there(member: MemberView) -> bool:

@@ -6,6 +6,7 @@ the hash on the mesh's list. No registry is ever asked.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -39,7 +40,9 @@ ROUNDS = 4  # without getting any further, and it is given up; ours
 RETRY_S = 1.0  # before the second round, twice as long before each later one; ours
 ASK_S = 5.0  # a LAN's answer, on a loaded machine
 POLL_S = 0.5  # of a node whose engine saves the image
+SAVE_S = 1800.0  # in which an engine has saved an image; ours
 STILL_S = 120.0  # in which a saving engine gets no further: it hangs; ours
+PIECE_S = 120.0  # for 4 MiB: slower is of no use; ours
 IDLE_S = 20.0  # a stream that stands still this long is broken, as for checkpoints
 TELL_S = 0.5
 TIMES_SIZE, MORE_BYTES = 8, 256 << 20  # tars of many small files are larger than what an engine counts; ours
@@ -67,6 +70,7 @@ class Pull:
         self.kept = False
         self.whole = False  # all layers have to come, also those that the engine seems to have
         self.unfit: set[NodeId] = set()  # who are not asked again: those who lied, or have it larger than there is room
+        self.failed: Counter[NodeId] = Counter()  # who comes after the others from now on
         self.task: asyncio.Task[None]
 
     def at(self, words: str) -> None:
@@ -163,6 +167,8 @@ class Supply:
             try:
                 return await self._engine.load(docket, lacking, self._layers, pull.image)
             except EngineError as error:
+                if not all([await asyncio.to_thread(self._layers.sound, layer) for layer in lacking]):
+                    raise FetchFailed("some of its layers were damaged on this disk") from error
                 if pull.whole or len(lacking) == len(docket.layers):
                     raise
                 pull.whole = True  # a layer that it had is gone
@@ -182,15 +188,18 @@ class Supply:
         able = [(node, offer) for node, offer in zip(asked, offers, strict=True) if isinstance(offer, Offer)]
         if not able:
             raise FetchFailed("; ".join(str(offer) for offer in offers))
-        able.sort(key=lambda pair: (not pair[1].ready, pair[1].busy))
-        ready = [node for node, offer in able if offer.ready][:SOURCES]
-        chosen = ready or [able[0][0]]  # one engine that saves it is enough
+        able.sort(key=lambda pair: (pull.failed[pair[0]], not pair[1].ready, pair[1].busy))
+        best, offer = able[0]
+        ready = [node for node, offer in able if offer.ready and pull.failed[node] == pull.failed[best]]
+        chosen = ready[:SOURCES] if offer.ready else [best]  # one engine that saves it is enough
         answers = await asyncio.gather(*(self._docket(pull, node) for node in chosen), return_exceptions=True)
         dockets: dict[NodeId, bytes] = {}
         for node, answer in zip(chosen, answers, strict=True):
             if isinstance(answer, bytes):
                 dockets[node] = answer
-            elif not isinstance(answer, PeerError | TimeoutError | ValueError):
+            elif isinstance(answer, PeerError | TimeoutError | ValueError):
+                pull.failed[node] += 1
+            else:
                 raise answer
         if not dockets:
             raise FetchFailed("; ".join(str(answer) or "no answer in time" for answer in answers))
@@ -207,7 +216,7 @@ class Supply:
         """PeerError or TimeoutError if it does not give one; DocketError, and blame, if it gives none of that image."""
         config, far = pull.image.config, -1
         clock = asyncio.get_running_loop().time
-        until = clock() + STILL_S
+        until, end = clock() + STILL_S, clock() + SAVE_S
         while True:
             try:
                 answer = decode_answer(await self._read(node, f"/v1/images/{config.hex()}/docket", MAX_ANSWER_BYTES))
@@ -221,7 +230,7 @@ class Supply:
                 raise
             if answer.done > far:
                 far, until = answer.done, clock() + STILL_S
-            if clock() > until:
+            if clock() > min(until, end):
                 raise TimeoutError(f"node {short_id(node)} does not get on with saving it")
             pull.at(f"is saved by node {short_id(node)}: {amount(answer.done, answer.total)}")
             await asyncio.sleep(POLL_S)
@@ -300,6 +309,7 @@ class Supply:
                         self._caught(pull, source, str(error))
                         actions += plan.failed(source, str(error), clock())
                     elif isinstance(error, PeerError | TimeoutError):
+                        pull.failed[source] += 1
                         actions += plan.failed(source, str(error) or "it stands still", clock())
                     else:
                         raise error
@@ -318,8 +328,9 @@ class Supply:
         try:
             async with self._peers.stream(request.source, "POST", path, body) as response:
                 for piece in request.ids:
+                    until = asyncio.get_running_loop().time() + PIECE_S
                     while len(data) < left[piece]:
-                        async with asyncio.timeout(IDLE_S):
+                        async with asyncio.timeout_at(until), asyncio.timeout(IDLE_S):
                             more = await response.content.readany()
                         if not more:
                             return came

@@ -222,7 +222,9 @@ class Attempt:
 
     async def _image(self) -> str | None:
         """What the engine calls the image, which is fetched from other nodes if it is not here; None if it needs none."""
-        if self.spec.image is None or not self.engine.own_root or self._have_image is None or self._unwanted:
+        if self._unwanted:
+            raise Abandoned("it was stopped before it began")
+        if self.spec.image is None or not self.engine.own_root or self._have_image is None:
             return None
         begun = time.monotonic()
         self._fetching = asyncio.ensure_future(self._have_image(self.spec.image, self.spec.image_id, self._fetches))

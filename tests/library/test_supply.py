@@ -32,7 +32,7 @@ from tests.images import layered_image
 pytestmark = pytest.mark.docker
 
 HONEST, OTHER = b"h" * 32, b"o" * 32
-SIZE = 5 * PIECE_BYTES
+SIZE = 3 * PIECE_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,9 @@ class Holder:
                 break
             if self.manner == "ends inside a piece" and number == len(wanted) - 1:
                 del piece[-10:]
+            while self.manner == "drips":
+                await response.write(b"drop")
+                await asyncio.sleep(0.05)
             await response.write(bytes(piece))
             self.given += 1
             if self.manner == "breaks off after two" and self.given >= 2:
@@ -210,6 +213,7 @@ async def world(
     monkeypatch.setenv("DOCKER_HOST", engines[1])
     monkeypatch.setattr(supply_module, "RETRY_S", 0.05)
     monkeypatch.setattr(supply_module, "IDLE_S", 1.5)
+    monkeypatch.setattr(supply_module, "PIECE_S", 2.0)
     monkeypatch.setattr(supply_module, "STILL_S", 1.0)
     monkeypatch.setattr(layers_module, "SPARE_BYTES", 0)
     found = World(tmp_path, made)
@@ -249,6 +253,7 @@ async def test_an_image_comes_whole_and_bears_a_name_that_keeps_it(world: World,
         ("ends inside a piece", ""),
         ("has only a part", ""),
         ("stands still", ""),
+        ("drips", ""),
         ("never stops talking", ""),
         ("gets no further", ""),
         ("talks nonsense", ""),
@@ -320,6 +325,21 @@ async def test_a_layer_that_the_engine_has_is_not_fetched(world: World, engines:
     last = world.source[1].layers[-1]
     assert pull.total == last.size and world.holders[b"a" * 32].given == len(set(last.hashes))
     assert await world.here() is not None
+
+
+async def test_layers_that_were_damaged_on_this_disk_are_fetched_again(world: World, engines: tuple[str, str]) -> None:
+    supply = await world.supply(a="")
+    await supply.bring(world.image, "tool")
+    with docker_client(engines[1]) as client:
+        client.images.remove(f"sha256:{world.image.config.hex()}", force=True)
+    largest = max(world.source[1].layers, key=lambda layer: layer.size)
+    with world.layers._whole(largest.digest).open("r+b") as file:
+        file.seek(PIECE_BYTES)
+        file.write(b"damage")
+    given = world.holders[b"a" * 32].given
+    await supply.bring(world.image, "tool")
+    assert await world.here() is not None and world.holders[b"a" * 32].given == given + len(largest.hashes)
+    assert not world.blamed
 
 
 async def test_a_layer_that_vanishes_from_the_engine_is_fetched_after_all(
