@@ -142,16 +142,18 @@ class ImageStore:
         problems = [text for answer in answers if (text := answer.get("error") or answer.get("message"))]
         if problems:
             raise EngineError(f"the engine did not take the image: {problems[0]}")
-        loaded = self._find(tag)
-        if loaded is None or not loaded.is_of(wanted):
-            there = "nothing" if loaded is None else _id(loaded.id)
-            if loaded is not None:
-                self._api.remove_image(tag, force=True)
-            raise EngineError(
-                f"after loading, the engine has {there} in place of {_id(wanted.config)}: it is removed again. Docker with "
-                "containerd's image store numbers images otherwise (docs/images.md)"
-            )
-        return loaded
+        for digest in filter(None, (wanted.config, wanted.manifest)):
+            loaded = self._find(_id(digest))
+            if loaded is not None and loaded.is_of(wanted):
+                return loaded
+        other = self._find(tag)
+        if other is not None:
+            self._api.remove_image(tag, force=True)
+        there = "nothing" if other is None else _id(other.id)
+        raise EngineError(
+            f"after loading, the engine has {there} in place of {_id(wanted.config)}: it is removed again. Docker with "
+            "containerd's image store numbers images otherwise (docs/images.md)"
+        )
 
     @property
     def _api(self) -> Any:
@@ -252,7 +254,7 @@ def _stored(row: dict[str, Any]) -> StoredImage:
     names = (str(name) for name in row.get("RepoTags") or ())
     return StoredImage(
         id=image_hash(str(row["Id"])) or b"",
-        names=tuple(sorted(name for name in names if not name.startswith((TAG, "<none>")))),
+        names=tuple(sorted(name for name in names if TAG not in name and "<none>" not in name)),
         manifests=tuple(sorted({found for text in digests if (found := image_hash(text)) is not None})),
         size=max(0, int(row.get("Size") or 0)),
     )

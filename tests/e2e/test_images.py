@@ -16,7 +16,7 @@ from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
 from tests.images import layered_image
 
-pytestmark = [pytest.mark.e2e, pytest.mark.docker]
+pytestmark = pytest.mark.e2e
 
 SIZE = 24 << 20
 
@@ -54,6 +54,7 @@ def fails(node: StackNode, code: int, words: str, *arguments: str) -> None:
     assert done.returncode == code and words in done.stderr, done
 
 
+@pytest.mark.dockerd
 def test_an_image_is_allowed_on_one_node_fetched_by_another_and_refused_by_its_owner(
     stack: Stack, image_id: str, hosts: tuple[str, str]
 ) -> None:
@@ -119,6 +120,7 @@ def test_an_image_is_allowed_on_one_node_fetched_by_another_and_refused_by_its_o
     fails(one, 4, "is not on the mesh's list", "image", "deny", "tool", "--mesh")
 
 
+@pytest.mark.dockerd
 def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stopped_at_once(
     stack: Stack, hosts: tuple[str, str]
 ) -> None:
@@ -148,6 +150,7 @@ def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stoppe
     fails(two, 4, "no node called", "image", "push", "tool", "nobody")
 
 
+@pytest.mark.dockerd
 def test_an_owner_without_a_say_allows_on_his_own_node(stack: Stack, hosts: tuple[str, str]) -> None:
     one, two = stack.nodes
     with client_of(hosts[1]) as client:

@@ -29,7 +29,7 @@ from tests.dockerd import client_of as docker_client
 from tests.dockerd import dockerd
 from tests.images import layered_image
 
-pytestmark = pytest.mark.docker
+pytestmark = pytest.mark.dockerd
 
 HONEST, OTHER = b"h" * 32, b"o" * 32
 SIZE = 3 * PIECE_BYTES
