@@ -64,7 +64,7 @@ class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A member as its chain shows it. `not_after`: the first end of any link of it."""
+    """A member as its chain shows it. `not_after`: the first end of any link of it; `links`: how many there are to a root."""
 
     node_id: bytes
     nick: str
@@ -72,6 +72,12 @@ class Standing(msgspec.Struct, frozen=True):
     roles: tuple[str, ...]
     can_admit: bool
     not_after: int
+    links: int = MAX_CHAIN
+
+    @property
+    def speaks_for_mesh(self) -> bool:
+        """A root, or who was made an admitter by a root's own hand. The keys of invites admit too, and name no user."""
+        return self.can_admit and self.links == 1 and bool(self.user)
 
 
 class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,6 +201,7 @@ class TrustStore:
             roles=certificate.roles,
             can_admit=certificate.can_admit,
             not_after=ends,
+            links=len(links),
         )
 
     def standing(self, node_id: NodeId, now_unix: float) -> Standing | None:
@@ -348,7 +355,7 @@ def renew_chain(signer: Signer, store: TrustStore, chain: bytes, subject: NodeId
         standing.nick,
         standing.user,
         standing.roles,
-        standing.can_admit and is_root,
+        standing.speaks_for_mesh and is_root,  # not the holder of an invite, who may have written so himself
         now_unix,
     )
 

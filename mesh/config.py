@@ -63,6 +63,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_disk_gib: float | None = None  # without it, half of what is free when a job starts
     egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
     egress_allow: tuple[str, ...] = ()
+    image_fetch: bool = True  # whether images on the mesh's list are fetched from other nodes when a job needs them
+    image_cache_gib: float = 20.0  # of disk for layers of images that are given to others
     upload_mbps: float = 0.0  # megabits per second for checkpoints that are not urgent; 0 is no limit
     edge: Literal["auto", "off"] = (
         "auto"  # whether the kernel may watch the interfaces of guests, where that can be (docs/edge.md)
@@ -163,6 +165,10 @@ class Layout(msgspec.Struct, frozen=True):
         return self.root / "store"
 
     @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    @property
     def gossip(self) -> Path:
         return self.root / "gossip"
 
@@ -235,6 +241,7 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     for label, quota in [
         ("store_quota_gib", settings.store_quota_gib),
         ("foreign_quota_gib", settings.foreign_quota_gib),
+        ("image_cache_gib", settings.image_cache_gib),
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")

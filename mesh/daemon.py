@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from aiohttp import web
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
 from membership.config import SwimConfig
-from membership.discovery import MdnsConfig, parse_seed
+from membership.discovery import MdnsConfig
 from membership.durable import write_durably
 from membership.effects import RecordChanged
 from membership.envelope import open_envelope, seal
@@ -41,6 +40,7 @@ from mesh.api.ckptdesk import CkptDesk
 from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
 from mesh.api.homecoming import Homecoming
+from mesh.api.images import ImageDesk
 from mesh.api.jobdesk import JobDesk
 from mesh.api.lending import settle_strike
 from mesh.api.logs import LogReader
@@ -48,7 +48,7 @@ from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.wire import Wire
-from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.config import ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.edge.edge import Edge
 from mesh.edge.keeper import keep
 from mesh.edge.switch import GUESTS
@@ -61,6 +61,8 @@ from mesh.engine.guarded import GuardedEngine
 from mesh.engine.killswitch import open_switch
 from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Register
+from mesh.images.catalogue import SECTION as IMAGES
+from mesh.images.library import Library
 from mesh.jobs.authority import Authority
 from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
@@ -74,6 +76,7 @@ from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.owner import Owner
 from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
+from mesh.seeds import checked_seeds, read_seeds
 from mesh.systemd import keep_privileges, notify
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
@@ -128,7 +131,7 @@ class Daemon:
         }
         self.store = await asyncio.to_thread(lambda: Store(layout.store, self._unseal, **quotas))
         config = SwimConfig.local() if settings.profile == "local" else SwimConfig.lan()
-        seeds = [*_checked(settings.join), *_read_seeds(layout.seeds)]
+        seeds = [*checked_seeds(settings.join), *read_seeds(layout.seeds)]
         mdns = None
         if settings.mdns:
             mdns = MdnsConfig(() if settings.bind == "0.0.0.0" else (settings.bind,))
@@ -197,6 +200,17 @@ class Daemon:
             cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
         )
         self.history = History.of(await self.journal.sessions())
+        self.library = Library(
+            layout.images,
+            _bytes(settings.image_cache_gib) or 0,
+            settings.image_fetch,
+            self.identity,
+            self.trust,
+            self.membership,
+            self.peers,
+            lambda node, what: self.jobs.courier.refusals.count("images", node, what),
+            self._images_changed,
+        )
         self.jobs = JobService(
             self.identity,
             self.trust,
@@ -210,6 +224,7 @@ class Daemon:
             JobLogs(layout.logs),
             random.Random(),
             self.refresh_advert,
+            self.library.ready,
         )
         self.jobs.courier.refusals.tell = self._note
         standing = self.membership.standing
@@ -240,9 +255,11 @@ class Daemon:
             lambda job, text: self.jobs.chronicle.say(job, "state", text, new="errand"),
         )
         await self.deputy.restore()
+        await self.library.open()
         self.desk = Desk(self)
         self.job_desk = JobDesk(self)
         self.ckpt_desk = CkptDesk(self)
+        self.image_desk = ImageDesk(self)
         self.homecoming = Homecoming(self)
         self.logs = LogReader(self, self.job_desk)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
@@ -280,6 +297,7 @@ class Daemon:
         for step in (
             self.ladder.close,
             self.jobs.close,
+            self.library.close,
             *(engine.close for engine in self.engines.values()),
             lambda: asyncio.to_thread(self.switch.close),
             self.guard.close,
@@ -340,6 +358,7 @@ class Daemon:
             group.create_task(self._keep_fresh(), name="adverts")
             group.create_task(self.homecoming.run(), name="homecoming")
             group.create_task(self.guard.run(), name="guard")
+            group.create_task(self.library.run(), name="images")
             group.create_task(keep(self.edge, self.wire, self.jobs.courier.departures, self._note), name="edge")
             group.create_task(self._heed_switch(), name="kill-switch")
             group.create_task(self.owner.run(), name="owner")
@@ -359,11 +378,14 @@ class Daemon:
             event = await events.get()
             if isinstance(event, EventsLost):
                 self.jobs.hear_all()
+                self.library.hear_all()
             section = getattr(event, "section", "advert")
             if section in {"advert", "facts"}:
                 self.jobs.views_changed()
             elif isinstance(event, RecordChanged) and section.startswith("jobs/"):
                 self.jobs.job_changed(event.node, section)
+            elif isinstance(event, RecordChanged) and section.partition("/")[0] == IMAGES:
+                self.library.hear(event.node, section)
 
     async def _keep_fresh(self) -> None:
         engines_due = facts_due = time.monotonic() + ENGINES_EVERY_S
@@ -376,6 +398,7 @@ class Daemon:
             if now >= facts_due:
                 self.membership.publish("facts", self._facts, FACTS_TTL_S)
                 facts_due = now + FACTS_TTL_S / 4
+            self.inventory.image_offer = self.library.offer()  # what others have changes too
             self.refresh_advert()
 
     def refresh_advert(self, force: bool = False) -> None:
@@ -391,14 +414,16 @@ class Daemon:
             self.membership.publish("advert", encode_advert(advert), ADVERT_TTL_S, urgent=force)
 
     async def _refresh_engines(self) -> None:
-        ready: list[str] = []
-        images: list[str] = []
         for name, engine in self.engines.items():
-            found = self.engine_states[name] = await engine.availability()
-            if found.ok:
-                ready.append(name)
-                images += await engine.images()
-        self.inventory.engines, self.inventory.images = tuple(ready), tuple(images)
+            self.engine_states[name] = await engine.availability()
+        ready = tuple(name for name, found in self.engine_states.items() if found.ok)
+        await self.library.look("docker" in ready)
+        self.inventory.engines, self.inventory.image_offer = ready, self.library.offer()
+
+    def _images_changed(self) -> None:
+        """Another image is here, or another may be run."""
+        self.inventory.image_offer = self.library.offer()
+        self.refresh_advert(force=True)
 
     def _make_engines(self) -> dict[str, Engine]:
         made: list[Engine] = []
@@ -503,29 +528,6 @@ class Daemon:
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
-
-
-def _checked(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """What the owner wrote must be right."""
-    for address in addresses:
-        try:
-            parse_seed(address, GOSSIP_PORT)
-        except ValueError as error:
-            raise ConfigError(f"join: {error}") from error
-    return addresses
-
-
-def _read_seeds(path: Path) -> list[str]:
-    """The addresses that came with the invite. Only hints: what cannot be read is passed over, aloud."""
-    usable = []
-    for text in path.read_text(errors="replace").split() if path.exists() else []:
-        try:
-            parse_seed(text, GOSSIP_PORT)
-        except ValueError as error:
-            log.warning("%s: %s", path, error)
-        else:
-            usable.append(text)
-    return usable
 
 
 async def _main(layout: Layout, settings: Settings) -> None:

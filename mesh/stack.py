@@ -21,12 +21,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class StackNode:
-    """One daemon: its state, its process, a client for it."""
+    """One daemon: its state, its process, a client for it; `within`: a command that runs it, as `env`."""
 
     def __init__(self, nick: str, where: Layout) -> None:
         self.nick = nick
         self.where = where
         self.process: subprocess.Popen[bytes] | None = None
+        self.within: tuple[str, ...] = ()
         self.client = Client(where.socket)
 
     @property
@@ -79,7 +80,7 @@ class Stack:
             save_membership(node.where, genesis, own, ())
 
     def start(self, node: StackNode) -> None:
-        node.process = start_daemon(node.where, self._overrides)
+        node.process = start_daemon(node.where, self._overrides, node.within)
 
     def start_all(self, timeout_s: float = 60.0) -> None:
         """Start every node and wait until each sees all others alive and lending; MeshError if they do not find each other."""

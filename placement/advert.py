@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_WEIGHT = 64
+MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
 WHOLE = 100  # per cent of a GPU's time
 
 HeldBy = Literal["", "owner", "hours"]
@@ -42,8 +43,11 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares.
     `held_by`: why it is paused if nobody has paused it: its `owner` is there, or it is lent at other `hours`, from `back_unix`
-    on if that is known. `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only
-    the owner's own jobs.
+    on if that is known.
+    `images` are the names that may be asked for by name alone; if the mesh has a list (`image_list`), those that its owner allows
+    himself. `image_ids` begin the hashes of the images that it has and may run, `image_fetches` of those that it can get from
+    others; `image_denials` are names, and beginnings of hashes in hex, that its owner denies.
+    `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
     """
 
     version: int
@@ -70,6 +74,10 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_free_mib: int
     held_by: HeldBy = ""
     back_unix: int = 0
+    image_list: bool = False
+    image_ids: tuple[bytes, ...] = ()
+    image_fetches: tuple[bytes, ...] = ()
+    image_denials: tuple[str, ...] = ()
 
     @property
     def whole_gpus_free(self) -> int:
@@ -94,7 +102,8 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     if not 1 <= advert.weight <= MAX_WEIGHT:
         raise AdvertError(f"weight must be 1 to {MAX_WEIGHT}")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
-    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
+    named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
+    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or max(map(len, named)) > MAX_IMAGES:
         raise AdvertError("an advert's numbers are impossible")
     _check_room(advert)
     return advert

@@ -12,6 +12,7 @@ import msgspec
 from placement.advert import WHOLE, Advert
 from placement.allotment import allot, untouched
 from placement.filters import refusals
+from placement.images import image_refusal, lacks
 from placement.rendezvous import rank
 from placement.request import Request
 
@@ -47,7 +48,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
     """The same adverts give the same ranking on every node, in whatever order they come. A share goes first to where it breaks
-    no whole GPU, since those who need one have nowhere else to go."""
+    no whole GPU, since those who need one have nowhere else to go; and before that, a container to where its image is."""
     by_node = {advert.node: advert for advert in adverts}
     eligible: list[Advert] = []
     refused: list[Refusal] = []
@@ -59,7 +60,10 @@ def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
             eligible.append(advert)
     ordered = rank(request.key, [(advert.node, advert.weight) for advert in eligible])
     breaks = {advert.node: _broken(request, advert) for advert in eligible}
-    ordered.sort(key=lambda pair: (pair[0] != request.prefer, pair[0] in request.avoid, breaks[pair[0]]))
+    fetch = {advert.node: lacks(request, advert) for advert in eligible}
+    ordered.sort(
+        key=lambda pair: (pair[0] != request.prefer, pair[0] in request.avoid, fetch[pair[0]], breaks[pair[0]])
+    )
     candidates = tuple(
         Candidate(node, by_node[node].nick, points, by_node[node].weight, by_node[node].version)
         for node, points in ordered
@@ -146,8 +150,11 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
             f"no node has {request.gpus} GPUs; the largest, {most.nick}, has {len(most.gpus)}. "
             "Ask for fewer with --gpus, or see `mesh nodes`."
         )
-    if request.image is not None and not any(request.image in advert.images for advert in lenders):
-        return f"no lending node has image {request.image}: load it on one (`docker pull`, `docker load`)"
+    if request.image is not None and all(image_refusal(request, advert) for advert in lenders):
+        if request.image_id is None:
+            return f"no lending node has image {request.image}: load it on one (`docker pull`, `docker load`)"
+        told = [f"{advert.nick}: {image_refusal(request, advert)}" for advert in lenders[:REFUSALS_TOLD]]
+        return f"no lending node can run image {request.image} ({'; '.join(told)}). See `mesh image ls`"
     told = [f"{nick} {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_TOLD]]
     more = f"; and {len(refused) - REFUSALS_TOLD} more" if len(refused) > REFUSALS_TOLD else ""
     return f"no node could run it: {'; '.join(told)}{more}"

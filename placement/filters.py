@@ -2,6 +2,7 @@
 
 from placement.advert import Advert, HeldBy
 from placement.allotment import fitting, untouched
+from placement.images import image_refusal
 from placement.request import Request
 
 PAUSED: dict[HeldBy, str] = {
@@ -53,8 +54,8 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
     if wanted == "docker":
         if request.image is None:
             return ["the docker engine needs an image: --image NAME"]
-        if request.image not in advert.images:
-            return [f"has no image {request.image}"]
+        reason = image_refusal(request, advert)
+        return [] if reason is None else [reason]
     return []
 
 

@@ -22,6 +22,7 @@ class Request(msgspec.Struct, frozen=True):
     capability: tuple[int, int] = (0, 0)
     engine: str | None = None
     image: str | None = None
+    image_id: bytes | None = None  # the SHA-256 of its configuration, as the mesh's list has it
     zone: str | None = None
     nodes: int = 1
     memory_mib: int | None = None

@@ -12,6 +12,7 @@ import msgspec
 
 from placement.advert import Advert
 from placement.decision import Ranking, rank_nodes
+from placement.images import lacks
 from placement.rendezvous import rank
 from placement.request import Request
 
@@ -91,6 +92,7 @@ def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
 
 def rank_two_level(request: Request, adverts: Iterable[Advert], among: Sequence[Zone]) -> Ranking:
     """Zones first, by the weight of their nodes that fit; within a zone as `rank_nodes` does."""
+    adverts = list(adverts)
     flat = rank_nodes(request, adverts)
     home = {node: zone.name for zone in among for node in zone.nodes}
     weights: dict[str, int] = {}
@@ -98,9 +100,10 @@ def rank_two_level(request: Request, adverts: Iterable[Advert], among: Sequence[
         name = home.get(candidate.node, "")
         weights[name] = weights.get(name, 0) + candidate.weight
     places = {name: place for place, name in enumerate(zone_order(request.key, weights))}
+    fetch = {advert.node: lacks(request, advert) for advert in adverts}
     ordered = sorted(
         flat.candidates,
-        key=lambda c: (c.node != request.prefer, c.node in request.avoid, places[home.get(c.node, "")]),
+        key=lambda c: (c.node != request.prefer, c.node in request.avoid, fetch[c.node], places[home.get(c.node, "")]),
     )
     return Ranking(tuple(ordered), flat.refused)
 

@@ -76,6 +76,28 @@ def import_busybox(*programs: Path) -> str:
     return f"{REPOSITORY}:{tag}"
 
 
+def layered_image(client: Any, name: str, *layers: bytes) -> str:
+    """An image on this engine, of BusyBox and a file `/dataN` of each of these contents, each in a layer of its own; its id.
+    Whoever asks for it removes it, or its engine."""
+    binary = busybox()
+    assert binary is not None, "BusyBox is missing: apt-get install busybox-static"
+    steps, context = ["FROM scratch", "ADD root.tar /"], io.BytesIO()
+    root = io.BytesIO()
+    with tarfile.open(fileobj=root, mode="w") as tar:
+        tar.add(binary, "bin/busybox")
+        for link in NAMES:
+            _link(tar, f"bin/{link}", "busybox")
+    with tarfile.open(fileobj=context, mode="w") as tar:
+        _file(tar, "root.tar", root.getvalue())
+        for number, content in enumerate(layers):
+            _file(tar, f"data{number}", content)
+            steps.append(f"COPY data{number} /")
+        _file(tar, "Dockerfile", "\n".join(steps).encode())
+    context.seek(0)
+    image, _ = client.images.build(fileobj=context, custom_context=True, tag=name, rm=True, forcerm=True)
+    return str(image.id)
+
+
 _made: list[str] = []
 
 
@@ -93,6 +115,12 @@ def _needed(program: Path) -> list[str]:
     """Paths of the loader and the libraries, as `ldd` tells: `libc.so.6 => /lib/libc.so.6 (0x...)`, `/lib64/ld.so (0x...)`."""
     told = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     return re.findall(r"(/\S+) \(0x", told)
+
+
+def _file(tar: tarfile.TarFile, path: str, content: bytes) -> None:
+    info = tarfile.TarInfo(path)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
 
 
 def _link(tar: tarfile.TarFile, path: str, target: str) -> None:

@@ -39,6 +39,7 @@ CORES = [
     *(f"mesh/provider/{name}.py" for name in ("hours", "policy", "presence", "receipts")),
     "mesh/duration.py",
     *(f"mesh/edge/{name}.py" for name in ("elf", "shaping")),
+    *(f"mesh/images/{name}.py" for name in ("allowlist", "docket", "questions", "rules")),
 ]
 
 

@@ -26,6 +26,14 @@ def docker_problem() -> str:
 
 
 @cache
+def dockerd_problem() -> str:
+    """Why a test cannot have Docker engines of its own here; empty if it can."""
+    if shutil.which("dockerd") is None:
+        return "dockerd is not installed"
+    return "" if os.getuid() == 0 else "root is needed"
+
+
+@cache
 def netns_problem() -> str:
     """Why no network namespaces can be made here; empty if they can."""
     for program in ("ip", "iptables", "sysctl"):
@@ -95,6 +103,7 @@ def bpf_problem() -> str:
 
 PROBES = {
     "docker": docker_problem,
+    "dockerd": dockerd_problem,
     "podman": podman_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,

@@ -296,6 +296,7 @@ class JobDesk:
             name=order.name,
             env=order.env,
             image=order.image,
+            image_id=self._daemon.image_desk.pin(order.image, order.engine),
             engine=order.engine,
             gpus=order.gpus,
             gpu_share=order.gpu_share,
@@ -430,7 +431,7 @@ class JobDesk:
             "warm": shown["warm"],
             "placement": placing(self._daemon, hierarchy, ranking),
             "submitted_by": self._daemon.deputy.words(status.job),
-            "explanation": explain(request, ranking),
+            "explanation": [*self._daemon.image_desk.objections(spec), *explain(request, ranking)],
             "candidates": [
                 {"nick": c.nick, "score": str(c.score), "weight": c.weight, "advert_version": c.advert_version}
                 for c in ranking.candidates
@@ -466,6 +467,8 @@ class JobDesk:
         if rules is not None:
             to = [nicks.get(node, short_id(node)) for node in rules.to]
             asked["checkpoints"] = {**msgspec.structs.asdict(rules), "to": to}
+        if spec.image_id is not None:
+            asked["image_id"] = f"sha256:{spec.image_id.hex()}"
         asked["after"] = [format_job(job) for job in spec.after]
         events = await self.events(format_job(status.job), 0)
         return {

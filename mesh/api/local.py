@@ -15,8 +15,10 @@ from mesh.api.lending import lend, lend_state, set_paused
 from mesh.api.lending import reclaim as reclaim_from_guests
 from mesh.api.migration import migrate as migrate_job
 from mesh.api.orders import (
+    AllowImage,
     ApproveOrder,
     CollectOrder,
+    DenyImage,
     DownOrder,
     GpuPauseOrder,
     InviteOrder,
@@ -24,7 +26,9 @@ from mesh.api.orders import (
     MigrateOrder,
     PauseOrder,
     PullCheckpoint,
+    PullImage,
     PullOrder,
+    PushImage,
     ReclaimOrder,
     RecoverOrder,
     RemoveCheckpoints,
@@ -131,6 +135,21 @@ def application(daemon: "Daemon") -> web.Application:
     async def collect(request: web.Request) -> Any:
         return await daemon.ckpt_desk.collect((await _read(request, CollectOrder)).min_age_s)
 
+    async def images(request: web.Request) -> Any:
+        return daemon.image_desk.all()
+
+    async def allow_image(request: web.Request) -> Any:
+        return await daemon.image_desk.allow(await _read(request, AllowImage))
+
+    async def deny_image(request: web.Request) -> Any:
+        return await daemon.image_desk.deny(await _read(request, DenyImage))
+
+    async def pull_image(request: web.Request) -> Any:
+        return await daemon.image_desk.pull((await _read(request, PullImage)).alias)
+
+    async def push_image(request: web.Request) -> Any:
+        return await daemon.image_desk.push(await _read(request, PushImage))
+
     async def pause(request: web.Request) -> Any:
         order = await _read(request, PauseOrder)
         return await set_paused(daemon, order.paused, order.gpu)
@@ -199,6 +218,11 @@ def application(daemon: "Daemon") -> web.Application:
         ("POST", "/v1/checkpoints/collect", collect),
         ("GET", "/v1/lend", lending),
         ("POST", "/v1/lend", change_lending),
+        ("GET", "/v1/images", images),
+        ("POST", "/v1/images/allow", allow_image),
+        ("POST", "/v1/images/deny", deny_image),
+        ("POST", "/v1/images/pull", pull_image),
+        ("POST", "/v1/images/push", push_image),
         ("POST", "/v1/pause", pause),
         ("POST", "/v1/reclaim", reclaim),
         ("POST", "/v1/down", down),

@@ -153,5 +153,34 @@ class CollectOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_age_s: Annotated[float, msgspec.Meta(ge=0)] = 900.0
 
 
+class AllowImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Put the image that is called `source` on this node's engine (else what is called as the alias), or that of this `id`
+    (`sha256:...`), on the mesh's list; `here`: allow it on this node alone. The alias `*` is every image."""
+
+    alias: str
+    source: str = ""
+    id: str = ""
+    here: bool = False
+
+
+class DenyImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """On this node; `mesh`: take it from the mesh's list."""
+
+    alias: str
+    mesh: bool = False
+
+
+class PullImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    alias: str
+
+
+class PushImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`look`: do not ask for anything, only how far they are."""
+
+    alias: str
+    nodes: list[str]
+    look: bool = False
+
+
 class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     destination: str

@@ -19,6 +19,7 @@ from membership.trust import Standing
 from mesh.api.auth import HEADER, Gatekeeper, RequestRefused
 from mesh.api.errors import MeshError
 from mesh.api.files import running_files
+from mesh.api.images import ImageApi
 from mesh.api.streams import IDLE_S, sliced, taken
 from mesh.jobs.deputy import Refused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
@@ -64,6 +65,7 @@ class PeerApi:
                 web.put("/v1/jobs/{job}/log/{attempt}", self._put_log),
                 web.put("/v1/errands/{job}", self._take_errand),
                 web.delete("/v1/errands/{job}", self._release_errand),
+                *ImageApi(self._daemon, self._admit).routes(),
             ]
         )
         return app

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,8 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **opti
     job = _submit(daemon, command, options)["job"]
     click.echo(f"job {job[:8]} submitted", err=True)
     try:
-        _follow(daemon, job)
+        with _images(daemon, job, options):
+            _follow(daemon, job)
     except KeyboardInterrupt:
         try:
             click.echo(
@@ -238,6 +240,15 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **opti
         answer = _pull(daemon, f"/v1/jobs/{job}", out)
         click.echo(f"{answer['files']} files in {answer['destination']}", err=True)
     ctx.exit(exit_code(state))
+
+
+def _images(daemon: Client, job: str, options: dict[str, Any]) -> AbstractContextManager[None]:
+    """Tells how far the job's image is, if it has one."""
+    if options["image"] is None:
+        return nullcontext()
+    from mesh.cli.image import arriving
+
+    return arriving(daemon, job)
 
 
 def exit_code(state: dict[str, Any]) -> int:

@@ -24,6 +24,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("pull", "mesh.cli.jobs", "Fetch a finished job's published files"),
         ("ckpt", "mesh.cli.ckpt", "The checkpoints kept here: ls, verify, pull, rm, gc"),
         ("rehearse", "mesh.cli.rehearse", "Find out here whether a job survives departures"),
+        ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push"),
         ("events", "mesh.cli.jobs", "What this node saw happen to jobs"),
         ("nodes", "mesh.cli.nodes", "List nodes, and what they lend"),
     ],

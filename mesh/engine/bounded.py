@@ -33,9 +33,6 @@ class BoundedEngine:
     async def availability(self) -> Availability:
         return await self._engine.availability()
 
-    async def images(self) -> tuple[str, ...]:
-        return await self._engine.images()
-
     async def start(self, launch: Launch) -> Guest:
         refusal = self._ceilings.refusal(launch.memory_mib, launch.cpus)
         if refusal:

@@ -90,15 +90,6 @@ class DockerEngine:
         if self._warden is None:
             self._warden = await Warden.start(path, self._node, self._switch.register)
 
-    async def images(self) -> tuple[str, ...]:
-        if self._client is None:
-            return ()
-        try:
-            found = await self._call(self._client.images.list)
-        except (docker.errors.DockerException, requests.RequestException):
-            return ()
-        return tuple(sorted({tag for image in found for tag in image.tags}))[:256]
-
     async def start(self, launch: Launch) -> Guest:
         if launch.image is None:
             raise BadImage("the docker engine needs an image: --image NAME")
@@ -151,7 +142,7 @@ class DockerEngine:
 
     def _create(self, launch: Launch) -> tuple[Any, str]:
         """A container, and the network that is its own."""
-        image = self._image(launch.image or "")
+        image = self._image(launch.image_id or launch.image or "")
         give_files(launch)
         network = self._bridges.make(self._client)
         try:

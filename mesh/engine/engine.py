@@ -33,8 +33,9 @@ class Launch(msgspec.Struct, frozen=True):
     """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
 
     `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
-    `gpus` are the portions it was given, of which it may have up to `gpu_share_limit` per cent of the time. `pids` bounds its
-    processes and threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
+    `image` is what the job calls its image, `image_id` what the engine does (`sha256:...`). `gpus` are the portions it was given,
+    of which it may have up to `gpu_share_limit` per cent of the time. `pids` bounds its processes and threads, `shm_mib` its
+    /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
     """
 
     job: str
@@ -50,6 +51,7 @@ class Launch(msgspec.Struct, frozen=True):
     grace_s: float
     resume: str | None = None
     image: str | None = None
+    image_id: str | None = None
     gpus: tuple[Portion, ...] = ()
     gpu_share_limit: int = WHOLE
     injection: Injection = Injection()
@@ -119,10 +121,6 @@ class Engine(Protocol):
     own_root: bool
 
     async def availability(self) -> Availability: ...
-
-    async def images(self) -> tuple[str, ...]:
-        """Names of images that can be run; empty for an engine without images."""
-        ...
 
     async def start(self, launch: Launch) -> Guest:
         """Start the guest; BadCommand, BadImage or EngineError if that cannot be."""

@@ -25,9 +25,6 @@ class GuardedEngine:
     async def availability(self) -> Availability:
         return await self._engine.availability()
 
-    async def images(self) -> tuple[str, ...]:
-        return await self._engine.images()
-
     async def start(self, launch: Launch) -> Guest:
         tenant = self._guard.admit(launch, self.own_root) if launch.gpus else None
         if tenant is None:

@@ -71,9 +71,6 @@ class ProcessEngine:
         """Of a guest as a whole. Known once its availability was asked."""
         return "memory" in (self._limits or ())
 
-    async def images(self) -> tuple[str, ...]:
-        return ()
-
     async def start(self, launch: Launch) -> Guest:
         env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)

@@ -58,8 +58,16 @@ FULL_BYTES = 1 << 20  # free space below which a program's writes fail, sooner o
 log = logging.getLogger(__name__)
 
 
+HaveImage = Callable[[str, bytes | None, Callable[[str], None]], Awaitable[str]]
+
+
+class Abandoned(Exception):
+    """It is not to start any more."""
+
+
 class Attempt:
-    """`tell` hands an event to the runner core; `custody` says where replicas may go now; `say` is for the user."""
+    """`tell` hands an event to the runner core; `custody` says where replicas may go now; `say` is for the user.
+    `have_image` gives the id of the image that a container is to run, once the node has it (`Library.ready`)."""
 
     def __init__(
         self,
@@ -78,11 +86,13 @@ class Attempt:
         vault: Callable[[], Awaitable[Vault | None]],
         tell: Callable[[RunnerEvent], None],
         say: Callable[..., None] = lambda text, new="": None,
+        have_image: HaveImage | None = None,
     ) -> None:
         self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
         self.progress: Progress | None = None
         self.note = ""
+        self.preparing = ""  # how far what it needs has come
         self.heeds_notice: bool | None = None  # None until it was looked
         self.portions = portions  # of its GPUs
         self.held = ""  # why it stands still, whatever its lease says
@@ -107,7 +117,9 @@ class Attempt:
         self._saved_key: object = None
         self._found_key: object = None
         self._exit_was_clean = False
-        self._started = False
+        self._started = self._unwanted = False
+        self._have_image = have_image
+        self._fetching: asyncio.Future[str] | None = None
         self._notices = 0
         self._closing = False
 
@@ -161,7 +173,14 @@ class Attempt:
         return self._stake.lost(self.rungs.get("exited", boot_s()), step)
 
     def kill(self) -> None:
+        self._abandon()
         self._spawn(self.kill_guest(), "kill")
+
+    def _abandon(self) -> None:
+        """Do not start it, if it has not been."""
+        self._unwanted = True
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     async def kill_guest(self) -> None:
         """SIGKILL to all of it; returns when nothing of it is left."""
@@ -172,6 +191,7 @@ class Attempt:
     async def close(self) -> None:
         """Leave nothing of the attempt: no process, no directory."""
         self._closing = True
+        self._abandon()
         await self.kill_guest()
         for task in list(self._tasks):
             task.cancel()
@@ -184,9 +204,15 @@ class Attempt:
         try:
             self._vault = await self._open_vault()
             await self._prepare(ledger)
+            image_id = await self._image()
         except (FetchError, NoKey, StoreError, OSError) as error:
             self._tell(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
             return
+        except (EngineError, Abandoned) as error:
+            self._tell(GuestFailed(str(error), elsewhere=True))
+            return
+        finally:
+            self.preparing = ""
         resume = await asyncio.to_thread(self._resume, ledger.commit)
         while boot_s() >= self._until:  # fetching its files can outlast the lease
             self._allowed.clear()
@@ -205,12 +231,16 @@ class Attempt:
             grace_s=self.spec.grace_s,
             resume=resume,
             image=self.spec.image,
+            image_id=image_id,
             gpus=self.portions,
             gpu_share_limit=self.spec.gpu_share_limit,
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
             until=self._may_run_until,
         )
+        if self._unwanted:
+            self._tell(GuestFailed("it was stopped before it began", elsewhere=True))
+            return
         try:
             self._guest = await self.engine.start(launch)
         except BadCommand as error:
@@ -227,6 +257,32 @@ class Attempt:
         self._tell(GuestStarted(step))
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
+
+    async def _image(self) -> str | None:
+        """What the engine calls the image, which is fetched from other nodes if it is not here; None if it needs none."""
+        if self._unwanted:
+            raise Abandoned("it was stopped before it began")
+        if self.spec.image is None or not self.engine.own_root or self._have_image is None:
+            return None
+        begun = time.monotonic()
+        self._fetching = asyncio.ensure_future(self._have_image(self.spec.image, self.spec.image_id, self._fetches))
+        try:
+            found = await self._fetching
+        except asyncio.CancelledError:
+            if self._unwanted and not self._closing:
+                raise Abandoned("it was stopped before it began, while its image was fetched") from None
+            raise
+        finally:
+            self._fetching = None
+        if self.preparing:
+            self._say(f"image {self.spec.image} came in {time.monotonic() - begun:.1f} s", "prepared")
+        return found
+
+    def _fetches(self, words: str) -> None:
+        """How far its image has come."""
+        if not self.preparing:
+            self._say(f"image {self.spec.image} is not on this node: it is fetched from others", "preparing")
+        self.preparing = f"preparing: image {words}"
 
     def _env(self, post: Post | None) -> dict[str, str]:
         env, array = dict(self.spec.env), self.spec.array

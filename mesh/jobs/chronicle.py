@@ -21,6 +21,8 @@ from mesh.jobs.events import (
 from mesh.jobs.journal import Journal
 from mesh.jobs.messages import Told
 
+AGAIN_S = 30.0  # between two events of one state of a job; ours
+
 
 class Chronicle:
     def __init__(self, identity: Identity, trust: TrustStore, journal: Journal) -> None:
@@ -97,3 +99,19 @@ class Chronicle:
             for (actor, _), (event, _) in known.items()
         ]
         return sorted(rows, key=lambda row: (row[1].unix_ms, row[1].seq, row[0]))
+
+
+class Waits:
+    """Jobs that wait for ever changing reasons: one of these is news now and then."""
+
+    def __init__(self) -> None:
+        self._told: dict[bytes, float] = {}
+
+    def is_news(self, job: bytes, old: str, new: str, now: float) -> bool:
+        if old == new == "pending" and now - self._told.get(job, -AGAIN_S) < AGAIN_S:
+            return False
+        self._told[job] = now
+        return True
+
+    def forget(self, job: bytes) -> None:
+        self._told.pop(job, None)

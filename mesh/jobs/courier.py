@@ -28,10 +28,12 @@ from mesh.api.refusals import Refusals
 from mesh.api.streams import IDLE_S, fed, sliced
 from mesh.api.wire import Lane, Wire
 from mesh.engine.alarm import boot_s
+from mesh.images.questions import decode_fetching
 from mesh.jobs.departures import Departure, Departures, Stream
 from mesh.jobs.stake import Stake, Urgency
 
 COPY_TIMEOUT_S = 3600.0
+REFUSED = 403  # as HTTP has it
 LOOK_S = 0.5  # at copies under way: notice may have come, and its deadline passed; ours
 SLOW_AFTER_S, SLOW_BYTES_S = 5.0, 1 << 20  # slower than a tenth of Fast Ethernet, another peer is asked besides; ours
 
@@ -279,6 +281,18 @@ class Courier:
         sealed = await asyncio.to_thread(self._store.sealed, manifest)
         await self.send_chunks(action.peer, manifest, way)
         await self._peers.call(action.peer, "PUT", f"/v1/manifests/{manifest.hex()}", sealed)
+
+    async def bring_image(self, peer: NodeId, image: bytes) -> bool:
+        """Have a node fetch an image of the mesh's list: whether it has it by now, or will not be told to by this node."""
+        try:
+            answer = await self._peers.call(peer, "POST", f"/v1/images/{image.hex()}/fetch")
+            return decode_fetching(answer).here
+        except PeerError as error:
+            if error.status != REFUSED:
+                raise
+            return True
+        except ValueError as error:
+            raise PeerError(f"node {short_id(peer)} answered nonsense: {error}") from error
 
     async def send_chunks(self, peer: NodeId, manifest: bytes, way: Way | None = None) -> None:
         """Bring `peer` the chunks that it lacks of a checkpoint; it keeps them a while without the manifest."""

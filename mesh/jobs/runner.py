@@ -74,6 +74,7 @@ CUT_OFF = {
 }
 CUT_OFF_STATES = frozenset(state for state, _ in CUT_OFF.values())
 GUEST_RUNS = CUT_OFF_STATES | {"running", "vacating"}
+STOPPABLE = GUEST_RUNS | {"restoring"}  # what is fetched for it may take long
 
 
 class Runner:
@@ -273,14 +274,14 @@ class Runner:
                 if not self._vacate_reason:
                     self._prefer(None)
                 self._vacate_reason = self._vacate_reason or reason
-                return [Kill(reason)] if self.state in GUEST_RUNS else []
+                return [Kill(reason)] if self.state in STOPPABLE else []
             case CancelWanted():
                 if self._cancelled:
                     return []
                 self._cancelled = True
                 if self.state == "gathering":
                     return self._could_not_start("cancelled", False, at)
-                return [Kill("cancelled")] if self.state in GUEST_RUNS else []
+                return [Kill("cancelled")] if self.state in STOPPABLE else []
 
     def _look_onward(self, at: Instant) -> list[Effect]:
         """Who would take it next; and home, once that has been free for long enough."""
@@ -330,8 +331,8 @@ class Runner:
         if enough is None:
             others = self.onward.others(self._view, self.ledger.attempts, at) if self._view is not None else []
             return [self._timer("crew", at.now + CREW_LOOK_S), *gang.gather(others, self.ledger, at)]
-        here = 1 + len(gang.mates)
-        return self._release(f"only {here} of {self.spec.least_nodes} nodes had a place for it at once", at)
+        words = f"only {1 + len(gang.mates)} of {self.spec.least_nodes} nodes had a place for it at once"
+        return self._release(words, at)
 
     def _begin_gang(self, gang: Gang, at: Instant) -> list[Effect]:
         self.state = "restoring"
@@ -350,8 +351,7 @@ class Runner:
         if self._vacate_reason or not (gang.broken or gang.failed):
             return []
         self._mate_failed = not gang.broken
-        trouble = gang.broken or "a mate failed"
-        return self._vacate(self.spec.grace_s, trouble, at)
+        return self._vacate(self.spec.grace_s, gang.broken or "a mate failed", at)
 
     # --- the lease
 
@@ -451,7 +451,7 @@ class Runner:
         if self.state in {"acquiring", "gathering"}:
             return self._release("vacated: " + reason, at)
         if self.state not in GUEST_RUNS:
-            return []
+            return [Kill(reason)] if self.state == "restoring" else []
         self.state = "vacating"
         return [
             *(self._gang.dismiss(grace_s, reason) if self._gang is not None else ()),
@@ -548,8 +548,9 @@ class Runner:
             self._exited = GuestExited(code=EXIT_NOT_EXECUTABLE, oom=False, forced_done=False)
             self._ending = "cancelled" if self._cancelled else f"failed ({reason})"
             return [self._result()]
-        self._blame_this_node()
-        return self._release(f"could not start: {reason}", at)
+        self._amend_attempt(fault=not self._vacate_reason)
+        words = f"vacated: {self._vacate_reason}" if self._vacate_reason else f"could not start: {reason}"
+        return self._release(words, at)
 
     def _result(self) -> SaveResult:
         return SaveResult(*self.ledger.next_commit)

@@ -21,10 +21,10 @@ from membership.trust import TrustStore
 from mesh.api.peer import PeerClient
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Engine
-from mesh.jobs.attempt import Attempt
+from mesh.jobs.attempt import Attempt, HaveImage
 from mesh.jobs.authority import Authority
 from mesh.jobs.board import OWN, Board
-from mesh.jobs.chronicle import Chronicle
+from mesh.jobs.chronicle import Chronicle, Waits
 from mesh.jobs.courier import Courier
 from mesh.jobs.custody import Custody, custody_of
 from mesh.jobs.effects import (
@@ -77,7 +77,6 @@ from placement.filters import engine_for
 INPUT_LIMIT = 10_000  # inputs waiting; ours
 REMOTE_LIMIT = INPUT_LIMIT // 2  # from here on peers are told to slow down (503): facts of this node always find room
 ACTING = {"asking", "preparing", "offered", "waiting"}  # what a steward says in any other state is about the past
-AGAIN_S = 30.0  # between two events of one state of a job; ours
 BATCH = 256  # inputs that are worked off together, so that their cells share one fsync; ours
 LOOK_SHARE = 10  # looking around takes at most one part in so many of a node's time; ours
 MAIL_WITHIN_S = 3.0  # what is not delivered by then is sent again by the cores: `steward.ANSWER_S`
@@ -105,6 +104,7 @@ class JobService:
         logs: JobLogs,
         rng: Random,
         places_changed: Callable[[], None] = lambda: None,
+        have_image: HaveImage | None = None,
     ) -> None:
         self.membership = membership
         self.journal = journal
@@ -121,7 +121,7 @@ class JobService:
         self._nick = membership.standing.nick
         self._engines = engines
         self._directory = directory
-        self._places_changed = places_changed
+        self._places_changed, self._have_image = places_changed, have_image
         self.logs = logs
         self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body, MAIL_WITHIN_S))
         judges = self._authority
@@ -143,7 +143,7 @@ class JobService:
         self._view_changed = asyncio.Event()
         self._looked_s = 0.0  # how long that last took
         self._vacated: dict[bytes, asyncio.Event] = {}
-        self._noted: dict[bytes, float] = {}
+        self._waits = Waits()
         self.left: Callable[[bytes, Attempt, str], None] = lambda job, attempt, reason: (
             None
         )  # an attempt has ended here
@@ -516,6 +516,7 @@ class JobService:
             lambda: self.keyring.vault(job, spec, self._group(job)),
             lambda event: self.tell(job, event),
             lambda text, new: self._note(job, "state", text, new=new),
+            self._have_image,
         )
         self._places_changed()
         return None
@@ -546,13 +547,15 @@ class JobService:
         acts = runner is not None or (steward is not None and steward.state in ACTING)
         state, detail = self.states.get(job, ("", "")) if acts else ("", "")
         progress = attempt.progress if attempt is not None else None
-        note = (attempt.held or attempt.note) if attempt is not None else ""
+        note, preparing = (attempt.held or attempt.note, attempt.preparing) if attempt is not None else ("", "")
         waiting = None
         if steward is not None and acts and runner is None and not steward.held_back:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
         warm = runner is not None and self._warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
         heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
-        return status_of(job, witness, runner, state, detail or note, progress, waiting, heeds, warm, portions)
+        return status_of(
+            job, witness, runner, state, preparing or detail or note, progress, waiting, heeds, warm, portions
+        )
 
     def _publish(self, job: bytes) -> None:
         """Take note of how this node sees the job now; and tell the others, if it is this node that speaks for it."""
@@ -566,7 +569,7 @@ class JobService:
                 self.views_changed()
             if status is None or status.outcome is not None:
                 self.chronicle.forget(job)
-                self._noted.pop(job, None)
+                self._waits.forget(job)
         if status is not None and self._speaks_for(status):
             self._herald.tell(status)
 
@@ -576,10 +579,7 @@ class JobService:
         return speaks_for(status, self._me, status.job in self.participant.runners, acting, self.outlook.last.alive)
 
     def _note_state(self, job: bytes, old: str, new: str, detail: str) -> None:
-        """A job that waits for ever changing reasons tells one now and then."""
-        now = time.monotonic()
-        if old != new or new != "pending" or now - self._noted.get(job, -AGAIN_S) >= AGAIN_S:
-            self._noted[job] = now
+        if self._waits.is_news(job, old, new, time.monotonic()):
             self._note(job, "state", detail, old=old, new=new)
 
     def _note(self, job: bytes, kind: Kind, reason: str, **fields: Any) -> None:

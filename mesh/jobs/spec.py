@@ -77,7 +77,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of them only those with an exit code in `retry_codes`. It runs on `least_nodes` to `most_nodes` at once, each with
     the GPUs and memory it asks for: `gpu_share` is the per cent of each GPU's time that it is guaranteed, `gpu_share_limit`
     what it may use while others leave it idle; of a share `vram_mib` is what it gets, else what each GPU must have. A job that
-    is not done at `deadline_unix_ms` fails. What it saves is sealed with the key of its `lock`.
+    is not done at `deadline_unix_ms` fails. `image_id`: the SHA-256 of the image's configuration, as the mesh's list had it at
+    submission; None where an image goes by its name. What it saves is sealed with the key of its `lock`.
     """
 
     submitter: bytes
@@ -92,6 +93,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workdir: bytes | None = None
     workdir_holders: tuple[bytes, ...] = ()
     image: str | None = None
+    image_id: bytes | None = None
     engine: str | None = None
     gpus: int = 0
     gpu_share: int = WHOLE
@@ -155,6 +157,7 @@ def placement_request(
         vram_mib=spec.vram_mib,
         engine=spec.engine,
         image=spec.image,
+        image_id=spec.image_id,
         zone=spec.zone,
         nodes=spec.least_nodes,
         memory_mib=spec.memory_mib,
@@ -238,6 +241,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError(
             "a job on several nodes runs as plain processes: containers of one job cannot reach each other between machines"
         )
+    if spec.image_id is not None and (spec.image is None or len(spec.image_id) != 32):
+        raise SpecError("an image is known by the 32 bytes of its hash, and has a name")
     if len(spec.after) > MAX_AFTER or any(len(job) != JOB_ID_BYTES for job in spec.after):
         raise SpecError(f"a job comes after at most {MAX_AFTER} others")
     if not 0 <= spec.priority <= MAX_PRIORITY:

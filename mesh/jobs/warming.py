@@ -1,4 +1,4 @@
-"""Brings a job's last checkpoint, and once its working directory, to the node where it would go next, while it still runs here.
+"""Brings a job's last checkpoint, and once its working directory and image, to where it would go next, while it still runs here.
 
 In the background, one copy at a time, the newest first; only chunks that the heir lacks travel. Nothing waits for it: a copy
 that fails leaves the job as it was, and is tried again later.
@@ -16,6 +16,7 @@ from mesh.jobs.ledger import Commit
 from mesh.jobs.runner import Runner
 from mesh.jobs.spec import JobSpec, format_job
 
+IMAGE_S = 5.0  # between two questions how far the heir is with the image; ours
 AGAIN_S = 30.0  # after a copy that failed: a full disk or a cut rarely mends sooner; ours
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Warming:
         self._copies: dict[bytes, tuple[NodeId, asyncio.Task[None]]] = {}
         self._checkpoints: dict[tuple[bytes, NodeId], bytes] = {}  # the newest that a node is known to have
         self._workdirs: set[tuple[bytes, NodeId]] = set()
+        self._images: set[tuple[bytes, NodeId]] = set()  # of jobs that run by an image's hash
         self._not_before: dict[tuple[bytes, NodeId], float] = {}
 
     def follow(self, job: bytes, runner: Runner | None) -> None:
@@ -52,6 +54,8 @@ class Warming:
         """Whether that node has said that all it needs to go on from this checkpoint is on its disk."""
         if heir is None or commit is None or not self._has_workdir(job, spec, heir):
             return False
+        if spec.image_id is not None and (job, heir) not in self._images:
+            return False
         return heir in commit.holders or self._checkpoints.get((job, heir)) == commit.manifest
 
     def stop(self, job: bytes) -> None:
@@ -63,6 +67,7 @@ class Warming:
         self.stop(job)
         self._checkpoints = {key: known for key, known in self._checkpoints.items() if key[0] != job}
         self._workdirs = {key for key in self._workdirs if key[0] != job}
+        self._images = {key for key in self._images if key[0] != job}
         self._not_before = {key: until for key, until in self._not_before.items() if key[0] != job}
 
     async def close(self) -> None:
@@ -76,11 +81,16 @@ class Warming:
 
     async def _bring(self, job: bytes, spec: JobSpec, heir: NodeId, commit: Commit) -> None:
         try:
+            if spec.image_id is not None and (job, heir) not in self._images:
+                if await self._courier.bring_image(heir, spec.image_id):
+                    self._images.add((job, heir))
+                else:  # it fetches it, beside what it gets from here
+                    self._not_before[job, heir] = time.monotonic() + IMAGE_S
             async with self._turn:
                 if spec.workdir is not None and not self._has_workdir(job, spec, heir):
                     await self._copy(spec.workdir, heir)
                     self._workdirs.add((job, heir))
-                if heir not in commit.holders:
+                if heir not in commit.holders and self._checkpoints.get((job, heir)) != commit.manifest:
                     await self._copy(commit.manifest, heir)
                     self._checkpoints[job, heir] = commit.manifest
         except (PeerError, StoreError, TimeoutError, OSError) as error:

@@ -13,6 +13,7 @@ import msgspec
 from placement.advert import Advert, Gpu, HeldBy, Portion
 from placement.allotment import Room, allot, untouched, without
 from placement.filters import refusals
+from placement.images import ImageOffer
 from placement.request import Request
 
 
@@ -66,7 +67,7 @@ class Inventory:
         self.presence = Presence()
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
-        self.images: tuple[str, ...] = ()
+        self.image_offer = ImageOffer()
         self.weight = 1
         self.draining = False
         self.guards = False
@@ -136,9 +137,9 @@ class Inventory:
             memory_mib=self._memory_mib,
             engines=self.engines,
             own_only=self._own_only,
-            images=self.images,
             accepts=self._accepts,
             store_free_mib=self.store_free_mib,
+            **msgspec.structs.asdict(self.image_offer),
         )
         previous = self._previous
         if previous is None or msgspec.structs.replace(previous, version=0) != msgspec.structs.replace(

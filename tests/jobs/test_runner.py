@@ -173,8 +173,30 @@ def test_a_notice_before_the_start_gives_the_lease_back_or_kills_what_just_start
     assert kinds(desk.tell(VacateWanted(5.0, "the owner"))) == [Ended]
     late = Desk()
     late.begin()
-    assert kinds(late.tell(VacateWanted(5.0, "the owner"))) == []
-    assert kinds(late.tell(GuestStarted(None))) == [Kill]
+    assert kinds(late.tell(VacateWanted(5.0, "the owner"))) == [Kill], "what is fetched for it may take long"
+    assert kinds(late.tell(GuestStarted(None))) == [Kill], "it was too late to stop it"
+
+
+@pytest.mark.parametrize(
+    ("stopped", "reason"),
+    [(VacateWanted(5.0, "the owner"), "vacated: the owner"), (KillWanted("the owner"), "vacated: the owner")],
+)
+def test_a_start_that_is_stopped_while_its_image_is_fetched_is_nobodys_fault(stopped: RunnerEvent, reason: str) -> None:
+    desk = Desk()
+    desk.begin()
+    assert kinds(desk.tell(stopped)) == [Kill]
+    assert Ended in kinds(desk.tell(GuestFailed("it was stopped before it began", elsewhere=True)))
+    assert desk.runner.attempt.reason == reason and not desk.runner.attempt.fault
+
+
+def test_a_job_that_is_cancelled_while_its_image_is_fetched_ends() -> None:
+    desk = Desk()
+    desk.begin()
+    assert kinds(desk.tell(CancelWanted())) == [Kill]
+    desk.tell(GuestFailed("it was stopped before it began", elsewhere=True))
+    desk.tell(ResultStored(None, (), ""))
+    outcome = ledgers(desk)[0].outcome
+    assert outcome is not None and outcome.kind == "cancelled"
 
 
 def test_a_guest_may_run_as_long_as_its_runners_lease() -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from mesh.api.peer import PeerError
+from mesh.jobs import warming as warming_module
 from mesh.jobs.courier import Replicated
 from mesh.jobs.ledger import Commit
 from mesh.jobs.spec import JobSpec
@@ -27,6 +28,13 @@ class Copies:
         self.gate = asyncio.Event()
         self.gate.set()
         self.full = self.cut = False
+        self.images: dict[tuple[bytes, bytes], bool] = {}
+
+    async def bring_image(self, peer: bytes, image: bytes) -> bool:
+        """It has it when it is asked for the second time."""
+        asked = (peer, image) in self.images
+        self.images[peer, image] = asked
+        return asked
 
     async def replicate(self, manifest: bytes, chosen: object, fallback: tuple[bytes, ...], want: int) -> Replicated:
         self.begun.append((fallback[0], manifest))
@@ -62,6 +70,18 @@ async def test_the_heir_gets_the_working_directory_once_and_each_checkpoint(copi
         (B, commit(1).manifest),
         (B, commit(2).manifest),
     ]
+
+
+async def test_the_heir_fetches_the_image_beside_the_copies_and_is_warm_when_it_has_it(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming_module, "IMAGE_S", 0.0)
+    warming, spec = Warming(copies), make_spec(image="tool", image_id=b"i" * 32)  # type: ignore[arg-type]
+    assert not await warm(warming, B, commit(1), spec) and copies.begun == [(B, commit(1).manifest)]
+    assert await warm(warming, B, commit(1), spec) and copies.images == {(B, b"i" * 32): True}
+    assert not warming.is_warm(JOB, spec, C, commit(1, holders=(C,)))
+    warming.forget(JOB)
+    assert not warming.is_warm(JOB, spec, B, commit(1, holders=(B,)))
 
 
 async def test_who_holds_it_already_gets_nothing(copies: Copies) -> None:

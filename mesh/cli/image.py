@@ -1,0 +1,238 @@
+"""`mesh image`: which container images may be run, where they are, and bringing them to nodes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any
+
+import click
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.terminal import client, json_option, patience, print_json, table
+from mesh.client import Client
+
+LOOK_S = 0.5
+TELL_S = 2.0
+
+
+@click.group()
+def image() -> None:
+    """Container images: which may be run, where they are, and bringing them to nodes. No registry is ever asked."""
+
+
+@image.command("ls")
+@json_option
+@click.pass_context
+def list_(ctx: click.Context, as_json: bool) -> None:
+    """List the images that may be run, who allowed each, and which nodes have it."""
+    answer = client(ctx).get("/v1/images")
+    if as_json:
+        print_json(answer)
+        return
+    if answer["listed"]:
+        rows = [_row(row) for row in answer["images"]]
+        table(["ALIAS", "IMAGE", "SIZE", "SIGNED BY", "HERE", "NODES"], rows)
+        if answer["anything"]:
+            click.echo("every other image on a node may be run there too (`*` is on the list)", err=True)
+    else:
+        click.echo(
+            "this mesh has no list of images: what is on a node may be run there, by name, by those whom it accepts; "
+            "`mesh image allow ALIAS` begins a list",
+            err=True,
+        )
+    if answer["by_name"]:
+        if answer["listed"]:
+            click.echo("")
+        table(["BY NAME", "NODES"], [[row["name"], ", ".join(row["nodes"])] for row in answer["by_name"]])
+    for alias, row in answer["own"]["allowed"].items():
+        click.echo(f"this node's owner allows {alias} here ({_short(row['id'])})", err=True)
+    for alias in answer["own"]["denied"]:
+        click.echo(f"this node's owner denies {alias} here", err=True)
+    for row in answer["images"]:
+        if row["problem"]:
+            click.echo(f"mesh: {row['alias']} was not fetched: {row['problem']}", err=True)
+
+
+@image.command()
+@click.argument("alias")
+@click.option(
+    "--from", "source", default="", metavar="NAME", help="What it is called on this node's engine, if not ALIAS."
+)
+@click.option(
+    "--id", "id_", default="", metavar="sha256:...", help="An image that is not on this node, by its image id."
+)
+@click.option("--here", is_flag=True, help="On this node alone, whatever the mesh's list says.")
+@json_option
+@click.pass_context
+def allow(ctx: click.Context, alias: str, source: str, id_: str, here: bool, as_json: bool) -> None:
+    """Put an image on the mesh's list under the name ALIAS, signed by this node: jobs may ask for it by that name anywhere.
+
+    The list holds the image's content (both digests), so a tag that is moved later changes nothing. `*` allows every image.
+    """
+    order = {"alias": alias, "source": source, "id": id_, "here": here}
+    answer = client(ctx).post("/v1/images/allow", order)
+    if as_json:
+        print_json(answer)
+        return
+    if alias == "*":
+        click.echo("every image on a node may be run there")
+        return
+    if answer["by_list"]:
+        click.echo(f"{alias} is not denied here any more: the mesh's list decides ({_short(answer['id'])})")
+        return
+    where = "on this node" if here else "on the mesh's list"
+    registry = f", in registries {answer['manifest'][:19]}" if answer["manifest"] else ""
+    click.echo(f"{alias} is {_short(answer['id'])}{registry}, {where}")
+    if answer["first"]:
+        click.echo(
+            "mesh: from now on only what is on the list is started, and what nodes' owners allow on their own; "
+            "`mesh image allow '*'` allows everything again",
+            err=True,
+        )
+    if here and not answer["listed"]:
+        click.echo("mesh: the mesh has no list yet, so everything on this node may be run anyway", err=True)
+    if not answer["on_engine"]:
+        click.echo("mesh: it is not on this node; nodes fetch it from those who have it", err=True)
+    if answer["denied_here"]:
+        click.echo(f"mesh: this node's owner denies it here: `mesh image allow {alias} --here` ends that", err=True)
+
+
+@image.command()
+@click.argument("alias")
+@click.option("--mesh", is_flag=True, help="Take it from the mesh's list, for everybody.")
+@json_option
+@click.pass_context
+def deny(ctx: click.Context, alias: str, mesh: bool, as_json: bool) -> None:
+    """Do not run the image ALIAS on this node, whatever the mesh's list says. Guests that run now are left alone."""
+    answer = client(ctx).post("/v1/images/deny", {"alias": alias, "mesh": mesh})
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"{alias} is {'taken from the list' if mesh else 'denied on this node'}; what runs now is left alone")
+    if answer["still_allowed_here"]:
+        click.echo(f"mesh: this node's owner still allows it here: `mesh image deny {alias}` ends that", err=True)
+
+
+@image.command()
+@click.argument("alias")
+@json_option
+@click.pass_context
+def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
+    """Fetch an image of the mesh's list to this node, before a job needs it, from nodes that have it."""
+    daemon = client(ctx)
+    answer = daemon.post("/v1/images/pull", {"alias": alias})
+    news = _News()
+    try:
+        while not answer["here"]:
+            time.sleep(LOOK_S)
+            found = [row for row in daemon.get("/v1/images")["images"] if row["id"] == answer["id"]]
+            if not found or found[0]["problem"]:
+                why = found[0]["problem"] if found else "it is not on the mesh's list any more"
+                raise MeshError(why if alias in why else f"{alias}: {why}")
+            answer = {**answer, "here": found[0]["here"], "words": found[0]["fetching"]}
+            news.tell(alias, answer["words"])
+    except KeyboardInterrupt:
+        click.echo(
+            f"\nmesh: it goes on; `mesh image ls` shows how far, `mesh image pull {alias}` waits again", err=True
+        )
+        raise
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"{alias} is here ({_short(answer['id'])})")
+
+
+@image.command()
+@click.argument("alias")
+@click.argument("nodes", nargs=-1, required=True)
+@json_option
+@click.pass_context
+def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) -> None:
+    """Ask NODES to fetch an image of the mesh's list, and wait until they have it. A node's owner may refuse it."""
+    daemon = client(ctx)
+    order: dict[str, Any] = {"alias": alias, "nodes": list(nodes)}
+    with patience("asking the nodes"):
+        rows = daemon.post("/v1/images/push", order)["nodes"]
+    news = _News()
+    try:
+        while any(not row["here"] and not row["failed"] for row in rows):
+            time.sleep(LOOK_S)
+            rows = _looked(daemon, order, rows)
+            news.tell(alias, "; ".join(f"{row['node']}: {row['words']}" for row in rows if row["words"]))
+    except KeyboardInterrupt:
+        click.echo("\nmesh: they go on; `mesh image ls` shows who has it", err=True)
+        raise
+    if as_json:
+        print_json({"alias": alias, "nodes": rows})
+    else:
+        for row in rows:
+            click.echo(f"{row['node']} {'has it' if row['here'] else 'has not got it: ' + row['words']}")
+    if any(row["failed"] for row in rows):
+        raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+@contextmanager
+def arriving(daemon: Client, job: str) -> Iterator[None]:
+    """Say on standard error how far a job's image is, while the job waits for it."""
+    done = Event()
+
+    def tell() -> None:
+        told, pause = "", TELL_S
+        while not done.wait(pause):
+            try:
+                state = daemon.get(f"/v1/jobs/{job}")["job"]
+            except MeshError:
+                continue
+            pause = TELL_S if state["state"] == "starting" else 5 * TELL_S
+            if state["state"] == "starting" and state["detail"].startswith("preparing:") and state["detail"] != told:
+                told = state["detail"]
+                click.echo(f"mesh: {told}", err=True)
+
+    teller = Thread(target=tell, name="arriving", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+def _looked(daemon: Client, order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How far they are; who has settled stays as it is. One that was started anew meanwhile knows nothing of it."""
+    now = daemon.post("/v1/images/push", {**order, "look": True})["nodes"]
+    for row in now:
+        if not row["here"] and not row["words"]:
+            row.update(failed=True, words="it does not fetch it any more; ask again")
+    return [old if old["here"] or old["failed"] else new for old, new in zip(rows, now, strict=True)]
+
+
+class _News:
+    """Progress on standard error: what is new, and not oftener than people read."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._words = ""
+
+    def tell(self, alias: str, words: str) -> None:
+        now = time.monotonic()
+        if words and words != self._words and now - self._at >= TELL_S:
+            self._at, self._words = now, words
+            click.echo(f"mesh: {alias}: {words}", err=True)
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    if not row["allowed"]:
+        return [row["alias"], "denied", "-", row["by"], "-", "-"]
+    here = "denied" if row["denied_here"] else "yes" if row["here"] else row["fetching"] or "no"
+    return [row["alias"], _short(row["id"]), _size(row["bytes"]), row["by"], here, ", ".join(row["nodes"]) or "-"]
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]
+
+
+def _size(count: int) -> str:
+    from mesh.cli.ckpt import size
+
+    return size(count) if count else "?"

@@ -1,0 +1,324 @@
+"""The images of this node: what may be run, what there is, what can be had; told to others by the advert and by sections.
+
+Shell around the catalogue (rules), the supply (from others) and the giving (to others). `ready` is what a job's start asks.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from membership.events import MemberView
+from membership.identity import Identity, NodeId
+from membership.node import MembershipNode
+from membership.records import Record
+from membership.trust import TrustStore
+from mesh.api.peer import PeerClient
+from mesh.engine.engine import BadImage, EngineError
+from mesh.engine.imagestore import ImageStore, StoredImage
+from mesh.images.allowlist import Image, ListError
+from mesh.images.catalogue import SECTION, Catalogue
+from mesh.images.giving import Giving
+from mesh.images.layers import LayerStore
+from mesh.images.rules import OwnRules, Rules, Verdict, short
+from mesh.images.supply import Pull, Supply
+from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert
+from placement.images import SHORT, ImageOffer
+from placement.rendezvous import rank
+
+LIST_TTL_S = 14 * 86_400.0  # a signer who is away that long has his list shown by others before
+ORPHAN_TTL_S = 3600.0
+LOOK_S = 2.0  # at whose lists nobody shows; ours
+TURNS = 12  # in which all who might show a list have had theirs; ours
+TRIM_S = 60.0
+NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB for all that it says; ours
+
+log = logging.getLogger(__name__)
+
+
+class Library:
+    """`blame` tells of a node that gave something wrong; `changed` is called when what this node offers is another than before;
+    `fetches`: its owner lets images be fetched."""
+
+    def __init__(
+        self,
+        root: Path,
+        cache_bytes: int,
+        fetches: bool,
+        identity: Identity,
+        trust: TrustStore,
+        membership: MembershipNode,
+        peers: PeerClient,
+        blame: Callable[[NodeId, str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.catalogue = Catalogue(root, identity, trust, time.time)
+        self.stored: dict[bytes, StoredImage] = {}
+        self._me, self._membership = identity.node_id, membership
+        self._root, self._cache_bytes, self._fetches, self._changed = root, cache_bytes, fetches, changed
+        self._peers, self._blame = peers, blame
+        self._seen: dict[NodeId, tuple[Record, Advert | None]] = {}
+        self._engine = ImageStore()
+        self._engine_ok = False
+        self._showing: dict[str, float] = {}
+        self._missed: dict[str, float] = {}  # since when nobody before this node shows a list
+
+    async def open(self) -> None:
+        """Before anybody asks. MeshError if the owner's rules cannot be read."""
+        layers = await asyncio.to_thread(LayerStore, self._root, self._cache_bytes)
+        self._layers = layers
+        await asyncio.to_thread(self.catalogue.load)
+        self.supply = Supply(self._me, self._engine, layers, self._peers, self.holders, self._blame, self._arrived)
+        self.giving = Giving(self._engine, layers, self._given)
+        self.hear_all()
+        self.show()
+
+    async def run(self) -> None:
+        trim_at, show_at = 0.0, time.monotonic() + LIST_TTL_S / 4
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._show_orphans()
+            if time.monotonic() >= show_at:
+                show_at = time.monotonic() + LIST_TTL_S / 4
+                self.show()
+            if time.monotonic() >= trim_at:
+                trim_at = time.monotonic() + TRIM_S
+                await asyncio.to_thread(self._layers.trim)
+
+    async def close(self) -> None:
+        await self.supply.close()
+        await self.giving.close()
+        self._engine.close()
+
+    # --- what there is
+
+    @property
+    def rules(self) -> Rules:
+        return self.catalogue.rules
+
+    async def look(self, engine_ok: bool) -> None:
+        """See what is on the engine now."""
+        self._engine_ok = engine_ok
+        found: list[StoredImage] = []
+        if engine_ok:
+            try:
+                found = await self._engine.images()
+            except EngineError as error:
+                log.info("%s", error)
+                return
+        self.stored = {image.id: image for image in found}
+
+    def here(self, image: Image) -> StoredImage | None:
+        """The image, if the engine has it."""
+        found = self.stored.get(image.config) or self.stored.get(image.manifest)
+        return found if found is not None and found.is_of(image) else None
+
+    def offer(self) -> ImageOffer:
+        """What the advert says of images. It stays small: hashes are cut, and only what may be run is told."""
+        rules = self.rules
+        tags = {name: image.id for image in self.stored.values() for name in image.names}
+        tags |= {name: image.id for name, own in rules.own.allowed.items() if (image := self.here(own)) is not None}
+        has = {config for config, image in rules.images.items() if self.here(image) is not None}
+        fetches: set[bytes] = set()
+        lacks = rules.shared.keys() - has
+        if lacks and self._engine_ok and self._fetches:
+            elsewhere = {one for advert in self._adverts() if advert.node != self._me for one in advert.image_ids}
+            fetches = {config for config in lacks if config[:SHORT] in elsewhere}
+        denials = [*rules.own.denied, *(config[:SHORT].hex() for config in rules.denied_hashes)]
+        return ImageOffer(
+            images=_short_enough(rules.names(tags)) if self._engine_ok else (),
+            image_list=rules.listed is not None and not rules.anything,
+            image_ids=tuple(sorted(config[:SHORT] for config in has))[:MAX_IMAGES],
+            image_fetches=tuple(sorted(config[:SHORT] for config in fetches))[:MAX_IMAGES],
+            image_denials=_short_enough(sorted(denials)),
+        )
+
+    def name_of(self, config: bytes) -> str:
+        """What an image is called on the list."""
+        for alias, said in (self.rules.listed or {}).items():
+            if said.word.image is not None and said.word.image.config == config:
+                return alias
+        return f"sha256:{config.hex()}"
+
+    def holders(self, config: bytes) -> list[NodeId]:
+        """The other nodes that say they have it."""
+        return [ad.node for ad in self._adverts() if config[:SHORT] in ad.image_ids and ad.node != self._me]
+
+    def nodes_of(self) -> dict[bytes, list[NodeId]]:
+        """Who says to have what, by the beginnings of hashes."""
+        found: dict[bytes, list[NodeId]] = {}
+        for advert in self._adverts():
+            for one in advert.image_ids:
+                found.setdefault(one, []).append(advert.node)
+        return found
+
+    def _adverts(self) -> list[Advert]:
+        """Of all who are there, whether they may lend or not: who may not lend may have images."""
+        there = {member.node_id for member in self._membership.members() if _is_there(member)}
+        found = []
+        for record in self._membership.records("advert"):
+            if record.node not in there:
+                continue
+            known = self._seen.get(record.node)
+            if known is None or known[0] is not record:
+                known = self._seen[record.node] = (record, _advert_of(record))
+            if known[1] is not None:
+                found.append(known[1])
+        return found
+
+    # --- what a start asks
+
+    async def ready(self, name: str, wanted: bytes | None, told: Callable[[str], None]) -> str:
+        """Have the image on the engine: by which id it is run. BadImage with the rule that refuses it, EngineError."""
+        verdict = self.rules.judge(name, wanted)
+        if verdict.rule:
+            raise BadImage(verdict.words)
+        image = await self._find(name, verdict)
+        if image is None and verdict.image is not None and self._may_fetch(verdict.image):
+            await self.supply.bring(verdict.image, name, told)
+            verdict = self.rules.judge(name, wanted)  # it took a while
+            if verdict.rule:
+                raise BadImage(verdict.words)
+            image = await self._find(name, verdict)
+        if image is None:
+            raise BadImage(_not_here(name, verdict))
+        if image.id in self.rules.denied_hashes:
+            raise BadImage(f"this node's owner denies image {name} (`mesh image deny`)")
+        return f"sha256:{image.id.hex()}"
+
+    async def _find(self, name: str, verdict: Verdict) -> StoredImage | None:
+        """On the engine, as it is now."""
+        image = verdict.image
+        if image is None:
+            return await self._engine.find(name)
+        for digest in filter(None, (image.config, image.manifest)):
+            found = await self._engine.find(f"sha256:{digest.hex()}")
+            if found is not None and found.is_of(image):
+                return found
+        return None
+
+    async def named(self, name: str) -> StoredImage | None:
+        """What is called so on this node's engine."""
+        return await self._engine.find(name)
+
+    # --- bringing it beforehand
+
+    async def fetch(self, image: Image, name: str) -> Pull | None:
+        """Begin to bring an image of the list here; None if it is here. BadImage if it may not be run here."""
+        verdict = self.rules.judge(name, image.config)
+        if verdict.rule:
+            raise BadImage(verdict.words)
+        if not self._engine_ok:
+            raise EngineError("no container engine answers on this node: `mesh status`")
+        if await self._find(name, Verdict("", image=image)) is not None:
+            return None
+        if not self._may_fetch(image):
+            raise BadImage(f"image {name} is not on the mesh's list, so no node gives it to another")
+        pull = self.supply.begin(image, name)
+        pull.kept = True
+        return pull
+
+    def _may_fetch(self, image: Image) -> bool:
+        return self._fetches and image.config in self.rules.shared
+
+    def _given(self, config: bytes) -> StoredImage | None:
+        """An image that this node has, and gives to others."""
+        image = self.rules.shared.get(config)
+        return self.here(image) if image is not None else None
+
+    def _arrived(self, image: StoredImage) -> None:
+        self.stored[image.id] = image
+        self._changed()
+
+    # --- what is said of them
+
+    def hear(self, node: NodeId, section: str) -> None:
+        """This section is new."""
+        record = self._membership.record(node, section)
+        if record is not None and self.catalogue.hear(record):
+            self._changed()
+
+    def hear_all(self) -> None:
+        for record in (*self._membership.records(SECTION), *self._membership.records(f"{SECTION}/")):
+            self.hear(record.node, record.section)
+
+    def say(self, alias: str, image: Image | None, allowed: bool) -> None:
+        """A new word on the mesh's list, signed by this node. ListError if it may not, or it cannot be said."""
+        if not self.catalogue.may_sign():
+            names = sorted(standing.nick for standing in self.catalogue.signers())
+            raise ListError(
+                f"this node may not sign the mesh's list of images: that may its founder and those it made admitters "
+                f"({', '.join(names) or 'nobody who is known here'}). For this node alone: --here"
+            )
+        self.catalogue.say(alias, image, allowed, self._membership.chain)
+        self.show()
+        self._changed()
+
+    def rule(self, own: OwnRules) -> None:
+        """What this node's owner says from now on."""
+        self.catalogue.own = own
+        self._changed()
+
+    def show(self) -> None:
+        """This node's own list, again."""
+        body = self.catalogue.shown(self._membership.chain)
+        if body is not None:
+            self._membership.publish(SECTION, body, LIST_TTL_S)
+
+    def _show_orphans(self) -> None:
+        """Lists whose signers do not show them any more are shown by others, the first who has one before the next."""
+        now, mine = time.monotonic(), dict[str, bytes]()
+        signers = self.catalogue.heard_of
+        showing = {node for node in signers if self._membership.record(node, SECTION) is not None}
+        if len(showing) == len(signers) and not self._showing:
+            return
+        shown: dict[str, set[NodeId]] = {}
+        for record in self._membership.records(f"{SECTION}/"):
+            shown.setdefault(record.section, set()).add(record.node)
+        there = [(member.node_id, 1) for member in self._membership.members() if _is_there(member)]
+        for signer, body in self.catalogue.orphans(showing).items():
+            section = f"{SECTION}/{signer[:8].hex()}"
+            order = [node for node, _ in rank(signer, there)]
+            before = order[: order.index(self._me)] if self._me in order else order
+            if shown.get(section, set()).intersection(before):
+                self._missed.pop(section, None)
+                continue
+            since = self._missed.setdefault(section, now)
+            if section in self._showing or now - since >= LOOK_S * min(len(before), TURNS):
+                mine[section] = body
+        for section, body in mine.items():
+            if now - self._showing.get(section, -ORPHAN_TTL_S) > ORPHAN_TTL_S / 4:
+                self._showing[section] = now
+                self._membership.publish(section, body, ORPHAN_TTL_S)
+        for section in self._showing.keys() - mine.keys():
+            del self._showing[section]
+            self._membership.withdraw(section)
+
+
+def _short_enough(names: Sequence[str]) -> tuple[str, ...]:
+    """As many as an advert has room for."""
+    found, room = list[str](), NAMES_BYTES
+    for name in names[:MAX_IMAGES]:
+        room -= len(name.encode()) + 2
+        if room < 0:
+            break
+        found.append(name)
+    return tuple(found)
+
+
+def _is_there(member: MemberView) -> bool:
+    return member.present and member.state != "unreachable"
+
+
+def _advert_of(record: Record) -> Advert | None:
+    try:
+        return decode_advert(record.node, record.body)
+    except AdvertError:
+        return None
+
+
+def _not_here(name: str, verdict: Verdict) -> str:
+    if verdict.image is None:
+        return f"image {name} is not on this node: see `docker images`, or `docker pull {name}` first"
+    return f"image {name} ({short(verdict.image.config)}) is not on this node, and no node may give it"

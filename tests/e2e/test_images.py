@@ -1,0 +1,219 @@
+"""The mesh's list of images on real daemons, each with a Docker engine of its own: allowed on one, run on the other."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from membership.identity import Identity
+from membership.trust import TrustStore
+from mesh.images.allowlist import Image
+from mesh.images.catalogue import Catalogue
+from mesh.launcher import wait_ready
+from mesh.stack import Stack, StackNode
+from tests.dockerd import client_of, dockerd
+from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.images import layered_image
+
+pytestmark = pytest.mark.e2e
+
+SIZE = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, str]]:
+    with dockerd() as one, dockerd() as two:
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def image_id(hosts: tuple[str, str]) -> str:
+    with client_of(hosts[0]) as client:
+        return layered_image(client, "lab/tool:1", os.urandom(SIZE), b"small")
+
+
+@pytest.fixture
+def stack(hosts: tuple[str, str], image_id: str) -> Iterator[Stack]:
+    with Stack(2, overrides={"slots": 2, "engines": ["process", "docker"], "upload_mbps": 400}) as stack:
+        for node, host in zip(stack.nodes, hosts, strict=True):
+            node.within = ("env", f"DOCKER_HOST={host}")
+        stack.start_all()
+        yield stack
+    with client_of(hosts[1]) as client:
+        for image in client.images.list():
+            client.images.remove(image.id, force=True)
+
+
+def row(node: StackNode, alias: str = "tool") -> dict[str, object]:
+    return next((row for row in read(node, "image", "ls")["images"] if row["alias"] == alias), {})
+
+
+def fails(node: StackNode, code: int, words: str, *arguments: str) -> None:
+    done = mesh(node, *arguments)
+    assert done.returncode == code and words in done.stderr, done
+
+
+@pytest.mark.dockerd
+def test_an_image_is_allowed_on_one_node_fetched_by_another_and_refused_by_its_owner(
+    stack: Stack, image_id: str, hosts: tuple[str, str]
+) -> None:
+    one, two = stack.nodes
+    # Without a list everything is as its owner put it there.
+    assert "this mesh has no list of images" in mesh(two, "image", "ls").stderr
+    until(lambda: read(two, "image", "ls")["by_name"] == [{"name": "lab/tool:1", "nodes": ["node1"]}], "the name")
+    ok(two, "run", "--no-workdir", "--image", "lab/tool:1", "--", "true")
+    fails(two, 5, "this mesh has no list of images", "image", "pull", "tool")
+
+    fails(two, 4, "is not on this node's engine", "image", "allow", "tool")
+    fails(two, 5, "may not sign the mesh's list of images", "image", "allow", "tool", "--id", image_id)
+    allowed = mesh(one, "image", "allow", "tool", "--from", "lab/tool:1")
+    assert allowed.returncode == 0 and "from now on only what is on the list" in allowed.stderr
+    until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
+    assert row(two)["id"] == image_id and row(two)["by"] == "node1" and row(two)["here"] is False
+    assert row(one)["here"] is True
+    fails(
+        two,
+        5,
+        "image lab/tool:1 is not on the mesh's list",
+        "run",
+        "--no-workdir",
+        "--image",
+        "lab/tool:1",
+        "--",
+        "true",
+    )
+    fails(one, 5, "not on the mesh's list", "submit", "--no-workdir", "--image", "other", "--", "true")
+
+    # The only node that has it takes no guests, so the other fetches it.
+    ok(one, "pause")
+    until(
+        lambda: mesh(two, "submit", "--no-workdir", "--image", "tool", "--", "true").returncode == 0,
+        "it can be fetched",
+    )
+    job = ok(two, "submit", "--no-workdir", "--image", "tool", "--", "sh", "-c", "ls -l /data0; exit 3").strip()
+    state = finished(two, job)
+    assert state["outcome"]["exit_code"] == 3 and state["attempts"][-1]["node"] == "node2"
+    assert str(SIZE) in ok(two, "logs", job)
+    texts = [event["text"] for event in read(two, "events")["events"]]
+    assert any("image tool is not on this node: it is fetched from others" in text for text in texts)
+    assert any("image tool came in" in text for text in texts)
+    until(lambda: row(one).get("nodes") == ["node1", "node2"], "both to say that they have it")
+    with client_of(hosts[1]) as client:
+        assert [image.id for image in client.images.list()] == [image_id]
+
+    # An owner's word is above the list, on his node; the list's word is everybody's.
+    ok(two, "image", "deny", "tool")
+    assert row(two)["denied_here"] is True
+    fails(two, 5, "this node's owner denies image tool", "image", "pull", "tool")
+    assert "node2 has not got it" in mesh(one, "image", "push", "tool", "node2").stdout
+    ok(two, "image", "allow", "tool", "--here")
+    assert row(two)["denied_here"] is False
+    ok(two, "image", "deny", "tool")
+    job = ok(one, "submit", "--no-workdir", "--image", "tool", "--", "true").strip()
+    until(lambda: "its owner denies image tool (`mesh image deny`)" in ok(one, "why", job), "the refusal to be told")
+    ok(one, "image", "deny", "tool", "--mesh")
+    assert "is not on the mesh's list" in read(one, "why", job)["explanation"][0]
+    ok(one, "cancel", job)
+    until(lambda: row(two) == {} or row(two)["allowed"] is False, "the denial to be heard")
+    fails(two, 5, "not on the mesh's list", "run", "--no-workdir", "--image", "tool", "--", "true")
+    fails(one, 4, "is not on the mesh's list", "image", "deny", "tool", "--mesh")
+
+
+@pytest.mark.dockerd
+def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stopped_at_once(
+    stack: Stack, hosts: tuple[str, str]
+) -> None:
+    one, two = stack.nodes
+    ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
+    until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
+    ok(one, "pause")
+    # Its source is stopped while it gives: the job waits for its image, in so many words, and its owner need not.
+    until(lambda: mesh(one, "image", "pull", "tool").returncode == 0, "it to be there")
+    stack_source = one.process
+    assert stack_source is not None
+    os.kill(stack_source.pid, 19)
+    try:
+        job = ok(two, "submit", "--no-workdir", "--image", "tool", "--", "sleep", "600").strip()
+        until(lambda: "preparing: image" in str(job_state(two, job).get("detail")), "it to be prepared")
+        reclaimed = read(two, "status")
+        assert reclaimed["guests"] == [job]
+        ok(two, "reclaim", "--grace", "40s", timeout_s=35)
+        assert job_state(two, job)["attempts"][-1]["reason"].startswith("vacated")
+    finally:
+        os.kill(stack_source.pid, 18)
+    ok(two, "cancel", job)
+    ok(two, "resume")
+    assert "tool is here" in ok(two, "image", "pull", "tool", timeout_s=60)
+    assert ok(one, "image", "push", "tool", "node2", "node1") == "node2 has it\nnode1 has it\n"
+    assert read(two, "image", "push", "tool", "node1")["nodes"][0]["here"] is True
+    fails(two, 4, "no node called", "image", "push", "tool", "nobody")
+
+
+@pytest.mark.dockerd
+def test_an_owner_without_a_say_allows_on_his_own_node(stack: Stack, hosts: tuple[str, str]) -> None:
+    one, two = stack.nodes
+    with client_of(hosts[1]) as client:
+        layered_image(client, "mine:1", b"own")
+    ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
+    until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
+    fails(two, 5, "is not on the mesh's list", "run", "--no-workdir", "--image", "mine:1", "--", "true")
+    assert "may not sign" in mesh(two, "image", "allow", "mine:1").stderr
+    assert "on this node" in ok(two, "image", "allow", "mine:1", "--here")
+    until(
+        lambda: mesh(one, "run", "--no-workdir", "--image", "mine:1", "--", "true").returncode == 0, "it to be offered"
+    )
+    ok(two, "image", "deny", "mine:1")
+    until(
+        lambda: mesh(one, "run", "--no-workdir", "--image", "mine:1", "--", "true").returncode == 5, "it to be denied"
+    )
+    # It all outlives the daemons.
+    assert two.process is not None
+    ok(two, "down", "--now")
+    two.process.wait(30)
+    stack.start(two)
+    until(lambda: mesh(two, "status").returncode == 0, "it to be back")
+    assert read(two, "image", "ls")["own"]["denied"] == ["mine:1"] and row(two)["by"] == "node1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("allow", "a b"),
+        ("allow", "x", "--id", "sha256:12"),
+        ("allow", "x", "--id", "sha256:" + "0" * 64, "--from", "y"),
+        ("allow", "*", "--here"),
+        ("allow", ""),
+        ("deny", "../x"),
+        ("deny", "nothing", "--mesh"),
+        ("pull", "a\x01b"),
+        ("push", "x"),
+    ],
+)
+def test_nonsense_is_refused_in_words(shared: Stack, arguments: tuple[str, ...]) -> None:
+    done = mesh(shared.nodes[0], "image", *arguments)
+    assert done.returncode in {2, 4, 5} and "Traceback" not in done.stderr and done.stderr
+    assert read(shared.nodes[0], "image", "ls")["listed"] is False
+
+
+def test_a_list_is_shown_by_others_while_its_signer_is_gone() -> None:
+    """The founder has signed, and is not there; whoever comes now hears it all the same."""
+    with Stack(3) as stack:
+        founder, kept, fresh = stack.nodes
+        identity, trust = Identity.load(founder.where.key), TrustStore(founder.where.genesis.read_bytes())
+        signer = Catalogue(founder.where.images, identity, trust, time.time)
+        trust.admit_chain(founder.where.chain.read_bytes(), time.time())
+        signer.load()
+        body = signer.say("tool", Image(b"i" * 32), True, founder.where.chain.read_bytes())
+        (path,) = (founder.where.images / "list").iterdir()
+        (kept.where.images / "list").mkdir(parents=True)
+        (kept.where.images / "list" / path.name).write_bytes(body)
+        for node in (kept, fresh):
+            stack.start(node)
+        for node in (kept, fresh):
+            assert node.process is not None
+            wait_ready(node.where, node.process)
+        assert row(kept)["id"] == f"sha256:{b'i'.hex() * 32}"
+        until(lambda: row(fresh), "the list to be shown by another")
+        assert row(fresh) == {**row(kept), "nodes": []}
+        fails(fresh, 5, "not on the mesh's list", "submit", "--no-workdir", "--image", "other", "--", "true")
