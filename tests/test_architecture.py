@@ -36,6 +36,7 @@ CORES = [
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "placement").glob("*.py"))),
     "sim/kernel.py",
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
+    "mesh/engine/ceilings.py",
     "mesh/provider/receipts.py",
 ]
 
