@@ -68,6 +68,7 @@ class Bridges:
 
     def sweep(self, client: Any) -> None:
         for network in client.networks.list(filters={"label": f"{LABEL_NODE}={self._node}"}):
-            with contextlib.suppress(docker.errors.APIError):
-                network.remove()
+            if not self._firewall.keeps(network.name):
+                with contextlib.suppress(docker.errors.APIError):
+                    network.remove()
         self._firewall.sweep()

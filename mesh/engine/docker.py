@@ -39,6 +39,9 @@ CALL_TIMEOUT_S = 30.0
 ENGINE_TELLS_S = (
     3.0  # until an engine that says nothing of a container that has ended is not waited for; it takes 0.1 s; ours
 )
+ATTACH_AGAIN_S = (
+    1.0  # between the end of a container's output and its own, before the engine is taken to have gone away; ours
+)
 REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class DockerEngine:
         self._socket: EngineSocket | None = None
         self._warden: Warden | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._live: set[str] = set()  # containers that are ours and of now
         self._following: set[asyncio.Task[None]] = set()
 
     async def availability(self) -> Availability:
@@ -147,7 +151,9 @@ class DockerEngine:
         network = self._bridges.make(self._client)
         try:
             chosen = arguments(launch, self._node, network, self._traits)
-            return self._client.containers.create(image, **chosen), network
+            container = self._client.containers.create(image, **chosen)
+            self._live.add(container.id)
+            return container, network
         except docker.errors.APIError as error:
             self._bridges.remove(self._client, network)
             raise EngineError(f"Docker could not create the container: {error.explanation}") from error
@@ -155,6 +161,7 @@ class DockerEngine:
     def _remove(self, container: Any, network: str) -> None:
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             container.remove(force=True)
+        self._live.discard(container.id)
         self._bridges.remove(self._client, network)
 
     def _egress_problem(self) -> str:
@@ -201,9 +208,11 @@ class DockerEngine:
             raise BadImage(f"image {name!r} cannot be used: {error.explanation}") from error
 
     def _sweep(self) -> None:
-        """Remove what an earlier, crashed daemon of this node left."""
+        """Remove what an earlier, crashed daemon of this node left. What runs stays where it is only the engine that was away."""
         mine = {"label": f"{LABEL_NODE}={self._node}"}
         for container in self._client.containers.list(all=True, filters=mine, ignore_removed=True):
+            if container.id in self._live:
+                continue
             log.warning("removing a container that an earlier run left: %s", container.short_id)
             with contextlib.suppress(docker.errors.APIError):
                 container.remove(force=True)
@@ -282,12 +291,14 @@ class DockerGuest:
         descriptor = self._head.open() if self._head is not None else None
         if descriptor is not None:
             loop.add_reader(descriptor, self._head_ended, descriptor)
+        ended = asyncio.create_task(self._socket.ended(self._container.id), name=f"end of {self._container.short_id}")
         try:
-            await self._copy(log_path)
-            end = await self._take_exit()
+            await self._copy(log_path, ended)
+            end = await self._take_exit(ended)
             end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault)
             self._conclude(end)
         finally:
+            ended.cancel()
             if descriptor is not None:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
@@ -297,19 +308,26 @@ class DockerGuest:
         self._warden.gone(self._container.id)
         await self._engine._call(lambda: self._engine._remove(self._container, self._network))
 
-    async def _copy(self, log_path: str) -> None:
+    async def _copy(self, log_path: str, ended: asyncio.Task[int]) -> None:
+        """Of an engine that goes away and comes back, its containers running on, what is written meanwhile is lost."""
         try:
             with await asyncio.to_thread(Path(log_path).open, "ab", 0) as file:
-                async for piece in self._output.pieces():
-                    await asyncio.to_thread(file.write, piece)
+                while True:
+                    async for piece in self._output.pieces():
+                        await asyncio.to_thread(file.write, piece)
+                    if (await asyncio.wait([ended], timeout=ATTACH_AGAIN_S))[0]:
+                        return
+                    with contextlib.suppress(OSError, aiohttp.ClientError):
+                        self._output.close()
+                        self._output = await self._socket.attach(self._container.id)
         except OSError as error:  # a full disk ends the log, not the guest
             log.warning("the log of container %s ends early: %s", self._container.short_id, error)
         finally:
             self._output.close()
 
-    async def _take_exit(self) -> Exit:
+    async def _take_exit(self, ended: asyncio.Task[int]) -> Exit:
         try:
-            code = await self._socket.ended(self._container.id)
+            code = await ended
         except NoContainer:
             return Exit(code=137, detail="the container was removed by somebody else")
         oom = False

@@ -117,6 +117,10 @@ class Firewall:
             self._bridges.discard(bridge)
             self._take(bridge)
 
+    def keeps(self, bridge: str) -> bool:
+        """Whether it is one of those that are shut now."""
+        return bridge in self._bridges
+
     def repair(self) -> None:
         """Put back what somebody flushed. EgressError if that cannot be."""
         with self._lock:

@@ -60,9 +60,10 @@ class EngineSocket:
                 pass
             await asyncio.sleep(AGAIN_S)
 
-    async def execute(self, container: str, argv: tuple[str, ...]) -> tuple[int, str]:
-        """Run a program inside: its exit code and what it said. 127 if it is not there; OSError if nothing could be run."""
-        order = {"Cmd": list(argv), "AttachStdout": True, "AttachStderr": True}
+    async def execute(self, container: str, argv: tuple[str, ...], path: str) -> tuple[int, str]:
+        """Run a program inside, looked for in `path`: its exit code and what it said. 127 if it is not there; OSError if nothing
+        could be run."""
+        order = {"Cmd": list(argv), "Env": [f"PATH={path}"], "AttachStdout": True, "AttachStderr": True}
         async with self._opened().post(f"http://engine/containers/{container}/exec", json=order) as response:
             if response.status != 201:
                 raise OSError(f"HTTP {response.status}: {(await response.text())[:200]}")

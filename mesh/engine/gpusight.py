@@ -11,6 +11,7 @@ import aiohttp
 from mesh.engine.enginesocket import EngineSocket
 
 PROBE = ("nvidia-smi", "-L")  # which the toolkit brings along with the capability `utility`
+PATH = "/usr/bin:/bin:/usr/local/nvidia/bin"  # not the job's own, which could blame the node for what it has put there
 PROBE_S = 30.0  # it takes a second where the driver has to wake up; ours
 EVERY_S = 30.0  # dstack's shim looks as often
 CANNOT_RUN = {126, 127}
@@ -25,7 +26,7 @@ async def look(engine: EngineSocket, container: str, pid: int, uuids: tuple[str,
     """What is wrong with what it sees; empty if nothing is, or nobody could look (it is paused or has ended)."""
     try:
         async with asyncio.timeout(PROBE_S):
-            code, told = await engine.execute(container, PROBE)
+            code, told = await engine.execute(container, PROBE, PATH)
     except (TimeoutError, OSError, aiohttp.ClientError):
         return ""
     if code in CANNOT_RUN:

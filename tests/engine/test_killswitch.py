@@ -4,16 +4,19 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from mesh.engine import hunt
 from mesh.engine.alone import alone
@@ -22,7 +25,7 @@ from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Engine, EngineError
 from mesh.engine.killswitch import BY_OWNER, KillSwitch, open_switch
 from mesh.engine.process import ProcessEngine
-from mesh.engine.register import Entry, Register, boot_id
+from mesh.engine.register import Damaged, Entry, Register, boot_id, decode_entry
 from tests.engine.test_engines import LOOP, Bench, containers, processes_with, wait_until
 from tests.images import busybox_image, import_busybox
 
@@ -287,23 +290,42 @@ def test_a_guest_that_hangs_does_not_delay_another(bystander: Process, monkeypat
 # --- an engine that hangs
 
 
-@contextlib.contextmanager
-def own_dockerd(root: Path) -> Iterator[tuple[str, int]]:
-    """One that a test may stop: its socket, its pid."""
-    path = f"/tmp/mesh-dk-{os.getpid()}"
-    command = ["dockerd", "--data-root", f"{root}/data", "--exec-root", f"{path}-x", "-H", f"unix://{path}.s"]
-    network = ["--bridge=none", "--iptables=false", "--pidfile", f"{root}/pid"]
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *network], stdout=log, stderr=log)
-    try:
-        wait_until(lambda: _answers(f"{path}.s"), "dockerd to answer")
-        yield f"unix://{path}.s", process.pid
-    finally:
+class OwnDockerd:
+    """One that a test may stop, and start again: its containers go on meanwhile."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.path = f"/tmp/mesh-dk-{os.getpid()}"
+        self.address = f"unix://{self.path}.s"
+        self.start()
+
+    def start(self) -> None:
+        command = ["dockerd", "--data-root", f"{self.root}/data", "--exec-root", f"{self.path}-x", "-H", self.address]
+        options = ["--bridge=none", "--iptables=false", "--live-restore", "--pidfile", f"{self.root}/pid"]
+        with (self.root / "dockerd.log").open("ab") as log:
+            self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
+        wait_until(lambda: _answers(f"{self.path}.s"), "dockerd to answer")
+
+    def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGCONT)
-        process.terminate()
-        process.wait(WAIT_S)
-        subprocess.run(["rm", "-rf", f"{path}-x", f"{path}.s"], check=False)
+            os.kill(self.process.pid, signal.SIGCONT)
+        self.process.terminate()
+        self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(f"{self.path}-x", ignore_errors=True)
+        Path(f"{self.path}.s").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def own_dockerd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnDockerd]:
+    if os.getuid() != 0:
+        pytest.skip("a dockerd of one's own needs root")
+    dockerd = OwnDockerd(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", dockerd.address)
+    yield dockerd
+    dockerd.close()
 
 
 def _answers(path: str) -> bool:
@@ -315,35 +337,53 @@ def _answers(path: str) -> bool:
 
 
 @pytest.mark.docker
-@pytest.mark.skipif(os.getuid() != 0, reason="a dockerd of one's own needs root")
-async def test_guests_end_while_their_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with own_dockerd(tmp_path) as (address, pid):
-        monkeypatch.setenv("DOCKER_HOST", address)
-        image = import_busybox()
-        place = Place(tmp_path / "place", "process")
-        engine = DockerEngine(place.label, place.switch)
-        place.bench = Bench(engine, tmp_path, image)
-        mark = fresh_mark()
-        try:
-            await place.guest(mark + "1")
-            await place.guest(mark + "2")
-            place.bench.guests[1].allow_until(0.0)
-            async with asyncio.timeout(WAIT_S):
-                while not await place.bench.guests[1].stands_still():
-                    await asyncio.sleep(0.01)
-            os.kill(pid, signal.SIGSTOP)
-            killed = await asyncio.to_thread(place.press)
-            assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
-            assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
-            async with asyncio.timeout(WAIT_S):
-                ends = [await guest.wait() for guest in place.bench.guests]
-            assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, "also while the engine hangs"
-            os.kill(pid, signal.SIGCONT)
-            await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
-        finally:
-            os.kill(pid, signal.SIGCONT)
-            await engine.close()
-            place.switch.close()
+async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: OwnDockerd) -> None:
+    pid, image = own_dockerd.process.pid, import_busybox()
+    place = Place(tmp_path / "place", "process")
+    engine = DockerEngine(place.label, place.switch)
+    place.bench = Bench(engine, tmp_path, image)
+    mark = fresh_mark()
+    try:
+        await place.guest(mark + "1")
+        await place.guest(mark + "2")
+        place.bench.guests[1].allow_until(0.0)
+        async with asyncio.timeout(WAIT_S):
+            while not await place.bench.guests[1].stands_still():
+                await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        killed = await asyncio.to_thread(place.press)
+        assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
+        assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
+        async with asyncio.timeout(WAIT_S):
+            ends = [await guest.wait() for guest in place.bench.guests]
+        assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, "also while the engine hangs"
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        await engine.close()
+        place.switch.close()
+
+
+@pytest.mark.docker
+async def test_an_engine_that_is_away_for_a_while_ends_nobody(tmp_path: Path, own_dockerd: OwnDockerd) -> None:
+    engine = DockerEngine(f"away-{os.getpid()}", KillSwitch())
+    bench = Bench(engine, tmp_path, import_busybox())
+    try:
+        guest = await bench.shell("echo ready; while test ! -e go; do sleep 0.05; done; echo back; exit 4")
+        await bench.until_logged("ready")
+        own_dockerd.stop()
+        assert not (await engine.availability()).ok
+        await asyncio.to_thread(own_dockerd.start)
+        assert (await engine.availability()).ok and await guest.pids()
+        asyncio.get_running_loop().call_later(
+            3.0, (tmp_path / "work" / "go").touch
+        )  # once its output is followed again
+        async with asyncio.timeout(WAIT_S):
+            assert (await guest.wait()).code == 4
+        assert "back" in bench.log
+    finally:
+        await engine.close()
 
 
 # --- a disk that is full
@@ -377,3 +417,56 @@ def test_the_register_needs_only_the_standard_library() -> None:
     command = alone("hunt", "print('msgspec' in sys.modules, 'asyncio' in sys.modules)")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+# --- a register that is damaged
+
+texts = some.text(max_size=20)
+values = some.none() | some.booleans() | some.integers() | texts | some.lists(some.integers() | texts, max_size=3)
+shaped = some.fixed_dictionaries({field.name: values for field in fields(Entry)}).map(
+    lambda value: json.dumps(value).encode()
+)
+
+
+@given(data=some.binary(max_size=200) | shaped)
+def test_what_is_no_entry_is_refused_whole(data: bytes) -> None:
+    try:
+        found = decode_entry(data)
+    except Damaged:
+        return
+    assert decode_entry(json.dumps(asdict(found)).encode()) == found
+    assert all(process is None or process.pid > 1 for process in (found.head, found.watcher))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"head": [1, 5]},
+        {"head": [0, 5]},
+        {"watcher": [-1, 5]},
+        {"head": [2**40, 5]},
+        {"groups": ["/sys/fs/cgroup/unified"]},
+        {"groups": ["/sys/fs/cgroup/memory/docker"]},
+        {"groups": ["/sys/fs/cgroup/x/../guest-0123456789abcdef"]},
+        {"groups": ["guest-0123456789abcdef"]},
+        {"extra": 1},
+        {"attempt": True},
+    ],
+)
+def test_an_entry_that_could_mean_others_is_refused(changed: dict[str, object]) -> None:
+    plain = {**asdict(entry(groups=("/sys/fs/cgroup/unified/campus-mesh/guest-0123456789abcdef",))), **changed}
+    with pytest.raises(Damaged):
+        decode_entry(json.dumps(plain).encode())
+
+
+def test_a_crash_while_an_entry_is_written_leaves_the_others(tmp_path: Path, bystander: Process) -> None:
+    register = Register(tmp_path)
+    register.keep("whole", entry(head=bystander))
+    (tmp_path / ".half").write_bytes(b'{"boot": "')
+    (tmp_path / "torn.json").write_bytes(b'{"boot": "')
+    entries, problems = register.entries()
+    assert list(entries) == ["whole"] and len(problems) == 1 and "torn.json: not an entry" in problems[0]
+    register.strike("whole")
+    assert list(register.entries()[0]) == ["whole"] and register.drop("whole") and not register.drop("whole")
+    register.clear()
+    assert list(tmp_path.iterdir()) == []
