@@ -94,8 +94,7 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     if not 1 <= advert.weight <= MAX_WEIGHT:
         raise AdvertError(f"weight must be 1 to {MAX_WEIGHT}")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
-    numbers += (advert.back_unix,)
-    if min(numbers) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
+    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or len(advert.images) > 256:
         raise AdvertError("an advert's numbers are impossible")
     _check_room(advert)
     return advert

@@ -50,7 +50,7 @@ class GuardedGuest:
     def __init__(self, guest: Guest, tenant: Tenant, until: float) -> None:
         self._guest, self._tenant = guest, tenant
         self._until = until
-        self._frozen = False
+        self._frozen = self._killed = False
         self._timer: asyncio.TimerHandle | None = None
         self._set_gate(until)
 
@@ -89,7 +89,8 @@ class GuardedGuest:
             self._tenant.set_gate(False, why, by="audit")
 
     async def kill(self) -> None:
-        begun, ended = time.perf_counter(), self._tenant.released
+        begun, ended = time.perf_counter(), self._tenant.released or self._killed
+        self._killed = True
         self._tenant.set_gate(True, "it is killed")
         await self._guest.kill()
         if not ended:
