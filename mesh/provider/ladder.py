@@ -27,6 +27,7 @@ from mesh.provider.presence import Stand
 STILL_LOOKS, STILL_LOOK_S = 1000, 0.005  # until a guest stands still: milliseconds, in a container some more
 AGAIN_S = 5.0  # before a guest that could not go on is tried again; ours
 NOT_BACK = "its GPU memory could not be brought back for it to save"
+LATE_S = 0.5  # after its time, which its runner ends to the second; ours
 TOLD_KEPT = 256  # attempts that were taken back; ours
 VACATED = "vacated: "
 
@@ -106,13 +107,14 @@ class Ladder:
                 self.told.pop(job, None)
                 guest.ordered_at = boot_s()
                 back = await self._bring_back(job, guest, leave.notice)
-                left_s = max(
-                    0.0, leave.notice - (boot_s() - guest.ordered_at)
-                )  # it is its owner's time that went on this
+                spent_s = boot_s() - guest.ordered_at  # of its owner's time
+                left_s = max(0.0, round(leave.notice - spent_s, 1))
                 if not back:
                     return await self._jobs.kill(f"{leave.reason}; {NOT_BACK}", [job])
                 attempt.reserve_s, guest.noticed_at = leave.pause, boot_s()
-            asyncio.get_running_loop().call_later(left_s, self._see_to_leaving, job, guest, leave)
+            loop = asyncio.get_running_loop()
+            loop.call_later(left_s, self._see_to_leaving, job, guest, leave)
+            loop.call_later(left_s + leave.pause + LATE_S, self._see_that_it_left, job, guest, leave)
         return await self._jobs.vacate(left_s + leave.pause, leave.reason, [job])
 
     async def kill(self, jobs: Sequence[bytes] | None, reason: str, why: str) -> list[bytes]:
@@ -142,6 +144,12 @@ class Ladder:
             self._stop(job, guest, leave.reason, memory=True, rung="paused")
         else:
             self._let_go(job, guest)
+
+    def _see_that_it_left(self, job: bytes, guest: _Guest, leave: Leave) -> None:
+        """Whoever gave it notice before, and for however long."""
+        if self._guests.get(job) is guest and "exited" not in guest.attempt.rungs:
+            name = format_job(job)[:8]
+            self._spawn(self._jobs.kill(f"{leave.reason}; it had notice, and its time is over", [job]), f"end {name}")
 
     def _stop(self, job: bytes, guest: _Guest, why: str, memory: bool, rung: str) -> None:
         frees = memory and not guest.tried_memory and self._can_free(job)

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import (
     finished,
-    job_state,
     mesh,
     ok,
     read,
@@ -69,8 +69,19 @@ def policy(node: StackNode, text: str) -> None:
     temporary.rename(node.where.policy)
 
 
+def lending(node: StackNode) -> dict[str, Any]:
+    """Asked of the daemon itself, as is the job's state: what is waited for is asked often."""
+    found: dict[str, Any] = node.client.get("/v1/lend", timeout_s=60)
+    return found
+
+
+def job_state(node: StackNode, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = node.client.get(f"/v1/jobs/{job}", timeout_s=60)["job"]
+    return found
+
+
 def level(node: StackNode) -> str:
-    return str(read(node, "lend")["machine"]["level"])
+    return str(lending(node)["machine"]["level"])
 
 
 def events(node: StackNode, job: str) -> list[str]:
@@ -79,9 +90,9 @@ def events(node: StackNode, job: str) -> list[str]:
 
 def stands_still(node: StackNode, job: str) -> bool:
     """What was told when it was stopped may be of a second before; from then on nothing is."""
-    time.sleep(1.5)
+    time.sleep(1.2)
     steps = job_state(node, job)["step"]
-    time.sleep(1.0)
+    time.sleep(0.6)
     return bool(job_state(node, job)["step"] == steps)
 
 
@@ -109,7 +120,7 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     ok(other, "pause")
     # Typing counts for 10 s; within these a guest is asked to leave only if `suspend` says so.
     policy(host, '[keyboard]\nsuspend = "10m"\nresume = 1\nidle = 1\n')
-    until(lambda: level(host) == "lend" and read(host, "lend")["typed_s"] is not None, "terminals to be watched")
+    until(lambda: level(host) == "lend" and lending(host)["typed_s"] is not None, "terminals to be watched")
     terminal()
     until(lambda: level(host) == "suspend", "the typing to be seen")
     until(lambda: "somebody is at its keyboard" in job_state(user, job)["detail"], "its user to be told")
@@ -136,7 +147,7 @@ def test_hours_and_a_file_that_is_broken_for_a_while(make_stack: MakeStack) -> N
     policy(host, "[gpu]\nidle = '5x'\n")
     problem = until(lambda: read(host, "status")["problems"].get("policy"), "the mistake to be told")
     assert "gpu.idle: '5x' is not a duration" in problem and "what it said before goes on" in problem
-    assert read(host, "lend")["now"] and "FAIL  policy" in mesh(host, "doctor").stdout
+    assert lending(host)["now"] and "FAIL  policy" in mesh(host, "doctor").stdout
     refused = mesh(host, "lend", "--hours", "Mon-Fri 20-08")
     assert refused.returncode == 2 and "gpu.idle" in refused.stderr
 
@@ -163,7 +174,7 @@ def test_hours_and_a_file_that_is_broken_for_a_while(make_stack: MakeStack) -> N
     running_with_checkpoint(user, job)
     assert job_state(user, job)["attempts"][0]["last_step"] == job_state(user, job)["attempts"][1]["resumed_step"]
     ok(host, "lend", "off")
-    assert read(host, "lend")["paused"] and job_state(user, job)["node"] == host.nick
+    assert lending(host)["paused"] and job_state(user, job)["node"] == host.nick
     assert read(host, "lend", "on")["now"]
     ok(user, "cancel", job)
 
@@ -196,6 +207,7 @@ def test_a_dry_run_says_what_it_costs_and_changes_nothing(make_stack: MakeStack)
 SLOW = """
 import json, os, signal, sys, time
 from pathlib import Path
+from typing import Any
 asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(time.monotonic()))
 control, ckpt = Path(os.environ["MESH_CTL_DIR"]), Path(os.environ["MESH_CKPT_DIR"])
@@ -222,7 +234,7 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     (node,) = stack.nodes
     (tmp_path / "slow.py").write_text(SLOW)
     policy(node, "[ladder]\nnotice = 1\npause = '50s'\n")
-    until(lambda: read(node, "lend")["policy"]["notice"] == 1.0, "the policy to be read")
+    until(lambda: lending(node)["policy"]["notice"] == 1.0, "the policy to be read")
     order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--", sys.executable, "slow.py", "30")
     job = ok(node, *order, cwd=tmp_path).strip()
     until(lambda: (job_state(node, job).get("step") or 0) > 3, "it to work")
@@ -237,7 +249,7 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     assert "resumed" in ok(node, "logs", job)
 
     policy(node, "[ladder]\nnotice = 1\npause = 1\n")
-    until(lambda: read(node, "lend")["policy"]["pause"] == 1.0, "the policy to be read")
+    until(lambda: lending(node)["policy"]["pause"] == 1.0, "the policy to be read")
     job = ok(node, *order, cwd=tmp_path).strip()
     until(lambda: (job_state(node, job).get("step") or 0) > 3, "it to work")
     (gone,) = read(node, "reclaim")["guests"]
@@ -248,6 +260,15 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     assert re.search(r"by hand; lost: \d+ steps since its last checkpoint", taken)
     assert f"mesh: {time.strftime('%Y')}" in ok(node, "logs", job)
     ok(node, "cancel", job)
+
+    ok(node, "resume")
+    job = ok(
+        node, *order[:-4], "--max-time", "1s", "--grace", "5m", "--", sys.executable, "slow.py", "100000", cwd=tmp_path
+    )
+    job = job.strip()
+    until(lambda: job_state(node, job).get("state") == "vacating", "its user's own notice, of five minutes")
+    (gone,) = read(node, "reclaim", "--grace", "1s")["guests"]
+    assert gone["rungs_ms"]["killed"] < 15_000, "its owner's time counts"
 
 
 class Owners:
@@ -306,7 +327,7 @@ def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a
         until(lambda: len(log_at(node, "rung suspended")) == len(took), "it to stand still")
         seen = on_gpus(node)[0]
         assert seen["gate"] == "closed" and "presence" in seen["closed_by"] and seen["suspended"]
-        assert read(node, "lend")["gpus"][device]["programs"][0]["name"].startswith("python")
+        assert lending(node)["gpus"][device]["programs"][0]["name"].startswith("python")
         (left,) = read(node, "nodes")["nodes"][0]["gpu_room"]
         assert left["uuid"] != uuid and "runs on its GPU" in ok(node, "lend"), "the other is lent"
         stood = on_gpus(node)[0]["launches"]
@@ -316,7 +337,7 @@ def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a
         owners.end()
         until(lambda: on_gpus(node)[0]["launches"] > stood, "it to go on")  # noqa: B023
     policy(node, "[gpu]\nsuspend = 3\n[ladder]\nnotice = 2\n")
-    until(lambda: read(node, "lend")["policy"]["notice"] == 2.0, "the policy to be read")
+    until(lambda: lending(node)["policy"]["notice"] == 2.0, "the policy to be read")
     owners = Owners(world, device)
     until(lambda: on_gpus(node)[0]["suspended"], "its memory to be the owner's")
     greedy = Owners(world, device, 15_400)  # no room is left to come back to
@@ -334,6 +355,32 @@ def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a
     until(lambda: not node.running, "the daemon to end")
 
 
+def test_a_guest_without_guard_is_no_owners_program_and_stands_still_for_one(
+    world: World, make_stack: MakeStack
+) -> None:
+    node = make_stack(1, gpu_sharing=False).nodes[0]
+    policy(node, "[gpu]\nsuspend = '10m'\nresume = 0\nidle = 0\n")
+    job = submit(node, world, "any.py", *WHOLE_GPU)
+    (row,) = until(lambda: on_gpus(node), "it to run")
+    assert not row["guarded"]
+    until(lambda: world.used() > 256 << 20, "it to have memory there")
+    time.sleep(2.0)
+    assert not log_at(node, "suspend") and [gpu["programs"] for gpu in lending(node)["gpus"]] == [[], []]
+    device = [f"GPU-{one}" for one in world.uuids].index(on_gpus_of(node, job))
+    owners = Owners(world, 1 - device)
+    time.sleep(1.5)
+    assert world.used() > 256 << 20 and not log_at(node, "rung suspended"), "the other GPU is its own"
+    owners.end()
+    owners = Owners(world, device)
+    until(lambda: log_at(node, "rung suspended: it stands still"), "it to be stopped")
+    stood = world.busy_ns(0)  # where it is without a guard, whatever it was given
+    time.sleep(1.0)
+    assert world.busy_ns(0) == stood
+    owners.end()
+    until(lambda: world.busy_ns(0) > stood, "it to go on")
+    ok(node, "cancel", job)
+
+
 def test_one_gpu_is_taken_back_and_the_other_goes_on(world: World, make_stack: MakeStack) -> None:
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
@@ -349,7 +396,7 @@ def test_one_gpu_is_taken_back_and_the_other_goes_on(world: World, make_stack: M
     assert [one["job"] for one in on_gpus(node)] == [other] and not read(node, "status")["paused"]
     until(lambda: job_state(node, first)["state"] == "pending", "it to wait")
     assert "GPU 0: taken back" in ok(node, "lend")
-    assert read(node, "lend")["gpus"][0]["withheld"] and not read(node, "lend")["gpus"][1]["withheld"]
+    assert lending(node)["gpus"][0]["withheld"] and not lending(node)["gpus"][1]["withheld"]
     ok(node, "resume", "--gpu", "0")
     until(lambda: {one["job"] for one in on_gpus(node)} == set(jobs), "it to come back")
     ok(node, "reclaim", "--gpu", gpus[1]["uuid"].removeprefix("GPU-")[:8], "--now")
