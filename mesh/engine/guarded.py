@@ -89,11 +89,11 @@ class GuardedGuest:
             self._tenant.set_gate(False, why, by="audit")
 
     async def kill(self) -> None:
-        begun, ended = time.perf_counter(), self._tenant.released or self._killed
+        begun, first = time.perf_counter(), not (self._killed or self._tenant.released)
         self._killed = True
         self._tenant.set_gate(True, "it is killed")
         await self._guest.kill()
-        if not ended:
+        if first:
             took_ms = (time.perf_counter() - begun) * 1e3
             log.info("job %s: its processes are gone %.0f ms after its GPU gate closed", self._tenant.job[:8], took_ms)
         self._ended()
