@@ -24,6 +24,7 @@ from tests.e2e.commands import (
 )
 from tests.e2e.test_shares import gpu_world, on_gpus, shares, submit
 from tests.fake.world import World
+from tests.images import busybox_image
 
 pytestmark = pytest.mark.e2e
 MakeStack = Callable[..., Stack]
@@ -100,6 +101,7 @@ def stands_still(node: StackNode, job: str) -> bool:
 def terminal() -> Iterator[Callable[[], None]]:
     """Types a line at a terminal of this machine, and has it read."""
     master, slave = pty.openpty()
+    os.utime(os.ttyname(slave), (1.0, 1.0))  # a new one is one that somebody has just come to
 
     def typed() -> None:
         os.utime(os.ttyname(slave), (1.0, 1.0))  # the kernel tells in steps of 8 s
@@ -118,9 +120,8 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     host = stack.node(running_with_checkpoint(user, job)["node"])
     other = next(node for node in stack.nodes if node is not host)
     ok(other, "pause")
-    # Typing counts for 10 s; within these a guest is asked to leave only if `suspend` says so.
-    policy(host, '[keyboard]\nsuspend = "10m"\nresume = 1\nidle = 1\n')
-    until(lambda: level(host) == "lend" and lending(host)["typed_s"] is not None, "terminals to be watched")
+    policy(host, "[keyboard]\n")
+    until(lambda: lending(host)["typed_s"] is not None, "terminals to be watched")
     terminal()
     until(lambda: level(host) == "suspend", "the typing to be seen")
     until(lambda: "somebody is at its keyboard" in job_state(user, job)["detail"], "its user to be told")
@@ -129,7 +130,7 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     until(lambda: "its owner is there" in ok(user, "nodes"), "others to be told")
     assert stands_still(user, job)
     stood = job_state(user, job)["step"]
-    until(lambda: level(host) == "lend", "the owner to be gone")
+    policy(host, "")  # he does not mind guests while he types
     until(lambda: job_state(user, job)["step"] > stood + 5, "it to go on")
     state = job_state(user, job)
     assert state["node"] == host.nick and len(state["attempts"]) == 1, "nothing was vacated"
@@ -139,6 +140,29 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
 
     assert re.search(rf"job {job[:8]}: rung suspended: it stands still after \d+ ms", host.where.log.read_text())
     ok(user, "cancel", job)
+
+
+@pytest.mark.docker
+def test_a_container_stands_still_and_goes_on_when_the_hours_begin_again(make_stack: MakeStack) -> None:
+    image = busybox_image()
+    (node,) = make_stack(1, engines=["docker"]).nodes
+    policy(node, "[calendar]\nsuspend = '10m'\n")
+    job = ok(node, "submit", "--no-workdir", "--image", image, "--", "sh", "-c", "while true; do date; sleep 0.1; done")
+    job = job.strip()
+    until(lambda: len(ok(node, "logs", job).splitlines()) > 5, "it to run")
+    ok(node, "lend", "--hours", "never")
+    until(lambda: log_at(node, "rung suspended: it stands still"), "it to stand still")
+    time.sleep(0.3)  # what it wrote before may be on its way
+    stood = ok(node, "logs", job)
+    time.sleep(1.0)
+    assert ok(node, "logs", job) == stood
+    ok(node, "lend", "--hours", "always")
+    until(lambda: ok(node, "logs", job) != stood, "it to go on")
+    assert len(job_state(node, job)["attempts"]) == 1
+    ok(node, "lend", "--hours", "never")
+    until(lambda: len(log_at(node, "rung suspended: it stands still")) == 2, "it to stand still")
+    assert read(node, "reclaim", "--now")["reclaimed"] == [job], "also what stands still"
+    ok(node, "cancel", job)
 
 
 def test_hours_and_a_file_that_is_broken_for_a_while(make_stack: MakeStack) -> None:
