@@ -59,10 +59,10 @@ def lend_lines(answer: dict[str, Any]) -> list[str]:
         lines.append(f"  {answer['load']:.1f} cores used by others than guests")
     for gpu in answer["gpus"]:
         programs = ", ".join(f"{one['name']} ({one['pid']})" for one in gpu["programs"])
-        words = f" taken back (`mesh resume --gpu {gpu['index']}`)" if gpu["withheld"] else ""
+        words = f": taken back (`mesh resume --gpu {gpu['index']}`)" if gpu["withheld"] else ""
         words += _scope(gpu, answer["guests"]) + (f" [{programs}]" if programs else "")
         if words:
-            lines.append(f"  GPU {gpu['index']}:{words}")
+            lines.append(f"  GPU {gpu['index']}{words}")
     return lines
 
 
@@ -74,9 +74,9 @@ def _scope(stand: dict[str, Any], guests: int) -> str:
             return f": {stand['why']}" + (f"; guests stand still, and are asked to leave{left}" if guests else "")
         case "vacate":
             asked = "; guests are asked to leave" if guests else ""
-            return f": {stand['why']}{asked}" + (f"; lent again{left} if that is over" if left else "")
+            return f": {stand['why']}{asked}" + (f"; lent again{left} if it stays quiet" if left else "")
         case "calm":
-            return f": guests go on, new ones come{left or ' later'}; it was held because {stand['why']}"
+            return f": guests go on, new ones come{left or ' later'}; before: {stand['why']}"
     return ""
 
 

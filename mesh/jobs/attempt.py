@@ -170,7 +170,8 @@ class Attempt:
     def lost(self) -> Lost:
         """What is lost of its work if nothing more of it is saved."""
         step = self.progress.step if self.progress is not None else None
-        return self._stake.lost(self.rungs.get("exited", boot_s()), step)
+        now = self._held_at if self.held else boot_s()
+        return self._stake.lost(self.rungs.get("exited", now), step)
 
     def kill(self) -> None:
         self._abandon()

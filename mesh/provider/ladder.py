@@ -19,7 +19,6 @@ import msgspec
 
 from mesh.engine.alarm import boot_s
 from mesh.jobs.attempt import Attempt
-from mesh.jobs.reports import KillWanted
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import format_job
 from mesh.provider.guard import NodeGuard
@@ -27,7 +26,8 @@ from mesh.provider.presence import Stand
 
 STILL_LOOKS, STILL_LOOK_S = 1000, 0.005  # until a guest stands still: milliseconds, in a container some more
 AGAIN_S = 5.0  # before a guest that could not go on is tried again; ours
-BACK_S = 10.0  # for GPU memory to come back before a notice; the owner waits for it; ours
+NOT_BACK = "its GPU memory could not be brought back for it to save"
+LATE_S = 0.5  # after its time, which its runner ends to the second; ours
 TOLD_KEPT = 256  # attempts that were taken back; ours
 VACATED = "vacated: "
 
@@ -95,23 +95,34 @@ class Ladder:
 
     async def leave(self, jobs: Sequence[bytes], leave: Leave) -> list[bytes]:
         """Ask these to go, and wait until they have gone (or were killed)."""
-        here = [(job, self._guest(job, self._jobs.attempts[job])) for job in jobs if job in self._jobs.attempts]
-        for _, guest in here:
-            guest.leave, guest.ordered_at = leave, boot_s()
-        back = await asyncio.gather(*(self._bring_back(job, guest) for job, guest in here))
-        for (job, guest), able in zip(here, back, strict=True):
-            guest.attempt.reserve_s = leave.pause
-            guest.noticed_at = boot_s()
-            asyncio.get_running_loop().call_later(leave.notice, self._see_to_leaving, job, guest, leave)
-            if not able:
-                self._jobs.tell(job, KillWanted(f"{leave.reason}; its GPU memory could not be brought back to save"))
-        return await self._jobs.vacate(leave.notice + leave.pause, leave.reason, jobs)
+        left = await asyncio.gather(*(self._leave(job, leave) for job in jobs))
+        return [job for some in left for job in some]
+
+    async def _leave(self, job: bytes, leave: Leave) -> list[bytes]:
+        attempt, left_s = self._jobs.attempts.get(job), leave.notice
+        if attempt is not None:
+            guest = self._guest(job, attempt)
+            guest.leave = leave
+            if guest.noticed_at is None:  # else it is on its way already, and has no more time than it was given
+                self.told.pop(job, None)
+                guest.ordered_at = boot_s()
+                back = await self._bring_back(job, guest, leave.notice)
+                spent_s = boot_s() - guest.ordered_at  # of its owner's time
+                left_s = max(0.0, round(leave.notice - spent_s, 1))
+                if not back:
+                    return await self._jobs.kill(f"{leave.reason}; {NOT_BACK}", [job])
+                attempt.reserve_s, guest.noticed_at = leave.pause, boot_s()
+            loop = asyncio.get_running_loop()
+            loop.call_later(left_s, self._see_to_leaving, job, guest, leave)
+            loop.call_later(left_s + leave.pause + LATE_S, self._see_that_it_left, job, guest, leave)
+        return await self._jobs.vacate(left_s + leave.pause, leave.reason, [job])
 
     async def kill(self, jobs: Sequence[bytes] | None, reason: str, why: str) -> list[bytes]:
         """End these, or all, at once."""
         for job, attempt in self._jobs.attempts.items():
             if jobs is None or job in jobs:
                 guest = self._guest(job, attempt)
+                self.told.pop(job, None)
                 guest.leave = guest.leave or Leave(0.0, 0.0, reason, why, by_hand=True)
                 guest.ordered_at = guest.ordered_at or boot_s()
         return await self._jobs.kill(reason, jobs)
@@ -127,12 +138,18 @@ class Ladder:
         """The pause rung: when its notice is over it stands still for as long as the owner is there."""
         if guest.noticed_at is None or leave.pause <= 0 or "exited" in guest.attempt.rungs:
             return
-        if self._guests.get(job) is not guest or boot_s() < guest.noticed_at + leave.notice:
+        if self._guests.get(job) is not guest or boot_s() < guest.ordered_at + leave.notice:
             return
         if leave.by_hand or guest.pressed:
             self._stop(job, guest, leave.reason, memory=True, rung="paused")
         else:
             self._let_go(job, guest)
+
+    def _see_that_it_left(self, job: bytes, guest: _Guest, leave: Leave) -> None:
+        """Whoever gave it notice before, and for however long."""
+        if self._guests.get(job) is guest and "exited" not in guest.attempt.rungs:
+            name = format_job(job)[:8]
+            self._spawn(self._jobs.kill(f"{leave.reason}; it had notice, and its time is over", [job]), f"end {name}")
 
     def _stop(self, job: bytes, guest: _Guest, why: str, memory: bool, rung: str) -> None:
         frees = memory and not guest.tried_memory and self._can_free(job)
@@ -192,15 +209,13 @@ class Ladder:
         )
         return True
 
-    async def _bring_back(self, job: bytes, guest: _Guest) -> bool:
+    async def _bring_back(self, job: bytes, guest: _Guest, within_s: float) -> bool:
         """Whether it can be given notice: it runs, and has its memory."""
-        if guest.work is not None and guest.busy:
-            await asyncio.wait([guest.work], timeout=BACK_S)
-        if guest.state == "free":
-            return True
         try:
-            async with asyncio.timeout(BACK_S):
-                return await self._go_on(job, guest)
+            async with asyncio.timeout(within_s):
+                if guest.work is not None and guest.busy:
+                    await asyncio.wait([guest.work])
+                return guest.state == "free" or await self._go_on(job, guest)
         except TimeoutError:
             return False
 
@@ -214,7 +229,7 @@ class Ladder:
         lost = attempt.lost()
         words = f"by {self._owner}, the owner of {self._nick}: {guest.leave.why}"
         if reason.startswith(VACATED):
-            words += f"; {lost.words} is lost" if lost.words else "; nothing is lost"
+            words += f"; lost: {lost.words}" if lost.words else "; nothing is lost"
             self._jobs.chronicle.say(job, "state", words, attempt=attempt.number, new="taken back")
             attempt.log_line(f"taken back {words}")
         now = boot_s()

@@ -14,6 +14,7 @@ from pathlib import Path
 from cuda_guard.auditor import Seen as OnGpu
 from mesh.engine.alarm import boot_s
 from mesh.engine.descent import descendants_of
+from mesh.jobs.attempt import Attempt
 from mesh.jobs.service import JobService
 from mesh.provider.console import Console
 from mesh.provider.guard import NodeGuard
@@ -24,6 +25,7 @@ from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.load import Load
 from mesh.provider.policy import MOST_BYTES, Policy, PolicyError, never_lends, read_policy
 from mesh.provider.presence import MACHINE, Presence, Seen, Stand
+from mesh.provider.whereabouts import Whereabouts
 
 LOOK_S = 1.0
 STALE_S = 5.0  # since the GPUs were last looked at; then it is not known who is on them
@@ -59,6 +61,7 @@ class Owner:
         self._stamp: object = None
         self._known = False  # whether there has been a policy that could be read
         self._load = Load()
+        self._whereabouts: dict[Attempt, Whereabouts] = {}  # of guests in containers
         self._gpus_seen: tuple[float, dict[str, bool | None]] = (0.0, {})
         self._presence = Presence(Policy(), self._uuids)
         guard.looked = self._saw_gpus
@@ -111,11 +114,12 @@ class Owner:
         time.tzset()  # the machine may have moved to another zone
         await self.read()
         now, policy = boot_s(), self.policy
-        self.typed_s = self.load = None
+        typed_s = load = None
         if policy.keyboard != "off":
-            self.typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time())
+            typed_s = await asyncio.to_thread(self.console.look, policy.keyboard, now, time.time())
         if policy.load is not None:
-            self.load = await asyncio.to_thread(self._load.look, now, await self._guests())
+            load = await asyncio.to_thread(self._load.look, now, await self._guests())
+        self.typed_s, self.load = typed_s, load
         at, foreign = self._gpus_seen
         open_now = policy.hours.hold(local_minute(time.time()))
         seen = Seen(foreign if now - at < STALE_S else {}, self.typed_s, self.load, open_now)
@@ -140,11 +144,9 @@ class Owner:
 
     async def _guests(self) -> frozenset[int]:
         """Processes of guests that do not descend from this daemon."""
-        found: set[int] = set()
-        for attempt in list(self._jobs.attempts.values()):
-            if attempt.engine.own_root:
-                found |= await attempt.pids()
-        return frozenset(found)
+        attempts = [attempt for attempt in self._jobs.attempts.values() if attempt.engine.own_root]
+        self._whereabouts = {one: self._whereabouts.get(one) or Whereabouts(one.pids) for one in attempts}
+        return frozenset().union(*await asyncio.gather(*(where.pids() for where in self._whereabouts.values())))
 
     def _stand(self, before: dict[str, Stand], after: dict[str, Stand]) -> None:
         """Guests first, then everybody else."""

@@ -10,6 +10,7 @@ from cuda_guard.auditor import Finding, Held
 from cuda_guard.guard import GuardedJob, Usage, share_of
 from mesh.engine.engine import Injection, Launch
 from mesh.provider.receipts import DeviceUse, Tally
+from mesh.provider.whereabouts import Whereabouts
 from placement.advert import Portion
 
 OwnersHand = Literal["owner", "presence"]  # his order, or that he is there
@@ -60,6 +61,7 @@ class Tenant:
         self._ended = ended
         self._tally = Tally(len(launch.gpus), time.monotonic())
         self._pids: frozenset[int] = frozenset()
+        self._whereabouts: Whereabouts | None = None
         self._named: set[str] = set()
 
     def set_gate(self, closed: bool, why: str, by: GateHand = "lease") -> None:
@@ -87,7 +89,10 @@ class Tenant:
 
     async def pids(self) -> frozenset[int]:
         """Its processes, with those that it had at the last look: NVML still shows them for a while."""
-        before, self._pids = self._pids, await self.keeper.pids() if self.keeper is not None else frozenset()
+        if self._whereabouts is None and self.keeper is not None:
+            self._whereabouts = Whereabouts(self.keeper.pids)
+        before = self._pids
+        self._pids = await self._whereabouts.pids() if self._whereabouts is not None else frozenset()
         return before | self._pids
 
     def count(self, held: tuple[Held | None, ...]) -> None:

@@ -66,6 +66,13 @@ def test_a_sound_node_is_sound() -> None:
     assert {finding.state for finding in diagnose(facts())} == {"ok"}
 
 
+def test_what_keeps_a_machine_from_being_lent_is_found() -> None:
+    never = worst(facts(status=status(lend={"warnings": ["never lends: hours say never"]})))
+    assert (never.check, never.state, never.detail) == ("lending", "warn", "never lends: hours say never")
+    broken = worst(facts(policy_problem="/state/policy.toml: gpu.idle: '5x' is not a duration"))
+    assert (broken.check, broken.state) == ("policy", "fail") and "gpu.idle" in broken.detail
+
+
 def asked(**changes: Any) -> dict[str, Any]:
     return network(
         asked=[{"nick": "rack", "udp": False, "tcp": "silent", "seen_host": "10.0.0.7", "error": "", **changes}]

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import (
     finished,
-    job_state,
     mesh,
     ok,
     read,
@@ -24,6 +24,7 @@ from tests.e2e.commands import (
 )
 from tests.e2e.test_shares import gpu_world, on_gpus, shares, submit
 from tests.fake.world import World
+from tests.images import busybox_image
 
 pytestmark = pytest.mark.e2e
 MakeStack = Callable[..., Stack]
@@ -48,7 +49,7 @@ import sys, time
 from client import Driver
 driver = Driver("libcuda.so.1")
 driver.start(int(sys.argv[1]))
-driver.out("cuMemAlloc_v2", 64 << 20)
+driver.out("cuMemAlloc_v2", int(sys.argv[2]) << 20)
 print(time.time(), flush=True)
 sys.stdin.read()
 """
@@ -69,8 +70,19 @@ def policy(node: StackNode, text: str) -> None:
     temporary.rename(node.where.policy)
 
 
+def lending(node: StackNode) -> dict[str, Any]:
+    """Asked of the daemon itself, as is the job's state: what is waited for is asked often."""
+    found: dict[str, Any] = node.client.get("/v1/lend", timeout_s=60)
+    return found
+
+
+def job_state(node: StackNode, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = node.client.get(f"/v1/jobs/{job}", timeout_s=60)["job"]
+    return found
+
+
 def level(node: StackNode) -> str:
-    return str(read(node, "lend")["machine"]["level"])
+    return str(lending(node)["machine"]["level"])
 
 
 def events(node: StackNode, job: str) -> list[str]:
@@ -79,9 +91,9 @@ def events(node: StackNode, job: str) -> list[str]:
 
 def stands_still(node: StackNode, job: str) -> bool:
     """What was told when it was stopped may be of a second before; from then on nothing is."""
-    time.sleep(1.5)
+    time.sleep(1.2)
     steps = job_state(node, job)["step"]
-    time.sleep(1.0)
+    time.sleep(0.6)
     return bool(job_state(node, job)["step"] == steps)
 
 
@@ -89,6 +101,7 @@ def stands_still(node: StackNode, job: str) -> bool:
 def terminal() -> Iterator[Callable[[], None]]:
     """Types a line at a terminal of this machine, and has it read."""
     master, slave = pty.openpty()
+    os.utime(os.ttyname(slave), (1.0, 1.0))  # a new one is one that somebody has just come to
 
     def typed() -> None:
         os.utime(os.ttyname(slave), (1.0, 1.0))  # the kernel tells in steps of 8 s
@@ -107,9 +120,8 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     host = stack.node(running_with_checkpoint(user, job)["node"])
     other = next(node for node in stack.nodes if node is not host)
     ok(other, "pause")
-    # Typing counts for 10 s; within these a guest is asked to leave only if `suspend` says so.
-    policy(host, '[keyboard]\nsuspend = "10m"\nresume = 1\nidle = 1\n')
-    until(lambda: level(host) == "lend" and read(host, "lend")["typed_s"] is not None, "terminals to be watched")
+    policy(host, "[keyboard]\n")
+    until(lambda: lending(host)["typed_s"] is not None, "terminals to be watched")
     terminal()
     until(lambda: level(host) == "suspend", "the typing to be seen")
     until(lambda: "somebody is at its keyboard" in job_state(user, job)["detail"], "its user to be told")
@@ -118,7 +130,7 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     until(lambda: "its owner is there" in ok(user, "nodes"), "others to be told")
     assert stands_still(user, job)
     stood = job_state(user, job)["step"]
-    until(lambda: level(host) == "lend", "the owner to be gone")
+    policy(host, "")  # he does not mind guests while he types
     until(lambda: job_state(user, job)["step"] > stood + 5, "it to go on")
     state = job_state(user, job)
     assert state["node"] == host.nick and len(state["attempts"]) == 1, "nothing was vacated"
@@ -130,13 +142,36 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     ok(user, "cancel", job)
 
 
+@pytest.mark.docker
+def test_a_container_stands_still_and_goes_on_when_the_hours_begin_again(make_stack: MakeStack) -> None:
+    image = busybox_image()
+    (node,) = make_stack(1, engines=["docker"]).nodes
+    policy(node, "[calendar]\nsuspend = '10m'\n")
+    job = ok(node, "submit", "--no-workdir", "--image", image, "--", "sh", "-c", "while true; do date; sleep 0.1; done")
+    job = job.strip()
+    until(lambda: len(ok(node, "logs", job).splitlines()) > 5, "it to run")
+    ok(node, "lend", "--hours", "never")
+    until(lambda: log_at(node, "rung suspended: it stands still"), "it to stand still")
+    time.sleep(0.3)  # what it wrote before may be on its way
+    stood = ok(node, "logs", job)
+    time.sleep(1.0)
+    assert ok(node, "logs", job) == stood
+    ok(node, "lend", "--hours", "always")
+    until(lambda: ok(node, "logs", job) != stood, "it to go on")
+    assert len(job_state(node, job)["attempts"]) == 1
+    ok(node, "lend", "--hours", "never")
+    until(lambda: len(log_at(node, "rung suspended: it stands still")) == 2, "it to stand still")
+    assert read(node, "reclaim", "--now")["reclaimed"] == [job], "also what stands still"
+    ok(node, "cancel", job)
+
+
 def test_hours_and_a_file_that_is_broken_for_a_while(make_stack: MakeStack) -> None:
     stack = make_stack(2)
     user, host = stack.nodes
     policy(host, "[gpu]\nidle = '5x'\n")
     problem = until(lambda: read(host, "status")["problems"].get("policy"), "the mistake to be told")
     assert "gpu.idle: '5x' is not a duration" in problem and "what it said before goes on" in problem
-    assert read(host, "lend")["now"] and "FAIL  policy" in mesh(host, "doctor").stdout
+    assert lending(host)["now"] and "FAIL  policy" in mesh(host, "doctor").stdout
     refused = mesh(host, "lend", "--hours", "Mon-Fri 20-08")
     assert refused.returncode == 2 and "gpu.idle" in refused.stderr
 
@@ -163,7 +198,7 @@ def test_hours_and_a_file_that_is_broken_for_a_while(make_stack: MakeStack) -> N
     running_with_checkpoint(user, job)
     assert job_state(user, job)["attempts"][0]["last_step"] == job_state(user, job)["attempts"][1]["resumed_step"]
     ok(host, "lend", "off")
-    assert read(host, "lend")["paused"] and job_state(user, job)["node"] == host.nick
+    assert lending(host)["paused"] and job_state(user, job)["node"] == host.nick
     assert read(host, "lend", "on")["now"]
     ok(user, "cancel", job)
 
@@ -196,6 +231,7 @@ def test_a_dry_run_says_what_it_costs_and_changes_nothing(make_stack: MakeStack)
 SLOW = """
 import json, os, signal, sys, time
 from pathlib import Path
+from typing import Any
 asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(time.monotonic()))
 control, ckpt = Path(os.environ["MESH_CTL_DIR"]), Path(os.environ["MESH_CKPT_DIR"])
@@ -222,7 +258,7 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     (node,) = stack.nodes
     (tmp_path / "slow.py").write_text(SLOW)
     policy(node, "[ladder]\nnotice = 1\npause = '50s'\n")
-    until(lambda: read(node, "lend")["policy"]["notice"] == 1.0, "the policy to be read")
+    until(lambda: lending(node)["policy"]["notice"] == 1.0, "the policy to be read")
     order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--", sys.executable, "slow.py", "30")
     job = ok(node, *order, cwd=tmp_path).strip()
     until(lambda: (job_state(node, job).get("step") or 0) > 3, "it to work")
@@ -237,7 +273,7 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     assert "resumed" in ok(node, "logs", job)
 
     policy(node, "[ladder]\nnotice = 1\npause = 1\n")
-    until(lambda: read(node, "lend")["policy"]["pause"] == 1.0, "the policy to be read")
+    until(lambda: lending(node)["policy"]["pause"] == 1.0, "the policy to be read")
     job = ok(node, *order, cwd=tmp_path).strip()
     until(lambda: (job_state(node, job).get("step") or 0) > 3, "it to work")
     (gone,) = read(node, "reclaim")["guests"]
@@ -245,19 +281,28 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     assert 900 < rungs["paused"] - rungs["notice"] < 3000 and rungs["paused"] < rungs["killed"] <= rungs["exited"]
     assert gone["lost_steps"] >= 3 and rungs["killed"] - rungs["notice"] > 1800
     taken = next(event for event in events(node, job) if event.startswith("taken back"))
-    assert re.search(r"by hand; \d+ steps since its last checkpoint is lost", taken)
+    assert re.search(r"by hand; lost: \d+ steps since its last checkpoint", taken)
     assert f"mesh: {time.strftime('%Y')}" in ok(node, "logs", job)
     ok(node, "cancel", job)
+
+    ok(node, "resume")
+    job = ok(
+        node, *order[:-4], "--max-time", "1s", "--grace", "5m", "--", sys.executable, "slow.py", "100000", cwd=tmp_path
+    )
+    job = job.strip()
+    until(lambda: job_state(node, job).get("state") == "vacating", "its user's own notice, of five minutes")
+    (gone,) = read(node, "reclaim", "--grace", "1s")["guests"]
+    assert gone["rungs_ms"]["killed"] < 15_000, "its owner's time counts"
 
 
 class Owners:
     """A program of the owner's that uses a GPU until it is ended."""
 
-    def __init__(self, world: World, device: int = 0) -> None:
+    def __init__(self, world: World, device: int, size_mib: int = 64) -> None:
         project = world.path.parent / "project"
         (project / "owners.py").write_text(OWNERS)
         self._process = subprocess.Popen(
-            [sys.executable, "owners.py", str(device)],
+            [sys.executable, "owners.py", str(device), str(size_mib)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -306,7 +351,7 @@ def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a
         until(lambda: len(log_at(node, "rung suspended")) == len(took), "it to stand still")
         seen = on_gpus(node)[0]
         assert seen["gate"] == "closed" and "presence" in seen["closed_by"] and seen["suspended"]
-        assert read(node, "lend")["gpus"][device]["programs"][0]["name"].startswith("python")
+        assert lending(node)["gpus"][device]["programs"][0]["name"].startswith("python")
         (left,) = read(node, "nodes")["nodes"][0]["gpu_room"]
         assert left["uuid"] != uuid and "runs on its GPU" in ok(node, "lend"), "the other is lent"
         stood = on_gpus(node)[0]["launches"]
@@ -315,12 +360,49 @@ def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a
         assert on_gpus(node)[0]["launches"] == stood
         owners.end()
         until(lambda: on_gpus(node)[0]["launches"] > stood, "it to go on")  # noqa: B023
+    policy(node, "[gpu]\nsuspend = 3\n[ladder]\nnotice = 2\n")
+    until(lambda: lending(node)["policy"]["notice"] == 2.0, "the policy to be read")
+    owners = Owners(world, device)
+    until(lambda: on_gpus(node)[0]["suspended"], "its memory to be the owner's")
+    greedy = Owners(world, device, 15_400)  # no room is left to come back to
+    gone = until(
+        lambda: (rows := job_state(node, job)["attempts"]) and rows[0]["reason"] and rows[0], "it to be sent away"
+    )
+    assert gone["reason"].endswith("could not be brought back for it to save")
+    for each in (owners, greedy):
+        each.end()
     assert min(took) < 3.0, (
         took
     )  # a second and a half, and as much for a busy machine; docs/provider.md has what was measured
     ok(node, "cancel", job)
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
+
+
+def test_a_guest_without_guard_is_no_owners_program_and_stands_still_for_one(
+    world: World, make_stack: MakeStack
+) -> None:
+    node = make_stack(1, gpu_sharing=False).nodes[0]
+    policy(node, "[gpu]\nsuspend = '10m'\nresume = 0\nidle = 0\n")
+    job = submit(node, world, "any.py", *WHOLE_GPU)
+    (row,) = until(lambda: on_gpus(node), "it to run")
+    assert not row["guarded"]
+    until(lambda: world.used() > 256 << 20, "it to have memory there")
+    time.sleep(2.0)
+    assert not log_at(node, "suspend") and [gpu["programs"] for gpu in lending(node)["gpus"]] == [[], []]
+    device = [f"GPU-{one}" for one in world.uuids].index(on_gpus_of(node, job))
+    owners = Owners(world, 1 - device)
+    time.sleep(1.5)
+    assert world.used() > 256 << 20 and not log_at(node, "rung suspended"), "the other GPU is its own"
+    owners.end()
+    owners = Owners(world, device)
+    until(lambda: log_at(node, "rung suspended: it stands still"), "it to be stopped")
+    stood = world.busy_ns(0)  # where it is without a guard, whatever it was given
+    time.sleep(1.0)
+    assert world.busy_ns(0) == stood
+    owners.end()
+    until(lambda: world.busy_ns(0) > stood, "it to go on")
+    ok(node, "cancel", job)
 
 
 def test_one_gpu_is_taken_back_and_the_other_goes_on(world: World, make_stack: MakeStack) -> None:
@@ -338,7 +420,7 @@ def test_one_gpu_is_taken_back_and_the_other_goes_on(world: World, make_stack: M
     assert [one["job"] for one in on_gpus(node)] == [other] and not read(node, "status")["paused"]
     until(lambda: job_state(node, first)["state"] == "pending", "it to wait")
     assert "GPU 0: taken back" in ok(node, "lend")
-    assert read(node, "lend")["gpus"][0]["withheld"] and not read(node, "lend")["gpus"][1]["withheld"]
+    assert lending(node)["gpus"][0]["withheld"] and not lending(node)["gpus"][1]["withheld"]
     ok(node, "resume", "--gpu", "0")
     until(lambda: {one["job"] for one in on_gpus(node)} == set(jobs), "it to come back")
     ok(node, "reclaim", "--gpu", gpus[1]["uuid"].removeprefix("GPU-")[:8], "--now")

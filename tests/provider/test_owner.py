@@ -1,5 +1,6 @@
 """What the owner's daemon makes of what it sees, and what it keeps on disk."""
 
+import asyncio
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from mesh.provider.inventory import Inventory, Lending, Presence, load_lending
 from mesh.provider.owner import Owner, works
 from mesh.provider.policy import Policy
 from mesh.provider.presence import Stand
+from mesh.provider.whereabouts import Whereabouts
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
 from placement.filters import refusals
 from placement.request import Request
@@ -178,3 +180,27 @@ def test_what_keeps_a_machine_from_being_lent_is_said(tmp_path: Path) -> None:
     none = Inventory(NODE, "n", "o", "", GPUS, 0, ("*",), (), Lending(True, withheld=("GPU-aaaa", "GPU-bbbb")), 0)
     assert "all its GPUs are taken back" in Watched(tmp_path, none).owner.warnings()[0]
     assert Watched(tmp_path, lender()).owner.warnings() == []
+
+
+async def test_an_engine_that_hangs_keeps_nobody_waiting_and_is_asked_once() -> None:
+    answers: asyncio.Queue[frozenset[int]] = asyncio.Queue()
+    asked: list[int] = []
+
+    async def ask() -> frozenset[int]:
+        asked.append(1)
+        return await answers.get()
+
+    where = Whereabouts(ask)
+    answers.put_nowait(frozenset({7}))
+    assert await where.pids() == {7}
+    for _ in range(3):
+        assert await where.pids() == {7} and len(asked) == 2
+    answers.put_nowait(frozenset({8}))
+    assert await where.pids() == {8} and len(asked) == 2
+
+
+async def test_an_engine_that_fails_says_nothing_new() -> None:
+    async def fail() -> frozenset[int]:
+        raise OSError("it is gone")
+
+    assert await Whereabouts(fail).pids() == frozenset()

@@ -1,0 +1,94 @@
+"""How lending is shown."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mesh.cli import lend
+from mesh.cli.nodes import _held
+
+QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    bare = {"paused": False, "lending": True, "now": True, "guests": 2, "hours": "always", "hours_change_unix": None}
+    seen: dict[str, Any] = {"typed_s": None, "typing_seen_by": [], "load": None, "machine": QUIET, "gpus": []}
+    return {**bare, **seen, "problem": "", "warnings": [], **changes}
+
+
+def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
+    return {"level": level, "why": "somebody is at its keyboard", "next_s": next_s}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "lending"),
+        ({"paused": True}, "paused (`mesh resume`)"),
+        ({"lending": False}, "not lending (`mesh lend on`)"),
+        (
+            {"now": False, "machine": machine("suspend", 100)},
+            "not lent now: somebody is at its keyboard; guests stand still, and are asked to leave in 1m40s",
+        ),
+        ({"now": False, "machine": machine("suspend", 100), "guests": 0}, "not lent now: somebody is at its keyboard"),
+        (
+            {"now": False, "machine": machine("vacate", 50)},
+            "not lent now: somebody is at its keyboard; guests are asked to leave; lent again in 50s if it stays quiet",
+        ),
+        (
+            {"now": False, "machine": machine("calm", 50)},
+            "not lent now: guests go on, new ones come in 50s; before: somebody is at its keyboard",
+        ),
+    ],
+)
+def test_how_the_machine_stands(changes: dict[str, Any], line: str) -> None:
+    assert lend.lend_lines(answer(**changes)) == [line]
+
+
+def test_hours_typing_load_and_gpus_have_their_lines() -> None:
+    gpus = [
+        {"index": 0, "withheld": True, "programs": [], **QUIET},
+        {"index": 1, "withheld": False, "programs": [{"pid": 7, "name": "python"}], **machine("vacate")},
+        {"index": 2, "withheld": False, "programs": [], **QUIET},
+    ]
+    lines = lend.lend_lines(answer(hours="never", typed_s=12.0, typing_seen_by=["USB"], load=1.52, gpus=gpus))
+    assert lines[1:] == [
+        "  hours: never",
+        "  last typed 12s ago (seen by USB)",
+        "  1.5 cores used by others than guests",
+        "  GPU 0: taken back (`mesh resume --gpu 0`)",
+        "  GPU 1: somebody is at its keyboard; guests are asked to leave [python (7)]",
+    ]
+
+
+def test_warnings_are_said_and_what_was_asked_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def post(path: str, body: Any, **_: Any) -> dict[str, Any]:
+        asked.append((path, body))
+        return answer(warnings=["never lends: hours say never"])
+
+    monkeypatch.setattr(lend, "client", lambda ctx: SimpleNamespace(post=post, get=lambda path: answer()))
+    done = CliRunner().invoke(lend.lend, ["--hours", "never", "--hours", "Sat"])
+    assert done.exit_code == 0 and "mesh: never lends: hours say never" in done.stderr
+    CliRunner().invoke(lend.lend, ["off"])
+    assert asked == [("/v1/lend", {"on": None, "hours": ["never", "Sat"]}), ("/v1/lend", {"on": False, "hours": None})]
+    assert CliRunner().invoke(lend.lend, ["maybe"]).exit_code == 2
+    assert CliRunner().invoke(lend.lend, []).output == "lending\n" and len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({}, "-"),
+        ({"paused": False, "held_by": "owner", "back_unix": 0}, "-"),
+        ({"paused": True, "held_by": "", "back_unix": 0}, "paused"),
+        ({"paused": True, "held_by": "owner", "back_unix": 0}, "its owner is there"),
+        ({"paused": True, "held_by": "hours", "back_unix": 0}, "other hours"),
+    ],
+)
+def test_why_a_node_lends_nothing_now(node: dict[str, Any], words: str) -> None:
+    assert _held(node) == words
+    assert _held({"paused": True, "held_by": "hours", "back_unix": 1_800_000_000}).startswith("from ")
