@@ -1,19 +1,24 @@
 """The mesh's list of images on real daemons, each with a Docker engine of its own: allowed on one, run on the other."""
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
 
 import pytest
+from blake3 import blake3
 
 from membership.identity import Identity
 from membership.trust import TrustStore
 from mesh.images.allowlist import Image
 from mesh.images.catalogue import Catalogue
+from mesh.images.docket import decode_docket
+from mesh.images.questions import decode_answer, decode_offer, encode
 from mesh.launcher import wait_ready
 from mesh.stack import Stack, StackNode
 from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.e2e.test_hostile import Insider
 from tests.images import layered_image
 
 pytestmark = pytest.mark.e2e
@@ -217,3 +222,34 @@ def test_a_list_is_shown_by_others_while_its_signer_is_gone() -> None:
         until(lambda: row(fresh), "the list to be shown by another")
         assert row(fresh) == {**row(kept), "nodes": []}
         fails(fresh, 5, "not on the mesh's list", "submit", "--no-workdir", "--image", "other", "--", "true")
+
+
+@pytest.mark.dockerd
+async def test_nothing_is_given_and_nothing_fetched_but_what_is_on_the_list(stack: Stack, image_id: str) -> None:
+    """A member that asks for what it must not have, and in ways that no honest one would."""
+    one, two = stack.nodes
+    ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
+    insider = Insider(two, one)
+    await insider.peers.open()
+    try:
+        listed, other = image_id.removeprefix("sha256:"), "ab" * 32
+        for path in (f"/v1/images/{other}", f"/v1/images/{other}/docket"):
+            assert (await insider.refused("GET", path, b""))[0] == 404
+        assert (await insider.refused("POST", f"/v1/images/{other}/fetch", b""))[0] == 403
+        assert decode_offer(await insider.call("GET", f"/v1/images/{listed}")).busy == 0
+        for wrong in ("zz" * 32, "ab" * 31, listed.upper(), "..", "%2e%2e"):
+            assert (await insider.refused("GET", f"/v1/images/{wrong}", b""))[0] in {400, 403, 404}
+        for body in (b"", b"\xc1", encode([]), encode([b"short"]), encode([b"p" * 32] * 5000), os.urandom(3000)):
+            assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", body))[0] == 400
+        while not (answer := decode_answer(await insider.call("GET", f"/v1/images/{listed}/docket"))).docket:
+            await asyncio.sleep(0.05)
+        docket = decode_docket(answer.docket, bytes.fromhex(listed))
+        first = docket.layers[0].hashes[0]
+        assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", encode([b"p" * 32])))[0] == 404
+        given = await insider.call("POST", f"/v1/images/{listed}/pieces", encode([first]))
+        assert blake3(given).digest() == first
+        ok(one, "image", "deny", "tool")
+        assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", encode([first])))[0] == 404
+    finally:
+        await insider.peers.close()
+    assert "Traceback" not in one.where.log.read_text()
