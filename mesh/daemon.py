@@ -61,11 +61,11 @@ from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
 from mesh.provider.guard import NodeGuard, page_directory
 from mesh.provider.inventory import Inventory, Lending
+from mesh.provider.presence import SECTION, SUMMARY_TTL_S, Presence
 from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
-from placement.survival import History, weight
 
 FACTS_TTL_S = 3600.0
 ADVERT_TTL_S = 3600.0  # changes are told at once, and the absent are not asked, so it need not be repeated often
@@ -168,7 +168,6 @@ class Daemon:
             int(self._started_unix),
             gpu_sharing=settings.gpu_sharing,
         )
-        self.history = History.of(await self.journal.sessions())
         self.jobs = JobService(
             self.identity,
             self.trust,
@@ -183,6 +182,15 @@ class Daemon:
             random.Random(),
             self.refresh_advert,
         )
+        self.presence = Presence(
+            self.me,
+            settings.zone,
+            self.journal,
+            lambda body: self.membership.publish(SECTION, body, SUMMARY_TTL_S),
+            self.jobs.outlook.adverts,
+            lambda: {record.node: record.body for record in self.membership.records(SECTION)},
+        )
+        await self.presence.open(time.time())
         self.jobs.courier.refusals.tell = self._note
         if settings.profile == "local":
             self.jobs.mending.lost_s = LOCAL_LOST_S
@@ -233,7 +241,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """Let go of everything that `start` took; one part's trouble does not keep the others."""
-        length_s = time.time() - self._started_unix
+        self.presence.close(time.time())
         for step in (
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
@@ -241,7 +249,6 @@ class Daemon:
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
-            lambda: self.journal.record_session(length_s, ended=True),
             self.journal.close,
         ):
             try:
@@ -320,7 +327,8 @@ class Daemon:
             self.refresh_advert()
 
     def refresh_advert(self, force: bool = False) -> None:
-        self.inventory.weight = weight(self.history, time.time() - self._started_unix)
+        self.inventory.weight = self.presence.tick(time.time(), self.inventory.lends)
+        self.inventory.up_since_unix = int(self.presence.since_unix or self._started_unix)
         free, room = shutil.disk_usage(self.layout.root).free, self.store.room()
         free_mib = (free if room is None else min(free, room)) >> 20
         self.inventory.store_free_mib = free_mib // 1024 * 1024  # to the GiB, so that it does not flutter

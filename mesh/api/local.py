@@ -28,6 +28,7 @@ from mesh.api.orders import (
     ShareOrder,
     SubmitOrder,
 )
+from mesh.api.presence import survival_of
 from mesh.api.recovery import recover as recover_job
 from mesh.api.zones import zone_list
 from mesh.jobs.spec import SpecError
@@ -59,6 +60,9 @@ def application(daemon: "Daemon") -> web.Application:
 
     async def zones(request: web.Request) -> Any:
         return zone_list(daemon)
+
+    async def survival(request: web.Request) -> Any:
+        return survival_of(daemon, request.match_info["node"])
 
     async def gpus(request: web.Request) -> Any:
         return gpu_list(daemon)
@@ -166,6 +170,7 @@ def application(daemon: "Daemon") -> web.Application:
         ("GET", "/v1/status", status),
         ("GET", "/v1/nodes", nodes),
         ("GET", "/v1/zones", zones),
+        ("GET", "/v1/survival/{node}", survival),
         ("GET", "/v1/gpus", gpus),
         ("GET", "/v1/receipts", receipts),
         ("GET", "/v1/jobs", jobs),
