@@ -148,9 +148,8 @@ def share_level(share: float, usual: float) -> int:
     return bisect_right(SHARE_EDGES, share / usual) if usual > 0 else SHARES - 1
 
 
-def hour_level(local_s: float) -> int:
-    """Of local time in seconds since the epoch: its hour, with 24 more on Saturday and Sunday."""
-    hours = int(local_s // HOUR_S)
+def hour_level(hours: int) -> int:
+    """Of the hours of local time since the epoch: the hour of the day, with 24 more on Saturday and Sunday."""
     return hours % 24 + (24 if (hours // 24 + 3) % 7 >= 5 else 0)
 
 

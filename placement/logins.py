@@ -39,7 +39,7 @@ def read_last(text: str, node: str, utc_offset_s: float = 0.0) -> Trace:
         if len(words) > 1 and words[1] == "begins":
             begins.extend(times[:1])
             return
-        if not times:
+        if not times or not _times(line.partition(" - ")[0], utc_offset_s):
             raise ValueError("it has no full date: write the file with `last -F`")
         start = times[0]
         found = LASTED.search(line)

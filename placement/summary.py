@@ -10,7 +10,9 @@ from typing import Annotated
 import msgspec
 
 from placement import factors
-from placement.survival import Estimator, Room
+from placement.belief import MOST
+from placement.room import Room
+from placement.survival import Estimator
 
 LAYOUT = 1
 UNIT = 100  # counts travel in hundredths
@@ -34,7 +36,8 @@ class SummaryError(ValueError):
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`events` and `expected`: its own counts of the base rate (expected: hours), ages, hours, stays and shares, one after
     another; `own_...`: of the node, its ages, its four-hour blocks. `since_unix`: lent since then, 0 if it is not. `until_unix`:
-    its owner has said that he takes it back then, 0 if not. `week`: as `week.week_of` has it."""
+    its owner has said that he takes it back then, 0 if not. `lent`: hours; `belief`: information and kappa; `week`: as
+    `week.week_of` has it."""
 
     layout: int
     as_of_unix: int
@@ -45,6 +48,8 @@ class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expected: tuple[Hundredths, ...]
     own_events: tuple[Hundredths, ...]
     own_expected: tuple[Hundredths, ...]
+    lent: Hundredths
+    belief: tuple[Hundredths, Annotated[int, msgspec.Meta(ge=0, le=UNIT)]]
     week: bytes
 
 
@@ -90,6 +95,8 @@ def summarise(estimator: Estimator, node: bytes, now: float, until: float, week:
         _hundredths(value / scale for value in expected),
         _hundredths(own_events),
         _hundredths(own_expected),
+        min(2**31, round(estimator.hours_lent / scale * UNIT)),
+        (round(estimator.belief.information * UNIT), round(estimator.belief.own * UNIT)),
         week,
     )
 
@@ -97,8 +104,13 @@ def summarise(estimator: Estimator, node: bytes, now: float, until: float, week:
 def adopt(estimator: Estimator, summaries: Iterable[Summary], now: float) -> None:
     """What all the others tell becomes the campus's prior, in place of what they told before."""
     events, expected = [0.0] * COMMON, [0.0] * COMMON
+    lent = information = kappa = 0.0
     for summary in summaries:
         worth = _worth(summary, now) / UNIT
+        lent += min(summary.lent * worth, MOST_HOURS)
+        believed = min(MOST, summary.belief[0] * worth)
+        information += believed
+        kappa += believed * summary.belief[1] / UNIT
         for level, value in enumerate(summary.events):
             events[level] += value * worth
         for level, value in enumerate(summary.expected):
@@ -108,7 +120,8 @@ def adopt(estimator: Estimator, summaries: Iterable[Summary], now: float) -> Non
     for levels in LEVELS:
         parts.append((events[begin : begin + levels], expected[begin : begin + levels]))
         begin += levels
-    base = (parts[0][0][0], parts[0][1][0])
+    base = (parts[0][0][0], parts[0][1][0], lent)
+    estimator.belief.adopt(information, kappa / information if information else 0.0)
     estimator.adopt(base, parts[1], parts[2], parts[3], parts[4])
 
 

@@ -6,29 +6,31 @@ The hazard is a product of shrunk factors (`factors.py`), each counted on line a
             x node x (node, age) x (node, four hours)              how this node differs
             x room now x room's share lent                         machines of a room leave together
 
-and S = (1 + theta H)^(-1/theta), H its integral over the window: a Gamma frailty, since no node is the average of its factors.
+of which as much is believed as has come true (`belief.py`), and S = (1 + theta H)^(-1/theta), H its integral over the window: a
+Gamma frailty, since no node is the average of its factors.
 `docs/survival.md` has the formulas, where the constants come from, and how far to trust it. One update is O(1).
 """
 
 from collections.abc import Iterable, Sequence
-from math import exp, log, sqrt
+from math import exp, floor, log, sqrt
 
 import msgspec
 
 from placement import factors
 from placement.advert import MAX_WEIGHT
+from placement.belief import Belief
 from placement.factors import AGE_EDGES_S, HOUR_S, Factor, Fading, age_level, block_of, hour_level
+from placement.room import Room
 
 # Departures that a factor's prior counts for. Chosen as the half-lives are (docs/survival.md); the optimum is flat.
-AGE_PRIOR, HOUR_PRIOR, STAY_PRIOR, SHARE_PRIOR, ROOM_PRIOR = 7.0, 3.0, 50.0, 20.0, 30.0
+AGE_PRIOR, HOUR_PRIOR, STAY_PRIOR, SHARE_PRIOR = 7.0, 3.0, 50.0, 20.0
 NODE_PRIOR, OWN_AGE_PRIOR, OWN_BLOCK_PRIOR = 3.0, 5.0, 15.0
 # One departure in twelve hours of a node of four hours' age: between the 1.7 a day of a university cluster and the 7 to 13 of
 # spot instances, and soon outweighed.
 BASE_EVENTS, BASE_HOURS = 1.0, 12.0
+MOST_S = 90 * factors.DAY_S  # counted of one stay at a time: a clock that jumps by years says nothing; ours
 FRAILTY = 0.25  # theta; on both traces the best is 0.1 to 0.35
 ROOM_MEMORY_S = 4 * HOUR_S  # what the room does now says half as much of four hours on
-TOGETHER_S = 300.0  # departures of one room within this are one; ours
-TOGETHER_PRIOR = (0.2, 4.0)  # a fifth, worth four departures; ours
 Z_90 = 1.645
 
 LN2 = log(2.0)
@@ -40,41 +42,6 @@ class Survival(msgspec.Struct, frozen=True):
     probability: float
     low: float
     high: float
-
-
-class Room:
-    """Machines that leave together: a zone. Its departures of late against what was expected, and how much of it is lent."""
-
-    __slots__ = ("at", "departures", "last_departure", "level", "regime", "share", "together", "usual")
-
-    def __init__(self, now: float) -> None:
-        self.regime = Fading(ROOM_PRIOR, factors.ROOM_HALF_LIFE_S, now)
-        self.at, self.share, self.usual = now, 1.0, 0.0
-        self.level = factors.share_level(1.0, 1.0)
-        self.last_departure = float("-inf")
-        self.departures = self.together = 0.0
-
-    def see(self, lent: int, members: int, now: float) -> None:
-        """So many of its machines are lent."""
-        share = lent / members if members else 0.0
-        if self.usual == 0.0:
-            self.usual = share
-        elif now > self.at:
-            kept = 0.5 ** ((now - self.at) / factors.SHARE_HALF_LIFE_S)
-            self.usual = self.usual * kept + self.share * (1 - kept)
-        self.at, self.share = max(now, self.at), share
-        self.level = factors.share_level(share, self.usual)
-
-    def depart(self, now: float) -> None:
-        self.departures += 1
-        self.together += now - self.last_departure <= TOGETHER_S
-        self.last_departure = now
-
-    @property
-    def common(self) -> float:
-        """The part of its departures that came with another one's."""
-        part, worth = TOGETHER_PRIOR
-        return (self.together + part * worth) / (self.departures + worth)
 
 
 class Node:
@@ -95,11 +62,13 @@ class Node:
 class Window:
     """The hours between now and then, cut where the hour changes; made once for all nodes that are asked about."""
 
-    __slots__ = ("blocks", "end", "reversion", "spans", "start")
+    __slots__ = ("blocks", "end", "kappa", "reversion", "spans", "start")
 
-    def __init__(self, start: float, end: float, spans: list[tuple[float, float, int]], hours: Sequence[float]) -> None:
-        self.start, self.end = start, end
-        self.spans = [(lower, upper, hours[level], block_of(level)) for lower, upper, level in spans]
+    def __init__(
+        self, start: float, end: float, spans: list[tuple[float, float, int]], hours: Sequence[float], kappa: float
+    ) -> None:
+        self.start, self.end, self.kappa = start, end, kappa
+        self.spans = [(lower, upper, hours[level] ** kappa, block_of(level)) for lower, upper, level in spans]
         blocks: dict[int, float] = {}
         for lower, upper, rate, block in self.spans:
             blocks[block] = blocks.get(block, 0.0) + (upper - lower) / HOUR_S * rate
@@ -118,13 +87,14 @@ class Estimator:
         self.utc_offset_s = utc_offset_s
         self.nodes: dict[bytes, Node] = {}
         self.rooms: dict[str, Room] = {}
-        self.events, self.hours_at_risk = 0.0, 0.0
-        self.other_events = self.other_hours = 0.0
+        self.events = self.hours_at_risk = self.hours_lent = 0.0
+        self.other_events = self.other_hours = self.other_lent = 0.0
+        self.belief = Belief()
         self.ages = Factor(factors.AGES, AGE_PRIOR, factors.AGE_SHAPE)
         self.hours = Factor(factors.HOURS, HOUR_PRIOR, circle=24)
         self.stays = Factor(factors.STAYS, STAY_PRIOR)
         self.shares = Factor(factors.SHARES, SHARE_PRIOR)
-        self.rate = BASE_EVENTS / BASE_HOURS
+        self.rate = self.mean = BASE_EVENTS / BASE_HOURS
         self._epoch = self._renewed = now
         self._scale = 1.0
 
@@ -176,7 +146,7 @@ class Estimator:
 
     def window(self, now: float, horizon_s: float) -> Window:
         end = now + max(0.0, horizon_s)
-        return Window(now, end, list(self._hours_between(now, end)), self.hours.rates)
+        return Window(now, end, list(self._hours_between(now, end)), self.hours.rates, self.belief.kappa)
 
     def hazard(self, node: bytes, window: Window) -> float:
         """The integral of the hazard over the window. A node that is not known, or not lent, counts as lent from now on."""
@@ -215,14 +185,15 @@ class Estimator:
 
     def adopt(
         self,
-        base: tuple[float, float],
+        base: tuple[float, float, float],
         ages: tuple[Sequence[float], Sequence[float]],
         hours: tuple[Sequence[float], Sequence[float]],
         stays: tuple[Sequence[float], Sequence[float]],
         shares: tuple[Sequence[float], Sequence[float]],
     ) -> None:
-        """What the other nodes counted, events and expectations, in place of what was known of it before."""
-        self.other_events, self.other_hours = base
+        """What the other nodes counted, in place of what was known of it before: departures, hours at risk and hours lent; then
+        events and expectations by level."""
+        self.other_events, self.other_hours, self.other_lent = base
         for factor, (events, expected) in zip(self.common(), (ages, hours, stays, shares), strict=True):
             factor.adopt(events, expected, self._scale)
         self._renew_rate()
@@ -244,6 +215,7 @@ class Estimator:
                 factor.rebase(self._scale)
             self.events /= self._scale
             self.hours_at_risk /= self._scale
+            self.hours_lent /= self._scale
             self._epoch, self._scale = now, 1.0
         if now - self._renewed > HOUR_S:  # levels that are not touched fade too
             self._renewed = now
@@ -254,6 +226,7 @@ class Estimator:
         """It was lent from `start` to `end`, with a departure at the end or none."""
         since = node.since
         assert since is not None and start <= end
+        start = max(start, end - MOST_S)
         stay = factors.stay_level(node.last_stay_s)
         room = node.room
         share, scale = room.level, self._scale
@@ -277,6 +250,10 @@ class Estimator:
                 / HOUR_S
             )
             if node.campus:
+                hours = (upper - lower) / HOUR_S
+                if hours > 0:
+                    self.belief.learn(events, hours, self.mean, expected / hours)
+                self.hours_lent += hours * scale
                 self.events += events * scale
                 self.hours_at_risk += expected / self.rate * scale
                 self.ages.add(age, events, expected / self.ages.relative(age), scale)
@@ -293,29 +270,30 @@ class Estimator:
         self.rate = (self.events / self._scale + self.other_events + BASE_EVENTS) / (
             self.hours_at_risk / self._scale + self.other_hours + BASE_HOURS
         )
+        self.mean = (self.events / self._scale + self.other_events + BASE_EVENTS) / (
+            self.hours_lent / self._scale + self.other_lent + BASE_HOURS
+        )
 
     def _hours_between(self, start: float, end: float) -> Iterable[tuple[float, float, int]]:
         """Cut where the hour changes; one empty span where nothing lies between."""
-        lower = start
+        lower, hour = start, floor((start + self.utc_offset_s) / HOUR_S)
         while True:
-            local = lower + self.utc_offset_s
-            upper = min(end, lower + HOUR_S - local % HOUR_S)
-            yield lower, upper, hour_level(local)
+            upper = min(end, max(lower, (hour + 1) * HOUR_S - self.utc_offset_s))
+            yield lower, upper, hour_level(hour)
             if upper >= end:
                 return
-            lower = upper
+            lower, hour = upper, hour + 1
 
     def _spans(self, start: float, end: float, since: float) -> Iterable[tuple[float, float, int, int]]:
         """Cut where the hour or the age's level changes: (from, to, age, hour)."""
         for lower, upper, hour in self._hours_between(start, end):
-            begun = lower
+            begun, age = lower, age_level(lower - since)
             while True:
-                age = age_level(begun - since)
-                ended = min(upper, since + AGE_EDGES_S[age]) if age < len(AGE_EDGES_S) else upper
+                ended = min(upper, max(begun, since + AGE_EDGES_S[age])) if age < len(AGE_EDGES_S) else upper
                 yield begun, ended, age, hour
                 if ended >= upper:
                     break
-                begun = ended
+                begun, age = ended, age + 1
 
     def _integral(self, window: Window, since: float, node: Node | None) -> float:
         rate, stay = self.rate, 0
@@ -326,32 +304,34 @@ class Estimator:
             stay = factors.stay_level(node.last_stay_s)
             own_ages, own_blocks = node.ages.rates, node.blocks.rates
         rate *= self.stays.rates[stay]
+        kappa = window.kappa
+        rate = self.mean ** (1 - kappa) * rate**kappa
         ages = self.ages.rates
         age = age_level(window.start - since)
         if age >= len(AGE_EDGES_S) or since + AGE_EDGES_S[age] >= window.end:
             total = 0.0
             for block, hours in window.blocks:
-                total += own_blocks[block] * hours
-            return rate * ages[age] * own_ages[factors.OWN_AGE_OF[age]] * total
+                total += own_blocks[block] ** kappa * hours
+            return float(rate * (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa * total)
         total = 0.0
-        now_rate = ages[age] * own_ages[factors.OWN_AGE_OF[age]]
+        now_rate = (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa
         edge = since + AGE_EDGES_S[age]
         for lower, upper, hour_rate, block in window.spans:
-            begun, weight = lower, hour_rate * own_blocks[block]
+            begun, weight = lower, hour_rate * own_blocks[block] ** kappa
             while edge < upper:
                 total += now_rate * weight * (edge - begun)
                 begun = edge
                 age += 1
-                now_rate = ages[age] * own_ages[factors.OWN_AGE_OF[age]]
+                now_rate = (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa
                 edge = since + AGE_EDGES_S[age] if age < len(AGE_EDGES_S) else float("inf")
             total += now_rate * weight * (upper - begun)
-        return rate * total / HOUR_S
+        return float(rate * total / HOUR_S)
 
     def _variance(self, node: bytes, now: float) -> float:
         """Of the hazard's logarithm, now: what each factor's counts leave open."""
         known, scale = self.nodes.get(node), self._scale
         since = now if known is None or known.since is None else known.since
-        age, hour = age_level(now - since), hour_level(now + self.utc_offset_s)
+        age, hour = age_level(now - since), hour_level(floor((now + self.utc_offset_s) / HOUR_S))
         total = 1 / (self.events / scale + self.other_events + BASE_EVENTS)
         total += self.ages.variance(age, scale) + self.hours.variance(hour, scale)
         if known is None:

@@ -1,6 +1,7 @@
 """A node's week: in which part of each hour, from Monday 0:00 to Sunday 23:00 local time, it was lent."""
 
 from collections.abc import Iterable
+from math import floor
 
 from placement.factors import HOUR_S
 from placement.stays import Span
@@ -16,14 +17,9 @@ def week_of(stays: Iterable[Span], first: float, last: float, utc_offset_s: floa
     for spans, seconds in (([(first, last)], known), (stays, lent)):
         for start, end in spans:
             now, until = max(first, start), min(last, end)
+            hour = floor((now + utc_offset_s) / HOUR_S)
             while now < until:
-                local = now + utc_offset_s
-                upper = min(until, now + HOUR_S - local % HOUR_S)
-                seconds[hour_of_week(local)] += upper - now
-                now = upper
+                upper = min(until, max(now, (hour + 1) * HOUR_S - utc_offset_s))
+                seconds[(hour + 72) % WEEK_HOURS] += upper - now  # the epoch began on a Thursday
+                now, hour = upper, hour + 1
     return bytes(round(100 * min(1.0, there / of)) if of > 0 else UNSEEN for there, of in zip(lent, known, strict=True))
-
-
-def hour_of_week(local_s: float) -> int:
-    """0 is Monday 0:00; the epoch began on a Thursday."""
-    return (int(local_s // HOUR_S) + 72) % WEEK_HOURS
