@@ -35,6 +35,7 @@ def boosted(
     """Probabilities for the test questions, and the settings chosen, in words."""
     import numpy as np
     from sklearn.ensemble import HistGradientBoostingClassifier
+    from threadpoolctl import threadpool_limits
 
     stayed = np.asarray(questions.stayed[horizon_min])
     first, last = questions.bin[train[0]], questions.bin[train[-1]]
@@ -49,8 +50,10 @@ def boosted(
         if len(set(stayed[places].tolist())) < 2:  # nobody ever left, or all did: nothing to learn
             return [float(stayed[places].mean())] * len(asked)
         model = HistGradientBoostingClassifier(random_state=SEED, early_stopping=False, **settings)
-        model.fit(table[places], stayed[places])
-        return [float(chance) for chance in model.predict_proba(table[asked])[:, 1]]
+        # One thread: several wait for each other by spinning, and beside other work take ten times as long.
+        with threadpool_limits(1, user_api="openmp"):
+            model.fit(table[places], stayed[places])
+            return [float(chance) for chance in model.predict_proba(table[asked])[:, 1]]
 
     choices = [(names, number) for names in (BASIC, tuple(columns)) for number in range(len(SETTINGS))]
     best = choices[-2]
