@@ -184,10 +184,10 @@ class Daemon:
         )
         self.presence = Presence(
             self.me,
-            settings.zone,
             self.journal,
             lambda body: self.membership.publish(SECTION, body, SUMMARY_TTL_S),
             self.jobs.outlook.adverts,
+            lambda: {node: zone.name for zone in self.jobs.outlook.hierarchy().zones for node in zone.nodes},
             lambda: {record.node: record.body for record in self.membership.records(SECTION)},
         )
         await self.presence.open(time.time())

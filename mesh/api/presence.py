@@ -29,8 +29,7 @@ def survival_of(daemon: "Daemon", text: str) -> dict[str, Any]:
             ExitCode.NOT_FOUND,
         )
     if not mine:
-        advert = next((a for a in daemon.jobs.outlook.adverts() if a.node == member.node_id), None)
-        presence.meet(member.node_id, summary, advert.zone if advert else "", now)
+        presence.meet(member.node_id, summary, now)
     known = presence.estimator.nodes[member.node_id]
     until = summary.until_unix or None
     rows = []

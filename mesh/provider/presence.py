@@ -32,18 +32,19 @@ class Presence:
     def __init__(
         self,
         me: bytes,
-        zone: str,
         journal: Journal,
         publish: Callable[[bytes], None],
         adverts: Callable[[], Iterable[Advert]],
+        zones: Callable[[], Mapping[bytes, str]],
         told: Callable[[], Mapping[bytes, bytes]],
     ) -> None:
-        self.me, self.zone = me, zone
+        self.me, self.zone = me, ""
         self.until_unix = 0.0
         self.weight = 1
         self.stays: list[OwnStay] = []
         self.estimator = Estimator(0.0)
-        self._journal, self._publish, self._adverts, self._told = journal, publish, adverts, told
+        self._journal, self._publish = journal, publish
+        self._adverts, self._zones, self._told = adverts, zones, told
         self._since: float | None = None
         self._seen = self._first = 0.0
         self._looked = self._kept = self._published = self._adopted = 0.0
@@ -123,9 +124,9 @@ class Presence:
             log.debug("node %s: %s", node.hex()[:8], error)
             return None
 
-    def meet(self, node: bytes, summary: Summary, zone: str, now: float) -> None:
+    def meet(self, node: bytes, summary: Summary, now: float) -> None:
         """Foretell that node's stay by what it told."""
-        introduce(self.estimator, node, summary, self.estimator.room(zone, now), now)
+        introduce(self.estimator, node, summary, self.estimator.room(self._zones().get(node, ""), now), now)
 
     def _end(self, now: float, cause: str = "") -> None:
         assert self._since is not None
@@ -140,10 +141,12 @@ class Presence:
 
     def _look_around(self, now: float) -> None:
         """Who of this zone is lent."""
+        zones = self._zones()
+        self.zone = zones.get(self.me, self.zone)
         room = self.estimator.room(self.zone, now)
-        mates = {
-            advert.node: advert for advert in self._adverts() if advert.zone == self.zone and advert.node != self.me
-        }
+        self.estimator.know(self.me, room, now)
+        mates = {advert.node: advert for advert in self._adverts() if zones.get(advert.node) == self.zone}
+        mates.pop(self.me, None)
         lent = {node for node, advert in mates.items() if advert.lending and not advert.paused}
         for node in self._watched - lent:
             self.estimator.left(node, now)
@@ -155,12 +158,12 @@ class Presence:
 
     def _adopt(self, now: float) -> None:
         others: list[Summary] = []
-        zones = {advert.node: advert.zone for advert in self._adverts()}
+        zones = self._zones()
         told = self._told()
         for node in told:
             if node != self.me and (summary := self.told_by(node)) is not None:
                 others.append(summary)
-                self.meet(node, summary, zones.get(node, ""), now)
+                introduce(self.estimator, node, summary, self.estimator.room(zones.get(node, ""), now), now)
         for node in self.estimator.nodes.keys() - told.keys() - self._watched - {self.me}:
             self.estimator.forget(node)
         adopt(self.estimator, others, now)

@@ -25,7 +25,12 @@ class World:
         self.published: list[bytes] = []
         self.adverts: list[Advert] = []
         self.told: dict[bytes, bytes] = {}
-        self.presence = Presence(ME, "lab", journal, self.published.append, lambda: self.adverts, lambda: self.told)
+        self.presence = Presence(
+            ME, journal, self.published.append, lambda: self.adverts, self.zones, lambda: self.told
+        )
+
+    def zones(self) -> dict[bytes, str]:
+        return {ME: "lab", **{advert.node: advert.zone for advert in self.adverts}}
 
     def live(self, start: float, end: float, lent: bool = True, step_s: float = 60.0) -> float:
         now = start
