@@ -100,7 +100,8 @@ class Presence:
         if not 0 <= now - self._adopted < ADOPT_S:
             self._adopted = now
             self._adopt(now)
-        if changed or not 0 <= now - self._published < TELL_S:
+        lends = self._since is not None or bool(self.stays)
+        if lends and (changed or not 0 <= now - self._published < TELL_S):
             self._published = now
             self._publish(encode_summary(self.summary(now)))
         self.weight = weight(self.estimator.survival(self.me, now, WEIGHED_S, self.until_unix or None).probability)
