@@ -142,6 +142,21 @@ class Estimator:
         """It is a member no more."""
         self.nodes.pop(node, None)
 
+    def tidy(self) -> None:
+        """Forget the rooms that nobody is in."""
+        used = {id(node.room) for node in self.nodes.values()}
+        self.rooms = {name: room for name, room in self.rooms.items() if id(room) in used}
+
+    def turn_back(self, now: float) -> None:
+        """The clock was set back: nothing has been seen later than now, and what was lent has been since now."""
+        for node in self.nodes.values():
+            node.seen, node.own.at = min(node.seen, now), min(node.own.at, now)
+            node.since = None if node.since is None else min(node.since, now)
+        for room in self.rooms.values():
+            room.at, room.regime.at = min(room.at, now), min(room.regime.at, now)
+            room.last_departure = min(room.last_departure, now)
+        self._epoch, self._renewed = min(self._epoch, now), min(self._renewed, now)
+
     # --- what is to be expected
 
     def window(self, now: float, horizon_s: float) -> Window:

@@ -235,7 +235,7 @@ def heatmap(week: Sequence[int | None]) -> list[str]:
         cells = (unknown if share is None else shades[-(-share * (len(shades) - 1) // 100)] for share in hours)
         lines.append(f"{day}   " + "".join(2 * cell for cell in cells).rstrip())
     lines.append(
-        f"      {shades[-1]} all of the hour, {shades[1]} a quarter or less, blank never, {unknown} not known yet"
+        f"      {shades[-1]} most of the hour, {shades[1]} a quarter or less, blank never, {unknown} not known yet"
     )
     return lines
 

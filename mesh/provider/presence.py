@@ -81,6 +81,9 @@ class Presence:
         if self._since is not None and now - self._seen > SLEPT_S:
             self._end(self._seen, "lost")
             changed = lent
+        elif now < self._seen - SLEPT_S:  # the clock was wrong, and so is what it said of this stay
+            self.estimator.turn_back(now)
+            self._since = now if self._since is not None else None
         if not changed and 0 <= now - self._looked < LOOK_S:
             self._seen = now
             return self.weight
@@ -93,7 +96,7 @@ class Presence:
         elif self._since is not None:
             self._end(now)
         self._seen = now
-        if self._since is not None and now - self._kept >= KEEP_S:
+        if self._since is not None and not 0 <= now - self._kept < KEEP_S:
             self._kept = now
             self._journal.note_stay(OwnStay(_ms(self._since), _ms(now), ""))
         self._look_around(now)
@@ -167,6 +170,7 @@ class Presence:
                 introduce(self.estimator, node, summary, self.estimator.room(zones.get(node, ""), now), now)
         for node in self.estimator.nodes.keys() - told.keys() - self._watched - {self.me}:
             self.estimator.forget(node)
+        self.estimator.tidy()
         adopt(self.estimator, others, now)
 
 

@@ -70,6 +70,18 @@ async def test_it_gives_back_what_it_got(journal: Journal) -> None:
     assert await journal.errands() == []
 
 
+async def test_the_newest_stays_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.jobs.journal.STAYS_KEPT", 3)
+    for start in (1, 3, 5, 7, 9):
+        journal = Journal(tmp_path / "journal.sqlite")
+        await journal.open()
+        journal.note_stay(OwnStay(start, start + 1, "reclaimed"))
+        await journal.close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as kept:
+        assert [row[0] for row in kept.execute("SELECT start_ms FROM stays ORDER BY 1")] == [3, 5, 7, 9]
+    kept.close()
+
+
 async def test_sessions_of_an_older_journal_are_stays(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with sqlite3.connect(path) as old:

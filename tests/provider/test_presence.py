@@ -142,6 +142,12 @@ async def test_a_clock_that_jumps_does_no_harm(journal: Journal) -> None:
     for now in (10.0, 70.0, NOW, NOW + 60, 100.0, 160.0, NOW + 120, NOW + 180):
         assert 1 <= world.presence.tick(now, True) <= 64
     world.presence.close(NOW + 181)
+    world.presence.tick(NOW + 4e8, True)  # years ahead, and put right a minute later
+    world.presence.tick(NOW + 1000, True)
+    assert world.presence.since_unix == NOW + 1000
+    world.live(NOW + 1000, NOW + 1000 + HOUR_S)
+    known = world.presence.estimator.nodes[ME]
+    assert known.since == NOW + 1000 and known.seen >= NOW + 1000 + HOUR_S - 120
     again = World(journal)
     await again.presence.open(NOW + 500)
     assert 1 <= again.presence.tick(NOW + 500, True) <= 64
