@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 # Suites run side by side; those that need the same engine or kernel stay together (tests/conftest.py).
 WORKERS ?= 2
 
-.PHONY: demo test venv frameworks lint bench-cli bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider clean
+.PHONY: demo test venv frameworks lint bench-cli bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement clean
 
 demo: venv
 	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
@@ -61,6 +61,11 @@ bench-guard-gpu: venv
 # Needs root, iproute2 and clang. Two minutes; `BENCH_ARGS="--rows cut"` is shorter.
 bench-provider: venv
 	$(PYTHON) tests/bench/provider.py $(BENCH_ARGS)
+
+# Traces lie outside the project (docs/survival.md says which): BENCH_ARGS="--traces DIR". Lifelines runs beside where it is installed.
+# A minute.
+bench-placement: venv
+	$(PYTHON) tests/bench/placement.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-frameworks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

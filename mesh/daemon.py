@@ -27,7 +27,7 @@ from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
 from membership.durable import write_durably
 from membership.effects import RecordChanged
-from membership.envelope import open_envelope, seal
+from membership.envelope import open_envelope
 from membership.events import EventsLost
 from membership.gate import Policy
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
@@ -39,6 +39,7 @@ from mesh.api.auth import Gatekeeper
 from mesh.api.ckptdesk import CkptDesk
 from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
+from mesh.api.gpudesk import give_receipt
 from mesh.api.homecoming import Homecoming
 from mesh.api.images import ImageDesk
 from mesh.api.jobdesk import JobDesk
@@ -70,17 +71,16 @@ from mesh.jobs.journal import Journal, JournalError
 from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
+from mesh.provider.attendance import SECTION, SUMMARY_TTL_S, Attendance
 from mesh.provider.guard import NodeGuard, page_directory
 from mesh.provider.inventory import Inventory, Lending, load_lending, machine_mib
 from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.owner import Owner
-from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
 from mesh.seeds import checked_seeds, read_seeds
 from mesh.systemd import keep_privileges, notify
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
-from placement.survival import History, weight
 
 FACTS_TTL_S = 3600.0
 ADVERT_TTL_S = 3600.0  # changes are told at once, and the absent are not asked, so it need not be repeated often
@@ -171,8 +171,8 @@ class Daemon:
             self._note,
             guards=settings.gpu_sharing,
             bypass=settings.gpu_bypass,
-            found=lambda tenant, text: self._say_of(tenant, text, "bypass"),
-            ended=self._give_receipt,
+            found=lambda tenant, text: self.say_of(tenant, text, "bypass"),
+            ended=lambda tenant, used: self.say_of(tenant, give_receipt(self, tenant, used), "receipt"),
         )
         self.ceilings = ceilings_of(
             machine_mib(),
@@ -199,7 +199,6 @@ class Daemon:
             memory_mib=self.ceilings.memory_mib,
             cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
         )
-        self.history = History.of(await self.journal.sessions())
         self.library = Library(
             layout.images,
             _bytes(settings.image_cache_gib) or 0,
@@ -226,6 +225,15 @@ class Daemon:
             self.refresh_advert,
             self.library.ready,
         )
+        self.attendance = Attendance(
+            self.me,
+            self.journal,
+            lambda body: self.membership.publish(SECTION, body, SUMMARY_TTL_S),
+            self.jobs.outlook.adverts,
+            lambda: {node: zone.name for zone in self.jobs.outlook.hierarchy().zones for node in zone.nodes},
+            lambda: {record.node: record.body for record in self.membership.records(SECTION)},
+        )
+        await self.attendance.open(time.time())
         self.jobs.courier.refusals.tell = self._note
         standing = self.membership.standing
         self.ladder = Ladder(self.jobs, self.guard, standing.user, standing.nick)
@@ -293,7 +301,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """Let go of everything that `start` took; one part's trouble does not keep the others."""
-        length_s = time.time() - self._started_unix
+        self.attendance.close(time.time())
         for step in (
             self.ladder.close,
             self.jobs.close,
@@ -305,7 +313,6 @@ class Daemon:
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
-            lambda: self.journal.record_session(length_s, ended=True),
             self.journal.close,
         ):
             try:
@@ -402,7 +409,9 @@ class Daemon:
             self.refresh_advert()
 
     def refresh_advert(self, force: bool = False) -> None:
-        self.inventory.weight = weight(self.history, time.time() - self._started_unix)
+        self.attendance.until_unix = self.owner.opens_at() or 0.0
+        self.inventory.weight = self.attendance.tick(time.time(), self.inventory.lends)
+        self.inventory.up_since_unix = int(self.attendance.since_unix or self._started_unix)
         free, room = shutil.disk_usage(self.layout.root).free, self.store.room()
         free_mib = (free if room is None else min(free, room)) >> 20
         self.inventory.store_free_mib = free_mib // 1024 * 1024  # to the GiB, so that it does not flutter
@@ -481,25 +490,9 @@ class Daemon:
         log.warning("%s", text)
         self.jobs.chronicle.say(None, "node", text)
 
-    def _say_of(self, tenant: Tenant, text: str, new: str) -> None:
+    def say_of(self, tenant: Tenant, text: str, new: str) -> None:
         """Among the events of the job that is under guard."""
         self.jobs.chronicle.say(parse_job(tenant.job), "state", text, new=new)
-
-    def _give_receipt(self, tenant: Tenant, used: tuple[DeviceUse, ...]) -> None:
-        """An attempt has ended: what it used of the GPUs is signed, kept, and told among the events of its job."""
-        job = parse_job(tenant.job)
-        attempt = self.jobs.attempts.get(job)
-        receipt = Receipt(
-            job=tenant.job,
-            attempt=tenant.attempt,
-            node=self.me,
-            user=attempt.spec.user if attempt is not None else "",
-            from_unix_ms=tenant.began_unix_ms,
-            until_unix_ms=time.time_ns() // 1_000_000,
-            devices=used,
-        )
-        self.journal.keep_receipt(job, seal(self.identity, self.trust.mesh_id, KIND, encode_receipt(receipt)))
-        self._say_of(tenant, in_words(receipt), "receipt")
 
     def _lookup(self, node: NodeId) -> Address | None:
         record = self.membership.record(node, "facts")

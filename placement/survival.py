@@ -1,85 +1,366 @@
-"""How likely a node stays: a hazard that falls with the time it has been up, shrunk towards a campus prior.
+"""How likely a node stays: S(t, t + w), learnt as it goes from when machines were lent and taken back.
 
-Time since the node became available says most about how long it will stay, on every trace tried (university cluster 2013,
-spot instances 2022 and 2023): fitted Weibull shapes are 0.46 to 0.68, far from memoryless. The first estimate is therefore
-piecewise constant in age, rate = (events + prior) / (exposure + prior exposure) per bin.
+The hazard is a product of shrunk factors (`factors.py`), each counted on line and slowly forgotten:
+
+    lambda0 x age x hour-of-day-and-weekend x last stay            what the campus has in common
+            x node x (node, age) x (node, four hours)              how this node differs
+            x room now x room's share lent                         machines of a room leave together
+
+of which as much is believed as has come true (`belief.py`), and S = (1 + theta H)^(-1/theta), H its integral over the window: a
+Gamma frailty, since no node is the average of its factors.
+`docs/survival.md` has the formulas, where the constants come from, and how far to trust it. One update is O(1).
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from math import exp
+from collections.abc import Iterable, Sequence
+from math import exp, floor, log, sqrt
 
 import msgspec
 
+from placement import factors
 from placement.advert import MAX_WEIGHT
+from placement.belief import Belief
+from placement.factors import AGE_EDGES_S, HOUR_S, Factor, Fading, age_level, block_of, hour_level
+from placement.room import Room
 
-# Bin edges in seconds of age: 5 minutes, doubling.
-EDGES_S = tuple(300.0 * 2**power for power in range(12))
+# Departures that a factor's prior counts for. Chosen as the half-lives are (docs/survival.md); the optimum is flat.
+AGE_PRIOR, HOUR_PRIOR, STAY_PRIOR, SHARE_PRIOR = 7.0, 3.0, 50.0, 20.0
+NODE_PRIOR, OWN_AGE_PRIOR, OWN_BLOCK_PRIOR = 3.0, 5.0, 15.0
+# One departure in twelve hours of a node of four hours' age: between the 1.7 a day of a university cluster and the 7 to 13 of
+# spot instances, and soon outweighed.
+BASE_EVENTS, BASE_HOURS = 1.0, 12.0
+MOST_S = 90 * factors.DAY_S  # counted of one stay at a time: a clock that jumps by years says nothing; ours
+FRAILTY = 0.25  # theta; on both traces the best is 0.1 to 0.35
+ROOM_MEMORY_S = 4 * HOUR_S  # what the room does now says half as much of four hours on
+Z_90 = 1.645
 
-# The campus prior, per hour and bin: h(age) of a Weibull with k = 0.57, scale 5.55 h, the fit to when nodes of a
-# 44-node university cluster were free of their owners (1,266 stays). At the middle of each bin.
-PRIOR_SHAPE, PRIOR_SCALE_H = 0.57, 5.55
-PRIOR_EXPOSURE_H = 8.0  # a node's own history outweighs the campus after a working day in a bin; ours
-
-
-def _prior_rate(bin_number: int) -> float:
-    lower = EDGES_S[bin_number - 1] if bin_number > 0 else 0.0
-    upper = EDGES_S[bin_number] if bin_number < len(EDGES_S) else 2 * EDGES_S[-1]
-    hours = (lower + upper) / 7200
-    return float(PRIOR_SHAPE / PRIOR_SCALE_H * (hours / PRIOR_SCALE_H) ** (PRIOR_SHAPE - 1))
-
-
-class History(msgspec.Struct, frozen=True):
-    """Per age bin: how often the node left in it, and the hours it spent in it."""
-
-    events: tuple[float, ...] = (0.0,) * (len(EDGES_S) + 1)
-    exposure_h: tuple[float, ...] = (0.0,) * (len(EDGES_S) + 1)
-
-    def with_session(self, length_s: float, ended: bool) -> "History":
-        """One stay of this length; `ended` is False for one that is still going on."""
-        events, exposure = list(self.events), list(self.exposure_h)
-        lower = 0.0
-        for number in range(len(EDGES_S) + 1):
-            upper = EDGES_S[number] if number < len(EDGES_S) else float("inf")
-            exposure[number] += max(0.0, min(length_s, upper) - lower) / 3600
-            lower = upper
-            if length_s < upper:
-                break
-        if ended:
-            events[_bin(length_s)] += 1
-        return History(tuple(events), tuple(exposure))
-
-    @classmethod
-    def of(cls, sessions: Iterable[tuple[float, bool]]) -> "History":
-        history = cls()
-        for length_s, ended in sessions:
-            history = history.with_session(length_s, ended)
-        return history
+LN2 = log(2.0)
 
 
-def hazard_per_hour(history: History, age_s: float) -> float:
-    """The rate at which a node of this age leaves."""
-    number = _bin(age_s)
-    return (history.events[number] + _prior_rate(number) * PRIOR_EXPOSURE_H) / (
-        history.exposure_h[number] + PRIOR_EXPOSURE_H
-    )
+class Survival(msgspec.Struct, frozen=True):
+    """The probability that a node stays, and where it lies with 90 per cent, as far as what was counted can tell."""
+
+    probability: float
+    low: float
+    high: float
 
 
-def survival(history: History, age_s: float, horizon_s: float) -> float:
-    """The probability that a node that has been up for `age_s` stays for another `horizon_s`."""
-    total, now, end = 0.0, max(0.0, age_s), max(0.0, age_s) + max(0.0, horizon_s)
-    while now < end:
-        number = _bin(now)
-        upper = min(end, EDGES_S[number] if number < len(EDGES_S) else end)
-        total += hazard_per_hour(history, now) * (upper - now) / 3600
-        now = upper
-    return exp(-total)
+class Node:
+    """What is known of one node. `since`: lent since then; None while it is not. `campus`: what it does is counted for all."""
+
+    __slots__ = ("ages", "blocks", "campus", "last_stay_s", "own", "room", "seen", "since")
+
+    def __init__(self, room: Room, now: float) -> None:
+        self.room, self.campus = room, True
+        self.own = Fading(NODE_PRIOR, factors.NODE_HALF_LIFE_S, now)
+        self.ages = Factor(factors.OWN_AGES, OWN_AGE_PRIOR)
+        self.blocks = Factor(factors.OWN_BLOCKS, OWN_BLOCK_PRIOR)
+        self.since: float | None = None
+        self.seen = now
+        self.last_stay_s = 0.0
 
 
-def weight(history: History, age_s: float, horizon_s: float = 3600.0) -> int:
-    """The advert's integer weight, 1 to 64: survival over the next hour, in steps that do not flutter."""
-    return max(1, min(MAX_WEIGHT, round(MAX_WEIGHT * survival(history, age_s, horizon_s) / 4) * 4))
+class Window:
+    """The hours between now and then, cut where the hour changes; made once for all nodes that are asked about."""
+
+    __slots__ = ("blocks", "end", "kappa", "reversion", "spans", "start")
+
+    def __init__(
+        self, start: float, end: float, spans: list[tuple[float, float, int]], hours: Sequence[float], kappa: float
+    ) -> None:
+        self.start, self.end, self.kappa = start, end, kappa
+        self.spans = [(lower, upper, hours[level] ** kappa, block_of(level)) for lower, upper, level in spans]
+        blocks: dict[int, float] = {}
+        for lower, upper, rate, block in self.spans:
+            blocks[block] = blocks.get(block, 0.0) + (upper - lower) / HOUR_S * rate
+        self.blocks = list(blocks.items())
+        halvings = (end - start) / ROOM_MEMORY_S
+        self.reversion = (1 - 0.5**halvings) / (halvings * LN2) if halvings > 1e-9 else 1.0
 
 
-def _bin(age_s: float) -> int:
-    return bisect_right(EDGES_S, age_s)
+class Estimator:
+    """Feed it `lent` and `left` in the order of time (Unix seconds); one that goes on being lent is told every few minutes.
+
+    `utc_offset_s` is local time's, now: it may change with the season.
+    """
+
+    def __init__(self, now: float, utc_offset_s: float = 0.0) -> None:
+        self.utc_offset_s = utc_offset_s
+        self.nodes: dict[bytes, Node] = {}
+        self.rooms: dict[str, Room] = {}
+        self.events = self.hours_at_risk = self.hours_lent = 0.0
+        self.other_events = self.other_hours = self.other_lent = 0.0
+        self.belief = Belief()
+        self.ages = Factor(factors.AGES, AGE_PRIOR, factors.AGE_SHAPE)
+        self.hours = Factor(factors.HOURS, HOUR_PRIOR, circle=24)
+        self.stays = Factor(factors.STAYS, STAY_PRIOR)
+        self.shares = Factor(factors.SHARES, SHARE_PRIOR)
+        self.rate = self.mean = BASE_EVENTS / BASE_HOURS
+        self._epoch = self._renewed = now
+        self._scale = 1.0
+
+    # --- what happens
+
+    def room(self, name: str, now: float) -> Room:
+        found = self.rooms.get(name)
+        if found is None:
+            found = self.rooms[name] = Room(now)
+        return found
+
+    def know(self, node: bytes, room: Room, now: float) -> Node:
+        """The node, new or as it was, in this room."""
+        known = self.nodes.get(node)
+        if known is None:
+            known = self.nodes[node] = Node(room, now)
+        known.room = room
+        return known
+
+    def lent(self, node: bytes, now: float, since: float | None = None, room: str = "") -> None:
+        """It is lent, and has been since then (by default: since it was first seen so), without a pause."""
+        self._at(now)
+        known = self.nodes.get(node) or self.know(node, self.room(room, now), now)
+        if known.since is None:
+            known.since = now if since is None else min(since, now)
+        elif now > known.seen:
+            self._expose(known, known.seen, now)
+        known.seen = max(known.seen, now)
+
+    def left(self, node: bytes, now: float, reclaimed: bool = True) -> None:
+        """It was taken back, at some time since it was last told to be lent; not `reclaimed`: as was known beforehand."""
+        known = self.nodes.get(node)
+        if known is None or known.since is None:
+            return
+        self._at(now)
+        last = max(now, known.seen)
+        if reclaimed:
+            self._expose(known, known.seen, last, departed=True)
+            known.room.depart(last)
+        elif last > known.seen:
+            self._expose(known, known.seen, last)
+        known.last_stay_s, known.since, known.seen = last - known.since, None, last
+
+    def forget(self, node: bytes) -> None:
+        """It is a member no more."""
+        self.nodes.pop(node, None)
+
+    def tidy(self) -> None:
+        """Forget the rooms that nobody is in."""
+        used = {id(node.room) for node in self.nodes.values()}
+        self.rooms = {name: room for name, room in self.rooms.items() if id(room) in used}
+
+    def turn_back(self, now: float) -> None:
+        """The clock was set back: nothing has been seen later than now, and what was lent has been since now."""
+        for node in self.nodes.values():
+            node.seen, node.own.at = min(node.seen, now), min(node.own.at, now)
+            node.since = None if node.since is None else min(node.since, now)
+        for room in self.rooms.values():
+            room.at, room.regime.at = min(room.at, now), min(room.regime.at, now)
+            room.last_departure = min(room.last_departure, now)
+        self._epoch, self._renewed = min(self._epoch, now), min(self._renewed, now)
+
+    # --- what is to be expected
+
+    def window(self, now: float, horizon_s: float) -> Window:
+        end = now + max(0.0, horizon_s)
+        return Window(now, end, list(self._hours_between(now, end)), self.hours.rates, self.belief.kappa)
+
+    def hazard(self, node: bytes, window: Window) -> float:
+        """The integral of the hazard over the window. A node that is not known, or not lent, counts as lent from now on."""
+        known = self.nodes.get(node)
+        if known is None:
+            return self._integral(window, window.start, None)
+        return self._integral(window, window.start if known.since is None else known.since, known)
+
+    def survivals(self, nodes: Iterable[bytes], now: float, horizon_s: float) -> list[float]:
+        """The probability for each that it stays for another `horizon_s`."""
+        window = self.window(now, horizon_s)
+        return [_stays(self.hazard(node, window)) for node in nodes]
+
+    def survival(self, node: bytes, now: float, horizon_s: float, until: float | None = None) -> Survival:
+        """With its interval. `until`: its owner has said when he takes it back, and past that nobody stays."""
+        if until is not None and now + horizon_s > until:
+            return Survival(0.0, 0.0, 0.0)
+        hazard = self.hazard(node, self.window(now, horizon_s))
+        spread = exp(Z_90 * sqrt(self._variance(node, now)))
+        return Survival(_stays(hazard), _stays(hazard * spread), _stays(hazard / spread))
+
+    def together(self, nodes: Sequence[bytes], now: float, horizon_s: float) -> float:
+        """The probability that all of them stay: in one room, a part of the departures is the same for all (a common shock)."""
+        window = self.window(now, horizon_s)
+        rooms: dict[int, tuple[float, list[float]]] = {}
+        for node in nodes:
+            known = self.nodes.get(node)
+            key, common = (id(known.room), known.room.common) if known else (id(node), 0.0)
+            rooms.setdefault(key, (common, []))[1].append(self.hazard(node, window))
+        total = 0.0
+        for common, hazards in rooms.values():
+            total += max(hazards) * common + sum(hazards) * (1 - common)
+        return _stays(total)
+
+    # --- the campus
+
+    def adopt(
+        self,
+        base: tuple[float, float, float],
+        ages: tuple[Sequence[float], Sequence[float]],
+        hours: tuple[Sequence[float], Sequence[float]],
+        stays: tuple[Sequence[float], Sequence[float]],
+        shares: tuple[Sequence[float], Sequence[float]],
+    ) -> None:
+        """What the other nodes counted, in place of what was known of it before: departures, hours at risk and hours lent; then
+        events and expectations by level."""
+        self.other_events, self.other_hours, self.other_lent = base
+        for factor, (events, expected) in zip(self.common(), (ages, hours, stays, shares), strict=True):
+            factor.adopt(events, expected, self._scale)
+        self._renew_rate()
+
+    def common(self) -> tuple[Factor, Factor, Factor, Factor]:
+        return self.ages, self.hours, self.stays, self.shares
+
+    @property
+    def scale(self) -> float:
+        """What a count of now weighs beside one of the beginning."""
+        return self._scale
+
+    # --- inside
+
+    def _at(self, now: float) -> None:
+        self._scale = 2.0 ** min(1000.0, max(0.0, now - self._epoch) / factors.HALF_LIFE_S)
+        if self._scale > factors.REBASE:
+            for factor in (*self.common(), *(f for node in self.nodes.values() for f in (node.ages, node.blocks))):
+                factor.rebase(self._scale)
+            self.events /= self._scale
+            self.hours_at_risk /= self._scale
+            self.hours_lent /= self._scale
+            self._epoch, self._scale = now, 1.0
+        if now - self._renewed > HOUR_S:  # levels that are not touched fade too
+            self._renewed = now
+            for factor in self.common():
+                factor.renew(self._scale)
+
+    def _expose(self, node: Node, start: float, end: float, departed: bool = False) -> None:
+        """It was lent from `start` to `end`, with a departure at the end or none."""
+        since = node.since
+        assert since is not None and start <= end
+        start = max(start, end - MOST_S)
+        stay = factors.stay_level(node.last_stay_s)
+        room = node.room
+        share, scale = room.level, self._scale
+        node.own.fade(end)
+        room.regime.fade(end)
+        spans = list(self._spans(start, end, since))
+        for number, (lower, upper, age, hour) in enumerate(spans):
+            own_age, block = factors.OWN_AGE_OF[age], block_of(hour)
+            events = 1.0 if departed and number == len(spans) - 1 else 0.0
+            expected = (
+                self.rate
+                * self.ages.rates[age]
+                * self.hours.rates[hour]
+                * self.stays.rates[stay]
+                * self.shares.rates[share]
+                * room.regime.rate
+                * node.own.rate
+                * node.ages.rates[own_age]
+                * node.blocks.rates[block]
+                * (upper - lower)
+                / HOUR_S
+            )
+            if node.campus:
+                hours = (upper - lower) / HOUR_S
+                if hours > 0:
+                    self.belief.learn(events, hours, self.mean, expected / hours)
+                self.hours_lent += hours * scale
+                self.events += events * scale
+                self.hours_at_risk += expected / self.rate * scale
+                self.ages.add(age, events, expected / self.ages.relative(age), scale)
+                self.hours.add(hour, events, expected / self.hours.rates[hour], scale)
+                self.stays.add(stay, events, expected / self.stays.rates[stay], scale)
+                self.shares.add(share, events, expected / self.shares.rates[share], scale)
+                self._renew_rate()
+            node.ages.add(own_age, events, expected / node.ages.rates[own_age], scale)
+            node.blocks.add(block, events, expected / node.blocks.rates[block], scale)
+            room.regime.add(events, expected / room.regime.rate, end)
+            node.own.add(events, expected / node.own.rate, end)
+
+    def _renew_rate(self) -> None:
+        self.rate = (self.events / self._scale + self.other_events + BASE_EVENTS) / (
+            self.hours_at_risk / self._scale + self.other_hours + BASE_HOURS
+        )
+        self.mean = (self.events / self._scale + self.other_events + BASE_EVENTS) / (
+            self.hours_lent / self._scale + self.other_lent + BASE_HOURS
+        )
+
+    def _hours_between(self, start: float, end: float) -> Iterable[tuple[float, float, int]]:
+        """Cut where the hour changes; one empty span where nothing lies between."""
+        lower, hour = start, floor((start + self.utc_offset_s) / HOUR_S)
+        while True:
+            upper = min(end, max(lower, (hour + 1) * HOUR_S - self.utc_offset_s))
+            yield lower, upper, hour_level(hour)
+            if upper >= end:
+                return
+            lower, hour = upper, hour + 1
+
+    def _spans(self, start: float, end: float, since: float) -> Iterable[tuple[float, float, int, int]]:
+        """Cut where the hour or the age's level changes: (from, to, age, hour)."""
+        for lower, upper, hour in self._hours_between(start, end):
+            begun, age = lower, age_level(lower - since)
+            while True:
+                ended = min(upper, max(begun, since + AGE_EDGES_S[age])) if age < len(AGE_EDGES_S) else upper
+                yield begun, ended, age, hour
+                if ended >= upper:
+                    break
+                begun, age = ended, age + 1
+
+    def _integral(self, window: Window, since: float, node: Node | None) -> float:
+        rate, stay = self.rate, 0
+        own_ages: Sequence[float] = _ONES
+        own_blocks: Sequence[float] = _ONES
+        if node is not None:
+            rate *= node.own.rate * (node.room.regime.rate * self.shares.rates[node.room.level]) ** window.reversion
+            stay = factors.stay_level(node.last_stay_s)
+            own_ages, own_blocks = node.ages.rates, node.blocks.rates
+        rate *= self.stays.rates[stay]
+        kappa = window.kappa
+        rate = self.mean ** (1 - kappa) * rate**kappa
+        ages = self.ages.rates
+        age = age_level(window.start - since)
+        if age >= len(AGE_EDGES_S) or since + AGE_EDGES_S[age] >= window.end:
+            total = 0.0
+            for block, hours in window.blocks:
+                total += own_blocks[block] ** kappa * hours
+            return float(rate * (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa * total)
+        total = 0.0
+        now_rate = (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa
+        edge = since + AGE_EDGES_S[age]
+        for lower, upper, hour_rate, block in window.spans:
+            begun, weight = lower, hour_rate * own_blocks[block] ** kappa
+            while edge < upper:
+                total += now_rate * weight * (edge - begun)
+                begun = edge
+                age += 1
+                now_rate = (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa
+                edge = since + AGE_EDGES_S[age] if age < len(AGE_EDGES_S) else float("inf")
+            total += now_rate * weight * (upper - begun)
+        return float(rate * total / HOUR_S)
+
+    def _variance(self, node: bytes, now: float) -> float:
+        """Of the hazard's logarithm, now: what each factor's counts leave open."""
+        known, scale = self.nodes.get(node), self._scale
+        since = now if known is None or known.since is None else known.since
+        age, hour = age_level(now - since), hour_level(floor((now + self.utc_offset_s) / HOUR_S))
+        total = 1 / (self.events / scale + self.other_events + BASE_EVENTS)
+        total += self.ages.variance(age, scale) + self.hours.variance(hour, scale)
+        if known is None:
+            return total + 1 / NODE_PRIOR + 1 / OWN_AGE_PRIOR
+        return total + known.own.variance() + known.ages.variance(factors.OWN_AGE_OF[age], scale)
+
+
+_ONES = (1.0,) * max(factors.OWN_BLOCKS, factors.OWN_AGES)
+
+
+def _stays(hazard: float) -> float:
+    return float((1 + FRAILTY * hazard) ** (-1 / FRAILTY))
+
+
+def weight(probability: float) -> int:
+    """The advert's integer weight, 1 to 64, in steps that do not flutter."""
+    return max(1, min(MAX_WEIGHT, round(MAX_WEIGHT * probability / 4) * 4))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from mesh.api.attendance import survival_of
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
 from mesh.api.files import copy
 from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
@@ -67,6 +68,9 @@ def application(daemon: "Daemon") -> web.Application:
 
     async def zones(request: web.Request) -> Any:
         return zone_list(daemon)
+
+    async def survival(request: web.Request) -> Any:
+        return survival_of(daemon, request.match_info["node"])
 
     async def gpus(request: web.Request) -> Any:
         return gpu_list(daemon)
@@ -195,6 +199,7 @@ def application(daemon: "Daemon") -> web.Application:
         ("GET", "/v1/status", status),
         ("GET", "/v1/nodes", nodes),
         ("GET", "/v1/zones", zones),
+        ("GET", "/v1/survival/{node}", survival),
         ("GET", "/v1/gpus", gpus),
         ("GET", "/v1/receipts", receipts),
         ("GET", "/v1/jobs", jobs),

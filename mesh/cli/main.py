@@ -27,6 +27,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push"),
         ("events", "mesh.cli.jobs", "What this node saw happen to jobs"),
         ("nodes", "mesh.cli.nodes", "List nodes, and what they lend"),
+        ("survive", "mesh.cli.survive", "How long a node is likely to stay; eval: on a trace"),
     ],
     "Lend your machine": [
         ("up", "mesh.cli.nodes", "Start this node's daemon"),

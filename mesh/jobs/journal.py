@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 EVENTS_KEPT = 20_000  # about 4 MB; older ones are dropped
 RECEIPTS_KEPT = 20_000  # about 8 MB
+STAYS_KEPT = 2_000  # about 100 kB: 40 days, after which one counts half, of a node that leaves 50 times a day
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cells (job BLOB PRIMARY KEY, cell BLOB NOT NULL) WITHOUT ROWID;
@@ -39,13 +40,32 @@ CREATE TABLE IF NOT EXISTS wanted (job BLOB PRIMARY KEY, directory TEXT NOT NULL
 CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS sessions (unix_ms INTEGER NOT NULL, length_s REAL NOT NULL, ended INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS stays (start_ms INTEGER PRIMARY KEY, end_ms INTEGER NOT NULL, cause TEXT NOT NULL);
 """
 
 _KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
+_KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
+# Stays were kept without their beginning until 0.1.0 was out.
+_SESSIONS_TO_STAYS = """
+BEGIN;
+INSERT OR IGNORE INTO stays
+    SELECT CAST(unix_ms - length_s * 1000 AS INTEGER), unix_ms, 'reclaimed' FROM sessions WHERE length_s > 0;
+DROP TABLE sessions;
+COMMIT;
+"""
+
 T = TypeVar("T")
+
+
+class OwnStay(msgspec.Struct, frozen=True):
+    """Of this node, in Unix milliseconds. `cause` of its end: `reclaimed` (its owner took it back), `planned` (as he had said
+    beforehand), `lost` (nobody could say); empty while it goes on."""
+
+    start_ms: int
+    end_ms: int
+    cause: str
 
 
 class JournalError(RuntimeError):
@@ -180,15 +200,17 @@ class Journal:
         rows = await self._do(lambda: self._db.execute("SELECT job, shares FROM shares").fetchall())
         return {job: msgspec.msgpack.decode(shares, type=list[bytes]) for job, shares in rows}
 
-    async def record_session(self, length_s: float, ended: bool) -> None:
-        """One stay of this node in the mesh, for its own survival estimate."""
-        await self._write("INSERT INTO sessions VALUES (?, ?, ?)", (_unix_ms(), length_s, int(ended)))
+    def note_stay(self, stay: OwnStay) -> None:
+        """When this node was lent, for its own survival estimate; again as long as it is, with another end. Written soon."""
+        self._note(_KEEP_STAY, (stay.start_ms, stay.end_ms, stay.cause))
 
-    async def sessions(self) -> list[tuple[float, bool]]:
-        rows = await self._do(
-            lambda: self._db.execute("SELECT length_s, ended FROM sessions ORDER BY unix_ms DESC LIMIT 1000").fetchall()
-        )
-        return [(length_s, bool(ended)) for length_s, ended in rows]
+    async def stays(self) -> list[OwnStay]:
+        """The newest ones, oldest first. One that is still open when a daemon starts was cut short, at its last known end."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT start_ms, end_ms, cause FROM stays ORDER BY start_ms DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [STAYS_KEPT]).fetchall())
+        return [OwnStay(*row) for row in rows[::-1]]
 
     # --- in the journal's thread
 
@@ -232,11 +254,15 @@ class Journal:
             if version == 1:
                 connection.execute("DROP TABLE events")
             connection.executescript(_SCHEMA)
+            if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'sessions'").fetchone():
+                connection.executescript(_SESSIONS_TO_STAYS)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
             self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
             for table, kept in (("events", EVENTS_KEPT), ("receipts", RECEIPTS_KEPT)):
                 connection.execute(f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?", [kept])
+            newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
+            connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])
         except BaseException:
             connection.close()
             raise

@@ -74,7 +74,7 @@ class Inventory:
         self.store_free_mib = 0
         self._node, self._nick, self._user, self._zone = node, nick, user, zone
         self.slots, self._accepts, self._own_only = slots, accepts, own_only
-        self._up_since_unix = up_since_unix
+        self.up_since_unix = up_since_unix
         self._gpu_sharing = gpu_sharing
         self._memory_mib = machine_mib() if memory_mib is None else memory_mib
         self._cpus = cpus or os.cpu_count() or 1
@@ -106,6 +106,11 @@ class Inventory:
         self._given[job] = tuple(Portion(portion.uuid, share, vram_mib) for portion in had)
         return None
 
+    @property
+    def lends(self) -> bool:
+        """Guests may come, and stay."""
+        return self.lending.lending and not self.lending.paused and not self.draining and not self.presence.held_by
+
     def release(self, job: bytes) -> None:
         self._given.pop(job, None)
 
@@ -122,7 +127,7 @@ class Inventory:
             user=self._user,
             zone=self._zone,
             weight=self.weight,
-            up_since_unix=self._up_since_unix,
+            up_since_unix=self.up_since_unix,
             lending=self.lending.lending,
             paused=self.lending.paused or self.draining or bool(self.presence.held_by),
             held_by=self.presence.held_by,

@@ -79,7 +79,7 @@ class Owner:
         return self._grace_s if self.policy.notice is None else self.policy.notice
 
     def opens_at(self) -> float | None:
-        """When the calendar next changes its mind, in Unix seconds."""
+        """When the calendar next changes its mind, in Unix seconds: while the machine is lent, when that ends."""
         return self.policy.hours.changes_at(time.time(), local_minute)
 
     async def read(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mesh.jobs.effects import Cell
 from mesh.jobs.events import Event
-from mesh.jobs.journal import DISK_BYTES, Journal, JournalError
+from mesh.jobs.journal import DISK_BYTES, Journal, JournalError, OwnStay
 from tests.jobs.worlds import JOB, A, make_witness
 
 CELL: Cell = make_witness().cell
@@ -51,7 +51,8 @@ async def test_it_gives_back_what_it_got(journal: Journal) -> None:
     await journal.save_submitted(JOB, b"spec")
     for event in (said(JOB, 1), said(JOB, 1), said(None, 1), said(JOB, 2)):
         journal.record(A, event, b"sealed %d" % event.seq)
-    await journal.record_session(5.0, ended=True)
+    for stay in (OwnStay(5000, 6000, ""), OwnStay(1000, 2000, "reclaimed"), OwnStay(5000, 9000, "lost")):
+        journal.note_stay(stay)
     assert await journal.cells() == ([CELL], {}) and await journal.submitted() == {JOB: b"spec"}
     (first, one), (last, two) = await journal.events(JOB, 0)
     assert (one, two) == (b"sealed 1", b"sealed 2"), "each once"
@@ -61,12 +62,43 @@ async def test_it_gives_back_what_it_got(journal: Journal) -> None:
     assert await journal.wanted() == {JOB: "/home/ada/out"}
     await journal.want(JOB, "")
     assert await journal.wanted() == {}
-    assert await journal.sessions() == [(5.0, True)]
+    assert await journal.stays() == [OwnStay(1000, 2000, "reclaimed"), OwnStay(5000, 9000, "lost")], "the last word"
     await journal.save_errand(JOB, b"as it was")
     await journal.save_errand(JOB, b"as it is")
     assert await journal.errands() == [b"as it is"]
     await journal.drop_errand(JOB)
     assert await journal.errands() == []
+
+
+async def test_the_newest_stays_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.jobs.journal.STAYS_KEPT", 3)
+    for start in (1, 3, 5, 7, 9):
+        journal = Journal(tmp_path / "journal.sqlite")
+        await journal.open()
+        journal.note_stay(OwnStay(start, start + 1, "reclaimed"))
+        await journal.close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as kept:
+        assert [row[0] for row in kept.execute("SELECT start_ms FROM stays ORDER BY 1")] == [3, 5, 7, 9]
+    kept.close()
+
+
+async def test_sessions_of_an_older_journal_are_stays(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE sessions (unix_ms INTEGER NOT NULL, length_s REAL NOT NULL, ended INTEGER NOT NULL)")
+        old.executemany(
+            "INSERT INTO sessions VALUES (?, ?, 1)", [(9_000_000, 2.5), (20_000_000, 100.0), (30_000_000, -4.0)]
+        )
+        old.execute("PRAGMA user_version=2")
+    old.close()
+    for _ in range(2):
+        journal = Journal(path)
+        await journal.open()
+        assert await journal.stays() == [
+            OwnStay(8_997_500, 9_000_000, "reclaimed"),
+            OwnStay(19_900_000, 20_000_000, "reclaimed"),
+        ]
+        await journal.close()
 
 
 async def test_a_closed_journal_says_so(tmp_path: Path) -> None:

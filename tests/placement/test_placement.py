@@ -12,7 +12,6 @@ from placement.allotment import untouched
 from placement.decision import cannot_ever, decide, explain, rank_nodes, replay, replica_order, witness_order
 from placement.rendezvous import FRACTION_BITS, negative_log2, rank, score
 from placement.request import Request
-from placement.survival import EDGES_S, History, hazard_per_hour, survival, weight
 
 NODES = [bytes([n]) * 32 for n in range(1, 9)]
 JOB = b"j" * 16
@@ -258,28 +257,3 @@ def test_witnesses_are_everybody_in_one_order() -> None:
     order = witness_order(JOB, adverts, NODES)
     assert sorted(order) == sorted(NODES)
     assert order == witness_order(JOB, list(reversed(adverts)), list(reversed(NODES)))
-
-
-@given(st.lists(st.tuples(st.floats(1, 10**6), st.booleans()), max_size=20), st.floats(0, 10**6), st.floats(0, 10**5))
-def test_survival_is_a_probability_that_falls_with_the_horizon(
-    sessions: list[tuple[float, bool]], age_s: float, horizon_s: float
-) -> None:
-    history = History.of(sessions)
-    near, far = survival(history, age_s, horizon_s), survival(history, age_s, horizon_s + 600)
-    assert 0 <= far <= near <= 1
-    assert 1 <= weight(history, age_s) <= 64
-
-
-def test_a_node_that_has_been_up_for_long_is_trusted_more_and_history_tells() -> None:
-    new = History()
-    assert survival(new, 60, 3600) < survival(new, 6 * 3600, 3600) < survival(new, 24 * 3600, 3600)
-    flaky = History.of([(1200.0, True)] * 40)
-    steady = History.of([(86_400.0, False)] * 40)
-    assert survival(flaky, 600, 3600) < survival(new, 600, 3600) < survival(steady, 600, 3600)
-
-
-def test_exposure_adds_up() -> None:
-    history = History().with_session(EDGES_S[1], ended=True)
-    assert sum(history.exposure_h) == pytest.approx(EDGES_S[1] / 3600)
-    assert sum(history.events) == 1
-    assert hazard_per_hour(history, EDGES_S[1]) > hazard_per_hour(History(), EDGES_S[1])

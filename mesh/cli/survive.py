@@ -1,0 +1,244 @@
+"""`mesh survive NODE`: how long a node is likely to stay; `mesh survive eval`: how good that estimate is, on a trace."""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.terminal import client, json_option, lasting, patience, print_json, quote, table
+
+DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+SHADES = " ░▒▓█"  # of the part of an hour that it was lent: none, up to a quarter, ...
+NOTHING_KNOWN = "·"
+LARGEST_TRACE = 512 << 20
+FORMATS = ("swf-nodes", "spot-json", "fta", "last", "wtmp", "journal")
+
+
+class NodeOrEval(click.Group):
+    """A node's name is no command of the group's: it goes to `show`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            return "show", self.commands["show"], args
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--help" not in args[:1] and "-h" not in args[:1] and (not args or args[0] not in self.commands):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=NodeOrEval, options_metavar="", subcommand_metavar="NODE | eval [OPTIONS]")
+def survive() -> None:
+    """How long NODE is likely to stay, and its week, hour by hour: `mesh survive NODE [--json]`.
+
+    `mesh survive eval --help`: the estimate and others on a trace of machines that came and went. A node called eval or show is
+    named by its id.
+    """
+
+
+@survive.command(hidden=True)
+@click.argument("node")
+@json_option
+@click.pass_context
+def show(ctx: click.Context, node: str, as_json: bool) -> None:
+    """How long NODE is likely to stay."""
+    answer = client(ctx).get(f"/v1/survival/{quote(node)}")
+    if as_json:
+        print_json(answer)
+        return
+    nick = answer["nick"]
+    if answer["lent"]:
+        click.echo(
+            f"{nick} has been lent for {lasting(time.time() - answer['lent_since_unix'])}; weight {answer['weight']}"
+        )
+    else:
+        click.echo(f"{nick} is not lent now")
+    if answer["until_unix"]:
+        click.echo(f"its owner takes it back at {time.strftime('%a %H:%M', time.localtime(answer['until_unix']))}")
+    if answer["lent"]:
+        rows = [
+            [_minutes(row["horizon_min"]), f"{row['probability']:.0%}", f"{row['low']:.0%} to {row['high']:.0%}"]
+            for row in answer["survival"]
+        ]
+        table(["STAYS FOR", "CHANCE", "BETWEEN (90 %)"], rows)
+    click.echo(
+        f"departures counted: {answer['departures']:g} (older ones count less); its zone now: "
+        f"{answer['rate_of_room']:.1f} times the usual rate"
+    )
+    for row in answer["stays"]:
+        if row["part"] == 0.5:
+            click.echo(f"half of its stays last longer than {lasting(row['after_s'])}")
+    click.echo()
+    for line in heatmap(answer["week"]):
+        click.echo(line)
+
+
+@survive.command("eval")
+@click.option(
+    "--trace",
+    "traces",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The trace; several, or a directory, are nodes of one campus.",
+)
+@click.option(
+    "--format", "kind", required=True, type=click.Choice(FORMATS), help="What the file is (docs/survival.md)."
+)
+@click.option("--horizon", default="60,240", show_default=True, metavar="MIN,MIN", help="Minutes ahead.")
+@click.option(
+    "--train-until",
+    default=0.7,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    metavar="UNIX|FRACTION",
+    help="What may be learnt from: up to this time, or this part of the trace's time.",
+)
+@click.option(
+    "--utc-offset", default=0.0, type=click.FloatRange(-14, 14), metavar="HOURS", help="Local time's, ahead of UTC."
+)
+@click.option("--no-boosting", is_flag=True, help="Without scikit-learn's gradient boosting, which takes the time.")
+@json_option
+def evaluate_(
+    traces: tuple[Path, ...],
+    kind: str,
+    horizon: str,
+    train_until: float,
+    utc_offset: float,
+    no_boosting: bool,
+    as_json: bool,
+) -> None:
+    """How well the estimate foretells who stays, beside others, on a trace.
+
+    Every 15 minutes after the cut, for every lent node: does it stay for so many minutes? Each answer may use what lies before
+    it; models are fitted to what lies before the cut.
+    """
+    import msgspec
+
+    from mesh.forecast.evaluation import evaluate
+    from placement.stays import TraceError
+
+    horizons = _horizons(horizon)
+    with patience("evaluating"):
+        try:
+            trace = read_traces(traces, kind, utc_offset * 3600)
+            outcome = evaluate(trace, horizons, train_until, utc_offset * 3600, boosted=not no_boosting)
+        except TraceError as error:
+            raise MeshError(f"{', '.join(map(str, traces))}: {error}", ExitCode.USAGE) from error
+    rows = outcome.rows()
+    if as_json:
+        print_json({"schema": 1, "rows": [msgspec.to_builtins(row) for row in rows], "notes": list(outcome.notes)})
+        return
+    table(
+        ["MODEL", "MINUTES", "N", "LOG-LOSS", "BRIER", "AUC", "ECE"],
+        [
+            [
+                row.model,
+                str(row.horizon_min),
+                str(row.n),
+                f"{row.log_loss:.4f}",
+                f"{row.brier:.4f}",
+                "-" if row.auc is None else f"{row.auc:.3f}",
+                f"{row.ece:.3f}",
+            ]
+            for row in rows
+        ],
+    )
+    for note in outcome.notes:
+        click.echo(f"mesh: {note}", err=True)
+
+
+def read_traces(paths: Sequence[Path], kind: str, utc_offset_s: float) -> Any:
+    """One trace of all these files; MeshError for what cannot be read, TraceError for what is no such trace."""
+    from placement.stays import together
+
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise MeshError(f"{', '.join(map(str, paths))}: there is no file in it", ExitCode.NOT_FOUND)
+    return together([_read(path, kind, utc_offset_s) for path in files])
+
+
+def _read(path: Path, kind: str, utc_offset_s: float) -> Any:
+    from placement import logins, traces
+    from placement.stays import TraceError
+
+    try:
+        if kind == "journal":
+            return _own(path)
+        if path.stat().st_size > LARGEST_TRACE:
+            raise MeshError(f"{path}: larger than {LARGEST_TRACE >> 20} MiB: cut it into parts", ExitCode.USAGE)
+        data = path.read_bytes()
+    except OSError as error:
+        raise MeshError(f"{path}: {error.strerror}. Name the trace with --trace", ExitCode.NOT_FOUND) from error
+    text = data.decode(errors="replace") if kind != "wtmp" else ""
+    try:
+        if kind == "wtmp":
+            return logins.read_wtmp(data, path.stem)
+        if kind == "last":
+            return logins.read_last(text, path.stem, utc_offset_s)
+        if kind == "spot-json":
+            return traces.read_availability(text, path.stem)
+        return traces.read_fta(text) if kind == "fta" else traces.read_nodes(text)
+    except TraceError as error:
+        raise MeshError(f"{path}: {error}", ExitCode.USAGE) from error
+
+
+def _own(path: Path) -> Any:
+    """The stays in a node's journal (journal.sqlite), which may be in use."""
+    import sqlite3
+    from contextlib import closing
+
+    from placement.stays import TraceError, of_lent
+
+    path.stat()
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute("SELECT start_ms, end_ms FROM stays WHERE start_ms <= end_ms").fetchall()
+    except sqlite3.Error as error:
+        raise TraceError(f"{path.name} is no journal of a node: {error}") from error
+    if not rows:
+        raise TraceError(f"{path.name} has no stays yet")
+    spans = [(start / 1000, end / 1000) for start, end in rows]
+    return of_lent({path.parent.name: spans}, spans[0][0], max(end for _, end in spans))
+
+
+def _horizons(text: str) -> tuple[int, ...]:
+    horizons: list[int] = []
+    for part in text.split(","):
+        minutes = 0
+        with suppress(ValueError):
+            minutes = int(part)
+        if not 1 <= minutes <= 10_080 or minutes in horizons:
+            raise click.UsageError(f"--horizon {text!r}: write minutes from 1 to 10080, each once, as 60,240")
+        horizons.append(minutes)
+    return tuple(horizons)
+
+
+def heatmap(week: Sequence[int | None]) -> list[str]:
+    """A line a day, two columns an hour: in how much of each the node was lent."""
+    plain = (sys.stdout.encoding or "").lower().replace("-", "") not in {"utf8", "utf16"}
+    shades, unknown = (" .:+#", "?") if plain else (SHADES, NOTHING_KNOWN)
+    lines = ["lent  " + "".join(f"{hour:02}      " for hour in range(0, 24, 4)).rstrip()]
+    for number, day in enumerate(DAYS):
+        hours = week[24 * number : 24 * number + 24]
+        cells = (unknown if share is None else shades[-(-share * (len(shades) - 1) // 100)] for share in hours)
+        lines.append(f"{day}   " + "".join(2 * cell for cell in cells).rstrip())
+    lines.append(
+        f"      {shades[-1]} most of the hour, {shades[1]} a quarter or less, blank never, {unknown} not known yet"
+    )
+    return lines
+
+
+def _minutes(minutes: int) -> str:
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h"

@@ -1,0 +1,160 @@
+"""A trace as a row of questions: at this time, this node is lent; is it still lent so many minutes later?
+
+Time goes in bins of five minutes; a bin in which somebody else had the node, however shortly, is not lent. Every third bin's
+end is a question for each node that was lent in that bin. The answer needs every bin of the window; where the trace ends before,
+there is none. A question may be answered only from what lies before it.
+"""
+
+from array import array
+from collections.abc import Iterator
+from math import ceil, floor
+
+import msgspec
+
+from placement.stays import Trace, TraceError
+from placement.survival import Estimator
+
+BIN_S = 300
+EVERY_BINS = 3  # a question each 15 minutes
+MOST_BINS = 20_000_000  # of all nodes together; about 200 nodes for a year
+DAY_BINS = 288
+
+
+class Questions(msgspec.Struct, frozen=True):
+    """Column by column, in the order of time. `stayed[h]` is 1, 0, or -1: not known; `features` are for models without memory."""
+
+    first: float  # where the bins begin
+    bins: int
+    nodes: tuple[str, ...]
+    horizons_min: tuple[int, ...]
+    node: "array[int]"
+    bin: "array[int]"  # the question is put at its end
+    stayed: "dict[int, array[int]]"
+    features: "dict[str, array[float]]"
+
+    def time(self, bin: int) -> float:
+        return self.first + BIN_S * (bin + 1)
+
+
+class Bins(msgspec.Struct, frozen=True):
+    """Of each node, in order, the runs of bins [from, to) in which it is lent."""
+
+    first: float
+    bins: int
+    nodes: tuple[str, ...]
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def cut_into_bins(trace: Trace) -> Bins:
+    first = floor(trace.first / BIN_S) * BIN_S
+    bins = floor((trace.last - first) / BIN_S)
+    if bins < 2:
+        raise TraceError("the trace is shorter than two bins of five minutes")
+    if bins * len(trace.nodes) > MOST_BINS:
+        raise TraceError(f"the trace is too large: {len(trace.nodes)} nodes for {bins * BIN_S / 86_400:.0f} days")
+    runs = []
+    for stays in trace.nodes.values():
+        whole = ((max(0, ceil((s.start - first) / BIN_S)), min(bins, floor((s.end - first) / BIN_S))) for s in stays)
+        runs.append(tuple((begin, end) for begin, end in whole if begin < end))
+    return Bins(float(first), bins, tuple(trace.nodes), tuple(runs))
+
+
+def walk(trace: Bins) -> Iterator[tuple[int, list[tuple[int, int]], list[int]]]:
+    """Bin by bin: its number, who is lent in it as (node, bin its stay began), and who was lent before it and is not now."""
+    starts: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for node, runs in enumerate(trace.runs):
+        for begin, end in runs:
+            starts.setdefault(begin, []).append(node)
+            ends.setdefault(end, []).append(node)
+    lent: dict[int, int] = {}
+    for number in range(trace.bins):
+        left = ends.get(number, [])
+        for node in left:
+            del lent[node]
+        for node in starts.get(number, []):
+            lent[node] = number
+        yield number, sorted(lent.items()), left
+
+
+def ask(trace: Bins, horizons_min: tuple[int, ...], utc_offset_s: float) -> Questions:
+    """All questions with their answers, and the features that models without a memory need."""
+    windows = {horizon: ceil(horizon * 60 / BIN_S) for horizon in horizons_min}
+    names = ("age_h", "hour", "weekday", "node", "last_stay_h", "last_absence_h", "left_day", "share", "left_all_day")
+    questions = Questions(
+        trace.first,
+        trace.bins,
+        trace.nodes,
+        horizons_min,
+        array("l"),
+        array("l"),
+        {horizon: array("b") for horizon in horizons_min},
+        {name: array("d") for name in names},
+    )
+    end_of = [dict(runs) for runs in trace.runs]
+    count = len(trace.nodes)
+    last_stay, left_at, absence = [0.0] * count, [-1] * count, [0.0] * count
+    recent, recent_at, all_recent = [0.0] * count, [0] * count, 0.0
+    began: dict[int, int] = {}
+    for number, lent, left in walk(trace):
+        all_recent = all_recent * 0.5 ** (1 / DAY_BINS) + len(left)
+        for node in left:
+            last_stay[node], left_at[node] = (number - began.pop(node)) / 12, number
+            recent[node] = recent[node] * 0.5 ** ((number - recent_at[node]) / DAY_BINS) + 1
+            recent_at[node] = number
+        for node, begin in lent:
+            if node not in began:
+                began[node] = begin
+                absence[node] = (begin - left_at[node]) / 12 if left_at[node] >= 0 else 0.0
+        if number % EVERY_BINS:
+            continue
+        local = questions.time(number) + utc_offset_s
+        for node, begin in lent:
+            questions.node.append(node)
+            questions.bin.append(number)
+            values = (
+                (number + 1 - begin) / 12,
+                local % 86_400 / 3600,
+                float((int(local // 86_400) + 3) % 7),
+                float(node),
+                last_stay[node],
+                absence[node],
+                recent[node] * 0.5 ** ((number - recent_at[node]) / DAY_BINS),
+                len(lent) / count,
+                all_recent,
+            )
+            for name, value in zip(names, values, strict=True):
+                questions.features[name].append(value)
+            until = end_of[node][begin]
+            for horizon, window in windows.items():
+                known = number + 1 + window <= trace.bins or until < trace.bins
+                questions.stayed[horizon].append(int(until >= number + 1 + window) if known else -1)
+    return questions
+
+
+def answer(trace: Bins, questions: Questions, utc_offset_s: float, frozen_from: float) -> "dict[int, array[float]]":
+    """The estimator's probabilities for every question, each from what was before it.
+
+    From `frozen_from` on nothing more is counted for the campus: only for nodes and the room.
+    """
+    estimator = Estimator(trace.first, utc_offset_s)
+    names = [node.encode() for node in trace.nodes]
+    room = estimator.room("", trace.first)
+    given: dict[int, array[float]] = {horizon: array("d") for horizon in questions.horizons_min}
+    frozen = False
+    for number, lent, left in walk(trace):
+        now = questions.time(number)
+        if now > frozen_from and not frozen:
+            frozen = True
+            for known in estimator.nodes.values():
+                known.campus = False
+        for node in left:
+            estimator.left(names[node], now)
+        for node, _ in lent:
+            estimator.lent(names[node], now, now - BIN_S)
+        room.see(len(lent), len(names), now)
+        if number % EVERY_BINS:
+            continue
+        for horizon, chances in given.items():
+            chances.extend(estimator.survivals([names[node] for node, _ in lent], now, horizon * 60))
+    return given

@@ -1,0 +1,119 @@
+"""When machines were lent, as every importer gives it and every model learns from it; and the two textbook curves of stays."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import msgspec
+
+Span = tuple[float, float]
+
+
+class TraceError(ValueError):
+    """A file that is no such trace; the text names its lines and what is wrong with them."""
+
+
+class Stay(msgspec.Struct, frozen=True):
+    """Lent from `start` to `end` (Unix seconds); `ended` is False for one that was still going on when the trace ends."""
+
+    start: float
+    end: float
+    ended: bool
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """What is known of each node between `first` and `last`: its stays in order. What lies between them, others had."""
+
+    first: float
+    last: float
+    nodes: dict[str, tuple[Stay, ...]]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time, in order and without overlaps; spans that touch are one."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def of_lent(lent: Mapping[str, Iterable[Span]], first: float, last: float) -> Trace:
+    """From when nodes were lent. What reaches the trace's end is still going on."""
+    nodes: dict[str, tuple[Stay, ...]] = {}
+    for node, spans in lent.items():
+        inside = ((max(start, first), min(end, last)) for start, end in union(spans) if start < last and end > first)
+        nodes[node] = tuple(Stay(start, end, end < last) for start, end in inside if start < end)
+    return Trace(first, last, nodes)
+
+
+def of_held(held: Mapping[str, Iterable[Span]], first: float, last: float) -> Trace:
+    """From when others had the nodes: lent is all the rest."""
+    lent: dict[str, list[Span]] = {}
+    for node, spans in held.items():
+        gaps: list[Span] = []
+        since = first
+        for start, end in union(spans):
+            if start > since:
+                gaps.append((since, start))
+            since = max(since, end)
+        lent[node] = [*gaps, (since, last)] if since < last else gaps
+    return of_lent(lent, first, last)
+
+
+def busy(demands: Iterable[tuple[float, float, float]], threshold: float) -> list[Span]:
+    """When demands of (start, end, amount) add up to the threshold or more."""
+    changes = [change for start, end, amount in demands for change in ((start, amount), (end, -amount))]
+    spans: list[Span] = []
+    load, since = 0.0, None
+    for moment, group in groupby(sorted(changes), key=lambda change: change[0]):
+        load += sum(amount for _, amount in group)
+        if load >= threshold and since is None:
+            since = moment
+        elif load < threshold and since is not None:
+            spans.append((since, moment))
+            since = None
+    return spans
+
+
+def together(traces: Sequence[Trace]) -> Trace:
+    """One trace of all their nodes, over the time that all of them know; TraceError if there is none."""
+    first, last = max(trace.first for trace in traces), min(trace.last for trace in traces)
+    if first >= last:
+        raise TraceError("the traces have no time in common")
+    lent: dict[str, list[Span]] = {}
+    for trace in traces:
+        for node, stays in trace.nodes.items():
+            if node in lent:
+                raise TraceError(f"two of the traces have a node {node!r}")
+            lent[node] = [(stay.start, stay.end) for stay in stays]
+    return of_lent(lent, first, last)
+
+
+def kaplan_meier(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float]]:
+    """Of (length, ended): after each length, the part that is still there (Kaplan and Meier 1958). Begins with (0, 1)."""
+    curve, survived = [(0.0, 1.0)], 1.0
+    for length, ends, at_risk in _life_table(stays):
+        survived *= 1 - ends / at_risk
+        curve.append((length, survived))
+    return curve
+
+
+def nelson_aalen(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float]]:
+    """Of (length, ended): after each length, the cumulative hazard (Aalen 1978), ties one after another as lifelines has them."""
+    curve, total = [(0.0, 0.0)], 0.0
+    for length, ends, at_risk in _life_table(stays):
+        total += sum(1 / (at_risk - already) for already in range(ends))
+        curve.append((length, total))
+    return curve
+
+
+def _life_table(stays: Iterable[tuple[float, bool]]) -> Iterable[tuple[float, int, int]]:
+    """(length, ends at it, at risk just before), for each length there is."""
+    ordered = sorted(stays)
+    at_risk = len(ordered)
+    for length, group in groupby(ordered, key=lambda stay: stay[0]):
+        ended = [stay[1] for stay in group]
+        yield length, sum(ended), at_risk
+        at_risk -= len(ended)

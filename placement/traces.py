@@ -1,0 +1,230 @@
+"""Readers of traces that others wrote, each from a file's text to a `Trace`.
+
+Jobs with their nodes (Standard Workload Format with node lists, or the same as CSV), availability as JSON (the spot traces of Wu
+et al., NSDI '24) and the Failure Trace Archive's event_trace.tab. What a machine says of its own logins: `logins.py`.
+A file with a line that is not understood is refused, and its lines are named.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import msgspec
+
+from placement.stays import Span, Trace, TraceError, busy, of_held, of_lent
+
+HELD_AT = 0.5  # of a node's cores in use by its owner's jobs: then he has it; ours, as the traces' notes have it
+NAMED = 5  # of the lines that are wrong
+LATEST = 2.0**40  # Unix seconds; further away there is a mistake
+MOST_CORES = 1_000_000
+MOST_SAMPLES = 10_000_000
+MOST_SLOTS = 1024
+
+CSV_HEADER = "node,start,end,cores"
+SWF_FIELDS = 18
+SWF_START = re.compile(r";\s*UnixStartTime:\s*(\d+)\s*$")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """`nodes`: of each, the cores that it had there; empty where the file does not say."""
+
+    start: float
+    end: float
+    cores: int
+    user: str
+    nodes: tuple[tuple[str, int], ...] = ()
+
+
+def each_line(text: str, what: str, read: Callable[[str], None]) -> None:
+    """Read every line; TraceError with the numbers of those that `read` refuses by a ValueError."""
+    wrong: list[str] = []
+    count = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            read(line.strip())
+        except ValueError as error:
+            count += 1
+            if count <= NAMED:
+                wrong.append(f"line {number}: {error}")
+    if wrong:
+        more = f"; and {count - NAMED} more" if count > NAMED else ""
+        raise TraceError(f"this is no {what}: {'; '.join(wrong)}{more}")
+
+
+def read_swf(text: str) -> list[Job]:
+    """Standard Workload Format; after its 18 fields a job may list the node of each of its cores: {1241,1241,1242}.
+
+    Times count from the header's UnixStartTime (or are Unix times). Jobs that never ran are left out.
+    """
+    jobs: list[Job] = []
+    begun = 0.0
+
+    def read(line: str) -> None:
+        nonlocal begun
+        if not line or line.startswith(";"):
+            found = SWF_START.match(line)
+            begun = float(found[1]) if found else begun
+            return
+        head, _, rest = line.partition("{")
+        fields = head.split()
+        if len(fields) < SWF_FIELDS:
+            raise ValueError(f"{len(fields)} fields instead of {SWF_FIELDS}")
+        submitted, waited, ran, cores = (_number(field) for field in fields[1:5])
+        if ran <= 0 or cores <= 0:
+            return
+        if cores > MOST_CORES:
+            raise ValueError(f"{cores:g} cores")
+        nodes: Counter[str] = Counter()
+        if rest:
+            listed, closed, _ = rest.partition("}")
+            if not closed:
+                raise ValueError("its list of nodes does not end")
+            nodes.update(name.strip() for name in listed.split(",") if name.strip())
+        start = _moment(begun + submitted + max(0.0, waited))
+        jobs.append(Job(start, _moment(start + ran), int(cores), fields[11], tuple(nodes.items())))
+
+    each_line(text, "Standard Workload Format", read)
+    return jobs
+
+
+def read_job_csv(text: str) -> list[Job]:
+    """A line for each node of each job: node,start,end,cores,user (Unix seconds), under a header that says so."""
+    jobs: list[Job] = []
+    header = True
+
+    def read(line: str) -> None:
+        nonlocal header
+        if not line:
+            return
+        fields = line.split(",")
+        if header:
+            if not line.startswith(CSV_HEADER):
+                raise ValueError(f"the first line is not {CSV_HEADER},user")
+            header = False
+            return
+        if len(fields) not in {4, 5}:
+            raise ValueError(f"{len(fields)} fields instead of 5")
+        start, end, cores = _moment(_number(fields[1])), _moment(_number(fields[2])), _number(fields[3])
+        if not fields[0] or end < start or not 1 <= cores <= MOST_CORES:
+            raise ValueError("no node, an end before its start, or an impossible number of cores")
+        jobs.append(Job(start, end, int(cores), fields[4] if len(fields) > 4 else "", ((fields[0], int(cores)),)))
+
+    each_line(text, "list of jobs by node", read)
+    return jobs
+
+
+def nodes_of_jobs(jobs: Iterable[Job], held_at: float = HELD_AT) -> Trace:
+    """A node is lent while its owner's jobs use less than this part of its cores: the most that it ever had in use.
+
+    The trace is known from the first job's start to the last one's: after that nobody wrote down who came.
+    """
+    demands: dict[str, list[tuple[float, float, float]]] = {}
+    first, last = float("inf"), float("-inf")
+    for job in jobs:
+        first, last = min(first, job.start), max(last, job.start)
+        for node, cores in job.nodes:
+            if job.end > job.start:
+                demands.setdefault(node, []).append((job.start, job.end, cores))
+    if not demands:
+        raise TraceError("no job of this file says on which nodes it ran")
+    if first >= last:
+        raise TraceError("all jobs start at once: that is no trace")
+    held = {node: busy(wanted, held_at * _most(wanted)) for node, wanted in demands.items()}
+    return of_held(held, first, last)
+
+
+def read_nodes(text: str) -> Trace:
+    """Jobs with their nodes, in either form."""
+    jobs = read_job_csv(text) if text.lstrip().startswith("node,") else read_swf(text)
+    return nodes_of_jobs(jobs)
+
+
+class _Metadata(msgspec.Struct):
+    gap_seconds: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class _Availability(msgspec.Struct):
+    metadata: _Metadata
+    data: list[Annotated[int, msgspec.Meta(ge=0, le=MOST_SLOTS)]]
+
+
+_availability = msgspec.json.Decoder(_Availability)
+
+
+def read_availability(text: str, name: str) -> Trace:
+    """`{"metadata": {"gap_seconds": N}, "data": [how many there are, ...]}`; its time begins at 0.
+
+    Of so many at most there are so many nodes, and node i is lent while more than i are.
+    """
+    try:
+        read = _availability.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise TraceError(f"this is no availability trace: {error}") from error
+    if not 2 <= len(read.data) <= MOST_SAMPLES:
+        raise TraceError(f"this is no availability trace: {len(read.data)} samples")
+    gap, most = read.metadata.gap_seconds, max(1, *read.data)
+    lent: dict[str, list[Span]] = {name if most == 1 else f"{name}/{slot}": [] for slot in range(most)}
+    for slot, spans in enumerate(lent.values()):
+        since: int | None = None
+        for number, count in enumerate([*read.data, 0]):
+            if count > slot and since is None:
+                since = number
+            elif count <= slot and since is not None:
+                spans.append((since * gap, number * gap))
+                since = None
+    return of_lent(lent, 0.0, len(read.data) * gap)
+
+
+def read_fta(text: str) -> Trace:
+    """The Failure Trace Archive's event_trace.tab: event, component, node and platform ids, node name, type (1: available),
+    start, end, and what ended it. Time of which nothing is said counts as not available."""
+    lent: dict[str, list[Span]] = {}
+    first, last = float("inf"), float("-inf")
+
+    def read(line: str) -> None:
+        nonlocal first, last
+        if not line or line.startswith("#"):
+            return
+        fields = line.split("\t")
+        if len(fields) < 8:
+            raise ValueError(f"{len(fields)} columns instead of 8 or more")
+        node, kind = fields[4] or fields[2], fields[5].strip()
+        start, end = _moment(_number(fields[6])), _moment(_number(fields[7]))
+        if not node or kind not in {"0", "1"} or end < start:
+            raise ValueError("no node, a type that is neither 0 nor 1, or an end before its start")
+        first, last = min(first, start), max(last, end)
+        spans = lent.setdefault(node, [])
+        if kind == "1":
+            spans.append((start, end))
+
+    each_line(text, "event_trace.tab", read)
+    if first >= last:
+        raise TraceError("this is no event_trace.tab: nothing lasts in it")
+    return of_lent(lent, first, last)
+
+
+def _most(demands: list[tuple[float, float, float]]) -> float:
+    """The most in use at once."""
+    changes = sorted(change for start, end, amount in demands for change in ((start, amount), (end, -amount)))
+    load = most = 0.0
+    for _, amount in changes:
+        load += amount
+        most = max(most, load)
+    return most
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is no number") from None
+    if not -LATEST < value < LATEST:
+        raise ValueError(f"{text[:40]!r} is out of all bounds")
+    return value
+
+
+def _moment(unix: float) -> float:
+    if not 0 <= unix < LATEST:
+        raise ValueError(f"{unix:g} is no time")
+    return unix

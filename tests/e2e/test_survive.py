@@ -1,0 +1,46 @@
+"""How long a node is likely to stay, asked of real daemons: by its own stays, and by what the others tell of theirs."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from mesh.stack import Stack, StackNode
+from tests.e2e.commands import command, mesh, ok, read, until
+
+pytestmark = pytest.mark.e2e
+
+
+def survival(asked: StackNode, node: StackNode) -> dict[str, Any] | None:
+    done = mesh(asked, "survive", node.nick, "--json")
+    assert done.returncode in {0, 4}, done.stderr
+    return read(asked, "survive", node.nick) if done.returncode == 0 else None
+
+
+def test_how_long_a_node_is_likely_to_stay_is_told_by_itself_and_by_others(make_stack: Callable[..., Stack]) -> None:
+    stack = make_stack(2)
+    here, there = stack.nodes
+    for asked, node in ((here, here), (here, there)):
+        answer = until(lambda a=asked, n=node: survival(a, n), f"what {node.nick} tells of its stays")
+        chances = [row["probability"] for row in answer["survival"]]
+        assert answer["lent"] and answer["me"] is (asked is node) and 1 <= answer["weight"] <= 64
+        assert all(1 >= sooner > later > 0 for sooner, later in pairwise(chances))
+        assert all(row["low"] <= row["probability"] <= row["high"] for row in answer["survival"])
+        assert len(answer["week"]) == 168
+    shown = ok(here, "survive", there.nick)
+    assert "STAYS FOR" in shown and "Mon" in shown and "Sun" in shown
+    unknown = mesh(here, "survive", "nobody")
+    assert unknown.returncode == 4 and "no node called 'nobody'" in unknown.stderr
+
+    ok(there, "pause")
+    until(lambda: (a := survival(there, there)) and not a["lent"] and a["departures"] > 0, "its own pause to count")
+    until(lambda: (a := survival(here, there)) and a["departures"] > 0, "the others to be told")
+    assert "is not lent now" in ok(there, "survive", there.nick)
+    ok(there, "resume")
+    again = until(lambda: (a := survival(there, there)) and a["lent"] and a, "it to be lent again")
+    (row,) = [row for row in read(there, "nodes")["nodes"] if row["me"]]
+    assert row["weight"] == again["weight"]
+    journal = there.where.root / "journal.sqlite"
+    done = mesh(None, "survive", "eval", "--trace", str(journal), "--format", "journal", "--no-boosting")
+    assert done.returncode == 2 and "two bins" in done.stderr, command(None)

@@ -1,0 +1,194 @@
+"""Questions, answers and scores on traces whose answers are known; nothing after a question tells on it."""
+
+import json
+import subprocess
+import sys
+from array import array
+from math import exp, log
+from pathlib import Path
+from random import Random
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.cli.main import cli
+from mesh.forecast.evaluation import BOOSTING, CLIMATOLOGY, CONSTANT, FROZEN, OURS, WEEKLY, evaluate
+from mesh.forecast.questions import answer, ask, cut_into_bins
+from mesh.forecast.scores import auc, brier, ece, log_loss
+from placement.stays import Trace, TraceError, of_lent
+from tests.placement.campuses import DAY_S, campus
+
+forecasts = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=2, max_size=60)
+
+
+@settings(deadline=None)  # scikit-learn is imported in the first
+@given(forecasts)
+def test_scores_are_scikit_learns(pairs: list[tuple[float, bool]]) -> None:
+    from sklearn import metrics
+
+    p, stayed = [chance for chance, _ in pairs], [there for _, there in pairs]
+    clipped = [min(1 - 1e-6, max(1e-6, chance)) for chance in p]
+    assert log_loss(p, stayed) == pytest.approx(metrics.log_loss(stayed, clipped, labels=[False, True]), abs=1e-9)
+    assert brier(p, stayed) == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / len(pairs))
+    if len(set(stayed)) == 2:
+        assert auc(p, stayed) == pytest.approx(metrics.roc_auc_score(stayed, p))
+    else:
+        assert auc(p, stayed) is None
+    assert 0 <= ece(p, stayed) <= 1
+
+
+def test_calibration_is_by_tenths() -> None:
+    assert ece([0.05, 0.05, 0.95, 0.95], [False, False, True, False]) == pytest.approx((2 * 0.05 + 2 * 0.45) / 4)
+
+
+def test_questions_are_put_where_a_node_is_lent_and_answered_by_what_follows() -> None:
+    trace = of_lent({"a": [(0.0, 4000.0)], "b": [(1000.0, 1150.0), (3000.0, 9000.0)]}, 0.0, 9000.0)
+    bins = cut_into_bins(trace)
+    assert bins.bins == 30 and bins.runs == (((0, 13),), ((10, 30),)), "whole bins only"
+    questions = ask(bins, (15, 60), 0.0)
+    rows = list(zip(questions.node, questions.bin, questions.stayed[15], questions.stayed[60], strict=True))
+    assert rows[:5] == [(0, 0, 1, 1), (0, 3, 1, 0), (0, 6, 1, 0), (0, 9, 1, 0), (0, 12, 0, 0)]
+    assert [row[1:] for row in rows if row[0] == 1] == [
+        (12, 1, 1),
+        (15, 1, 1),
+        (18, 1, -1),
+        (21, 1, -1),
+        (24, 1, -1),
+        (27, -1, -1),
+    ]
+    assert questions.features["age_h"][0] == pytest.approx(1 / 12)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 3), st.sampled_from(["lectures", "unlike", "bursts"]))
+def test_no_answer_knows_what_comes_after(seed: int, kind: str) -> None:
+    """The same trace, with another end: everything that is said before is the same."""
+    trace, cut = campus(kind, seed, 2, nodes=4), DAY_S
+    other = campus(kind, seed + 100, 2, nodes=4)
+    changed = {}
+    for node, stays in trace.nodes.items():
+        before = [(stay.start, min(stay.end, cut)) for stay in stays if stay.start < cut]
+        changed[node] = before + [(max(cut + 600, s.start), s.end) for s in other.nodes[node] if s.end > cut + 600]
+    twin = of_lent(changed, trace.first, trace.last)
+    said = []
+    for one in (trace, twin):
+        bins = cut_into_bins(one)
+        questions = ask(bins, (60,), 0.0)
+        given_ = answer(bins, questions, 0.0, float("inf"))[60]
+        features = list(zip(*questions.features.values(), strict=True))
+        early = [place for place, number in enumerate(questions.bin) if questions.time(number) <= cut]
+        said.append([(questions.node[place], given_[place], features[place]) for place in early])
+    assert said[0] and said[0] == said[1]
+
+
+def test_models_are_told_apart_where_there_is_something_to_know() -> None:
+    outcome = evaluate(campus("unlike", 3, 8, nodes=6), (60,), 0.7)
+    scores = {row.model: row for row in outcome.rows()}
+    assert set(scores) == {OURS, FROZEN, CLIMATOLOGY, CONSTANT, WEEKLY, BOOSTING} and not outcome.notes[1:]
+    assert scores[OURS].log_loss < scores[CLIMATOLOGY].log_loss - 0.05
+    assert scores[BOOSTING].log_loss < scores[CLIMATOLOGY].log_loss - 0.05
+    assert scores[OURS].auc is not None and scores[OURS].auc > 0.7 and scores[CLIMATOLOGY].auc == 0.5
+    assert len({row.n for row in scores.values()}) == 1
+
+
+def test_a_memoryless_trace_gives_the_rate_away() -> None:
+    random = Random(5)
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for node in range(20):
+        now, mine = 0.0, []
+        while now < 15 * DAY_S:
+            length = random.expovariate(0.3 / 3600)
+            mine.append((now, now + length))
+            now += length + 1800
+        spans[f"n{node}"] = mine
+    outcome = evaluate(of_lent(spans, 0.0, 15 * DAY_S), (60,), 0.7, boosted=False)
+    best = -(exp(-0.3) * -0.3 + (1 - exp(-0.3)) * log(1 - exp(-0.3)))
+    scores = {row.model: row.log_loss for row in outcome.rows()}
+    assert scores[CONSTANT] == pytest.approx(best, abs=0.03) and scores[OURS] < 1.02 * scores[CONSTANT]
+
+
+@pytest.mark.parametrize("until", [1.0, 1e12, 1e-9])
+def test_a_cut_with_nothing_on_one_side_is_refused(until: float) -> None:
+    with pytest.raises(TraceError, match=r"no question for 60 minutes lies (before|after) the cut"):
+        evaluate(campus("steady", 1, 1), (60,), until, boosted=False)
+
+
+def test_a_trace_that_is_too_short_or_too_long_is_refused() -> None:
+    with pytest.raises(TraceError, match="shorter than two bins"):
+        cut_into_bins(of_lent({"a": []}, 0.0, 300.0))
+    with pytest.raises(TraceError, match="too large: 1 nodes"):
+        cut_into_bins(Trace(0.0, 1e12, {"a": ()}))
+
+
+def as_csv(trace: Trace) -> str:
+    lines = ["node,start,end,cores,user"]
+    for node, stays in trace.nodes.items():
+        free = trace.first
+        for stay in (*stays, None):
+            start = trace.last if stay is None else stay.start
+            if start > free:
+                lines.append(f"{node},{free:.0f},{start:.0f},1,u")
+            free = trace.last if stay is None else stay.end
+        lines.append(f"{node},{trace.last:.0f},{trace.last:.0f},1,u")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    (tmp_path / "jobs.csv").write_text(as_csv(campus("unlike", 1, 6)))
+    (tmp_path / "spot").mkdir()
+    random = Random(1)
+    for name in ("a", "b"):
+        data = [int(random.random() < 0.9) * 2 for _ in range(1500)]
+        (tmp_path / "spot" / f"{name}.json").write_text(json.dumps({"metadata": {"gap_seconds": 300}, "data": data}))
+    return tmp_path
+
+
+def test_the_command_prints_what_it_promises(traces: Path) -> None:
+    common = ["--horizon", "60,240", "--train-until", "0.7", "--json"]
+    for trace, kind in (("jobs.csv", "swf-nodes"), ("spot", "spot-json"), ("spot/a.json", "spot-json")):
+        done = CliRunner().invoke(cli, ["survive", "eval", "--trace", str(traces / trace), "--format", kind, *common])
+        assert done.exit_code == 0, done.output
+        rows = json.loads(done.stdout)["rows"]
+        assert {row["model"] for row in rows} == {OURS, FROZEN, CLIMATOLOGY, CONSTANT, WEEKLY, BOOSTING}
+        for row in rows:
+            assert list(row) == ["model", "horizon_min", "n", "log_loss", "brier", "auc", "ece"]
+            assert row["horizon_min"] in {60, 240} and row["n"] > 0 and 0 <= row["brier"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--trace", "nothing", "--format", "swf-nodes"], 4, "nothing: No such file"),
+        (["--trace", "jobs.csv", "--format", "spot-json"], 2, "jobs.csv: this is no availability trace"),
+        (["--trace", "jobs.csv", "--format", "fta"], 2, "line 1: 1 columns"),
+        (["--trace", "jobs.csv", "--format", "wtmp"], 2, "no wtmp file"),
+        (["--trace", "jobs.csv", "--format", "last"], 2, "last -F"),
+        (["--trace", "jobs.csv", "--format", "journal"], 2, "no journal of a node"),
+        (["--trace", "jobs.csv", "--format", "swf-nodes", "--horizon", "0"], 2, "minutes from 1 to 10080"),
+        (["--trace", "jobs.csv", "--format", "swf-nodes", "--horizon", "60,x"], 2, "minutes from 1 to 10080"),
+        (["--trace", "jobs.csv", "--format", "swf-nodes", "--train-until", "1"], 2, "lies after the cut"),
+        (["--trace", "jobs.csv", "--format", "swf-nodes", "--train-until", "-3"], 2, "x>0"),
+        (["--trace", "jobs.csv", "--trace", "jobs.csv", "--format", "swf-nodes"], 2, "have a node 'n0'"),
+    ],
+)
+def test_the_command_refuses_in_words(
+    traces: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(traces)
+    done = CliRunner().invoke(cli, ["survive", "eval", *arguments])
+    assert done.exit_code == code and words in done.output
+
+
+def test_the_command_line_does_without_numpy_until_it_is_needed() -> None:
+    code = "import sys, mesh.cli.survive, mesh.forecast.evaluation; sys.exit('numpy' in sys.modules or 'sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_scikit_learn_the_others_are_asked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    outcome = evaluate(campus("steady", 2, 3), (60,), 0.7)
+    assert BOOSTING not in {row.model for row in outcome.rows()}
+    assert "campus-mesh[demo]" in outcome.notes[0] and isinstance(outcome.questions.node, array)

@@ -1,0 +1,128 @@
+"""What a node tells of its stays: to the bit, in a bounded number of bytes, and bounded in what it can do to others."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.factors import DAY_S, HALF_LIFE_S
+from placement.summary import (
+    COMMON,
+    MOST_EVENTS,
+    OWN,
+    UNSEEN,
+    Summary,
+    SummaryError,
+    adopt,
+    decode_summary,
+    encode_summary,
+    introduce,
+    summarise,
+)
+from placement.survival import Estimator
+from tests.placement.test_survival import HOUR_S, MONDAY, A, B, lived
+
+WEEK = bytes([50] * 24 + [UNSEEN] * 144)
+
+
+def told(length_s: float, count: int = 40) -> tuple[Summary, Estimator, float]:
+    estimator = Estimator(MONDAY)
+    for number in range(count):
+        lived(estimator, A, MONDAY + number * 7 * HOUR_S, length_s)
+    now = MONDAY + count * 7 * HOUR_S
+    estimator.lent(A, now)
+    estimator.lent(A, now + 1200)
+    return summarise(estimator, A, now + 1200, 0.0, WEEK), estimator, now + 1200
+
+
+def test_another_node_foretells_the_same_by_what_it_was_told() -> None:
+    summary, mine, now = told(6 * HOUR_S)
+    assert len(encode_summary(summary)) < 1500
+    heard = decode_summary(encode_summary(summary))
+    assert heard == summary and heard.since_unix == int(now - 1200)
+    other = Estimator(now)
+    adopt(other, [heard], now)
+    introduce(other, A, heard, other.room("", now), now)
+    for horizon_s in (900.0, HOUR_S, 6 * HOUR_S):
+        theirs = other.survival(A, now, horizon_s).probability
+        assert theirs == pytest.approx(mine.survival(A, now, horizon_s).probability, abs=0.03)
+
+
+def test_what_the_campus_is_like_is_known_to_a_node_that_has_just_come() -> None:
+    chances = []
+    for length_s in (1200.0, 6.5 * HOUR_S):
+        summary, _, now = told(length_s)
+        fresh = Estimator(now)
+        fresh.lent(B, now)
+        before = fresh.survival(B, now, HOUR_S).probability
+        adopt(fresh, [summary] * 20, now)
+        chances.append(fresh.survival(B, now, HOUR_S).probability)
+        adopt(fresh, [], now)
+        assert fresh.survival(B, now, HOUR_S).probability == pytest.approx(before)
+    assert chances[0] < before < chances[1]
+
+
+def test_old_news_weighs_less() -> None:
+    summary, _, now = told(1200.0)
+    weights = []
+    for later in (0.0, HALF_LIFE_S, 10 * HALF_LIFE_S):
+        fresh = Estimator(now + later)
+        adopt(fresh, [summary], now + later)
+        weights.append(fresh.other_events)
+    assert weights[1] == pytest.approx(weights[0] / 2) and weights[2] < weights[0] / 1000
+
+
+def test_a_liar_moves_the_campus_by_no_more_than_a_few_honest_nodes() -> None:
+    honest, _, now = told(6 * HOUR_S, count=300)
+    huge = tuple([2**31] * COMMON)
+    for events, expected in ((huge, honest.expected), (honest.events, huge), (huge, huge)):
+        liar = msgspec.structs.replace(honest, events=events, expected=expected, lent=2**31, belief=(2**31, 0))
+        estimator = Estimator(now)
+        adopt(estimator, [honest] * 30, now)
+        before = estimator.rate
+        adopt(estimator, [honest] * 30 + [decode_summary(encode_summary(liar))], now)
+        assert before / 2 < estimator.rate < before * 2
+        introduce(estimator, B, liar, estimator.room("", now), now)
+        assert 0 <= estimator.survival(B, now, HOUR_S).probability <= 1
+        assert estimator.nodes[B].own.events <= MOST_EVENTS
+        assert not estimator.nodes[B].campus
+
+
+IMPOSSIBLE: list[dict[str, object]] = [
+    {"layout": 2},
+    {"events": (0,) * (COMMON - 1)},
+    {"expected": (0,) * (COMMON + 1)},
+    {"own_events": (0,) * (OWN + 1)},
+    {"events": (-1,) + (0,) * (COMMON - 1)},
+    {"week": b"\x32" * 167},
+    {"week": b"\x65" * 168},
+    {"since_unix": 2**41},
+    {"last_stay_s": -1},
+    {"belief": (1, 101)},
+]
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE)
+def test_impossible_summaries_are_refused(changes: dict[str, object]) -> None:
+    good, _, _ = told(HOUR_S, count=3)
+    with pytest.raises(SummaryError):
+        decode_summary(encode_summary(msgspec.structs.replace(good, **changes)))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 800), st.binary(max_size=6))
+def test_hostile_bytes_are_refused_or_are_a_summary(data: bytes, at: int, patch: bytes) -> None:
+    good = bytearray(encode_summary(GOOD))
+    good[at : at + len(patch)] = patch
+    for candidate in (data, bytes(good)):
+        try:
+            summary = decode_summary(candidate)
+        except SummaryError:
+            continue
+        estimator = Estimator(MONDAY + 9 * DAY_S)
+        adopt(estimator, [summary], MONDAY + 9 * DAY_S)
+        introduce(estimator, B, summary, estimator.room("", MONDAY), MONDAY + 9 * DAY_S)
+        assert 0 <= estimator.survival(B, MONDAY + 9 * DAY_S, HOUR_S).probability <= 1
+
+
+GOOD = told(HOUR_S, count=3)[0]

@@ -1,0 +1,230 @@
+"""Readers of other people's traces: they read what is right, and name the lines of what is not."""
+
+import struct
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.logins import RECORD, read_last, read_wtmp
+from placement.stays import Stay, Trace, TraceError
+from placement.traces import Job, read_availability, read_fta, read_job_csv, read_nodes, read_swf
+
+SWF = """; Version: 2.2
+; UnixStartTime: 1000000
+  1 0 100 3600 4 -1 -1 4 -1 -1 1 7 1 1 1 1 -1 -1 {n1,n1,n2,n2} q_1d 1:ppn=2
+  2 7200 0 600.5 2 -1 -1 2 -1 -1 1 8 1 1 1 1 -1 -1 {n1,n1}
+  3 7300 -1 -1 2 -1 -1 2 -1 -1 0 8 1 1 1 1 -1 -1
+"""
+CSV = """node,start,end,cores,user
+n1,1000100,1003700,2,7
+n2,1000100,1003700,2,7
+n1,1007200,1007800.5,2,8
+"""
+FTA = """# event_id component_id node_id platform_id node_name event_type start end reason
+1\t1\t1\t1\tpc1\t1\t1000\t5000\t2
+2\t1\t1\t1\tpc1\t0\t5000\t6000\t2
+3\t1\t1\t1\tpc1\t1\t6000\t9000\t0
+4\t1\t2\t1\t\t0\t1000\t9000\t0
+"""
+LAST = """ada      pts/0        10.0.0.1         Mon Nov  2 09:00:00 2026 - Mon Nov  2 12:00:00 2026  (03:00)
+bob      tty1                          Tue Nov  3 09:00:00 2026 - down                      (01:10)
+reboot   system boot  6.1.0-1          Sun Nov  1 00:00:00 2026 - Tue Nov  3 10:10:00 2026 (2+10:10)
+reboot   system boot  6.1.0-1          Wed Nov  4 00:00:00 2026   still running
+eve      pts/1        10.0.0.1         Wed Nov  4 09:00:00 2026   gone - no logout
+ada      pts/1        10.0.0.1         2026-11-04T12:00:00+00:00   still logged in
+
+wtmp begins Sun Nov  1 00:00:00 2026
+"""
+SUNDAY = 1793491200.0  # 1 November 2026
+HOUR_S = 3600.0
+
+
+def test_jobs_with_their_nodes_are_the_same_in_both_forms() -> None:
+    jobs = read_swf(SWF)
+    assert jobs[0] == Job(1000100.0, 1003700.0, 4, "7", (("n1", 2), ("n2", 2))) and len(jobs) == 2
+    assert read_nodes(SWF) == read_nodes(CSV)
+    assert read_nodes(CSV).nodes == {
+        "n1": (Stay(1003700.0, 1007200.0, False),),
+        "n2": (Stay(1003700.0, 1007200.0, False),),
+    }, "known until the last job began"
+
+
+def test_a_node_is_lent_while_less_than_half_of_it_is_in_use() -> None:
+    lines = ["node,start,end,cores,user", "n,0,1000,8,a", "n,2000,9000,3,a", "n,4000,5000,1,a", "n,9500,9600,1,a"]
+    assert read_nodes("\n".join(lines)).nodes["n"] == (Stay(1000.0, 4000.0, True), Stay(5000.0, 9500.0, False))
+
+
+def test_a_count_of_machines_becomes_so_many_nodes() -> None:
+    text = '{"metadata": {"gap_seconds": 300}, "data": [2, 2, 1, 0, 1]}'
+    trace = read_availability(text, "z")
+    assert trace.nodes == {
+        "z/0": (Stay(0.0, 900.0, True), Stay(1200.0, 1500.0, False)),
+        "z/1": (Stay(0.0, 600.0, True),),
+    }
+    assert list(read_availability('{"metadata":{"gap_seconds":60},"data":[0,1]}', "z").nodes) == ["z"]
+
+
+def test_the_failure_trace_archive() -> None:
+    trace = read_fta(FTA)
+    assert (trace.first, trace.last) == (1000.0, 9000.0)
+    assert trace.nodes == {"pc1": (Stay(1000.0, 5000.0, True), Stay(6000.0, 9000.0, False)), "2": ()}
+
+
+def test_a_machine_is_its_owners_while_somebody_is_logged_in_and_while_it_is_off() -> None:
+    stays = [(stay.start - SUNDAY, stay.end - SUNDAY, stay.ended) for stay in read_last(LAST, "pc").nodes["pc"]]
+    day = 24 * HOUR_S
+    assert stays == [
+        (0.0, day + 9 * HOUR_S, True),
+        (day + 12 * HOUR_S, 2 * day + 9 * HOUR_S, True),
+        (3 * day, 3 * day + 9 * HOUR_S, True),
+        (3 * day + 9 * HOUR_S + 60, 3 * day + 12 * HOUR_S, False),
+    ]
+    local = LAST.replace("2026-11-04T12:00:00+00:00", "2026-11-04T12:00:00")
+    assert read_last(local, "pc", HOUR_S).first == SUNDAY - HOUR_S
+    assert read_last(local.replace("T12:00:00 ", "T12:00:00Z"), "pc", HOUR_S).last == SUNDAY + 3 * day + 12 * HOUR_S
+
+
+def record(kind: int, now: int, line: bytes = b"", user: bytes = b"") -> bytes:
+    return RECORD.pack(kind, 1, line, b"", user, b"", 0, 0, 0, now, 0, 0, 0, 0, 0, b"")
+
+
+def test_the_wtmp_file_says_the_same() -> None:
+    data = b"".join(
+        [
+            record(2, 1000, b"~", b"reboot"),
+            record(7, 5000, b"pts/0", b"ada"),
+            record(7, 5500, b"tty1", b"bob"),
+            record(8, 6000, b"pts/0"),
+            record(8, 7000, b"tty1"),
+            record(7, 8000, b"tty1", b"bob"),
+            record(1, 9000, b"~", b"shutdown"),
+            record(2, 9900, b"~", b"reboot"),
+            record(7, 20_000, b"tty1", b"bob"),
+            record(8, 21_000, b"tty1"),
+        ]
+    )
+    assert RECORD.size == 384
+    assert read_wtmp(data, "pc").nodes["pc"] == (
+        Stay(1000.0, 5000.0, True),
+        Stay(7000.0, 8000.0, True),
+        Stay(9900.0, 20_000.0, True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "words"),
+    [
+        (read_swf, SWF + "4 1 2 3\n", "line 6: 4 fields instead of 18"),
+        (read_swf, SWF.replace("3600", "36oo", 1), "line 3: '36oo' is no number"),
+        (read_swf, SWF.replace("n2,n2}", "n2,n2"), "line 3: its list of nodes does not end"),
+        (read_swf, SWF.replace("600.5", "nan"), "line 4: 'nan' is out of all bounds"),
+        (read_swf, SWF.replace("600.5", "1e300"), "line 4: '1e300' is out of all bounds"),
+        (read_nodes, SWF.split("{", 1)[0] + "\n", "on which nodes"),
+        (read_job_csv, "a,b\n", "line 1: the first line is not node,start,end,cores,user"),
+        (
+            read_job_csv,
+            CSV + "n1,5,4,1,u\nn1,5,6,0,u\n,1,2,3,u\nn,1\n",
+            "line 5: no node, .*; line 6: .*; line 7: .*; line 8: 2 f",
+        ),
+        (read_job_csv, "node,start,end,cores,user\n" + "x\n" * 9, "line 6: .*; and 4 more"),
+        (read_nodes, "node,start,end,cores,user\nn,5,9,1,u\n", "at once"),
+        (read_fta, FTA + "1\t2\n", "line 6: 2 columns"),
+        (read_fta, FTA.replace("\t0\t5000", "\t7\t5000"), "line 3: .* neither 0 nor 1"),
+        (read_fta, "", "nothing lasts"),
+        (lambda text: read_last(text, "pc"), LAST.replace(" 2026 - Mon", " - Mon"), "line 1: it has no full date"),
+        (
+            lambda text: read_last(text, "pc"),
+            LAST.replace("Nov  3 09:00:00 2026", "Nov  3 09:00"),
+            "line 2: it has no full date",
+        ),
+        (
+            lambda text: read_last(text, "pc"),
+            LAST.replace("Nov  3 09:00:00 2026", "Nov 33 09:00:00 2026"),
+            "line 2: 2026-11-33",
+        ),
+        (lambda text: read_last(text, "pc"), LAST.replace("Nov  3 09", "Nox  3 09"), "line 2: 'Nox' is no month"),
+        (lambda text: read_last(text, "pc"), "", "nobody ever"),
+        (lambda text: read_availability(text, "z"), '{"data": [1, 2]}', "metadata"),
+        (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":0},"data":[1, 2]}', ">"),
+        (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":60},"data":[1, -2]}', "data"),
+        (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":60},"data":[1]}', "1 samples"),
+        (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":60},"data":[1, 999999]}', "<= 1024"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_line(read: Callable[[str], object], text: str, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        read(text)
+
+
+def test_wtmp_files_that_are_none() -> None:
+    good = record(2, 1000) + record(7, 2000)
+    for data, words in (
+        (b"", "0 bytes"),
+        (good[:-1], "767 bytes"),
+        (record(7, 5), "no time"),
+        (record(77, 5) + good, "record 1"),
+    ):
+        with pytest.raises(TraceError, match=words):
+            read_wtmp(data, "pc")
+
+
+READERS: list[Callable[[str], object]] = [
+    read_swf,
+    read_nodes,
+    read_fta,
+    lambda text: read_last(text, "n"),
+    lambda text: read_availability(text, "n"),
+]
+SAMPLES = [SWF, CSV, FTA, LAST, '{"metadata": {"gap_seconds": 300}, "data": [2, 2, 1, 0, 1]}']
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> str:
+    """A right file with something in it replaced."""
+    text = draw(st.sampled_from(SAMPLES))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(text)))
+        upto = min(len(text), at + draw(st.integers(0, 12)))
+        new = draw(
+            st.one_of(
+                st.text(max_size=8), st.sampled_from(["-1", "1e999", "nan", "9" * 30, "\t", "{", "}", "\n", "inf"])
+            )
+        )
+        text = text[:at] + new + text[upto:]
+    return text
+
+
+@settings(deadline=None)
+@given(st.one_of(damaged(), st.text(max_size=200)), st.sampled_from(READERS))
+def test_hostile_text_is_refused_or_read_and_nothing_else(text: str, read: Callable[[str], object]) -> None:
+    try:
+        found = read(text)
+    except TraceError as error:
+        assert str(error)
+        return
+    if isinstance(found, Trace):
+        assert found.first < found.last
+        for stays in found.nodes.values():
+            assert all(found.first <= stay.start < stay.end <= found.last for stay in stays)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-2, 12), st.integers(-5, 2**31 - 1), st.binary(max_size=4)), max_size=8),
+    st.binary(max_size=5),
+)
+def test_hostile_wtmp_files(records: list[tuple[int, int, bytes]], tail: bytes) -> None:
+    data = b"".join(record(kind, now, line) for kind, now, line in records) + tail
+    try:
+        trace = read_wtmp(data, "pc")
+    except TraceError:
+        return
+    assert all(stay.start < stay.end for stay in trace.nodes["pc"])
+
+
+def test_struct_utmp_is_packed_as_the_c_library_has_it() -> None:
+    data = bytearray(record(7, 1_700_000_000, b"pts/3", b"ada"))
+    assert struct.unpack_from("<h", data, 0) == (7,) and data[8:13] == b"pts/3" and data[44:47] == b"ada"
+    assert struct.unpack_from("<i", data, 340) == (1_700_000_000,)

@@ -1,0 +1,159 @@
+"""This node's own stays on disk, and what is learnt and told of them; a crash in the middle loses five minutes at most."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mesh.jobs.journal import Journal, OwnStay
+from mesh.provider.attendance import KEEP_S, SLEPT_S, Attendance, local_offset_s
+from placement.advert import Advert
+from placement.summary import decode_summary
+from tests.placement.test_placement import advert
+
+ME, OTHER = b"m" * 32, b"o" * 32
+DAY_S, HOUR_S = 86_400.0, 3600.0
+NOW = 1.7e9
+
+
+class World:
+    """A daemon's surroundings: other nodes' adverts and what they told."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.published: list[bytes] = []
+        self.adverts: list[Advert] = []
+        self.told: dict[bytes, bytes] = {}
+        self.attendance = Attendance(
+            ME, journal, self.published.append, lambda: self.adverts, self.zones, lambda: self.told
+        )
+
+    def zones(self) -> dict[bytes, str]:
+        return {ME: "lab", **{advert.node: advert.zone for advert in self.adverts}}
+
+    def live(self, start: float, end: float, lent: bool = True, step_s: float = 60.0) -> float:
+        now = start
+        while now < end:
+            self.attendance.tick(now, lent)
+            now += step_s
+        return now
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    yield journal
+    await journal.close()
+
+
+async def test_stays_are_kept_and_learnt_from_again(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    world.live(NOW, NOW + HOUR_S)
+    world.live(NOW + HOUR_S, NOW + 2 * HOUR_S, lent=False)
+    world.live(NOW + 2 * HOUR_S, NOW + 5 * HOUR_S)
+    world.attendance.close(NOW + 5 * HOUR_S)
+    kept = await journal.stays()
+    assert [(stay.start_ms / 1000 - NOW, stay.end_ms / 1000 - NOW, stay.cause) for stay in kept] == [
+        (0.0, HOUR_S, "reclaimed"),
+        (2 * HOUR_S, 5 * HOUR_S, "reclaimed"),
+    ]
+    again = World(journal)
+    await again.attendance.open(NOW + 6 * HOUR_S)
+    before, after = world.attendance.estimator, again.attendance.estimator
+    assert after.events == pytest.approx(before.events, rel=0.01)
+    assert after.hours_lent == pytest.approx(before.hours_lent, rel=0.02)
+    assert after.nodes[ME].last_stay_s == pytest.approx(3 * HOUR_S)
+
+
+async def test_a_stay_that_a_crash_cut_short_is_found_and_closed(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    last = world.live(NOW, NOW + 2 * HOUR_S) - 60
+    (open_,) = await journal.stays()
+    assert open_.cause == "" and last - open_.end_ms / 1000 <= KEEP_S, "nothing was closed: its process is gone"
+    again = World(journal)
+    await again.attendance.open(NOW + DAY_S)
+    (closed,) = await journal.stays()
+    assert closed == msgspec.structs.replace(open_, cause="lost") and again.attendance.estimator.events > 0
+    again.attendance.tick(NOW + DAY_S, True)
+    again.attendance.close(NOW + DAY_S + 90)
+    assert len(await journal.stays()) == 2
+
+
+async def test_a_machine_that_slept_was_gone(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    last = world.live(NOW, NOW + HOUR_S) - 60
+    world.attendance.tick(NOW + 9 * HOUR_S, True)
+    assert world.attendance.since_unix == NOW + 9 * HOUR_S > last + SLEPT_S
+    assert [(stay.end_ms / 1000, stay.cause) for stay in await journal.stays()][:1] == [(last, "lost")]
+
+
+async def test_the_owners_hours_are_no_departure_and_set_the_weight(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    world.live(NOW, NOW + HOUR_S)
+    before = world.attendance.weight
+    world.attendance.until_unix = NOW + 1.5 * HOUR_S
+    world.live(NOW + HOUR_S, NOW + 1.5 * HOUR_S)
+    assert before > 16 and world.attendance.weight == 1, "an hour from now it will not be here"
+    world.attendance.tick(NOW + 1.5 * HOUR_S, False)
+    (stay,) = await journal.stays()
+    assert stay.cause == "planned" and world.attendance.estimator.events == 0
+    assert decode_summary(world.published[-1]).since_unix == 0
+
+
+async def test_what_others_tell_is_the_prior_and_rubbish_is_passed_over(tmp_path: Path, journal: Journal) -> None:
+    other = Journal(tmp_path / "other.sqlite")
+    await other.open()
+    flaky = World(other)
+    await flaky.attendance.open(NOW)
+    for hour in range(48):
+        flaky.live(NOW + hour * HOUR_S, NOW + hour * HOUR_S + 900)
+        flaky.live(NOW + hour * HOUR_S + 900, NOW + (hour + 1) * HOUR_S, lent=False)
+    now = flaky.live(NOW + 48 * HOUR_S, NOW + 48 * HOUR_S + 600)
+    await other.close()
+
+    world, alone = World(journal), World(journal)
+    for each in (world, alone):
+        await each.attendance.open(now)
+    world.told = {bytes([number]) * 32: flaky.published[-1] for number in range(20)} | {OTHER: b"rubbish", ME: b"own"}
+    world.adverts = [advert(OTHER, zone="lab", up_since_unix=int(now)), advert(b"\1" * 32, zone="elsewhere")]
+    assert world.attendance.tick(now, True) < alone.attendance.tick(now, True)
+    assert world.attendance.told_by(OTHER) is None and world.attendance.told_by(b"\1" * 32) is not None
+    estimator = world.attendance.estimator
+    assert estimator.nodes[OTHER].since == int(now), "one of this room is watched"
+    assert estimator.rooms["lab"].share == 1.0
+    world.adverts = [msgspec.structs.replace(world.adverts[0], paused=True)]
+    world.attendance.tick(now + 60, True)
+    assert estimator.nodes[OTHER].since is None and estimator.rooms["lab"].share == 0.5
+    assert estimator.rooms["lab"].departures == 1
+    world.told, world.adverts = {}, []
+    world.attendance.tick(now + HOUR_S / 4 + 61, True)
+    assert set(estimator.nodes) == {ME}
+
+
+async def test_a_clock_that_jumps_does_no_harm(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(10.0)
+    for now in (10.0, 70.0, NOW, NOW + 60, 100.0, 160.0, NOW + 120, NOW + 180):
+        assert 1 <= world.attendance.tick(now, True) <= 64
+    world.attendance.close(NOW + 181)
+    world.attendance.tick(NOW + 4e8, True)  # years ahead, and put right a minute later
+    world.attendance.tick(NOW + 1000, True)
+    assert world.attendance.since_unix == NOW + 1000
+    world.live(NOW + 1000, NOW + 1000 + HOUR_S)
+    known = world.attendance.estimator.nodes[ME]
+    assert known.since == NOW + 1000 and known.seen >= NOW + 1000 + HOUR_S - 120
+    again = World(journal)
+    await again.attendance.open(NOW + 500)
+    assert 1 <= again.attendance.tick(NOW + 500, True) <= 64
+    assert all(stay.start_ms <= stay.end_ms for stay in await journal.stays())
+
+
+async def test_local_time_is_this_machines() -> None:
+    assert local_offset_s(NOW) == time.localtime(NOW).tm_gmtoff
+    assert isinstance(OwnStay(1, 2, "").cause, str)
