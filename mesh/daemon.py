@@ -33,7 +33,7 @@ from membership.gate import Policy
 from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
 from membership.node import MembershipNode, PortInUse
 from membership.trust import PROVIDER, TrustError, TrustStore
-from mesh import __version__
+from mesh import __version__, privileges
 from mesh.api import local
 from mesh.api.auth import Gatekeeper
 from mesh.api.ckptdesk import CkptDesk
@@ -78,7 +78,7 @@ from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.owner import Owner
 from mesh.provider.tenant import Tenant
 from mesh.seeds import checked_seeds, read_seeds
-from mesh.systemd import keep_privileges, notify
+from mesh.systemd import notify
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
 
@@ -547,7 +547,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
     try:
-        keep_privileges()
+        privileges.keep()
         layout.make()
         lock = layout.lock.open("w")
         try:

@@ -3,7 +3,6 @@
 Directives are those of systemd.exec(5), systemd.service(5) and systemd.resource-control(5), of version 247 on.
 """
 
-import ctypes
 import os
 import socket
 from contextlib import suppress
@@ -12,11 +11,11 @@ from typing import Literal
 import msgspec
 
 UNIT = "campus-mesh.service"
+EDGE_PARENT = "campus-mesh"  # below /run: `Layout.edge`
 SYSTEM_DIRECTORY = "/etc/systemd/system"
 LEAVING_S = (
     60.0  # beside the grace: the last upload's end (`JobService.vacate`: 30 s), handing over, the farewell; ours
 )
-PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4  # linux/prctl.h
 RESTART_S = 5.0  # as kubelet's unit has it (10) and docker's (2), in between; ours
 
 Extra = Literal["edge", "kill", "docker"]
@@ -29,13 +28,15 @@ CAPABILITIES: dict[Extra, tuple[str, ...]] = {"edge": ("CAP_NET_ADMIN", "CAP_BPF
 
 
 class Service(msgspec.Struct, frozen=True):
-    """`user`: whose service it is, None in that user's own manager; `extras`: what it may beyond that user's rights."""
+    """`user`: whose service it is, None in that user's own manager; `extras`: what it may beyond that user's rights;
+    `edge`: where its network edge has its switch."""
 
     python: str
     state: str
     grace_s: float
     user: str | None = None
     extras: tuple[Extra, ...] = ()
+    edge: str = ""
 
 
 def unit(service: Service) -> str:
@@ -78,8 +79,22 @@ def unit(service: Service) -> str:
             *(["SupplementaryGroups=docker"] if "docker" in service.extras else []),
             "ProtectSystem=full",
         ]
+        if "edge" in service.extras:
+            lines += _edge(service.edge, service.user)
     lines += ["", "[Install]", f"WantedBy={'multi-user.target' if service.user else 'default.target'}", ""]
     return "\n".join(lines)
+
+
+def _edge(directory: str, user: str) -> list[str]:
+    """A file system for its BPF programs, which only root can mount."""
+    place = _word(directory)
+    return [
+        f"RuntimeDirectory={EDGE_PARENT}",
+        f"ExecStartPre=+/bin/mkdir -p {place}",
+        f"ExecStartPre=+/bin/mount -t bpf bpf {place}",
+        f"ExecStartPre=+/bin/chown {user} {place}",
+        f"ExecStopPost=-+/bin/umount {place}",
+    ]
 
 
 def _word(text: str) -> str:
@@ -92,11 +107,6 @@ def _plain(text: str) -> str:
     if any(character in text for character in "\n\r\0"):
         raise ValueError(f"{text!r} cannot be written in a unit file")
     return text.replace("%", "%%")
-
-
-def keep_privileges() -> None:
-    """Hand none of this process's capabilities on: the manager gives them as ambient ones, which every child would have too."""
-    ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
 
 
 def notify(state: str) -> None:

@@ -30,6 +30,8 @@ def test_a_service_may_no_more_than_it_was_allowed() -> None:
     more = values(unit(Service("/usr/bin/python3", "/var/lib/mesh", 30.0, "alice", ("edge", "kill", "docker"))))
     assert more["CapabilityBoundingSet"].split() == ["CAP_NET_ADMIN", "CAP_BPF", "CAP_KILL"]
     assert more["SupplementaryGroups"] == "docker" and set(EXTRAS) == set(CAPABILITIES)
+    edge = unit(Service("python3", "/s", 30.0, "alice", ("edge",), "/run/campus-mesh/edge-1"))
+    assert 'ExecStartPre=+/bin/mount -t bpf bpf "/run/campus-mesh/edge-1"' in edge and "+/bin" not in unit(service)
     own = values(unit(Service("/usr/bin/python3", "/home/a/.local/state/campus-mesh", 30.0)))
     assert "User" not in own and "AmbientCapabilities" not in own and own["WantedBy"] == "default.target"
 
@@ -80,7 +82,16 @@ def test_it_is_never_a_service_of_root_and_says_what_is_missing(
 def test_systemd_understands_it(tmp_path: Path, user: str | None) -> None:
     path = tmp_path / "campus-mesh.service"
     path.write_text(
-        unit(Service(sys.executable, f"{tmp_path}/a dir 100%", 30.0, user, ("edge", "kill") if user else ()))
+        unit(
+            Service(
+                sys.executable,
+                f"{tmp_path}/a dir 100%",
+                30.0,
+                user,
+                ("edge", "kill") if user else (),
+                "/run/campus-mesh/edge-1",
+            )
+        )
     )
     done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and str(path.name) not in done.stderr, done.stderr
@@ -186,12 +197,15 @@ def test_a_real_manager_starts_restarts_and_stops_a_node(tmp_path: Path, request
 AMBIENT = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[1])
-from mesh.systemd import keep_privileges
+from mesh import privileges
 def effective(text): return int(next(line for line in text.splitlines() if line.startswith("CapEff")).split()[1], 16)
 child = lambda: effective(subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout)
 before = child()
-keep_privileges()
-print(before, child(), effective(open("/proc/self/status").read()))
+privileges.keep()
+kept = child()
+with privileges.lent(5):
+    lent = child()
+print(before, kept, lent, child(), effective(open("/proc/self/status").read()))
 """
 
 
@@ -202,4 +216,4 @@ def test_the_daemon_keeps_its_privileges_to_itself() -> None:
     privileges = ["--reuid=1", "--regid=1", "--clear-groups", f"--inh-caps={granted}", f"--ambient-caps={granted}"]
     command = ["setpriv", *privileges, sys.executable, "-c", AMBIENT, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONDONTWRITEBYTECODE": "1"})
-    assert done.stdout.split() == [bits, "0", bits], done.stderr
+    assert done.stdout.split() == [bits, "0", str(1 << 5), "0", bits], done.stderr

@@ -89,7 +89,18 @@ def _end_guests(where: Layout) -> tuple[list[Struck], list[str]]:
         ) from error
     for key in entries:
         register.strike(key)
+    _cut(where)
     return run(entries.values()), problems
+
+
+def _cut(where: Layout) -> None:
+    """Off the network first, where the daemon has an edge (docs/edge.md); `mesh resume` ends that, and so does its next start."""
+    from mesh.edge.switch import GUESTS, Switch
+
+    with suppress(OSError):
+        switch = Switch.pinned(where.edge)
+        switch.cut(GUESTS)
+        switch.close()
 
 
 def _pause(where: Layout) -> list[str]:

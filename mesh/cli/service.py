@@ -60,7 +60,7 @@ def install_service(
         raise MeshError(str(error)) from error
     name = owner.pw_name if owner is not None else None
     try:
-        text = unit(Service(sys.executable, str(where.root), settings.grace_s, name, extras))
+        text = unit(Service(sys.executable, str(where.root), settings.grace_s, name, extras, str(where.edge)))
     except ValueError as error:
         raise MeshError(str(error)) from error
     if only_print:

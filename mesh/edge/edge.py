@@ -21,8 +21,8 @@ from mesh.edge.hooks import Hooks, clear
 from mesh.edge.program import NAMES, BuildError, Programs, object_file
 from mesh.edge.switch import ALL, GUESTS, MIGRATION, PINNED
 from mesh.edge.tc import HOOKS, EdgeError
+from mesh.privileges import BPF, NET_ADMIN, SYS_ADMIN
 
-NET_ADMIN, SYS_ADMIN, BPF = 12, 21, 39  # linux/capability.h
 IN_SOCKETS = "checkpoints are paced by their sockets alone"
 
 log = logging.getLogger(__name__)

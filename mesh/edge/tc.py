@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from mesh.edge.shaping import Command, Filter, Qdisc, ReportError, read_filters, read_qdiscs
+from mesh.privileges import BPF, NET_ADMIN, lent
 
 HOOKS = ("ingress", "egress")
 NEEDED = ("tc", "ip", "nsenter")
@@ -78,16 +79,17 @@ def links(pid: int | None = None) -> list[Link]:
 
 def _run(*words: str) -> str:
     try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=CALL_S,
-            env={**os.environ, "LC_ALL": "C"},
-        )
+        with lent(NET_ADMIN, BPF):
+            done = subprocess.run(
+                words,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=CALL_S,
+                env={**os.environ, "LC_ALL": "C"},
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EdgeError(f"`{' '.join(words)}`: {error}") from error
     if done.returncode != 0:
