@@ -33,6 +33,8 @@ def killall(ctx: click.Context, as_json: bool) -> None:
     Lending is paused until `mesh resume`. Guests go on elsewhere from their last checkpoint.
     """
     where = layout(ctx)
+    if not where.root.is_dir():
+        raise MeshError(f"no node has its state in {where.root}: name its directory with --state", ExitCode.NO_DAEMON)
     begun = time.monotonic()
     struck, problems = _end_guests(where)
     told = _press(where, ANSWER_S)  # what the daemon has begun since, and that nothing is to begin

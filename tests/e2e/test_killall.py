@@ -83,3 +83,5 @@ def test_where_no_daemon_ever_ran_there_is_nothing_to_end(tmp_path: Path) -> Non
     done = mesh(tmp_path, "reclaim", "--now")
     assert done.returncode == 3 and "mesh up" in done.stderr
     assert "no guest was alive" in ok(tmp_path, "killall")
+    done = mesh(tmp_path / "nowhere", "killall")
+    assert done.returncode == 3 and "--state" in done.stderr

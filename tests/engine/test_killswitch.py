@@ -314,6 +314,9 @@ class OwnDockerd:
 
     def close(self) -> None:
         self.stop()
+        subprocess.run(
+            ["umount", "-l", f"{self.root}/data"], capture_output=True, check=False
+        )  # it mounts it on itself
         shutil.rmtree(f"{self.path}-x", ignore_errors=True)
         Path(f"{self.path}.s").unlink(missing_ok=True)
 
@@ -372,14 +375,15 @@ async def test_an_engine_that_is_away_for_a_while_ends_nobody(tmp_path: Path, ow
     try:
         guest = await bench.shell("echo ready; while test ! -e go; do sleep 0.05; done; echo back; exit 4")
         await bench.until_logged("ready")
+        followed = guest._output  # type: ignore[attr-defined]
         own_dockerd.stop()
         assert not (await engine.availability()).ok
         await asyncio.to_thread(own_dockerd.start)
         assert (await engine.availability()).ok and await guest.pids()
-        asyncio.get_running_loop().call_later(
-            3.0, (tmp_path / "work" / "go").touch
-        )  # once its output is followed again
         async with asyncio.timeout(WAIT_S):
+            while guest._output is followed:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.02)
+            (tmp_path / "work" / "go").touch()
             assert (await guest.wait()).code == 4
         assert "back" in bench.log
     finally:
