@@ -46,7 +46,7 @@ class Audit:
             return []
         before = [tenant.charges() for tenant in tenants]
         devices = await asyncio.to_thread(self._nvml.look)
-        pids = [await tenant.pids() for tenant in tenants]
+        pids = await asyncio.gather(*(tenant.pids() for tenant in tenants))
         claims: dict[str, list[Claim]] = {}
         for tenant, charged, mine in zip(tenants, before, pids, strict=True):
             claims[tenant.name] = _gone(tenant, mine, devices) if tenant.released else _claims(tenant, charged, mine)

@@ -332,6 +332,7 @@ def on_gpus_of(node: StackNode, job: str) -> str:
 WHOLE_GPU = ("--gpus", "1")
 
 
+@pytest.mark.cc
 def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a_half(
     world: World, make_stack: MakeStack
 ) -> None:
@@ -379,6 +380,7 @@ def test_a_program_of_the_owners_on_a_gpu_stops_its_guests_within_a_second_and_a
     until(lambda: not node.running, "the daemon to end")
 
 
+@pytest.mark.cc
 def test_a_guest_without_guard_is_no_owners_program_and_stands_still_for_one(
     world: World, make_stack: MakeStack
 ) -> None:
@@ -405,6 +407,7 @@ def test_a_guest_without_guard_is_no_owners_program_and_stands_still_for_one(
     ok(node, "cancel", job)
 
 
+@pytest.mark.cc
 def test_one_gpu_is_taken_back_and_the_other_goes_on(world: World, make_stack: MakeStack) -> None:
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
