@@ -20,9 +20,8 @@ from mesh.edge.device import Device, DeviceLock, remove_queue
 from mesh.edge.hooks import Hooks, clear
 from mesh.edge.program import NAMES, BuildError, Programs, object_file
 from mesh.edge.switch import ALL, GUESTS, MIGRATION, PINNED
-from mesh.edge.tc import HOOKS, EdgeError
+from mesh.edge.tc import BPF, HOOKS, NET_ADMIN, SYS_ADMIN, EdgeError
 
-NET_ADMIN, SYS_ADMIN, BPF = 12, 21, 39  # linux/capability.h
 IN_SOCKETS = "checkpoints are paced by their sockets alone"
 
 log = logging.getLogger(__name__)
@@ -86,6 +85,13 @@ class Edge:
         if missing:
             return f"{missing} is not installed", "apt install iproute2 util-linux"
         lacking = lacking_privileges(Path("/proc/self/status").read_text(), bpf.is_mounted(self.directory))
+        if lacking == ["CAP_SYS_ADMIN"]:
+            place, who = self.directory, os.geteuid()
+            return (
+                "this process lacks CAP_SYS_ADMIN, to mount a bpf file system",
+                f"as root: `mkdir -p {place} && mount -t bpf -o mode=0700 bpf {place} && chown {who} {place} {place.parent}`, "
+                "then start the daemon again",
+            )
         if lacking:
             return f"this process lacks {', '.join(lacking)}", "docs/edge.md says how to give it what it lacks"
         try:

@@ -3,10 +3,12 @@
 Whatever they say against it becomes an EdgeError. They block for some milliseconds: not for the loop.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -15,6 +17,10 @@ from mesh.edge.shaping import Command, Filter, Qdisc, ReportError, read_filters,
 HOOKS = ("ingress", "egress")
 NEEDED = ("tc", "ip", "nsenter")
 CALL_S = 10.0
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_LOWER = 47, 2, 3  # linux/prctl.h
+NET_ADMIN, SYS_ADMIN, BPF = 12, 21, 39  # linux/capability.h
+
+_libc = ctypes.CDLL(None)
 
 
 class EdgeError(RuntimeError):
@@ -78,18 +84,32 @@ def links(pid: int | None = None) -> list[Link]:
 
 def _run(*words: str) -> str:
     try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=CALL_S,
-            env={**os.environ, "LC_ALL": "C"},
-        )
+        with _lent():
+            done = subprocess.run(
+                words,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=CALL_S,
+                env={**os.environ, "LC_ALL": "C"},
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EdgeError(f"`{' '.join(words)}`: {error}") from error
     if done.returncode != 0:
         raise EdgeError(f"`{' '.join(words)}`: {' '.join(done.stderr.split())[:300]}")
     return done.stdout
+
+
+@contextmanager
+def _lent() -> Iterator[None]:
+    """What a daemon that is not root has of these goes to the program that this thread starts, and to nothing else: a thread has
+    ambient capabilities of its own. What it does not have, or may not hand on, is not missed here."""
+    for capability in (NET_ADMIN, SYS_ADMIN, BPF):
+        _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+    try:
+        yield
+    finally:
+        for capability in (NET_ADMIN, SYS_ADMIN, BPF):
+            _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_LOWER, capability, 0, 0)
