@@ -86,6 +86,13 @@ class Edge:
         if missing:
             return f"{missing} is not installed", "apt install iproute2 util-linux"
         lacking = lacking_privileges(Path("/proc/self/status").read_text(), bpf.is_mounted(self.directory))
+        if lacking == ["CAP_SYS_ADMIN"]:
+            place, who = self.directory, os.geteuid()
+            return (
+                "this process lacks CAP_SYS_ADMIN, to mount a bpf file system",
+                f"as root: `mkdir -p {place} && mount -t bpf -o mode=0700 bpf {place} && chown {who} {place} {place.parent}`, "
+                "then start the daemon again",
+            )
         if lacking:
             return f"this process lacks {', '.join(lacking)}", "docs/edge.md says how to give it what it lacks"
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from mesh.edge.shaping import Command, Filter, Qdisc, ReportError, read_filters, read_qdiscs
-from mesh.privileges import BPF, NET_ADMIN, lent
+from mesh.privileges import BPF, NET_ADMIN, SYS_ADMIN, lent
 
 HOOKS = ("ingress", "egress")
 NEEDED = ("tc", "ip", "nsenter")
@@ -79,7 +79,7 @@ def links(pid: int | None = None) -> list[Link]:
 
 def _run(*words: str) -> str:
     try:
-        with lent(NET_ADMIN, BPF):
+        with lent(NET_ADMIN, SYS_ADMIN, BPF):
             done = subprocess.run(
                 words,
                 stdin=subprocess.DEVNULL,
