@@ -237,7 +237,7 @@ class Library:
         """This section is new."""
         record = self._membership.record(node, section)
         if record is not None and self.catalogue.hear(record):
-            self._changed()
+            self._rules_changed()
 
     def hear_all(self) -> None:
         for record in (*self._membership.records(SECTION), *self._membership.records(f"{SECTION}/")):
@@ -253,11 +253,15 @@ class Library:
             )
         self.catalogue.say(alias, image, allowed, self._membership.chain)
         self.show()
-        self._changed()
+        self._rules_changed()
 
     def rule(self, own: OwnRules) -> None:
         """What this node's owner says from now on."""
         self.catalogue.own = own
+        self._rules_changed()
+
+    def _rules_changed(self) -> None:
+        self.supply.keep_only(self.rules.shared)
         self._changed()
 
     def show(self) -> None:

@@ -7,7 +7,7 @@ the hash on the mesh's list. No registry is ever asked.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 
 from blake3 import blake3
@@ -105,7 +105,9 @@ class Supply:
                 told(pull.words)
                 await asyncio.wait([pull.task], timeout=TELL_S)
             if pull.task.cancelled():
-                raise EngineError("the node stops fetching images: it is leaving, or its owner said so")
+                raise EngineError(
+                    f"image {name} is not fetched any more: this node is leaving, or the image may not be run here now"
+                )
             pull.task.result()
         finally:
             pull.waiting -= 1
@@ -120,6 +122,12 @@ class Supply:
             pull.task = asyncio.create_task(self._bring(pull), name=f"image {short(image.config)}")
             pull.task.add_done_callback(_heard)
         return pull
+
+    def keep_only(self, images: Container[bytes]) -> None:
+        """Stop what may not come any more."""
+        for config, pull in self.pulls.items():
+            if config not in images and not pull.task.done():
+                pull.task.cancel()
 
     async def close(self) -> None:
         for pull in self.pulls.values():

@@ -377,6 +377,14 @@ async def test_what_nobody_waits_for_any_more_is_stopped_and_what_is_kept_is_not
     once.cancel()
     await asyncio.wait([once])
     assert not kept.task.cancelling()
+    supply.keep_only({world.image.config})
+    assert not kept.task.cancelling()
+    denied = asyncio.create_task(supply.bring(world.image, "tool"))
+    await asyncio.sleep(0)
+    supply.keep_only(set())
+    with pytest.raises(EngineError, match="image tool is not fetched any more"):
+        await denied
+    kept = supply.begin(world.image, "tool")
     await supply.close()
     assert kept.task.cancelled()
 
