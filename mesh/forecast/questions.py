@@ -127,7 +127,7 @@ def ask(trace: Bins, horizons_min: tuple[int, ...], utc_offset_s: float) -> Ques
                 questions.features[name].append(value)
             until = end_of[node][begin]
             for horizon, window in windows.items():
-                known = number + 1 + window <= trace.bins or until < trace.bins
+                known = number + 1 + window <= trace.bins  # else only those who leave would be known
                 questions.stayed[horizon].append(int(until >= number + 1 + window) if known else -1)
     return questions
 
@@ -141,6 +141,8 @@ def answer(trace: Bins, questions: Questions, utc_offset_s: float, frozen_from: 
     names = [node.encode() for node in trace.nodes]
     room = estimator.room("", trace.first)
     given: dict[int, array[float]] = {horizon: array("d") for horizon in questions.horizons_min}
+    for name in names:
+        estimator.know(name, room, trace.first)
     frozen = False
     for number, lent, left in walk(trace):
         now = questions.time(number)

@@ -44,9 +44,9 @@ def test_calibration_is_by_tenths() -> None:
 
 
 def test_questions_are_put_where_a_node_is_lent_and_answered_by_what_follows() -> None:
-    trace = of_lent({"a": [(0.0, 4000.0)], "b": [(1000.0, 1150.0), (3000.0, 9000.0)]}, 0.0, 9000.0)
-    bins = cut_into_bins(trace)
-    assert bins.bins == 30 and bins.runs == (((0, 13),), ((10, 30),)), "whole bins only"
+    lent = {"a": [(0.0, 4000.0)], "b": [(1000.0, 1150.0), (3000.0, 9000.0)], "c": [(6000.0, 8000.0)]}
+    bins = cut_into_bins(of_lent(lent, 0.0, 9000.0))
+    assert bins.bins == 30 and bins.runs == (((0, 13),), ((10, 30),), ((20, 26),)), "whole bins only"
     questions = ask(bins, (15, 60), 0.0)
     rows = list(zip(questions.node, questions.bin, questions.stayed[15], questions.stayed[60], strict=True))
     assert rows[:5] == [(0, 0, 1, 1), (0, 3, 1, 0), (0, 6, 1, 0), (0, 9, 1, 0), (0, 12, 0, 0)]
@@ -58,6 +58,8 @@ def test_questions_are_put_where_a_node_is_lent_and_answered_by_what_follows() -
         (24, 1, -1),
         (27, -1, -1),
     ]
+    left = [row[1:] for row in rows if row[0] == 2]
+    assert left == [(21, 1, -1), (24, 0, -1)], "it leaves within the hour, but those who stay could not be told from it"
     assert questions.features["age_h"][0] == pytest.approx(1 / 12)
 
 
