@@ -56,7 +56,7 @@ class DockerEngine:
         """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash. `policy`: what they may
         reach."""
         self._node = node
-        self._switch = switch or KillSwitch()
+        self._switch, self._own_switch = switch or KillSwitch(), switch is None
         self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node)
         self._traits = Traits()
         self._client: Any = None
@@ -150,6 +150,8 @@ class DockerEngine:
         if self._client is not None:
             self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._own_switch:
+            await asyncio.to_thread(self._switch.close)
 
     # --- in the pool's threads
 
