@@ -306,7 +306,7 @@ class DockerGuest:
         try:
             await self._copy(log_path, ended)
             end = await self._take_exit(ended)
-            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault)
+            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault or end.fault)
             self._conclude(end)
         finally:
             ended.cancel()
@@ -340,7 +340,7 @@ class DockerGuest:
         try:
             code = await ended
         except NoContainer:
-            return Exit(code=137, detail="the container was removed by somebody else")
+            return Exit(code=137, fault="its container was removed by somebody else")
         oom = False
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             await self._engine._call(self._container.reload)
