@@ -447,4 +447,5 @@ def _edge(facts: Facts) -> list[Finding]:
 
 
 def _engine(name: str, engine: dict[str, Any]) -> Finding:
-    return Finding(f"engine {name}", "ok" if engine["ok"] else "warn", engine["detail"])
+    detail = f"{engine['detail']}; {engine['isolation']}" if engine["ok"] else engine["detail"]
+    return Finding(f"engine {name}", "ok" if engine["ok"] else "warn", detail)

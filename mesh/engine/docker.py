@@ -56,7 +56,7 @@ class DockerEngine:
         """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash. `policy`: what they may
         reach."""
         self._node = node
-        self._switch = switch or KillSwitch()
+        self._switch, self._own_switch = switch or KillSwitch(), switch is None
         self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node)
         self._traits = Traits()
         self._client: Any = None
@@ -141,6 +141,8 @@ class DockerEngine:
         if self._client is not None:
             self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._own_switch:
+            await asyncio.to_thread(self._switch.close)
 
     # --- in the pool's threads
 
@@ -295,7 +297,7 @@ class DockerGuest:
         try:
             await self._copy(log_path, ended)
             end = await self._take_exit(ended)
-            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault)
+            end = msgspec.structs.replace(end, fault=self._switch.leave(self._key) or self._fault or end.fault)
             self._conclude(end)
         finally:
             ended.cancel()
@@ -329,7 +331,7 @@ class DockerGuest:
         try:
             code = await ended
         except NoContainer:
-            return Exit(code=137, detail="the container was removed by somebody else")
+            return Exit(code=137, fault="its container was removed by somebody else")
         oom = False
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             await self._engine._call(self._container.reload)

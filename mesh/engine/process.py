@@ -47,7 +47,7 @@ class ProcessEngine:
     ) -> None:
         """`namespaces` and `groups`: whether to make what this machine lets us. `network` "none": a guest that cannot be kept
         from the network does not start."""
-        self._switch = switch or KillSwitch()
+        self._switch, self._own_switch = switch or KillSwitch(), switch is None
         self._namespaces, self._groups, self._network = namespaces, groups, network
         self._limits: frozenset[str] | None = None
         self._isolation = ""
@@ -107,7 +107,8 @@ class ProcessEngine:
         return guest
 
     async def close(self) -> None:
-        return None
+        if self._own_switch:
+            await asyncio.to_thread(self._switch.close)
 
 
 class ProcessGuest:

@@ -338,7 +338,7 @@ class Attempt:
             self._tell(Progressed(self.progress.step))
         fault = end.fault or ("its node's disk is full" if end.code and self._disk_is_full() else "")
         if end.detail:
-            self._say(end.detail)
+            self._say(end.detail, "ended")
         self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))
 
     def _disk_is_full(self) -> bool:

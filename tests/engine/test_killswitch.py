@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -366,6 +367,42 @@ async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: 
         os.kill(pid, signal.SIGCONT)
         await engine.close()
         place.switch.close()
+
+
+DAEMON = """
+import asyncio, sys
+from pathlib import Path
+from mesh.engine.docker import DockerEngine
+from mesh.engine.killswitch import open_switch
+from mesh.engine.register import Register
+from tests.engine.test_engines import LOOP, Bench
+async def main():
+    root = Path(sys.argv[1])
+    switch = open_switch(Register(root / "guests"), root / "kill.sock")
+    bench = Bench(DockerEngine(sys.argv[2], switch), root, sys.argv[3])
+    await bench.shell(f"trap '' TERM HUP; sleep 8{sys.argv[4]} & echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.docker
+def test_when_the_daemon_dies_while_its_engine_hangs_its_containers_end(
+    tmp_path: Path, own_dockerd: OwnDockerd
+) -> None:
+    mark, label = fresh_mark(), f"orphan-{os.getpid()}"
+    command = [sys.executable, "-c", DAEMON, str(tmp_path), label, import_busybox(), mark]
+    daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert daemon.stdout is not None and daemon.stdout.readline() == "ready\n" and processes_with(mark)
+    os.kill(own_dockerd.process.pid, signal.SIGSTOP)
+    daemon.kill()
+    daemon.wait()
+    daemon.stdout.close()
+    wait_until(lambda: not processes_with(mark), "the warden to end it")
+    os.kill(own_dockerd.process.pid, signal.SIGCONT)
+    wait_until(lambda: not containers(label), "the warden to remove it")
 
 
 @pytest.mark.docker

@@ -1,0 +1,25 @@
+"""What an owner lends to one job, from his settings to the words that its user reads."""
+
+from collections.abc import Callable
+
+import pytest
+
+from mesh.stack import Stack
+from tests.e2e.commands import finished, mesh, ok
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_job_has_what_its_host_lends_and_no_more(make_stack: Callable[..., Stack]) -> None:
+    stack = make_stack(1, max_memory_gib=1.0, max_cpus=2.0, max_disk_gib=0.05)
+    (node,) = stack.nodes
+    done = mesh(node, "run", "--no-workdir", "--memory", "2g", "--", "true")
+    assert done.returncode == 6 and "lends 1024 MiB of memory to a job, 2048 asked" in done.stderr
+    done = mesh(node, "run", "--no-workdir", "--cpus", "3", "--", "true")
+    assert done.returncode == 6 and "lends 2 CPUs to a job, 3 asked" in done.stderr
+    script = "dd if=/dev/zero of=$MESH_OUT_DIR/big bs=1M count=100 2>/dev/null; while :; do sleep 0.1; done"
+    order = ("submit", "--no-workdir", "--retries", "0", "--memory", "1g", "--cpus", "1")
+    job = ok(node, *order, "--", "sh", "-c", script).strip()
+    assert finished(node, job)["state"] == "failed"
+    assert "mesh: ended: it wrote 0.1 GiB, and may have" in ok(node, "logs", job)
+    assert "it wrote 0.1 GiB" in ok(node, "events", job)
