@@ -72,12 +72,25 @@ def bpf_problem() -> str:
     return netns_problem()
 
 
+@cache
+def systemd_problem() -> str:
+    """Why no manager of systemd can be run here, in namespaces of its own; empty if it can."""
+    for program in ("systemd-analyze", "systemctl", "unshare"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True, check=False
+    )
+    return f"unshare: {done.stderr.strip()[:100]} (root is needed)" if done.returncode else ""
+
+
 PROBES = {
     "docker": docker_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,
     "cc": cc_problem,
     "bpf": bpf_problem,
+    "systemd": systemd_problem,
 }
 
 
