@@ -441,7 +441,7 @@ class Daemon:
             made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory))
         if "docker" in self.settings.engines:
             policy = policy_of(self.settings.egress, self.settings.egress_allow)
-            made.append(BoundedEngine(DockerEngine(format_id(self.me), self.switch, policy), self.ceilings))
+            made.append(BoundedEngine(DockerEngine(format_id(self.me), self.switch, policy, self.edge), self.ceilings))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
 
     def _guard_changed(self, problem: str) -> None:

@@ -293,7 +293,10 @@ class Edge:
         try:
             if (self.directory / PINNED).exists():
                 return
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except FileNotFoundError:  # another daemon, the last one there, has just taken the parent away
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not bpf.is_mounted(self.directory):
                 bpf.mount(self.directory)
             for name, descriptor in {**self._programs.descriptors, PINNED: self._programs.switch.map.fd}.items():

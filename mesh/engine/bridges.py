@@ -7,6 +7,8 @@ from typing import Any
 import docker.errors
 import requests
 
+from mesh.edge.edge import Edge
+from mesh.edge.tc import EdgeError
 from mesh.engine.egress import EgressError, Firewall
 from mesh.engine.engine import EngineError
 from mesh.engine.warden import LABEL_NODE
@@ -15,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Bridges:
-    """Its calls block."""
+    """Its calls block. `edge`: what can cut a bridge off, where the kernel lets us (docs/edge.md)."""
 
-    def __init__(self, firewall: Firewall, node: str) -> None:
-        self._firewall, self._node = firewall, node
+    def __init__(self, firewall: Firewall, node: str, edge: Edge | None = None) -> None:
+        self._firewall, self._node, self._edge = firewall, node, edge
 
     @property
     def words(self) -> str:
@@ -47,12 +49,20 @@ class Bridges:
         except (docker.errors.APIError, requests.RequestException) as error:
             self._firewall.open(name)
             raise EngineError(f"Docker could not make a network for it: {error}") from error
+        if self._edge is not None:
+            try:
+                self._edge.attach(name)
+            except EdgeError as error:  # it is kept in all the same, but ends with its processes only
+                log.info("the network %s cannot be cut off in the kernel: %s", name, error)
         return name
 
     def remove(self, client: Any, name: str) -> None:
         """Once its container is removed. Its rules stay if the bridge does: the next start removes both."""
         if name == "none":
             return
+        if self._edge is not None:
+            with contextlib.suppress(EdgeError):
+                self._edge.detach(name)
         try:
             client.api.remove_network(name)
         except docker.errors.NotFound:

@@ -22,6 +22,7 @@ import docker.errors
 import msgspec
 import requests
 
+from mesh.edge.edge import Edge
 from mesh.engine import cgroups, gpusight
 from mesh.engine.bridges import Bridges
 from mesh.engine.descent import Process, descendants_of, process_of
@@ -52,12 +53,14 @@ class DockerEngine:
     name = "docker"
     own_root = True
 
-    def __init__(self, node: str, switch: KillSwitch | None = None, policy: Policy | None = None) -> None:
+    def __init__(
+        self, node: str, switch: KillSwitch | None = None, policy: Policy | None = None, edge: Edge | None = None
+    ) -> None:
         """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash. `policy`: what they may
-        reach."""
+        reach; `edge`: what cuts them off from that."""
         self._node = node
         self._switch, self._own_switch = switch or KillSwitch(), switch is None
-        self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node)
+        self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node, edge)
         self._traits = Traits()
         self._client: Any = None
         self._socket: EngineSocket | None = None
