@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.edge.edge import Edge
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.docker import DockerEngine, tag_of
@@ -275,6 +276,34 @@ async def test_it_reaches_only_what_its_owner_allows(
         await engine.close()
     assert firewall_rules(node) == set(), "nothing is left of its rules"
     assert networks(node) == []
+
+
+@pytest.mark.netns
+@pytest.mark.bpf
+async def test_a_cut_reaches_the_bridge_of_a_container(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    edge = Edge(Path(f"/run/campus-mesh/edge-test-{os.getpid()}"), cache=tmp_path / "programs")
+    edge.open()
+    engine = DockerEngine(f"cut-{os.getpid()}", KillSwitch(), policy_of("campus", ()), edge)
+    try:
+        await engine.availability()
+        bench = Bench(engine, tmp_path, busybox_image())
+        ask = f'[ -n "$(busybox nc -w 1 {elsewhere.CAMPUS} 8077 </dev/null 2>/dev/null)" ]'
+        script = f"n=0; while :; do n=$((n+1)); {ask} && echo $n reached || echo $n missed; sleep 0.05; done"
+        guest = await bench.shell(script)
+        await bench.until_logged("reached")
+        assert edge.standing().attached and edge.cut()
+        await bench.until_logged("missed")
+        edge.restore()
+        missed = bench.log.rindex("missed")
+        async with asyncio.timeout(WAIT_S):
+            while "reached" not in bench.log[missed:]:
+                await asyncio.sleep(0.02)
+        await guest.kill()
+    finally:
+        await engine.close()
+        standing = edge.standing()
+        edge.close()
+    assert standing.attached == () and not edge.directory.exists()
 
 
 @pytest.mark.netns
