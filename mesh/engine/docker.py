@@ -37,12 +37,8 @@ from mesh.engine.warden import LABEL_NODE, Warden
 
 THREADS = 8  # for calls
 CALL_TIMEOUT_S = 30.0
-ENGINE_TELLS_S = (
-    3.0  # until an engine that says nothing of a container that has ended is not waited for; it takes 0.1 s; ours
-)
-ATTACH_AGAIN_S = (
-    1.0  # between the end of a container's output and its own, before the engine is taken to have gone away; ours
-)
+ENGINE_TELLS_S = 3.0  # for an engine to say how a container has ended, by the kernel's word; it takes 0.1 s; ours
+ATTACH_AGAIN_S = 1.0  # from the end of its output to its own, before the engine is taken to be away; ours
 REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)
@@ -159,9 +155,10 @@ class DockerEngine:
             container = self._client.containers.create(image, **chosen)
             self._live.add(container.id)
             return container, network
-        except docker.errors.APIError as error:
+        except (docker.errors.APIError, requests.RequestException) as error:
             self._bridges.remove(self._client, network)
-            raise EngineError(f"Docker could not create the container: {error.explanation}") from error
+            text = error.explanation if isinstance(error, docker.errors.APIError) else error
+            raise EngineError(f"Docker could not create the container: {text}") from error
 
     def _remove(self, container: Any, network: str) -> None:
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
@@ -191,15 +188,17 @@ class DockerEngine:
                 entry = dataclasses.replace(entry, head=head, groups=groups)
                 self._switch.amend(key, entry)
             self._switch.started(key)
-        except docker.errors.APIError as error:
+        except BaseException as error:
+            self._switch.kill(key).result()  # an engine that did not answer may have started it all the same
             self._switch.leave(key)
+            if isinstance(error, EngineError):
+                raise
+            if not isinstance(error, docker.errors.APIError):
+                raise EngineError(f"Docker did not start the container: {error}") from error
             text = str(error.explanation)
             if "not found" in text or "no such file" in text or "permission denied" in text:
                 raise BadCommand(f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}") from error
             raise EngineError(f"Docker could not start the container: {text}") from error
-        except EngineError:
-            self._switch.leave(key)
-            raise
         return entry
 
     def _image(self, name: str) -> str:
