@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import docker
 import docker.errors
@@ -21,8 +22,11 @@ import docker.types
 import requests
 
 from mesh.engine.descent import descendants_of
+from mesh.engine.dockersession import DockerSession, open_docker_session
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.frames import Order
 from mesh.engine.process import catches
+from mesh.engine.session import Session
 from mesh.engine.warden import Warden
 
 THREADS = 8  # for calls; each guest is followed by a thread of its own, so that no number of guests delays a kill
@@ -176,6 +180,7 @@ class DockerGuest:
         self._output = output
         self._threads = threads
         self._log_path = log_path
+        self._sessions: WeakSet[DockerSession] = WeakSet()
         follower = ThreadPoolExecutor(1, thread_name_prefix="docker guest")
         self._end = follower.submit(self._follow)
         follower.shutdown(wait=False)
@@ -193,7 +198,15 @@ class DockerGuest:
         return caught
 
     async def pids(self) -> frozenset[int]:
-        return await self._run(self._pids)
+        visitors = [
+            await session.pids() for session in list(self._sessions)
+        ]  # which do not descend from its first process
+        return (await self._run(self._pids)).union(*visitors)
+
+    async def open_session(self, order: Order) -> Session:
+        session = await open_docker_session(self._run, self._container, self._warden.docker_socket, order)
+        self._sessions.add(session)
+        return session
 
     async def stands_still(self) -> bool:
         return bool(await self._run(self._is_paused))

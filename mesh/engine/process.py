@@ -10,12 +10,15 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from mesh.engine.alone import alone
 from mesh.engine.descent import children_of, descendants_of
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.frames import Order
+from mesh.engine.session import Session, SessionError, open_process_session
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
@@ -68,6 +71,7 @@ class ProcessGuest:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._daemon_end = -1
+        self._doors: socket.socket | None = None
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -76,12 +80,14 @@ class ProcessGuest:
     async def start(self, spec: Mapping[str, object]) -> None:
         theirs, ours = os.pipe()
         status_ours, status_theirs = os.pipe()
+        self._doors, doors_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *alone("guest_init"),
                 str(theirs),
                 str(status_theirs),
-                pass_fds=(theirs, status_theirs),
+                str(doors_theirs.fileno()),
+                pass_fds=(theirs, status_theirs, doors_theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -89,7 +95,10 @@ class ProcessGuest:
         except OSError as error:
             for descriptor in (theirs, ours, status_ours, status_theirs):
                 os.close(descriptor)
+            self._close_doors()
             raise EngineError(f"cannot start a process: {error.strerror}") from error
+        finally:
+            doors_theirs.close()
         os.close(theirs)
         os.close(status_theirs)
         self._daemon_end = ours
@@ -139,6 +148,11 @@ class ProcessGuest:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._daemon_end, f"{boot_s}\n".encode())
 
+    async def open_session(self, order: Order) -> Session:
+        if self._doors is None:
+            raise SessionError("the job has ended here")
+        return await open_process_session(self._doors, order)
+
     async def kill(self) -> None:
         for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
@@ -169,7 +183,13 @@ class ProcessGuest:
             if not self._exit.done():
                 self._exit.set_result(Exit(code=code))
 
+    def _close_doors(self) -> None:
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
+
     def _close_pipe(self) -> None:
+        self._close_doors()
         if self._daemon_end >= 0:
             os.close(self._daemon_end)
             self._daemon_end = -1
