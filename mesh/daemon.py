@@ -46,6 +46,7 @@ from mesh.api.logs import LogReader
 from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
+from mesh.api.tunnels import Tunnels
 from mesh.api.wire import Wire
 from mesh.config import GOSSIP_PORT, ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.engine.docker import DockerEngine
@@ -204,11 +205,14 @@ class Daemon:
         self.ckpt_desk = CkptDesk(self)
         self.homecoming = Homecoming(self)
         self.logs = LogReader(self, self.job_desk)
+        self.tunnels = Tunnels(self)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
         await self._serve_local()
-        self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
+        self._facts = msgspec.msgpack.encode(
+            Facts(port, fingerprint, __version__, self.journal.disk, settings.interactive)
+        )
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._refresh_engines()
@@ -238,6 +242,7 @@ class Daemon:
             self.jobs.close,
             *(engine.close for engine in self.engines.values()),
             self.guard.close,
+            self.tunnels.close,
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,

@@ -20,6 +20,7 @@ from mesh.engine.descent import descendants_of
 from mesh.engine.frames import (
     ERRORS,
     INPUT,
+    MOVES_S,
     OUTPUT,
     PIECE_BYTES,
     Data,
@@ -137,7 +138,7 @@ class DockerSession:
             if not found.get("Running") and found.get("ExitCode") is not None:
                 return Exit(int(found["ExitCode"]) & 255)
             await asyncio.sleep(EXIT_EVERY_S)
-        return Failed("it was ended with the job on this node", again=True)
+        return Failed("it was ended with the job on this node", again_s=MOVES_S)
 
     async def _inspect(self) -> dict[str, Any] | None:
         try:

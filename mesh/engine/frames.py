@@ -1,8 +1,8 @@
 """What a session inside a guest and its user say to each other, piece by piece. No I/O.
 
 A frame is a byte that tells its kind, then its bytes: input, output, errors, or a word about the session as JSON. One is a
-message of a WebSocket between nodes, and has its length before it on a stream (`mesh.engine.sessionwire`). Whoever decodes one may
-have an enemy at the other end: a guest can meddle with what runs in it.
+message of a WebSocket between nodes, and has its length before it on a stream (`mesh.engine.sessionwire`). Whoever decodes one
+may have an enemy at the other end: a guest can meddle with what runs in it.
 """
 
 from typing import Annotated, Literal
@@ -12,6 +12,8 @@ import msgspec
 INPUT, OUTPUT, ERRORS, CONTROL = 0, 1, 2, 3
 PIECE_BYTES = 32 * 1024  # of data in one frame; ours
 MAX_FRAME_BYTES = 256 * 1024  # what a command line may have (`mesh.jobs.spec.MAX_TEXT_BYTES`) is about this; ours
+MOVES_S = 120.0  # for a job that does not run: a move takes a grace and a restore; ours
+LISTENS_S = 10.0  # for a program of a job that does, to listen where it is looked for; ours
 MAX_ARGUMENTS, MAX_TEXT = 4096, 2000
 
 SignalName = Literal["INT", "TERM", "HUP", "QUIT", "TSTP", "CONT", "USR1", "USR2", "KILL"]
@@ -52,10 +54,6 @@ class InputEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """No more input comes."""
 
 
-class OutputEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_end"):
-    """No more output comes, while input is still taken: half of a forwarded connection was closed."""
-
-
 class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="opened"):
     """It stands; `node` is where."""
 
@@ -73,14 +71,14 @@ class Exit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
 
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="failed"):
-    """It is over without an exit of its own. `code` as the command line's; `again`: it may be tried again."""
+    """It is over without an exit of its own. `code` as the command line's; `again_s`: how long it is worth trying again."""
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
     code: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
-    again: bool = False
+    again_s: Annotated[float, msgspec.Meta(ge=0, le=MOVES_S)] = 0.0
 
 
-Control = Order | Resize | Signal | InputEnd | OutputEnd | Opened | Note | Exit | Failed
+Control = Order | Resize | Signal | InputEnd | Opened | Note | Exit | Failed
 Frame = Data | Control
 
 _decoder: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
@@ -108,6 +106,6 @@ def decode_frame(data: bytes) -> Frame:
         raise FrameError(f"not a word about a session: {error}") from error
 
 
-def failed(text: str, code: int = 1, *, again: bool = False) -> Failed:
+def failed(text: str, code: int = 1, again_s: float = 0.0) -> Failed:
     """However long the text is."""
-    return Failed(text[:MAX_TEXT], code, again)
+    return Failed(text[:MAX_TEXT], code, again_s)

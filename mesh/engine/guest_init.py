@@ -224,7 +224,7 @@ class Visitors:
         poller.register(descriptor, select.POLLIN)
 
     def _enter(self) -> None:
-        """Forked by the watcher it is in the guest's process namespace already; what it sees of /proc is to be the guest's too."""
+        """Forked by the watcher it is in the guest's process namespace already; the /proc it sees is to be the guest's too."""
         if self._isolation != "namespaces":
             return
         mounts = os.open(f"/proc/{self._first}/ns/mnt", os.O_RDONLY)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from mesh.engine.frames import (
     MAX_FRAME_BYTES,
+    MOVES_S,
     Exit,
     Failed,
     Frame,
@@ -81,8 +82,8 @@ class ProcessSession:
             frame = decode_frame(await self._reader.readexactly(length))
         except (FrameError, OSError, asyncio.IncompleteReadError):
             if self._heard:
-                return Failed("it was ended with the job on this node", again=True)
-            return Failed("the job may not run now: it waits for its lease, or is paused; try again", again=True)
+                return Failed("it was ended with the job on this node", again_s=MOVES_S)
+            return Failed("the job may not run now: it waits for its lease, or is paused; try again", again_s=MOVES_S)
         self._heard = True
         return frame
 
