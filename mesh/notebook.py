@@ -1,9 +1,11 @@
 """The program of a `mesh jupyter` job: JupyterLab on a socket in the job's control directory, until it was idle for a while.
 
 It goes to the guest as text and is run there by whatever Python 3 that has, so it is one module of the standard library alone.
-JupyterLab is reached by that socket only: no port is bound, the kernels talk over sockets in a directory of their own. Its token
-is 256 random bits in a file that only the job's user may read; it stands in no argument and no variable.
+JupyterLab is reached by that socket only: it binds no port, and its kernels talk over sockets in a directory of their own. Its
+token is 256 random bits in a file that only the job's user may read; it stands in no argument and no variable.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -54,7 +56,7 @@ class Idleness:
         left = self.limit_s - (now - self.used)
         if left <= 0:
             return "end"
-        if left <= self.limit_s / WARN_PART and not self._warned:
+        if left < float("inf") and left <= self.limit_s / WARN_PART and not self._warned:
             self._warned = True
             return "warn"
         return ""
@@ -63,7 +65,7 @@ class Idleness:
 class Lab:
     """JupyterLab as a child process, and its API."""
 
-    def __init__(self, command: list[str], job: str) -> None:
+    def __init__(self, command: list[str], job: str, folder: str) -> None:
         self._base = base_url(job)
         self._control = os.open(os.environ["MESH_CTL_DIR"], os.O_PATH | os.O_DIRECTORY)
         self._path = (
@@ -83,6 +85,8 @@ class Lab:
             "--ServerApp.sock_mode=0600",
             f"--ServerApp.base_url={self._base}",
             f"--ServerApp.root_dir={os.environ['MESH_WORK_DIR']}",
+            f"--FileContentsManager.preferred_dir={folder}",
+            "--FileContentsManager.delete_to_trash=False",
             "--ServerApp.allow_origin=",
             "--ServerApp.allow_origin_pat=",
             "--ServerApp.allow_remote_access=False",
@@ -173,7 +177,9 @@ def find_lab() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--idle", type=float, default=3600.0)
-    limit_s = parser.parse_args().idle
+    parser.add_argument("--folder", default="")
+    options = parser.parse_args()
+    limit_s = options.idle
     command = find_lab()
     if not command:
         say(
@@ -181,7 +187,7 @@ def main() -> int:
             "--image IMAGE`; or, without an image, install it where the daemon's PATH leads: `pip install jupyterlab`"
         )
         return NOT_FOUND
-    lab = Lab(command, os.environ["MESH_JOB_ID"])
+    lab = Lab(command, os.environ["MESH_JOB_ID"], options.folder)
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(lab.end())
@@ -201,15 +207,14 @@ def attend(lab: Lab, limit_s: float) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return lab.process.wait(every_s)
         now = time.time()
-        match idleness.look(now, now if gpu_used() else lab.used(now)):
-            case "warn":
-                left = _lasting(limit_s - (now - idleness.used))
-                say(
-                    f"no kernel, terminal or GPU was used for {_lasting(now - idleness.used)}; it ends in {left} unless one is"
-                )
-            case "end":
-                say(f"it was not used for {_lasting(limit_s)}, and ends")
-                return lab.end()
+        told = idleness.look(now, now if gpu_used() else lab.used(now))
+        if told == "warn":
+            idle_s = now - idleness.used
+            left = _lasting(limit_s - idle_s)
+            say(f"no kernel, terminal or GPU was used for {_lasting(idle_s)}; it ends in {left} unless one is")
+        elif told == "end":
+            say(f"it was not used for {_lasting(limit_s)}, and ends")
+            return lab.end()
 
 
 if __name__ == "__main__":

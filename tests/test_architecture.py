@@ -37,6 +37,7 @@ CORES = [
     "sim/kernel.py",
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
     "mesh/provider/receipts.py",
+    *(f"mesh/engine/{name}.py" for name in ("frames", "sessionwire")),
 ]
 
 

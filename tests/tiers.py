@@ -52,12 +52,28 @@ def frameworks_problem() -> str:
 
 
 @cache
+def browser_problem() -> str:
+    """Why there is no JupyterLab and no browser to test with; empty if there are both."""
+    if shutil.which("chromium") is None:
+        return "no chromium is installed (Debian: apt-get install chromium)"
+    if not (FRAMEWORKS_PYTHON.parent / "jupyter-lab").exists():
+        return "there is no JupyterLab in .venv-frameworks (make frameworks)"
+    return ""
+
+
+@cache
 def cc_problem() -> str:
     """Why the doubles of NVIDIA's libraries cannot be compiled here; empty if they can."""
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
 
 
-PROBES = {"docker": docker_problem, "netns": netns_problem, "frameworks": frameworks_problem, "cc": cc_problem}
+PROBES = {
+    "docker": docker_problem,
+    "netns": netns_problem,
+    "frameworks": frameworks_problem,
+    "browser": browser_problem,
+    "cc": cc_problem,
+}
 
 
 def required() -> set[str]:

@@ -136,7 +136,8 @@ def _start(daemon: Client, idle_s: float, options: dict[str, Any]) -> str:
     options["name"] = options["name"] or "jupyter"
     options["ckpt"] = options["ckpt"] or NOTEBOOKS
     options["env"] = (*options["env"], f"{PROGRAM}={program}")
-    return str(submit_job(daemon, ("python3", "-c", START, "--idle", f"{idle_s:g}"), options)["job"])
+    order = ("python3", "-c", START, "--idle", f"{idle_s:g}", "--folder", options["ckpt"])
+    return str(submit_job(daemon, order, options)["job"])
 
 
 async def _jupyter(socket_path: Path, daemon: Client, job: str, port: int | None, as_json: bool) -> int:
