@@ -14,6 +14,7 @@ from membership.trust import ROLES, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import ApproveOrder, InviteOrder
+from mesh.api.peer import decode_facts
 from mesh.jobs.spec import (
     format_job,
 )
@@ -100,11 +101,17 @@ class Desk:
                     "slots": advert.slots if advert else 0,
                     "slots_free": advert.slots_free if advert else 0,
                     "engines": list(advert.engines) if advert else [],
+                    "interactive": self._allows_sessions(member.node_id),
                     "weight": advert.weight if advert else 0,
                     "jobs": running.get(member.node_id, 0),
                 }
             )
         return rows
+
+    def _allows_sessions(self, node: bytes) -> bool:
+        record = self._daemon.membership.record(node, "facts")
+        facts = decode_facts(record.body) if record is not None else None
+        return facts is not None and facts.interactive
 
     async def set_paused(self, paused: bool) -> dict[str, Any]:
         marker = self._daemon.layout.root / "paused"

@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from membership.trust import accept_invite, make_invite, parse_invite
 from mesh.api.peer import PeerError
 from mesh.config import save_membership
 from mesh.engine.frames import Exit, Failed, Opened, Order
+from mesh.engine.image import python_root
 from mesh.jobs.spec import parse_job
 from mesh.stack import Stack, StackNode
-from tests.e2e.commands import command, finished, job_state, mesh, ok, start, until
+from tests.e2e.commands import command, finished, job_state, mesh, ok, read, start, until
 from tests.e2e.test_hostile import Insider
-from tests.images import busybox_image
+from tests.images import REPOSITORY, busybox_image
 
 pytestmark = pytest.mark.e2e
 
@@ -394,8 +395,22 @@ def test_an_owner_may_allow_no_sessions(make_stack: Callable[..., Stack]) -> Non
     node = stack.nodes[0]
     job = submit(node, "--", "sh", "-c", WAITING)
     running(node, job)
-    done = mesh(node, "exec", job, "true")
-    assert done.returncode == 5 and "interactive = false" in done.stderr
+    for words in (["exec", job, "true"], ["forward", job, "80"], ["jupyter", "--job", job]):
+        done = mesh(node, *words, timeout_s=20.0)
+        assert done.returncode == 5 and "interactive = false" in done.stderr, done
+    assert [row["interactive"] for row in read(node, "nodes")["nodes"]] == [False]
+    assert "no sessions" in ok(node, "nodes")
+
+
+def test_a_node_without_jupyterlab_says_so_and_what_to_do(
+    make_stack: Callable[..., Stack], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python3").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stack = make_stack(1)
+    done = mesh(stack.nodes[0], "jupyter", "--no-workdir")
+    assert done.returncode == 127, done
+    assert "JupyterLab is not here" in done.stderr and "pip install jupyterlab" in done.stderr
 
 
 def test_reclaim_now_ends_what_exec_runs(make_stack: Callable[..., Stack]) -> None:
@@ -414,19 +429,43 @@ def test_reclaim_now_ends_what_exec_runs(make_stack: Callable[..., Stack]) -> No
     assert process.returncode not in {0, 130}
 
 
-@pytest.mark.docker
-def test_in_a_container_without_a_network(make_stack: Callable[..., Stack]) -> None:
-    image = busybox_image(Path("/usr/bin/stty"))
-    stack = make_stack(2, engines=["process", "docker"])
+SERVERS = """
+import socket, threading
+def echo(server):
+    while True:
+        peer, _ = server.accept()
+        with peer:
+            while data := peer.recv(65536):
+                peer.sendall(data)
+tcp, local = socket.create_server(("127.0.0.1", 7070)), socket.socket(socket.AF_UNIX)
+local.bind(__import__("os").environ["MESH_CTL_DIR"] + "/app.sock")
+local.listen()
+threading.Thread(target=echo, args=(tcp,), daemon=True).start()
+print("listening", flush=True)
+echo(local)
+"""
+
+
+@pytest.fixture
+def containers(make_stack: Callable[..., Stack]) -> Stack:
+    return make_stack(2, engines=["process", "docker"])
+
+
+def in_image(stack: Stack, image: str, text: str, *order: str) -> tuple[str, StackNode]:
+    """The job, once it has printed this, and the node where it does not run."""
     node = stack.nodes[0]
-    script = f"mkdir $MESH_CTL_DIR/x; {WAITING}"
     until(
-        lambda: mesh(node, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0,
-        "the image to be known",
+        lambda: mesh(node, "run", "--no-workdir", "--image", image, "--", *order[:1], "-c", "").returncode == 0,
+        "the image",
     )
-    job = submit(node, "--image", image, "--", "sh", "-c", script)
-    host = stack.node(running(node, job)["node"])
-    other = next(each for each in stack.nodes if each is not host)
+    job = submit(node, "--image", image, "--", *order)
+    host = running(node, job, text)["node"]
+    return job, next(each for each in stack.nodes if each.nick != host)
+
+
+@pytest.mark.docker
+def test_in_a_container_there_is_a_terminal_and_a_pipe(containers: Stack) -> None:
+    job, other = in_image(containers, busybox_image(Path("/usr/bin/stty")), "ready", "sh", "-c", WAITING)
     done = mesh(other, "exec", job, "--", "sh", "-c", "id -u; ls /sys/class/net; cat; exit 6")
     assert done.returncode == 6 and done.stdout.split()[0] != "0" and "eth0" not in done.stdout
     terminal = Terminal(command(other, "exec", job, "sh"))
@@ -436,5 +475,32 @@ def test_in_a_container_without_a_network(make_stack: Callable[..., Stack]) -> N
     assert terminal.end() == 3
     done = mesh(other, "forward", job, "8080")
     assert done.returncode == 1 and "has no python3" in done.stderr
-    ok(node, "cancel", job)
-    finished(node, job)
+
+
+@pytest.mark.docker
+def test_a_container_without_a_network_is_reached_by_port_and_by_socket(containers: Stack, tmp_path: Path) -> None:
+    with python_image(tmp_path / "image.tar") as image:
+        job, other = in_image(containers, image, "listening", "python3", "-c", SERVERS)
+        for way in ("7070", "app.sock"):
+            process = start(other, "forward", job, f"{free_port()}:{way}")
+            data = os.urandom(1 << 20)
+            assert echoed(forwarded(process), data) == data
+            interrupted(process)
+        ok(other, "cancel", job)
+        finished(other, job)
+
+
+@contextmanager
+def python_image(tar: Path) -> Iterator[str]:
+    import docker
+
+    python_root(tar, [], [])
+    client: Any = docker.from_env()
+    tag = os.urandom(6).hex()
+    try:
+        client.api.import_image_from_data(tar.read_bytes(), repository=REPOSITORY, tag=tag)
+        tar.unlink()
+        yield f"{REPOSITORY}:{tag}"
+    finally:
+        client.images.remove(f"{REPOSITORY}:{tag}", force=True)
+        client.close()
