@@ -54,8 +54,9 @@ def frameworks_problem() -> str:
 @cache
 def browser_problem() -> str:
     """Why there is no JupyterLab and no browser to test with; empty if there are both."""
-    if shutil.which("chromium") is None:
-        return "no chromium is installed (Debian: apt-get install chromium)"
+    for program, package in (("chromium", "chromium"), ("ss", "iproute2")):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (Debian: apt-get install {package})"
     if not (FRAMEWORKS_PYTHON.parent / "jupyter-lab").exists():
         return "there is no JupyterLab in .venv-frameworks (make frameworks)"
     return ""

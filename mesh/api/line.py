@@ -19,10 +19,12 @@ MESSAGE_LIMIT = MAX_FRAME_BYTES + 1
 
 
 class Line:
-    """`web_socket` is of either side of aiohttp's; `sock` the socket below, if it is known."""
+    """`web_socket` is of either side of aiohttp's; `transport` what is below it, where aiohttp does not close that by itself."""
 
-    def __init__(self, web_socket: Any, sock: Any = None) -> None:
-        self._web_socket = web_socket
+    def __init__(self, web_socket: Any, transport: asyncio.BaseTransport | None = None) -> None:
+        self._web_socket, self._transport = web_socket, transport
+        below = web_socket if transport is None else transport
+        sock = below.get_extra_info("socket")
         if sock is not None and sock.family in {socket.AF_INET, socket.AF_INET6}:
             _keep_alive(sock)
 
@@ -53,10 +55,16 @@ class Line:
         with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError):
             await self._web_socket.send_bytes(data)
 
-    async def close(self) -> None:
-        with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError):
+    async def close(self, last: Frame | None = None) -> None:
+        """In order; or not, if the other end takes nothing."""
+        try:
             async with asyncio.timeout(CLOSE_S):
+                if last is not None:
+                    await self.send(last)
                 await self._web_socket.close()
+        except (aiohttp.ClientError, OSError, RuntimeError):
+            if isinstance(self._transport, asyncio.Transport):
+                self._transport.abort()
 
 
 async def splice(one: Line, other: Line) -> None:

@@ -147,7 +147,7 @@ class PeerClient:
             raise PeerError(f"node {short_id(node)} answered {error.status}", error.status) from error
         except (aiohttp.ClientError, OSError) as error:
             raise _broken(node, url, error) from error
-        line = Line(socket, socket.get_extra_info("socket"))
+        line = Line(socket)
         try:
             yield line
         finally:

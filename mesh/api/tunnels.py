@@ -88,11 +88,8 @@ class Tunnels:
 
     async def close(self) -> None:
         """Before the servers are closed, which wait for what is open."""
-        await asyncio.gather(*(self._end(line, "its daemon stops") for line in list(self._lines)))
-
-    async def _end(self, line: Line, why: str) -> None:
-        await line.send(failed(why, again_s=MOVES_S))
-        await line.close()
+        last = failed("its daemon stops", again_s=MOVES_S)
+        await asyncio.gather(*(line.close(last) for line in list(self._lines)))
 
     @contextlib.contextmanager
     def _listed(self, line: Line, job: bytes) -> Iterator[None]:
@@ -205,39 +202,50 @@ class Tunnels:
         if attempt.guest is None:
             raise NotRunning("the job is being started")
         with self._listed(line, job):
-            look = asyncio.create_task(
-                self._look(line, job, attempt, standing, bool(not where.port and not where.socket))
-            )
+            tasks = [
+                asyncio.create_task(self._open(line, job, attempt, where), name=f"tunnel {format_job(job)[:8]}"),
+                asyncio.create_task(self._look(line, job, attempt, standing, where == Way()), name="tunnel's right"),
+            ]
             try:
-                if where.socket:
-                    await self._to_socket(line, attempt, where.socket)
-                elif where.port:
-                    await self._to_port(line, attempt, attempt.guest, where.port)
-                else:
-                    await self._to_command(line, attempt.guest, job)
-            except SessionError as error:
-                await line.send(failed(str(error), again_s=MOVES_S))
-            except (FrameError, TimeoutError) as error:
-                await line.send(failed(str(error) or "nothing was asked for"))
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             finally:
-                look.cancel()
-                await asyncio.gather(look, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, line: Line, job: bytes, attempt: Attempt, where: Way) -> None:
+        assert attempt.guest is not None
+        try:
+            if where.socket:
+                await self._to_socket(line, attempt, where.socket)
+            elif where.port:
+                await self._to_port(line, attempt, attempt.guest, where.port)
+            else:
+                await self._to_command(line, attempt.guest, job)
+        except SessionError as error:
+            await line.send(failed(str(error), again_s=MOVES_S))
+        except (FrameError, TimeoutError) as error:
+            await line.send(failed(str(error) or "nothing was asked for"))
 
     async def _look(self, line: Line, job: bytes, attempt: Attempt, standing: Standing, tell: bool) -> None:
-        """Whether it may go on: the attempt is there, and whoever came in would be let in now."""
+        """Until it may not go on: the attempt has left, or whoever came in would not be let in now."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._daemon.trust.standing(standing.node_id, time.time())
             if now is None or now.user != standing.user or USER not in now.roles:
-                await self._end(line, "your node is not let in any more")
+                await line.close(failed("your node is not let in any more", int(ExitCode.REFUSED)))
                 return
             if self._daemon.jobs.attempts.get(job) is not attempt:
-                await self._end(line, "the job has left this node")
+                await line.close(failed("the job has left this node", again_s=MOVES_S))
                 return
             state, detail = self._daemon.jobs.states.get(job, ("", ""))
             if tell and state == "vacating":
                 tell = False
-                await line.send(Note(f"the job has notice: {detail}"[:500]))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await line.send(Note(f"the job has notice: {detail}"[:500]))
 
     async def _to_command(self, line: Line, guest: Guest, job: bytes) -> None:
         async with asyncio.timeout(ORDER_WITHIN_S):
@@ -391,7 +399,7 @@ def _open_control(attempt: Attempt, name: str, flags: int) -> int:
 async def _accepted(request: web.Request) -> AsyncIterator[tuple[web.WebSocketResponse, Line]]:
     web_socket = web.WebSocketResponse(max_msg_size=MESSAGE_LIMIT, compress=False, timeout=2.0)
     await web_socket.prepare(request)
-    line = Line(web_socket, request.transport.get_extra_info("socket") if request.transport is not None else None)
+    line = Line(web_socket, request.transport)
     try:
         yield web_socket, line
     finally:
