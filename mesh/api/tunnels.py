@@ -9,30 +9,24 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import stat
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
-import msgspec
 from aiohttp import web
 
 from membership.trust import USER, Standing
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.line import MESSAGE_LIMIT, Line, splice
 from mesh.api.peer import PeerError
+from mesh.api.ways import NotRunning, Way, open_control, parse_way, reach
 from mesh.engine.engine import Guest
 from mesh.engine.frames import (
-    ERRORS,
     INPUT,
-    LISTENS_S,
     MOVES_S,
     OUTPUT,
-    PIECE_BYTES,
     Data,
-    Exit,
     Failed,
     FrameError,
     InputEnd,
@@ -54,31 +48,8 @@ OF_A_JOB, OF_A_NODE = 64, 256  # tunnels at once; a browser before JupyterLab ha
 LOOK_S = 0.5  # between two looks at whether it may go on; ours
 ORDER_WITHIN_S = 10.0
 CONTROL_BYTES = 64 * 1024  # of a file in the control directory; ours
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-STANDS = b"+"  # what a relay writes first
-EXEC, PORT, SOCKET = "exec", "port-", "socket-"
 
 log = logging.getLogger(__name__)
-
-
-class Way(msgspec.Struct, frozen=True):
-    """Where a tunnel leads: a command, a port on the guest's loopback, a socket in its control directory."""
-
-    port: int = 0
-    socket: str = ""
-
-
-def parse_way(text: str) -> Way:
-    """ValueError for what leads nowhere."""
-    if text == EXEC:
-        return Way()
-    number = text.removeprefix(PORT)
-    if number != text and number.isascii() and number.isdigit() and len(number) <= 5 and 1 <= int(number) <= 65_535:
-        return Way(port=int(number))
-    name = text.removeprefix(SOCKET)
-    if name != text and NAME.fullmatch(name):
-        return Way(socket=name)
-    raise ValueError(f"no tunnel leads to {text[:80]!r}")
 
 
 class Tunnels:
@@ -159,7 +130,7 @@ class Tunnels:
     def own_control_file(self, job: bytes, name: str, standing: Standing) -> bytes:
         attempt = self._enter(job, standing)
         try:
-            descriptor = _open_control(attempt, name, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = open_control(attempt, name, os.O_RDONLY | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise MeshError(f"the job has no {name} in its control directory (yet)", ExitCode.NOT_FOUND) from error
         with os.fdopen(descriptor, "rb") as file:
@@ -218,12 +189,10 @@ class Tunnels:
     async def _open(self, line: Line, job: bytes, attempt: Attempt, where: Way) -> None:
         assert attempt.guest is not None
         try:
-            if where.socket:
-                await self._to_socket(line, attempt, where.socket)
-            elif where.port:
-                await self._to_port(line, attempt, attempt.guest, where.port)
-            else:
+            if where == Way():
                 await self._to_command(line, attempt.guest, job)
+            else:
+                await self._to_server(line, attempt, where)
         except SessionError as error:
             await line.send(failed(str(error), again_s=MOVES_S))
         except (FrameError, TimeoutError) as error:
@@ -260,87 +229,22 @@ class Tunnels:
         finally:
             await session.close()
 
-    async def _to_port(self, line: Line, attempt: Attempt, guest: Guest, port: int) -> None:
-        """By a process of the guest, which alone can reach its loopback: a container here has no other network."""
-        python = "python3" if attempt.engine.own_root else sys.executable
-        session = await guest.open_session(Order((python, "-I", "-S", "-c", RELAY, str(port))))
+    async def _to_server(self, line: Line, attempt: Attempt, where: Way) -> None:
+        session, early = await reach(attempt, where)
         try:
-            first = await session.receive()
-            if not isinstance(first, Data) or first.kind != OUTPUT or first.data[:1] != STANDS:
-                await line.send(await _why_not(session, first, port))
-                return
             await line.send(Opened(self._daemon.membership.standing.nick))
-            if first.data[1:]:
-                await line.send(Data(OUTPUT, first.data[1:]))
+            if early:
+                await line.send(Data(OUTPUT, early))
             await _carry(line, session)
         finally:
             await session.close()
-
-    async def _to_socket(self, line: Line, attempt: Attempt, name: str) -> None:
-        try:
-            descriptor = _open_control(attempt, name, os.O_PATH)
-        except (OSError, ValueError) as error:
-            raise NotListening(f"the job has no socket {name} in its control directory (yet)") from error
-        try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                raise MeshError(f"{name} is not a socket", ExitCode.NOT_FOUND)
-            reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{descriptor}", limit=PIECE_BYTES)
-        except OSError as error:
-            raise NotListening(f"nobody in the job listens on {name} (yet)") from error
-        finally:
-            os.close(descriptor)
-        session = SocketSession(reader, writer)
-        try:
-            await line.send(Opened(self._daemon.membership.standing.nick))
-            await _carry(line, session)
-        finally:
-            await session.close()
-
-
-class NotRunning(MeshError):
-    """Not now; perhaps soon."""
-
-    again_s = MOVES_S
-
-
-class NotListening(NotRunning):
-    again_s = LISTENS_S
 
 
 def _failure(error: MeshError) -> Failed:
     return failed(str(error), int(error.code), error.again_s if isinstance(error, NotRunning) else 0.0)
 
 
-class SocketSession:
-    """A connection as a session: what comes is its output."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._over = False
-
-    async def receive(self) -> Data | Exit | None:
-        if self._over:
-            return None
-        try:
-            data = await self._reader.read(PIECE_BYTES)
-        except OSError:
-            data = b""
-        self._over = not data
-        return Data(OUTPUT, data) if data else Exit(0)
-
-    async def send(self, frame: object) -> None:
-        with contextlib.suppress(OSError):
-            if isinstance(frame, Data):
-                self._writer.write(frame.data)
-                await self._writer.drain()
-            elif isinstance(frame, InputEnd):
-                self._writer.write_eof()
-
-    async def close(self) -> None:
-        self._writer.transport.abort()
-
-
-async def _carry(line: Line, session: Session | SocketSession) -> None:
+async def _carry(line: Line, session: Session) -> None:
     """Until one side is at its end."""
 
     async def inwards() -> None:
@@ -366,35 +270,6 @@ async def _carry(line: Line, session: Session | SocketSession) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _why_not(session: Session, first: object, port: int) -> Failed:
-    """Why a relay did not come to stand, from what it said and how it ended."""
-    said, frame = b"", first
-    while frame is not None:
-        if isinstance(frame, Failed):
-            return frame
-        if isinstance(frame, Exit) and frame.code in {126, 127}:
-            return failed(
-                "the image has no python3, by which a port is reached; let the job listen on a socket in $MESH_CTL_DIR and "
-                "forward that: `mesh forward JOB NAME.sock`"
-            )
-        if isinstance(frame, Data) and frame.kind == ERRORS and len(said) < 300:
-            said += frame.data
-        frame = await session.receive()
-    words = said.decode(errors="replace").strip()[-300:] or f"nothing in the job answers on port {port}"
-    return failed(words, again_s=LISTENS_S)
-
-
-def _open_control(attempt: Attempt, name: str, flags: int) -> int:
-    """A file of the control directory itself: its guest may have put links there, which lead to what is not its own."""
-    if NAME.fullmatch(name) is None:
-        raise ValueError(name)
-    directory = os.open(attempt.base / "ctl", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-    finally:
-        os.close(directory)
-
-
 @contextlib.asynccontextmanager
 async def _accepted(request: web.Request) -> AsyncIterator[tuple[web.WebSocketResponse, Line]]:
     web_socket = web.WebSocketResponse(max_msg_size=MESSAGE_LIMIT, compress=False, timeout=2.0)
@@ -404,43 +279,3 @@ async def _accepted(request: web.Request) -> AsyncIterator[tuple[web.WebSocketRe
         yield web_socket, line
     finally:
         await line.close()
-
-
-# Inside the guest, by whatever Python it has: one connection to its own loopback, between its own standard streams. A byte first
-# says that it stands. IPv4, else IPv6, as programs listen on either. No more is read than the other side has taken.
-RELAY = """
-import socket, sys, threading, os
-port, error = int(sys.argv[1]), None
-for host in ("127.0.0.1", "::1"):
-    try:
-        peer = socket.create_connection((host, port), 5)
-        break
-    except OSError as found:
-        error = error or found
-else:
-    sys.exit("nothing in the job answers on port %d: %s" % (port, error.strerror or error))
-peer.settimeout(None)
-def inwards():
-    try:
-        while True:
-            data = os.read(0, 32768)
-            if not data:
-                break
-            peer.sendall(data)
-        peer.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass
-def outwards():
-    data = b"+"
-    try:
-        while data:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(1, view):]
-            data = peer.recv(32768)
-    except OSError:
-        pass
-threading.Thread(target=inwards, daemon=True).start()
-outwards()
-os._exit(0)
-"""

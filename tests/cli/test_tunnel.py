@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.tunnels import Way, parse_way
+from mesh.api.ways import Way, parse_way
 from mesh.cli.interactive import _parse_forward
 from mesh.cli.tunnel import Escape
 
