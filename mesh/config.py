@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_sharing: bool = True  # whether a GPU may have several guests, each with a share
     gpu_bypass: Literal["warn", "pause", "kill"] = "pause"  # what happens to a job that is past the guard of its GPUs
     accepts: tuple[str, ...] = ("*",)
+    interactive: bool = True  # whether guests' users may go into them: exec, forward, jupyter
     process_engine_for: Literal["own", "all"] = "own"
     process_network: Literal["host", "none"] = "host"  # of guests of the process engine
     engines: tuple[str, ...] = ("process", "docker")

@@ -48,6 +48,7 @@ from mesh.api.logs import LogReader
 from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
+from mesh.api.tunnels import Tunnels
 from mesh.api.wire import Wire
 from mesh.config import ConfigError, Layout, Settings, load_settings, state_directory
 from mesh.edge.edge import Edge
@@ -270,12 +271,15 @@ class Daemon:
         self.image_desk = ImageDesk(self)
         self.homecoming = Homecoming(self)
         self.logs = LogReader(self, self.job_desk)
+        self.tunnels = Tunnels(self)
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
         await asyncio.to_thread(self.edge.open)
         await self._serve_local()
-        self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
+        self._facts = msgspec.msgpack.encode(
+            Facts(port, fingerprint, __version__, self.journal.disk, settings.interactive)
+        )
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._refresh_engines()
@@ -310,6 +314,7 @@ class Daemon:
             lambda: asyncio.to_thread(self.switch.close),
             self.guard.close,
             lambda: asyncio.to_thread(self.edge.close),
+            self.tunnels.close,
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,

@@ -38,7 +38,7 @@ CORES = [
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
     *(f"mesh/provider/{name}.py" for name in ("hours", "policy", "presence", "receipts")),
     "mesh/duration.py",
-    "mesh/engine/ceilings.py",
+    *(f"mesh/engine/{name}.py" for name in ("ceilings", "frames", "sessionwire")),
     *(f"mesh/edge/{name}.py" for name in ("elf", "shaping")),
     *(f"mesh/images/{name}.py" for name in ("allowlist", "docket", "questions", "rules")),
 ]

@@ -69,6 +69,17 @@ def podman_problem() -> str:
 
 
 @cache
+def browser_problem() -> str:
+    """Why there is no JupyterLab and no browser to test with; empty if there are both."""
+    for program, package in (("chromium", "chromium"), ("ss", "iproute2")):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (Debian: apt-get install {package})"
+    if not (FRAMEWORKS_PYTHON.parent / "jupyter-lab").exists():
+        return "there is no JupyterLab in .venv-frameworks (make frameworks)"
+    return ""
+
+
+@cache
 def cc_problem() -> str:
     """Why the doubles of NVIDIA's libraries cannot be compiled here; empty if they can."""
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
@@ -110,6 +121,7 @@ PROBES = {
     "cc": cc_problem,
     "systemd": systemd_problem,
     "bpf": bpf_problem,
+    "browser": browser_problem,
 }
 
 

@@ -194,6 +194,13 @@ def application(daemon: "Daemon") -> web.Application:
         follow = request.query.get("follow") == "1"
         return await _streamed(request, daemon.logs.follow_log(request.match_info["job"], follow))
 
+    async def tunnel(request: web.Request) -> web.StreamResponse:
+        return await daemon.tunnels.from_here(request, request.match_info["job"], request.match_info["way"])
+
+    async def control(request: web.Request) -> Any:
+        name = request.match_info["name"]
+        return {"text": await daemon.tunnels.control_file(request.match_info["job"], name)}
+
     app = web.Application(client_max_size=1 << 20)
     routes: list[tuple[str, str, Callable[[web.Request], Awaitable[Any]]]] = [
         ("GET", "/v1/status", status),
@@ -215,6 +222,8 @@ def application(daemon: "Daemon") -> web.Application:
         ("GET", "/v1/jobs/{job}/describe", describe),
         ("GET", "/v1/jobs/{job}/files", files),
         ("GET", "/v1/jobs/{job}/log", logs),
+        ("GET", "/v1/jobs/{job}/tunnel/{way}", tunnel),
+        ("GET", "/v1/jobs/{job}/control/{name}", control),
         ("GET", "/v1/events", events),
         ("GET", "/v1/checkpoints", checkpoints),
         ("POST", "/v1/checkpoints/verify", verify),

@@ -17,7 +17,7 @@ from ckptstore.receiver import stream_bytes
 from membership.envelope import EnvelopeError
 from membership.trust import Standing
 from mesh.api.auth import HEADER, Gatekeeper, RequestRefused
-from mesh.api.errors import MeshError
+from mesh.api.errors import ExitCode, MeshError
 from mesh.api.files import running_files
 from mesh.api.images import ImageApi
 from mesh.api.streams import IDLE_S, sliced, taken
@@ -59,6 +59,8 @@ class PeerApi:
                 web.get("/v1/jobs/{job}/cell", self._cell),
                 web.get("/v1/jobs/{job}/key", self._key),
                 web.put("/v1/jobs/{job}/share", self._take_share),
+                web.get("/v1/jobs/{job}/tunnel/{way}", self._tunnel),
+                web.get("/v1/jobs/{job}/control/{name}", self._control),
                 web.get("/v1/jobs/{job}/events", self._events),
                 web.get("/v1/jobs/{job}/files", self._files),
                 web.get("/v1/jobs/{job}/log/{attempt}", self._log),
@@ -232,6 +234,20 @@ class PeerApi:
         await response.write_eof()
         return response
 
+    async def _tunnel(self, request: web.Request) -> web.WebSocketResponse:
+        standing, _ = await self._admit(request)
+        job = _hex(request.match_info["job"], 16)
+        return await self._daemon.tunnels.to_here(request, job, request.match_info["way"], standing)
+
+    async def _control(self, request: web.Request) -> web.Response:
+        standing, _ = await self._admit(request)
+        job = _hex(request.match_info["job"], 16)
+        try:
+            data = self._daemon.tunnels.own_control_file(job, request.match_info["name"], standing)
+        except MeshError as error:
+            raise _refused(error) from error
+        return web.Response(body=data)
+
     async def _put_log(self, request: web.Request) -> web.Response:
         """A piece of what an attempt prints, from the node that runs it; the answer is how far the copy has come."""
         standing, body = await self._admit(request)
@@ -276,6 +292,11 @@ class PeerApi:
             await response.write(piece)
         await response.write_eof()
         return response
+
+
+def _refused(error: MeshError) -> web.HTTPException:
+    kind = web.HTTPForbidden if error.code == ExitCode.REFUSED else web.HTTPNotFound
+    return kind(text=str(error))
 
 
 def _hex(text: str, length: int) -> bytes:

@@ -62,6 +62,7 @@ HEEDS = {
     True: "it catches SIGTERM, or reads its notices: it can save before it goes",
     False: "it does not catch SIGTERM: it is killed at a notice, and loses what is at risk",
 }
+LONGEST = 60  # characters of one value; ours
 SHOWN_ELSEWHERE = {"argv", "user", "name", "created_unix_ms", "gpus", "gpu_share", "gpu_share_limit", "vram_mib"}
 
 
@@ -83,9 +84,15 @@ def _asked(asked: dict[str, Any]) -> str:
     for name, value in asked.items():
         if name in SHOWN_ELSEWHERE or value in (0, [], {}):
             continue
-        inner = ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else value
+        inner = ", ".join(f"{key} {_short(part)}" for key, part in value.items()) if isinstance(value, dict) else value
         words.append(f"{name.replace('_', ' ')} {inner}")
     return "; ".join(words)
+
+
+def _short(value: Any) -> str:
+    """As much as fits into a line: a variable may hold a program (`mesh jupyter`)."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def _attempt(row: dict[str, Any]) -> list[str]:

@@ -122,10 +122,14 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 ]
 
 
-def job_options(function: Any) -> Any:
+def job_settings(function: Any) -> Any:
     for option in reversed(_OPTIONS):
         function = option(function)
-    return click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)(function)
+    return function
+
+
+def job_options(function: Any) -> Any:
+    return click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)(job_settings(function))
 
 
 def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
     }
 
 
-def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: str) -> dict[str, Any]:
+def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: str) -> dict[str, Any]:
     order = {**make_order(command, options), **more}
     with patience("packing the working directory and copying it to other nodes"):
         answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
@@ -188,7 +192,7 @@ def _submit(daemon: Client, command: tuple[str, ...], options: dict[str, Any], *
 def submit(ctx: click.Context, /, command: tuple[str, ...], out: str | None, as_json: bool, **options: Any) -> None:
     """Submit COMMAND to the mesh. Prints the job's id; the rest goes to standard error."""
     home = {"out": str(Path(out).resolve())} if out is not None else {}
-    answer = _submit(client(ctx), command, options, **home)
+    answer = submit_job(client(ctx), command, options, **home)
     if as_json:
         print_json(answer)
         return
@@ -218,11 +222,11 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **opti
     if options["array"]:
         raise click.UsageError("an array has many outputs to follow: use `mesh submit --array`, then `mesh logs`")
     daemon = client(ctx)
-    job = _submit(daemon, command, options)["job"]
+    job = submit_job(daemon, command, options)["job"]
     click.echo(f"job {job[:8]} submitted", err=True)
     try:
         with _images(daemon, job, options):
-            _follow(daemon, job)
+            follow_log(daemon, job)
     except KeyboardInterrupt:
         try:
             click.echo(
@@ -263,7 +267,9 @@ def exit_code(state: dict[str, Any]) -> int:
     return 0
 
 
-def _follow(daemon: Client, job: str) -> None:
+def follow_log(
+    daemon: Client, job: str, tell: Callable[[str], None] = lambda words: click.echo(f"mesh: {words}", err=True)
+) -> None:
     """Output to stdout; moves and waits to stderr."""
     told = ""
     while True:
@@ -273,7 +279,7 @@ def _follow(daemon: Client, job: str) -> None:
         state = daemon.get(f"/v1/jobs/{job}")["job"]
         words = f"{state['state']}: {state['detail']}" if state["detail"] else state["state"]
         if words != told:
-            click.echo(f"mesh: {words}", err=True)
+            tell(words)
             told = words
         if state["state"] in OVER:
             return
@@ -326,7 +332,7 @@ def logs(ctx: click.Context, job: str, follow: bool) -> None:
     """Show a job's output, over all its attempts, wherever it ran."""
     daemon = client(ctx)
     if follow:
-        _follow(daemon, daemon.get(job_path(job))["job"]["job"])
+        follow_log(daemon, daemon.get(job_path(job))["job"]["job"])
         return
     for piece in daemon.stream(f"{job_path(job)}/log"):
         sys.stdout.buffer.write(piece)

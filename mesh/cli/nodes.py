@@ -191,7 +191,7 @@ def nodes(ctx: click.Context, by_zone: bool, as_json: bool) -> None:
                 ago(node["since_unix"] * 1000),
                 lends,
                 str(node["jobs"]),
-                ",".join(node["engines"]) or "-",
+                (",".join(node["engines"]) or "-") + ("" if node["interactive"] else " (no sessions)"),
                 node["user"],
                 node["address"],
             ]

@@ -17,6 +17,8 @@ import msgspec
 
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
+from mesh.engine.frames import Order
+from mesh.engine.session import Session
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
 FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
@@ -79,6 +81,9 @@ class BoundedGuest:
 
     def allow_until(self, boot_s: float) -> None:
         self._guest.allow_until(boot_s)
+
+    async def open_session(self, order: Order) -> Session:
+        return await self._guest.open_session(order)
 
     async def kill(self) -> None:
         await self._guest.kill()

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import aiohttp
 import docker
@@ -26,13 +27,16 @@ from mesh.edge.edge import Edge
 from mesh.engine import cgroups, gpusight
 from mesh.engine.bridges import Bridges
 from mesh.engine.descent import Process, descendants_of, process_of
+from mesh.engine.dockersession import DockerSession, open_docker_session
 from mesh.engine.egress import EgressError, Firewall, Policy
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
 from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
+from mesh.engine.frames import Order
 from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.process import catches
 from mesh.engine.register import Entry, boot_id
+from mesh.engine.session import Session
 from mesh.engine.warden import LABEL_NODE, Warden
 
 THREADS = 8  # for calls
@@ -248,6 +252,7 @@ class DockerGuest:
         self._fault = ""
         self._output, self._warden, self._switch, self._socket = output, warden, switch, engine_socket
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._sessions: WeakSet[DockerSession] = WeakSet()
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
@@ -263,7 +268,16 @@ class DockerGuest:
         return caught
 
     async def pids(self) -> frozenset[int]:
-        return await asyncio.to_thread(self._pids)
+        here = await asyncio.to_thread(self._pids)
+        visitors = [
+            await session.pids() for session in list(self._sessions)
+        ]  # which do not descend from its first process
+        return here.union(*visitors)
+
+    async def open_session(self, order: Order) -> Session:
+        session = await open_docker_session(self._engine._call, self._container, self._socket.path, order)
+        self._sessions.add(session)
+        return session
 
     async def stands_still(self) -> bool:
         return bool(await self._engine._call(self._is_paused))

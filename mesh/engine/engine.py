@@ -6,6 +6,8 @@ from typing import Protocol
 import msgspec
 
 from cuda_guard.guard import Mount
+from mesh.engine.frames import Order
+from mesh.engine.session import Session
 from placement.advert import WHOLE, Portion
 
 
@@ -107,6 +109,11 @@ class Guest(Protocol):
     def allow_until(self, boot_s: float) -> None:
         """Let it run until this moment of CLOCK_BOOTTIME (`math.inf`: for ever); past it, it stands still until it is allowed
         again. A process of its own keeps it to that, so it holds while the daemon stands still or the machine has slept."""
+        ...
+
+    async def open_session(self, order: Order) -> Session:
+        """Run one more command in it, as one of its processes: with its variables, files, limits and namespaces, stopped and
+        killed with it. SessionError if that cannot be now."""
         ...
 
     async def kill(self) -> None:

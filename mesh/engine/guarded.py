@@ -11,6 +11,8 @@ import msgspec
 
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Availability, Engine, Exit, Guest, Launch
+from mesh.engine.frames import Order
+from mesh.engine.session import Session
 from mesh.provider.guard import NodeGuard
 from mesh.provider.tenant import Tenant
 
@@ -84,6 +86,9 @@ class GuardedGuest:
             self._frozen = False
             self._guest.allow_until(self._until)
             self._tenant.set_gate(False, why, by="audit")
+
+    async def open_session(self, order: Order) -> Session:
+        return await self._guest.open_session(order)
 
     async def kill(self) -> None:
         begun, first = time.perf_counter(), not (self._killed or self._tenant.released)

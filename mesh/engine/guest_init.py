@@ -4,7 +4,8 @@ It makes namespaces where the kernel lets it, starts the job as its own session,
 daemon's end of the pipe closes: a guest never outlives the daemon that vouches for it. The pipe brings the job as a line of
 JSON, then lines that say until when it may run (seconds of CLOCK_BOOTTIME); past that it is stopped until a later line allows
 more. What it does is told by JSON lines on the status pipe: {"first": pid}, {"isolation": ...}, and at the end {"exit": code,
-"oom": ...}.
+"oom": ...}. A socket brings descriptors: each is the daemon's end of a session, for which a process is added to the guest
+(`session_agent`).
 
 Not a sandbox: the job reads and writes whatever its user may.
 """
@@ -23,6 +24,7 @@ import struct
 import sys
 import time
 
+from mesh.engine import session_agent
 from mesh.engine.alarm import Alarm, boot_s
 from mesh.engine.descent import children_of, descendants_of, stands_still
 from mesh.engine.guestgroup import GuestGroup
@@ -41,7 +43,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    daemon, status = int(sys.argv[1]), int(sys.argv[2])
+    daemon, status, doors = int(sys.argv[1]), int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
     spec = read_spec(daemon)
     isolation = enter_namespaces(spec["namespaces"], spec["network"] == "none")
     if spec["network"] == "none" and isolation != "namespaces":
@@ -51,9 +53,11 @@ def main() -> None:
     first = os.fork()
     if first == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        doors.close()
         be_init(spec, daemon, status, isolation)
     os.write(status, (json.dumps({"first": first}) + "\n").encode())
-    watch(first, daemon, status, spec["until"], GuestGroup.of(spec["groups"]))
+    group = GuestGroup.of(spec["groups"])
+    watch(first, daemon, status, Visitors(doors, spec, first, isolation, group), spec["until"], group)
 
 
 def read_spec(daemon: int) -> dict:  # type: ignore[type-arg]
@@ -143,7 +147,7 @@ def become_job(spec: dict) -> None:  # type: ignore[type-arg]
         os._exit(127 if missing else 126)
 
 
-def watch(first: int, daemon: int, status: int, until: float, group: GuestGroup) -> None:
+def watch(first: int, daemon: int, status: int, visitors: "Visitors", until: float, group: GuestGroup) -> None:
     """Outside the namespace: hold the guest to its lease, end it when the daemon is gone, report its exit when it has ended."""
     child = os.pidfd_open(first)
     lease = Lease(first, until)
@@ -151,6 +155,7 @@ def watch(first: int, daemon: int, status: int, until: float, group: GuestGroup)
     poller.register(daemon, select.POLLIN | select.POLLHUP)
     poller.register(child, select.POLLIN)
     poller.register(lease.alarm, select.POLLIN)
+    poller.register(visitors.doors, select.POLLIN)
     while True:
         ready = dict(poller.poll())
         if child in ready:
@@ -162,7 +167,8 @@ def watch(first: int, daemon: int, status: int, until: float, group: GuestGroup)
                 break
             lease.read(heard)
         lease.enforce()
-    _, result = os.waitpid(first, 0)
+        visitors.heed(ready, poller, lease.stopped)
+    result = wait_for(first)
     end_session_children()
     code = os.waitstatus_to_exitcode(result)
     line = json.dumps({"exit": code if code >= 0 else 128 - code, "oom": group.ran_out_of_memory()}) + "\n"
@@ -171,13 +177,21 @@ def watch(first: int, daemon: int, status: int, until: float, group: GuestGroup)
         os.write(status, line.encode())
 
 
+def wait_for(first: int) -> int:
+    """Its end. A namespace does not end before every process in it is reaped, and visitors are ours to reap."""
+    while True:
+        pid, result = os.wait()
+        if pid == first:
+            return result
+
+
 class Lease:
     """Until when the guest may run, and whether it is stopped because that is over."""
 
     def __init__(self, first: int, until: float) -> None:
         self.alarm = Alarm()
         self._first, self._until = first, until
-        self._stopped = False
+        self.stopped = False
         self._rest = b""
         self.alarm.set(until)
 
@@ -191,12 +205,64 @@ class Lease:
     def enforce(self) -> None:
         self.alarm.clear()
         over = boot_s() >= self._until
-        if over and not self._stopped:
+        if over and not self.stopped:
             stop_all(self._first)
-        elif self._stopped and not over:
+        elif self.stopped and not over:
             for pid in _descendants(self._first):
                 _signal(pid, signal.SIGCONT)
-        self._stopped = over
+        self.stopped = over
+
+
+class Visitors:
+    """Processes that are added to the guest while it runs: what `mesh exec` runs. Children of the watcher, in the namespaces and
+    control groups of the guest: they are stopped and killed with it, and with its first process they end."""
+
+    def __init__(
+        self,
+        doors: socket.socket,
+        spec: dict,  # type: ignore[type-arg]
+        first: int,
+        isolation: str,
+        group: GuestGroup,
+    ) -> None:
+        self.doors = doors
+        self._spec, self._first, self._isolation, self._group = spec, first, isolation, group
+        self._inside: dict[int, int] = {}  # by a descriptor of it that tells when it has ended
+
+    def heed(self, ready: dict[int, int], poller: select.poll, stopped: bool) -> None:
+        for ended in [descriptor for descriptor in self._inside if descriptor in ready]:
+            poller.unregister(ended)
+            os.waitpid(self._inside.pop(ended), 0)
+            os.close(ended)
+        if self.doors.fileno() not in ready:
+            return
+        _, descriptors, _, _ = socket.recv_fds(self.doors, 16, 1)
+        if not descriptors:
+            poller.unregister(self.doors)
+        for connection in descriptors:
+            if not stopped:  # else it hears an end at once, instead of an answer
+                with contextlib.suppress(OSError):  # the guest has just ended
+                    self._admit(connection, poller)
+            os.close(connection)
+
+    def _admit(self, connection: int, poller: select.poll) -> None:
+        visitor = os.fork()
+        if visitor == 0:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            session_agent.serve(connection, self._spec, self._enter)
+        descriptor = os.pidfd_open(visitor)
+        self._inside[descriptor] = visitor
+        poller.register(descriptor, select.POLLIN)
+
+    def _enter(self) -> None:
+        """Forked by the watcher it is in the guest's process namespace already; the /proc it sees is to be the guest's too."""
+        self._group.enter()
+        if self._isolation != "namespaces":
+            return
+        mounts = os.open(f"/proc/{self._first}/ns/mnt", os.O_RDONLY)
+        if libc.setns(mounts, CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "cannot enter the guest")
+        os.close(mounts)
 
 
 def stop_all(first: int) -> None:

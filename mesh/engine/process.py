@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -18,9 +19,11 @@ from typing import Literal
 from mesh.engine.alone import alone
 from mesh.engine.descent import Process, descendants_of, process_of, stands_still
 from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.frames import Order
 from mesh.engine.guestgroup import GuestGroup, make_group
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.register import Entry, boot_id
+from mesh.engine.session import Session, SessionError, open_process_session
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
 WATCHER_TELLS_S = (
@@ -118,6 +121,7 @@ class ProcessGuest:
         self._first: Process | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._daemon_end = -1
+        self._doors: socket.socket | None = None
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._reader: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -127,12 +131,14 @@ class ProcessGuest:
         """Its watcher is noted in the register before it is told what to run."""
         theirs, ours = os.pipe()
         status_ours, status_theirs = os.pipe()
+        self._doors, doors_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *alone("guest_init"),
                 str(theirs),
                 str(status_theirs),
-                pass_fds=(theirs, status_theirs),
+                str(doors_theirs.fileno()),
+                pass_fds=(theirs, status_theirs, doors_theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -140,7 +146,10 @@ class ProcessGuest:
         except OSError as error:
             for descriptor in (theirs, ours, status_ours, status_theirs):
                 os.close(descriptor)
+            self._close_doors()
             raise EngineError(f"cannot start a process: {error.strerror}") from error
+        finally:
+            doors_theirs.close()
         os.close(theirs)
         os.close(status_theirs)
         self._daemon_end = ours
@@ -202,6 +211,11 @@ class ProcessGuest:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._daemon_end, f"{boot_s}\n".encode())
 
+    async def open_session(self, order: Order) -> Session:
+        if self._doors is None:
+            raise SessionError("the job has ended here")
+        return await open_process_session(self._doors, order)
+
     async def kill(self) -> None:
         await self._switch.killed(self._key)
         self._close_pipe()  # its watcher ends too
@@ -240,7 +254,13 @@ class ProcessGuest:
             if not self._exit.done():
                 self._exit.set_result(Exit(code=code, oom=oom, fault=fault))
 
+    def _close_doors(self) -> None:
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
+
     def _close_pipe(self) -> None:
+        self._close_doors()
         if self._daemon_end >= 0:
             os.close(self._daemon_end)
             self._daemon_end = -1

@@ -123,6 +123,11 @@ class Attempt:
         self._notices = 0
         self._closing = False
 
+    @property
+    def guest(self) -> Guest | None:
+        """Once it has started."""
+        return self._guest
+
     # --- what the runner core orders
 
     def launch(self, ledger: Ledger, post: Post | None) -> None:

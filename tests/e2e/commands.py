@@ -35,6 +35,7 @@ def mesh(
     """Run one command to its end; `within`: a command that runs it, as `ip netns exec`."""
     return subprocess.run(
         [*within, *command(state, *arguments)],
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -60,6 +61,7 @@ def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) 
     """A command that goes on; Ctrl-C reaches it even where the tests themselves were started with it ignored (`nohup`, `&`)."""
     return subprocess.Popen(
         ["env", "--default-signal=INT", *command(state, *arguments)],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

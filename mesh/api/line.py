@@ -1,0 +1,98 @@
+"""One connection for frames: a WebSocket between two nodes, or between a daemon and its own command line.
+
+Each tunnel has a connection of its own, so TCP's own window is its flow control: who is slow holds up only what it has asked for.
+There are no heartbeats, which a receiver that is held up would not answer; the kernel finds out whether the other machine lives.
+"""
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import aiohttp
+
+from mesh.engine.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame, encode_frame
+
+KEEPALIVE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 3  # a machine that is gone is noticed after 25 s; ours
+CLOSE_S = 3.0  # for the other end to agree; ours
+MESSAGE_LIMIT = MAX_FRAME_BYTES + 1
+
+
+class Line:
+    """`web_socket` is of either side of aiohttp's; `transport` what is below it, where aiohttp does not close that by itself."""
+
+    def __init__(self, web_socket: Any, transport: asyncio.BaseTransport | None = None) -> None:
+        self._web_socket, self._transport = web_socket, transport
+        below = web_socket if transport is None else transport
+        sock = below.get_extra_info("socket")
+        if sock is not None and sock.family in {socket.AF_INET, socket.AF_INET6}:
+            _keep_alive(sock)
+
+    async def receive(self) -> Frame | None:
+        """The next frame; None at the end. FrameError if what came is none."""
+        data = await self.receive_bytes()
+        return None if data is None else decode_frame(data)
+
+    async def receive_bytes(self) -> bytes | None:
+        while True:
+            try:
+                message = await self._web_socket.receive()
+            except (aiohttp.ClientError, OSError, RuntimeError):
+                return None
+            if message.type == aiohttp.WSMsgType.BINARY:
+                data: bytes = message.data
+                return data
+            if message.type == aiohttp.WSMsgType.TEXT:
+                raise FrameError("frames are bytes, not text")
+            if message.type not in {aiohttp.WSMsgType.PING, aiohttp.WSMsgType.PONG}:
+                return None
+
+    async def send(self, frame: Frame) -> None:
+        """Waits while the other end is held up. What cannot be sent any more is dropped: the end is told by `receive`."""
+        await self.send_bytes(encode_frame(frame))
+
+    async def send_bytes(self, data: bytes) -> None:
+        with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError):
+            await self._web_socket.send_bytes(data)
+
+    async def close(self, last: Frame | None = None) -> None:
+        """In order; or not, if the other end takes nothing."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                if last is not None:
+                    await self.send(last)
+                await self._web_socket.close()
+        except (aiohttp.ClientError, OSError, RuntimeError):
+            if isinstance(self._transport, asyncio.Transport):
+                self._transport.abort()
+
+
+async def splice(one: Line, other: Line) -> None:
+    """What comes on each goes out on the other, as it is, until either ends; both are closed then."""
+
+    async def pour(source: Line, sink: Line) -> None:
+        with contextlib.suppress(FrameError):
+            while (data := await source.receive_bytes()) is not None:
+                await sink.send_bytes(data)
+
+    pours = [
+        asyncio.create_task(pour(one, other), name="tunnel, out"),
+        asyncio.create_task(pour(other, one), name="tunnel, back"),
+    ]
+    try:
+        await asyncio.wait(pours, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in pours:
+            task.cancel()
+        await asyncio.gather(*pours, return_exceptions=True)
+        await one.close()
+        await other.close()
+
+
+def _keep_alive(sock: Any) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TRIES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,281 @@
+"""What leads into a job that runs here, for its user: a command beside it, a port or a socket of it. docs/interactive.md.
+
+Commands and ports go by a session of the engine, so they need no network inside the guest and are processes of it; a socket in
+the job's control directory is connected to from outside. Only the job's own user comes in, with a certificate that lets him
+submit, on a node whose owner allows it; that is looked at again while the tunnel stands.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from membership.trust import USER, Standing
+from mesh.api.errors import ExitCode, MeshError
+from mesh.api.line import MESSAGE_LIMIT, Line, splice
+from mesh.api.peer import PeerError
+from mesh.api.ways import NotRunning, Way, open_control, parse_way, reach
+from mesh.engine.engine import Guest
+from mesh.engine.frames import (
+    INPUT,
+    MOVES_S,
+    OUTPUT,
+    Data,
+    Failed,
+    FrameError,
+    InputEnd,
+    Note,
+    Opened,
+    Order,
+    Resize,
+    Signal,
+    failed,
+)
+from mesh.engine.session import Session, SessionError
+from mesh.jobs.attempt import Attempt
+from mesh.jobs.spec import format_job
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+OF_A_JOB, OF_A_NODE = 64, 256  # tunnels at once; a browser before JupyterLab has about ten; ours
+LOOK_S = 0.5  # between two looks at whether it may go on; ours
+ORDER_WITHIN_S = 10.0
+CONTROL_BYTES = 64 * 1024  # of a file in the control directory; ours
+
+log = logging.getLogger(__name__)
+
+
+class Tunnels:
+    def __init__(self, daemon: "Daemon") -> None:
+        self._daemon = daemon
+        self._lines: dict[Line, bytes] = {}  # with the job that each is about
+
+    async def close(self) -> None:
+        """Before the servers are closed, which wait for what is open."""
+        last = failed("its daemon stops", again_s=MOVES_S)
+        await asyncio.gather(*(line.close(last) for line in list(self._lines)))
+
+    @contextlib.contextmanager
+    def _listed(self, line: Line, job: bytes) -> Iterator[None]:
+        if len(self._lines) >= OF_A_NODE or sum(other == job for other in self._lines.values()) >= OF_A_JOB:
+            raise MeshError("there are too many tunnels open already", ExitCode.REFUSED)
+        self._lines[line] = job
+        try:
+            yield
+        finally:
+            del self._lines[line]
+
+    # --- on the node of the user
+
+    async def from_here(self, request: web.Request, text: str, way: str) -> web.WebSocketResponse:
+        """For this node's own command line: to wherever the job runs now."""
+        async with _accepted(request) as (web_socket, line):
+            try:
+                await self._lead(line, text, way)
+            except MeshError as error:
+                await line.send(_failure(error))
+            except PeerError as error:
+                await line.send(failed(str(error), again_s=MOVES_S))
+        return web_socket
+
+    async def _lead(self, line: Line, text: str, way: str) -> None:
+        try:
+            parse_way(way)
+        except ValueError as error:
+            raise MeshError(str(error), ExitCode.USAGE) from error
+        daemon = self._daemon
+        job, runner = self._runner_of(text)
+        if runner == daemon.me:
+            await self.serve(line, job, way, daemon.membership.standing)
+            return
+        with self._listed(line, job):
+            async with daemon.peers.tunnel(runner, f"/v1/jobs/{job.hex()}/tunnel/{way}") as other:
+                await splice(line, other)
+
+    def _runner_of(self, text: str) -> tuple[bytes, bytes]:
+        """The job and where it runs; MeshError if it does not, or is another's."""
+        desk = self._daemon.job_desk
+        status = desk.find_job(text)
+        desk.check_owner(status)
+        name = format_job(status.job)[:8]
+        if status.outcome is not None:
+            raise MeshError(
+                f"job {name} is over ({status.state}): `mesh logs {name}` shows its output", ExitCode.NOT_FOUND
+            )
+        if status.runner is None:
+            raise NotRunning(f"job {name} does not run now (it is {status.state}): `mesh why {name}` says more")
+        return status.job, status.runner
+
+    async def control_file(self, text: str, name: str) -> str:
+        """A small file that the job keeps in its control directory."""
+        job, runner = self._runner_of(text)
+        if runner == self._daemon.me:
+            return self.own_control_file(job, name, self._daemon.membership.standing).decode(errors="replace")
+        try:
+            data = await self._daemon.peers.call(runner, "GET", f"/v1/jobs/{job.hex()}/control/{name}")
+        except PeerError as error:
+            code = {403: ExitCode.REFUSED, 404: ExitCode.NOT_FOUND}.get(error.status or 0, ExitCode.ERROR)
+            raise MeshError(str(error), code) from error
+        return data.decode(errors="replace")
+
+    # --- on the node that runs the job
+
+    def own_control_file(self, job: bytes, name: str, standing: Standing) -> bytes:
+        attempt = self._enter(job, standing)
+        try:
+            descriptor = open_control(attempt, name, os.O_RDONLY | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise MeshError(f"the job has no {name} in its control directory (yet)", ExitCode.NOT_FOUND) from error
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise MeshError(f"{name} is not a file", ExitCode.NOT_FOUND)
+            return file.read(CONTROL_BYTES)
+
+    async def to_here(self, request: web.Request, job: bytes, way: str, standing: Standing) -> web.WebSocketResponse:
+        """For another node."""
+        async with _accepted(request) as (web_socket, line):
+            try:
+                await self.serve(line, job, way, standing)
+            except MeshError as error:
+                await line.send(_failure(error))
+        return web_socket
+
+    def _enter(self, job: bytes, standing: Standing) -> Attempt:
+        """The attempt that runs here, if this user may go into it."""
+        attempt = self._daemon.jobs.attempts.get(job)
+        if attempt is None:
+            raise NotRunning("the job does not run on this node any more")
+        if standing.user != attempt.spec.user:
+            raise MeshError(f"job {format_job(job)[:8]} is {attempt.spec.user}'s, not yours", ExitCode.REFUSED)
+        if USER not in standing.roles:
+            raise MeshError("your node may lend, but not use: its certificate says so", ExitCode.REFUSED)
+        if not self._daemon.settings.interactive:
+            nick = self._daemon.membership.standing.nick
+            raise MeshError(
+                f"the owner of {nick} allows no interactive sessions (interactive = false); `mesh migrate` moves the job",
+                ExitCode.REFUSED,
+            )
+        return attempt
+
+    async def serve(self, line: Line, job: bytes, way: str, standing: Standing) -> None:
+        attempt = self._enter(job, standing)
+        try:
+            where = parse_way(way)
+        except ValueError as error:
+            raise MeshError(str(error), ExitCode.USAGE) from error
+        if attempt.guest is None:
+            raise NotRunning("the job is being started")
+        with self._listed(line, job):
+            tasks = [
+                asyncio.create_task(self._open(line, job, attempt, where), name=f"tunnel {format_job(job)[:8]}"),
+                asyncio.create_task(self._look(line, job, attempt, standing, where == Way()), name="tunnel's right"),
+            ]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, line: Line, job: bytes, attempt: Attempt, where: Way) -> None:
+        assert attempt.guest is not None
+        try:
+            if where == Way():
+                await self._to_command(line, attempt.guest, job)
+            else:
+                await self._to_server(line, attempt, where)
+        except SessionError as error:
+            await line.send(failed(str(error), again_s=MOVES_S))
+        except (FrameError, TimeoutError) as error:
+            await line.send(failed(str(error) or "nothing was asked for"))
+
+    async def _look(self, line: Line, job: bytes, attempt: Attempt, standing: Standing, tell: bool) -> None:
+        """Until it may not go on: the attempt has left, or whoever came in would not be let in now."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = self._daemon.trust.standing(standing.node_id, time.time())
+            if now is None or now.user != standing.user or USER not in now.roles:
+                await line.close(failed("your node is not let in any more", int(ExitCode.REFUSED)))
+                return
+            if self._daemon.jobs.attempts.get(job) is not attempt:
+                await line.close(failed("the job has left this node", again_s=MOVES_S))
+                return
+            state, detail = self._daemon.jobs.states.get(job, ("", ""))
+            if tell and state == "vacating":
+                tell = False
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await line.send(Note(f"the job has notice: {detail}"[:500]))
+
+    async def _to_command(self, line: Line, guest: Guest, job: bytes) -> None:
+        async with asyncio.timeout(ORDER_WITHIN_S):
+            order = await line.receive()
+        if not isinstance(order, Order):
+            raise FrameError("what is to run comes first")
+        log.info("job %s: a session begins: %s", format_job(job)[:8], order.argv[0][:80])
+        session = await guest.open_session(order)
+        try:
+            await line.send(Opened(self._daemon.membership.standing.nick))
+            await _carry(line, session)
+        finally:
+            await session.close()
+
+    async def _to_server(self, line: Line, attempt: Attempt, where: Way) -> None:
+        session, early = await reach(attempt, where)
+        try:
+            await line.send(Opened(self._daemon.membership.standing.nick))
+            if early:
+                await line.send(Data(OUTPUT, early))
+            await _carry(line, session)
+        finally:
+            await session.close()
+
+
+def _failure(error: MeshError) -> Failed:
+    return failed(str(error), int(error.code), error.again_s if isinstance(error, NotRunning) else 0.0)
+
+
+async def _carry(line: Line, session: Session) -> None:
+    """Until one side is at its end."""
+
+    async def inwards() -> None:
+        while (frame := await line.receive()) is not None:
+            if not isinstance(frame, Resize | Signal | InputEnd) and not (
+                isinstance(frame, Data) and frame.kind == INPUT
+            ):
+                raise FrameError("only input goes in")
+            await session.send(frame)
+
+    async def outwards() -> None:
+        while (frame := await session.receive()) is not None:
+            await line.send(frame)
+
+    tasks = [asyncio.create_task(inwards(), name="session, in"), asyncio.create_task(outwards(), name="session, out")]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _accepted(request: web.Request) -> AsyncIterator[tuple[web.WebSocketResponse, Line]]:
+    web_socket = web.WebSocketResponse(max_msg_size=MESSAGE_LIMIT, compress=False, timeout=2.0)
+    await web_socket.prepare(request)
+    line = Line(web_socket, request.transport)
+    try:
+        yield web_socket, line
+    finally:
+        await line.close()

@@ -1,0 +1,296 @@
+"""Sessions inside real guests, for every engine: what `mesh exec` is made of."""
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.engine.docker import DockerEngine
+from mesh.engine.engine import Engine, Guest
+from mesh.engine.frames import (
+    ERRORS,
+    INPUT,
+    OUTPUT,
+    PIECE_BYTES,
+    Data,
+    Exit,
+    Failed,
+    Frame,
+    InputEnd,
+    Order,
+    Resize,
+    Signal,
+)
+from mesh.engine.process import ProcessEngine
+from mesh.engine.session import Session, SessionError
+from tests.engine.test_engines import COUNT, LOOP, Bench, processes_with, stands_still
+from tests.images import busybox_image
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    root = tmp_path / "attempt"
+    root.mkdir()
+    engine: Engine
+    if request.param == "docker":
+        engine, image = DockerEngine(f"sessions-{os.getpid()}"), busybox_image()
+    else:
+        engine, image = ProcessEngine(namespaces=request.param == "process"), None
+    assert (await engine.availability()).ok
+    bench = Bench(engine, root, image)
+    yield bench
+    for guest in bench.guests:
+        await guest.kill()
+    await engine.close()
+
+
+async def going(bench: Bench, script: str = f"echo ready; {LOOP}", **changes: object) -> Guest:
+    guest = await bench.shell(script, **changes)
+    await bench.until_logged("ready")
+    return guest
+
+
+class Told:
+    """What a session has written."""
+
+    def __init__(self) -> None:
+        self.out, self.errors = b"", b""
+        self.end: Frame | None = None
+
+    def take(self, frame: Frame) -> None:
+        if isinstance(frame, Data):
+            if frame.kind == ERRORS:
+                self.errors += frame.data
+            else:
+                assert frame.kind == OUTPUT
+                self.out += frame.data
+        else:
+            self.end = frame
+
+
+async def to_the_end(session: Session) -> Told:
+    told = Told()
+    async with asyncio.timeout(WAIT_S):
+        while (frame := await session.receive()) is not None:
+            told.take(frame)
+    return told
+
+
+async def until_told(session: Session, told: Told, text: bytes) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while text not in told.out:
+            frame = await session.receive()
+            assert frame is not None, f"it ended: {told.out!r} {told.end}"
+            told.take(frame)
+
+
+async def run(guest: Guest, *argv: str, data: bytes | None = None, tty: bool = False) -> Told:
+    session = await guest.open_session(Order(argv, tty=tty, term="xterm"))
+    if data is not None:
+        await session.send(Data(INPUT, data))
+    await session.send(InputEnd())
+    return await to_the_end(session)
+
+
+async def test_it_runs_as_a_part_of_the_guest(bench: Bench) -> None:
+    guest = await going(bench, env={"SEED": "7"})
+    told = await run(
+        guest, "sh", "-c", 'echo "$MESH_JOB_ID $SEED"; pwd; echo err >&2; echo own > $MESH_OUT_DIR/own; exit 3'
+    )
+    base = "/mesh" if bench.image else str(bench.root)
+    assert told.out.decode().split() == ["j" * 26, "7", f"{base}/work"]
+    assert (told.errors, told.end) == (b"err\n", Exit(3))
+    assert (bench.root / "out" / "own").read_text() == "own\n"
+    assert await guest.pids(), "the job goes on"
+
+
+async def test_it_sees_the_processes_of_the_guest_and_no_others(bench: Bench) -> None:
+    if not bench.image and "own process" not in (await bench.engine.availability()).isolation:
+        pytest.skip("here a guest has no process namespace")
+    guest = await going(bench)
+    told = await run(guest, "ls", "/proc")
+    numbers = [int(name) for name in told.out.split() if name.isdigit()]
+    assert 1 in numbers and len(numbers) <= 8, told.out
+
+
+async def test_input_goes_through_whole_and_its_end_is_told(bench: Bench) -> None:
+    guest = await going(bench)
+    data = os.urandom(3 << 20)
+    session = await guest.open_session(Order(("cat",)))
+
+    async def feed() -> None:
+        for start in range(0, len(data), 30_000):
+            await session.send(Data(INPUT, data[start : start + 30_000]))
+        await session.send(InputEnd())
+
+    feeding = asyncio.create_task(feed())
+    told = await to_the_end(session)
+    await feeding
+    assert told.out == data and told.end == Exit(0)
+
+
+async def test_who_does_not_read_is_waited_for_and_memory_stays_bounded(bench: Bench) -> None:
+    guest = await going(bench)
+    session = await guest.open_session(Order(("sleep", "1000")))
+    sent = 0
+    with pytest.raises(TimeoutError):
+        while sent < 16 << 20:
+            await asyncio.wait_for(session.send(Data(INPUT, b"x" * PIECE_BYTES)), 1.0)
+            sent += PIECE_BYTES
+    assert sent < 4 << 20
+    await session.close()
+
+
+async def test_what_nobody_reads_holds_up_who_writes_it(bench: Bench) -> None:
+    guest = await going(bench)
+    line = "x" * 1000
+    script = f"while :; do echo {line}; echo {line} >> $MESH_OUT_DIR/lines; done"
+    session = await guest.open_session(Order(("sh", "-c", script)))
+    lines, size = bench.root / "out" / "lines", -1
+    async with asyncio.timeout(WAIT_S):
+        while not lines.exists() or lines.stat().st_size != size:
+            size = lines.stat().st_size if lines.exists() else -1
+            await asyncio.sleep(0.5)
+    assert 0 < size < 4 << 20
+    await session.close()
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 85", 85), ("kill -9 $$", 137)])
+async def test_its_exit_is_passed_on_and_is_not_the_jobs(bench: Bench, script: str, code: int) -> None:
+    guest = await going(bench)
+    assert (await run(guest, "sh", "-c", script)).end == Exit(code)
+    assert await guest.pids()
+
+
+async def test_a_command_that_does_not_exist_is_told(bench: Bench) -> None:
+    guest = await going(bench)
+    told = await run(guest, "no-such-command")
+    assert isinstance(told.end, Exit) and told.end.code in {126, 127}
+    assert b"no-such-command" in told.out + told.errors
+
+
+async def test_with_a_terminal_it_has_a_size_keys_and_a_name(bench: Bench) -> None:
+    guest = await going(bench)
+    script = f"trap 'echo caught' INT; trap 'echo resized' WINCH; echo ready $TERM; test -t 0 && echo terminal; {LOOP}"
+    session = await guest.open_session(Order(("sh", "-c", script), tty=True, term="xterm", rows=30, columns=100))
+    told = Told()
+    await until_told(session, told, b"terminal")
+    assert b"ready xterm" in told.out
+    await session.send(Data(INPUT, b"\x03"))
+    await until_told(session, told, b"caught")
+    if not bench.image:
+        await session.send(Resize(40, 120))
+        await until_told(session, told, b"resized")
+    await session.close()
+
+
+async def test_a_signal_reaches_what_it_runs_and_not_the_job(bench: Bench) -> None:
+    guest = await going(bench)
+    session = await guest.open_session(Order(("sh", "-c", f"trap 'echo told; exit 4' INT; echo ready; {LOOP}")))
+    told = Told()
+    await until_told(session, told, b"ready")
+    await session.send(Signal("INT"))
+    told = await to_the_end(session)
+    assert told.end == Exit(4) and b"told" in told.out
+    assert await guest.pids()
+
+
+async def test_when_nobody_listens_any_more_it_is_hung_up_and_killed(bench: Bench) -> None:
+    guest = await going(bench)
+    mark = f"7{time.time_ns()}"[-9:]
+    session = await guest.open_session(Order(("sh", "-c", f"trap '' HUP; echo ready; sleep {mark}; {LOOP}")))
+    await until_told(session, Told(), b"ready")
+    await until_true(lambda: bool(processes_with(mark)))
+    async with asyncio.timeout(WAIT_S):
+        await session.close()
+    await until_true(lambda: not processes_with(mark))
+    assert await guest.pids(), "the job goes on"
+
+
+async def test_it_is_counted_among_the_guests_processes_and_killed_with_it(bench: Bench) -> None:
+    guest = await going(bench)
+    mark = f"7{time.time_ns()}"[-9:]
+    session = await guest.open_session(Order(("sh", "-c", f"trap '' HUP TERM; echo ready; sleep {mark}; {LOOP}")))
+    await until_told(session, Told(), b"ready")
+    await until_true(lambda: bool(processes_with(mark)))
+    (pid,) = [int(line.split()[0]) for line in os.popen("ps -eo pid,args") if line.split()[1:] == ["sleep", mark]]
+    assert pid in await guest.pids()
+    async with asyncio.timeout(WAIT_S):
+        await guest.kill()
+    await until_true(lambda: not processes_with(mark))
+    told = await to_the_end(session)
+    assert isinstance(told.end, Failed | Exit)
+    await session.close()
+
+
+async def test_it_ends_when_the_job_does(bench: Bench) -> None:
+    guest = await going(bench, "echo ready; while ! test -e $MESH_OUT_DIR/go; do sleep 0.05; done")
+    mark = f"7{time.time_ns()}"[-9:]
+    session = await guest.open_session(Order(("sh", "-c", f"echo ready; sleep {mark}")))
+    await until_told(session, Told(), b"ready")
+    (bench.root / "out" / "go").touch()
+    async with asyncio.timeout(WAIT_S):
+        assert (await guest.wait()).code == 0
+    await until_true(lambda: not processes_with(mark))
+    await to_the_end(session)
+    with pytest.raises(SessionError):
+        await guest.open_session(Order(("true",)))
+
+
+async def test_past_the_lease_it_stands_still_with_the_job_and_none_begins(bench: Bench) -> None:
+    guest = await going(bench)
+    session = await guest.open_session(Order(("sh", "-c", COUNT)))
+    async with asyncio.timeout(WAIT_S):
+        while not (bench.root / "out" / "steps").exists():
+            await asyncio.sleep(0.02)
+    guest.allow_until(0.0)
+    steps = await stands_still(bench)
+    try:
+        told = await run(guest, "true")
+        assert isinstance(told.end, Failed) and "may not run now" in told.end.text
+    except SessionError as error:
+        assert "may not run now" in str(error)
+    guest.allow_until(math.inf)
+    async with asyncio.timeout(WAIT_S):
+        while (bench.root / "out" / "steps").read_text().count("step\n") <= steps:
+            await asyncio.sleep(0.02)
+    await session.close()
+
+
+async def test_many_at_once_leave_no_process_behind(bench: Bench) -> None:
+    guest = await going(bench)
+    ends = await asyncio.gather(*(run(guest, "sh", "-c", f"exit {number}") for number in range(8)))
+    assert [told.end for told in ends] == [Exit(number) for number in range(8)]
+    async with asyncio.timeout(WAIT_S):
+        while any(" <defunct>" in line and "python" in line for line in os.popen(f"ps --ppid {os.getpid()} -o args")):
+            await asyncio.sleep(0.05)
+
+
+async def test_signals_that_the_daemon_ignores_are_not_ignored_in_it(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    bench = Bench(ProcessEngine(), tmp_path, None)
+    try:
+        guest = await going(bench)
+        script = (
+            "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(13))"
+        )
+        told = await run(guest, sys.executable, "-c", script)
+        assert told.out.startswith(b"True"), told.out
+        await guest.kill()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def until_true(ready: object) -> None:
+    assert callable(ready)
+    async with asyncio.timeout(WAIT_S):
+        while not ready():
+            await asyncio.sleep(0.02)
