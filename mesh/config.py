@@ -5,6 +5,7 @@ Unknown keys and wrong types are errors that name the line's key: a typo must ne
 
 import math
 import os
+import stat
 import tomllib
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from membership.durable import write_durably
 
 GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
 API_PORT = 7374
+CLOSED = 0o700  # of the state directory
 
 Profile = Literal["lan", "local"]
 
@@ -74,6 +76,34 @@ class Layout(msgspec.Struct, frozen=True):
     """The files of one node's state directory."""
 
     root: Path
+
+    def make(self) -> None:
+        """Create the directory, or close one that others may look into: keys, journals and what jobs print lie in it.
+
+        ConfigError if it belongs to somebody else, or something in it does: files of two users end in errors much later.
+        """
+        self.root.mkdir(parents=True, exist_ok=True, mode=CLOSED)
+        for path in (self.root, *self.root.iterdir()):
+            try:
+                found = path.lstat()
+            except FileNotFoundError:  # a file that was just replaced
+                continue
+            if found.st_uid != os.geteuid():
+                theirs, mine = _user(found.st_uid), _user(os.geteuid())
+                raise ConfigError(
+                    f"{path} belongs to {theirs}, not to {mine}, as whom this runs. "
+                    f"Run it as {theirs}; or, if that was a slip (sudo?): sudo chown -R {mine} {self.root}"
+                )
+        if self.root.stat().st_mode & 0o077:
+            self.root.chmod(CLOSED)
+
+    def exposed(self) -> str:
+        """Where somebody else could put another directory in the place of this one, in words; empty if nowhere."""
+        for parent in self.root.parents:
+            mode = parent.stat().st_mode
+            if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+                return f"others may rename what is in {parent}, and so replace {self.root}"
+        return ""
 
     @property
     def config(self) -> Path:
@@ -208,6 +238,15 @@ def _check_ceilings(path: Path, settings: Settings) -> None:
         policy_of(settings.egress, settings.egress_allow)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"uid {number}"
 
 
 def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:

@@ -68,6 +68,7 @@ from mesh.provider.guard import NodeGuard, page_directory
 from mesh.provider.inventory import Inventory, Lending, machine_mib
 from mesh.provider.receipts import KIND, DeviceUse, Receipt, encode_receipt, in_words
 from mesh.provider.tenant import Tenant
+from mesh.systemd import keep_privileges, notify
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
 from placement.survival import History, weight
@@ -291,6 +292,7 @@ class Daemon:
     async def _leave(self, grace_s: float, now: bool) -> None:
         """The owner's ladder for the whole node: notice, save, ship, release, say farewell."""
         self.leaving = True
+        notify("STOPPING=1\nSTATUS=leaving")
         log.info("leaving (%s)", "now" if now else f"grace {grace_s:g} s")
         self.inventory.draining = True
         self.membership.set_draining(True)
@@ -496,6 +498,7 @@ def _read_seeds(path: Path) -> list[str]:
 async def _main(layout: Layout, settings: Settings) -> None:
     daemon = Daemon(layout, settings)
     await daemon.start()
+    notify(f"READY=1\nSTATUS={daemon.membership.standing.nick} in mesh {daemon.trust.genesis.name}")
     try:
         await daemon.run()
     finally:
@@ -512,7 +515,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
     try:
-        layout.root.mkdir(parents=True, exist_ok=True)
+        keep_privileges()
+        layout.make()
         lock = layout.lock.open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

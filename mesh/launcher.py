@@ -35,7 +35,7 @@ def wait_ready(where: Layout, process: subprocess.Popen[bytes], timeout_s: float
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise MeshError(_last_words(where.log))
+            raise MeshError(last_words(where.log))
         if where.socket.exists():
             try:
                 status: dict[str, Any] = Client(where.socket).get("/v1/status", timeout_s=5)
@@ -47,7 +47,7 @@ def wait_ready(where: Layout, process: subprocess.Popen[bytes], timeout_s: float
     raise MeshError(f"the daemon did not answer within {timeout_s:g} s; its log is {where.log}")
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
     """The daemon's own message, without the log around it."""
     lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     spoken = [line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: ")]

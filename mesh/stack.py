@@ -70,7 +70,7 @@ class Stack:
         genesis, chain = found_mesh(founder, "devstack", self.nodes[0].nick, user, now)
         invite = parse_invite(make_invite(founder, chain, genesis, (), 3600, now), now)
         for number, node in enumerate(self.nodes):
-            node.where.root.mkdir(parents=True, exist_ok=True)
+            node.where.make()
             if node.where.genesis.exists():
                 continue
             identity = founder if number == 0 else Identity.generate()

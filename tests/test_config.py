@@ -1,10 +1,12 @@
 """The settings that an owner may write down."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from mesh.config import ConfigError, load_settings
+from mesh.config import ConfigError, Layout, load_settings
 
 
 @pytest.mark.parametrize(("text", "mbps"), [("", 0.0), ("upload_mbps = 0", 0.0), ("upload_mbps = 250", 250.0)])
@@ -29,3 +31,28 @@ def test_no_budget_that_means_nothing(tmp_path: Path, value: str) -> None:
     (tmp_path / "config.toml").write_text(f"upload_mbps = {value}")
     with pytest.raises(ConfigError, match="upload_mbps"):
         load_settings(tmp_path / "config.toml", {})
+
+
+def test_a_state_directory_is_its_owners_alone(tmp_path: Path) -> None:
+    where = Layout(tmp_path / "a" / "state")
+    where.make()
+    assert stat.S_IMODE(where.root.stat().st_mode) == 0o700
+    where.root.chmod(0o777)
+    where.make()
+    assert stat.S_IMODE(where.root.stat().st_mode) == 0o700
+    assert not where.exposed()
+    (tmp_path / "a").chmod(0o777)
+    assert str(tmp_path / "a") in where.exposed()
+    (tmp_path / "a").chmod(0o1777)
+    assert not where.exposed(), "as /tmp is"
+
+
+def test_one_of_two_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Layout(tmp_path)
+    (tmp_path / "journal.sqlite").touch()
+    before = tmp_path.stat().st_mode
+    uid = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 4_000_000)
+    with pytest.raises(ConfigError, match="sudo chown -R uid 4"):
+        where.make()
+    assert tmp_path.stat().st_mode == before

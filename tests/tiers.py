@@ -66,12 +66,25 @@ def cc_problem() -> str:
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
 
 
+@cache
+def systemd_problem() -> str:
+    """Why no manager of systemd can be run here, in namespaces of its own; empty if it can."""
+    for program in ("systemd-analyze", "systemctl", "unshare"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True, check=False
+    )
+    return f"unshare: {done.stderr.strip()[:100]} (root is needed)" if done.returncode else ""
+
+
 PROBES = {
     "docker": docker_problem,
     "podman": podman_problem,
     "netns": netns_problem,
     "frameworks": frameworks_problem,
     "cc": cc_problem,
+    "systemd": systemd_problem,
 }
 
 

@@ -61,6 +61,7 @@ class Demo:
         self._begun = time.monotonic()
         self._told: dict[str, Any] = {}
         self._event_ids: dict[str, int] = {}
+        self._seen: set[tuple[str, str, int]] = set()
         self._last_steps: dict[int, int] = {}
         self._live = _Live() if sys.stdout.isatty() else None
         self._stack: Stack | None = None
@@ -239,8 +240,10 @@ class Demo:
                 continue
             for event in events:
                 self._event_ids[node.nick] = event["id"]
-                if event["job"] is not None and self._is_news(event["text"]):
+                name = event["job"], event["node"], event["seq"]  # witnesses keep what a runner said, too
+                if event["job"] is not None and name not in self._seen and self._is_news(event["text"]):
                     self._say(event["text"], event["actor"])
+                self._seen.add(name)
         if self._live is not None:
             self._live.draw(self._stack, self._told.get("job", {}))
 

@@ -48,6 +48,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     state: str
     key_problem: str = ""
+    exposed: str = ""
     member: bool = False
     certificate_problem: str = ""
     certificate_ends_unix: float | None = None
@@ -106,6 +107,7 @@ def examine(where: Layout, get: Any) -> Facts:
     return Facts(
         state=str(where.root),
         key_problem=key_problem,
+        exposed=where.exposed(),
         member=where.genesis.exists(),
         certificate_problem=certificate_problem,
         certificate_ends_unix=ends,
@@ -247,6 +249,8 @@ def _state(facts: Facts) -> Finding:
             f"{facts.state} belongs to no mesh",
             "`mesh init NAME` founds one, `mesh join INVITE` or `mesh join HOST` gets into one",
         )
+    if facts.exposed:
+        return Finding("state", "warn", facts.exposed, "keep the state where only you may write: `--state DIR`")
     return Finding("state", "ok", facts.state)
 
 

@@ -36,6 +36,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("killall", "mesh.cli.seize", "End every guest here at once, also where the daemon hangs or is gone"),
         ("status", "mesh.cli.nodes", "This node's own state"),
         ("gpus", "mesh.cli.gpus", "This node's GPUs, and who has what of them"),
+        ("install-service", "mesh.cli.service", "Start this node at every boot, by systemd"),
         ("doctor", "mesh.cli.doctor", "Find what keeps this machine from being a good node"),
     ],
     "Found or join a mesh": [
@@ -67,7 +68,7 @@ class Mesh(click.Group):
         for rows in SECTIONS.values():
             for name, module, _ in rows:
                 if name == cmd_name:
-                    command = getattr(import_module(module), name)
+                    command = getattr(import_module(module), name.replace("-", "_"))
                     assert isinstance(command, click.Command)
                     return command
         return None

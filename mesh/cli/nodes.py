@@ -9,6 +9,7 @@ import click
 
 from mesh.api.errors import MeshError
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, patience, print_json, table
+from mesh.config import ConfigError
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
 ZONE_NODES_SHOWN = 6
@@ -56,11 +57,13 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
             err=True,
         )
     try:
-        where.root.mkdir(parents=True, exist_ok=True)
+        where.make()
         if foreground:
             command = daemon_command(where, overrides)
             os.execv(command[0], command)
         status = wait_ready(where, start_daemon(where, overrides))
+    except ConfigError as error:
+        raise MeshError(str(error)) from error
     except OSError as error:
         raise MeshError(f"cannot write {where.root}: {error.strerror}. Name another place with --state DIR.") from error
     if as_json:

@@ -9,7 +9,7 @@ import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
-from mesh.config import GOSSIP_PORT, Layout, save_membership
+from mesh.config import GOSSIP_PORT, ConfigError, Layout, save_membership
 
 if TYPE_CHECKING:
     from membership.identity import Identity
@@ -280,12 +280,12 @@ def _own_identity(where: Layout) -> "Identity":
     from membership.identity import Identity, IdentityError
 
     try:
-        where.root.mkdir(parents=True, exist_ok=True)
+        where.make()
         if where.key.exists():
             return Identity.load(where.key)
         identity = Identity.generate()
         identity.save(where.key)
-    except IdentityError as error:
+    except (IdentityError, ConfigError) as error:
         raise MeshError(str(error)) from error
     except OSError as error:
         raise MeshError(f"cannot write {where.root}: {error.strerror}. Name another place with --state DIR.") from error

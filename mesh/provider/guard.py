@@ -13,7 +13,7 @@ from cuda_guard.auditor import Finding, Foreign
 from cuda_guard.build import BuildError, Libraries, libraries
 from cuda_guard.driver import Driver, find_driver
 from cuda_guard.guard import Guard
-from cuda_guard.page import Quota
+from cuda_guard.page import ALONE_WINDOW_MS, Quota
 from mesh.engine.engine import EngineError, Injection, Launch
 from mesh.provider.audit import Audit
 from mesh.provider.pausing import Pausing
@@ -155,7 +155,7 @@ class NodeGuard:
     def _quota(self, portion: Portion, limit: int) -> Quota:
         context = self._audit.context_bytes(portion.uuid) if self._audit is not None else 0
         if portion.share == WHOLE:
-            return Quota(portion.uuid, context_bytes=context)
+            return Quota(portion.uuid, window_ms=ALONE_WINDOW_MS, context_bytes=context)
         return Quota(portion.uuid, portion.vram_mib << 20, portion.share, limit, context_bytes=context)
 
     async def close(self) -> None:

@@ -1,7 +1,11 @@
 """A node with fake GPUs and its guard; processes that run as jobs on it."""
 
+import ctypes
+import faulthandler
 import os
 import pickle
+import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +23,7 @@ from tests.fake.world import World
 
 MIB = 1 << 20
 CONTEXT = 300 * MIB  # what a context takes of the fake's devices
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Bench:
@@ -66,6 +71,13 @@ class Bench:
         self.world.close()
 
 
+def _be_a_guest() -> None:
+    """It goes with its test, and a crash that a test wants leaves no dump."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.disable()
+
+
 class Guest:
     """A forked process; what its work gave or raised is its result. The driver's libraries are loaded only here: the double has
     the world of the environment that it is loaded in."""
@@ -76,6 +88,7 @@ class Guest:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(reading)
+            _be_a_guest()
             os.environ.update(bench.environment(job, fail))
             status = 1
             try:

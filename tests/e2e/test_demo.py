@@ -40,6 +40,8 @@ def check(facts: dict[str, Any], text: str) -> None:
     assert attempts[-1]["downtime_s"] is None and attempts[-1]["steps_lost"] is None
     for word in ("SIGTERM", "SIGKILL", "submitter", "committed", "EQUAL", facts["digest"]):
         assert word in text
+    said = [line.partition(" s  ")[2] for line in text.splitlines() if " committed" in line]
+    assert len(set(said)) == len(said), "what a witness keeps of others is told once"
     assert "\x1b[" not in text, "plain lines where there is no terminal"
 
 
@@ -49,7 +51,7 @@ def test_the_demo_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) ->
 
 @pytest.mark.docker
 def test_the_demo_in_containers(tmp_path: Path) -> None:
-    check(*demo(tmp_path, "--engine", "docker"))
+    check(*demo(tmp_path, "--engine", "docker", "--epochs", "30"))
 
 
 def test_a_devstack_is_a_mesh_until_ctrl_c_and_nothing_after() -> None:

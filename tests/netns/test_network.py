@@ -55,7 +55,8 @@ def test_blocked_udp_is_survived_over_tcp_and_named(lan: Lan) -> None:
     assert finding["state"] == "fail" and "UDP port 7373" in finding["next"]
     assert hosts[2].mesh("doctor").returncode == 1
     time.sleep(5)  # longer than any suspicion of a refused connection; nothing can be waited for that must not come
-    assert all_see(hosts, {host.name for host in hosts}), "nobody is given up for a firewall's rule"
+    assert not any("dead" in host.sees().values() for host in hosts), "nobody is given up for a firewall's rule"
+    until(lambda: all_see(hosts, {host.name for host in hosts}), "suspicions to be refuted")
 
 
 def test_a_node_that_nobody_can_reach_is_told_so(lan: Lan) -> None:

@@ -24,8 +24,8 @@ from sim.gossip import GossipWorld
 from sim.mix import Mix, draw_mix
 from tests.sim.replay import digests
 
-SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "20"))
-BATCH = 10  # seeds of one test
+SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "12"))
+BATCH = 6  # seeds of one test
 NODES, MINUTES = 20, 30.0
 CONTROL_SEEDS = 200  # a broken rule must be found within so many
 
@@ -50,11 +50,12 @@ def test_every_invariant_holds_in_every_weather(first: int) -> None:
 
 
 def test_every_fault_is_drawn_by_some_seed() -> None:
-    mixes = [draw_mix(seed, MINUTES) for seed in range(SEEDS)]
+    count = max(SEEDS, 20)
+    mixes = [draw_mix(seed, MINUTES) for seed in range(count)]
     for name in ("loss", "duplicate", "reorder", "replay", "garbage", "slow", "offset_s", "drift"):
-        assert sum(getattr(mix, name) > 0 for mix in mixes) >= SEEDS // 6, name
+        assert sum(getattr(mix, name) > 0 for mix in mixes) >= count // 6, name
     drawn = {strike for mix in mixes for strike in mix.strikes}
-    assert len(drawn) == 13 and sum(mix.gentle for mix in mixes) >= SEEDS // 6
+    assert len(drawn) == 13 and sum(mix.gentle for mix in mixes) >= count // 6
 
 
 def test_one_seed_gives_one_history_in_any_process() -> None:

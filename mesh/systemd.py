@@ -1,0 +1,108 @@
+"""The daemon as a service of systemd: its unit, with the privileges it needs and no others, and what it tells the manager.
+
+Directives are those of systemd.exec(5), systemd.service(5) and systemd.resource-control(5), of version 247 on.
+"""
+
+import ctypes
+import os
+import socket
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+
+UNIT = "campus-mesh.service"
+SYSTEM_DIRECTORY = "/etc/systemd/system"
+LEAVING_S = (
+    60.0  # beside the grace: the last upload's end (`JobService.vacate`: 30 s), handing over, the farewell; ours
+)
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4  # linux/prctl.h
+RESTART_S = 5.0  # as kubelet's unit has it (10) and docker's (2), in between; ours
+
+Extra = Literal["edge", "kill", "docker"]
+EXTRAS: dict[Extra, str] = {
+    "edge": "CAP_NET_ADMIN and CAP_BPF: to cut guests off the network at once and to keep migration traffic to its rate",
+    "kill": "CAP_KILL: to end the processes of containers itself, when the container engine hangs",
+    "docker": "the group docker: to run containers. Whoever may talk to that engine is root on this machine",
+}
+CAPABILITIES: dict[Extra, tuple[str, ...]] = {"edge": ("CAP_NET_ADMIN", "CAP_BPF"), "kill": ("CAP_KILL",), "docker": ()}
+
+
+class Service(msgspec.Struct, frozen=True):
+    """`user`: whose service it is, None in that user's own manager; `extras`: what it may beyond that user's rights."""
+
+    python: str
+    state: str
+    grace_s: float
+    user: str | None = None
+    extras: tuple[Extra, ...] = ()
+
+
+def unit(service: Service) -> str:
+    """The unit file.
+
+    /proc and /sys are left as they are: with parts of them covered (ProtectKernelTunables=, ProtectProc=) the kernel refuses
+    guests a /proc of their own, and with it their own PID namespace.
+    """
+    lines = [
+        "[Unit]",
+        "Description=campus-mesh: lends this machine's GPUs, and takes them back",
+        "After=network-online.target docker.service" if service.user else "After=default.target",
+        *(["Wants=network-online.target"] if service.user else []),
+        "StartLimitIntervalSec=300",
+        "StartLimitBurst=10",
+        "",
+        "[Service]",
+        "Type=notify",
+        f"ExecStart={_word(service.python)} -m mesh.daemon --state {_word(service.state)}",
+        f"StandardOutput=append:{_plain(service.state)}/daemon.log",
+        "StandardError=inherit",
+        *([f"User={service.user}"] if service.user else []),
+        "# Stopping is leaving: guests save and move on. Only the daemon gets the SIGTERM; it looks after its guests.",
+        "KillMode=mixed",
+        f"TimeoutStopSec={service.grace_s + LEAVING_S:.0f}",
+        "Restart=on-failure",
+        f"RestartSec={RESTART_S:.0f}",
+        "# Guests get cgroups of their own below this one.",
+        "Delegate=yes",
+        "# Nothing may become more than it is, guests included.",
+        "NoNewPrivileges=yes",
+        "UMask=0077",
+    ]
+    if service.user:
+        granted = " ".join(name for extra in service.extras for name in CAPABILITIES[extra])
+        lines += [
+            f"# {'; '.join(EXTRAS[extra] for extra in service.extras) or 'No privileges beyond those of its user.'}",
+            f"CapabilityBoundingSet={granted}",
+            f"AmbientCapabilities={granted}",
+            *(["SupplementaryGroups=docker"] if "docker" in service.extras else []),
+            "ProtectSystem=full",
+        ]
+    lines += ["", "[Install]", f"WantedBy={'multi-user.target' if service.user else 'default.target'}", ""]
+    return "\n".join(lines)
+
+
+def _word(text: str) -> str:
+    """One word of a command line, whatever is in it; ValueError for what no unit file can hold."""
+    quoted = _plain(text).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return f'"{quoted}"'
+
+
+def _plain(text: str) -> str:
+    if any(character in text for character in "\n\r\0"):
+        raise ValueError(f"{text!r} cannot be written in a unit file")
+    return text.replace("%", "%%")
+
+
+def keep_privileges() -> None:
+    """Hand none of this process's capabilities on: the manager gives them as ambient ones, which every child would have too."""
+    ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+
+
+def notify(state: str) -> None:
+    """Tell the service manager (sd_notify(3)), if there is one that wants to know."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.sendto(state.encode(), address.replace("@", "\0", 1))
