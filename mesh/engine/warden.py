@@ -32,8 +32,7 @@ TRIES = 60  # to remove what a crashed daemon left; its next start does it other
 class Warden:
     """The daemon's side. Lines are short, and far fewer than the pipe holds; one that does not fit is followed by others."""
 
-    def __init__(self, process: asyncio.subprocess.Process, daemon_end: int, docker_socket: str) -> None:
-        self.docker_socket = docker_socket
+    def __init__(self, process: asyncio.subprocess.Process, daemon_end: int) -> None:
         self._process = process
         self._daemon_end = daemon_end
 
@@ -52,7 +51,7 @@ class Warden:
         )
         os.close(theirs)
         os.set_blocking(ours, False)
-        return cls(process, ours, docker_socket)
+        return cls(process, ours)
 
     def allow_until(self, container: str, until: float) -> None:
         self._tell(f"until {container} {until}\n")

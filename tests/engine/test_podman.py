@@ -41,7 +41,7 @@ def podman() -> Iterator[tuple[str, str]]:
     env = {**os.environ, "CONTAINERS_CONF": f"{root}/containers.conf"}
     service = ["system", "service", "--time=0", f"unix://{root}/s"]
     with (root / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *service], stdout=log, stderr=log, env=env)
+        process = subprocess.Popen([*command, *service], stdout=log, stderr=log, env=env, cwd=root)
     patch = pytest.MonkeyPatch()
     try:
         wait_until(lambda: answers(root / "s"), "podman to answer")
