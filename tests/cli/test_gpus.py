@@ -52,7 +52,7 @@ def test_what_is_left_of_gpus_is_shown(
     monkeypatch: pytest.MonkeyPatch, room: list[tuple[str, int, int]], words: str
 ) -> None:
     row = {"nick": "n", "me": True, "state": "alive", "since_unix": 0, "lending": True, "slots": 0, "jobs": 1}
-    row |= {"engines": [], "user": "ada", "address": "h:1", "gpus": [{}, {}]}
+    row |= {"engines": [], "interactive": True, "user": "ada", "address": "h:1", "gpus": [{}, {}]}
     row["gpu_room"] = [{"uuid": uuid, "share": share, "vram_mib": vram} for uuid, share, vram in room]
     assert f"  {words}  " in shown(monkeypatch, nodes, nodes.nodes, answer={"nodes": [row]})
 
