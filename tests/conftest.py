@@ -3,12 +3,17 @@
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 
 from tests.images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
 LEFT_OUT = "tier "  # how the reason of such a skip begins
 _left_out: Counter[str] = Counter()
+
+# How long an example takes says how busy the machine is, and nothing else.
+settings.register_profile("mesh", deadline=None)
+settings.load_profile("mesh")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,14 +7,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WAIT_S = 60.0
 
 
+class Engine(NamedTuple):
+    """`host`: its DOCKER_HOST; `pid`: of dockerd itself."""
+
+    host: str
+    pid: int
+
+
 @contextmanager
 def dockerd() -> Iterator[str]:
-    """Its DOCKER_HOST, while it runs. Containers on it have no network, so that it touches nothing of this machine's."""
+    """Its DOCKER_HOST, while it runs."""
+    with dockerd_of() as engine:
+        yield engine.host
+
+
+@contextmanager
+def dockerd_of() -> Iterator[Engine]:
+    """Containers on it have no network, so that it touches nothing of this machine's."""
     root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
     host = f"unix://{root}/s"
     options = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
@@ -27,7 +41,7 @@ def dockerd() -> Iterator[str]:
         )
     try:
         _wait(process, host, root)
-        yield host
+        yield Engine(host, process.pid)
     finally:
         process.terminate()
         try:

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench import edge, start  # noqa: E402
+from tests.bench import edge, foreign, seize, start  # noqa: E402
 from tests.bench.harness import BUILD, commit, write  # noqa: E402
 
 Row = dict[str, Any]
@@ -22,8 +22,9 @@ ROWS: dict[str, Callable[[], Sequence[Row]]] = {
     "cut": edge.cut,
     "background": edge.background,
     "start": start.start,
-    # To come, each from a module of its own: reclaim (docker, process; loop blocked, engine stopped), escapes, presence (a
-    # foreign program on the GPU).
+    "reclaim": seize.seize,
+    "escapes": seize.escapes,
+    "presence": foreign.foreign,
 }
 
 

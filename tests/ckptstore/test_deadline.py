@@ -25,7 +25,7 @@ def best_of_all(jobs: list[tuple[int, int, int]]) -> int:
 
 
 @given(JOBS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_order_saves_more(jobs: list[tuple[int, int, int]]) -> None:
     times, deadlines, weights = ([job[k] for job in jobs] for k in range(3))
     early = on_time(times, deadlines, weights)
@@ -35,7 +35,7 @@ def test_no_order_saves_more(jobs: list[tuple[int, int, int]]) -> None:
 
 
 @given(JOBS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_plan_saves_as_much_as_any_order(jobs: list[tuple[int, int, int]]) -> None:
     """Times of whole steps are not rounded: one upload has the longest window, of 4096 of them."""
     bps, step = 1000.0, 1.0
@@ -55,7 +55,7 @@ def test_a_plan_saves_as_much_as_any_order(jobs: list[tuple[int, int, int]]) -> 
         max_size=64,
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_said_to_be_on_time_is_and_the_work_is_bounded(uploads: list[Upload]) -> None:
     times, deadlines = scaled(uploads, 0.0)
     assert max(deadlines) <= STEPS and max(times) <= STEPS + 1, "cells of the table: jobs times steps"

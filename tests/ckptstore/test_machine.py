@@ -123,6 +123,4 @@ class Stores(RuleBasedStateMachine):
 
 
 TestStores = Stores.TestCase
-TestStores.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestStores.settings = settings(max_examples=40, stateful_step_count=25, suppress_health_check=list(HealthCheck))

@@ -62,7 +62,7 @@ SAMPLES = st.lists(
 
 
 @given(SAMPLES, st.none() | st.floats(1e3, 1e10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_comes_it_is_between_the_floor_and_the_budget(
     samples: list[tuple[float, int, Rtt | None]], budget: float | None
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_stream_with_a_deadline_is_done_in_its_part_of_the_window() -> None:
 
 
 @given(st.floats(0.1, 100), st.integers(1, 10**10), st.none() | st.floats(1e3, 1e9), st.floats(0.3, 1.0))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_who_falls_behind_goes_faster_and_who_is_late_as_fast_as_it_goes(
     window: float, total: int, budget: float | None, luck: float
 ) -> None:
@@ -116,7 +116,7 @@ def test_who_falls_behind_goes_faster_and_who_is_late_as_fast_as_it_goes(
     st.floats(0.1, 100),
     st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.0, 100)), max_size=5),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_those_behind_are_in_time_too(own: int, window: float, others: list[tuple[int, float]]) -> None:
     behind = [Load(size, window + more) for size, more in sorted(others, key=lambda other: other[1])]
     seconds = time_for(Load(own, window), behind)

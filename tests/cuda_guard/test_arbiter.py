@@ -139,7 +139,7 @@ def native(built: Libraries) -> ctypes.CDLL:
 kernels = st.integers(20_000, 3 * MS)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.integers(5, 40), kernels), min_size=2, max_size=4).filter(
         lambda jobs: sum(s for s, _ in jobs) <= 90
@@ -151,7 +151,7 @@ def test_each_has_its_share_whatever_its_kernels(built: Libraries, jobs: list[tu
     assert play.go(2) == pytest.approx([share for share, _ in jobs], abs=2.5)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(st.integers(20, 100), kernels), min_size=2, max_size=3))
 def test_where_too_much_was_promised_nobody_starves(built: Libraries, jobs: list[tuple[int, int]]) -> None:
     play = Play(load(built.host), [Job(share, share, kernel) for share, kernel in jobs])
@@ -223,7 +223,7 @@ def test_a_job_that_lies_takes_no_more_turns_than_others(native: ctypes.CDLL, bu
     assert play.go(1)[0] > 20
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.binary(min_size=64, max_size=400), st.integers(0, 2**32))
 def test_garbage_in_a_job_page_neither_crashes_nor_stops_the_daemon(
     built: Libraries, tmp_path_factory: pytest.TempPathFactory, noise: bytes, seed: int
@@ -274,7 +274,7 @@ class Cover(ctypes.Structure):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=80))
 def test_overlapping_work_is_counted_once(built: Libraries, spans: list[tuple[int, int]]) -> None:
     """Beside sets of moments. What is dropped when there are too many stretches counts as covered."""
@@ -289,7 +289,7 @@ def test_overlapping_work_is_counted_once(built: Libraries, spans: list[tuple[in
         assert all(a < b for a, b in kept) and all(first[1] < then[0] for first, then in pairwise(kept))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     share=st.integers(0, PPM),
     changes=st.lists(st.tuples(st.integers(0, 50 * MS), st.integers(-20 * MS, 100 * MS)), max_size=20),

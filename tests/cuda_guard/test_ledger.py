@@ -148,7 +148,7 @@ def test_more_processes_than_slots_are_turned_away_until_one_ends(
 changes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, DEVICES - 1), st.integers(-LIMIT, LIMIT)), max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(changes)
 def test_it_counts_as_an_oracle_does(built: Libraries, made: list[tuple[int, int, int]]) -> None:
     """By several slots of one process, on all devices: refused just when the sum would pass the limit."""

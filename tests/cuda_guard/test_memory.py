@@ -458,7 +458,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(made=operations)
 def test_never_above_the_quota_and_never_refused_below_it(
     make_bench: Callable[..., Bench], made: list[tuple[int, int]]

@@ -167,7 +167,7 @@ json_values = st.recursive(
 ).map(lambda value: json.dumps(value).encode())
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(BODIES), body=st.one_of(st.binary(max_size=100), json_values))
 def test_hostile_bodies_on_the_local_socket(shared: Stack, path: str, body: bytes) -> None:
     if path in {"/v1/pause", "/v1/reclaim", "/v1/lend"}:
@@ -242,7 +242,7 @@ def test_unsigned_foreign_and_replayed_calls_change_nothing_and_are_counted(shar
     assert peer.state() == state
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     call=st.sampled_from(
         [

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.edge import bpf
@@ -35,7 +35,6 @@ def test_ours_has_two_programs_that_share_two_maps(ours: bytes) -> None:
 
 
 @pytest.mark.bpf
-@settings(deadline=None)
 @given(data=st.data())
 def test_damaged_objects_are_refused_or_read_but_never_fail_otherwise(ours: bytes, data: st.DataObject) -> None:
     damaged = bytearray(ours[: data.draw(st.integers(0, len(ours)))])

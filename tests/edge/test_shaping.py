@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.edge.shaping import (
@@ -68,7 +68,6 @@ def test_filters_are_told_by_their_number_and_name() -> None:
     assert " ".join(detach("g0", found).words) == "filter del dev g0 egress pref 1 handle 0xdeadbee protocol all bpf"
 
 
-@settings(deadline=None)
 @given(
     st.text()
     | st.recursive(

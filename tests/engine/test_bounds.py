@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from mesh.config import ConfigError, load_settings
@@ -32,7 +32,6 @@ def test_an_eighth_of_the_memory_stays_its_owners_unless_he_says_more() -> None:
 numbers = some.none() | some.integers(1, 1 << 20)
 
 
-@settings(deadline=None)
 @given(memory=numbers, cpus=numbers, most=some.integers(1, 1 << 20), most_cpus=numbers, shm=numbers)
 def test_nothing_that_is_let_in_is_above_a_ceiling(
     memory: int | None, cpus: int | None, most: int, most_cpus: int | None, shm: int | None

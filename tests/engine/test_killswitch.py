@@ -16,7 +16,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from mesh.engine import hunt
@@ -469,7 +469,6 @@ shaped = some.fixed_dictionaries({field.name: values for field in fields(Entry)}
 )
 
 
-@settings(deadline=None)
 @given(data=some.binary(max_size=200) | shaped)
 def test_what_is_no_entry_is_refused_whole(data: bytes) -> None:
     try:

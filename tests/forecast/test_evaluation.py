@@ -23,7 +23,6 @@ from tests.placement.campuses import DAY_S, campus
 forecasts = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=2, max_size=60)
 
 
-@settings(deadline=None)  # scikit-learn is imported in the first
 @given(forecasts)
 def test_scores_are_scikit_learns(pairs: list[tuple[float, bool]]) -> None:
     from sklearn import metrics
@@ -63,7 +62,7 @@ def test_questions_are_put_where_a_node_is_lent_and_answered_by_what_follows() -
     assert questions.features["age_h"][0] == pytest.approx(1 / 12)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(0, 3), st.sampled_from(["lectures", "unlike", "bursts"]))
 def test_no_answer_knows_what_comes_after(seed: int, kind: str) -> None:
     """The same trace, with another end: everything that is said before is the same."""

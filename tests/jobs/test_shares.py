@@ -28,7 +28,7 @@ VAULT = Vault(bytes(range(32)))
 NODES = tuple(bytes([number]) * 32 for number in range(1, 8))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 7))
 def test_any_majority_opens_and_any_fewer_do_not(key: bytes, count: int) -> None:
     vault = Vault(key)

@@ -280,7 +280,7 @@ class Adversary(RuleBasedStateMachine):
 
 
 TestAdversary = Adversary.TestCase
-TestAdversary.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAdversary.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 class Forgetful(Adversary):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
@@ -274,7 +274,6 @@ frames = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(frames, min_size=1, max_size=4), st.booleans())
 def test_any_sequence_of_frames_is_answered_or_refused_and_teaches_nothing_false(
     said: list[object], asks: bool
@@ -319,7 +318,6 @@ sent = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(sent, max_size=5))
 def test_a_member_that_signs_nonsense_breaks_nothing(packets: list[AnyPacket]) -> None:
     ann, bob = Desk("ann"), Desk("bob")

@@ -4,7 +4,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.stays import Stay, TraceError, busy, kaplan_meier, nelson_aalen, of_held, of_lent, together, union
@@ -27,7 +27,6 @@ def test_the_textbook_example() -> None:
     assert {week: round(curve[week], 3) for week in PRINTED} == PRINTED and curve[35] == curve[23]
 
 
-@settings(deadline=None)
 @given(lives)
 def test_both_curves_are_what_their_definitions_say(stays: list[tuple[float, bool]]) -> None:
     survived, hazard = Fraction(1), Fraction(0)
@@ -60,7 +59,6 @@ def test_they_equal_lifelines_to_nine_digits() -> None:
             assert max(abs(ours - it) for (_, ours), it in zip(curve, other, strict=True)) < 1e-9
 
 
-@settings(deadline=None)
 @given(spans, spans)
 def test_lent_and_held_are_each_others_rest(mine: list[tuple[float, float]], others: list[tuple[float, float]]) -> None:
     first, last = 10.0, 90.0

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.factors import DAY_S, HALF_LIFE_S
@@ -109,7 +109,6 @@ def test_impossible_summaries_are_refused(changes: dict[str, object]) -> None:
         decode_summary(encode_summary(msgspec.structs.replace(good, **changes)))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 800), st.binary(max_size=6))
 def test_hostile_bytes_are_refused_or_are_a_summary(data: bytes, at: int, patch: bytes) -> None:
     good = bytearray(encode_summary(GOOD))

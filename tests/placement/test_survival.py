@@ -6,7 +6,7 @@ from math import exp
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.forecast.evaluation import CLIMATOLOGY, OURS, evaluate
@@ -40,7 +40,6 @@ def lived(
     return end
 
 
-@settings(deadline=None)
 @given(happenings, st.floats(0, 1e6), st.integers(-14, 14))
 def test_whatever_happens_survival_is_a_probability_that_falls_with_the_horizon(
     what: list[tuple[bytes, str, float]], horizon_s: float, zone: int
@@ -125,7 +124,6 @@ def test_a_constant_hazard_is_found() -> None:
     assert max(found) - min(found) < 0.15, "they are all alike"
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(60, 2e5), min_size=1, max_size=8),
     st.floats(0, 2e5),

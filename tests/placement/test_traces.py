@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.logins import RECORD, read_last, read_wtmp
@@ -196,7 +196,6 @@ def damaged(draw: st.DrawFn) -> str:
     return text
 
 
-@settings(deadline=None)
 @given(st.one_of(damaged(), st.text(max_size=200)), st.sampled_from(READERS))
 def test_hostile_text_is_refused_or_read_and_nothing_else(text: str, read: Callable[[str], object]) -> None:
     try:
@@ -210,7 +209,6 @@ def test_hostile_text_is_refused_or_read_and_nothing_else(text: str, read: Calla
             assert all(found.first <= stay.start < stay.end <= found.last for stay in stays)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-2, 12), st.integers(-5, 2**31 - 1), st.binary(max_size=4)), max_size=8),
     st.binary(max_size=5),

@@ -1,0 +1,52 @@
+"""From a program of the owner's on a GPU until nothing of a guest can be launched there. On the double of the driver and NVML."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.stack import Stack
+from tests.bench.harness import not_run, row
+from tests.e2e.commands import until
+from tests.e2e.test_presence import WHOLE_GPU, WORK, Owners, log_at, on_gpus_of, policy
+from tests.e2e.test_shares import gpu_world, on_gpus, shares, submit
+from tests.tiers import cc_problem
+
+TRIALS = 30
+MOST_S = 1.5
+
+
+def foreign() -> Sequence[dict[str, Any]]:
+    measure, goal = "foreign GPU process seen to guest launches stopped (double of NVML)", f"<= {MOST_S:g} s"
+    if problem := cc_problem():
+        return [not_run(measure, "s", goal, problem)]
+    taken: list[float] = []
+    patch = pytest.MonkeyPatch()
+    with tempfile.TemporaryDirectory(prefix="mesh-foreign-") as name:
+        base = Path(name)
+        try:
+            with gpu_world(base, base / "fakes", patch, devices=2) as world:
+                (base / "project" / "any.py").write_text(WORK)
+                with Stack(1, overrides={"slots": 1}) as stack:
+                    stack.start_all()
+                    node = stack.nodes[0]
+                    until(lambda: shares(node), "the guard to be ready")
+                    policy(node, "[gpu]\nsuspend = '10m'\nresume = 0\nidle = 2\n")
+                    job = submit(node, world, "any.py", *WHOLE_GPU)
+                    until(lambda: (rows := on_gpus(node)) and rows[0].get("launches", 0) > 10, "it to work")
+                    device = [f"GPU-{one}" for one in world.uuids].index(on_gpus_of(node, job))
+                    for _ in range(TRIALS):
+                        launches = on_gpus(node)[0]["launches"]
+                        owners = Owners(world, device)
+                        shut = until(lambda: log_at(node, "GPU gate closed")[len(taken) :], "the gate to shut")
+                        taken.append(shut[0] - owners.began_unix)
+                        until(lambda: len(log_at(node, "rung suspended")) == len(taken), "it to stand still")
+                        owners.end()
+                        until(lambda before=launches: on_gpus(node)[0]["launches"] > before, "it to go on")
+                    node.client.post("/v1/down", {"now": True})
+                    until(lambda: not node.running, "the daemon to end")
+        finally:
+            patch.undo()
+    return [row(measure, taken, "s", goal=goal, met=max(taken) <= MOST_S)]

@@ -1,0 +1,150 @@
+"""From the owner's order until no process of any guest is alive, whoever else stands still.
+
+The order goes to the switch's own socket, as `mesh reclaim --now` gives it (its Python's start is not in the figures); that a
+process has ended is told by the kernel (pidfd).
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench.harness import not_run, row
+from tests.dockerd import dockerd_of
+from tests.engine.test_killswitch import Place, fresh_mark
+from tests.images import import_busybox
+from tests.tiers import dockerd_problem
+
+TRIALS = 100
+GOAL = "p99 < 250 ms, max < 1 s"
+MEASURE = "reclaim --now to no guest process alive (%s)"
+WAIT_S = 30.0
+
+
+def seize() -> Sequence[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for state in ("idle", "loop blocked"):
+        rows += _rows("process", state, asyncio.run(_trials("process", state, None)))
+    if problem := dockerd_problem():
+        return [
+            *rows,
+            *(not_run(MEASURE % f"docker, {state}", "ms", GOAL, problem) for state in ("idle", "loop blocked")),
+        ]
+    with dockerd_of() as engine:
+        before = os.environ.get("DOCKER_HOST")
+        os.environ["DOCKER_HOST"] = engine.host
+        try:
+            import_busybox()
+            for state in ("idle", "loop blocked", "engine stopped"):
+                rows += _rows("docker", state, asyncio.run(_trials("docker", state, engine.pid)))
+        finally:
+            os.environ.pop("DOCKER_HOST")
+            if before is not None:
+                os.environ["DOCKER_HOST"] = before
+    return rows
+
+
+def _rows(kind: str, state: str, taken_ms: Sequence[float]) -> list[dict[str, Any]]:
+    p99 = sorted(taken_ms)[int(len(taken_ms) * 0.99) - 1]
+    what = MEASURE % f"{kind}, {state}"
+    return [
+        {
+            **row(f"{what}: p99", taken_ms, "ms", goal=GOAL, met=p99 < 250 and max(taken_ms) < 1000),
+            "value": round(p99, 2),
+        },
+        row(f"{what}: median", taken_ms, "ms", goal="", met=None),
+    ]
+
+
+async def _trials(kind: str, state: str, engine: int | None) -> list[float]:
+    taken = []
+    with tempfile.TemporaryDirectory(prefix="mesh-seize-") as name:
+        for number in range(TRIALS):
+            root = Path(name) / str(number)
+            root.mkdir()
+            taken.append(await _trial(Place(root, kind), state, engine))
+    return taken
+
+
+async def _trial(place: Place, state: str, engine: int | None) -> float:
+    """Milliseconds."""
+    assert (await place.bench.engine.availability()).ok
+    await place.guest(fresh_mark())
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(_watched(pid)) for pid in await place.bench.guests[0].pids()]
+        if state == "engine stopped":
+            assert engine is not None
+            os.kill(engine, signal.SIGSTOP)
+            stack.callback(os.kill, engine, signal.SIGCONT)
+        order = threading.Thread(target=place.press)
+        poller = select.poll()
+        for end in ends:
+            poller.register(end, select.POLLIN)
+        begun = time.perf_counter()
+        order.start()
+        left = set(ends)
+        if state == "loop blocked":
+            while left:  # on the loop itself, which does nothing else meanwhile
+                left -= _ended(poller, left)
+        else:
+            while left:
+                left -= await asyncio.to_thread(_ended, poller, set(left))
+        took = (time.perf_counter() - begun) * 1e3
+        await asyncio.to_thread(order.join, WAIT_S)
+    for guest in place.bench.guests:
+        await guest.wait()
+    await place.bench.engine.close()
+    place.switch.close()
+    return took
+
+
+def _ended(poller: select.poll, left: set[int]) -> set[int]:
+    over = {number for number, _ in poller.poll(WAIT_S * 1e3)} & left
+    assert over, "a guest is still alive"
+    for number in over:
+        poller.unregister(number)
+    return over
+
+
+@contextlib.contextmanager
+def _watched(pid: int) -> Iterator[int]:
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def escapes() -> Sequence[dict[str, Any]]:
+    """The list of tests/engine/test_escapes.py, on a real engine: each tries several ways out."""
+    measure, goal = "container escape attempts that succeed, host unharmed", "0"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "tests/engine/test_escapes.py",
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    words = done.stdout.strip().splitlines()[-1].replace(",", "").split() if done.stdout.strip() else []
+    counts = {
+        name: int(words[at - 1]) for at, name in enumerate(words) if name in {"passed", "failed", "skipped", "error"}
+    }
+    if not counts.get("passed") and not counts.get("failed"):
+        return [not_run(measure, "escapes", goal, " ".join(words) or done.stderr[-200:])]
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    found = row(measure, [float(failed)], "escapes", goal=goal, met=failed == 0)
+    return [{**found, "n": counts.get("passed", 0) + failed}]
