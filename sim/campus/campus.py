@@ -14,7 +14,7 @@ from mesh.jobs.onward import GOES_HOME, WENT_HOME, home_wait_s
 from sim.campus.carrier import Carrier, numbers
 from sim.campus.churn import DAY_S, Absence, absences, machines
 from sim.campus.demand import Order, orders
-from sim.campus.detection import QUANTILES_S
+from sim.campus.detection import quantiles_s
 from sim.campus.fabric import SERVER, Fabric
 from sim.campus.forecast import Forecast
 from sim.campus.guest import Host, Job
@@ -165,7 +165,7 @@ class Campus:
         self._noticed += absence.kind == "noticed"
         self.saver.lossy = 1 - 0.9 * self._noticed / (self._departed + 5)  # learnt, as a mesh would
         gone = absence.kind != "noticed"
-        delay = delay_s(self.policy.detection, QUANTILES_S, self.streams.get(host.machine.name, "detection"))
+        delay = delay_s(self.policy.detection, quantiles_s(), self.streams.get(host.machine.name, "detection"))
         if gone:
             host.reachable = False
             self._break_off(host)

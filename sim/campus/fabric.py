@@ -19,7 +19,7 @@ class Fabric:
         wire = world.wire
         self._network, self._streams, self._wire = network, streams, wire
         self._buildings = [machine.building for machine in machines]
-        self.up = [Link(f"{machine.name} up", machine.edge_bps) for machine in machines]
+        self.up = [Link(f"{machine.name} up", machine.edge_bps, True) for machine in machines]
         self.down = [Link(f"{machine.name} down", machine.edge_bps) for machine in machines]
         uplink_bps = wire.uplink_gbps * 1e9 / 8
         names = sorted(set(self._buildings))

@@ -53,7 +53,7 @@ class Saver:
 
     def _outlook(self, job: Job, host: Host) -> Outlook:
         forecast, number = self._forecast, host.number
-        upload_s = job.upload_s or job.order.state_bytes / self._slowest_bps * self._policy.copies
+        upload_s = max(job.upload_s, job.order.state_bytes / self._slowest_bps * self._policy.copies)
         return Outlook(
             self.stall_s(job),
             upload_s * len(host.guests),

@@ -63,13 +63,17 @@ FIGURES: dict[str, tuple[str, int, str]] = {
     "utilisation": ("share", 1, "GPUs held by guests or used by owners, of all GPU time"),
     "owner_use": ("share", 0, "GPUs used by owners, of all GPU time"),
     "background_loss": ("share", -1, "of the uplinks' own traffic that checkpoints kept from being sent in time"),
-    "backup_peak": ("share", -1, "of all uplinks' capacity that checkpoints used in the busiest hour"),
+    "backup_peak": ("share", -1, "of all machines' links that checkpoints used to send, in the busiest hour"),
     "backup_mean": ("share", -1, "the same, on average"),
+    "uplink_peak": ("share", -1, "of all buildings' uplinks, both ways, in the busiest hour"),
+    "uplink_mean": ("share", -1, "the same, on average"),
     "wait_mean": ("s", -1, "from submission to the first start"),
     "departures": ("count", 0, "of machines, under a running job"),
     "checkpoints": ("count", 0, "that became safe"),
     "finished": ("count", 1, "jobs"),
     "delivered": ("GPU-h", 1, "useful work that was kept"),
+    "lost": ("GPU-h", -1, "what work_loss is made of"),
+    "overhead_h": ("GPU-h", -1, "what overhead is made of"),
 }
 
 

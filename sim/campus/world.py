@@ -5,8 +5,10 @@ Unknown keys, wrong types and impossible numbers are errors that name the line: 
 
 import re
 import tomllib
+from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -144,32 +146,39 @@ class World(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def machines(self) -> int:
         return sum(group.count for group in self.groups)
 
+    @property
+    def digest(self) -> str:
+        """The same for the same world, whatever its file looks like."""
+        return blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=16).hexdigest()
+
 
 def presets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
 
 
-def find_world(name: str) -> World:
-    """A preset by its name, or a file."""
-    preset = PRESETS / f"{name}.toml"
+def world_file(name: str) -> Path:
+    """Of a preset, or the file itself."""
     if name in presets():
-        return load_world(preset)
+        return PRESETS / f"{name}.toml"
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
         raise WorldError(f"there is no world {name!r}; presets: {', '.join(presets())}; or name a .toml file")
-    return load_world(path)
+    return path
 
 
-def load_world(path: Path) -> World:
+def find_world(name: str, changes: Sequence[str] = ()) -> World:
+    """A preset by its name, or a file; with `changes`, as `parse_world` has them."""
+    path = world_file(name)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise WorldError(f"{path}: {error.strerror or error}") from error
-    return parse_world(data, str(path), path.parent)
+    return parse_world(data, str(path), path.parent, changes)
 
 
-def parse_world(data: bytes, source: str, beside: Path | None = None) -> World:
-    """The world that these bytes say; a trace's file is looked for beside them."""
+def parse_world(data: bytes, source: str, beside: Path | None = None, changes: Sequence[str] = ()) -> World:
+    """The world that these bytes say; a trace's file is looked for beside them. A change is `jobs.per_day=200`: the place of a
+    value, and TOML; places in lists are numbers from 0."""
     if len(data) > MOST_BYTES:
         raise WorldError(f"{source}: {len(data)} bytes are no world (at most {MOST_BYTES})")
     try:
@@ -181,6 +190,8 @@ def parse_world(data: bytes, source: str, beside: Path | None = None) -> World:
         raise WorldError(f"{source}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise WorldError(f"{source}: {error}") from error
+    for change in changes:
+        _apply(values, change)
     places = Places(text)
     try:
         world = msgspec.convert(values, World)
@@ -193,6 +204,32 @@ def parse_world(data: bytes, source: str, beside: Path | None = None) -> World:
         trace = Trace(str(beside / world.trace.file))
         world = msgspec.structs.replace(world, trace=trace)
     return world
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    place, equals, written = change.partition("=")
+    names = [name.strip() for name in place.split(".")]
+    if not equals or not all(names):
+        raise WorldError(f"{change!r} is no change: write PLACE=VALUE, as jobs.per_day=200")
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError, KeyError) as error:
+        raise WorldError(f"{change!r}: {written!r} is no TOML value (text needs quotes)") from error
+    inside: Any = values
+    for name in names[:-1]:
+        inside = inside.setdefault(name, {}) if isinstance(inside, dict) else _item(inside, name, change)
+    if isinstance(inside, dict):
+        inside[names[-1]] = value
+    else:
+        _item(inside, names[-1], change)
+        inside[int(names[-1])] = value
+
+
+def _item(inside: Any, name: str, change: str) -> Any:
+    try:
+        return inside[int(name)]
+    except (ValueError, IndexError, TypeError) as error:
+        raise WorldError(f"{change!r}: there is no {name!r} in it") from error
 
 
 Place = tuple[str | int, ...]
