@@ -69,15 +69,19 @@ class Campus:
         self._noticed = self._departed = 0
 
     def run(self) -> Tally:
+        self.begin()
+        self.kernel.run(self.end)
+        self._close()
+        return self.tally
+
+    def begin(self) -> None:
+        """Everything is scheduled that does not depend on the policy."""
         for host in self.hosts:
             self.forecast.lent(host.number, 0.0)
             self._expect(host)
         self._submit_next()
         self._hour()
         self.kernel.post(self.counts_from, self._begin_to_count)
-        self.kernel.run(self.end)
-        self._close()
-        return self.tally
 
     # --- the clock
 
@@ -343,6 +347,7 @@ class Campus:
         """It stops, saves, and ships what is not safe yet."""
         now, costs = self.kernel.now, self.world.costs
         job.saving = job.done(now, self._rate)
+        job.due_late = job.copying = False
         job.stopped = now
         job.state = "saving"
         job.epoch += 1
@@ -509,7 +514,7 @@ class Campus:
         self._drop_flows(job)
         if keep_prefetch:
             job.prefetch = prefetch
-        job.due_late = False
+        job.due_late = job.copying = False
         if job.host is not None:
             job.host.guests.pop(job, None)
             if job.host.lent:

@@ -27,6 +27,7 @@ class Job:
         "buddy",
         "buddy_from",
         "came_back",
+        "copying",
         "departures",
         "due_late",
         "epoch",
@@ -73,7 +74,7 @@ class Job:
         self.prefetch: Flow | None = None
         self.fetch: Flow | None = None
         self.upload_s = 0.0
-        self.due_late = False
+        self.due_late = self.copying = False
         self.heir: Host | None = None
         self.prefer: Host | None = None
         self.buddy: Host | None = None

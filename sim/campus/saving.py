@@ -70,26 +70,35 @@ class Saver:
     def checkpoint(self, job: Job, epoch: int) -> None:
         if epoch != job.epoch or job.state != "running":
             return
-        if job.upload is not None:
+        if job.upload is not None or job.copying:
             job.due_late = True  # one at a time: as soon as that one is there
             return
-        now, host = self._kernel.now, job.host
-        assert host is not None
+        now = self._kernel.now
         stall_s = self.stall_s(job)
         done = job.done(now, self.rate)
         job.base = done
         job.resumes = max(now, job.resumes) + stall_s
         job.since = job.resumes
+        job.copying = True
         self.tally.stalled += stall_s * job.order.gpus
-        targets = self._targets(job, host)
-        if targets is not None:
-            there = numbers(targets)
-            path = self._fabric.path(host.number, there)
-            count = job.order.state_bytes * (job.order.changed if job.sent_to == there else 1.0)
-            job.upload = self._carrier.send(
-                job, path, count, lambda: self._saved(job, epoch, done, targets, now), self._policy.yields
-            )
+        self._kernel.post(job.resumes - now, self._upload, job, epoch, done)
         self.schedule(job)
+
+    def _upload(self, job: Job, epoch: int, done: float) -> None:
+        """The copy is made, the training goes on: send it."""
+        if epoch != job.epoch:
+            return
+        job.copying = False
+        host = job.host
+        assert host is not None
+        targets = self._targets(job, host)
+        if targets is None:
+            return
+        there = numbers(targets)
+        path = self._fabric.path(host.number, there)
+        count = job.order.state_bytes * (job.order.changed if job.sent_to == there else 1.0)
+        arrived = partial(self._saved, job, epoch, done, targets, self._kernel.now)
+        job.upload = self._carrier.send(job, path, count, arrived, self._policy.yields)
 
     def _targets(self, job: Job, host: Host) -> tuple[Host, ...] | None:
         """Who is to hold it: those who do while they are there, filled up by the product's order; None if nobody can."""
