@@ -6,10 +6,7 @@ own cores. Leases, terms and gossip are represented by how long they take (docs/
 
 from math import inf
 
-import msgspec
-
 from ckptstore.deadline import Upload, feasible, plan
-from mesh.jobs.ledger import Attempt
 from mesh.jobs.onward import GOES_HOME, WENT_HOME, home_wait_s
 from sim.campus.carrier import Carrier, numbers
 from sim.campus.churn import DAY_S, Absence, absences, machines
@@ -299,22 +296,11 @@ class Campus:
         if job.came_back is not None and host is job.origin:
             tally.returned += now - job.came_back <= BACK_WITHIN_S
             job.came_back = None
-        job.attempts.append(self._attempt(job, host))
+        job.note_start(now)
         if self.policy.redundancy is not None:
             self._find_buddy(job)
         self.kernel.post(max(0.0, (job.order.work_s - job.base) / self._rate), self._finish, job, job.epoch)
         self.saver.schedule(job)
-
-    def _attempt(self, job: Job, host: Host) -> Attempt:
-        ms = int(self.kernel.now * 1000)
-        return Attempt(
-            number=len(job.attempts),
-            node=host.id,
-            nick=host.machine.name,
-            term=1,
-            started_unix_ms=ms,
-            running_unix_ms=ms,
-        )
 
     def _finish(self, job: Job, epoch: int) -> None:
         if epoch != job.epoch:
@@ -353,7 +339,7 @@ class Campus:
         job.epoch += 1
         job.noticed, job.in_time = reason == VACATED, False
         job.reason, job.prefer, job.heir = reason, prefer, prefer
-        self._note_end(job, reason)
+        job.note_end(WENT_HOME if reason == GOES_HOME else reason, now)
         self._drop_flows(job)
         gib = job.order.state_bytes / GIB
         save_s = self.saver.stall_s(job) + gib / costs.write_gib_s
@@ -435,7 +421,7 @@ class Campus:
             self.saver.hold(job, tuple(dict.fromkeys([*job.holders, job.heir])))
             self._requeue_after(job, self.policy.requeue_s)
 
-    def _go_home(self, job: Job, home: Host, stay: int, tries: int = 0) -> None:
+    def _go_home(self, job: Job, home: Host, stay: int) -> None:
         now = self.kernel.now
         if job.state == "done" or home.stay != stay or not home.lent or home.leaving or job.host is home:
             return
@@ -447,7 +433,7 @@ class Campus:
         elif job.state == "away" or job in self.waiting:
             job.prefer = home
         else:
-            self.kernel.post(RETRY_HOME_S, self._go_home, job, home, stay, tries + 1)
+            self.kernel.post(RETRY_HOME_S, self._go_home, job, home, stay)
 
     # --- losing a machine
 
@@ -458,7 +444,7 @@ class Campus:
             done = job.done(now, self._rate)
             job.stopped = now
             job.reason = VACATED
-            self._note_end(job, VACATED)
+            job.note_end(VACATED, now)
             self._count_departure(job, host, True)
             tally.noticed += noticed
             if self.policy.redundancy is not None and self._buddy_stands(job):
@@ -583,12 +569,6 @@ class Campus:
         if counted:
             self.tally.departures += 1
 
-    def _note_end(self, job: Job, reason: str) -> None:
-        if job.attempts:
-            last = job.attempts[-1]
-            reason = WENT_HOME if reason == GOES_HOME else reason
-            job.attempts[-1] = _ended(last, reason, int(self.kernel.now * 1000))
-
     def _give_back(self, job: Job) -> None:
         if job.host is not None:
             held = self.kernel.now - max(
@@ -596,7 +576,3 @@ class Campus:
             )
             self.tally.held += max(0.0, held) * job.order.gpus
             self.placing.used(job.order.user, int(max(0.0, held) * job.order.gpus))
-
-
-def _ended(attempt: Attempt, reason: str, unix_ms: int) -> Attempt:
-    return msgspec.structs.replace(attempt, reason=reason, ended_unix_ms=unix_ms)

@@ -89,6 +89,25 @@ class Job:
         """Of its work, by now."""
         return min(self.order.work_s, self.base + max(0.0, now - self.resumes) * rate)
 
+    def note_start(self, now: float) -> None:
+        """As the ledger has it: an attempt on this host."""
+        assert self.host is not None
+        ms = int(now * 1000)
+        self.attempts.append(
+            Attempt(
+                number=len(self.attempts),
+                node=self.host.id,
+                nick=self.host.machine.name,
+                term=1,
+                started_unix_ms=ms,
+                running_unix_ms=ms,
+            )
+        )
+
+    def note_end(self, reason: str, now: float) -> None:
+        last = self.attempts[-1]
+        self.attempts[-1] = msgspec.structs.replace(last, reason=reason, ended_unix_ms=int(now * 1000))
+
     def request(self) -> Request:
         left = self.attempts[-1].node if self.attempts else None
         return Request(

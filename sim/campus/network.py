@@ -66,6 +66,7 @@ class Link:
         "carried",
         "demand",
         "flows",
+        "limit",
         "lost",
         "name",
         "potential",
@@ -75,6 +76,7 @@ class Link:
 
     def __init__(self, name: str, capacity: float, watched: bool = False) -> None:
         self.name, self.capacity, self.watched = name, capacity, watched
+        self.limit = capacity * (1 + 1e-9)
         self.demand = 0.0
         self.potential = 0.0  # what its flows could use together, each alone
         self.flows: dict[Flow, float] = {}
@@ -113,10 +115,17 @@ class Network:
     def start(self, path: Sequence[tuple[Link, float]], count: float, done: Callable[[], None], yields: bool) -> Flow:
         flow = Flow(path, max(1.0, count), done, yields)
         flow.at = self._kernel.now
+        alone, peak = True, flow.peak
         for link, uses in path:
             link.flows[flow] = uses
-            link.potential += uses * flow.peak
-        self._share([flow])
+            link.potential += uses * peak
+            if alone and link.potential + link.demand > link.limit and _contended(link):
+                alone = False
+        if alone:
+            flow.rate, flow.number = peak, 1
+            self._kernel.post(flow.bytes / peak, self._arrive, flow, 1)
+        else:
+            self._share([flow])
         return flow
 
     def stop(self, flow: Flow) -> float:
@@ -136,7 +145,7 @@ class Network:
 
     def _leave(self, flow: Flow) -> None:
         flow.number += 1
-        near = [link for link, _ in flow.path if _contended(link)]
+        near = [link for link, _ in flow.path if link.potential + link.demand > link.limit and _contended(link)]
         sent = flow.bytes - flow.remaining
         hour = int(self._kernel.now // HOUR_S)
         for link, uses in flow.path:
@@ -217,6 +226,6 @@ class Network:
 
 def _contended(link: Link) -> bool:
     """Whether its flows and its own traffic could fill it, were they all as fast as they can be; alone one cannot do harm."""
-    if link.potential + link.demand <= link.capacity * (1 + 1e-9):
+    if link.potential + link.demand <= link.limit:
         return False
     return len(link.flows) > 1 or link.demand > 0

@@ -112,12 +112,10 @@ def _run(missing: Sequence[Cell], executor: Executor | None) -> Iterator[tuple[C
     futures: dict[Future[Result], Cell] = {
         executor.submit(replicate_named, cell.world, cell.policy, cell.seed): cell for cell in missing
     }
-    try:
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        for future in futures:
-            future.cancel()
+    # What is not wanted any more is cancelled by the executor's shutdown: to cancel a future of a pool whose processes
+    # have been killed makes its thread raise (CPython 3.11).
+    for future in as_completed(futures):
+        yield futures[future], future.result()
 
 
 class Side:
