@@ -94,7 +94,7 @@ def worlds(as_json: bool) -> None:
     table(["WORLD", "MACHINES", "DAYS", ""], [[w.name, str(w.machines), f"{w.days:g}", w.says] for w in found])
 
 
-@sim.command()
+@sim.command(short_help="Print a world's file, to change it")
 @click.argument("world")
 def show(world: str) -> None:
     """Print a world's file, to be changed and saved under another name."""
@@ -117,7 +117,7 @@ def policies(as_json: bool) -> None:
     table(["POLICY", ""], [[policy.name, policy.says] for policy in POLICIES.values()])
 
 
-@sim.command()
+@sim.command(short_help="Run a world, once for each seed")
 @click.argument("world")
 @click.option(
     "--policy", "names", multiple=True, default=["mesh"], show_default=True, help="Or `all`; may be repeated."
@@ -176,7 +176,7 @@ def run(
     _end(whole, bool(told))
 
 
-@sim.command()
+@sim.command(short_help="Hold two policies or two worlds against each other")
 @click.argument("first")
 @click.argument("second")
 @click.option("--world", "where", default="reclaimnet-54", show_default=True, help="For two policies.")
@@ -266,7 +266,7 @@ def compare(
     _end(whole, bool(rows))
 
 
-@sim.command()
+@sim.command(short_help="What two papers claim, beside what comes out here")
 @study_options
 def headline(
     seeds: int,

@@ -140,6 +140,8 @@ class Network:
         link.demand = demand
         if link.flows and (contended or _contended(link)):
             self._share(list(link.flows))
+        if link.short and (not link.flows or not _contended(link)):
+            link.fall_short(0.0, self._kernel.now)
 
     # --- inside
 
@@ -156,7 +158,7 @@ class Network:
         if near:
             others = dict.fromkeys(other for link in near for other in link.flows)
             for link in near:
-                if not link.flows:
+                if link.short and (not link.flows or not _contended(link)):
                     link.fall_short(0.0, self._kernel.now)
             if others:
                 self._share(list(others))
@@ -186,7 +188,7 @@ class Network:
         own = [Demand(((number, 1.0),), BACKGROUND_FLOWS, link.demand) for link, number in links.items()]
         rates = max_min([*demands, *own], capacities)
         for (link, number), got in zip(links.items(), rates[len(pressing) :], strict=True):
-            link.fall_short(link.demand - got, self._kernel.now)
+            link.fall_short(max(0.0, min(link.demand, link.capacity) - got), self._kernel.now)
             capacities[number] -= got
         for demand, rate in zip(demands, rates, strict=False):
             for number, uses in demand.path:

@@ -89,14 +89,22 @@ def test_sharing_step_by_step_is_sharing_all_at_once(data: st.DataObject) -> Non
             network.set_demand(links[data.draw(st.integers(0, 3))], float(data.draw(st.integers(0, 25))))
         else:
             kernel.run(kernel.now + data.draw(st.floats(0.01, 50)))
-        assert [flow.rate for flow in flows] == pytest.approx(_all_at_once(flows, links), rel=1e-6, abs=1e-6)
+        rates, short = _all_at_once(flows, links)
+        assert [flow.rate for flow in flows] == pytest.approx(rates, rel=1e-6, abs=1e-6)
+        for link, missing in zip(links, short, strict=True):
+            if any(not flow.yields for flow in link.flows):
+                assert link.short == pytest.approx(max(0.0, missing), rel=1e-6, abs=1e-6)
+            elif not link.flows:
+                assert link.short == 0.0
 
 
-def _all_at_once(flows: list[Flow], links: list[Link]) -> list[float]:
+def _all_at_once(flows: list[Flow], links: list[Link]) -> tuple[list[float], list[float]]:
+    """The rates, and what each link's own traffic lacks."""
     number = {link: place for place, link in enumerate(links)}
     left = [link.capacity for link in links]
     own = [Demand(((place, 1.0),), BACKGROUND_FLOWS, link.demand) for place, link in enumerate(links)]
     rates = dict.fromkeys(flows, 0.0)
+    short = [0.0] * len(links)
     for yields in (False, True):
         these = [flow for flow in flows if flow.yields == yields]
         demands = [Demand(tuple((number[k], u) for k, u in flow.path), 1.0, flow.peak) for flow in these]
@@ -106,7 +114,10 @@ def _all_at_once(flows: list[Flow], links: list[Link]) -> list[float]:
             for link, uses in demand.path:
                 left[link] = max(0.0, left[link] - uses * rate)
         rates |= dict(zip(these, found, strict=False))
-    return [rates[flow] for flow in flows]
+        if not yields:
+            got = found[len(these) :]
+            short = [min(link.demand, link.capacity) - had for link, had in zip(links, got, strict=True)]
+    return [rates[flow] for flow in flows], short
 
 
 def test_bytes_arrive_when_the_shares_say() -> None:
