@@ -28,6 +28,10 @@ GIB = float(1 << 30)
 HOUR_S = 3600.0
 ALMOST_S = 1e-6
 RETRY_HOME_S = 120.0  # between two looks at a home that is lent but full; ours
+COVERED, DOUBT = (
+    0.9,
+    5,
+)  # of noticed departures nothing is lost; and so many without notice are believed in at first; ours
 VACATED = "vacated: its node leaves"
 
 
@@ -164,7 +168,7 @@ class Campus:
         self.forecast.left(host.number, now)
         self._departed += 1
         self._noticed += absence.kind == "noticed"
-        self.saver.lossy = 1 - 0.9 * self._noticed / (self._departed + 5)  # learnt, as a mesh would
+        self.saver.lossy = 1 - COVERED * self._noticed / (self._departed + DOUBT)
         gone = absence.kind != "noticed"
         delay = delay_s(self.policy.detection, quantiles_s(), self.streams.get(host.machine.name, "detection"))
         if gone:

@@ -1,7 +1,6 @@
 """What replications say together: ratios of sums with bootstrap intervals, paired by seed, corrected for many comparisons."""
 
 from collections.abc import Callable, Sequence
-from math import sqrt
 from random import Random
 from statistics import NormalDist
 
@@ -88,10 +87,3 @@ def holm(values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(values) - rank) * values[place]))
         adjusted[place] = least
     return adjusted
-
-
-def deviations(sample: Sequence[float], expected: float) -> float:
-    """By how many standard errors the mean of a sample is off: what the simulator's own tests use."""
-    mean = sum(sample) / len(sample)
-    variance = sum((one - mean) ** 2 for one in sample) / (len(sample) - 1)
-    return (mean - expected) / sqrt(variance / len(sample)) if variance else (0.0 if mean == expected else float("inf"))

@@ -4,7 +4,7 @@ Every policy meets the departures, jobs and traffic of a seed: common random num
 a line is used again only for the very same world, policy, seed and code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from functools import cache
 from hashlib import blake2b
@@ -140,11 +140,3 @@ def precise(first: Side, second: Side, figure: str, half: float = ENOUGH) -> boo
     if len(seeds) < LEAST_SEEDS:
         return False
     return reduction(first.values(figure, seeds), second.values(figure, seeds)).half <= half
-
-
-def each_seed(first: int, most: int, stop: Callable[[], bool]) -> Iterator[int]:
-    """Seeds from `first` on, until there are enough."""
-    for seed in range(first, first + most):
-        if stop():
-            return
-        yield seed

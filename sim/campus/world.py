@@ -1,4 +1,4 @@
-"""A world: the machines, owners, jobs and network of a study, as a TOML file says it. docs/simulator.md lists every key.
+"""A world: the machines, owners, jobs and network of a study, as a TOML file says it; this is the list of all keys.
 
 Unknown keys, wrong types and impossible numbers are errors that name the line: a typo must never silently mean "default".
 """

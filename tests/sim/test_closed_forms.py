@@ -1,6 +1,7 @@
 """The simulator against results that are known: a queue, renewals, Young's loss. Seeds are fixed; all within 3 sigma or 1 %."""
 
-from math import exp
+from collections.abc import Sequence
+from math import exp, sqrt
 from random import Random
 
 import msgspec
@@ -22,12 +23,18 @@ from sim.campus.churn import (
 )
 from sim.campus.policies import POLICIES, Policy
 from sim.campus.schedules import HazardIntegral, Outlook, Periodic, Young
-from sim.campus.statistics import deviations
 from sim.campus.world import Spread, World, find_world, parse_world
 from sim.kernel import Kernel
 from sim.streams import Streams
 
 SIGMAS = 3.0
+
+
+def deviations(sample: Sequence[float], expected: float) -> float:
+    """By how many standard errors the mean of a sample is off."""
+    mean = sum(sample) / len(sample)
+    variance = sum((one - mean) ** 2 for one in sample) / (len(sample) - 1)
+    return (mean - expected) / sqrt(variance / len(sample)) if variance else (0.0 if mean == expected else float("inf"))
 
 
 def test_a_queue_of_one_server_waits_as_m_m_1_does() -> None:
