@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 # Suites run side by side; those that need the same engine or kernel stay together (tests/conftest.py).
 WORKERS ?= 2
 
-.PHONY: demo test venv frameworks lint bench-cli bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement clean
+.PHONY: demo test venv frameworks lint bench-cli bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
 
 demo: venv
 	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
@@ -66,6 +66,11 @@ bench-provider: venv
 # A minute.
 bench-placement: venv
 	$(PYTHON) tests/bench/placement.py $(BENCH_ARGS)
+
+# SimPy (PyPI) runs beside. Three quarters of an hour; `BENCH_ARGS="--quick --seeds 0"` takes two minutes.
+bench-sim: venv
+	$(PYTHON) -m pip install --quiet "simpy>=4.1"
+	$(PYTHON) -m tests.bench.sim $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-frameworks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -35,6 +35,12 @@ CORES = [
     *(f"mesh/rehearsal/{name}.py" for name in ("comparison", "cost", "facts", "restart", "sight", "verdict")),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "placement").glob("*.py"))),
     "sim/kernel.py",
+    *(
+        f"sim/campus/{name}.py"
+        for name in ("campus", "carrier", "chance", "churn", "demand", "fabric", "forecast", "guest")
+    ),
+    *(f"sim/campus/{name}.py" for name in ("headline", "network", "placing", "policies", "replication", "saving")),
+    *(f"sim/campus/{name}.py" for name in ("schedules", "statistics", "tally")),
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
     *(f"mesh/provider/{name}.py" for name in ("hours", "policy", "presence", "receipts")),
     "mesh/duration.py",

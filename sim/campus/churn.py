@@ -1,0 +1,215 @@
+"""When owners take their machines back, and how: a schedule of absences for each machine, before anything else happens.
+
+It depends on the world and the seed alone, never on the policy: all policies meet the very same departures. An owner's hazard is
+`rate x machine x hour-of-day x weekend x age`, constant between the edges of hours and ages, so that its integral is inverted
+exactly (no thinning, one draw a stay). Classes and shocks take rooms and buildings back together.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import exp, inf
+
+import msgspec
+
+from sim.campus.chance import quantile, unlike, waiting
+from sim.campus.traces import Away, read_events
+from sim.campus.world import DAYS, Kind, Lesson, Owners, Shock, World
+from sim.streams import Streams
+
+HOUR_S, DAY_S = 3600.0, 86_400.0
+AGE_EDGES_S = tuple(300.0 * 2**power for power in range(12))  # as the survival estimate's
+PIVOT_S = 4 * HOUR_S
+
+
+class Absence(msgspec.Struct, frozen=True):
+    """Not lent from `start` (when the notice, if any, is over) to `end`. Without notice the machine is off the network too."""
+
+    start: float
+    end: float
+    kind: Kind
+    notice_s: float
+
+
+class Machine(msgspec.Struct, frozen=True):
+    name: str
+    building: str
+    room: str
+    gpus: int
+    vram_mib: int
+    edge_bps: float  # bytes a second
+    owners: str
+
+
+def machines(world: World) -> list[Machine]:
+    found = []
+    for group in world.groups:
+        for number in range(group.count):
+            room = group.rooms[number % len(group.rooms)]
+            vram_mib, edge_bps = int(group.vram_gib * 1024), group.edge_gbps * 1e9 / 8
+            name = f"{group.name}{number:03d}"
+            found.append(Machine(name, room.split("/")[0], room, group.gpus, vram_mib, edge_bps, group.owners))
+    return found
+
+
+def absences(world: World, there: Sequence[Machine], streams: Streams) -> list[list[Absence]]:
+    """Of each machine, in order and apart from each other, over the world's days."""
+    end = world.days * DAY_S
+    if world.trace is not None:
+        return _of_trace(world, there, streams)
+    forced = _forced(world, there, streams, end)
+    return [list(_of_owner(world, machine, streams, forced[number], end)) for number, machine in enumerate(there)]
+
+
+def _of_owner(
+    world: World, machine: Machine, streams: Streams, forced: Sequence[Absence], end: float
+) -> Iterator[Absence]:
+    owners = world.owners[machine.owners]
+    stream = streams.get(machine.name, "churn")
+    rate = owners.reclaims_per_day / DAY_S * unlike(owners.spread, stream.random())
+    hours = relative_hours(owners, DAYS.index(world.begins))
+    ages = age_rates(owners.age_shape, owners.reclaims_per_day)
+    waits = iter([*forced, Absence(inf, inf, "sudden", 0.0)])
+    next_forced = next(waits)
+    now = 0.0
+    while True:
+        hazard, chosen, length, notice = (stream.random() for _ in range(4))
+        leaves = departure(now, waiting(hazard) / rate if rate else inf, hours, ages, min(end, next_forced.start))
+        if min(leaves, next_forced.start) >= end:
+            return
+        forced_first = next_forced.start <= leaves
+        away = next_forced if forced_first else _drawn(owners, leaves, chosen, length, notice)
+        until = away.end
+        while next_forced.start <= until:
+            until = max(until, next_forced.end)
+            next_forced = next(waits)
+        yield msgspec.structs.replace(away, end=until) if until != away.end else away
+        now = until
+        if now >= end:
+            return
+
+
+def _drawn(owners: Owners, start: float, chosen: float, length: float, notice: float) -> Absence:
+    if chosen < owners.noticed:
+        absent = quantile(owners.absent_h, length) * HOUR_S
+        return Absence(start, start + absent, "noticed", quantile(owners.notice_s, notice))
+    if chosen < owners.noticed + owners.brief:
+        return Absence(start, start + quantile(owners.brief_s, length), "brief", 0.0)
+    return Absence(start, start + quantile(owners.absent_h, length) * HOUR_S, "sudden", 0.0)
+
+
+def departure(since: float, threshold: float, hours: Sequence[float], ages: Sequence[float], until: float) -> float:
+    """When the integral of hours x ages from `since` on reaches the threshold (seconds); `inf` if not before `until`."""
+    now, total, age = since, 0.0, 0
+    while now < until:
+        hour = int(now // HOUR_S)
+        upper = (hour + 1) * HOUR_S
+        if age < len(AGE_EDGES_S):
+            upper = min(upper, since + AGE_EDGES_S[age])
+        rate = hours[hour % len(hours)] * ages[age]
+        step = rate * (upper - now)
+        if total + step >= threshold:
+            return now + (threshold - total) / rate
+        total += step
+        now = upper
+        if age < len(AGE_EDGES_S) and now >= since + AGE_EDGES_S[age]:
+            age += 1
+    return inf
+
+
+def relative_hours(owners: Owners, first_day: int) -> list[float]:
+    """The week from the world's first day on, 168 factors; of a working day they have the mean 1."""
+    day = list(owners.by_hour) or [1.0] * 24
+    mean = sum(day) / 24
+    return [
+        value / mean * (owners.weekend if (first_day + number) % 7 >= 5 else 1.0)
+        for number in range(7)
+        for value in day
+    ]
+
+
+@lru_cache(maxsize=64)
+def age_rates(shape: float, per_day: float) -> tuple[float, ...]:
+    """The factor of each age bin: h(age) of a Weibull, so scaled that stays have the mean that `per_day` says."""
+    edges = (0.0, *AGE_EDGES_S)
+    middles = [(low + high) / 2 for low, high in pairwise(edges)] + [7 * DAY_S]
+    raw = [(middle / PIVOT_S) ** (shape - 1) for middle in middles]
+    if shape == 1 or per_day == 0:
+        return tuple(1.0 for _ in raw)
+    low, high = 1e-6, 1e6
+    for _ in range(100):
+        scale = (low * high) ** 0.5
+        if mean_stay_s([scale * value for value in raw], per_day) > DAY_S / per_day:
+            low = scale
+        else:
+            high = scale
+    return tuple(scale * value for value in raw)
+
+
+def mean_stay_s(factors: Sequence[float], per_day: float) -> float:
+    """The integral of the survival under these factors of age."""
+    total, survives, edges = 0.0, 1.0, (0.0, *AGE_EDGES_S, inf)
+    for number, factor in enumerate(factors):
+        rate = factor * per_day / DAY_S
+        left = survives * exp(-rate * (edges[number + 1] - edges[number]))
+        total += (survives - left) / rate
+        survives = left
+    return total
+
+
+def _forced(world: World, there: Sequence[Machine], streams: Streams, end: float) -> list[list[Absence]]:
+    """What classes and shocks take back, of each machine in order."""
+    found: list[list[Absence]] = [[] for _ in there]
+    for lesson in world.lessons:
+        for start in _begins(lesson, DAYS.index(world.begins), end):
+            for number, machine in enumerate(there):
+                if machine.room in lesson.rooms and streams.get(machine.name, "lessons").random() < lesson.share:
+                    length = (lesson.ends_h - lesson.begins_h) * HOUR_S
+                    found[number].append(Absence(start, start + length, lesson.kind, _notice(lesson)))
+    for place, shock in enumerate(world.shocks):
+        for where in sorted({_scope(shock, machine) for machine in there}):
+            stream, now = streams.get(where, f"shock {place}"), 0.0
+            while shock.per_week:
+                now += waiting(stream.random()) * 7 * DAY_S / shock.per_week
+                length = quantile(shock.absent_h, stream.random()) * HOUR_S
+                if now >= end:
+                    break
+                for number, machine in enumerate(there):
+                    if _scope(shock, machine) != where:
+                        continue
+                    if streams.get(machine.name, f"shock {place}").random() < shock.share:
+                        found[number].append(Absence(now, now + length, shock.kind, _notice(shock)))
+    return [sorted(absence, key=lambda one: (one.start, one.end)) for absence in found]
+
+
+def _begins(lesson: Lesson, first_day: int, end: float) -> Iterator[float]:
+    for number in range(int(end // DAY_S) + 1):
+        if DAYS[(first_day + number) % 7] in lesson.days:
+            yield number * DAY_S + lesson.begins_h * HOUR_S
+
+
+def _notice(cause: Lesson | Shock) -> float:
+    return cause.notice_s if cause.kind == "noticed" else 0.0
+
+
+def _scope(shock: Shock, machine: Machine) -> str:
+    return {"room": machine.room, "building": machine.building, "campus": ""}[shock.scope]
+
+
+def _of_trace(world: World, there: Sequence[Machine], streams: Streams) -> list[list[Absence]]:
+    """Machines take the trace's nodes in turn. What the trace does not say of a departure is drawn as for the owners."""
+    assert world.trace is not None
+    nodes = list(read_events(world.trace.file, world.days * DAY_S).values())
+    found = []
+    for number, machine in enumerate(there):
+        owners, stream = world.owners[machine.owners], streams.get(machine.name, "churn")
+        found.append([_told(owners, away, stream.random(), stream.random()) for away in nodes[number % len(nodes)]])
+    return found
+
+
+def _told(owners: Owners, away: Away, chosen: float, notice: float) -> Absence:
+    kind = away.cause
+    if kind is None:
+        noticed = chosen < owners.noticed
+        kind = "noticed" if noticed else "brief" if away.end - away.start <= owners.brief_s.most else "sudden"
+    return Absence(away.start, away.end, kind, quantile(owners.notice_s, notice) if kind == "noticed" else 0.0)

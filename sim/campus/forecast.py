@@ -1,0 +1,52 @@
+"""What a policy may know of who stays: the survival estimate of `placement`, fed as the daemon feeds it.
+
+This is the only place of the simulator that knows which estimator there is.
+"""
+
+from collections.abc import Iterator
+
+from placement.survival import Estimator, weight
+
+DAY_S = 86_400.0
+MONDAY_S = 4 * DAY_S  # the first of Unix time, in which the estimator counts
+WEIGHED_S = 3600.0  # as the daemon's advert
+FIRST_S, LONGEST_S = 300.0, 3600.0  # steps in which a rate is taken to hold: the estimator's first ages, and its hours
+
+
+class Forecast:
+    """Of machines by number; seconds of virtual time, which begins on the `first_day` of a week."""
+
+    def __init__(self, count: int, first_day: int = 0) -> None:
+        self._offset_s = MONDAY_S + first_day * DAY_S
+        self._names = [number.to_bytes(32, "big") for number in range(count)]
+        self._since = [0.0] * count
+        self._estimator = Estimator(self._offset_s)
+        self.departures = 0
+        self.lent_s = 0.0
+
+    def lent(self, machine: int, now: float) -> None:
+        self._since[machine] = now
+        self._estimator.lent(self._names[machine], now + self._offset_s)
+
+    def left(self, machine: int, now: float) -> None:
+        self._estimator.left(self._names[machine], now + self._offset_s)
+        self.departures += 1
+        self.lent_s += now - self._since[machine]
+
+    def weight(self, machine: int, now: float) -> int:
+        """The advert's: survival over the next hour, in 64ths."""
+        return weight(self._estimator.survivals([self._names[machine]], now + self._offset_s, WEIGHED_S)[0])
+
+    def rates(self, machine: int, start: float) -> Iterator[tuple[float, float]]:
+        """Departures a second from `start` on, each with until when it holds."""
+        name, step = self._names[machine], FIRST_S
+        while True:
+            hazard = self._estimator.hazard(name, self._estimator.window(start + self._offset_s, step))
+            start += step
+            yield start, hazard / step
+            step = min(2 * step, LONGEST_S)
+
+    @property
+    def mean_rate(self) -> float:
+        """Departures a second over the whole campus so far; one in twelve hours before anything is known."""
+        return (self.departures + 1) / (self.lent_s + 12 * 3600)

@@ -1,0 +1,233 @@
+"""Flows over the campus network: max-min fair shares of edge, uplink and core links, as in SimGrid's flow model.
+
+A flow is a checkpoint on its way to all of its holders at once: it uses the sender's edge once for each copy. A link's `demand`
+is the campus's own traffic. Who `yields` (background pacing) has only what that traffic and the others leave; who does not
+competes with it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+import msgspec
+
+from sim.kernel import Kernel
+
+BACKGROUND_FLOWS = 8.0  # streams that a link's own traffic is made of, when somebody competes with it; ours
+HOUR_S = 3600.0
+NEARLY = 1 - 1e-9  # of a link's capacity is all of it, for rounding
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """One flow as the sharing sees it: (link, how often it crosses it), its weight, and the most it wants."""
+
+    path: tuple[tuple[int, float], ...]
+    weight: float = 1.0
+    most: float = inf
+
+
+def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[float]:
+    """The rate of each (Bertsekas and Gallager 1992, 6.5.2, by progressive filling): all rise together, in proportion to
+    their weights, until a link is full or one has what it wants."""
+    rates = [0.0] * len(demands)
+    rising = [place for place, demand in enumerate(demands) if demand.most > 0]
+    left = list(capacities)
+    level = 0.0
+    while rising:
+        pull: dict[int, float] = {}
+        for place in rising:
+            for link, uses in demands[place].path:
+                pull[link] = pull.get(link, 0.0) + uses * demands[place].weight
+        step = min((left[link] / pulled for link, pulled in pull.items()), default=inf)
+        step = max(0.0, min(step, min(demands[place].most / demands[place].weight for place in rising) - level))
+        if step == inf:
+            raise ValueError("a flow that crosses no link and wants everything has no rate")
+        level += step
+        full = set()
+        for link, pulled in pull.items():
+            left[link] = max(0.0, left[link] - step * pulled)
+            if left[link] <= capacities[link] * (1 - NEARLY):
+                full.add(link)
+        still = []
+        for place in rising:
+            demand = demands[place]
+            rates[place] = min(demand.most, demand.weight * level)
+            if rates[place] < demand.most * NEARLY and not any(link in full for link, _ in demand.path):
+                still.append(place)
+        rising = still
+    return rates
+
+
+class Link:
+    """`capacity` and `demand` in bytes a second, one direction. `carried` are our bytes by hour, where `watched`."""
+
+    __slots__ = (
+        "_short_since",
+        "capacity",
+        "carried",
+        "demand",
+        "flows",
+        "limit",
+        "lost",
+        "name",
+        "potential",
+        "short",
+        "watched",
+    )
+
+    def __init__(self, name: str, capacity: float, watched: bool = False) -> None:
+        self.name, self.capacity, self.watched = name, capacity, watched
+        self.limit = capacity * (1 + 1e-9)
+        self.demand = 0.0
+        self.potential = 0.0  # what its flows could use together, each alone
+        self.flows: dict[Flow, float] = {}
+        self.short = 0.0  # of its own traffic's demand, because of us
+        self.lost = 0.0  # bytes that its own traffic could not send in time
+        self._short_since = 0.0
+        self.carried: dict[int, float] = {}
+
+    def fall_short(self, short: float, now: float) -> None:
+        self.lost += self.short * (now - self._short_since)
+        self._short_since, self.short = now, short
+
+
+class Flow:
+    """So many bytes to each holder along a path; `done` is called once all have them. `remaining` holds at `at`."""
+
+    __slots__ = ("at", "bytes", "done", "number", "path", "peak", "rate", "remaining", "yields")
+
+    def __init__(
+        self, path: Sequence[tuple[Link, float]], count: float, done: Callable[[], None], yields: bool
+    ) -> None:
+        self.path = path
+        self.bytes = self.remaining = count
+        self.done = done
+        self.yields = yields
+        self.rate = self.at = 0.0
+        self.number = 0  # of its timer
+        self.peak = min(link.capacity / uses for link, uses in path)
+
+
+class Network:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self.shared = 0  # times that rates had to be worked out together
+
+    def start(self, path: Sequence[tuple[Link, float]], count: float, done: Callable[[], None], yields: bool) -> Flow:
+        flow = Flow(path, max(1.0, count), done, yields)
+        flow.at = self._kernel.now
+        alone, peak = True, flow.peak
+        for link, uses in path:
+            link.flows[flow] = uses
+            link.potential += uses * peak
+            if alone and link.potential + link.demand > link.limit and _contended(link):
+                alone = False
+        if alone:
+            flow.rate, flow.number = peak, 1
+            self._kernel.post(flow.bytes / peak, self._arrive, flow, 1)
+        else:
+            self._share([flow])
+        return flow
+
+    def stop(self, flow: Flow) -> float:
+        """Break it off; what was still to be sent."""
+        self._settle(flow)
+        self._leave(flow)
+        return flow.remaining
+
+    def set_demand(self, link: Link, demand: float) -> None:
+        """The link's own traffic changes."""
+        contended = _contended(link)
+        link.demand = demand
+        if link.flows and (contended or _contended(link)):
+            self._share(list(link.flows))
+        if link.short and (not link.flows or not _contended(link)):
+            link.fall_short(0.0, self._kernel.now)
+
+    # --- inside
+
+    def _leave(self, flow: Flow) -> None:
+        flow.number += 1
+        near = [link for link, _ in flow.path if link.potential + link.demand > link.limit and _contended(link)]
+        sent = flow.bytes - flow.remaining
+        hour = int(self._kernel.now // HOUR_S)
+        for link, uses in flow.path:
+            del link.flows[flow]
+            link.potential = link.potential - uses * flow.peak if link.flows else 0.0
+            if link.watched:
+                link.carried[hour] = link.carried.get(hour, 0.0) + uses * sent
+        if near:
+            others = dict.fromkeys(other for link in near for other in link.flows)
+            for link in near:
+                if link.short and (not link.flows or not _contended(link)):
+                    link.fall_short(0.0, self._kernel.now)
+            if others:
+                self._share(list(others))
+
+    def _share(self, seeds: Iterable[Flow]) -> None:
+        """Give new rates to these and to all whom they could touch: those they meet on a link that could be full."""
+        found: dict[Flow, None] = dict.fromkeys(seeds)
+        links: dict[Link, int] = {}
+        queue = list(found)
+        while queue:
+            for link, _ in queue.pop().path:
+                if link not in links and _contended(link):
+                    links[link] = len(links)
+                    for other in link.flows:
+                        if other not in found:
+                            found[other] = None
+                            queue.append(other)
+        if not links:
+            for flow in found:
+                self._run_at(flow, flow.peak)
+            return
+        self.shared += 1
+        flows = list(found)
+        capacities = [link.capacity for link in links]
+        pressing = [flow for flow in flows if not flow.yields]
+        demands = [self._demand(flow, links) for flow in pressing]
+        own = [Demand(((number, 1.0),), BACKGROUND_FLOWS, link.demand) for link, number in links.items()]
+        rates = max_min([*demands, *own], capacities)
+        for (link, number), got in zip(links.items(), rates[len(pressing) :], strict=True):
+            link.fall_short(max(0.0, min(link.demand, link.capacity) - got), self._kernel.now)
+            capacities[number] -= got
+        for demand, rate in zip(demands, rates, strict=False):
+            for number, uses in demand.path:
+                capacities[number] -= uses * rate
+        for flow, rate in zip(pressing, rates, strict=False):
+            self._run_at(flow, rate)
+        yielding = [flow for flow in flows if flow.yields]
+        left = [max(0.0, capacity) for capacity in capacities]
+        for flow, rate in zip(yielding, max_min([self._demand(f, links) for f in yielding], left), strict=True):
+            self._run_at(flow, rate)
+
+    @staticmethod
+    def _demand(flow: Flow, links: dict[Link, int]) -> Demand:
+        path = tuple((links[link], uses) for link, uses in flow.path if link in links)
+        return Demand(path, 1.0, flow.peak)
+
+    def _run_at(self, flow: Flow, rate: float) -> None:
+        if rate == flow.rate and rate > 0:
+            return
+        self._settle(flow)
+        flow.rate = rate
+        flow.number += 1
+        if rate > 0:
+            self._kernel.post(flow.remaining / rate, self._arrive, flow, flow.number)
+
+    def _settle(self, flow: Flow) -> None:
+        now = self._kernel.now
+        flow.remaining = max(0.0, flow.remaining - flow.rate * (now - flow.at))
+        flow.at = now
+
+    def _arrive(self, flow: Flow, number: int) -> None:
+        if number == flow.number:
+            flow.at, flow.remaining = self._kernel.now, 0.0
+            self._leave(flow)
+            flow.done()
+
+
+def _contended(link: Link) -> bool:
+    """Whether its flows and its own traffic could fill it, were they all as fast as they can be; alone one cannot do harm."""
+    if link.potential + link.demand <= link.limit:
+        return False
+    return len(link.flows) > 1 or link.demand > 0

@@ -1,0 +1,65 @@
+"""Who gets a job, who holds its checkpoints, who is next in line: by the product's cores, or as a baseline would."""
+
+from collections.abc import Iterable, Sequence
+
+from placement.advert import Advert
+from placement.decision import rank_nodes, replica_order
+from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
+from placement.zones import TWO_LEVEL_PAST, rank_two_level, zones
+from sim.campus.forecast import Forecast
+from sim.campus.guest import STORE_MIB, WEIGHT_EPOCH_S, Host, Job
+from sim.campus.policies import Policy
+from sim.kernel import Kernel
+
+
+class Placing:
+    def __init__(self, policy: Policy, kernel: Kernel, hosts: Sequence[Host], forecast: Forecast) -> None:
+        self._policy, self._kernel, self._hosts, self._forecast = policy, kernel, hosts, forecast
+        self._by_id = {host.id: host for host in hosts}
+        self._usage: dict[str, int] = {}
+        many = len(hosts) > TWO_LEVEL_PAST
+        self._zones = zones([host.advert() for host in hosts], {}) if many else ()
+
+    def used(self, user: str, gpu_s: int) -> None:
+        self._usage[user] = self._usage.get(user, 0) + gpu_s
+
+    def line(self, waiting: Iterable[Job]) -> list[Job]:
+        """In the order in which they are served: the product's queue, or first come first."""
+        if self._policy.place != "rendezvous":
+            return sorted(waiting, key=lambda job: (job.order.at, job.order.number))
+        key = Queue((), self._usage, (), int(self._kernel.now)).key
+        return sorted(waiting, key=lambda job: key(Waiting(job.request(), DEFAULT_PRIORITY, int(job.order.at))))
+
+    def choose(self, job: Job, able: Sequence[Host]) -> Host:
+        """One of those who can take it."""
+        match self._policy.place:
+            case "first fit":
+                return job.prefer if job.prefer is not None and job.prefer in able else able[0]
+            case "longest":
+                return max(able, key=lambda host: (host.departs_at, -host.number))
+        adverts = [self._advert(host) for host in able]
+        request = job.request()
+        ranking = rank_two_level(request, adverts, self._zones) if self._zones else rank_nodes(request, adverts)
+        return self._by_id[ranking.candidates[0].node]
+
+    def heir(self, job: Job, host: Host) -> Host | None:
+        """Who would get it now that it has to leave this one."""
+        able = [other for other in self._hosts if other is not host and other.fits(job.order)]
+        if self._policy.goes_home and job.origin in able:
+            job.prefer = job.origin
+        return self.choose(job, able) if able else None
+
+    def holders(self, job: Job, not_these: Sequence[Host], count: int) -> list[Host]:
+        """More machines for its checkpoints, best first."""
+        adverts = [self._advert(host) for host in self._hosts if host.reachable and not host.leaving]
+        there = [host.id for host in not_these]
+        need_mib = min(STORE_MIB - 1, int(job.order.state_bytes / (1 << 20)))
+        order = replica_order(job.order.id, adverts, set(there), need_mib, there)
+        return [self._by_id[node] for node in order[:count]]
+
+    def _advert(self, host: Host) -> Advert:
+        epoch = int(self._kernel.now // WEIGHT_EPOCH_S)
+        if epoch != host.weight_epoch:
+            host.weight_epoch = epoch
+            host.weight = self._forecast.weight(host.number, self._kernel.now) if host.lent else 1
+        return host.advert()

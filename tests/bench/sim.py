@@ -1,0 +1,260 @@
+"""`make bench-sim`: how fast the simulator is, beside SimPy, and what it says of the policies; build/bench/sim.json.
+
+Times are of the processor, not of the wall: other work on the machine changes them little. `--seeds N` and `--quick` are shorter.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tests.bench.harness import ROOT, not_run, row, write
+
+NODES, DAYS = 500, 30
+ROUNDS = 5
+MEAN_AWAY_S, TICK_S = (
+    7200.0,
+    600.0,
+)  # the churn model: Weibull stays, exponential absences, a checkpoint each ten minutes
+SHAPE, SCALE_S = 0.57, 5.55 * 3600.0  # the fit to 1,266 stays of a university cluster
+
+
+def churn_here(nodes: int, days: float) -> tuple[int, float]:
+    """Events, and the work that departures cost, in seconds."""
+    from sim.kernel import Kernel
+    from sim.streams import Streams
+
+    kernel, streams = Kernel(), Streams(1)
+    post = kernel.post
+    lost, stale = 0.0, 0
+
+    class Node:
+        __slots__ = ("epoch", "last", "stream")
+
+        def __init__(self, number: int) -> None:
+            self.stream = streams.get(str(number), "churn")
+            self.epoch = 0
+            self.last = 0.0
+            self.come()
+
+        def come(self) -> None:
+            self.last = kernel.now
+            post(self.stream.weibullvariate(SCALE_S, SHAPE), self.go)
+            post(TICK_S, self.tick, self.epoch)
+
+        def tick(self, epoch: int) -> None:
+            nonlocal stale
+            if epoch != self.epoch:
+                stale += 1
+                return
+            self.last = kernel.now
+            post(TICK_S, self.tick, epoch)
+
+        def go(self) -> None:
+            nonlocal lost
+            lost += kernel.now - self.last
+            self.epoch += 1
+            post(self.stream.expovariate(1 / MEAN_AWAY_S), self.come)
+
+    for number in range(nodes):
+        Node(number)
+    kernel.run(days * 86_400.0)
+    return kernel.executed - stale, lost
+
+
+def churn_simpy(nodes: int, days: float) -> tuple[int, float]:
+    """The same model as SimPy's documentation would have it: processes and interrupts."""
+    import simpy
+
+    from sim.streams import Streams
+
+    streams = Streams(1)
+    environment = simpy.Environment()
+    lost, events = 0.0, 0
+
+    def work(last: list[float]) -> Any:
+        nonlocal events
+        try:
+            while True:
+                yield environment.timeout(TICK_S)
+                events += 1
+                last[0] = environment.now
+        except simpy.Interrupt:
+            return
+
+    def node(number: int) -> Any:
+        nonlocal lost, events
+        stream = streams.get(str(number), "churn")
+        while True:
+            last = [environment.now]
+            stay = stream.weibullvariate(SCALE_S, SHAPE)
+            working = environment.process(work(last))
+            yield environment.timeout(stay)
+            events += 1
+            lost += environment.now - last[0]
+            working.interrupt()
+            yield environment.timeout(stream.expovariate(1 / MEAN_AWAY_S))
+            events += 1
+
+    for number in range(nodes):
+        environment.process(node(number))
+    environment.run(until=days * 86_400.0)
+    return events, lost
+
+
+def replication(world: str, policy: str, changes: list[str]) -> tuple[int, float]:
+    from sim.campus.policies import POLICIES
+    from sim.campus.replication import replicate
+    from sim.campus.world import find_world
+
+    result = replicate(find_world(world, changes), POLICIES[policy], 1)
+    return result.events, result.figures["lost"]
+
+
+def measure(what: str) -> None:
+    """In a process of its own, so that memory is only its own: events, an answer, processor seconds, MiB."""
+    name, _, rest = what.partition(" ")
+    begun = time.process_time()
+    if name == "here":
+        events, answer = churn_here(NODES, DAYS)
+    elif name == "simpy":
+        events, answer = churn_simpy(NODES, DAYS)
+    else:
+        world, policy, *changes = rest.split()
+        events, answer = replication(world, policy, changes)
+    spent = time.process_time() - begun
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"events": events, "answer": answer, "cpu_s": spent, "rss_mib": memory}))
+
+
+def measured(what: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.sim", "--measure", what],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def kernel_rows(rounds: int) -> list[dict[str, Any]]:
+    title = f"kernel, churn of {NODES} nodes for {DAYS} days"
+    try:
+        import simpy  # noqa: F401
+    except ImportError:
+        beside = False
+    else:
+        beside = True
+    ours: list[dict[str, float]] = []
+    theirs: list[dict[str, float]] = []
+    for _ in range(rounds):  # one after the other, so that a slow moment hits both
+        ours.append(measured("here"))
+        if beside:
+            theirs.append(measured("simpy"))
+    speed = [run["events"] / run["cpu_s"] for run in ours]
+    rows = []
+    if theirs:
+        assert all(abs(run["answer"] - ours[0]["answer"]) < 1e-3 for run in theirs), "the two models differ"
+        ratio = [their["cpu_s"] / our["cpu_s"] for our, their in zip(ours, theirs, strict=True)]
+        rows.append(
+            row(
+                title,
+                speed,
+                "events/s of CPU",
+                goal=">= 1.2 x SimPy",
+                met=sorted(ratio)[len(ratio) // 2] >= 1.2,
+                peer="SimPy",
+                peer_values=[run["events"] / run["cpu_s"] for run in theirs],
+            )
+        )
+        rows.append(
+            row(f"{title}: SimPy's time over ours", ratio, "x", goal=">= 1.2", met=sorted(ratio)[rounds // 2] >= 1.2)
+        )
+    else:
+        rows.append(row(title, speed, "events/s of CPU", goal=">= 1.2 x SimPy", met=None))
+        rows.append(not_run(f"{title}: beside SimPy", "x", ">= 1.2", "SimPy is not installed (pip install simpy)"))
+    memory = [run["rss_mib"] for run in ours]
+    rows.append(row(f"{title}: memory", memory, "MiB", goal="< 60", met=max(memory) < 60))
+    return rows
+
+
+# world, policy, changes, seconds it may take, whether it is slow
+RUNS = (
+    ("reclaimnet-54", "mesh", "", 5.0, False),
+    ("reclaimnet-54", "gpunion", "", 5.0, False),
+    ("campus-500", "mesh", "", 60.0, True),
+    ("campus-500", "gpunion", "", 60.0, True),
+    (
+        "campus-500",
+        "gpunion",
+        "groups.0.count=2400 groups.1.count=1800 groups.2.count=500 groups.3.count=300 days=7",
+        None,
+        True,
+    ),
+)
+
+
+def run_rows(quick: bool, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for world, policy, changes, limit, slow in RUNS:
+        if quick and slow:
+            continue
+        found = [measured(f"run {world} {policy} {changes}") for _ in range(1 if slow else rounds)]
+        name = f"{world}{' x 10, 7 days' if changes else ''}, one replication of {policy}"
+        spent = [run["cpu_s"] for run in found]
+        goal = "finishes" if limit is None else f"<= {limit:g}"
+        rows.append(
+            row(name, spent, "s of CPU", goal=goal, met=limit is None or sorted(spent)[len(spent) // 2] <= limit)
+        )
+        speed = [run["events"] / run["cpu_s"] for run in found]
+        rows.append(row(f"{name}: speed", speed, "events/s of CPU", goal=">= 150000", met=min(speed) >= 150_000))
+        rows.append(row(f"{name}: memory", [run["rss_mib"] for run in found], "MiB", goal="told", met=None))
+    return rows
+
+
+def claim_rows(seeds: int) -> list[dict[str, Any]]:
+    """The headline table; the values are its intervals."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mesh.cli", "sim", "headline", "--seeds", str(seeds), "--json"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    rows = []
+    for claim in json.loads(done.stdout)["rows"]:
+        met = {"met": True, "not met": False}.get(claim["verdict"])
+        line = row(
+            f"{claim['source']}: {claim['claim']} ({claim['world']})",
+            [claim["ours"]],
+            "share",
+            goal=claim["verdict"] + (f"; {claim['differs']}" if claim["differs"] else ""),
+            met=met,
+        )
+        rows.append({**line, "min": round(claim["low"], 4), "max": round(claim["high"], 4), "n": claim["n"]})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, default=30, help="replications of the headline table; 0 leaves it out")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="without the runs of 500 and 5,000 machines")
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.measure)
+        return
+    rows = [*kernel_rows(options.rounds), *run_rows(options.quick, min(3, options.rounds))]
+    if options.seeds:
+        rows += claim_rows(options.seeds)
+    write("sim", rows)
+
+
+if __name__ == "__main__":
+    main()
