@@ -144,7 +144,7 @@ def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stoppe
         reclaimed = read(two, "status")
         assert reclaimed["guests"] == [job]
         ok(two, "reclaim", "--grace", "40s", timeout_s=35)
-        assert job_state(two, job)["attempts"][-1]["reason"].startswith("vacated")
+        until(lambda: job_state(two, job)["attempts"][-1]["reason"].startswith("vacated"), "it to be told")
     finally:
         os.kill(stack_source.pid, 18)
     ok(two, "cancel", job)

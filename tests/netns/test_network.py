@@ -123,7 +123,7 @@ def test_of_two_machines_with_one_key_the_younger_stops_and_both_are_told(lan: L
     hosts = office(lan, 2)
     clone = lan.host("clone")
     clone.plug("br0", "10.77.0.50/24")
-    shutil.copytree(hosts[1].state, clone.state, ignore=shutil.ignore_patterns("mesh.sock", "daemon.lock"))
+    shutil.copytree(hosts[1].state, clone.state, ignore=shutil.ignore_patterns("*.sock", "daemon.lock"))
     clone.up()
     assert clone.daemon is not None
     until(lambda: clone.daemon is not None and clone.daemon.poll() is not None, "the clone to stop")
