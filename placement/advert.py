@@ -41,7 +41,8 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`weight` is the node's own survival estimate, 1 to 64; `room` (of GPUs with any left) and `slots_free` are what nobody
     has now.
 
-    A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares.
+    A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares;
+    `gpu_pauses`: its driver can free a guest's memory with the guest alive, so an owner's short visit costs no departure.
     `held_by`: why it is paused if nobody has paused it: its `owner` is there, or it is lent at other `hours`, from `back_unix`
     on if that is known.
     `images` are the names that may be asked for by name alone; if the mesh has a list (`image_list`), those that its owner allows
@@ -74,6 +75,7 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_free_mib: int
     held_by: HeldBy = ""
     back_unix: int = 0
+    gpu_pauses: bool = False
     image_list: bool = False
     image_ids: tuple[bytes, ...] = ()
     image_fetches: tuple[bytes, ...] = ()

@@ -102,6 +102,7 @@ class Desk:
                     "gpus": [msgspec.to_builtins(gpu) for gpu in advert.gpus] if advert else [],
                     "gpus_free": advert.whole_gpus_free if advert else 0,
                     "gpu_room": [msgspec.structs.asdict(left) for left in advert.room] if advert else [],
+                    "gpu_pauses": bool(advert and advert.gpu_pauses),
                     "gpu_shares": bool(advert and advert.guards and advert.gpu_sharing),
                     "slots": advert.slots if advert else 0,
                     "slots_free": advert.slots_free if advert else 0,

@@ -70,7 +70,7 @@ class Inventory:
         self.image_offer = ImageOffer()
         self.weight = 1
         self.draining = False
-        self.guards = False
+        self.guards = self.gpu_pauses = False
         self.store_free_mib = 0
         self._node, self._nick, self._user, self._zone = node, nick, user, zone
         self.slots, self._accepts, self._own_only = slots, accepts, own_only
@@ -135,6 +135,7 @@ class Inventory:
             gpus=self.gpus,
             room=self._room(),
             guards=self.guards,
+            gpu_pauses=self.gpu_pauses,
             gpu_sharing=self._gpu_sharing,
             slots=self.slots,
             slots_free=max(0, self.slots - sum(not portions for portions in self._given.values())),

@@ -127,6 +127,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     assert read(node, "nodes")["nodes"][0]["gpu_room"] == left
 
     assert world.used() > 0 and read(node, "gpus")["pause_problem"] == ""
+    until(lambda: read(node, "nodes")["nodes"][0]["gpu_pauses"], "the mesh to know that it can pause")
     assert read(node, "gpus", "pause", job)["freed"] and world.used() == 0
     assert on_gpus(node)[0]["suspended"] and "(paused)" in ok(node, "gpus")
     before = on_gpus(node)[0]["launches"]
