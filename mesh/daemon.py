@@ -183,6 +183,7 @@ class Daemon:
             settings.shm_gib,
             settings.max_disk_gib,
         )
+        self.switch.first.append(self.guard.shut_gates)
         self.engines = self._make_engines()
         own_only = ("process",) if settings.process_engine_for == "own" else ()
         self.inventory = Inventory(

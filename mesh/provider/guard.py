@@ -148,6 +148,11 @@ class NodeGuard:
         self._tenants = [tenant for tenant in self._tenants if not tenant.released]
         return self._tenants
 
+    def shut_gates(self) -> None:
+        """Of everybody, at once; from any thread."""
+        for tenant in tuple(self._tenants):
+            tenant.shut()
+
     def tenant(self, job: str) -> Tenant | None:
         """The last attempt of a job here."""
         return next((tenant for tenant in reversed(self.tenants) if tenant.job == job), None)

@@ -86,7 +86,7 @@ class Inventory:
         """Give the job what it needs, or say why not."""
         if self.draining:
             return "it is leaving the mesh"
-        if request.job in self._given:
+        if request.job in self._given and self.lends:  # its last attempt is still being cleared away
             return None
         reasons = refusals(request, self.advert())
         if reasons:

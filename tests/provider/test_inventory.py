@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.provider.inventory import Inventory, Lending
+from mesh.provider.inventory import Inventory, Lending, Presence
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
 from placement.allotment import untouched
 from placement.filters import refusals
@@ -41,6 +41,17 @@ def test_an_order_that_comes_twice_takes_its_place_once() -> None:
     for _ in range(2):
         assert inventory.admit(request("one", gpu_share=60, vram_mib=1)) is None
     assert inventory.advert().room == (*untouched(GPUS[:1]), Portion("b", 40, 15_999))
+
+
+def test_its_owners_word_comes_before_a_place_that_is_still_being_cleared() -> None:
+    inventory = lender()
+    assert inventory.admit(request("one")) is None
+    inventory.lending = Lending(lending=True, paused=True)
+    assert "paused" in (inventory.admit(request("one")) or "")
+    inventory.lending, inventory.presence = Lending(lending=True), Presence(held_by="owner")
+    assert inventory.admit(request("one")) is not None
+    inventory.presence = Presence()
+    assert inventory.admit(request("one")) is None
 
 
 def test_who_cannot_guard_shares_or_may_not_takes_whole_jobs_only() -> None:
