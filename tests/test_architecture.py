@@ -39,7 +39,10 @@ CORES = [
         f"sim/campus/{name}.py"
         for name in ("campus", "carrier", "chance", "churn", "demand", "fabric", "forecast", "guest")
     ),
-    *(f"sim/campus/{name}.py" for name in ("headline", "network", "placing", "policies", "replication", "saving")),
+    *(
+        f"sim/campus/{name}.py"
+        for name in ("headline", "network", "observation", "placing", "policies", "replication", "saving")
+    ),
     *(f"sim/campus/{name}.py" for name in ("schedules", "statistics", "tally")),
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),
     *(f"mesh/provider/{name}.py" for name in ("hours", "policy", "presence", "receipts")),

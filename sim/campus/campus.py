@@ -72,7 +72,7 @@ class Campus:
     def run(self) -> Tally:
         self.begin()
         self.kernel.run(self.end)
-        self._close()
+        self.close()
         return self.tally
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class Campus:
                 job.began = job.done(now, self._rate) if job.state == "running" else job.saving
             job.allocated = max(job.allocated, now)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         now = self.kernel.now
         for link in self.fabric.uplinks:
             link.fall_short(link.short, now)

@@ -35,7 +35,11 @@ class Forecast:
 
     def weight(self, machine: int, now: float) -> int:
         """The advert's: survival over the next hour, in 64ths."""
-        return weight(self._estimator.survivals([self._names[machine]], now + self._offset_s, WEIGHED_S)[0])
+        return weight(self.survival(machine, now, WEIGHED_S))
+
+    def survival(self, machine: int, now: float, horizon_s: float) -> float:
+        """The probability that it stays for another `horizon_s`."""
+        return self._estimator.survivals([self._names[machine]], now + self._offset_s, horizon_s)[0]
 
     def rates(self, machine: int, start: float) -> Iterator[tuple[float, float]]:
         """Departures a second from `start` on, each with until when it holds."""

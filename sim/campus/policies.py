@@ -3,6 +3,7 @@
 docs/simulator.md says where each number comes from.
 """
 
+import re
 from random import Random
 from typing import Literal
 
@@ -146,6 +147,21 @@ POLICIES: dict[str, Policy] = {
         ),
     )
 }
+
+
+PERIODIC = re.compile(r"periodic-([1-9]\d{0,3})")
+
+
+def find_policy(name: str) -> Policy:
+    """One of the above, or `periodic-N` with an interval of N minutes; ValueError if there is none of that name."""
+    if name in POLICIES:
+        return POLICIES[name]
+    if (found := PERIODIC.fullmatch(name)) is None:
+        raise ValueError(f"there is no policy {name!r}; there are: {', '.join(POLICIES)}, and periodic-N (minutes)")
+    says = f"a checkpoint every {found[1]} minutes on two peers"
+    return msgspec.structs.replace(
+        POLICIES["periodic-30"], name=name, says=says, schedule=Periodic(60.0 * int(found[1]))
+    )
 
 
 def delay_s(detection: Detection, quantiles: tuple[float, ...], rng: Random) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from sim.campus.campus import Campus
 from sim.campus.guest import Host
 from sim.campus.network import Link
-from sim.campus.policies import POLICIES, Policy
+from sim.campus.policies import Policy, find_policy
 from sim.campus.tally import SCHEMA, Result, percentile, share
 from sim.campus.world import World
 
@@ -13,15 +13,28 @@ from sim.campus.world import World
 def replicate(world: World, policy: Policy, seed: int) -> Result:
     campus = Campus(world, policy, seed)
     campus.run()
+    return result_of(campus)
+
+
+def result_of(campus: Campus) -> Result:
+    """Of a run that is over."""
     figures = figures_of(campus)
     for name, value in figures.items():
         campus.log.add(campus.end, name, value.hex())
-    return Result(SCHEMA, world.name, policy.name, seed, figures, campus.kernel.executed, campus.log.digest)
+    return Result(
+        SCHEMA,
+        campus.world.name,
+        campus.policy.name,
+        campus.seed,
+        figures,
+        campus.kernel.executed,
+        campus.log.digest,
+    )
 
 
 def replicate_named(world: World, policy: str, seed: int) -> Result:
     """As `replicate`, with what another process can be sent."""
-    return replicate(world, POLICIES[policy], seed)
+    return replicate(world, find_policy(policy), seed)
 
 
 def figures_of(campus: Campus) -> dict[str, float]:

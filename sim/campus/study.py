@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from sim.campus.policies import POLICIES
+from sim.campus.policies import find_policy
 from sim.campus.replication import replicate_named
 from sim.campus.statistics import ENOUGH, reduction
 from sim.campus.tally import SCHEMA, Result
@@ -81,9 +81,8 @@ class Kept:
 
 def cells(worlds: Sequence[World], policies: Sequence[str], seeds: Iterable[int]) -> list[Cell]:
     """Seed by seed, so that what is finished early is whole pairs."""
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        raise ValueError(f"there is no policy {unknown[0]!r}; there are: {', '.join(POLICIES)}")
+    for policy in policies:
+        find_policy(policy)
     return [Cell(world, policy, seed) for seed in seeds for world in worlds for policy in policies]
 
 
