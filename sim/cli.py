@@ -1,28 +1,21 @@
 """`mesh sim`: what a campus's churn does to its jobs, under one policy or another, found out before anybody is asked to lend."""
 
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+import json
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import json_option, lasting, print_json, table
+from mesh.cli.terminal import json_option, print_json, table
+from sim.options import Computing, Options, computing_options, end, perform, sides_of, study_options, told
 
 if TYPE_CHECKING:
     from sim.campus.headline import Row
     from sim.campus.statistics import Interval
-    from sim.campus.study import Cell, Side
+    from sim.campus.sweep import Point
+    from sim.campus.tally import Result
 
-INTERRUPTED = 130
-QUIET_S, EVERY_S = 2.0, 5.0
 SHOWN = (
     "work_loss",
     "overhead",
@@ -47,6 +40,7 @@ NARROW = (
     "makespan_inflation",
     "goodput",
 )
+SWEPT = ("work_loss", "overhead", "downtime_mean", "makespan_inflation")
 COMPARED = ("work_loss", "overhead", "loss_and_overhead", "downtime_mean", "makespan_inflation", "goodput", "wait_mean")
 
 
@@ -57,27 +51,6 @@ def sim() -> None:
     A world (a preset, or a TOML file of your own) says which machines there are, how their owners come and go, and what is
     submitted; a policy says what is done about it. docs/simulator.md has a study from a question to a decision.
     """
-
-
-def study_options(function: Any) -> Any:
-    options: list[Callable[[Any], Any]] = [
-        click.option("--seeds", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Replications."),
-        click.option("--first-seed", type=click.IntRange(0), default=1, show_default=True, help="Of the seeds."),
-        click.option("--days", type=click.FloatRange(0, 3650, min_open=True), help="Instead of the world's own."),
-        click.option(
-            "--set", "changes", multiple=True, metavar="PLACE=VALUE", help="Change the world: jobs.per_day=200."
-        ),
-        click.option("--workers", type=click.IntRange(1, 256), help="Processes (default: one for each core)."),
-        click.option(
-            "--keep",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help="Keep each result in this file, and use those that are there.",
-        ),
-        json_option,
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
 
 
 @sim.command()
@@ -98,7 +71,7 @@ def worlds(as_json: bool) -> None:
 @click.argument("world")
 def show(world: str) -> None:
     """Print a world's file, to be changed and saved under another name."""
-    with _told():
+    with told():
         from sim.campus.world import find_world, world_file
 
         find_world(world)
@@ -123,19 +96,9 @@ def policies(as_json: bool) -> None:
     "--policy", "names", multiple=True, default=["mesh"], show_default=True, help="Or `all`; may be repeated."
 )
 @study_options
-def run(
-    world: str,
-    names: tuple[str, ...],
-    seeds: int,
-    first_seed: int,
-    days: float | None,
-    changes: tuple[str, ...],
-    workers: int | None,
-    keep: Path | None,
-    as_json: bool,
-) -> None:
+def run(world: str, names: tuple[str, ...], options: Options) -> None:
     """Run WORLD under a policy, once for each seed, and print the figures with their 95 % intervals."""
-    with _told():
+    with told():
         from sim.campus.policies import POLICIES
         from sim.campus.statistics import mean_of
         from sim.campus.study import cells, shared
@@ -143,13 +106,13 @@ def run(
         from sim.campus.world import find_world
 
         chosen = list(POLICIES) if "all" in names else list(dict.fromkeys(names))
-        place = find_world(world, _changed(changes, days))
-        wanted = cells([place], chosen, range(first_seed, first_seed + seeds))
-        sides, whole = _perform(wanted, workers, keep)
+        place = find_world(world, options.settings)
+        wanted = cells([place], chosen, options.numbers)
+        sides, whole = sides_of(wanted, options)
     found = [side for side in sides.values() if side.by_seed]
     common = shared(*found) if found else []
-    told = [(side, {figure: mean_of(side.values(figure, common)) for figure in FIGURES}) for side in found if common]
-    if as_json:
+    summed = [(side, {figure: mean_of(side.values(figure, common)) for figure in FIGURES}) for side in found if common]
+    if options.as_json:
         rows = [
             {
                 "policy": side.name,
@@ -160,20 +123,20 @@ def run(
                     for seed in common
                 ],
             }
-            for side, figures in told
+            for side, figures in summed
         ]
         print_json({"schema": 1, "world": place.name, "days": place.days, "complete": whole, "policies": rows})
-    elif told:
+    elif summed:
         click.echo(
             f"{place.name}: {place.machines} machines, {place.days:g} days, {len(common)} replications; 95 % intervals"
         )
-        if len(told) > 3:
+        if len(summed) > 3:
             header = ["POLICY", *(name.replace("_", " ").upper() for name in NARROW)]
-            table(header, [[side.name, *(_text(figures[name]) for name in NARROW)] for side, figures in told])
+            table(header, [[side.name, *(_text(figures[name]) for name in NARROW)] for side, figures in summed])
         else:
-            header = ["", *(side.name for side, _ in told), "UNIT"]
-            table(header, [[name, *(_text(f[name]) for _, f in told), FIGURES[name][0]] for name in SHOWN])
-    _end(whole, bool(told))
+            header = ["", *(side.name for side, _ in summed), "UNIT"]
+            table(header, [[name, *(_text(f[name]) for _, f in summed), FIGURES[name][0]] for name in SHOWN])
+    end(whole, bool(summed))
 
 
 @sim.command(short_help="Hold two policies or two worlds against each other")
@@ -189,20 +152,14 @@ def compare(
     where: str,
     policy: str,
     until_precise: bool,
-    seeds: int,
-    first_seed: int,
-    days: float | None,
-    changes: tuple[str, ...],
-    workers: int | None,
-    keep: Path | None,
-    as_json: bool,
+    options: Options,
 ) -> None:
     """Hold two policies of one world, or two worlds under one policy, against each other, seed by seed.
 
     Both meet the same luck. Prints by how much the second differs from the first, with a 95 % interval and a p-value that is
     corrected for the number of rows (Holm).
     """
-    with _told():
+    with told():
         from sim.campus.policies import POLICIES
         from sim.campus.statistics import difference, holm, p_value, reduction
         from sim.campus.study import cells, precise, shared
@@ -210,8 +167,8 @@ def compare(
         from sim.campus.world import find_world
 
         both = [name in POLICIES for name in (first, second)]
-        settings = _changed(changes, days)
-        numbers = range(first_seed, first_seed + seeds)
+        settings = options.settings
+        numbers = options.numbers
         if all(both):
             places = [find_world(where, settings)] * 2
             wanted = cells(places[:1], [first, second], numbers)
@@ -225,7 +182,7 @@ def compare(
         if keys[0] == keys[1]:
             raise ValueError("the two are the same")
         stop = (lambda sides: precise(sides[keys[0]], sides[keys[1]], "work_loss")) if until_precise else None
-        sides, whole = _perform(wanted, workers, keep, stop)
+        sides, whole = sides_of(wanted, options, stop)
     a, b = sides[keys[0]], sides[keys[1]]
     common = shared(a, b)
     rows = []
@@ -234,7 +191,7 @@ def compare(
         adjusted = holm([p_value([y - x for x, y in zip(*pair, strict=True)]) for pair in pairs.values()])
         for (name, (xs, ys)), p in zip(pairs.items(), adjusted, strict=True):
             rows.append((name, sum(xs) / len(xs), sum(ys) / len(ys), difference(xs, ys), reduction(xs, ys), p))
-    if as_json:
+    if options.as_json:
         print_json(
             {
                 "schema": 1,
@@ -263,22 +220,14 @@ def compare(
             ["", first[:24], second[:24], "LESS BY", "P", "UNIT"],
             [[n, f"{x:.4g}", f"{y:.4g}", _percent(r), f"{p:.3f}", FIGURES[n][0]] for n, x, y, _, r, p in rows],
         )
-    _end(whole, bool(rows))
+    end(whole, bool(rows))
 
 
 @sim.command(short_help="What two papers claim, beside what comes out here")
 @study_options
-def headline(
-    seeds: int,
-    first_seed: int,
-    days: float | None,
-    changes: tuple[str, ...],
-    workers: int | None,
-    keep: Path | None,
-    as_json: bool,
-) -> None:
+def headline(options: Options) -> None:
     """What ReclaimNet and GPUnion claim, beside what comes out here; nothing is tuned to match."""
-    with _told():
+    with told():
         from sim.campus import headline as claims
         from sim.campus.study import Cell, cells
         from sim.campus.world import find_world
@@ -286,106 +235,80 @@ def headline(
         wanted: list[Cell] = []
         names: dict[str, str] = {}
         for name in claims.worlds():
-            place = find_world(name, _changed(changes, days))
+            place = find_world(name, options.settings)
             names[place.digest] = name
-            wanted += cells([place], claims.policies_of(name), range(first_seed, first_seed + seeds))
-        sides, whole = _perform(sorted(wanted, key=lambda cell: cell.seed), workers, keep)
+            wanted += cells([place], claims.policies_of(name), options.numbers)
+        sides, whole = sides_of(sorted(wanted, key=lambda cell: cell.seed), options)
     rows = claims.rows({(names[digest], policy): side for (digest, policy), side in sides.items()})
-    if as_json:
+    if options.as_json:
         import msgspec
 
         print_json({"schema": 1, "complete": whole, "rows": msgspec.to_builtins(rows)})
     elif rows:
         table(["PAPER", "CLAIM", "OURS (95 % INTERVAL)", "N", "VERDICT"], [_claim(row) for row in rows])
-    _end(whole, bool(rows))
+    end(whole, bool(rows))
 
 
-# --- running
+@sim.command(short_help="Run a study's whole grid, here or on a cluster")
+@click.argument("study", type=click.Path(path_type=Path))
+@computing_options
+def sweep(study: Path, options: Computing) -> None:
+    """Run all worlds, settings, policies and seeds that STUDY, a TOML file, names; docs/simulator.md has an example.
+
+    Results are kept beside it (STUDY.results.jsonl, or --keep), each under a hash of all that it depends on: a sweep that was
+    interrupted goes on where it was, and one that is changed computes only what is new.
+    """
+    with told():
+        import msgspec
+
+        from sim.campus.sweep import read_study
+
+        plan, places = read_study(study)
+        if options.keep is None:
+            options = msgspec.structs.replace(options, keep=study.with_suffix(".results.jsonl"))
+        wanted = [point.cell(seed) for seed in plan.numbers for point in places]
+        results: dict[str, Result] = {}
+        whole = perform(wanted, options, lambda cell, result: results.update({cell.key: result}))
+    if options.as_json:
+        rows = [_point(point, plan.numbers, results) for point in places]
+        print_json({"schema": 1, "study": plan.name, "complete": whole, "points": rows})
+    elif results:
+        _points(places, plan.numbers, results)
+    end(whole, bool(results))
 
 
-def _changed(changes: Sequence[str], days: float | None) -> list[str]:
-    return [*changes, *([] if days is None else [f"days={days!r}"])]
+def _found(point: "Point", seeds: range, results: "dict[str, Result]") -> "list[Result]":
+    keys = [point.cell(seed).key for seed in seeds]
+    return [results[key] for key in keys if key in results]
 
 
-def _perform(
-    wanted: "list[Cell]",
-    workers: int | None,
-    keep: Path | None,
-    stop: "Callable[[dict[tuple[str, str], Side]], bool] | None" = None,
-) -> "tuple[dict[tuple[str, str], Side], bool]":
-    """What came of each world and policy, and whether nothing is missing. Ctrl-C keeps what is finished."""
-    from sim.campus.study import Kept, Side, perform
-
-    sides: dict[tuple[str, str], Side] = {}
-    for cell in wanted:
-        sides.setdefault((cell.world.digest, cell.policy), Side(cell.policy))
-    count = min(workers or os.cpu_count() or 1, len(wanted))
-    progress = _Progress(len(wanted))
-    try:
-        with _executor(count) as executor:
-            for cell, result in perform(wanted, executor, Kept(keep)):
-                sides[cell.world.digest, cell.policy].by_seed[cell.seed] = result
-                progress.step()
-                if stop is not None and stop(sides):
-                    return sides, True
-    except (KeyboardInterrupt, BrokenProcessPool):
-        click.echo(f"\nmesh: interrupted; {progress.done} of {len(wanted)} replications are finished", err=True)
-        return sides, False
-    return sides, True
+def _point(point: "Point", seeds: range, results: "dict[str, Result]") -> dict[str, object]:
+    found = _found(point, seeds, results)
+    return {
+        "world": point.world.name,
+        "settings": point.settings,
+        "policy": point.policy,
+        "n": len(found),
+        "figures": {name: _numbers(interval) for name, interval in point.summed(found).items()},
+        "replications": [{"seed": one.seed, "digest": one.digest, "figures": one.figures} for one in found],
+    }
 
 
-@contextmanager
-def _executor(count: int) -> Iterator[ProcessPoolExecutor | None]:
-    if count < 2:
-        yield None
-        return
-    executor = ProcessPoolExecutor(count, initializer=_end_at_once)
-    try:
-        yield executor
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _end_at_once() -> None:
-    """A worker says nothing of Ctrl-C: the process that reads its results does."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-class _Progress:
-    """A line to standard error after two seconds, and every five from then on."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.done = count, 0
-        self._begun = time.monotonic()
-        self._next = self._begun + QUIET_S
-
-    def step(self) -> None:
-        self.done += 1
-        now = time.monotonic()
-        if now < self._next or self.done == self.count:
-            return
-        self._next = now + EVERY_S
-        spent = now - self._begun
-        left = spent / self.done * (self.count - self.done)
-        click.echo(f"mesh: {self.done} of {self.count} replications, {lasting(left)} left ...", err=True)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Errors of worlds and policies in one line."""
-    try:
-        yield
-    except ValueError as error:
-        raise MeshError(str(error), ExitCode.USAGE) from error
-    except OSError as error:
-        raise MeshError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
-
-
-def _end(whole: bool, any_result: bool) -> None:
-    if not whole:
-        if not any_result:
-            click.echo("mesh: no pair of replications is finished yet", err=True)
-        sys.exit(INTERRUPTED)
+def _points(places: "list[Point]", seeds: range, results: "dict[str, Result]") -> None:
+    columns = list(dict.fromkeys(name for point in places for name in point.settings))
+    rows = []
+    for point in places:
+        found = _found(point, seeds, results)
+        if found:
+            figures = point.summed(found)
+            settings = [json.dumps(point.settings[name]) if name in point.settings else "" for name in columns]
+            rows.append(
+                [point.named, *settings, point.policy, str(len(found)), *(_text(figures[name]) for name in SWEPT)]
+            )
+    last = Counter(name.rpartition(".")[2] for name in columns)
+    short = [name if last[name.rpartition(".")[2]] > 1 else name.rpartition(".")[2] for name in columns]
+    header = ["WORLD", *short, "POLICY", "N", *SWEPT]
+    table([name.replace("_", " ").upper() for name in header], rows)
 
 
 # --- telling

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 REQUIRE = "MESH_REQUIRE_TIERS"
@@ -80,6 +81,12 @@ def browser_problem() -> str:
 
 
 @cache
+def dask_problem() -> str:
+    """Why there is no Dask cluster to test with; empty if there is."""
+    return "" if find_spec("distributed") else "Dask distributed is not installed (pip install 'campus-mesh[dask]')"
+
+
+@cache
 def cc_problem() -> str:
     """Why the doubles of NVIDIA's libraries cannot be compiled here; empty if they can."""
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
@@ -113,6 +120,7 @@ def bpf_problem() -> str:
 
 
 PROBES = {
+    "dask": dask_problem,
     "docker": docker_problem,
     "dockerd": dockerd_problem,
     "podman": podman_problem,

@@ -6,7 +6,7 @@ a line is used again only for the very same world, policy, seed and code.
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 
@@ -22,14 +22,14 @@ ROOM = Path(__file__).parents[1]
 LEAST_SEEDS = 5  # before the stop rule is asked
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Cell(msgspec.Struct, frozen=True, dict=True):
     """One replication that is wanted."""
 
     world: World
     policy: str
     seed: int
 
-    @property
+    @cached_property
     def key(self) -> str:
         """What its result depends on."""
         facts = (SCHEMA, self.world.digest, self.policy, self.seed, code_digest())
@@ -88,8 +88,9 @@ def cells(worlds: Sequence[World], policies: Sequence[str], seeds: Iterable[int]
 
 def perform(
     wanted: Sequence[Cell], executor: Executor | None = None, kept: Kept | None = None
-) -> Iterator[tuple[Cell, Result]]:
-    """Each cell with its result, as they come; the order depends on the executor, the results do not."""
+) -> Iterator[tuple[Cell, Result, bool]]:
+    """Each cell with its result and whether that was there already, as they come; the order depends on the executor, the results
+    do not."""
     kept = kept or Kept(None)
     missing = []
     for cell in wanted:
@@ -97,10 +98,19 @@ def perform(
         if result is None:
             missing.append(cell)
         else:
-            yield cell, result
+            yield cell, result, True
     for cell, result in _run(missing, executor):
         kept.add(cell, result)
-        yield cell, result
+        yield cell, result, False
+
+
+def compute(cell: Cell, code: str) -> Result:
+    """As whoever asks would compute it himself; ValueError from a machine whose code is another."""
+    if code_digest() != code:
+        raise ValueError(
+            "a machine of the cluster runs another version of campus-mesh: install the same one everywhere"
+        )
+    return replicate_named(cell.world, cell.policy, cell.seed)
 
 
 def _run(missing: Sequence[Cell], executor: Executor | None) -> Iterator[tuple[Cell, Result]]:
@@ -108,9 +118,8 @@ def _run(missing: Sequence[Cell], executor: Executor | None) -> Iterator[tuple[C
         for cell in missing:
             yield cell, replicate_named(cell.world, cell.policy, cell.seed)
         return
-    futures: dict[Future[Result], Cell] = {
-        executor.submit(replicate_named, cell.world, cell.policy, cell.seed): cell for cell in missing
-    }
+    code = code_digest()
+    futures: dict[Future[Result], Cell] = {executor.submit(compute, cell, code): cell for cell in missing}
     # What is not wanted any more is cancelled by the executor's shutdown: to cancel a future of a pool whose processes
     # have been killed makes its thread raise (CPython 3.11).
     for future in as_completed(futures):

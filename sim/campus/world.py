@@ -3,17 +3,16 @@
 Unknown keys, wrong types and impossible numbers are errors that name the line: a typo must never silently mean "default".
 """
 
-import re
-import tomllib
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from sim.campus.document import Change, Place, strict
+
 PRESETS = Path(__file__).parent / "worlds"
-MOST_BYTES = 1 << 20  # of a world's file
 MOST_NODES, MOST_JOBS = 20_000, 2_000_000
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -166,7 +165,7 @@ def world_file(name: str) -> Path:
     return path
 
 
-def find_world(name: str, changes: Sequence[str] = ()) -> World:
+def find_world(name: str, changes: Sequence[str | Change] = ()) -> World:
     """A preset by its name, or a file; with `changes`, as `parse_world` has them."""
     path = world_file(name)
     try:
@@ -176,63 +175,16 @@ def find_world(name: str, changes: Sequence[str] = ()) -> World:
     return parse_world(data, str(path), path.parent, changes)
 
 
-def parse_world(data: bytes, source: str, beside: Path | None = None, changes: Sequence[str] = ()) -> World:
+def parse_world(data: bytes, source: str, beside: Path | None = None, changes: Sequence[str | Change] = ()) -> World:
     """The world that these bytes say; a trace's file is looked for beside them. A change is `jobs.per_day=200`: the place of a
-    value, and TOML; places in lists are numbers from 0."""
-    if len(data) > MOST_BYTES:
-        raise WorldError(f"{source}: {len(data)} bytes are no world (at most {MOST_BYTES})")
-    try:
-        text = data.decode()
-        values = tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        raise WorldError(f"{source}: line {data[: error.start].count(10) + 1}: not UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        raise WorldError(f"{source}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise WorldError(f"{source}: {error}") from error
-    for change in changes:
-        _apply(values, change)
-    places = Places(text)
-    try:
-        world = msgspec.convert(values, World)
-    except (msgspec.ValidationError, RecursionError) as error:
-        where, words = places.of_error(str(error))
-        raise WorldError(f"{source}: line {where}: {words}") from error
+    value, and TOML (or the value itself); places in lists are numbers from 0."""
+    world, places = strict(data, source, World, WorldError, changes)
     for place, words in _impossible(world):
         raise WorldError(f"{source}: line {places.line(place)}: {words}")
     if world.trace is not None and beside is not None:
         trace = Trace(str(beside / world.trace.file))
         world = msgspec.structs.replace(world, trace=trace)
     return world
-
-
-def _apply(values: dict[str, Any], change: str) -> None:
-    place, equals, written = change.partition("=")
-    names = [name.strip() for name in place.split(".")]
-    if not equals or not all(names):
-        raise WorldError(f"{change!r} is no change: write PLACE=VALUE, as jobs.per_day=200")
-    try:
-        value = tomllib.loads(f"value = {written}")["value"]
-    except (tomllib.TOMLDecodeError, ValueError, RecursionError, KeyError) as error:
-        raise WorldError(f"{change!r}: {written!r} is no TOML value (text needs quotes)") from error
-    inside: Any = values
-    for name in names[:-1]:
-        inside = inside.setdefault(name, {}) if isinstance(inside, dict) else _item(inside, name, change)
-    if isinstance(inside, dict):
-        inside[names[-1]] = value
-    else:
-        _item(inside, names[-1], change)
-        inside[int(names[-1])] = value
-
-
-def _item(inside: Any, name: str, change: str) -> Any:
-    try:
-        return inside[int(name)]
-    except (ValueError, IndexError, TypeError) as error:
-        raise WorldError(f"{change!r}: there is no {name!r} in it") from error
-
-
-Place = tuple[str | int, ...]
 
 
 def _impossible(world: World) -> list[tuple[Place, str]]:
@@ -292,53 +244,3 @@ def _cut_wrongly(place: Place, spread: Spread) -> list[tuple[Place, str]]:
     if spread.least <= spread.median <= spread.most:
         return []
     return [(place, "its median is not between its least and its most")]
-
-
-class Places:
-    """Where in a TOML file a value stands: as good as can be told from headers and keys at the beginnings of lines."""
-
-    def __init__(self, text: str) -> None:
-        self._lines: dict[Place, int] = {}
-        counts: dict[Place, int] = {}
-        table: Place = ()
-        for number, line in enumerate(text.split("\n"), 1):
-            header = re.match(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]", line)
-            key = re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line)
-            if header:
-                table = self._names(header[2])
-                for depth in range(1, len(table)):
-                    if table[:depth] in counts:
-                        table = (*table[:depth], counts[table[:depth]], *table[depth:])
-                        break
-                if header[1] == "[[":
-                    counts[table] = counts.get(table, -1) + 1
-                    self._lines.setdefault(table, number)
-                    table = (*table, counts[table])
-                self._lines.setdefault(table, number)
-            elif key:
-                self._lines.setdefault((*table, *self._names(key[1])), number)
-
-    @staticmethod
-    def _names(dotted: str) -> Place:
-        return tuple(part.strip().strip("\"'") for part in dotted.split("."))
-
-    def line(self, place: Place) -> int:
-        """Of this value, or of the nearest thing around it."""
-        for depth in range(len(place), 0, -1):
-            if place[:depth] in self._lines:
-                return self._lines[place[:depth]]
-        return 1
-
-    def of_error(self, words: str) -> tuple[int, str]:
-        """The line, and the words without msgspec's path."""
-        told, _, rest = words.partition(" - at `$")
-        path = rest.rstrip("`")
-        place: Place = tuple(
-            int(index) if index else name for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path)
-        )
-        field = re.search(r"unknown field `([^`]*)`", told)
-        if field:
-            place = (*place, field[1])
-        name = ".".join(str(part) for part in place)
-        # A name of the user's own, as a table's, shows as [...] in msgspec's path: the table around it has to do.
-        return self.line(place), f"{told[:1].lower()}{told[1:]}" + (f" ({name})" if name and not field else "")

@@ -108,10 +108,10 @@ def test_the_stop_rule_waits_for_a_narrow_interval() -> None:
 def test_results_do_not_depend_on_who_computes_them_and_are_kept(tmp_path: Path) -> None:
     wanted = cells([find_world("gpunion-11", ["days=1"])], ["mesh", "slurm-s0"], range(3))
     assert [cell.seed for cell in wanted] == [0, 0, 1, 1, 2, 2]  # whole pairs first
-    alone = {cell.key: result for cell, result in perform(wanted)}
+    alone = {cell.key: result for cell, result, _ in perform(wanted)}
     file = tmp_path / "kept.jsonl"
     with ThreadPoolExecutor(2) as executor:
-        beside = {cell.key: result for cell, result in perform(wanted, executor, Kept(file))}
+        beside = {cell.key: result for cell, result, _ in perform(wanted, executor, Kept(file))}
     assert alone == beside and len(alone) == 6
     file.write_bytes(file.read_bytes() + b'{"key": "torn')  # a run that was killed as it wrote
     again = Kept(file)
