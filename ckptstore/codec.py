@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
+from ckptstore.coding import PLANES, WIDTHS, ZSTD, Bytes, Coding
 from ckptstore.errors import CorruptChunk
 
 if sys.version_info >= (3, 14):
@@ -23,23 +23,11 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-RAW, ZSTD, PLANES = 0, 1, 2
-WIDTHS = (2, 4, 8)  # bytes of an element, for planes
 LEVEL = 1
 SAMPLE_BYTES = 64 * 1024  # tried each way, from the middle of the first chunk of a tensor; ours
 WORTH = 0.98  # a way, or a plane, that leaves more than this of a simpler one is not worth its time; ours
 
-Bytes = bytes | bytearray | memoryview
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
-
-class Coding(msgspec.Struct, frozen=True):
-    """`planes` are those that are compressed, as bits; `delta`: the difference to a base is stored."""
-
-    codec: int = RAW
-    width: int = 0
-    planes: int = 0
-    delta: bool = False
 
 
 class _Tools(threading.local):

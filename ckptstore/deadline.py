@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from ckptstore.pacing import AIM
 
@@ -66,6 +65,8 @@ def scaled(uploads: Sequence[Upload], now: float) -> tuple[list[int], list[int]]
 
 def on_time(times: Sequence[int], deadlines: Sequence[int], weights: Sequence[float]) -> frozenset[int]:
     """The heaviest set of jobs that one machine can do in time, each of a whole time, by a whole deadline; exact."""
+    import numpy as np  # late, as in `coding`
+
     order = sorted(range(len(times)), key=lambda i: deadlines[i])
     last = min(max(deadlines, default=0), sum(times))
     best = np.full(last + 1, -np.inf)  # the most weight with so much time used

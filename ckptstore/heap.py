@@ -8,14 +8,14 @@ peak of memory is the same).
 import ctypes
 from contextlib import suppress
 
-import numpy as np
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 MAPPED_FROM_BYTES, KEPT_BYTES = 16 << 20, 64 << 20
 
 
 def room(length: int) -> memoryview:
     """Memory of so many bytes, with whatever is in it: it is about to be written over."""
+    import numpy as np
+
     return np.empty(length, np.uint8).data
 
 

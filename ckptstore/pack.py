@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from ckptstore.codec import PLANES, RAW, WIDTHS, ZSTD, Bytes, decode
+from ckptstore.coding import PLANES, RAW, WIDTHS, ZSTD, Bytes
 from ckptstore.errors import CorruptChunk, Locked
 from ckptstore.failpoints import failpoint
 from ckptstore.layout import CHUNK_BYTES
@@ -135,6 +135,8 @@ def check_stored(header: ObjectHeader, stored: Bytes) -> None:
 
 def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, vault: Vault | None = None) -> Bytes:
     """The chunk, verified against its id; Locked if it is sealed and the key is not this one."""
+    from ckptstore.codec import decode
+
     if (base is None) != (header.base is None):
         raise CorruptChunk("a delta without its base")
     if header.sealed:

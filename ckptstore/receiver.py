@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptstore.codec import Bytes
+from ckptstore.coding import Bytes
 from ckptstore.errors import CorruptChunk
 from ckptstore.pack import HEADER_BYTES, MAX_STORED, ObjectHeader, ObjectStream, PackWriter, open_chunk
 

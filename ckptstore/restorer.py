@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from ckptstore.codec import Bytes
+from ckptstore.coding import Bytes
 from ckptstore.errors import CorruptChunk
 from ckptstore.failpoints import failpoint
 from ckptstore.manifest import FileEntry, Manifest

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-import msgspec
-
-from ckptstore.codec import WIDTHS, Bytes, Coding, choose, encode
+from ckptstore.codec import choose, encode
+from ckptstore.coding import WIDTHS, Base, Bytes, Coding
 from ckptstore.errors import BadPath, SaveTorn
 from ckptstore.heap import room
 from ckptstore.layout import Piece, label, pieces
@@ -23,13 +22,6 @@ from ckptstore.pack import Location, PackWriter, chunk_name, read_at, wrap
 from ckptstore.vault import Vault
 
 DIGITS = re.compile(r"\d+")  # of a path: the step, most often
-
-
-class Base(msgspec.Struct, frozen=True):
-    """A chunk that another may be stored as the difference to: it is here, and no difference itself."""
-
-    id: bytes
-    length: int
 
 
 class Saver:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ckptstore.checker import salvage
-from ckptstore.codec import Bytes
+from ckptstore.coding import Base, Bytes
 from ckptstore.collector import Collected, collect
 from ckptstore.errors import (
     BadManifest,
@@ -58,7 +58,6 @@ from ckptstore.pack import (
 )
 from ckptstore.receiver import Receiver
 from ckptstore.restorer import restore
-from ckptstore.saver import Base, Saver
 from ckptstore.vault import Vault
 
 THREADS = min(4, os.cpu_count() or 1)  # that read, hash and encode; each uses up to 24 MiB
@@ -153,6 +152,8 @@ class Store:
 
         SaveTorn if a file changes meanwhile; then nothing is visible and nothing is lost.
         """
+        from ckptstore.saver import Saver
+
         with self.disk_errors():
             writer = PackWriter(self.tmp, self.packs, user != self.user)
             try:

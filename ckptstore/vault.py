@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
-from ckptstore.codec import Bytes
+from ckptstore.coding import Bytes
 from ckptstore.errors import CorruptChunk, Locked
 
 KEY_BYTES = REALM_BYTES = INNER_BYTES = 32

@@ -1,19 +1,11 @@
-"""One node: membership, store, engines and jobs wired together, and the answers its two interfaces give.
+"""One node: membership, store, engines and jobs wired together, and the answers its two interfaces give."""
 
-`python -m mesh.daemon --state DIR` is what `mesh up` starts. SIGTERM and SIGINT leave in order (guests get their notice, their
-state is shipped, the node says farewell); a second signal leaves at once.
-"""
-
-import argparse
 import asyncio
-import fcntl
-import json
 import logging
 import os
 import random
 import shutil
 import signal
-import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -21,7 +13,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ckptstore.errors import StoreError
 from ckptstore.store import Store
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig
@@ -30,10 +21,10 @@ from membership.effects import RecordChanged
 from membership.envelope import open_envelope
 from membership.events import EventsLost
 from membership.gate import Policy
-from membership.identity import Identity, IdentityError, NodeId, format_id, short_id
+from membership.identity import Identity, NodeId, format_id, short_id
 from membership.node import MembershipNode, PortInUse
-from membership.trust import PROVIDER, TrustError, TrustStore
-from mesh import __version__, privileges
+from membership.trust import PROVIDER, TrustStore
+from mesh import __version__
 from mesh.api import local
 from mesh.api.auth import Gatekeeper
 from mesh.api.ckptdesk import CkptDesk
@@ -50,13 +41,12 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.tunnels import Tunnels
 from mesh.api.wire import Wire
-from mesh.config import ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.config import Layout, Settings
 from mesh.edge.edge import Edge
 from mesh.edge.keeper import keep
 from mesh.edge.switch import GUESTS
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import ceilings_of
-from mesh.engine.docker import DockerEngine
 from mesh.engine.egress import policy_of
 from mesh.engine.engine import Availability, Engine
 from mesh.engine.guarded import GuardedEngine
@@ -68,7 +58,7 @@ from mesh.images.library import Library
 from mesh.jobs.authority import Authority
 from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
-from mesh.jobs.journal import Journal, JournalError
+from mesh.jobs.journal import Journal
 from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
@@ -447,6 +437,8 @@ class Daemon:
             process = ProcessEngine(self.switch, network=self.settings.process_network)
             made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory))
         if "docker" in self.settings.engines:
+            from mesh.engine.docker import DockerEngine  # the SDK is 19 MiB and 0.1 s
+
             policy = policy_of(self.settings.egress, self.settings.egress_allow)
             made.append(BoundedEngine(DockerEngine(format_id(self.me), self.switch, policy, self.edge), self.ceilings))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
@@ -528,65 +520,3 @@ class Daemon:
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
-
-
-async def _main(layout: Layout, settings: Settings) -> None:
-    daemon = Daemon(layout, settings)
-    try:
-        await daemon.start()
-    except BaseException:
-        daemon.edge.close()  # all else ends with the process
-        raise
-    notify(f"READY=1\nSTATUS={daemon.membership.standing.nick} in mesh {daemon.trust.genesis.name}")
-    try:
-        await daemon.run()
-    finally:
-        await daemon.stop()
-
-
-def main() -> None:
-    """The process behind `mesh up`. Exit codes as the command line's; the last line of stderr says what was wrong."""
-    parser = argparse.ArgumentParser(prog="mesh.daemon")
-    parser.add_argument("--state", required=True)
-    parser.add_argument("--overrides", default="{}", help="settings as JSON, over those of config.toml")
-    options = parser.parse_args()
-    layout = Layout(state_directory(options.state))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("aiohttp").setLevel(logging.WARNING)
-    try:
-        privileges.keep()
-        layout.make()
-        lock = layout.lock.open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"mesh: another daemon runs with {layout.root}: `mesh status`, or `mesh down` to stop it")
-        settings = load_settings(layout.config, json.loads(options.overrides))
-        asyncio.run(_main(layout, settings))
-    except BaseExceptionGroup as group:
-        sys.exit(f"mesh: {_words(_first(group), layout)}")
-    except (*EXPECTED, OSError) as error:
-        sys.exit(f"mesh: {_words(error, layout)}")
-
-
-EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What made a part of the daemon fail; a fault of ours keeps its traceback in the log."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, (*EXPECTED, OSError)):
-        log.error("a part of the daemon failed", exc_info=error)
-    return error
-
-
-def _words(error: BaseException, layout: Layout) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or layout.root}: {error.strerror}. Name another place with --state."
-    return str(error) if isinstance(error, EXPECTED) else f"the daemon failed: {error!r}"
-
-
-if __name__ == "__main__":
-    main()

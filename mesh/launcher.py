@@ -15,7 +15,7 @@ START_TIMEOUT_S = 30.0
 
 
 def daemon_command(where: Layout, overrides: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "mesh.daemon", "--state", str(where.root), "--overrides", json.dumps(overrides)]
+    return [sys.executable, "-m", "mesh.entry", "--state", str(where.root), "--overrides", json.dumps(overrides)]
 
 
 def start_daemon(where: Layout, overrides: dict[str, Any], within: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:

@@ -55,7 +55,7 @@ def unit(service: Service) -> str:
         "",
         "[Service]",
         "Type=notify",
-        f"ExecStart={_word(service.python)} -m mesh.daemon --state {_word(service.state)}",
+        f"ExecStart={_word(service.python)} -m mesh.entry --state {_word(service.state)}",
         f"StandardOutput=append:{_plain(service.state)}/daemon.log",
         "StandardError=inherit",
         *([f"User={service.user}"] if service.user else []),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.codec import PLANES, RAW, WIDTHS, ZSTD, Coding, choose, decode, encode
+from ckptstore.codec import choose, decode, encode
+from ckptstore.coding import PLANES, RAW, WIDTHS, ZSTD, Coding
 from ckptstore.errors import CorruptChunk
 
 CODINGS = st.one_of(

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.checker import verify
-from ckptstore.codec import RAW, ZSTD, Coding, encode
+from ckptstore.codec import encode
+from ckptstore.coding import RAW, ZSTD, Coding
 from ckptstore.errors import CorruptChunk, Locked, MissingChunks, StoreError
 from ckptstore.pack import HEADER_BYTES, ObjectHeader, check_stored, chunk_name, encode_header, open_chunk, wrap
 from ckptstore.vault import FRONT_BYTES, SEALED_BYTES, Vault

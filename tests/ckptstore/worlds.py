@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from ckptstore.codec import RAW
+from ckptstore.coding import RAW
 from ckptstore.manifest import Seal
 from ckptstore.pack import chunk_name, encode_header, wrap
 from ckptstore.store import SavedManifest, Store

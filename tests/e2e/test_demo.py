@@ -88,7 +88,7 @@ def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
 def mine(pid: int) -> list[int]:
     text = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in text.splitlines()[1:]]
-    return [int(row[0]) for row in rows if int(row[1]) == pid and "mesh.daemon" in row[2]]
+    return [int(row[0]) for row in rows if int(row[1]) == pid and "mesh.entry" in row[2]]
 
 
 def exists(pid: int) -> bool:

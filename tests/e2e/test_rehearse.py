@@ -96,7 +96,7 @@ def test_one_that_is_interrupted_leaves_nothing_behind(nothing_left: Path) -> No
     while "runs it" not in line:
         line = process.stderr.readline()
         assert line, "it ended early"
-    daemons = [pid for pid, words in descendants(process.pid) if "mesh.daemon" in words]
+    daemons = [pid for pid, words in descendants(process.pid) if "mesh.entry" in words]
     assert len(daemons) >= 3 and list(nothing_left.iterdir())
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
