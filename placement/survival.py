@@ -11,7 +11,7 @@ Gamma frailty, since no node is the average of its factors.
 `docs/survival.md` has the formulas, where the constants come from, and how far to trust it. One update is O(1).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import exp, floor, log, sqrt
 
 import msgspec
@@ -30,6 +30,7 @@ NODE_PRIOR, OWN_AGE_PRIOR, OWN_BLOCK_PRIOR = 3.0, 5.0, 15.0
 BASE_EVENTS, BASE_HOURS = 1.0, 12.0
 MOST_S = 90 * factors.DAY_S  # counted of one stay at a time: a clock that jumps by years says nothing; ours
 FRAILTY = 0.25  # theta; on both traces the best is 0.1 to 0.35
+FIRST_S, LONGEST_S = 300.0, HOUR_S  # steps in which a rate is taken to hold: the first ages, and the hours
 ROOM_MEMORY_S = 4 * HOUR_S  # what the room does now says half as much of four hours on
 Z_90 = 1.645
 
@@ -169,6 +170,15 @@ class Estimator:
         if known is None:
             return self._integral(window, window.start, None)
         return self._integral(window, window.start if known.since is None else known.since, known)
+
+    def rates(self, node: bytes, start: float) -> Iterator[tuple[float, float]]:
+        """Departures a second from `start` on, each with until when it holds."""
+        step = FIRST_S
+        while True:
+            hazard = self.hazard(node, self.window(start, step))
+            start += step
+            yield start, hazard / step
+            step = min(2 * step, LONGEST_S)
 
     def survivals(self, nodes: Iterable[bytes], now: float, horizon_s: float) -> list[float]:
         """The probability for each that it stays for another `horizon_s`."""

@@ -8,6 +8,7 @@ from math import inf
 
 from ckptstore.deadline import Upload, feasible, plan
 from mesh.jobs.onward import GOES_HOME, WENT_HOME, home_wait_s
+from placement.schedule import Cover
 from sim.campus.carrier import Carrier, numbers
 from sim.campus.churn import DAY_S, Absence, absences, machines
 from sim.campus.demand import Order, orders
@@ -28,10 +29,7 @@ GIB = float(1 << 30)
 HOUR_S = 3600.0
 ALMOST_S = 1e-6
 RETRY_HOME_S = 120.0  # between two looks at a home that is lent but full; ours
-COVERED, DOUBT = (
-    0.9,
-    5,
-)  # of noticed departures nothing is lost; and so many without notice are believed in at first; ours
+COVERED = 0.9  # of noticed departures nothing is lost; ours
 VACATED = "vacated: its node leaves"
 
 
@@ -168,7 +166,7 @@ class Campus:
         self.forecast.left(host.number, now)
         self._departed += 1
         self._noticed += absence.kind == "noticed"
-        self.saver.lossy = 1 - COVERED * self._noticed / (self._departed + DOUBT)
+        self.saver.lossy = Cover(self._departed, COVERED * self._noticed).lossy
         gone = absence.kind != "noticed"
         delay = delay_s(self.policy.detection, quantiles_s(), self.streams.get(host.machine.name, "detection"))
         if gone:

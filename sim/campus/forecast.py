@@ -10,7 +10,6 @@ from placement.survival import Estimator, weight
 DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S  # the first of Unix time, in which the estimator counts
 WEIGHED_S = 3600.0  # as the daemon's advert
-FIRST_S, LONGEST_S = 300.0, 3600.0  # steps in which a rate is taken to hold: the estimator's first ages, and its hours
 
 
 class Forecast:
@@ -43,12 +42,8 @@ class Forecast:
 
     def rates(self, machine: int, start: float) -> Iterator[tuple[float, float]]:
         """Departures a second from `start` on, each with until when it holds."""
-        name, step = self._names[machine], FIRST_S
-        while True:
-            hazard = self._estimator.hazard(name, self._estimator.window(start + self._offset_s, step))
-            start += step
-            yield start, hazard / step
-            step = min(2 * step, LONGEST_S)
+        for until, rate in self._estimator.rates(self._names[machine], start + self._offset_s):
+            yield until - self._offset_s, rate
 
     @property
     def mean_rate(self) -> float:

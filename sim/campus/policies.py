@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from sim.campus.schedules import HazardIntegral, Never, Oracle, Periodic, Schedule, Young
+from sim.campus.schedules import Never, Oracle, Periodic, Product, Schedule, Young
 
 
 class Detection(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ POLICIES: dict[str, Policy] = {
         Policy(
             "mesh",
             "ours: survival-weighted rendezvous, checkpoints by the hazard's integral on two peers, migration under notice",
-            HazardIntegral(),
+            Product(),
             MESH,
             place="rendezvous",
             keeps="peers",

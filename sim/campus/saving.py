@@ -53,10 +53,11 @@ class Saver:
 
     def _outlook(self, job: Job, host: Host) -> Outlook:
         forecast, number = self._forecast, host.number
-        upload_s = max(job.upload_s, job.order.state_bytes / self._slowest_bps * self._policy.copies)
+        whole_s = job.order.state_bytes / self._slowest_bps * self._policy.copies
         return Outlook(
             self.stall_s(job),
-            upload_s * len(host.guests),
+            job.upload_s or whole_s,
+            max(job.upload_s, whole_s) * len(host.guests),
             self.lossy if self._policy.notice != "ignore" else 1.0,
             lambda start: forecast.rates(number, start),
             forecast.mean_rate,

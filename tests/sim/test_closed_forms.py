@@ -22,7 +22,7 @@ from sim.campus.churn import (
     relative_hours,
 )
 from sim.campus.policies import POLICIES, Policy
-from sim.campus.schedules import HazardIntegral, Outlook, Periodic, Young
+from sim.campus.schedules import Outlook, Periodic, Product, Young
 from sim.campus.world import Spread, World, find_world, parse_world
 from sim.kernel import Kernel
 from sim.streams import Streams
@@ -179,14 +179,14 @@ def test_youngs_interval_wastes_least_of_all_fixed_ones() -> None:
 
 
 def outlook(rate: float, lossy: float = 1.0) -> Outlook:
-    return Outlook(20.0, 30.0, lossy, lambda start: iter([(float("inf"), rate)]), rate, float("inf"))
+    return Outlook(20.0, 30.0, 30.0, lossy, lambda start: iter([(float("inf"), rate)]), rate, float("inf"))
 
 
 def test_where_the_hazard_is_constant_its_integral_is_youngs_rule() -> None:
     for rate in (1 / 3600, 1 / 36_000):
-        due = HazardIntegral().next_checkpoint(100.0, 100.0, outlook(rate))
+        due = Product().next_checkpoint(100.0, 100.0, outlook(rate))
         assert due - 100.0 == pytest.approx(Young().interval_s(20.0, 1 / rate))
-    quarter = HazardIntegral().next_checkpoint(0.0, 0.0, outlook(1 / 3600, lossy=0.25))
+    quarter = Product().next_checkpoint(0.0, 0.0, outlook(1 / 3600, lossy=0.25))
     assert quarter == pytest.approx(2 * Young().interval_s(20.0, 3600.0))
 
 
