@@ -1,56 +1,85 @@
 """A Docker engine of a test's own, with its own images, beside the one that DOCKER_HOST names: two nodes need two."""
 
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 WAIT_S = 60.0
 
 
-class Engine(NamedTuple):
-    """`host`: its DOCKER_HOST; `pid`: of dockerd itself."""
+class Dockerd:
+    """`host`: its DOCKER_HOST. With `live`, its containers go on while it is stopped; else they end with it. They have no
+    network, so that it touches nothing of this machine's."""
 
-    host: str
-    pid: int
+    def __init__(self, live: bool = False) -> None:
+        self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
+        self._live = live
+        self.host = f"unix://{self._root}/s"
+        self.start()
 
+    def start(self) -> None:
+        root = self._root
+        places = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
+        alone = ["--bridge=none", "--iptables=false", "--ip6tables=false", *(["--live-restore"] if self._live else ())]
+        with (root / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                ["dockerd", "-H", self.host, *places, *alone], stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + WAIT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"dockerd did not start: {(root / 'log').read_text()[-1000:]}")
+            time.sleep(0.1)
 
-@contextmanager
-def dockerd() -> Iterator[str]:
-    """Its DOCKER_HOST, while it runs."""
-    with dockerd_of() as engine:
-        yield engine.host
-
-
-@contextmanager
-def dockerd_of() -> Iterator[Engine]:
-    """Containers on it have no network, so that it touches nothing of this machine's."""
-    root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
-    host = f"unix://{root}/s"
-    options = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen(
-            ["dockerd", "-H", host, *options, "--bridge=none", "--iptables=false", "--ip6tables=false"],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        _wait(process, host, root)
-        yield Engine(host, process.pid)
-    finally:
-        process.terminate()
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        os.kill(self._process.pid, signal.SIGSTOP)
         try:
-            process.wait(WAIT_S)
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        _unmount(root)
-        shutil.rmtree(root, ignore_errors=True)
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            if self._live:
+                with client_of(self.host) as client:
+                    for container in client.containers.list(all=True):
+                        container.remove(force=True)
+            self.stop()
+        _unmount(self._root)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            client.connect(self.host.removeprefix("unix://"))
+            client.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+            return b"200 OK" in client.recv(4096)
+        return False
+
+
+@contextmanager
+def dockerd(live: bool = False) -> Iterator[Dockerd]:
+    engine = Dockerd(live)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 @contextmanager
@@ -62,21 +91,6 @@ def client_of(host: str) -> Iterator[Any]:
         yield client
     finally:
         client.close()
-
-
-def _wait(process: "subprocess.Popen[bytes]", host: str, root: Path) -> None:
-    import docker.errors
-
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            with client_of(host) as client:
-                client.ping()
-                return
-        except (docker.errors.DockerException, OSError) as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"dockerd did not start: {(root / 'log').read_text()[-1000:]}") from error
-            time.sleep(0.1)
 
 
 def _unmount(root: Path) -> None:

@@ -78,7 +78,7 @@ class Witness:
         return value
 
 
-def cut() -> Sequence[dict[str, Any]]:
+def cut(trials: int | None = None) -> Sequence[dict[str, Any]]:
     """A guest floods the machine's neighbour; the switch is turned, again and again."""
     measure = "map flip -> last guest packet seen at the neighbour (netns, 1,000 flips at 1 Gbit/s)"
     goal = f"p99 < {CUT_MS:g} ms"
@@ -97,7 +97,7 @@ def cut() -> Sequence[dict[str, Any]]:
             edge.open()
             edge.attach("g0")
             stack.enter_context(_flow(wires.guests[0], "flood", NEIGHBOUR, str(port), str(FLOOD_MBPS)))
-            flips = [_flip(edge, witness, rng) for _ in range(FLIPS)]
+            flips = [_flip(edge, witness, rng) for _ in range(trials or FLIPS)]
     taken = sorted(milliseconds for milliseconds, _ in flips)
     p99, rate_mbps = taken[int(0.99 * len(taken))], statistics.median(mbps for _, mbps in flips)
     found = row(f"{measure}, p99", taken, "ms", goal=goal, met=p99 < CUT_MS if rate_mbps > 0.9 * FLOOD_MBPS else None)
@@ -125,7 +125,7 @@ def _flip(edge: Edge, witness: Witness, rng: random.Random) -> tuple[float, floa
     return max(0, witness.last_ns() - begun) / 1e6, rate_mbps
 
 
-def background() -> Sequence[dict[str, Any]]:
+def background(trials: int | None = None) -> Sequence[dict[str, Any]]:
     """A flow of the machine's own, that is not greedy, while a checkpoint leaves as fast as it goes: its peer was slow at other
     times, so it is not expected to be in time. Beside it the same without the edge."""
     measure = "background flow while a migration fills the link (HTB, namespaces): lost of its rate"
@@ -135,18 +135,18 @@ def background() -> Sequence[dict[str, Any]]:
     lost: dict[bool, list[float]] = {}
     met: dict[bool, list[bool]] = {}
     for shaped in (False, True):
-        lost[shaped], met[shaped] = asyncio.run(_beside(shaped))
+        lost[shaped], met[shaped] = asyncio.run(_beside(shaped, trials or TRIALS))
         print(f"shaped {shaped}: lost {[round(v, 2) for v in lost[shaped]]} %, in time {met[shaped]}", flush=True)
     good = statistics.median(lost[True]) < DEGRADED
     peer = "without the edge"
     return [
         row(measure, lost[True], "%", goal=goal, met=good and all(met[True]), peer=peer, peer_values=lost[False]),
         row(in_time, [statistics.mean(met[True])], "of 1", goal="1", met=all(met[True]), peer=peer)
-        | {"n": TRIALS, "peer_value": statistics.mean(met[False])},
+        | {"n": trials or TRIALS, "peer_value": statistics.mean(met[False])},
     ]
 
 
-async def _beside(shaped: bool) -> tuple[list[float], list[bool]]:
+async def _beside(shaped: bool, trials: int) -> tuple[list[float], list[bool]]:
     with tempfile.TemporaryDirectory() as text, Wires(0, LINK_MBPS) as wires, contextlib.ExitStack() as stack:
         directory = Path(text)
         store = open_store(directory / "ours")
@@ -168,7 +168,7 @@ async def _beside(shaped: bool) -> tuple[list[float], list[bool]]:
         courier = Courier(peers, store)
         keeping = asyncio.create_task(keep(edge, wire, courier.departures, print))
         alone, beside, met = [], [], []
-        for number in range(TRIALS):
+        for number in range(trials):
             saved = checkpoint(store, directory / "in", number, int(COPY_SHARE * LINK_MBPS / 8 * 1e6 * WINDOW_S))
             for _ in range(SEEN):
                 courier.bandwidth.saw(PEER, 10**7, 10.0)

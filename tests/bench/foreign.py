@@ -1,6 +1,8 @@
 """From a program of the owner's on a GPU until nothing of a guest can be launched there. On the double of the driver and NVML."""
 
+import random
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ from tests.tiers import cc_problem
 
 TRIALS = 30
 MOST_S = 1.5
+LOOK_S = 1.0  # from one of the node's looks at its GPUs to the next
 
 
-def foreign() -> Sequence[dict[str, Any]]:
+def foreign(trials: int | None = None) -> Sequence[dict[str, Any]]:
     measure, goal = "foreign GPU process seen to guest launches stopped (double of NVML)", f"<= {MOST_S:g} s"
     if problem := cc_problem():
         return [not_run(measure, "s", goal, problem)]
     taken: list[float] = []
+    rng = random.Random(7)
     patch = pytest.MonkeyPatch()
     with tempfile.TemporaryDirectory(prefix="mesh-foreign-") as name:
         base = Path(name)
@@ -37,12 +41,13 @@ def foreign() -> Sequence[dict[str, Any]]:
                     job = submit(node, world, "any.py", *WHOLE_GPU)
                     until(lambda: (rows := on_gpus(node)) and rows[0].get("launches", 0) > 10, "it to work")
                     device = [f"GPU-{one}" for one in world.uuids].index(on_gpus_of(node, job))
-                    for _ in range(TRIALS):
-                        launches = on_gpus(node)[0]["launches"]
+                    for _ in range(trials or TRIALS):
+                        time.sleep(rng.uniform(0, LOOK_S))  # at any moment between two looks
                         owners = Owners(world, device)
                         shut = until(lambda: log_at(node, "GPU gate closed")[len(taken) :], "the gate to shut")
                         taken.append(shut[0] - owners.began_unix)
                         until(lambda: len(log_at(node, "rung suspended")) == len(taken), "it to stand still")
+                        launches = on_gpus(node)[0]["launches"]
                         owners.end()
                         until(lambda before=launches: on_gpus(node)[0]["launches"] > before, "it to go on")
                     node.client.post("/v1/down", {"now": True})

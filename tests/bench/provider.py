@@ -1,12 +1,14 @@
 """What an owner can rely on: how fast guests are off the network, and whether his own traffic is whole while checkpoints leave.
 
-Root, namespaces, tc and clang are needed. `--rows NAME ...` runs some; each row's function is in ROWS, by name, and rows of an
-earlier run of the same commit are kept for those that are not run.
+Root, namespaces, tc, clang, and a Docker engine (its own, and the one of DOCKER_HOST) are needed; a row that lacks one says so.
+`--rows NAME ...` runs some; each row's function is in ROWS, by name, and rows of an earlier run of the same commit are kept for
+those that are not run. `--trials N` has each measure taken so often, to see that all of it runs.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tests.bench import edge, foreign, seize, start  # noqa: E402
 from tests.bench.harness import BUILD, commit, write  # noqa: E402
 
 Row = dict[str, Any]
-ROWS: dict[str, Callable[[], Sequence[Row]]] = {
+ROWS: dict[str, Callable[[int | None], Sequence[Row]]] = {
     "cut": edge.cut,
     "background": edge.background,
     "start": start.start,
@@ -40,10 +42,14 @@ def kept(names: Sequence[str]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS])
-    chosen = parser.parse_args().rows
+    parser.add_argument("--trials", type=int, help="of each measure, instead of as many as its figure is made of")
+    arguments = parser.parse_args()
+    chosen = arguments.rows
     rows = kept(chosen)
     for name in chosen:
-        rows += [{**row, "row": name} for row in ROWS[name]()]
+        begun = time.monotonic()
+        rows += [{**row, "row": name} for row in ROWS[name](arguments.trials)]
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
     write("provider", rows)
 
 

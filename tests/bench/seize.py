@@ -6,9 +6,9 @@ process has ended is told by the kernel (pidfd).
 
 import asyncio
 import contextlib
+import math
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.harness import not_run, row
-from tests.dockerd import dockerd_of
+from tests.dockerd import Dockerd, dockerd
 from tests.engine.test_killswitch import Place, fresh_mark
 from tests.images import import_busybox
 from tests.tiers import dockerd_problem
@@ -30,22 +30,23 @@ MEASURE = "reclaim --now to no guest process alive (%s)"
 WAIT_S = 30.0
 
 
-def seize() -> Sequence[dict[str, Any]]:
+def seize(trials: int | None = None) -> Sequence[dict[str, Any]]:
+    trials = trials or TRIALS
     rows: list[dict[str, Any]] = []
     for state in ("idle", "loop blocked"):
-        rows += _rows("process", state, asyncio.run(_trials("process", state, None)))
+        rows += _rows("process", state, asyncio.run(_trials("process", state, trials)))
     if problem := dockerd_problem():
         return [
             *rows,
             *(not_run(MEASURE % f"docker, {state}", "ms", GOAL, problem) for state in ("idle", "loop blocked")),
         ]
-    with dockerd_of() as engine:
+    with dockerd() as engine:
         before = os.environ.get("DOCKER_HOST")
         os.environ["DOCKER_HOST"] = engine.host
         try:
-            import_busybox()
+            image = import_busybox()
             for state in ("idle", "loop blocked", "engine stopped"):
-                rows += _rows("docker", state, asyncio.run(_trials("docker", state, engine.pid)))
+                rows += _rows("docker", state, asyncio.run(_trials("docker", state, trials, engine, image)))
         finally:
             os.environ.pop("DOCKER_HOST")
             if before is not None:
@@ -54,7 +55,7 @@ def seize() -> Sequence[dict[str, Any]]:
 
 
 def _rows(kind: str, state: str, taken_ms: Sequence[float]) -> list[dict[str, Any]]:
-    p99 = sorted(taken_ms)[int(len(taken_ms) * 0.99) - 1]
+    p99 = sorted(taken_ms)[math.ceil(len(taken_ms) * 0.99) - 1]
     what = MEASURE % f"{kind}, {state}"
     return [
         {
@@ -65,17 +66,19 @@ def _rows(kind: str, state: str, taken_ms: Sequence[float]) -> list[dict[str, An
     ]
 
 
-async def _trials(kind: str, state: str, engine: int | None) -> list[float]:
+async def _trials(
+    kind: str, state: str, trials: int, engine: Dockerd | None = None, image: str | None = None
+) -> list[float]:
     taken = []
     with tempfile.TemporaryDirectory(prefix="mesh-seize-") as name:
-        for number in range(TRIALS):
+        for number in range(trials):
             root = Path(name) / str(number)
             root.mkdir()
-            taken.append(await _trial(Place(root, kind), state, engine))
+            taken.append(await _trial(Place(root, kind, image), state, engine))
     return taken
 
 
-async def _trial(place: Place, state: str, engine: int | None) -> float:
+async def _trial(place: Place, state: str, engine: Dockerd | None) -> float:
     """Milliseconds."""
     assert (await place.bench.engine.availability()).ok
     await place.guest(fresh_mark())
@@ -83,8 +86,7 @@ async def _trial(place: Place, state: str, engine: int | None) -> float:
         ends = [stack.enter_context(_watched(pid)) for pid in await place.bench.guests[0].pids()]
         if state == "engine stopped":
             assert engine is not None
-            os.kill(engine, signal.SIGSTOP)
-            stack.callback(os.kill, engine, signal.SIGCONT)
+            stack.enter_context(engine.hanging())
         order = threading.Thread(target=place.press)
         poller = select.poll()
         for end in ends:
@@ -124,8 +126,8 @@ def _watched(pid: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def escapes() -> Sequence[dict[str, Any]]:
-    """The list of tests/engine/test_escapes.py, on a real engine: each tries several ways out."""
+def escapes(trials: int | None = None) -> Sequence[dict[str, Any]]:
+    """The list of tests/engine/test_escapes.py, on a real engine: each tries several ways out, once."""
     measure, goal = "container escape attempts that succeed, host unharmed", "0"
     command = [
         sys.executable,

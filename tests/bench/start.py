@@ -68,7 +68,7 @@ def lender(order: dict[str, Any]) -> Iterator[StackNode]:
         yield node
 
 
-def start() -> Sequence[dict[str, Any]]:
+def start(trials: int | None = None) -> Sequence[dict[str, Any]]:
     measure, goal = "container start through mesh beside docker run of the same image, interleaved", f"<= {MOST:g}x"
     if docker_problem():
         return [not_run(f"{measure}: {way}", "s", goal, docker_problem()) for way in ("call", "command")]
@@ -87,7 +87,7 @@ def start() -> Sequence[dict[str, Any]]:
                 "command": lambda: run(*mesh, "run", "--no-workdir", "--image", image, "--", "true"),
                 "docker command": lambda: run("docker", "run", "--rm", "--network", "none", image, "true"),
             }
-            for number in range(WARMUP + ROUNDS):
+            for number in range(WARMUP + (trials or ROUNDS)):
                 for name, way in ways.items():
                     seconds = starts.after(way)
                     if number >= WARMUP:

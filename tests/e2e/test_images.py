@@ -29,7 +29,7 @@ SIZE = 24 << 20
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[str, str]]:
     with dockerd() as one, dockerd() as two:
-        yield one, two
+        yield one.host, two.host
 
 
 @pytest.fixture(scope="module")

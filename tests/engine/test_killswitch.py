@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from mesh.engine.engine import Engine, EngineError
 from mesh.engine.killswitch import BY_OWNER, KillSwitch, open_switch
 from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Damaged, Entry, Register, boot_id, decode_entry
+from tests.dockerd import Dockerd, dockerd
 from tests.engine.test_engines import LOOP, Bench, containers, processes_with, wait_until
 from tests.images import busybox_image, import_busybox
 
@@ -37,7 +36,8 @@ FORKS = "f() { sleep 7{mark} & sleep 0.01; f; }; f"
 class Place:
     """A register, its switch, and a bench on an engine that has them."""
 
-    def __init__(self, root: Path, kind: str) -> None:
+    def __init__(self, root: Path, kind: str, image: str | None = None) -> None:
+        """`image`: for containers; without it, one on the engine that all tests share."""
         self.root, self.kind = root, kind
         self.register = Register(root / "guests")
         self.socket = root / "kill.sock"
@@ -49,7 +49,7 @@ class Place:
         else:
             engine = ProcessEngine(self.switch, namespaces=kind == "process")
         (root / "attempt").mkdir()
-        self.bench = Bench(engine, root / "attempt", busybox_image() if kind == "docker" else None)
+        self.bench = Bench(engine, root / "attempt", (image or busybox_image()) if kind == "docker" else None)
 
     async def guest(self, mark: str) -> None:
         script = f"trap '' TERM; (sleep 9{mark} &); sh -c 'sleep 8{mark} & wait' & echo ready{mark}; {LOOP}"
@@ -291,61 +291,22 @@ def test_a_guest_that_hangs_does_not_delay_another(bystander: Process, monkeypat
 # --- an engine that hangs
 
 
-class OwnDockerd:
-    """One that a test may stop, and start again: its containers go on meanwhile."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.path = f"/tmp/mesh-dk-{os.getpid()}"
-        self.address = f"unix://{self.path}.s"
-        self.start()
-
-    def start(self) -> None:
-        command = ["dockerd", "--data-root", f"{self.root}/data", "--exec-root", f"{self.path}-x", "-H", self.address]
-        options = ["--bridge=none", "--iptables=false", "--live-restore", "--pidfile", f"{self.root}/pid"]
-        with (self.root / "dockerd.log").open("ab") as log:
-            self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
-        wait_until(lambda: _answers(f"{self.path}.s"), "dockerd to answer")
-
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGCONT)
-        self.process.terminate()
-        self.process.wait(WAIT_S)
-
-    def close(self) -> None:
-        self.stop()
-        subprocess.run(
-            ["umount", "-l", f"{self.root}/data"], capture_output=True, check=False
-        )  # it mounts it on itself
-        shutil.rmtree(f"{self.path}-x", ignore_errors=True)
-        Path(f"{self.path}.s").unlink(missing_ok=True)
+@pytest.fixture(scope="module")
+def engine_of_its_own() -> Iterator[Dockerd]:
+    with dockerd(live=True) as engine:
+        yield engine
 
 
 @pytest.fixture
-def own_dockerd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnDockerd]:
-    if os.getuid() != 0:
-        pytest.skip("a dockerd of one's own needs root")
-    dockerd = OwnDockerd(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", dockerd.address)
-    yield dockerd
-    dockerd.close()
+def own_dockerd(engine_of_its_own: Dockerd, monkeypatch: pytest.MonkeyPatch) -> Dockerd:
+    """One that a test may stop, and start again."""
+    monkeypatch.setenv("DOCKER_HOST", engine_of_its_own.host)
+    return engine_of_its_own
 
 
-def _answers(path: str) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
-        client.connect(path)
-        client.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
-        return b"200 OK" in client.recv(4096)
-    return False
-
-
-@pytest.mark.docker
-async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: OwnDockerd) -> None:
-    pid, image = own_dockerd.process.pid, import_busybox()
-    place = Place(tmp_path / "place", "process")
-    engine = DockerEngine(place.label, place.switch)
-    place.bench = Bench(engine, tmp_path, image)
+@pytest.mark.dockerd
+async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    place = Place(tmp_path, "docker", import_busybox())
     mark = fresh_mark()
     try:
         await place.guest(mark + "1")
@@ -354,18 +315,16 @@ async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: 
         async with asyncio.timeout(WAIT_S):
             while not await place.bench.guests[1].stands_still():
                 await asyncio.sleep(0.01)
-        os.kill(pid, signal.SIGSTOP)
-        killed = await asyncio.to_thread(place.press)
-        assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
-        assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
-        async with asyncio.timeout(WAIT_S):
-            ends = [await guest.wait() for guest in place.bench.guests]
-        assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, "also while the engine hangs"
-        os.kill(pid, signal.SIGCONT)
+        with own_dockerd.hanging():
+            killed = await asyncio.to_thread(place.press)
+            assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
+            assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
+            async with asyncio.timeout(WAIT_S):
+                ends = [await guest.wait() for guest in place.bench.guests]
+            assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, "also while the engine hangs"
         await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
     finally:
-        os.kill(pid, signal.SIGCONT)
-        await engine.close()
+        await place.bench.engine.close()
         place.switch.close()
 
 
@@ -375,6 +334,7 @@ from pathlib import Path
 from mesh.engine.docker import DockerEngine
 from mesh.engine.killswitch import open_switch
 from mesh.engine.register import Register
+from tests.dockerd import Dockerd, dockerd
 from tests.engine.test_engines import LOOP, Bench
 async def main():
     root = Path(sys.argv[1])
@@ -388,25 +348,22 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.docker
-def test_when_the_daemon_dies_while_its_engine_hangs_its_containers_end(
-    tmp_path: Path, own_dockerd: OwnDockerd
-) -> None:
+@pytest.mark.dockerd
+def test_when_the_daemon_dies_while_its_engine_hangs_its_containers_end(tmp_path: Path, own_dockerd: Dockerd) -> None:
     mark, label = fresh_mark(), f"orphan-{os.getpid()}"
     command = [sys.executable, "-c", DAEMON, str(tmp_path), label, import_busybox(), mark]
     daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert daemon.stdout is not None and daemon.stdout.readline() == "ready\n" and processes_with(mark)
-    os.kill(own_dockerd.process.pid, signal.SIGSTOP)
-    daemon.kill()
-    daemon.wait()
-    daemon.stdout.close()
-    wait_until(lambda: not processes_with(mark), "the warden to end it")
-    os.kill(own_dockerd.process.pid, signal.SIGCONT)
+    with own_dockerd.hanging():
+        daemon.kill()
+        daemon.wait()
+        daemon.stdout.close()
+        wait_until(lambda: not processes_with(mark), "the warden to end it")
     wait_until(lambda: not containers(label), "the warden to remove it")
 
 
-@pytest.mark.docker
-async def test_an_engine_that_is_away_for_a_while_ends_nobody(tmp_path: Path, own_dockerd: OwnDockerd) -> None:
+@pytest.mark.dockerd
+async def test_an_engine_that_is_away_for_a_while_ends_nobody(tmp_path: Path, own_dockerd: Dockerd) -> None:
     engine = DockerEngine(f"away-{os.getpid()}", KillSwitch())
     bench = Bench(engine, tmp_path, import_busybox())
     try:

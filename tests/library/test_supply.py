@@ -39,7 +39,7 @@ SIZE = 3 * PIECE_BYTES
 def engines() -> Iterator[tuple[str, str]]:
     """One that has the image, one that lacks it."""
     with dockerd() as one, dockerd() as two:
-        yield one, two
+        yield one.host, two.host
 
 
 @pytest.fixture(scope="module")
