@@ -1,31 +1,24 @@
-"""Where a node keeps its state, and the few settings its owner may write down (TOML, `config.toml` in the state directory).
+"""The few settings that a node's owner may write down (TOML, `config.toml` in the state directory).
 
 Unknown keys and wrong types are errors that name the line's key: a typo must never silently mean "default".
 """
 
 import math
-import os
 import re
-import stat
 import tomllib
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from membership.durable import write_durably
+from mesh.api.errors import ConfigError
 
 GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
 API_PORT = 7374
-CLOSED = 0o700  # of the state directory
 
 INTERFACE = re.compile(r"(?!\.{1,2}$)[^\s/:\0]{1,15}")  # dev_valid_name in the kernel; and what tc can be told
 
 Profile = Literal["lan", "local"]
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used; the text names the file, the key and the reason."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,153 +69,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     edge_mbps: float = 0.0  # megabits per second that its link carries; 0: as the card says
 
 
-def state_directory(explicit: str | None = None) -> Path:
-    """`--state`, else $MESH_STATE, else $XDG_STATE_HOME/campus-mesh, else ~/.local/state/campus-mesh."""
-    chosen = explicit or os.environ.get("MESH_STATE")
-    if chosen:
-        return Path(chosen).expanduser().resolve()
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "campus-mesh"
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """The files of one node's state directory."""
-
-    root: Path
-
-    def make(self) -> None:
-        """Create the directory, or close one that others may look into: keys, journals and what jobs print lie in it.
-
-        ConfigError if it belongs to somebody else, or something in it does: files of two users end in errors much later.
-        """
-        self.root.mkdir(parents=True, exist_ok=True, mode=CLOSED)
-        for path in (self.root, *self.root.iterdir()):
-            try:
-                found = path.lstat()
-            except FileNotFoundError:  # a file that was just replaced
-                continue
-            if found.st_uid != os.geteuid():
-                theirs, mine = _user(found.st_uid), _user(os.geteuid())
-                raise ConfigError(
-                    f"{path} belongs to {theirs}, not to {mine}, as whom this runs. "
-                    f"Run it as {theirs}; or, if that was a slip (sudo?): sudo chown -R {mine} {self.root}"
-                )
-        if self.root.stat().st_mode & 0o077:
-            self.root.chmod(CLOSED)
-
-    def exposed(self) -> str:
-        """Where somebody else could put another directory in the place of this one, in words; empty if nowhere."""
-        for parent in self.root.parents:
-            mode = parent.stat().st_mode
-            if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-                return f"others may rename what is in {parent}, and so replace {self.root}"
-        return ""
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def policy(self) -> Path:
-        """When this machine is lent, and how it is taken back."""
-        return self.root / "policy.toml"
-
-    @property
-    def lending(self) -> Path:
-        """What its owner has said last: lend, pause, which GPUs not."""
-        return self.root / "lending.json"
-
-    @property
-    def key(self) -> Path:
-        return self.root / "node.key"
-
-    @property
-    def genesis(self) -> Path:
-        return self.root / "genesis"
-
-    @property
-    def chain(self) -> Path:
-        return self.root / "chain"
-
-    @property
-    def seeds(self) -> Path:
-        return self.root / "seeds"
-
-    @property
-    def allow_list(self) -> Path:
-        """Keys that are let in without asking, where this node may admit."""
-        return self.root / "allow"
-
-    @property
-    def tls(self) -> Path:
-        return self.root / "tls.pem"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / "journal.sqlite"
-
-    @property
-    def store(self) -> Path:
-        return self.root / "store"
-
-    @property
-    def images(self) -> Path:
-        return self.root / "images"
-
-    @property
-    def gossip(self) -> Path:
-        return self.root / "gossip"
-
-    @property
-    def jobs(self) -> Path:
-        return self.root / "jobs"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "daemon.log"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "daemon.lock"
-
-    @property
-    def guests(self) -> Path:
-        """The register of live guests, for the kill-switch."""
-        return self.root / "guests"
-
-    @property
-    def edge(self) -> Path:
-        """Where the edge's switch is, while it is in use; like the edge itself it is gone when the machine starts anew."""
-        return Path("/run/campus-mesh") / f"edge-{self._tag}"
-
-    @property
-    def socket(self) -> Path:
-        """The daemon's local socket."""
-        return self._socket("mesh.sock")
-
-    @property
-    def kill_socket(self) -> Path:
-        """The kill-switch's own."""
-        return self._socket("kill.sock")
-
-    def _socket(self, name: str) -> Path:
-        """A long state path falls back to a short name (107 bytes fit in sun_path)."""
-        near = self.root / name
-        if len(os.fsencode(near)) <= 100:
-            return near
-        return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/campus-mesh-{os.getuid()}") / f"{self._tag}-{name}"
-
-    @property
-    def _tag(self) -> str:
-        from hashlib import blake2b
-
-        return blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
-
-
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     """The file's settings, if there is one, with `overrides` (from the command line) on top."""
     values: dict[str, object] = {}
@@ -266,15 +112,6 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     return settings
 
 
-def _user(number: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"uid {number}"
-
-
 def _check_ceilings(path: Path, settings: Settings) -> None:
     for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib"):
         ceiling = getattr(settings, label)
@@ -288,9 +125,3 @@ def _check_ceilings(path: Path, settings: Settings) -> None:
         policy_of(settings.egress, settings.egress_allow)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
-    """The three files that make a node a member; the genesis last, since it is what says that there is one."""
-    for path, data in ((where.seeds, "\n".join(seeds).encode()), (where.chain, chain), (where.genesis, genesis)):
-        write_durably(path, data)

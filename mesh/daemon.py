@@ -41,7 +41,7 @@ from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
 from mesh.api.tunnels import Tunnels
 from mesh.api.wire import Wire
-from mesh.config import Layout, Settings
+from mesh.config import Settings
 from mesh.edge.edge import Edge
 from mesh.edge.keeper import keep
 from mesh.edge.switch import GUESTS
@@ -62,6 +62,7 @@ from mesh.jobs.journal import Journal
 from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
+from mesh.layout import Layout
 from mesh.provider.attendance import SECTION, SUMMARY_TTL_S, Attendance
 from mesh.provider.guard import NodeGuard, page_directory
 from mesh.provider.inventory import Inventory, Lending, load_lending, machine_mib

@@ -9,7 +9,7 @@ from typing import Any
 
 from mesh.api.errors import MeshError
 from mesh.client import Client
-from mesh.config import Layout
+from mesh.layout import Layout
 
 START_TIMEOUT_S = 30.0
 

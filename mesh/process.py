@@ -16,10 +16,11 @@ from membership.identity import IdentityError
 from membership.node import PortInUse
 from membership.trust import TrustError
 from mesh import privileges
-from mesh.api.errors import MeshError
-from mesh.config import ConfigError, Layout, Settings, load_settings, state_directory
+from mesh.api.errors import ConfigError, MeshError
+from mesh.config import Settings, load_settings
 from mesh.daemon import Daemon
 from mesh.jobs.journal import JournalError
+from mesh.layout import Layout, state_directory
 from mesh.systemd import notify
 
 EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)

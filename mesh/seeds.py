@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 
 from membership.discovery import parse_seed
-from mesh.config import GOSSIP_PORT, ConfigError
+from mesh.api.errors import ConfigError
+from mesh.config import GOSSIP_PORT
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from mesh.api.errors import MeshError
 from mesh.client import Client
-from mesh.config import Layout, save_membership
 from mesh.launcher import start_daemon, wait_ready
+from mesh.layout import Layout, save_membership
 
 LOOPBACK = "127.0.0.1"
 

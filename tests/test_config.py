@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.config import ConfigError, Layout, load_settings
+from mesh.api.errors import ConfigError
+from mesh.config import load_settings
+from mesh.layout import Layout
 
 
 @pytest.mark.parametrize(("text", "mbps"), [("", 0.0), ("upload_mbps = 0", 0.0), ("upload_mbps = 250", 250.0)])

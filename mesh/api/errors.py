@@ -32,3 +32,7 @@ HTTP_STATUS = {
     ExitCode.REFUSED: 403,
     ExitCode.IMPOSSIBLE: 409,
 }
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the text names the file, the key and the reason."""

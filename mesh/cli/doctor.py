@@ -16,11 +16,12 @@ import msgspec
 
 from membership.skew import CLOCK_WARN_S, PEERS_NEEDED
 from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
-from mesh.api.errors import ExitCode, MeshError
+from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.terminal import client, json_option, layout, patience, print_json
-from mesh.config import ConfigError, Layout, Settings, load_settings
+from mesh.config import Settings, load_settings
 from mesh.edge.edge import left_at
+from mesh.layout import Layout
 
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353

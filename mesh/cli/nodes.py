@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import MeshError
+from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.lend import lend_lines
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
-from mesh.config import ConfigError
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
 ZONE_NODES_SHOWN = 6

@@ -15,10 +15,10 @@ import msgspec
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import json_option, layout, print_json
-from mesh.config import Layout
 from mesh.engine.descent import stat_of
 from mesh.engine.hunt import Struck, run
 from mesh.engine.register import Register
+from mesh.layout import Layout
 
 ANSWER_S = 0.1  # for a switch to have ended every guest; it takes it some 10 ms; ours
 MAY_STAND_STILL = "tT"  # states of a process that answers nobody

@@ -10,11 +10,12 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import MeshError
+from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.terminal import layout
 from mesh.client import Client
-from mesh.config import ConfigError, Layout, load_settings, state_directory
+from mesh.config import load_settings
 from mesh.launcher import last_words
+from mesh.layout import Layout, state_directory
 from mesh.systemd import EXTRAS, SYSTEM_DIRECTORY, UNIT, Extra, Service, unit
 
 BOOTED = Path("/run/systemd/system")  # as sd_booted(3) looks

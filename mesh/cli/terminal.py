@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,8 +13,8 @@ import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.client import Client
-from mesh.config import Layout, state_directory
 from mesh.duration import parse_duration
+from mesh.layout import Layout, state_directory
 
 
 def layout(ctx: click.Context) -> Layout:
@@ -71,6 +70,8 @@ def patience(what: str) -> Iterator[None]:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as they need to be; the last one is cut to the terminal's width."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    import shutil
+
     room = shutil.get_terminal_size((100, 24)).columns
     last = max(8, room - sum(widths[:-1]) - 2 * (len(widths) - 1))
     for number, row in enumerate([header, *rows]):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.api.errors import ExitCode, MeshError
+from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
-from mesh.config import GOSSIP_PORT, ConfigError, Layout, save_membership
+from mesh.config import GOSSIP_PORT
+from mesh.layout import Layout, save_membership
 
 if TYPE_CHECKING:
     from membership.identity import Identity

@@ -12,8 +12,8 @@ from membership.identity import Identity
 from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
 from mesh.cli.doctor import Facts, Finding, Port, diagnose
 from mesh.cli.edge import edge_words
-from mesh.config import Layout, save_membership
 from mesh.edge.edge import Standing
+from mesh.layout import Layout, save_membership
 from tests.e2e.commands import mesh, read
 
 NOW = 1_800_000_000.0

@@ -7,7 +7,7 @@ import pytest
 
 from membership.identity import Identity
 from membership.trust import accept_invite, parse_invite
-from mesh.config import Layout, save_membership
+from mesh.layout import Layout, save_membership
 from tests.e2e.commands import mesh, ok, read, start, until
 from tests.e2e.test_joining import LOCAL, alive
 

@@ -25,10 +25,10 @@ import pytest
 from membership.identity import Identity
 from membership.trust import accept_invite, make_invite, parse_invite
 from mesh.api.peer import PeerError
-from mesh.config import save_membership
 from mesh.engine.frames import Exit, Failed, Opened, Order
 from mesh.engine.image import python_root
 from mesh.jobs.spec import parse_job
+from mesh.layout import save_membership
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import command, job_state, mesh, ok, read, start, until
 from tests.e2e.test_hostile import Insider

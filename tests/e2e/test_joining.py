@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mesh.config import Layout
+from mesh.layout import Layout
 from tests.e2e.commands import mesh, ok, read, start, until
 
 pytestmark = pytest.mark.e2e

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.config import Layout
+from mesh.layout import Layout
 from tests.e2e.commands import until
 from tests.netns.lan import Host, Lan, office
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mesh.config import ConfigError, load_settings
+from mesh.api.errors import ConfigError
+from mesh.config import load_settings
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings, ceilings_of
 from mesh.engine.egress import CAMPUS, chain_of, policy_of, rules

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from mesh.client import Client
-from mesh.config import Layout
 from mesh.launcher import start_daemon
+from mesh.layout import Layout
 from tests.e2e.commands import mesh, ok, until
 
 

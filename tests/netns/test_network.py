@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mesh.config import Layout
+from mesh.layout import Layout
 from tests.e2e.commands import until
 from tests.netns.lan import Host, Lan, all_see, found, office
 

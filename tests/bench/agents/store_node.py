@@ -31,7 +31,7 @@ from mesh.api.refusals import Refusals
 from mesh.api.streams import taken
 from mesh.api.tls import server_context
 from mesh.api.wire import Wire
-from mesh.config import Layout
+from mesh.layout import Layout
 
 SO_MAX_PACING_RATE = 47  # not in Python's socket module
 
