@@ -1,0 +1,87 @@
+"""The command line's own HTTP: what a daemon says, said whole or not; anything else is an error in words."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.client import BrokenAnswer, Client, _Answer
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+def answer_of(data: bytes) -> bytes:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        return _Answer(here).read()
+
+
+def chunked(pieces: list[bytes]) -> bytes:
+    said = b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return HEAD + b"Transfer-Encoding: Chunked\r\n\r\n" + said + b"0\r\n\r\n"
+
+
+@given(pieces=some.lists(some.binary(min_size=1, max_size=40), max_size=5), cut=some.integers(0, 400))
+def test_a_body_comes_whole_or_not_at_all(pieces: list[bytes], cut: int) -> None:
+    body = b"".join(pieces)
+    for whole in (chunked(pieces), HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body):
+        assert answer_of(whole) == body
+        least = len(whole) - (len(b"\r\n") if b"Chunked" in whole else 0)  # nobody needs its last empty line
+        if cut < least:
+            with pytest.raises(BrokenAnswer):
+                answer_of(whole[:cut])
+
+
+@given(data=some.binary(max_size=200) | some.binary(max_size=100).map(lambda rest: HEAD + rest))
+def test_what_is_no_answer_is_an_error(data: bytes) -> None:
+    try:
+        answer_of(data)
+    except BrokenAnswer:
+        return
+    assert data.startswith(b"HTTP/1.")
+
+
+@contextmanager
+def daemon_that_says(path: Path, said: bytes) -> Iterator[Client]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(65_536)
+                client.sendall(said)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield Client(path)
+        thread.join()
+
+
+def test_errors_are_what_the_daemon_says(tmp_path: Path) -> None:
+    body = json.dumps({"error": "no such job", "exit_code": 4}).encode()
+    said = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with daemon_that_says(tmp_path / "s", said) as client, pytest.raises(MeshError, match="no such job") as found:
+        client.get("/v1/jobs/x")
+    assert found.value.code == ExitCode.NOT_FOUND
+
+
+def test_a_stream_that_breaks_off_is_told(tmp_path: Path) -> None:
+    with daemon_that_says(tmp_path / "s", chunked([b"half"])[:-5]) as client:
+        heard = client.stream("/v1/jobs/x/log")
+        assert next(heard) == b"half"
+        with pytest.raises(MeshError, match="went away") as found:
+            next(heard)
+    assert found.value.code == ExitCode.NO_DAEMON
+    with pytest.raises(MeshError, match="no daemon runs here"):
+        Client(tmp_path / "none").get("/")
