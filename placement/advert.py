@@ -3,12 +3,20 @@
 The advert travels as a signed lane-2 section; `version` grows with each change and stands in every decision.
 """
 
+from bisect import bisect_left
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
 
+from placement.rendezvous import lane
+
 MAX_WEIGHT = 64
+MAX_DRIVER_PARTS = 4
 MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
+HORIZONS_S = tuple(
+    900 << doubling for doubling in range(7)
+)  # 15 min to 16 h: most jobs, and what survival can foresee; ours
 WHOLE = 100  # per cent of a GPU's time
 
 HeldBy = Literal["", "owner", "hours"]
@@ -16,6 +24,11 @@ HeldBy = Literal["", "owner", "hours"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Percent = Annotated[int, msgspec.Meta(ge=0, le=WHOLE)]
 Mebibytes = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def horizon_of(seconds: float) -> int:
+    """The place in `HORIZONS_S` of the shortest that is not shorter, or the longest."""
+    return min(bisect_left(HORIZONS_S, seconds), len(HORIZONS_S) - 1)
 
 
 class AdvertError(ValueError):
@@ -37,8 +50,9 @@ class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     vram_mib: Mebibytes
 
 
-class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`weight` is the node's own survival estimate, 1 to 64; `room` (of GPUs with any left) and `slots_free` are what nobody
+class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """`weight` is the node's own survival estimate for an hour, 1 to 64; `stays` the same for each of `HORIZONS_S`, none if it
+    does not say; `driver` its GPUs' driver, as `(550, 54, 14)`; `room` (of GPUs with any left) and `slots_free` are what nobody
     has now.
 
     A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares;
@@ -80,6 +94,21 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_ids: tuple[bytes, ...] = ()
     image_fetches: tuple[bytes, ...] = ()
     image_denials: tuple[str, ...] = ()
+    stays: tuple[int, ...] = ()
+    driver: tuple[int, ...] = ()
+
+    @cached_property
+    def lane(self) -> bytes:
+        return lane(self.node)
+
+    @cached_property
+    def grades(self) -> dict[bytes, int]:
+        """What `ranking` has found out about this advert, by the shape of the request."""
+        return {}
+
+    def weight_for(self, horizon: int) -> int:
+        """For a stay as long as that horizon, by its place in `HORIZONS_S`."""
+        return self.stays[horizon] if self.stays else self.weight
 
     @property
     def whole_gpus_free(self) -> int:
@@ -103,6 +132,12 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
         raise AdvertError("an advert must speak of its own author")
     if not 1 <= advert.weight <= MAX_WEIGHT:
         raise AdvertError(f"weight must be 1 to {MAX_WEIGHT}")
+    if advert.stays and len(advert.stays) != len(HORIZONS_S):
+        raise AdvertError(f"an advert foretells its stay for {len(HORIZONS_S)} horizons, or for none")
+    if any(not 1 <= stay <= MAX_WEIGHT for stay in advert.stays):
+        raise AdvertError(f"a stay must be 1 to {MAX_WEIGHT}")
+    if len(advert.driver) > MAX_DRIVER_PARTS or any(part < 0 for part in advert.driver):
+        raise AdvertError("a driver's version has up to four numbers from 0")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
     if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or max(map(len, named)) > MAX_IMAGES:

@@ -9,86 +9,41 @@ from hashlib import blake2b
 
 import msgspec
 
-from placement.advert import WHOLE, Advert
-from placement.allotment import allot, untouched
+from placement.advert import Advert
+from placement.allotment import untouched
 from placement.filters import refusals
-from placement.images import image_refusal, lacks
+from placement.images import image_refusal
+from placement.ranking import Ranking, rank_nodes
 from placement.rendezvous import rank
 from placement.request import Request
 
-
-class Candidate(msgspec.Struct, frozen=True):
-    node: bytes
-    nick: str
-    score: int
-    weight: int
-    advert_version: int
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    node: bytes
-    nick: str
-    reasons: tuple[str, ...]
-
-
-class Ranking(msgspec.Struct, frozen=True):
-    """`candidates` best first; everybody else with the reason."""
-
-    candidates: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]
+RULE = 2  # by which nodes are ranked: nodes of another rule may decide otherwise
+NAMED = 4  # of the ranking, in a decision: as many as are on a shortlist; ours
 
 
 class Decision(msgspec.Struct, frozen=True):
+    """`order`: the first of the ranking, each with the version of the advert that was seen."""
+
+    rule: int
     job: bytes
     attempt: int
     chosen: bytes
-    order: tuple[tuple[bytes, int, int], ...]  # node, advert version, score
+    order: tuple[tuple[bytes, int, int], ...]  # node, advert version, weight
     digest: bytes
 
 
-def rank_nodes(request: Request, adverts: Iterable[Advert]) -> Ranking:
-    """The same adverts give the same ranking on every node, in whatever order they come. A share goes first to where it breaks
-    no whole GPU, since those who need one have nowhere else to go; and before that, a container to where its image is."""
-    by_node = {advert.node: advert for advert in adverts}
-    eligible: list[Advert] = []
-    refused: list[Refusal] = []
-    for advert in by_node.values():
-        reasons = refusals(request, advert)
-        if reasons:
-            refused.append(Refusal(advert.node, advert.nick, tuple(reasons)))
-        else:
-            eligible.append(advert)
-    ordered = rank(request.key, [(advert.node, advert.weight) for advert in eligible])
-    breaks = {advert.node: _broken(request, advert) for advert in eligible}
-    fetch = {advert.node: lacks(request, advert) for advert in eligible}
-    ordered.sort(
-        key=lambda pair: (pair[0] != request.prefer, pair[0] in request.avoid, fetch[pair[0]], breaks[pair[0]])
-    )
-    candidates = tuple(
-        Candidate(node, by_node[node].nick, points, by_node[node].weight, by_node[node].version)
-        for node, points in ordered
-    )
-    return Ranking(candidates, tuple(sorted(refused, key=lambda refusal: refusal.node)))
-
-
-def _broken(request: Request, advert: Advert) -> int:
-    """How many whole GPUs a share would leave in parts here."""
-    if not request.is_share:
-        return 0
-    given = {portion.uuid for portion in allot(request, advert.gpus, advert.room)}
-    return sum(left.uuid in given and left.share == WHOLE for left in advert.room)
-
-
-def decide(request: Request, ranking: Ranking) -> Decision:
-    order = tuple((c.node, c.advert_version, c.score) for c in ranking.candidates)
-    digest = blake2b(msgspec.msgpack.encode((request, order)), digest_size=16).digest()
-    return Decision(request.job, request.attempt, order[0][0], order, digest)
+def decide(request: Request, ranking: Ranking) -> Decision | None:
+    """What comes of it; None if nobody can take the job."""
+    order = tuple((c.node, c.advert_version, c.weight) for c in ranking.first(NAMED))
+    if not order:
+        return None
+    digest = blake2b(msgspec.msgpack.encode((RULE, request, order)), digest_size=16).digest()
+    return Decision(RULE, request.job, request.attempt, order[0][0], order, digest)
 
 
 def replay(decision: Decision, request: Request, adverts: Iterable[Advert]) -> bool:
     """Whether these adverts give this very decision."""
-    ranking = rank_nodes(request, adverts)
-    return bool(ranking.candidates) and decide(request, ranking) == decision
+    return decide(request, rank_nodes(request, adverts)) == decision
 
 
 def explain(request: Request, ranking: Ranking) -> list[str]:

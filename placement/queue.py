@@ -11,7 +11,7 @@ import msgspec
 
 from placement.advert import Advert
 from placement.allotment import allot, without
-from placement.decision import Ranking, rank_nodes
+from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 
 MAX_PRIORITY, DEFAULT_PRIORITY = 100, 50
@@ -84,11 +84,11 @@ class Queue:
             shape = msgspec.structs.replace(waiting.request, job=b"", attempt=0, avoid=(), prefer=None)
             if shape in hopeless:
                 continue
-            candidates = self._ranked(waiting.request, free.values()).candidates
-            if len(candidates) < waiting.request.nodes:
+            ranking = self._ranked(waiting.request, free.values())
+            if len(ranking) < waiting.request.nodes:
                 hopeless.add(shape)
                 continue
-            for candidate in candidates[: waiting.request.nodes]:
+            for candidate in ranking.first(waiting.request.nodes):
                 node = candidate.node
                 free[node] = _taken(free[node], waiting.request)
                 allotted.append((self.key(waiting), node, waiting.request))

@@ -1,5 +1,6 @@
 """What one attempt of a job needs of a node."""
 
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -7,9 +8,11 @@ import msgspec
 from placement.advert import WHOLE, Count, Mebibytes
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, dict=True):
     """`exclude` are nodes that failed this job; `avoid` are ranked last, not refused: the one it has just left.
-    `nodes` of that kind are needed at once. `prefer` is ranked first, if it can take it: where its owner wants it.
+    `nodes` of that kind are needed at once. `prefer` is ranked first, if it can take it: where its owner wants it. `near` have
+    its last checkpoint. `remaining_s`: how long it is likely to go on. `capability` and `driver` are the least that will do,
+    `gpu_model` a part of the GPU's name.
     `gpu_share` is the per cent of each GPU's time that it is guaranteed; below 100, `vram_mib` is what it gets of the memory,
     else what the GPU must have."""
 
@@ -20,6 +23,8 @@ class Request(msgspec.Struct, frozen=True):
     gpu_share: Annotated[int, msgspec.Meta(ge=1, le=WHOLE)] = WHOLE
     vram_mib: Mebibytes = 0
     capability: tuple[int, int] = (0, 0)
+    gpu_model: str = ""
+    driver: tuple[int, ...] = ()
     engine: str | None = None
     image: str | None = None
     image_id: bytes | None = None  # the SHA-256 of its configuration, as the mesh's list has it
@@ -30,11 +35,22 @@ class Request(msgspec.Struct, frozen=True):
     exclude: tuple[bytes, ...] = ()
     avoid: tuple[bytes, ...] = ()
     prefer: bytes | None = None
+    near: tuple[bytes, ...] = ()
+    remaining_s: int = 3600
 
     @property
     def is_share(self) -> bool:
         """Whether it leaves room on its GPUs for others."""
         return self.gpus > 0 and self.gpu_share < WHOLE
+
+    @cached_property
+    def shape(self) -> bytes:
+        """What every job that asks for the same has in common, whichever job and attempt it is."""
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(
+                self, job=b"", attempt=0, nodes=1, exclude=(), avoid=(), prefer=None, near=(), remaining_s=0
+            )
+        )
 
     @property
     def key(self) -> bytes:

@@ -11,8 +11,7 @@ from ipaddress import AddressValueError, IPv4Address, IPv6Address, ip_network
 import msgspec
 
 from placement.advert import Advert
-from placement.decision import Ranking, rank_nodes
-from placement.images import lacks
+from placement.ranking import Ranking, rank_nodes, zone_order
 from placement.rendezvous import rank
 from placement.request import Request
 
@@ -84,28 +83,9 @@ def zone_of(node: bytes, among: Sequence[Zone]) -> Zone | None:
     return next((zone for zone in among if node in zone.nodes), None)
 
 
-def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
-    """Zones, best first for this key."""
-    by_id = {name.encode(): name for name in weights}
-    return [by_id[found] for found, _ in rank(key + b"zone", [(name.encode(), w) for name, w in weights.items()])]
-
-
-def rank_two_level(request: Request, adverts: Iterable[Advert], among: Sequence[Zone]) -> Ranking:
-    """Zones first, by the weight of their nodes that fit; within a zone as `rank_nodes` does."""
-    adverts = list(adverts)
-    flat = rank_nodes(request, adverts)
-    home = {node: zone.name for zone in among for node in zone.nodes}
-    weights: dict[str, int] = {}
-    for candidate in flat.candidates:
-        name = home.get(candidate.node, "")
-        weights[name] = weights.get(name, 0) + candidate.weight
-    places = {name: place for place, name in enumerate(zone_order(request.key, weights))}
-    fetch = {advert.node: lacks(request, advert) for advert in adverts}
-    ordered = sorted(
-        flat.candidates,
-        key=lambda c: (c.node != request.prefer, c.node in request.avoid, fetch[c.node], places[home.get(c.node, "")]),
-    )
-    return Ranking(tuple(ordered), flat.refused)
+def homes(among: Iterable[Zone]) -> dict[bytes, str]:
+    """Each node's zone."""
+    return {node: zone.name for zone in among for node in zone.nodes}
 
 
 def stand_in_order(
@@ -119,7 +99,7 @@ def stand_in_order(
     """Who holds checkpoints in place of those the user chose: with room, each zone once before any twice, the zone `home`
     first and the others by the weight of those in them that have room; within a zone by survival."""
     fitting = {ad.node: ad for ad in adverts if ad.node not in exclude and ad.store_free_mib > need_mib}
-    where = {node: zone.name for zone in among for node in zone.nodes}
+    where = homes(among)
     weights: dict[str, int] = {}
     for node, advert in fitting.items():
         weights[where.get(node, "")] = weights.get(where.get(node, ""), 0) + advert.weight
@@ -146,9 +126,13 @@ class Hierarchy(msgspec.Struct, frozen=True, dict=True):
     def zones(self) -> tuple[Zone, ...]:
         return zones(self.adverts, self.hosts, self.leaving)
 
+    @cached_property
+    def homes(self) -> dict[bytes, str]:
+        return homes(self.zones)
+
     def rank(self, request: Request, adverts: Iterable[Advert]) -> Ranking:
         """The one ranking that stewards, runners, queues and `mesh why` share."""
-        return rank_two_level(request, adverts, self.zones) if self.since else rank_nodes(request, adverts)
+        return rank_nodes(request, adverts, self.homes if self.since else None)
 
 
 def two_level_since(since: int, members: int) -> int:

@@ -11,7 +11,7 @@ from mesh.jobs.effects import Cell
 from mesh.jobs.ledger import Commit, Seat
 from mesh.jobs.messages import Start
 from mesh.jobs.spec import job_id
-from placement.decision import rank_nodes
+from placement.ranking import rank_nodes
 from sim.checkers import Violation
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ class SamePlacement(JobChecker):
         request = steward.request(start.ledger, node.instant)
         offers = list(steward.view.offers)
         world.streams.get("world", "J11").shuffle(offers)
-        open_to = [c.node for c in rank_nodes(request, offers).candidates if c.node not in steward.declined]
-        if open_to[:1] != [to]:
+        open_to = rank_nodes(request, offers).first(1, steward.declined)
+        if [candidate.node for candidate in open_to] != [to]:
             raise self.violated(world, start.job, f"{node.name} chose a host that nobody else would have")
 
 

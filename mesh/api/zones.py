@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from membership.identity import short_id
-from placement.decision import Ranking
+from placement.ranking import Ranking
 from placement.zones import Hierarchy, zone_of
 
 if TYPE_CHECKING:

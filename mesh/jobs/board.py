@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from mesh.jobs.ledger import OutcomeKind
 from mesh.jobs.status import JobStatus, best_of
 from placement.advert import Advert
-from placement.decision import Ranking, rank_nodes
 from placement.preemption import Stay
 from placement.queue import Queue, Waiting, decayed
+from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 
 Teller = bytes  # a node's id; this node's own view has b""

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from mesh.jobs.spec import JobSpec
-from placement.zones import Zone, zone_of, zone_order
+from placement.ranking import zone_order
+from placement.zones import Zone, zone_of
 
 LIFE_S = 86_400  # from the submission; then nobody tries any more; ours
 RETRY_S = 5.0  # between two tries while a majority of the witnesses can be seen; ours

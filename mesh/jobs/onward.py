@@ -12,14 +12,12 @@ from mesh.jobs.ledger import Attempt, Ledger
 from mesh.jobs.spec import JobSpec, attempt_request, waiting_place
 from mesh.jobs.view import Instant, View
 from placement.advert import Advert
-from placement.decision import Candidate
 from placement.filters import refusals
 from placement.request import Request
 
 USER_MOVES = "its user moves it"
 GOES_HOME = "its home is free again"
 MOVED, WENT_HOME = f"vacated: {USER_MOVES}", f"vacated: {GOES_HOME}"  # how such an attempt ends
-MUCH_BETTER = 2  # times the heir's weight: below that a change would cost a copy for little; ours
 HOME_MAX_S = 3600.0  # for which a home has to be free, however often it was left at once; ours
 
 
@@ -47,8 +45,8 @@ class Onward:
         offers: Sequence[Advert] = view.offers
         if view.queue is not None:  # a place that is kept for another is not free
             offers = view.queue.left_for(waiting_place(self._spec, request), offers)
-        candidates = view.hierarchy.rank(request, offers).candidates
-        self.heir = self._choose([candidate for candidate in candidates if candidate.node != self._me], request)
+        heir = view.hierarchy.rank(request, offers).settle(self.heir, but=(self._me,))
+        self.heir = None if heir is None else heir.node
         free = any(advert.node == self.home and not refusals(request, advert) for advert in offers)
         if not free:
             self._free_since = None
@@ -59,7 +57,7 @@ class Onward:
         """Who else could take part in the present attempt, best first, with their nicks."""
         request = attempt_request(self._job, self._spec, attempts[-1].number, attempts, at.unix_ms)
         ranking = view.hierarchy.rank(request, view.offers)
-        return [(candidate.node, candidate.nick) for candidate in ranking.candidates if candidate.node != self._me]
+        return [(candidate.node, candidate.nick) for candidate in ranking if candidate.node != self._me]
 
     def due(self, ledger: Ledger) -> float | None:
         """When it goes home, if that stays free until then; None while it cannot."""
@@ -70,17 +68,6 @@ class Onward:
 
     def _request(self, ledger: Ledger, at: Instant) -> Request:
         return attempt_request(self._job, self._spec, ledger.next_attempt, ledger.attempts, at.unix_ms, self.home)
-
-    def _choose(self, others: Sequence[Candidate], request: Request) -> bytes | None:
-        """The first in rank, once; then the same as long as it can take it and nobody is much better."""
-        if not others:
-            return None
-        best = others[0]
-        now = next((candidate for candidate in others if candidate.node == self.heir), None)
-        if now is None or best.node == self.home or best.weight >= MUCH_BETTER * now.weight:
-            return best.node
-        worse = now.node in request.avoid and best.node not in request.avoid
-        return best.node if worse else now.node
 
     def _home(self, attempts: Sequence[Attempt], view: View) -> bytes | None:
         """Where it belongs, if anywhere. Where its user has moved it, it stays until it has to leave."""

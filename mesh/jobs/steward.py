@@ -27,8 +27,9 @@ from mesh.jobs.spec import JobSpec, attempt_request, format_job, waiting_place
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness
 from placement.advert import Advert
-from placement.decision import Ranking, explain
+from placement.decision import explain
 from placement.preemption import victim
+from placement.ranking import Ranking
 from placement.request import Request
 
 STAGGER_S = 1.5  # a steward's turn, times its place in the group; over a LAN round trip and a gossip spread
@@ -289,7 +290,7 @@ class Steward:
         if self.view.queue is not None:
             offers = self.view.queue.left_for(waiting_place(self.spec, request), offers)
         ranking = self.view.hierarchy.rank(request, offers)
-        open_to = [candidate for candidate in ranking.candidates if candidate.node not in self.declined]
+        open_to = ranking.first(request.nodes, self.declined)
         if len(open_to) < request.nodes:
             return [*self._wait(self._why_not(request, ranking), at), *self._ask_for_room(request, at)]
         chosen = open_to[0]
@@ -349,10 +350,10 @@ class Steward:
     def _why_not(self, request: Request, left: Ranking) -> str:
         """Why no node takes it now: each that could has declined, others go first there, or there is none."""
         assert self.view is not None
-        if len(left.candidates) >= request.nodes:
+        if len(left) >= request.nodes:
             return "; ".join(sorted(set(self.declined.values())))
         everywhere = self.view.hierarchy.rank(request, self.view.offers) if self.view.queue is not None else left
-        return OTHERS_FIRST if len(everywhere.candidates) >= request.nodes else explain(request, everywhere)[0]
+        return OTHERS_FIRST if len(everywhere) >= request.nodes else explain(request, everywhere)[0]
 
     def _wait(self, why: str, at: Instant) -> list[Effect]:
         """Keep the job waiting. The group hears of it now and then, and at once when it changes."""

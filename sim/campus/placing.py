@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from placement.advert import Advert
-from placement.decision import rank_nodes, replica_order
+from placement.decision import replica_order
 from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
-from placement.zones import TWO_LEVEL_PAST, rank_two_level, zones
+from placement.ranking import rank_nodes
+from placement.zones import TWO_LEVEL_PAST, homes, zones
 from sim.campus.forecast import Forecast
 from sim.campus.guest import STORE_MIB, WEIGHT_EPOCH_S, Host, Job
 from sim.campus.policies import Policy
@@ -18,7 +19,7 @@ class Placing:
         self._by_id = {host.id: host for host in hosts}
         self._usage: dict[str, int] = {}
         many = len(hosts) > TWO_LEVEL_PAST
-        self._zones = zones([host.advert() for host in hosts], {}) if many else ()
+        self._homes = homes(zones([host.advert() for host in hosts], {})) if many else None
 
     def used(self, user: str, gpu_s: int) -> None:
         self._usage[user] = self._usage.get(user, 0) + gpu_s
@@ -39,8 +40,8 @@ class Placing:
                 return max(able, key=lambda host: (host.departs_at, -host.number))
         adverts = [self._advert(host) for host in able]
         request = job.request()
-        ranking = rank_two_level(request, adverts, self._zones) if self._zones else rank_nodes(request, adverts)
-        return self._by_id[ranking.candidates[0].node]
+        best = rank_nodes(request, adverts, self._homes).first(1)[0]
+        return self._by_id[best.node]
 
     def heir(self, job: Job, host: Host) -> Host | None:
         """Who would get it now that it has to leave this one."""

@@ -25,11 +25,11 @@ from mesh.jobs.steward import ANSWER_S, ASK_EVERY_S, HEARTBEAT_S, PREPARED_S, ST
 from mesh.jobs.view import Timer
 from placement.advert import Advert, Gpu
 from placement.allotment import untouched
-from placement.decision import rank_nodes
 from placement.preemption import Stay
 from placement.queue import Queue, Waiting
+from placement.ranking import rank_nodes
 from placement.request import Request
-from placement.zones import Hierarchy, rank_two_level, zones
+from placement.zones import Hierarchy, homes, zones
 from tests.jobs.worlds import (
     DISK,
     JOB,
@@ -411,6 +411,6 @@ def test_past_200_nodes_a_steward_asks_the_best_of_the_best_zone() -> None:
         term = elect(steward, steward.observe(view, at(0)), 0)
         steward.handle(A, promise(term), at(0))
         (start,) = sends(steward.handle(B, promise(term), at(0)), Start)
-        flat, zoned = rank_nodes(request, adverts), rank_two_level(request, adverts, zones(adverts, {}))
+        flat, zoned = rank_nodes(request, adverts), rank_nodes(request, adverts, homes(zones(adverts, {})))
         assert start.to == (zoned if hierarchy.since else flat).candidates[0].node
         assert flat.candidates[0] != zoned.candidates[0], "or this would show nothing"

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from placement.advert import WHOLE, Gpu, Portion, decode_advert, encode_advert
 from placement.allotment import Room, allot, percent, returned, untouched, without
-from placement.decision import decide, rank_nodes
+from placement.decision import decide
 from placement.queue import Queue, Waiting
+from placement.ranking import rank_nodes
 from placement.request import Request
 from tests.jobs.worlds import A, B, C, make_advert
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert, encode_advert
-from placement.decision import cannot_ever, explain, rank_nodes
+from placement.decision import cannot_ever, explain
 from placement.images import SHORT, ImageOffer, image_refusal, lacks
+from placement.ranking import rank_nodes
 from placement.request import Request
-from placement.zones import rank_two_level, zones
+from placement.zones import homes, zones
 from tests.placement.test_placement import JOB, NODES, advert
 
 A, B = b"a" * 32, b"b" * 32
@@ -64,7 +65,7 @@ def test_who_has_it_comes_first_whatever_its_weight(kinds: list[tuple[str, int]]
     adverts = [node(place, weight=weight, **states[kind]) for place, (kind, weight) in enumerate(kinds)]
     request = msgspec.structs.replace(BY_HASH, attempt=attempt)
     by_node = {one.node: one for one in adverts}
-    for ranking in (rank_nodes(request, adverts), rank_two_level(request, adverts, zones(adverts, {}))):
+    for ranking in (rank_nodes(request, adverts), rank_nodes(request, adverts, homes(zones(adverts, {})))):
         order = [lacks(request, by_node[candidate.node]) for candidate in ranking.candidates]
         assert order == sorted(order)
         assert len(order) == sum(kind != "neither" for kind, _ in kinds)

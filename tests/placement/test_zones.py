@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import Advert
-from placement.decision import rank_nodes
+from placement.ranking import rank_nodes
 from placement.request import Request
 from placement.zones import (
     FLAT_BELOW,
     TWO_LEVEL_PAST,
     Hierarchy,
-    rank_two_level,
+    homes,
     stand_in_order,
     subnet,
     two_level_since,
@@ -40,7 +40,7 @@ def meshes(draw: st.DrawFn) -> list[Advert]:
 
 
 def first(job: bytes, adverts: list[Advert]) -> bytes:
-    return rank_two_level(request(job), adverts, zones(adverts, {})).candidates[0].node
+    return rank_nodes(request(job), adverts, homes(zones(adverts, {}))).candidates[0].node
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_same_adverts_in_any_order_give_the_same_zones_and_ranking(adverts: 
     rng.shuffle(other)  # type: ignore[attr-defined]
     assert zones(adverts, {}) == zones(other, {})
     among = zones(adverts, {})
-    assert rank_two_level(request(JOBS[0]), adverts, among) == rank_two_level(request(JOBS[0]), other, among)
+    assert rank_nodes(request(JOBS[0]), adverts, homes(among)) == rank_nodes(request(JOBS[0]), other, homes(among))
     order = stand_in_order(JOBS[0], adverts, among, (), 1, "b")
     assert order == stand_in_order(JOBS[0], other, among, (), 1, "b") and len(order) == len(adverts)
 
@@ -118,7 +118,7 @@ def test_a_node_that_goes_moves_no_job_of_another_zone_and_only_its_own_within(
 def test_within_one_zone_it_is_the_flat_ranking(adverts: list[Advert]) -> None:
     adverts = [msgspec.structs.replace(advert, zone="a") for advert in adverts]
     ask = request(JOBS[1], avoid=(adverts[0].node,), prefer=adverts[-1].node)
-    assert rank_two_level(ask, adverts, zones(adverts, {})) == rank_nodes(ask, adverts)
+    assert rank_nodes(ask, adverts, homes(zones(adverts, {}))) == rank_nodes(ask, adverts)
 
 
 def test_only_nodes_that_fit_count_for_their_zone_and_wishes_go_before_zones() -> None:
@@ -127,11 +127,11 @@ def test_only_nodes_that_fit_count_for_their_zone_and_wishes_go_before_zones() -
     late = make_advert(b"l" * 32, zone="big", weight=64)
     adverts = [*small, fits, late]
     among = zones(adverts, {})
-    only = rank_two_level(request(JOBS[2]), [*small, fits], among)
+    only = rank_nodes(request(JOBS[2]), [*small, fits], homes(among))
     assert [c.node for c in only.candidates] == [fits.node] and len(only.refused) == len(small)
     for job in JOBS:
-        assert rank_two_level(request(job, avoid=(late.node,)), adverts, among).candidates[0].node == fits.node
-        assert rank_two_level(request(job, prefer=fits.node), adverts, among).candidates[0].node == fits.node
+        assert rank_nodes(request(job, avoid=(late.node,)), adverts, homes(among)).candidates[0].node == fits.node
+        assert rank_nodes(request(job, prefer=fits.node), adverts, homes(among)).candidates[0].node == fits.node
 
 
 def test_zones_get_jobs_by_their_weight() -> None:
@@ -165,5 +165,5 @@ def test_one_function_ranks_both_ways() -> None:
     flat, zoned = Hierarchy(0, adverts), Hierarchy(201, adverts)
     asks = [request(job) for job in JOBS]
     assert all(flat.rank(ask, adverts) == rank_nodes(ask, adverts) for ask in asks)
-    assert all(zoned.rank(ask, adverts) == rank_two_level(ask, adverts, zones(adverts, {})) for ask in asks)
+    assert all(zoned.rank(ask, adverts) == rank_nodes(ask, adverts, homes(zones(adverts, {}))) for ask in asks)
     assert any(zoned.rank(ask, adverts) != flat.rank(ask, adverts) for ask in asks)

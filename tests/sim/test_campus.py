@@ -198,7 +198,7 @@ def test_all_policies_meet_the_same_departures_jobs_and_traffic() -> None:
 
 def test_ranking_only_those_who_can_take_it_changes_no_choice() -> None:
     """The simulator leaves out beforehand whom the product's filters would refuse."""
-    from placement.decision import rank_nodes
+    from placement.ranking import rank_nodes
 
     world = find_world("reclaimnet-54", ["days=1"])
     campus = Campus(world, POLICIES["mesh"], 3)

@@ -23,7 +23,7 @@ from mesh.jobs.steward import Steward
 from mesh.jobs.view import Instant
 from mesh.jobs.witness import Witness
 from placement.advert import Advert
-from placement.decision import Ranking, rank_nodes
+from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 from sim.checkers import Violation
 from sim.gossip import GossipNode
@@ -185,9 +185,8 @@ class TestNegativeControls:
         assert found(lambda seed: World(seed, mix=forged, job_checkers=[AsSubmitted()])).startswith("J8")
 
     def test_a_steward_that_likes_another_host_better(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def by_taste(request: Request, adverts: Sequence[Advert]) -> Ranking:
-            ranking = rank_nodes(request, adverts)
-            return msgspec.structs.replace(ranking, candidates=ranking.candidates[::-1])
+        def by_taste(request: Request, adverts: Sequence[Advert], homes: object) -> Ranking:
+            return rank_nodes(msgspec.structs.replace(request, attempt=request.attempt + 1), adverts)
 
         monkeypatch.setattr("placement.zones.rank_nodes", by_taste)
         assert found(World).startswith("J11")

@@ -1,0 +1,220 @@
+"""Who takes a job, best first: by what it must and would rather have, then by a shortlist that draws make, then by survival.
+
+Of nodes that suit equally well, each job draws a few for its shortlist (rendezvous hashing), and there the one that is likeliest
+to stay is first. So jobs spread over all nodes and yet go to those who stay. A node's place on the shortlist depends on its own
+draw only: one that goes leaves the order of all others as it was.
+
+What a request asks is looked up, not asked again: each advert remembers how it suits each shape of request.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice
+
+import msgspec
+
+from placement.advert import WHOLE, Advert, horizon_of
+from placement.allotment import allot
+from placement.filters import refusals
+from placement.images import lacks
+from placement.rendezvous import DRAWS, draws, rank
+from placement.request import Request
+
+RING_BITS = (
+    4  # a shortlist is of all within a factor of 2**4 of the best draw there can be: 1 to 16 nodes, 3 of 54 (docs)
+)
+STICKY = 13  # 64ths of survival by which another must be better to be worth a move: a fifth (docs/placement.md)
+CROWD = 2  # times the mean load: past that a node comes after the others (Mirrokni et al. 2018, with epsilon 1)
+MAX_SHAPES = 64  # an advert remembers; ours
+
+# A grade adds up, from its most telling part: the node is to be avoided, lacks the image, lacks the last checkpoint; its zone's
+# place; it is crowded; how much would be left stranded.
+_REFUSED, _PREFERRED = -1, -2
+_AVOIDED, _LACKS, _FAR, _ZONE, _CROWDED = 1 << 42, 1 << 41, 1 << 40, 1 << 17, 1 << 16
+
+_BITS, _LAST_RING = 64, 17
+Tiers = dict[int, list[Advert]]
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """`score` orders those of one grade: how near its draw is to the best, then its weight, then the draw."""
+
+    node: bytes
+    nick: str
+    score: int
+    weight: int
+    advert_version: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    node: bytes
+    nick: str
+    reasons: tuple[str, ...]
+
+
+class Ranking:
+    """`candidates` best first, everybody else in `refused`. Iterating makes no more candidates than are looked at."""
+
+    def __init__(self, request: Request, tiers: Mapping[int, list[Advert]], refused: list[Advert]) -> None:
+        self._request, self._tiers, self._refused = request, tiers, refused
+        self._horizon = horizon_of(request.remaining_s)
+
+    def __len__(self) -> int:
+        return sum(len(tier) for tier in self._tiers.values())
+
+    def __iter__(self) -> Iterator[Candidate]:
+        for grade in sorted(self._tiers):
+            yield from self._ordered(self._tiers[grade])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranking) and (self.candidates, self.refused) == (other.candidates, other.refused)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def first(self, count: int, but: Collection[bytes] = ()) -> list[Candidate]:
+        return list(islice((candidate for candidate in self if candidate.node not in but), count))
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(self)
+
+    @cached_property
+    def refused(self) -> tuple[Refusal, ...]:
+        found = (Refusal(ad.node, ad.nick, tuple(refusals(self._request, ad))) for ad in self._refused)
+        return tuple(sorted(found, key=lambda refusal: refusal.node))
+
+    def settle(self, incumbent: bytes | None, but: Collection[bytes] = ()) -> Candidate | None:
+        """Who it should be, if it is `incumbent` now: still that, unless it cannot or should not any more, or the first is
+        preferred or much better."""
+        best = next((candidate for candidate in self if candidate.node not in but), None)
+        if best is None or best.node == incumbent or incumbent is None or incumbent in but:
+            return best
+        request, offers = self._request, (ad for tier in self._tiers.values() for ad in tier)
+        now = next((ad for ad in offers if ad.node == incumbent), None)
+        if now is None or best.node == request.prefer or (now.node in request.avoid and best.node not in request.avoid):
+            return best
+        weight = now.weight_for(self._horizon)
+        if best.weight >= weight + STICKY:
+            return best
+        return next(candidate for candidate in self._ordered([now]))
+
+    def _ordered(self, tier: list[Advert]) -> Iterator[Candidate]:
+        """Of one grade: those whose draws come nearest to the best there is, within a factor of 16, and of them the heaviest."""
+        found = draws(self._request.key, [advert.lane for advert in tier])
+        ring, above = _ring(max(found)), DRAWS
+        while above > 0:
+            least = max(0, DRAWS - (1 << RING_BITS * ring) + 1)
+            inside = [
+                (advert.weight_for(self._horizon), draw, advert)
+                for advert, draw in zip(tier, found, strict=True)
+                if least <= draw < above
+            ]
+            for weight, draw, advert in sorted(inside, key=_best):
+                points = (_LAST_RING - ring) << 2 * _BITS | weight << _BITS | draw
+                yield Candidate(advert.node, advert.nick, points, weight, advert.version)
+            ring, above = ring + 1, least
+
+
+def _ring(draw: int) -> int:
+    return -(-(DRAWS - draw).bit_length() // RING_BITS)
+
+
+def _best(place: tuple[int, int, Advert]) -> tuple[int, int, bytes]:
+    weight, draw, advert = place
+    return -weight, -draw, advert.node
+
+
+def rank_nodes(request: Request, adverts: Iterable[Advert], homes: Mapping[bytes, str] | None = None) -> Ranking:
+    """The same adverts give the same ranking on every node, in whatever order they come.
+
+    With `homes`, the zone of each node, zones come first: by rendezvous with the summed weights of their nodes that fit.
+    """
+    shape, exclude = request.shape, request.exclude
+    offers = {advert.node: advert for advert in adverts}.values()
+    tiers: Tiers = {}
+    refused: list[Advert] = []
+    for advert in offers:
+        grade = advert.grades.get(shape) or _grade(request, advert)
+        if grade == _REFUSED or (exclude and advert.node in exclude):
+            refused.append(advert)
+        elif grade in tiers:
+            tiers[grade].append(advert)
+        else:
+            tiers[grade] = [advert]
+    if not request.gpus:
+        tiers = _uncrowded(tiers, offers)
+    if homes is not None:
+        tiers = _regraded(tiers, _zones(request, tiers, homes))
+    if request.prefer is not None or request.avoid or request.near:
+        tiers = _regraded(tiers, _wishes(request))
+    return Ranking(request, tiers, refused)
+
+
+def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
+    """Zones, best first for this key."""
+    by_id = {name.encode(): name for name in weights}
+    return [by_id[found] for found, _ in rank(key + b"zone", [(name.encode(), w) for name, w in weights.items()])]
+
+
+def _grade(request: Request, advert: Advert) -> int:
+    """How the advert suits all requests of this shape: less is better, and never 0."""
+    if refusals(request if not request.exclude else msgspec.structs.replace(request, exclude=()), advert):
+        grade = _REFUSED
+    else:
+        grade = _FAR | (_LACKS if lacks(request, advert) else 0) | min(_stranded(request, advert), _CROWDED - 1)
+    if len(advert.grades) >= MAX_SHAPES:
+        advert.grades.clear()
+    advert.grades[request.shape] = grade
+    return grade
+
+
+def _stranded(request: Request, advert: Advert) -> int:
+    """What a wider job could not have any more: whole GPUs that a share would leave in parts, or that are left beside it."""
+    if not request.is_share:
+        return advert.whole_gpus_free - request.gpus if request.gpus else 0
+    given = {portion.uuid for portion in allot(request, advert.gpus, advert.room)}
+    return sum(left.uuid in given and left.share == WHOLE for left in advert.room)
+
+
+def _regraded(tiers: Tiers, change: Callable[[int, Advert], int]) -> Tiers:
+    changed: Tiers = {}
+    for grade, tier in tiers.items():
+        for advert in tier:
+            changed.setdefault(change(grade, advert), []).append(advert)
+    return changed
+
+
+def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
+    """Whoever has its share of the slots taken twice over comes after the others."""
+    slots = sum([advert.slots for advert in offers])
+    bound = CROWD * (1 + slots - sum([advert.slots_free for advert in offers]))
+    split: Tiers = {}
+    for grade, tier in tiers.items():
+        crowded = [advert for advert in tier if (advert.slots - advert.slots_free) * slots >= bound * advert.slots]
+        if crowded:
+            split[grade | _CROWDED] = crowded
+        if len(crowded) < len(tier):
+            there = {advert.node for advert in crowded}
+            split[grade] = [advert for advert in tier if advert.node not in there] if crowded else tier
+    return split
+
+
+def _zones(request: Request, tiers: Tiers, homes: Mapping[bytes, str]) -> Callable[[int, Advert], int]:
+    weights: dict[str, int] = {}
+    for tier in tiers.values():
+        for advert in tier:
+            name = homes.get(advert.node, "")
+            weights[name] = weights.get(name, 0) + advert.weight
+    places = {name: place * _ZONE for place, name in enumerate(zone_order(request.key, weights))}
+    return lambda grade, advert: grade + places[homes.get(advert.node, "")]
+
+
+def _wishes(request: Request) -> Callable[[int, Advert], int]:
+    def change(grade: int, advert: Advert) -> int:
+        if advert.node == request.prefer:
+            return _PREFERRED
+        if advert.node in request.near:
+            grade &= ~_FAR
+        return grade | _AVOIDED if advert.node in request.avoid else grade
+
+    return change
