@@ -43,8 +43,8 @@ class Claim(msgspec.Struct, frozen=True):
     """What is known of a guarded job on one device, beside NVML.
 
     `pids`: all of its processes. `charged`: bytes that each process under the guard has charged itself with, None where that
-    changed while NVML was asked, or the process is ending. `context`: bytes of that for each context. `limit`: its quota, None
-    if it has none. `share`: of the device's time, in per cent, with what is lent to it.
+    changed while NVML was asked, or the process is ending. `context`: bytes of that for each context. `limit`: what it may
+    ever have, None if it has no quota. `share`: of the device's time, in per cent, with what is lent to it.
     """
 
     job: str

@@ -51,6 +51,7 @@ CUDA = Recipe(
         "ledger.c",
         "table.c",
         "memory.c",
+        "pinned.c",
         "pools.c",
         "graphs.c",
         "contexts.c",
@@ -61,7 +62,7 @@ CUDA = Recipe(
     ),
 )
 NVML = Recipe("libnvidia-ml.so.1", ("stubs.S", "pages.c", "ledger.c", "nvml.c"), ("GUARD_NVML",))
-HOST = Recipe("libmeshguard.so", ("arbiter.c", "ledger.c", "cover.c", "predict.c", "host.c"), exported=True)
+HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "cover.c", "predict.c", "host.c"), exported=True)
 
 
 def libraries(cache: Path | None = None) -> Libraries:

@@ -34,7 +34,8 @@ class Mount(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """What a job has used of one device: `gpu_s` as measured by events; memory in bytes, with its peak.
 
-    `refused` counts allocations that its quota forbade; `processes` those of it that use the device now.
+    `memory_now`: what it may have at this moment, with what is lent to it; None if it has no quota. `refused` counts
+    allocations that this forbade; `processes` those of it that use the device now.
     """
 
     uuid: str
@@ -44,6 +45,7 @@ class Usage(msgspec.Struct, frozen=True):
     peak: int
     refused: int
     processes: int
+    memory_now: int | None = None
 
 
 class GuardedJob:
@@ -86,13 +88,56 @@ class GuardedJob:
         """Nothing that the job has not launched yet starts while its gate is closed. Takes effect at once, on every device."""
         self._host.set_gate(self.pages, closed)
 
+    def join(self) -> None:
+        """Be looked after on all its devices. OSError if too many jobs share one, ValueError for what is no share."""
+        for place, quota in enumerate(self.quotas):
+            self._host.join(self.pages, place, self._devices[place], quota)
+
     def set_share(self, place: int, share: float, limit: float) -> None:
         """Another share of its device of this place, in per cent, from now on."""
-        self._host.join(self.pages, place, self._devices[place], share, limit)
+        self._set(place, msgspec.structs.replace(self.quotas[place], share=share, limit=limit))
 
-    def set_memory(self, place: int, limit: int) -> None:
-        """Another quota in bytes, from now on. What the job has already stays with it."""
-        self._host.set_memory(self.pages, place, limit)
+    def set_memory(self, place: int, memory: int, limit: int | None = None) -> None:
+        """Another quota in bytes, from now on, and what it may have while no guarantee needs it. What the job has already stays
+        with it; more than before it has once there is room."""
+        self._set(place, msgspec.structs.replace(self.quotas[place], memory=memory, memory_limit=limit))
+
+    def _set(self, place: int, quota: Quota) -> None:
+        self._host.join(self.pages, place, self._devices[place], quota)
+        self.quotas = (*self.quotas[:place], quota, *self.quotas[place + 1 :])
+
+    def put_away(self) -> None:
+        """The driver has brought to the host what its processes had: of what was lent to it, nothing is kept for it."""
+        for device in self._devices:
+            self._host.away(self.pages, device, True)
+
+    def bring_back(self) -> bool:
+        """Whether there is room for what it had; then it is its again."""
+        fits = all([self._host.away(self.pages, device, False) for device in self._devices])
+        if not fits:
+            self.put_away()
+        return fits
+
+    def memory_most(self, place: int) -> int | None:
+        """What it may ever have, in bytes; None if it has no quota."""
+        quota = self.quotas[place]
+        return quota.memory if quota.memory_limit is None else quota.memory_limit
+
+    @property
+    def has_room(self) -> bool:
+        """It may have all that it is guaranteed, now."""
+        return all(self._is_there(place, quota) for place, quota in enumerate(self.quotas))
+
+    def _is_there(self, place: int, quota: Quota) -> bool:
+        limit = self.memory_limit(place)
+        return limit is None or quota.memory is None or limit >= quota.memory
+
+    def over(self, place: int) -> int:
+        """Bytes beyond both its guarantee and what it may have now: they were lent to it, and are needed."""
+        now, least, most = self.memory_limit(place), self.quotas[place].memory, self.memory_most(place)
+        if now is None or least is None or most is None:
+            return 0
+        return max(0, min(self.pages.memory_used(place), most) - max(now, least))
 
     def usage(self) -> tuple[Usage, ...]:
         job = self.pages.job
@@ -105,6 +150,7 @@ class GuardedJob:
                 memory=self.pages.memory_used(place),
                 peak=job.uses[place].peak * UNIT,
                 refused=job.uses[place].refused,
+                memory_now=self.memory_limit(place),
                 processes=sum(1 for n, pid in enumerate(pids) if n and pid and job.table[n].used[place]),
             )
             for place, quota in enumerate(self.quotas)
@@ -124,7 +170,7 @@ class GuardedJob:
         return int(self.pages.policy.allowances[place].context_bytes)
 
     def memory_limit(self, place: int) -> int | None:
-        """Its quota now, in bytes; None if it has none."""
+        """What it may have now, in bytes, with what is lent to it; None if it has no quota."""
         limit = int(self.pages.policy.allowances[place].memory_limit)
         return limit if limit < NO_LIMIT else None
 
@@ -147,9 +193,12 @@ class GuardedJob:
 
 
 class Guard:
-    """`directory` should be on a tmpfs: pages are shared memory. `uuids`: the machine's devices, in its order."""
+    """`directory` should be on a tmpfs: pages are shared memory. `uuids`: the machine's devices, in its order; `sizes`: their
+    memory in bytes. Of one of which that is not known no memory is lent."""
 
-    def __init__(self, directory: Path, libraries: Libraries, driver: Driver, uuids: tuple[str, ...]) -> None:
+    def __init__(
+        self, directory: Path, libraries: Libraries, driver: Driver, uuids: tuple[str, ...], sizes: tuple[int, ...] = ()
+    ) -> None:
         self.driver = driver
         self.libraries = libraries
         self._directory = directory
@@ -157,9 +206,20 @@ class Guard:
         self._host = Host(libraries.host)
         shutil.rmtree(directory, ignore_errors=True)  # of an earlier daemon, whose jobs have ended with it
         directory.mkdir(parents=True, mode=0o711)
+        self._sizes = dict(zip(uuids, sizes, strict=False))
+        for uuid in self._sizes:
+            self.set_foreign(uuid, 0)
 
-    def admit(self, name: str, quotas: tuple[Quota, ...], in_container: bool) -> GuardedJob:
-        """Pages for a job, whose processes are to be started with them. ValueError for a quota that says nothing sensible or a
+    def set_foreign(self, uuid: str, used: int) -> None:
+        """Bytes of a device that are in the hands of who is no job: so much less of it is lent."""
+        if uuid in self._sizes:
+            self._host.size(self._numbers[uuid], self._sizes[uuid], used)
+
+    def admit(
+        self, name: str, quotas: tuple[Quota, ...], in_container: bool, host_memory: int | None = None
+    ) -> GuardedJob:
+        """Pages for a job, whose processes are to be started with them, once it `has_room`. `host_memory`: bytes of the machine's
+        memory that it may have pinned. ValueError for a quota that says nothing sensible or a
         device that is not here; OSError when a page cannot be written or too many jobs share a device."""
         missing = [quota.uuid for quota in quotas if quota.uuid not in self._numbers]
         if missing:
@@ -167,14 +227,13 @@ class Guard:
         devices = tuple(self._numbers[quota.uuid] for quota in quotas)
         seen = Driver(DRIVER_AT / CUDA, DRIVER_AT / NVML) if in_container else self.driver
         directory = self._directory / name
-        pages = Pages.create(directory, quotas, seen.cuda, seen.nvml, time.monotonic_ns())
+        pages = Pages.create(directory, quotas, seen.cuda, seen.nvml, time.monotonic_ns(), host_memory)
         (directory / PRELOAD).write_text(f"{GUARD_AT / CUDA}\n{GUARD_AT / NVML}\n")
         job = GuardedJob(pages, quotas, devices, self.libraries, self._host)
         if not self._host.claim(pages, os.getpid()):
             log.warning("another daemon looks after the pages of job %s", name)
         try:
-            for place, quota in enumerate(quotas):
-                job.set_share(place, quota.share, quota.limit)
+            job.join()
         except (OSError, ValueError):
             job.close()  # its other devices must not be looked after in pages that are gone
             raise

@@ -4,16 +4,19 @@ import atexit
 import ctypes
 from pathlib import Path
 
-from cuda_guard.page import DEVICES, Pages, ppm
+from cuda_guard.page import DEVICES, NO_LIMIT, Pages, Quota, ppm
 
-_pointer, _u32, _i64, _int, _bool = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
+_pointer, _u32, _u64, _i64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
+_int, _bool = ctypes.c_int, ctypes.c_bool
 
 PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "host_start": (_pointer, []),
     "host_stop": (None, [_pointer]),
-    "host_join": (_bool, [_pointer, _u32, _pointer, _pointer, _int, _u32, _u32, _u32]),
+    "host_join": (_bool, [_pointer, _u32, _pointer, _pointer, _int, _u32, _u32, _u32, _u64, _u64]),
     "host_leave": (None, [_pointer, _pointer]),
     "host_trim": (None, [_pointer, _u32, _pointer, _u32]),
+    "host_size": (None, [_pointer, _u32, _u64, _u64]),
+    "host_away": (_bool, [_pointer, _u32, _pointer, _bool]),
     "host_tune": (None, [_pointer, _u32, _u32, _i64]),
     "host_claim": (_bool, [_pointer, _int, _u32]),
     "host_correct": (_bool, [_pointer, _u32, _i64]),
@@ -25,12 +28,14 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "policy_set_turn": (None, [_pointer, _u32, _u32]),
     "ledger_claim": (_int, [_pointer, _int, _u32]),
     "ledger_claim_slot": (_bool, [_pointer, _int, _u32, _u32]),
-    "ledger_change": (_bool, [_pointer, _u32, _u32, _i64, ctypes.c_uint64]),
-    "ledger_used": (ctypes.c_uint64, [_pointer, _u32]),
+    "ledger_change": (_bool, [_pointer, _u32, _u32, _i64, _u64]),
+    "ledger_used": (_u64, [_pointer, _u32]),
     "ledger_sweep": (_int, [_pointer, _int, _int]),
     "ledger_owner": (_u32, [_int, _u32]),
     "cover_add": (_i64, [_pointer, _i64, _i64]),
     "arbiter_step": (_i64, [_pointer, _i64]),
+    "lend_memory": (None, [_pointer]),
+    "lend_away": (_bool, [_pointer, _pointer, _bool]),
 }
 
 
@@ -53,14 +58,25 @@ class Host:
             raise OSError("no thread for the guard's shares and turns")
         atexit.register(self.close)  # before the interpreter unmaps the pages that the thread looks at
 
-    def join(self, pages: Pages, place: int, device: int, share: float, limit: float) -> None:
-        """From now on the job has this share of the device's time, in per cent, and up to `limit` of what others leave idle.
-        Also changes a job that has joined. The pages must not be closed before `leave`."""
+    def join(self, pages: Pages, place: int, device: int, quota: Quota) -> None:
+        """From now on the job has this of the device. Also changes a job that has joined. One that comes is given its memory once
+        there is room for it, one that has more than it may keeps that. The pages must not be closed before `leave`."""
         if not 0 <= device < DEVICES:
             raise ValueError(f"no device {device}")
         policy, job = _address(pages.policy), _address(pages.job)
-        if not self._library.host_join(self._host, device, policy, job, pages.job_file, place, ppm(share), ppm(limit)):
+        memory = NO_LIMIT if quota.memory is None else quota.memory
+        most = memory if quota.memory_limit is None else quota.memory_limit
+        shares = ppm(quota.share), ppm(quota.limit)
+        if not self._library.host_join(self._host, device, policy, job, pages.job_file, place, *shares, memory, most):
             raise OSError(f"too many jobs share device {device}")
+
+    def size(self, device: int, memory: int, foreign: int = 0) -> None:
+        """How many bytes the device has, and how many of them are in the hands of who is no job: what of it can be lent."""
+        self._library.host_size(self._host, device, memory, foreign)
+
+    def away(self, pages: Pages, device: int, away: bool) -> bool:
+        """What the job had on the device is on the host, or is to come back; whether there is room for that."""
+        return bool(self._library.host_away(self._host, device, _address(pages.policy), away))
 
     def leave(self, pages: Pages) -> None:
         self._library.host_leave(self._host, _address(pages.policy))
@@ -76,10 +92,6 @@ class Host:
     def set_gate(self, pages: Pages, closed: bool) -> None:
         """Nothing that the job has not launched yet starts while its gate is closed."""
         self._library.policy_set_gate(_address(pages.policy), closed)
-
-    def set_memory(self, pages: Pages, place: int, limit: int) -> None:
-        """A new limit in bytes. What the job has already stays with it."""
-        pages.policy.allowances[place].memory_limit = limit
 
     def claim(self, pages: Pages, pid: int) -> bool:
         """Take the daemon's own place in the job's page; false if another daemon has it."""

@@ -12,8 +12,9 @@ from uuid import UUID
 import msgspec
 
 MAGIC = 0x6472617567736D31
-LAYOUT = 1
+LAYOUT = 2
 DEVICES = 16
+HOST = DEVICES  # the place of the machine's own memory, as far as it is pinned for devices
 SLOTS = 256
 UNIT = 512
 AUDITS = 32
@@ -40,13 +41,12 @@ class Allowance(ctypes.Structure):
     _fields_ = [
         ("uuid", ctypes.c_ubyte * 16),
         ("memory_limit", _u64),
-        ("memory_total", _u64),
         ("context_bytes", _u64),
         ("window_ns", _i64),
         ("turn", _u32),
         ("rate_index", _u32),
         ("rates", Rate * 2),
-        ("reserved", ctypes.c_ubyte * 8),
+        ("reserved", ctypes.c_ubyte * 16),
     ]
 
 
@@ -58,7 +58,8 @@ class PolicyPage(ctypes.Structure):
         ("gate", _u32),
         ("reserved", _u32),
         ("heartbeat_ns", _i64),
-        ("spare", ctypes.c_ubyte * 32),
+        ("host_limit", _u64),
+        ("spare", ctypes.c_ubyte * 24),
         ("driver", ctypes.c_char * 256),
         ("nvml", ctypes.c_char * 256),
         ("pad", ctypes.c_ubyte * 64),
@@ -90,8 +91,7 @@ class Slot(ctypes.Structure):
         ("pending", _u64),
         ("pending_used", _i64),
         ("waiting", ctypes.c_ubyte * DEVICES),
-        ("reserved", ctypes.c_ubyte * 8),
-        ("used", _i64 * DEVICES),
+        ("used", _i64 * (DEVICES + 1)),
         ("under_way", _i64 * DEVICES),
     ]
 
@@ -103,9 +103,9 @@ class JobPage(ctypes.Structure):
         ("slots", _u32),
         ("audits", _u32),
         ("reserved", ctypes.c_ubyte * 44),
-        ("uses", Use * DEVICES),
+        ("uses", Use * (DEVICES + 1)),
         ("audit", (ctypes.c_char * NAME) * AUDITS),
-        ("rest", ctypes.c_ubyte * 960),
+        ("rest", ctypes.c_ubyte * 896),
         ("table", Slot * SLOTS),
     ]
 
@@ -116,7 +116,8 @@ WINDOW_MS, ALONE_WINDOW_MS = 4.0, 16.0
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """What a job may use of one device. `memory` in bytes (None: all of it), shares in per cent of the device's time.
+    """What a job may use of one device. `memory` in bytes (None: all of it), shares in per cent of the device's time. `share` and
+    `memory` are guaranteed; up to `limit` and `memory_limit` (None: no more than that) it may have while nobody else needs it.
 
     `window_ms`: GPU time that may be under way at once. A short one makes a closed gate take effect sooner, a long one keeps a
     device busier. `context_bytes`: what a CUDA context is taken to need until NVML has told.
@@ -126,6 +127,7 @@ class Quota(msgspec.Struct, frozen=True):
     memory: int | None = None
     share: float = 100
     limit: float = 100
+    memory_limit: int | None = None
     window_ms: float = WINDOW_MS
     burst_ms: float = 30
     context_bytes: int = 0
@@ -150,9 +152,18 @@ class Pages:
         self.job_file = os.open(directory / JOB, os.O_RDWR | os.O_CLOEXEC)
 
     @classmethod
-    def create(cls, directory: Path, quotas: tuple[Quota, ...], driver: Path, nvml: Path, now_ns: int) -> Self:
-        """New pages for a job; `driver` and `nvml` are where the job finds the real libraries. The job page's mode lets only this
-        user write it. ValueError for what a page cannot say."""
+    def create(
+        cls,
+        directory: Path,
+        quotas: tuple[Quota, ...],
+        driver: Path,
+        nvml: Path,
+        now_ns: int,
+        host_memory: int | None = None,
+    ) -> Self:
+        """New pages for a job; `driver` and `nvml` are where the job finds the real libraries, `host_memory` the bytes of the
+        machine's that it may have pinned. The job page's mode lets only this user write it. ValueError for what a page cannot
+        say."""
         if len(quotas) > DEVICES:
             raise ValueError(f"a job has at most {DEVICES} devices, not {len(quotas)}")
         policy, job = PolicyPage(), JobPage()
@@ -160,6 +171,7 @@ class Pages:
         policy.layout = job.layout = LAYOUT
         policy.devices, job.slots = len(quotas), SLOTS
         policy.driver, policy.nvml = _path(driver), _path(nvml)
+        policy.host_limit = NO_LIMIT if host_memory is None else host_memory
         for quota, allowance in zip(quotas, policy.allowances, strict=False):
             _fill(allowance, quota, now_ns)
         directory.mkdir(parents=True, exist_ok=True)
@@ -175,7 +187,7 @@ class Pages:
         return [re.sub(rb"\W", b"?", name.value).decode() for name in names]  # the job can write anything there
 
     def memory_used(self, place: int) -> int:
-        """Bytes that the job is charged with on its device of this place."""
+        """Bytes that the job is charged with on its device of this place, or at HOST."""
         return int(self.job.uses[place].memory >> 26) * UNIT
 
     def close(self) -> None:
@@ -201,7 +213,7 @@ def _path(path: Path) -> bytes:
 def _fill(allowance: Allowance, quota: Quota, now_ns: int) -> None:
     most = NO_LIMIT if quota.memory is None else quota.memory
     allowance.uuid[:] = uuid_bytes(quota.uuid)
-    allowance.memory_limit = allowance.memory_total = most
+    allowance.memory_limit = most
     allowance.context_bytes = quota.context_bytes
     allowance.window_ns = int(quota.window_ms * 1e6)
     rate = allowance.rates[0]

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "bucket.h"
+#include "lender.h"
 
 #define STEP_NS 1000000       /* while somebody has the turn */
 #define HAND_OVER_NS 100000   /* while nobody has: the device may be idle */
@@ -124,34 +125,20 @@ static uint32_t trimmed(const struct contender *contender, uint32_t ppm) {
 
 /* What the active ones leave under the cap, to those who may have more: in proportion to their shares, nobody above his limit. */
 static bool lend(struct arbiter *arbiter, int64_t now_ns) {
-  uint32_t lent[ARBITER_CONTENDERS];
-  bool open[ARBITER_CONTENDERS], any = false;
-  int64_t left = arbiter->cap_ppm;
+  int64_t weights[ARBITER_CONTENDERS], room[ARBITER_CONTENDERS], lent[ARBITER_CONTENDERS], left = arbiter->cap_ppm;
+  bool any = false;
   for (uint32_t i = 0; i < arbiter->count; i++) {
     const struct contender *contender = &arbiter->contenders[i];
-    bool active = is_active(contender, now_ns);
-    lent[i] = contender->share_ppm;
-    open[i] = active && contender->limit_ppm > contender->share_ppm;
+    bool active = is_active(contender, now_ns), more = active && contender->limit_ppm > contender->share_ppm;
+    weights[i] = contender->share_ppm;
+    room[i] = more ? contender->limit_ppm - contender->share_ppm : 0;
     if (active) left -= contender->share_ppm;
   }
-  for (uint32_t round = 0; round < arbiter->count && left > 0; round++) {
-    int64_t weights = 0, given = 0;
-    for (uint32_t i = 0; i < arbiter->count; i++) weights += open[i] ? arbiter->contenders[i].share_ppm : 0;
-    if (weights == 0) break;
-    for (uint32_t i = 0; i < arbiter->count; i++) {
-      if (!open[i]) continue;
-      int64_t more = left * arbiter->contenders[i].share_ppm / weights, room = arbiter->contenders[i].limit_ppm - lent[i];
-      open[i] = more < room;
-      lent[i] += (uint32_t)(more < room ? more : room);
-      given += more < room ? more : room;
-    }
-    if (given == 0) break;
-    left -= given;
-  }
+  share_out(arbiter->count, weights, room, left, lent);
   for (uint32_t i = 0; i < arbiter->count; i++) {
     struct contender *contender = &arbiter->contenders[i];
     const struct guard_allowance *allowance = &contender->policy->allowances[contender->place];
-    uint32_t slope = trimmed(contender, lent[i]);
+    uint32_t slope = trimmed(contender, contender->share_ppm + (uint32_t)lent[i]);
     any = any || contender->limit_ppm > contender->share_ppm;
     if (slope != contender->lent_ppm) policy_set_rate(contender->policy, contender->place, slope, rate_of(allowance).burst_ns, now_ns);
     contender->lent_ppm = slope;
@@ -228,6 +215,7 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
     atomic_store(&arbiter->contenders[i].policy->heartbeat_ns, now_ns);
   }
   bool elastic = lend(arbiter, now_ns);
+  lend_memory(arbiter);
   if (active > 1) {
     take_turns(arbiter, now_ns);
     return now_ns + (arbiter->holder < 0 ? HAND_OVER_NS : STEP_NS);

@@ -7,6 +7,7 @@
 #include "bucket.h"
 #include "clock.h"
 #include "ledger.h"
+#include "lender.h"
 
 #define CAP_PPM 900000    /* GaiaGPU's: the rest keeps a device responsive */
 #define TURN_NS 10000000  /* long against the pause between two turns, short against a second */
@@ -94,8 +95,10 @@ static struct contender *find(struct arbiter *arbiter, const struct guard_policy
   return NULL;
 }
 
+static int64_t bounded(uint64_t bytes) { return bytes < (uint64_t)MEMORY_MOST ? (int64_t)bytes : MEMORY_MOST; }
+
 bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, struct guard_job *job, int file, uint32_t place,
-               uint32_t share_ppm, uint32_t limit_ppm) {
+               uint32_t share_ppm, uint32_t limit_ppm, uint64_t memory, uint64_t memory_most) {
   if (device >= GUARD_DEVICES || place >= GUARD_DEVICES) return false;
   lock(host);
   struct arbiter *arbiter = &host->devices[device];
@@ -104,10 +107,14 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
   if (contender == NULL && room) {
     contender = &arbiter->contenders[arbiter->count++];
     *contender = (struct contender){.policy = policy, .job = job, .file = file, .place = place, .trim_ppm = GUARD_PPM};
+    atomic_store(&policy->allowances[place].memory_limit, memory >= GUARD_NO_LIMIT ? GUARD_NO_LIMIT : 0);
   }
   if (contender != NULL) {
     contender->share_ppm = share_ppm;
     contender->limit_ppm = limit_ppm;
+    contender->memory = memory >= GUARD_NO_LIMIT ? ALL_MEMORY : bounded(memory);
+    contender->memory_most = memory >= GUARD_NO_LIMIT || bounded(memory_most) < contender->memory ? contender->memory : bounded(memory_most);
+    lend_memory(arbiter);
   }
   unlock(host);
   return room;
@@ -128,7 +135,9 @@ void host_leave(struct host *host, const struct guard_policy *policy) {
   lock(host);
   for (unsigned i = 0; i < GUARD_DEVICES; i++) {
     struct contender *contender = find(&host->devices[i], policy);
-    if (contender != NULL) leave(&host->devices[i], (uint32_t)(contender - host->devices[i].contenders));
+    if (contender == NULL) continue;
+    leave(&host->devices[i], (uint32_t)(contender - host->devices[i].contenders));
+    lend_memory(&host->devices[i]);
   }
   unlock(host);
 }
@@ -138,6 +147,23 @@ void host_trim(struct host *host, uint32_t device, const struct guard_policy *po
   struct contender *contender = find(&host->devices[device], policy);
   if (contender != NULL) contender->trim_ppm = trim_ppm;
   unlock(host);
+}
+
+void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t foreign) {
+  lock(host);
+  host->devices[device].memory = bounded(memory);
+  host->devices[device].memory_foreign = bounded(foreign);
+  lend_memory(&host->devices[device]);
+  unlock(host);
+}
+
+bool host_away(struct host *host, uint32_t device, const struct guard_policy *policy, bool away) {
+  lock(host);
+  struct arbiter *arbiter = &host->devices[device];
+  struct contender *contender = find(arbiter, policy);
+  bool fits = contender == NULL || lend_away(arbiter, contender, away);
+  unlock(host);
+  return fits;
 }
 
 void host_tune(struct host *host, uint32_t device, uint32_t cap_ppm, int64_t turn_ns) {

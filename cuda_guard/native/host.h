@@ -14,14 +14,23 @@ struct host *host_start(void);
 void host_stop(struct host *host);
 
 /* From now on the job is looked after on the `device` (the daemon's number of it, below GUARD_DEVICES), where its pages have it at
- * `place`; or its share and limit are now these. What its dead processes held is given back from time to time. False when there are
- * too many jobs. The pages must stay mapped, and the job page's file open, until host_leave. */
+ * `place`; or its share of time and its bytes of memory are now these, each with what it may have at most while nobody else needs it.
+ * Without a quota `memory` is GUARD_NO_LIMIT. One that comes may have no memory until there is room for all that it is guaranteed.
+ * What its dead processes held is given back from time to time. False when there are too many jobs. The pages must stay mapped, and
+ * the job page's file open, until host_leave. */
 bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, struct guard_job *job, int file, uint32_t place,
-               uint32_t share_ppm, uint32_t limit_ppm);
+               uint32_t share_ppm, uint32_t limit_ppm, uint64_t memory, uint64_t memory_most);
 void host_leave(struct host *host, const struct guard_policy *policy);
 
 /* What the job's slope is multiplied by on a device. */
 void host_trim(struct host *host, uint32_t device, const struct guard_policy *policy, uint32_t trim_ppm);
+
+/* How large a device's memory is, and how much of it is in the hands of who is no job of ours. Of one that is not known nothing is
+ * lent. */
+void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t foreign);
+
+/* What the job had on the device is on the host, or it is to come back: false if there is no room for that now, and it stays. */
+bool host_away(struct host *host, uint32_t device, const struct guard_policy *policy, bool away);
 
 /* How much of a device may be lent in all, and how long a turn is. */
 void host_tune(struct host *host, uint32_t device, uint32_t cap_ppm, int64_t turn_ns);

@@ -9,7 +9,7 @@
 #define SEQ_MASK ((UINT64_C(1) << SEQ_BITS) - 1)
 #define UNITS_MAX ((UINT64_C(1) << 38) - 1)
 
-/* pending word: 1 | device (4) | 0 (8) | number of the change (48) */
+/* pending word: 1 | place (5) | 0 (10) | number of the change (48) */
 #define PENDING (UINT64_C(1) << 63)
 #define NUMBER_MASK ((UINT64_C(1) << 48) - 1)
 
@@ -17,10 +17,18 @@ static uint64_t word_of(uint64_t units, unsigned slot, uint64_t seq) {
   return units << (SLOT_BITS + SEQ_BITS) | (uint64_t)slot << SEQ_BITS | (seq & SEQ_MASK);
 }
 
+static uint64_t pending_of(unsigned place, uint64_t number) { return PENDING | (uint64_t)place << 58 | number; }
+
+/* The page's owner can write anything there. */
+static unsigned pending_place(uint64_t pending) {
+  unsigned place = (unsigned)(pending >> 58) & 31;
+  return place < GUARD_PLACES ? place : 0;
+}
+
 static uint64_t word_units(uint64_t word) { return word >> (SLOT_BITS + SEQ_BITS); }
 static unsigned word_slot(uint64_t word) { return (unsigned)(word >> SEQ_BITS) & (GUARD_SLOTS - 1); }
 
-uint64_t ledger_used(const struct guard_job *job, unsigned device) { return word_units(atomic_load(&job->uses[device].memory)); }
+uint64_t ledger_used(const struct guard_job *job, unsigned place) { return word_units(atomic_load(&job->uses[place].memory)); }
 
 /* The change that this word shows is about to be written over: whoever made it may be dead and unable to say that it took place. */
 static void note_done(struct guard_job *job, uint64_t word) {
@@ -35,23 +43,23 @@ static void note_done(struct guard_job *job, uint64_t word) {
 
 static bool took_place(const struct guard_job *job, unsigned slot, uint64_t pending) {
   uint64_t number = pending & NUMBER_MASK;
-  uint64_t word = atomic_load(&job->uses[pending >> 56 & (GUARD_DEVICES - 1)].memory);
+  uint64_t word = atomic_load(&job->uses[pending_place(pending)].memory);
   if (word_slot(word) == slot && ((word ^ number) & SEQ_MASK) == 0) return true;
   return atomic_load(&job->table[slot].done) >= number; /* read after the word: it is noted before the word is written over */
 }
 
-bool ledger_change(struct guard_job *job, unsigned slot, unsigned device, int64_t units, uint64_t limit) {
+bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t units, uint64_t limit) {
   if (units == 0) return true;
   struct guard_slot *mine = &job->table[slot];
-  struct guard_use *use = &job->uses[device];
-  _Atomic int64_t *held = &mine->used[device];
+  struct guard_use *use = &job->uses[place];
+  _Atomic int64_t *held = &mine->used[place];
   int64_t after;
   if (__builtin_add_overflow(atomic_load(held), units, &after)) after = units; /* the page's owner has written nonsense there */
   uint64_t number = ++mine->seq & NUMBER_MASK;
   CRASH_POINT(1);
   atomic_store(&mine->pending_used, after);
   CRASH_POINT(2);
-  atomic_store(&mine->pending, PENDING | (uint64_t)device << 56 | number);
+  atomic_store(&mine->pending, pending_of(place, number));
   CRASH_POINT(3);
   uint64_t word = atomic_load(&use->memory), sum;
   do {
@@ -128,12 +136,14 @@ static void bury(struct guard_job *job, unsigned slot) {
   struct guard_slot *dead = &job->table[slot];
   uint64_t pending = atomic_load(&dead->pending);
   if (pending != 0 && took_place(job, slot, pending))
-    atomic_store(&dead->used[pending >> 56 & (GUARD_DEVICES - 1)], atomic_load(&dead->pending_used));
+    atomic_store(&dead->used[pending_place(pending)], atomic_load(&dead->pending_used));
   CRASH_POINT(8);
   atomic_store(&dead->pending, 0);
+  for (unsigned place = 0; place < GUARD_PLACES; place++) {
+    int64_t held = atomic_load(&dead->used[place]);
+    (void)ledger_change(job, slot, place, held == INT64_MIN ? INT64_MAX : -held, UNITS_MAX);
+  }
   for (unsigned device = 0; device < GUARD_DEVICES; device++) {
-    int64_t held = atomic_load(&dead->used[device]);
-    (void)ledger_change(job, slot, device, held == INT64_MIN ? INT64_MAX : -held, UNITS_MAX);
     atomic_store(&dead->under_way[device], 0);
     atomic_store(&dead->waiting[device], 0);
   }

@@ -1,4 +1,4 @@
-/* How much device memory a job holds: one counter a device for all its processes, and each process's part of it.
+/* How much memory a job holds: one counter a place (a device, or GUARD_HOST) for all its processes, and each process's part of it.
  *
  * A change is one compare-and-swap, so two processes cannot both pass the limit. The counter's word also names who changed it last
  * and with which of its changes; whoever is about to write over that first notes it in the other's slot. So of a process that was
@@ -15,12 +15,12 @@
 /* Units for so many bytes, rounded up. */
 static inline uint64_t units_of(uint64_t bytes) { return bytes / GUARD_UNIT + (bytes % GUARD_UNIT != 0); }
 
-/* Units of a device in use by the whole job. */
-uint64_t ledger_used(const struct guard_job *job, unsigned device);
+/* Units of a place in use by the whole job. */
+uint64_t ledger_used(const struct guard_job *job, unsigned place);
 
 /* Adds `units` (less than zero: gives back) for the process in `slot`; false if the job would then hold more than `limit` units.
  * Not to be called by two threads at once for one slot. */
-bool ledger_change(struct guard_job *job, unsigned slot, unsigned device, int64_t units, uint64_t limit);
+bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t units, uint64_t limit);
 
 /* A free slot for this process, or -1 when all are taken. `file` is the page's, open for reading and writing; it must stay open. */
 int ledger_claim(struct guard_job *job, int file, unsigned pid);

@@ -106,7 +106,7 @@ void guard_load(void) {
 /* --- how a program finds the driver's calls */
 
 static bool looks_like_ours(const char *symbol) {
-  static const char *const families[] = {"cuMemAlloc", "cuMemCreate",  "cuMemcpy",      "cuMemset",
+  static const char *const families[] = {"cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister", "cuMemCreate",  "cuMemcpy",      "cuMemset",
                                          "cuLaunch",   "cuGraphLaunch", "cuArrayCreate", "cuArray3DCreate",
                                          "cuMipmappedArrayCreate", "cuStreamBegin", "cuCheckpointProcess"};
   for (size_t i = 0; i < sizeof families / sizeof *families; i++)

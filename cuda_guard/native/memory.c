@@ -9,28 +9,40 @@ static struct table pieces = TABLE_EMPTY;   /* a piece of physical memory -> uni
 static struct table handles = TABLE_EMPTY;  /* handle -> link: its piece; count: how often it must be released */
 static struct table mappings = TABLE_EMPTY; /* address -> link: its piece; units: bytes mapped */
 
-bool memory_change(int device, int64_t units, bool whatever_the_limit) {
+static uint64_t limit_of(int place) {
+  return atomic_load(place == GUARD_HOST ? &guard_policy->host_limit : &guard_policy->allowances[place].memory_limit) / GUARD_UNIT;
+}
+
+bool memory_change(int place, int64_t units, bool whatever_the_limit) {
   int slot = guard_slot();
   if (slot < 0) return units <= 0;
-  uint64_t limit = whatever_the_limit ? UINT64_MAX : atomic_load(&guard_policy->allowances[device].memory_limit) / GUARD_UNIT;
+  uint64_t limit = whatever_the_limit ? UINT64_MAX : limit_of(place);
   (void)pthread_mutex_lock(&ledger_mutex);
-  bool done = ledger_change(guard_job, (unsigned)slot, (unsigned)device, units, limit);
+  bool done = ledger_change(guard_job, (unsigned)slot, (unsigned)place, units, limit);
+  /* Whoever lowers the limit looks at the counter after it, we at the limit after the counter: one of the two sees the other. */
+  if (done && units > 0 && !whatever_the_limit) {
+    uint64_t now = limit_of(place);
+    if (now < limit && ledger_used(guard_job, (unsigned)place) > now) {
+      (void)ledger_change(guard_job, (unsigned)slot, (unsigned)place, -units, UINT64_MAX);
+      done = false;
+    }
+  }
   (void)pthread_mutex_unlock(&ledger_mutex);
   return done;
 }
 
-void memory_give_back(int device, int64_t units) {
-  if (device >= 0) (void)memory_change(device, -units, true);
+void memory_give_back(int place, int64_t units) {
+  if (place >= 0) (void)memory_change(place, -units, true);
 }
 
 /* False if the job may not have so much more. What pools and dead processes have given back is looked for first. */
-bool memory_reserve(int device, int64_t units) {
+bool memory_reserve(int place, int64_t units) {
   guard_wait();
-  if (device < 0 || memory_change(device, units, false)) return true;
+  if (place < 0 || memory_change(place, units, false)) return true;
   memory_settle();
   guard_sweep();
-  if (memory_change(device, units, false)) return true;
-  atomic_fetch_add(&guard_job->uses[device].refused, 1);
+  if (memory_change(place, units, false)) return true;
+  atomic_fetch_add(&guard_job->uses[place].refused, 1);
   return false;
 }
 
@@ -138,10 +150,10 @@ static void let_go_of_piece(uint64_t piece) {
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags) {
   static _Atomic uint64_t made;
-  if (out == NULL || prop == NULL || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
-    return REAL(cuMemCreate)(out, bytes, prop, flags); /* of the host, or an error */
-  int device = guard_device(prop->location.id);
-  if (device < 0) return guard_policy == NULL ? CUDA_ERROR_STUB_LIBRARY : CUDA_ERROR_NOT_PERMITTED;
+  guard_load();
+  if (out == NULL || prop == NULL || guard_policy == NULL) return REAL(cuMemCreate)(out, bytes, prop, flags);
+  int device = memory_place(&prop->location);
+  if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
   int64_t units = units_for(bytes);
   if (!memory_reserve(device, units)) return CUDA_ERROR_OUT_OF_MEMORY;
   CUresult result = REAL(cuMemCreate)(out, bytes, prop, flags);
@@ -227,15 +239,16 @@ void memory_context_gone(uint64_t context) {
   struct entry entry;
   while ((entry = table_take_any(&pointers, belongs, &context)).key != 0) memory_drop(entry);
   while ((entry = table_take_any(&arrays, belongs, &context)).key != 0) memory_drop(entry);
+  pinned_context_gone(context);
 }
 
-/* --- what a program is told: the job's part is the whole */
+/* --- what a program is told: what the job may have now is the whole */
 
 static void clamp(int device, size_t *free, size_t *total) {
   const struct guard_allowance *allowance = &guard_policy->allowances[device];
-  uint64_t limit = atomic_load(&allowance->memory_limit), whole = atomic_load(&allowance->memory_total);
-  uint64_t used = ledger_used(guard_job, (unsigned)device) * GUARD_UNIT, left = limit > used ? limit - used : 0;
-  if (free != NULL && *free > left) *free = (size_t)left;
+  uint64_t limit = atomic_load(&allowance->memory_limit), used = ledger_used(guard_job, (unsigned)device) * GUARD_UNIT;
+  uint64_t whole = limit > used ? limit : used; /* the limit has fallen below what it holds */
+  if (free != NULL && *free > whole - used) *free = (size_t)(whole - used);
   if (total != NULL && *total > whole) *total = (size_t)whole;
 }
 
@@ -278,6 +291,7 @@ void memory_forked(void) {
   struct table *all[] = {&pointers, &arrays, &pieces, &handles, &mappings};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) table_clear(all[i]);
   (void)pthread_mutex_init(&ledger_mutex, NULL);
+  pinned_forked();
   pools_forked();
   graphs_forked();
   contexts_forked();

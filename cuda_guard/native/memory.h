@@ -6,13 +6,13 @@
 #include "ledger.h"
 #include "table.h"
 
-/* Changes what the job is charged with on a device; false if the limit forbids it. */
-bool memory_change(int device, int64_t units, bool whatever_the_limit);
+/* Changes what the job is charged with at a place; false if the limit forbids it, also one that falls meanwhile. */
+bool memory_change(int place, int64_t units, bool whatever_the_limit);
 
-/* False if the job may not have so much more. What pools and dead processes have given back is looked for first. A device below 0
+/* False if the job may not have so much more. What pools and dead processes have given back is looked for first. A place below 0
  * is none of ours: nothing is charged. */
-bool memory_reserve(int device, int64_t units);
-void memory_give_back(int device, int64_t units);
+bool memory_reserve(int place, int64_t units);
+void memory_give_back(int place, int64_t units);
 
 /* Notes what was charged for `key`, as its context's; false if there is no memory to note it in. */
 bool memory_keep(struct table *table, uint64_t key, int device, int64_t units);
@@ -21,8 +21,14 @@ static inline void memory_drop(struct entry entry) {
   if (entry.key != 0) memory_give_back(entry.device, entry.units);
 }
 
+/* Where memory is: a device's place, GUARD_HOST, or -1 of a device that is not the job's. */
+static inline int memory_place(const CUmemLocation *where) {
+  return where->type == CU_MEM_LOCATION_TYPE_DEVICE ? guard_device(where->id) : GUARD_HOST;
+}
+
 /* A context is gone, and what was allocated in it. */
 void memory_context_gone(uint64_t context);
+void pinned_context_gone(uint64_t context);
 
 static inline int64_t units_for(size_t bytes) { return bytes > INT64_MAX ? INT64_MAX : (int64_t)units_of(bytes); }
 
@@ -69,6 +75,7 @@ static inline uint64_t id(const void *handle) { return (uint64_t)(uintptr_t)hand
     return result_;                      \
   } while (0)
 
+void pinned_forked(void);
 void pools_forked(void);
 void graphs_forked(void);
 void contexts_forked(void);

@@ -106,12 +106,12 @@ static void clamp(nvmlDevice_t device, unsigned long long *total, unsigned long 
   int place = place_of(device);
   if (place < 0) return;
   const struct guard_allowance *allowance = &guard_policy->allowances[place];
-  uint64_t limit = atomic_load(&allowance->memory_limit), whole = atomic_load(&allowance->memory_total);
-  if (whole >= *total) return; /* the job has the whole device */
-  *total = whole;
-  *used = ledger_used(guard_job, (unsigned)place) * GUARD_UNIT;
-  unsigned long long left = limit > *used ? limit - *used : 0;
-  if (*free > left) *free = left;
+  uint64_t limit = atomic_load(&allowance->memory_limit), held = ledger_used(guard_job, (unsigned)place) * GUARD_UNIT;
+  if (limit >= *total) return; /* the job has the whole device */
+  uint64_t whole = limit > held ? limit : held;
+  if (*total > whole) *total = whole;
+  *used = held < *total ? held : *total;
+  if (*free > whole - held) *free = whole - held;
 }
 
 int nvmlDeviceGetMemoryInfo(nvmlDevice_t device, struct memory *out) {

@@ -13,10 +13,13 @@
 #include <stdint.h>
 
 #define GUARD_MAGIC 0x6472617567736d31u /* "1msguard" */
-#define GUARD_LAYOUT 1u
+#define GUARD_LAYOUT 2u
 #define GUARD_DEVICES 16
+#define GUARD_HOST GUARD_DEVICES /* the place of the machine's own memory, as far as it is pinned for devices */
+#define GUARD_PLACES (GUARD_DEVICES + 1)
 #define GUARD_SLOTS 256 /* processes of one job that use a GPU at once; slot 0 is the daemon's */
 #define GUARD_UNIT 512u
+#define GUARD_NO_LIMIT (UINT64_C(1) << 63) /* bytes, where there is none */
 #define GUARD_PATH 256
 #define GUARD_AUDITS 32
 #define GUARD_NAME 64
@@ -38,14 +41,13 @@ struct guard_rate {
 /* What a job may use of one device. */
 struct guard_allowance {
   unsigned char uuid[16];
-  _Atomic uint64_t memory_limit;  /* bytes, with what its contexts take themselves */
-  _Atomic uint64_t memory_total;  /* bytes that it is shown as the whole */
+  _Atomic uint64_t memory_limit;  /* bytes, with what its contexts take themselves and what is lent to it now */
   _Atomic uint64_t context_bytes; /* what a context is taken to need until NVML has told */
   _Atomic int64_t window_ns;      /* GPU time that may be under way at once: how late a closed gate takes effect */
   _Atomic uint32_t turn;          /* futex word */
   _Atomic uint32_t rate_index;    /* counts up with each change; its lowest bit says which of `rates` is in force */
   struct guard_rate rates[2];
-  unsigned char reserved[8];
+  unsigned char reserved[16];
 };
 
 struct guard_policy {
@@ -54,7 +56,8 @@ struct guard_policy {
   _Atomic uint32_t gate; /* futex word */
   uint32_t reserved;
   _Atomic int64_t heartbeat_ns; /* of whoever hands out turns: once it is old, there are none */
-  unsigned char spare[32];
+  _Atomic uint64_t host_limit;  /* bytes of the machine's memory that may be pinned */
+  unsigned char spare[24];
   char driver[GUARD_PATH]; /* the real libcuda.so.1, an absolute path */
   char nvml[GUARD_PATH];   /* the real libnvidia-ml.so.1 */
   unsigned char pad[64];
@@ -62,7 +65,7 @@ struct guard_policy {
   unsigned char rest[1408];
 };
 
-/* What the job has used of one device, all its processes together. */
+/* What the job has used of one device, or pinned of the machine's memory, all its processes together. */
 struct guard_use {
   _Atomic uint64_t memory;        /* units in use, and who changed them last: see ledger.h */
   _Atomic int64_t spent_ns;       /* against `guard_rate`; jumps forward over what was not saved up */
@@ -85,8 +88,7 @@ struct guard_slot {
   _Atomic uint64_t pending;    /* the change under way, or 0; see ledger.c */
   _Atomic int64_t pending_used;
   _Atomic uint8_t waiting[GUARD_DEVICES]; /* not 0: threads of it would launch if they might */
-  unsigned char reserved[8];
-  _Atomic int64_t used[GUARD_DEVICES];      /* units that this process holds */
+  _Atomic int64_t used[GUARD_PLACES];       /* units that this process holds */
   _Atomic int64_t under_way[GUARD_DEVICES]; /* ns of GPU time it has launched and not yet seen the end of */
 };
 
@@ -97,17 +99,17 @@ struct guard_job {
   uint32_t layout, slots;
   _Atomic uint32_t audits; /* names below */
   unsigned char reserved[44];
-  struct guard_use uses[GUARD_DEVICES];
+  struct guard_use uses[GUARD_PLACES];
   char audit[GUARD_AUDITS][GUARD_NAME]; /* calls that look like memory or work and that the guard does not know */
-  unsigned char rest[960];
+  unsigned char rest[896];
   struct guard_slot table[GUARD_SLOTS];
 };
 
-_Static_assert(sizeof(struct guard_rate) == 32, "layout 1");
-_Static_assert(sizeof(struct guard_allowance) == 128, "layout 1");
-_Static_assert(sizeof(struct guard_policy) == 4096, "layout 1");
-_Static_assert(sizeof(struct guard_use) == 64, "layout 1");
-_Static_assert(sizeof(struct guard_slot) == 320, "layout 1");
-_Static_assert(sizeof(struct guard_job) == 4096 + GUARD_SLOTS * 320, "layout 1");
+_Static_assert(sizeof(struct guard_rate) == 32, "layout 2");
+_Static_assert(sizeof(struct guard_allowance) == 128, "layout 2");
+_Static_assert(sizeof(struct guard_policy) == 4096, "layout 2");
+_Static_assert(sizeof(struct guard_use) == 64, "layout 2");
+_Static_assert(sizeof(struct guard_slot) == 320, "layout 2");
+_Static_assert(sizeof(struct guard_job) == 4096 + GUARD_SLOTS * 320, "layout 2");
 
 #endif

@@ -155,9 +155,8 @@ static CUresult pool_of(CUresult (*real)(CUmemoryPool *, CUdevice), CUmemoryPool
 typedef CUresult located_call(CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type);
 
 static CUresult pool_at(located_call *real, CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type) {
-  bool here = where != NULL && where->type == CU_MEM_LOCATION_TYPE_DEVICE;
-  int device = here ? guard_device(where->id) : -1;
-  if (here && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
+  int device = where != NULL ? memory_place(where) : -1;
+  if (where != NULL && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
   THEN(real(out, where, type), meet_pool(id(*out), device));
 }
 
@@ -176,9 +175,8 @@ CUresult cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *where, CUmemAl
 }
 
 CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props) {
-  bool here = props != NULL && props->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
-  int device = here ? guard_device(props->location.id) : -1;
-  if (here && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
+  int device = props != NULL ? memory_place(&props->location) : -1;
+  if (props != NULL && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
   THEN(REAL(cuMemPoolCreate)(out, props), (void)table_put(&pools, (struct entry){.key = id(*out), .device = device}));
 }
 

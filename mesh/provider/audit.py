@@ -100,7 +100,7 @@ def _claims(tenant: Tenant, before: dict[int, tuple[int, ...]], pids: frozenset[
                 **{pid: charged[place] if before.get(pid) == charged else None for pid, charged in now.items()},
             },
             context=tenant.guarded.context_bytes(place),
-            limit=tenant.guarded.memory_limit(place),
+            limit=tenant.guarded.memory_most(place),
             share=share,
         )
         for place, (portion, share) in enumerate(zip(tenant.portions, tenant.shares_now(), strict=True))

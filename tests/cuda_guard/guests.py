@@ -33,18 +33,23 @@ class Bench:
         self.libraries = built
         self.world = World(directory / "world", fakes, **world)
         self.uuids = tuple(f"GPU-{uuid}" for uuid in self.world.uuids)
-        self.guard = Guard(directory / "pages", built, Real(fakes.cuda, fakes.nvml), self.uuids)
+        sizes = (self.world.device_memory,) * len(self.uuids)
+        self.guard = Guard(directory / "pages", built, Real(fakes.cuda, fakes.nvml), self.uuids, sizes)
         self._names = (f"job{n}" for n in range(10_000))
         self._jobs: list[GuardedJob] = []
 
     def job(
-        self, memory: int | None = 2048 * MIB, share: float = 100, limit: float | None = None, **quota: Any
+        self,
+        memory: int | None = 2048 * MIB,
+        share: float = 100,
+        limit: float | None = None,
+        host_memory: int | None = None,
+        **quota: Any,
     ) -> GuardedJob:
-        """A job with this much of each device."""
+        """A job with this much of each device, and so many bytes of the machine's memory to pin."""
         made = {"context_bytes": CONTEXT, **quota, "memory": memory, "share": share, "limit": limit or share}
-        job = self.guard.admit(
-            next(self._names), tuple(Quota(uuid=uuid, **made) for uuid in self.uuids), in_container=False
-        )
+        quotas = tuple(Quota(uuid=uuid, **made) for uuid in self.uuids)
+        job = self.guard.admit(next(self._names), quotas, in_container=False, host_memory=host_memory)
         self._jobs.append(job)
         return job
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cuda_guard.build import Libraries
 from cuda_guard.host import load
 from cuda_guard.page import DEVICES, LAYOUT, MAGIC, SLOTS, JobPage, Pages, PolicyPage, Quota
+from tests.cuda_guard.arbiter import Arbiter, Contender
 
 pytestmark = pytest.mark.cc
 
@@ -22,31 +23,6 @@ PPM = 1_000_000
 FREE, WAIT, GO = 0, 1, 2
 WINDOW, CAP, TURN, IDLE, DRAIN = 4 * MS, 900_000, 10 * MS, 1 * MS, 100 * MS
 START = 1_000_000 * MS
-
-
-class Contender(ctypes.Structure):
-    _fields_ = (
-        ("policy", ctypes.c_void_p),
-        ("job", ctypes.c_void_p),
-        ("file", ctypes.c_int),
-        *((name, ctypes.c_uint32) for name in ("place", "share_ppm", "limit_ppm", "trim_ppm", "lent_ppm")),
-        ("active_ns", ctypes.c_int64),
-        ("seen_ns", ctypes.c_uint64),
-        *((name, ctypes.c_int64) for name in ("virtual_ns", "turn_ns", "looked_ns", "credible_ns")),
-    )
-
-
-class Arbiter(ctypes.Structure):
-    """`struct arbiter` of native/arbiter.h."""
-
-    _fields_ = (
-        ("count", ctypes.c_uint32),
-        ("holder", ctypes.c_int32),
-        ("draining", ctypes.c_int32),
-        ("cap_ppm", ctypes.c_uint32),
-        *((name, ctypes.c_int64) for name in ("turn_ns", "idle_ns", "drain_ns", "began_ns")),
-        ("contenders", Contender * 32),
-    )
 
 
 class Job:

@@ -51,6 +51,7 @@ class World:
         self.path = path
         self.fakes = fakes
         self.devices = devices
+        self.device_memory = memory
         self.uuids = [*uuids, *(uuid.uuid4() for _ in range(devices - len(uuids)))]
         self._library = ctypes.CDLL(str(fakes.world))
         config = _Config(

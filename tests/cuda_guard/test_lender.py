@@ -1,0 +1,223 @@
+"""Memory that is lent: whatever jobs do, and however limits move, every guarantee can be had, and nothing is promised twice."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cuda_guard.build import Libraries
+from cuda_guard.host import load
+from cuda_guard.page import UNIT, JobPage, PolicyPage
+from tests.cuda_guard.arbiter import Arbiter
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.cuda_guard.test_memory import alloc, refused
+from tests.fake.client import Driver
+
+pytestmark = pytest.mark.cc
+
+TOTAL, CAP = 1000 * MIB, 900 * MIB
+sizes = st.integers(1, 1000).map(lambda mib: mib * MIB)
+
+
+class Tenant:
+    """What a job's processes do to its pages; `started`: it has once had all that it is guaranteed."""
+
+    def __init__(self) -> None:
+        self.policy, self.page = PolicyPage(), JobPage()
+        self.page.table[1].pid = 1
+        self.away = self.started = False
+
+    @property
+    def limit(self) -> int:
+        return int(self.policy.allowances[0].memory_limit)
+
+    @property
+    def used(self) -> int:
+        return int(self.page.uses[0].memory >> 26) * UNIT
+
+
+class Lending(RuleBasedStateMachine):
+    """The oracle: a device's memory is what it is, and everybody's account of it is kept here."""
+
+    native: ctypes.CDLL
+
+    @initialize(foreign=st.sampled_from([0, 0, 300 * MIB]))
+    def begin(self, foreign: int) -> None:
+        self.arbiter = Arbiter(0, -1, -1, 900_000, 10, 1, 100, 0, TOTAL, foreign)
+        self.tenants: list[Tenant] = []
+
+    @property
+    def contenders(self) -> list[ctypes.Structure]:
+        return list(self.arbiter.contenders[: self.arbiter.count])
+
+    def guaranteed(self) -> int:
+        return sum(contender.memory for contender in self.contenders)
+
+    def room(self) -> int:
+        return max(0, CAP - self.guaranteed() - self.arbiter.memory_foreign)
+
+    def step(self) -> None:
+        before = self.beyond()
+        self.native.lend_memory(ctypes.byref(self.arbiter))
+        assert self.beyond() <= max(self.room(), before), "no more is lent than nobody is guaranteed"
+
+    def some(self, number: int) -> int:
+        return number % len(self.tenants)
+
+    @precondition(lambda self: len(self.tenants) < 6)
+    @rule(memory=sizes, more=st.sampled_from([0, 200 * MIB, TOTAL]))
+    def come(self, memory: int, more: int) -> None:
+        memory = min(memory, TOTAL - self.guaranteed())
+        if not memory:
+            return
+        tenant, contender = Tenant(), self.arbiter.contenders[self.arbiter.count]
+        ctypes.memset(ctypes.byref(contender), 0, ctypes.sizeof(contender))
+        contender.policy, contender.job = ctypes.addressof(tenant.policy), ctypes.addressof(tenant.page)
+        contender.memory, contender.memory_most = memory, memory + more
+        contender.share_ppm = contender.limit_ppm = contender.trim_ppm = 1_000_000
+        self.tenants.append(tenant)
+        self.arbiter.count += 1
+        self.step()
+
+    @precondition(lambda self: self.tenants)
+    @rule(which=st.integers(0, 5))
+    def go(self, which: int) -> None:
+        which = self.some(which)
+        for n in range(which, self.arbiter.count - 1):
+            ctypes.pointer(self.arbiter.contenders[n])[0] = self.arbiter.contenders[n + 1]
+        self.arbiter.count -= 1
+        del self.tenants[which]
+        self.step()
+
+    @precondition(lambda self: self.tenants)
+    @rule(which=st.integers(0, 5), size=sizes)
+    def take(self, which: int, size: int) -> None:
+        tenant = self.tenants[self.some(which)]
+        if tenant.away:
+            return
+        fits = tenant.used + size <= tenant.limit
+        page = ctypes.addressof(tenant.page)
+        assert self.native.ledger_change(page, 1, 0, size // UNIT, tenant.limit // UNIT) == fits
+
+    @precondition(lambda self: self.tenants)
+    @rule(which=st.integers(0, 5), size=sizes)
+    def give(self, which: int, size: int) -> None:
+        tenant = self.tenants[self.some(which)]
+        if not tenant.away:
+            self.native.ledger_change(ctypes.addressof(tenant.page), 1, 0, -min(size, tenant.used) // UNIT, 0)
+
+    @precondition(lambda self: self.tenants)
+    @rule(which=st.integers(0, 5), memory=sizes, more=st.sampled_from([0, 100 * MIB, TOTAL]))
+    def change(self, which: int, memory: int, more: int) -> None:
+        which = self.some(which)
+        contender, tenant = self.arbiter.contenders[which], self.tenants[which]
+        memory = min(memory, TOTAL - self.guaranteed() + contender.memory)
+        if tenant.used > memory + more:
+            return  # refused, see mesh/provider/tenant.py
+        tenant.started = tenant.started and memory <= contender.memory
+        contender.memory, contender.memory_most = memory, memory + more
+        self.step()
+
+    @precondition(lambda self: self.tenants)
+    @rule(which=st.integers(0, 5), away=st.booleans())
+    def put_away(self, which: int, away: bool) -> None:
+        which = self.some(which)
+        tenant = self.tenants[which]
+        contender = ctypes.byref(self.arbiter.contenders[which])
+        came = self.native.lend_away(ctypes.byref(self.arbiter), contender, away)
+        tenant.away = away or not came
+        assert came or (not away and tenant.used > self.arbiter.contenders[which].memory)
+
+    @rule(foreign=st.sampled_from([0, 100 * MIB, TOTAL]))
+    def others(self, foreign: int) -> None:
+        self.arbiter.memory_foreign = foreign
+
+    def claims(self) -> list[int]:
+        return [max(tenant.limit, 0 if tenant.away else tenant.used) for tenant in self.tenants]
+
+    def beyond(self) -> int:
+        return sum(max(0, has - job.memory) for has, job in zip(self.claims(), self.contenders, strict=True))
+
+    @rule()
+    def time_goes_by(self) -> None:
+        self.step()
+        both = list(zip(self.contenders, self.tenants, strict=True))
+        if any(tenant.limit < contender.memory for contender, tenant in both):
+            assert any(t.used > t.limit for t in self.tenants if not t.away), "who waits, waits for somebody"
+        elif self.beyond() <= self.room():
+            open_ = [t for c, t in both if not t.away and t.limit < c.memory_most]
+            lent = sum(tenant.limit - contender.memory for contender, tenant in both)
+            assert not open_ or lent >= self.room() - len(both), "what is idle is lent"
+
+    @invariant()
+    def every_guarantee_can_be_had(self) -> None:
+        both = list(zip(self.contenders, self.tenants, strict=True))
+        for contender, tenant in both:
+            assert tenant.limit <= contender.memory_most or tenant.limit == 0
+            assert not tenant.started or tenant.limit >= contender.memory
+            tenant.started = tenant.started or tenant.limit >= contender.memory
+        assert sum(self.claims()) <= TOTAL, "if all took all that they may, now, it would be there"
+
+
+def test_every_guarantee_can_be_had_whatever_is_lent(built: Libraries) -> None:
+    native = load(built.host)
+    machine = type("OnThisDevice", (Lending,), {"native": native})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=120, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]),
+    )
+
+
+def test_a_borrower_is_told_and_held_to_what_it_may_have_now(make_bench: Callable[..., Bench]) -> None:
+    """By the real shim: it has what nobody is guaranteed, is refused at once when a guarantee comes, and that one waits."""
+    machine = make_bench(memory=4000 * MIB)
+    borrower = machine.job(memory=1000 * MIB, memory_limit=3000 * MIB)
+    (turn, go), (told, tell) = os.pipe(), os.pipe()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        assert (
+            driver.free_memory() == (3000 * MIB - CONTEXT, 3000 * MIB)
+            and driver.out("cuDeviceTotalMem_v2", 0) == 3000 * MIB
+        )
+        held = driver.out("cuMemAlloc_v2", 2000 * MIB)
+        os.write(tell, b".")
+        os.read(turn, 1)
+        assert driver.free_memory()[0] == 0 and refused(driver, alloc, 2 * MIB)
+        driver.cuMemFree_v2(held)
+        os.write(tell, b".")
+        os.read(turn, 1)
+        free, total = driver.free_memory()
+        assert total - free == CONTEXT and 1000 * MIB <= total < 1200 * MIB
+
+    guest = machine.start(borrower, work)
+    os.read(told, 1)
+    newcomer = machine.job(memory=2500 * MIB)
+    assert not newcomer.has_room and borrower.over(0) == CONTEXT + 2000 * MIB - borrower.memory_limit(0)
+    assert newcomer.memory_limit(0) == 4000 * MIB - CONTEXT - 2000 * MIB, "all that there is, and no more"
+    os.write(go, b".")
+    os.read(told, 1)
+    until = time.monotonic() + 20
+    while not newcomer.has_room and time.monotonic() < until:
+        time.sleep(0.001)
+    assert newcomer.has_room and borrower.over(0) == 0
+    os.write(go, b".")
+    guest.result()
+
+    def take(driver: Driver) -> None:
+        driver.start()
+        alloc(driver, 2500 * MIB - CONTEXT)
+
+    machine.run(newcomer, take)

@@ -1,0 +1,105 @@
+"""Pinned memory of the machine: bounded like a device's, and given back."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cuda_guard.page import HOST
+from tests.cuda_guard.guests import MIB, Bench
+from tests.cuda_guard.test_memory import OUT_OF_MEMORY, AllocationProp
+from tests.fake.client import CudaError, Driver
+
+pytestmark = pytest.mark.cc
+
+LIMIT = 64 * MIB
+OF_THE_HOST = (2, 0)  # CU_MEM_LOCATION_TYPE_HOST
+PAGE = 4096
+
+
+def allocated(driver: Driver, size: int) -> Callable[[], None]:
+    pointer = driver.out("cuMemAllocHost_v2", size)
+    return lambda: driver.cuMemFreeHost(ctypes.c_void_p(pointer))
+
+
+def flagged(driver: Driver, size: int) -> Callable[[], None]:
+    pointer = driver.out("cuMemHostAlloc", size, 1)
+    return lambda: driver.cuMemFreeHost(ctypes.c_void_p(pointer))
+
+
+def registered(driver: Driver, size: int) -> Callable[[], None]:
+    own = ctypes.create_string_buffer(size)
+    driver.cuMemHostRegister_v2(own, size, 0)
+    return lambda: driver.cuMemHostUnregister(own)
+
+
+def physical(driver: Driver, size: int) -> Callable[[], None]:
+    handle = driver.out("cuMemCreate", size, ctypes.byref(AllocationProp(type=1, location=OF_THE_HOST)), 0)
+    return lambda: driver.cuMemRelease(handle)
+
+
+@pytest.mark.parametrize("kind", [allocated, flagged, registered, physical])
+def test_each_kind_counts_and_is_refused_beyond_the_limit(
+    make_bench: Callable[..., Bench], kind: Callable[[Driver, int], Callable[[], None]]
+) -> None:
+    machine = make_bench()
+    job = machine.job(host_memory=LIMIT)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        first = kind(driver, LIMIT - 2 * MIB)
+        kind(driver, 2 * MIB)
+        with pytest.raises(CudaError) as refusal:
+            kind(driver, 2 * MIB)
+        assert refusal.value.code == OUT_OF_MEMORY and job.pages.memory_used(HOST) == LIMIT
+        first()
+        assert job.pages.memory_used(HOST) == 2 * MIB
+        kind(driver, LIMIT - 2 * MIB)
+
+    machine.run(job, work)
+    job.sweep()
+    assert job.pages.memory_used(HOST) == 0 and job.pages.job.uses[HOST].refused == 1
+
+
+def test_eight_processes_that_race_for_it_and_are_killed(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(host_memory=LIMIT)
+    reading, writing = os.pipe()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        while True:
+            held: list[Any] = []
+            for size in (1, PAGE, 3 * MIB + 1, 40 * MIB):
+                try:
+                    held.append(allocated(driver, size))
+                except CudaError as error:
+                    assert error.code == OUT_OF_MEMORY
+                    os.write(writing, b".")
+            for free in held:
+                free()
+
+    guests = [machine.start(job, work) for _ in range(8)]
+    for _ in range(50):
+        os.read(reading, 1)
+    for guest in guests:
+        guest.kill(signal.SIGKILL)
+        guest.wait()
+    assert LIMIT // 2 < job.pages.job.uses[HOST].peak * 512 <= LIMIT
+    job.sweep()
+    assert job.pages.memory_used(HOST) == 0
+
+
+def test_a_program_without_a_limit_is_only_counted(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        allocated(driver, 1)
+        assert job.pages.memory_used(HOST) == PAGE
+
+    machine.run(job, work)
