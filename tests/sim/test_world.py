@@ -261,7 +261,7 @@ class TestNegativeControls:
             return real(self, **changes)
 
         monkeypatch.setattr(Witness, "_save", forgetful)
-        assert found(World)
+        assert found(lambda seed: harsh(seed, strikes=("mass restart", *CRASHES), strike_every_s=6.0))
 
     def test_guests_that_nobody_holds_to_their_lease(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Runner, "_allow", lambda self: RunUntil(math.inf))
