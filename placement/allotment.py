@@ -6,7 +6,9 @@ request for all of a GPU's time gets all of its memory too, and fits only where 
 
 from collections.abc import Sequence
 
-from placement.advert import WHOLE, Gpu, Portion
+import msgspec
+
+from placement.advert import WHOLE, Advert, Gpu, Portion
 from placement.request import Request
 
 Room = tuple[Portion, ...]  # what is left of each GPU; none that has nothing left
@@ -42,6 +44,13 @@ def without(room: Room, taken: Sequence[Portion]) -> Room:
     gone = {portion.uuid: portion for portion in taken}
     rest = (_difference(left, gone[left.uuid]) if left.uuid in gone else left for left in room)
     return tuple(left for left in rest if left.share or left.vram_mib)
+
+
+def served(advert: Advert, request: Request) -> Advert:
+    """The advert once this request is served there."""
+    if not request.gpus:
+        return msgspec.structs.replace(advert, slots_free=max(0, advert.slots_free - 1))
+    return msgspec.structs.replace(advert, room=without(advert.room, allot(request, advert.gpus, advert.room)))
 
 
 def returned(gpus: Sequence[Gpu], room: Room, given_back: Sequence[Portion]) -> Room:

@@ -10,7 +10,7 @@ from functools import cached_property
 import msgspec
 
 from placement.advert import Advert
-from placement.allotment import allot, without
+from placement.allotment import served
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 
@@ -71,7 +71,7 @@ class Queue:
         key = self.key(mine)
         for before, node, request in self._allotted:
             if before < key and request.job != mine.job and node in left:
-                left[node] = _taken(left[node], request)
+                left[node] = served(left[node], request)
         return list(left.values())
 
     @cached_property
@@ -90,7 +90,7 @@ class Queue:
                 continue
             for candidate in ranking.first(waiting.request.nodes):
                 node = candidate.node
-                free[node] = _taken(free[node], waiting.request)
+                free[node] = served(free[node], waiting.request)
                 allotted.append((self.key(waiting), node, waiting.request))
                 if not (free[node].slots_free or free[node].room):
                     del free[node]
@@ -122,13 +122,6 @@ class Patience:
         for (job, _), since in self._since.items():
             if now - since > LET_PASS_S:
                 self._idle_until[job] = now + IDLE_S
-
-
-def _taken(advert: Advert, request: Request) -> Advert:
-    """The advert once this request is served there."""
-    if not request.gpus:
-        return msgspec.structs.replace(advert, slots_free=max(0, advert.slots_free - 1))
-    return msgspec.structs.replace(advert, room=without(advert.room, allot(request, advert.gpus, advert.room)))
 
 
 def decayed(used_s: float, percent: int, ago_s: float) -> int:

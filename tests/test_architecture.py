@@ -41,7 +41,7 @@ CORES = [
     ),
     *(
         f"sim/campus/{name}.py"
-        for name in ("headline", "network", "observation", "placing", "policies", "replication", "saving")
+        for name in ("headline", "leaving", "network", "observation", "placing", "policies", "replication", "saving")
     ),
     *(f"sim/campus/{name}.py" for name in ("schedules", "statistics", "tally")),
     *(f"cuda_guard/{name}.py" for name in ("auditor", "trim")),

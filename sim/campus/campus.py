@@ -6,7 +6,6 @@ own cores. Leases, terms and gossip are represented by how long they take (docs/
 
 from math import inf
 
-from ckptstore.deadline import Upload, feasible, plan
 from mesh.jobs.onward import GOES_HOME, WENT_HOME, home_wait_s
 from placement.schedule import Cover
 from sim.campus.carrier import Carrier, numbers
@@ -16,6 +15,7 @@ from sim.campus.detection import quantiles_s
 from sim.campus.fabric import SERVER, Fabric
 from sim.campus.forecast import Forecast
 from sim.campus.guest import Host, Job
+from sim.campus.leaving import Leaving
 from sim.campus.network import Network
 from sim.campus.placing import Placing
 from sim.campus.policies import Policy, delay_s
@@ -63,6 +63,7 @@ class Campus:
             min(machine.edge_bps for machine in there),
             self._mended_for,
         )
+        self.leaving = Leaving(policy, self.kernel, world.costs, self.fabric, self.placing, self.saver)
         self.tally = self.saver.tally
         self._rate = self.saver.rate
         self._noticed = self._departed = 0
@@ -135,27 +136,12 @@ class Campus:
             self._count_departure(job, host, None)
             self._stop(job)
             self._requeue_after(job, self.policy.requeue_s)
-        host.line = self._in_order(host, running, absence.start)
+        host.line = self.leaving.settle(host, running, absence.start)
         for job in running:
             self.tally.noticed += 1
             self._count_departure(job, host, True)
             self._vacate(job, host, VACATED)
         self.log.add(now, "notice", host.machine.name, len(running))
-
-    def _in_order(self, host: Host, jobs: list[Job], deadline: float) -> list[Job]:
-        """In which their last checkpoints leave: the product's plan, that loses least."""
-        if len(jobs) < 2:
-            return jobs
-        uploads = [
-            Upload(
-                (job.done(self.kernel.now, self._rate) - job.safe) * job.order.gpus,
-                int(self._final_bytes(job)),
-                deadline,
-                host.machine.edge_bps,
-            )
-            for job in jobs
-        ]
-        return [jobs[place] for place in plan(uploads, self.kernel.now).order]
 
     def _leave(self, host: Host, absence: Absence) -> None:
         kernel = self.kernel
@@ -333,20 +319,21 @@ class Campus:
 
     def _vacate(self, job: Job, host: Host, reason: str, prefer: Host | None = None) -> None:
         """It stops, saves, and ships what is not safe yet."""
-        now, costs = self.kernel.now, self.world.costs
+        now = self.kernel.now
         job.saving = job.done(now, self._rate)
         job.due_late = job.copying = False
         job.stopped = now
         job.state = "saving"
         job.epoch += 1
         job.noticed, job.in_time = reason == VACATED, False
-        job.reason, job.prefer, job.heir = reason, prefer, prefer
+        job.reason, job.prefer = reason, prefer
+        if reason != VACATED:
+            job.heir, job.keeper = prefer, None
         job.note_end(WENT_HOME if reason == GOES_HOME else reason, now)
         self._drop_flows(job)
-        gib = job.order.state_bytes / GIB
-        save_s = self.saver.stall_s(job) + gib / costs.write_gib_s
+        save_s = self.leaving.save_s(job)
         self.tally.stalled += save_s * job.order.gpus
-        if self.policy.notice == "migrate" and job.heir is None:
+        if self.policy.notice == "migrate" and job.heir is None and job.keeper is None:
             job.heir = self.placing.heir(job, host)
         if job.heir is not None and job.heir not in job.holders and job.safe > 0 and self.policy.keeps == "peers":
             sources = [holder for holder in job.holders if holder.reachable and holder is not host]
@@ -354,10 +341,6 @@ class Campus:
                 path = self.fabric.path(sources[0].number, (job.heir.number,))
                 job.prefetch = self.carrier.send(job, path, job.order.state_bytes, lambda: self._prefetched(job), False)
         self.kernel.post(save_s, self._ship, job, job.epoch, host)
-
-    def _final_bytes(self, job: Job) -> float:
-        there = any(holder.reachable for holder in job.holders) or (self.policy.keeps == "server" and job.safe > 0)
-        return job.order.state_bytes * (job.order.changed if there else 1.0)
 
     def _ship(self, job: Job, epoch: int, host: Host) -> None:
         if epoch != job.epoch:
@@ -369,24 +352,11 @@ class Campus:
             host.sending = job
         now = self.kernel.now
         job.due_late = False
-        targets = () if self.policy.keeps == "server" else self._final_targets(job, host)
+        targets = () if self.policy.keeps == "server" else self.leaving.targets(job, host)
         there = numbers(targets)
-        count = self._final_bytes(job)
+        count = self.leaving.final_bytes(job)
         path = self.fabric.path(host.number, there)
         job.upload = self.carrier.send(job, path, count, lambda: self._shipped(job, epoch, host, targets, now), False)
-
-    def _final_targets(self, job: Job, host: Host) -> tuple[Host, ...]:
-        """The heir, and who holds the last checkpoint; only one of them, if there is no time for more."""
-        kept = [holder for holder in job.holders if holder.reachable and holder is not host]
-        heir = [job.heir] if job.heir is not None and job.heir.reachable else []
-        if not kept and not heir:
-            heir = self.placing.holders(job, (host,), 1)
-        targets = tuple(dict.fromkeys([*kept, *heir]))
-        window_s = host.departs_at - self.kernel.now
-        count = int(self._final_bytes(job)) * len(targets)
-        if host.leaving and not feasible(count, host.machine.edge_bps, window_s):
-            return targets[:1]
-        return targets
 
     def _shipped(self, job: Job, epoch: int, host: Host, targets: tuple[Host, ...], since: float) -> None:
         job.upload = None
@@ -396,6 +366,9 @@ class Campus:
         job.in_time = True
         if job.noticed:
             self.tally.saved_in_time += 1
+        if job.prefetch is not None and job.heir not in targets:  # then it fetches all of it from who has it
+            self.carrier.drop(job.prefetch)
+            job.prefetch = None
         holders = tuple(target for target in targets if target is not job.heir or job.prefetch is None)
         self.saver.hold(job, holders or targets)
         job.sent_to = numbers(job.holders)

@@ -37,6 +37,7 @@ class Job:
         "holders",
         "host",
         "in_time",
+        "keeper",
         "noticed",
         "order",
         "origin",
@@ -76,6 +77,7 @@ class Job:
         self.upload_s = 0.0
         self.due_late = self.copying = False
         self.heir: Host | None = None
+        self.keeper: Host | None = None  # who gets its last state first, when it has notice
         self.prefer: Host | None = None
         self.buddy: Host | None = None
         self.buddy_from = 0.0

@@ -38,10 +38,22 @@ class Placing:
                 return job.prefer if job.prefer is not None and job.prefer in able else able[0]
             case "longest":
                 return max(able, key=lambda host: (host.departs_at, -host.number))
-        adverts = [self._advert(host) for host in able]
-        request = job.request()
-        best = rank_nodes(request, adverts, self._homes).first(1)[0]
+        adverts = [self.advert(host) for host in able]
+        best = rank_nodes(job.request(), adverts, self._homes).first(1)[0]
         return self._by_id[best.node]
+
+    def ranked(self, job: Job, able: Sequence[Host]) -> list[Host]:
+        """Those of them that can take it, best first, by the product's ranking."""
+        adverts = [self.advert(host) for host in able]
+        return [self._by_id[candidate.node] for candidate in rank_nodes(job.request(), adverts, self._homes)]
+
+    @property
+    def staying(self) -> list[Host]:
+        """Those that are lent and have no notice."""
+        return [host for host in self._hosts if host.lent and not host.leaving]
+
+    def host(self, node: bytes | None) -> Host | None:
+        return None if node is None else self._by_id[node]
 
     def heir(self, job: Job, host: Host) -> Host | None:
         """Who would get it now that it has to leave this one."""
@@ -52,13 +64,13 @@ class Placing:
 
     def holders(self, job: Job, not_these: Sequence[Host], count: int) -> list[Host]:
         """More machines for its checkpoints, best first."""
-        adverts = [self._advert(host) for host in self._hosts if host.reachable and not host.leaving]
+        adverts = [self.advert(host) for host in self._hosts if host.reachable and not host.leaving]
         there = [host.id for host in not_these]
         need_mib = min(STORE_MIB - 1, int(job.order.state_bytes / (1 << 20)))
         order = replica_order(job.order.id, adverts, set(there), need_mib, there)
         return [self._by_id[node] for node in order[:count]]
 
-    def _advert(self, host: Host) -> Advert:
+    def advert(self, host: Host) -> Advert:
         epoch = int(self._kernel.now // WEIGHT_EPOCH_S)
         if epoch != host.weight_epoch:
             host.weight_epoch = epoch

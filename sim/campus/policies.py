@@ -32,7 +32,8 @@ class Redundancy(msgspec.Struct, frozen=True):
 class Policy(msgspec.Struct, frozen=True):
     """`place`: who gets a job. `keeps`: where checkpoints lie: with `copies` peers, on a file server that never fails, nowhere.
     `notice`: what is done with one. `requeue_s`: from a departure that is known to the next start, at least. `yields`: its
-    checkpoints give way to the campus's own traffic. `goes_home`: jobs return to where they first ran."""
+    checkpoints give way to the campus's own traffic. `goes_home`: jobs return to where they first ran. `destinations`: whether
+    the jobs of a machine that leaves are sent to others by one plan, or each by itself."""
 
     name: str
     says: str
@@ -47,6 +48,7 @@ class Policy(msgspec.Struct, frozen=True):
     goes_home: bool = False
     settle_s: float = 60.0
     redundancy: Redundancy | None = None
+    destinations: Literal["joint", "solo"] = "joint"
 
 
 # SlurmdTimeout's default; and the shortest that `make bench-slurm` got to work: detection and restart together 12.7 s.
@@ -144,10 +146,18 @@ POLICIES: dict[str, Policy] = {
             notice="migrate",
             requeue_s=HANDOVER_S,
             yields=True,
+            destinations="solo",
         ),
     )
 }
 
+
+POLICIES["mesh-solo"] = msgspec.structs.replace(
+    POLICIES["mesh"],
+    name="mesh-solo",
+    says="as mesh, but the jobs of a leaving machine choose where to go one by one, whatever the paths can carry",
+    destinations="solo",
+)
 
 PERIODIC = re.compile(r"periodic-([1-9]\d{0,3})")
 

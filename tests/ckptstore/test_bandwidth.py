@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptstore.bandwidth import LEAST_BYTES, SEEN, Bandwidth
+from ckptstore.bandwidth import DAY_S, LEAST_BYTES, PEERS, SEEN, UNKNOWN, Bandwidth
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -39,3 +39,37 @@ def test_what_was_held_back_here_says_little_of_the_link() -> None:
     for _ in range(SEEN):
         known.saw(A, 10**7, 0.1, held=True)
     assert known.promised_bps(A) == pytest.approx(1e8), "at least so much it can carry"
+
+
+def test_a_path_is_what_was_measured_and_grows_less_sure_with_time_and_spread() -> None:
+    known = Bandwidth()
+    assert known.path(A) == UNKNOWN
+    for _ in range(20):
+        known.saw(A, 10**8, 1.0, now=1000.0)
+    steady = known.path(A, now=1000.0)
+    assert steady.source == "measured" and steady.bps == pytest.approx(1e8) and steady.transfers == 20
+    assert known.path(A, now=1000.0 + 4 * DAY_S).spread > steady.spread
+    for number in range(20):
+        known.saw(B, 10**8, 0.2 if number % 2 else 5.0, now=1000.0)
+    assert known.path(B, now=1000.0).spread > 2 * steady.spread
+
+
+def test_a_peer_never_measured_is_judged_by_its_zone_then_by_all() -> None:
+    known, near, far = Bandwidth(), [bytes([n]) * 32 for n in range(3)], b"f" * 32
+    for peer in near:
+        known.saw(peer, 10**8, 0.1)
+    known.saw(far, 10**7, 1.0)
+    zone = known.path(b"n" * 32, near)
+    assert zone.source == "zone" and zone.bps == pytest.approx(1e9) and zone.spread > known.path(near[0]).spread
+    mesh = known.path(b"n" * 32)
+    assert mesh.source == "mesh" and mesh.spread > zone.spread
+
+
+def test_what_is_remembered_is_bounded_and_impossible_transfers_say_nothing() -> None:
+    known = Bandwidth()
+    for number in range(PEERS + 50):
+        known.saw(number.to_bytes(32, "big"), 10**8, 1.0)
+    assert len(known.measured(0.0)) == PEERS and known.path((0).to_bytes(32, "big")).source == "mesh"
+    for seconds in (0.0, -1.0, float("inf"), float("nan")):
+        known.saw(A, 10**8, seconds)
+    assert known.path(A).source == "mesh"
