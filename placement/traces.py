@@ -27,13 +27,14 @@ SWF_START = re.compile(r";\s*UnixStartTime:\s*(\d+)\s*$")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`nodes`: of each, the cores that it had there; empty where the file does not say."""
+    """`nodes`: of each, the cores that it had there; empty where the file does not say. `submitted` is known of SWF alone."""
 
     start: float
     end: float
     cores: int
     user: str
     nodes: tuple[tuple[str, int], ...] = ()
+    submitted: float = 0.0
 
 
 def each_line(text: str, what: str, read: Callable[[str], None]) -> None:
@@ -82,7 +83,8 @@ def read_swf(text: str) -> list[Job]:
                 raise ValueError("its list of nodes does not end")
             nodes.update(name.strip() for name in listed.split(",") if name.strip())
         start = _moment(begun + submitted + max(0.0, waited))
-        jobs.append(Job(start, _moment(start + ran), int(cores), fields[11], tuple(nodes.items())))
+        came = _moment(begun + submitted)
+        jobs.append(Job(start, _moment(start + ran), int(cores), fields[11], tuple(nodes.items()), came))
 
     each_line(text, "Standard Workload Format", read)
     return jobs

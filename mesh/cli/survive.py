@@ -15,8 +15,7 @@ from mesh.cli.terminal import client, json_option, lasting, patience, print_json
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 SHADES = " ░▒▓█"  # of the part of an hour that it was lent: none, up to a quarter, ...
 NOTHING_KNOWN = "·"
-LARGEST_TRACE = 512 << 20
-FORMATS = ("swf-nodes", "spot-json", "fta", "last", "wtmp", "journal")
+FORMATS = ("swf-nodes", "spot-json", "fta", "last", "wtmp", "journal")  # mesh/forecast/tracefiles.py
 
 
 class NodeOrEval(click.Group):
@@ -129,8 +128,8 @@ def evaluate_(
 
     horizons = _horizons(horizon)
     with patience("evaluating"):
+        trace = _trace(traces, kind, utc_offset * 3600)
         try:
-            trace = read_traces(traces, kind, utc_offset * 3600)
             outcome = evaluate(trace, horizons, train_until, utc_offset * 3600, boosted=not no_boosting)
         except TraceError as error:
             raise MeshError(f"{', '.join(map(str, traces))}: {error}", ExitCode.USAGE) from error
@@ -157,60 +156,18 @@ def evaluate_(
         click.echo(f"mesh: {note}", err=True)
 
 
-def read_traces(paths: Sequence[Path], kind: str, utc_offset_s: float) -> Any:
-    """One trace of all these files; MeshError for what cannot be read, TraceError for what is no such trace."""
-    from placement.stays import together
-
-    files: list[Path] = []
-    for path in paths:
-        files += sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
-    if not files:
-        raise MeshError(f"{', '.join(map(str, paths))}: there is no file in it", ExitCode.NOT_FOUND)
-    return together([_read(path, kind, utc_offset_s) for path in files])
-
-
-def _read(path: Path, kind: str, utc_offset_s: float) -> Any:
-    from placement import logins, traces
+def _trace(paths: Sequence[Path], form: Any, utc_offset_s: float) -> Any:
+    """One trace of all these files; MeshError for what cannot be read, or is none."""
+    from mesh.forecast.tracefiles import files_of, read_traces
     from placement.stays import TraceError
 
     try:
-        if kind == "journal":
-            return _own(path)
-        if path.stat().st_size > LARGEST_TRACE:
-            raise MeshError(f"{path}: larger than {LARGEST_TRACE >> 20} MiB: cut it into parts", ExitCode.USAGE)
-        data = path.read_bytes()
-    except OSError as error:
-        raise MeshError(f"{path}: {error.strerror}. Name the trace with --trace", ExitCode.NOT_FOUND) from error
-    text = data.decode(errors="replace") if kind != "wtmp" else ""
-    try:
-        if kind == "wtmp":
-            return logins.read_wtmp(data, path.stem)
-        if kind == "last":
-            return logins.read_last(text, path.stem, utc_offset_s)
-        if kind == "spot-json":
-            return traces.read_availability(text, path.stem)
-        return traces.read_fta(text) if kind == "fta" else traces.read_nodes(text)
+        return read_traces(files_of(paths), form, utc_offset_s)
     except TraceError as error:
-        raise MeshError(f"{path}: {error}", ExitCode.USAGE) from error
-
-
-def _own(path: Path) -> Any:
-    """The stays in a node's journal (journal.sqlite), which may be in use."""
-    import sqlite3
-    from contextlib import closing
-
-    from placement.stays import TraceError, of_lent
-
-    path.stat()
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute("SELECT start_ms, end_ms FROM stays WHERE start_ms <= end_ms").fetchall()
-    except sqlite3.Error as error:
-        raise TraceError(f"{path.name} is no journal of a node: {error}") from error
-    if not rows:
-        raise TraceError(f"{path.name} has no stays yet")
-    spans = [(start / 1000, end / 1000) for start, end in rows]
-    return of_lent({path.parent.name: spans}, spans[0][0], max(end for _, end in spans))
+        raise MeshError(str(error), ExitCode.USAGE) from error
+    except OSError as error:
+        words = f"{error.filename}: {error.strerror}. Name the trace with --trace"
+        raise MeshError(words, ExitCode.NOT_FOUND) from error
 
 
 def _horizons(text: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from sim.campus.placing import Placing
 from sim.campus.policies import Policy, delay_s
 from sim.campus.saving import Saver
 from sim.campus.tally import BACK_WITHIN_S, RESUMED_WITHIN_S, Tally
-from sim.campus.world import DAYS, World
+from sim.campus.world import World
 from sim.kernel import EventLog, Kernel
 from sim.streams import Streams
 
@@ -46,7 +46,7 @@ class Campus:
         self.hosts = [Host(number, machine, away[number]) for number, machine in enumerate(there)]
         self.network = Network(self.kernel)
         self.fabric = Fabric(world, there, self.network, self.streams)
-        self.forecast = Forecast(len(there), DAYS.index(world.begins))
+        self.forecast = Forecast(len(there), world.first_day)
         self.waiting: dict[Job, None] = {}
         self.jobs: list[Job] = []
         self._orders = iter(orders(world, self.streams))
@@ -153,14 +153,14 @@ class Campus:
         self._departed += 1
         self._noticed += absence.kind == "noticed"
         self.saver.lossy = Cover(self._departed, COVERED * self._noticed).lossy
-        gone = absence.kind != "noticed"
+        gone = absence.kind != "noticed" or absence.dark
         delay = delay_s(self.policy.detection, quantiles_s(), self.streams.get(host.machine.name, "detection"))
         if gone:
             host.reachable = False
             self._break_off(host)
             if host.keeps and self.policy.keeps == "peers":
                 kernel.post(delay, self.saver.mend, host, host.stay)
-        wait = self.policy.requeue_s + (delay if gone else 0.0)
+        wait = self.policy.requeue_s + (delay if absence.kind != "noticed" else 0.0)
         for job in list(host.guests):
             self._lose(job, host, wait, absence.kind == "noticed")
         host.line, host.sending = [], None

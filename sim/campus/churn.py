@@ -8,12 +8,12 @@ exactly (no thinning, one draw a stay). Classes and shocks take rooms and buildi
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import exp, inf
+from math import ceil, exp, inf
 
 import msgspec
 
 from sim.campus.chance import quantile, unlike, waiting
-from sim.campus.traces import Away, read_events
+from sim.campus.traces import Away, read_trace
 from sim.campus.world import DAYS, Kind, Lesson, Owners, Shock, World
 from sim.streams import Streams
 
@@ -23,12 +23,14 @@ PIVOT_S = 4 * HOUR_S
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """Not lent from `start` (when the notice, if any, is over) to `end`. Without notice the machine is off the network too."""
+    """Not lent from `start` (when the notice, if any, is over) to `end`. Without notice the machine is off the network too,
+    and if it is `dark`."""
 
     start: float
     end: float
     kind: Kind
     notice_s: float
+    dark: bool = False
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -55,19 +57,32 @@ def machines(world: World) -> list[Machine]:
 def absences(world: World, there: Sequence[Machine], streams: Streams) -> list[list[Absence]]:
     """Of each machine, in order and apart from each other, over the world's days."""
     end = world.days * DAY_S
-    if world.trace is not None:
-        return _of_trace(world, there, streams)
     forced = _forced(world, there, streams, end)
-    return [list(_of_owner(world, machine, streams, forced[number], end)) for number, machine in enumerate(there)]
+    hours = {name: hours_of(world, name) for name in world.owners}
+    nodes = _traced(world)
+    traced = 0
+    found = []
+    for number, machine in enumerate(there):
+        if nodes and (not world.trace or not world.trace.owners or machine.owners in world.trace.owners):
+            told = _told_of(world, machine, streams, nodes[traced % len(nodes)])
+            found.append(list(_merged([*told, *forced[number]])) if forced[number] else told)
+            traced += 1
+        else:
+            found.append(list(_of_owner(world, machine, streams, hours[machine.owners], forced[number], end)))
+    return found
 
 
 def _of_owner(
-    world: World, machine: Machine, streams: Streams, forced: Sequence[Absence], end: float
+    world: World,
+    machine: Machine,
+    streams: Streams,
+    hours: Sequence[float],
+    forced: Sequence[Absence],
+    end: float,
 ) -> Iterator[Absence]:
     owners = world.owners[machine.owners]
     stream = streams.get(machine.name, "churn")
     rate = owners.reclaims_per_day / DAY_S * unlike(owners.spread, stream.random())
-    hours = relative_hours(owners, DAYS.index(world.begins))
     ages = age_rates(owners.age_shape, owners.reclaims_per_day)
     waits = iter([*forced, Absence(inf, inf, "sudden", 0.0)])
     next_forced = next(waits)
@@ -128,6 +143,21 @@ def relative_hours(owners: Owners, first_day: int) -> list[float]:
     ]
 
 
+def hours_of(world: World, name: str) -> list[float]:
+    """The factors of a week, or those of all the world's hours if some of its days are unlike others for these owners."""
+    week = relative_hours(world.owners[name], world.first_day)
+    told = [period for period in world.periods if period.reclaims != 1 and (not period.owners or name in period.owners)]
+    if not told:
+        return week
+    hours = [week[hour % len(week)] for hour in range(24 * ceil(world.days))]
+    for period in told:
+        for hour in range(
+            max(0, 24 * world.day_of(period.first)), min(len(hours), 24 * (world.day_of(period.last) + 1))
+        ):
+            hours[hour] *= period.reclaims
+    return hours
+
+
 @lru_cache(maxsize=64)
 def age_rates(shape: float, per_day: float) -> tuple[float, ...]:
     """The factor of each age bin: h(age) of a Weibull, so scaled that stays have the mean that `per_day` says."""
@@ -161,9 +191,15 @@ def _forced(world: World, there: Sequence[Machine], streams: Streams, end: float
     """What classes and shocks take back, of each machine in order."""
     found: list[list[Absence]] = [[] for _ in there]
     for lesson in world.lessons:
-        for start in _begins(lesson, DAYS.index(world.begins), end):
+        for start in _begins(lesson, world.first_day, end):
+            held = _held(world, int(start // DAY_S))
             for number, machine in enumerate(there):
-                if machine.room in lesson.rooms and streams.get(machine.name, "lessons").random() < lesson.share:
+                # Drawn whether it is held or not: a break moves nobody's luck after it.
+                if (
+                    machine.room in lesson.rooms
+                    and streams.get(machine.name, "lessons").random() < lesson.share
+                    and held
+                ):
                     length = (lesson.ends_h - lesson.begins_h) * HOUR_S
                     found[number].append(Absence(start, start + length, lesson.kind, _notice(lesson)))
     for place, shock in enumerate(world.shocks):
@@ -179,7 +215,19 @@ def _forced(world: World, there: Sequence[Machine], streams: Streams, end: float
                         continue
                     if streams.get(machine.name, f"shock {place}").random() < shock.share:
                         found[number].append(Absence(now, now + length, shock.kind, _notice(shock)))
-    return [sorted(absence, key=lambda one: (one.start, one.end)) for absence in found]
+    for cut in world.cuts:
+        start = world.seconds_of(cut.at)
+        kind: Kind = "noticed" if cut.notice_s else "sudden"
+        for number, machine in enumerate(there):
+            if not cut.buildings or machine.building in cut.buildings:
+                found[number].append(Absence(start, start + cut.hours * HOUR_S, kind, cut.notice_s, True))
+    return [sorted((one for one in each if one.start < end), key=lambda one: (one.start, one.end)) for each in found]
+
+
+def _held(world: World, day: int) -> bool:
+    return not any(
+        not one.lessons and world.day_of(one.first) <= day <= world.day_of(one.last) for one in world.periods
+    )
 
 
 def _begins(lesson: Lesson, first_day: int, end: float) -> Iterator[float]:
@@ -196,15 +244,30 @@ def _scope(shock: Shock, machine: Machine) -> str:
     return {"room": machine.room, "building": machine.building, "campus": ""}[shock.scope]
 
 
-def _of_trace(world: World, there: Sequence[Machine], streams: Streams) -> list[list[Absence]]:
-    """Machines take the trace's nodes in turn. What the trace does not say of a departure is drawn as for the owners."""
-    assert world.trace is not None
-    nodes = list(read_events(world.trace.file, world.days * DAY_S).values())
-    found = []
-    for number, machine in enumerate(there):
-        owners, stream = world.owners[machine.owners], streams.get(machine.name, "churn")
-        found.append([_told(owners, away, stream.random(), stream.random()) for away in nodes[number % len(nodes)]])
-    return found
+def _traced(world: World) -> list[list[Away]]:
+    if world.trace is None:
+        return []
+    return list(read_trace(world.trace, world.days * DAY_S, world.first_day).values())
+
+
+def _told_of(world: World, machine: Machine, streams: Streams, node: Sequence[Away]) -> list[Absence]:
+    """What the trace does not say of a departure is drawn as for the owners."""
+    owners, stream = world.owners[machine.owners], streams.get(machine.name, "churn")
+    return [_told(owners, away, stream.random(), stream.random()) for away in node]
+
+
+def _merged(absences: Sequence[Absence]) -> Iterator[Absence]:
+    """Apart from each other: what begins before another is over makes that one longer."""
+    last: Absence | None = None
+    for absence in sorted(absences, key=lambda one: (one.start, one.end)):
+        if last is not None and absence.start <= last.end:
+            last = msgspec.structs.replace(last, end=max(last.end, absence.end), dark=last.dark or absence.dark)
+            continue
+        if last is not None:
+            yield last
+        last = absence
+    if last is not None:
+        yield last
 
 
 def _told(owners: Owners, away: Away, chosen: float, notice: float) -> Absence:

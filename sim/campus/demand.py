@@ -6,7 +6,8 @@ import msgspec
 
 from sim.campus.chance import quantile, waiting
 from sim.campus.churn import DAY_S
-from sim.campus.world import Jobs, World
+from sim.campus.mixes import Ran, jobs_of
+from sim.campus.world import Jobs, Mix, World
 from sim.streams import Streams
 
 BUSIEST_S = 14 * 3600.0
@@ -33,19 +34,38 @@ class Order(msgspec.Struct, frozen=True):
 def orders(world: World, streams: Streams) -> list[Order]:
     """In the order of their coming."""
     jobs = world.jobs
+    if jobs.mix is not None and jobs.mix.arrivals:
+        return _told(world, jobs.mix, streams)
+    busiest = max([1.0, *(period.jobs for period in world.periods)])
     arrivals = streams.get("campus", "arrivals")
     times = [0.0] * jobs.at_start
     end = min(world.days, jobs.until_day) * DAY_S
-    peak = 2 * jobs.by_day / (1 + jobs.by_day)  # of the rate, relative to its mean
+    peak = 2 * jobs.by_day / (1 + jobs.by_day) * busiest  # of the rate, relative to its mean
     now = 0.0
     while jobs.per_day:
         now += waiting(arrivals.random()) * DAY_S / (jobs.per_day * peak)
         keep = arrivals.random()
         if now >= end:
             break
-        if keep * peak < _relative(jobs, now):
+        if keep * peak < _relative(jobs, now) * _of_day(world, int(now // DAY_S)):
             times.append(now)
     return [_order(jobs, number, at, streams) for number, at in enumerate(times)]
+
+
+def _told(world: World, mix: Mix, streams: Streams) -> list[Order]:
+    """When the file says so."""
+    end = min(world.days, world.jobs.until_day) * DAY_S
+    came = [ran for ran in jobs_of(mix) if ran.at < end]
+    return [_order(world.jobs, number, ran.at, streams, ran) for number, ran in enumerate(came)]
+
+
+def _of_day(world: World, day: int) -> float:
+    """How much more than on other days is submitted on this one."""
+    factor = 1.0
+    for period in world.periods:
+        if world.day_of(period.first) <= day <= world.day_of(period.last):
+            factor *= period.jobs
+    return factor
 
 
 def _relative(jobs: Jobs, now: float) -> float:
@@ -54,7 +74,7 @@ def _relative(jobs: Jobs, now: float) -> float:
     return 1 + swing * cos(2 * pi * (now - BUSIEST_S) / DAY_S)
 
 
-def _order(jobs: Jobs, number: int, at: float, streams: Streams) -> Order:
+def _order(jobs: Jobs, number: int, at: float, streams: Streams, ran: Ran | None = None) -> Order:
     stream = streams.get("campus", "jobs")
     work, state, gpus, vram, changed, user = (stream.random() for _ in range(6))
     wanted, total = jobs.gpus[-1][0], 0.0
@@ -63,14 +83,22 @@ def _order(jobs: Jobs, number: int, at: float, streams: Streams) -> Order:
         if gpus < total:
             wanted = count
             break
+    if ran is None and jobs.mix is not None:
+        found = jobs_of(jobs.mix)
+        ran = found[int(work * len(found))]
     low, high = jobs.changed
     return Order(
         number,
         at,
         f"user{int(user * jobs.users):03d}",
-        wanted,
+        wanted if ran is None or not ran.gpus else ran.gpus,
         int(jobs.vram_gib[int(vram * len(jobs.vram_gib))] * 1024),
-        quantile(jobs.hours, work) * 3600,
+        _hours_s(jobs, work) if ran is None else ran.ran_s,
         quantile(jobs.state_gib, state) * GIB,
         low + changed * (high - low),
     )
+
+
+def _hours_s(jobs: Jobs, u: float) -> float:
+    assert jobs.hours is not None
+    return quantile(jobs.hours, u) * 3600

@@ -109,6 +109,9 @@ class Places:
     def _names(dotted: str) -> Place:
         return tuple(part.strip().strip("\"'") for part in dotted.split("."))
 
+    def has(self, place: Place) -> bool:
+        return place in self._lines
+
     def line(self, place: Place) -> int:
         """Of this value, or of the nearest thing around it."""
         for depth in range(len(place), 0, -1):

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from sim.campus.document import Change, flat, strict
-from sim.campus.policies import POLICIES
+from sim.campus.policies import find_policy
 from sim.campus.statistics import Interval, mean_of
 from sim.campus.study import Cell
 from sim.campus.tally import FIGURES, Result
@@ -84,9 +84,11 @@ def parse_study(data: bytes, source: str, beside: Path) -> tuple[Study, list[Poi
     def wrong(words: str, *place: str | int) -> StudyError:
         return StudyError(f"{source}: line {places.line(place)}: {words}")
 
-    unknown = [policy for policy in study.policies if policy not in POLICIES]
-    if unknown:
-        raise wrong(f"there is no policy {unknown[0]!r}; there are: {', '.join(POLICIES)}", "policies")
+    for policy in study.policies:
+        try:
+            find_policy(policy)
+        except ValueError as error:
+            raise wrong(str(error), "policies") from error
     axes = flat(study.grid)
     for place, values in axes:
         if not isinstance(values, list) or not values:

@@ -1,21 +1,30 @@
 """Absences from a file, in one neutral form: node,start,end,state,cause (seconds; state `away`; cause noticed, sudden, brief
 or nothing).
 
-Importers of other formats give stays (`placement`); `events_of` writes them in this form.
+Other forms are read by placement's importers, which give stays: whatever lies between them is an absence.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from math import ceil
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import msgspec
 
-from sim.campus.world import Kind, WorldError
+from mesh.forecast.tracefiles import files_of, read_traces
+from placement.stays import Stay, TraceError
+from sim.campus.world import DAYS, Kind, Mix, Trace, WorldError
 
 HEADER = ["node", "start", "end", "state", "cause"]
 KINDS: dict[str, Kind | None] = {"": None, "noticed": "noticed", "sudden": "sudden", "brief": "brief"}
 NAMED = 5  # of the lines that are wrong
 LATEST = 2.0**40
+DAY_S = 86_400.0
+EPOCH_WEEKDAY = 3  # Unix time began on a Thursday
+
+Source = TypeVar("Source", Trace, Mix)
 
 
 class Away(msgspec.Struct, frozen=True):
@@ -24,37 +33,66 @@ class Away(msgspec.Struct, frozen=True):
     cause: Kind | None = None
 
 
-class Stay(Protocol):
-    """Lent from `start` to `end`, as an importer has it."""
-
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-
-
-def events_of(nodes: Mapping[str, Iterable[Stay]], first: float, last: float) -> Iterator[str]:
-    """The lines of a file of this form: whatever lies between stays is an absence of which no cause is known."""
-    yield ",".join(HEADER)
-    for node, stays in nodes.items():
-        since = first
-        for stay in stays:
-            if stay.start > since:
-                yield f"{node},{since - first!r},{stay.start - first!r},away,"
-            since = max(since, stay.end)
-        if since < last:
-            yield f"{node},{since - first!r},{last - first!r},away,"
-        else:
-            yield f"{node},{last - first!r},{last - first!r},away,"  # so that one who is never away is known
-
-
-def read_events(path: str, length_s: float) -> dict[str, list[Away]]:
-    """Of each node, its absences in order, from the earliest start (or 0) on; WorldError naming the lines that are wrong."""
+def sealed(source: Source) -> Source:
+    """The same, with the digest of what its files hold; WorldError if it has another one already, or they cannot be read."""
+    digest = blake2b(digest_size=16)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorldError(f"{path}: {error}") from error
-    return parse_events(text, path, length_s)
+        for path in files_of([Path(source.file)]):
+            content = path.read_bytes()
+            digest.update(len(content).to_bytes(8, "big") + content)
+    except TraceError as error:
+        raise WorldError(f"{source.file}: {error}") from error
+    except OSError as error:
+        raise WorldError(f"{source.file}: {error.strerror or error}") from error
+    if source.digest not in {"", digest.hexdigest()}:
+        raise WorldError(
+            f"{source.file} is not what it was: its digest is {digest.hexdigest()}, and not {source.digest}"
+        )
+    return msgspec.structs.replace(source, digest=digest.hexdigest())
+
+
+@lru_cache(maxsize=8)
+def read_trace(trace: Trace, length_s: float, first_day: int) -> dict[str, list[Away]]:
+    """Of each node, its absences in order, from the world's beginning on; WorldError naming the lines that are wrong."""
+    sealed(trace)
+    if trace.form == "events":
+        path = Path(trace.file)
+        try:
+            return parse_events(path.read_text(encoding="utf-8"), trace.file, length_s)
+        except (OSError, UnicodeDecodeError) as error:
+            raise WorldError(f"{trace.file}: {error}") from error
+    offset_s = trace.utc_offset_h * 3600
+    try:
+        stays = read_traces(files_of([Path(trace.file)]), trace.form, offset_s)
+    except (TraceError, OSError) as error:
+        raise WorldError(str(error)) from error
+    begins = stays.first if trace.form == "spot-json" else midnight(stays.first, first_day, offset_s)
+    if stays.last < begins + length_s:
+        has = max(0.0, stays.last - begins) / DAY_S
+        raise WorldError(
+            f"{trace.file}: from its first {DAYS[first_day]} on it has {has:.1f} days, and the world {length_s / DAY_S:g}"
+        )
+    return {node: list(_between(spans, begins, begins + length_s)) for node, spans in stays.nodes.items()}
+
+
+def midnight(unix: float, weekday: int, utc_offset_s: float) -> float:
+    """The first local midnight from then on that a day of this kind begins with."""
+    day = ceil((unix + utc_offset_s) / DAY_S)
+    day += (weekday - EPOCH_WEEKDAY - day) % 7
+    return day * DAY_S - utc_offset_s
+
+
+def _between(stays: Iterable[Stay], first: float, last: float) -> Iterator[Away]:
+    """What lies between stays, of which no cause is known; times count from `first`."""
+    since = first
+    for stay in stays:
+        if stay.start >= last:
+            break
+        if stay.start > since:
+            yield Away(since - first, stay.start - first)
+        since = max(since, stay.end)
+    if since < last:
+        yield Away(since - first, last - first)
 
 
 def parse_events(text: str, source: str, length_s: float) -> dict[str, list[Away]]:

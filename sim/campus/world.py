@@ -4,13 +4,15 @@ Unknown keys, wrong types and impossible numbers are errors that name the line: 
 """
 
 from collections.abc import Sequence
+from datetime import date, datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from sim.campus.document import Change, Place, strict
+from sim.campus.document import Change, Place, Places, strict
 
 PRESETS = Path(__file__).parent / "worlds"
 MOST_NODES, MOST_JOBS = 20_000, 2_000_000
@@ -91,9 +93,53 @@ class Shock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Departures from a file (`traces.py`), in place of the owners' rates; machines take the trace's nodes in turn."""
+    """Departures from a file, or all files of a directory, in place of owners' rates: machines take the trace's nodes in turn.
+
+    `owners`: whose machines; all if none is named. `form` `events` is this simulator's own (`traces.py`), the others are those of
+    `mesh survive eval`, which are read from the first midnight of a `begins` day on. `digest` is filled in: what the files held.
+    """
 
     file: str
+    form: Literal["events", "swf-nodes", "spot-json", "fta", "last", "wtmp", "journal"] = "events"
+    owners: tuple[str, ...] = ()
+    utc_offset_h: Annotated[float, msgspec.Meta(ge=-14, le=14)] = 0.0  # of the file's place
+    digest: str = ""
+
+
+class Mix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Jobs from a file (`mixes.py`): run times, and with `openb` GPUs too; those that do not fit between the bounds are left out.
+
+    `arrivals`: they come when the file says, else `per_day` as they are drawn.
+    """
+
+    file: str
+    form: Literal["philly", "openb", "swf"]
+    least_h: Amount = 0.0
+    most_h: Positive = 1e9
+    most_gpus: Annotated[int, msgspec.Meta(ge=1, le=64)] = 64
+    arrivals: bool = False
+    digest: str = ""
+
+
+class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Days, both included, that are unlike others: a break, a holiday, exams, the weeks before a deadline."""
+
+    first: date
+    last: date
+    says: str = ""
+    reclaims: Amount = 1.0  # times the owners' rates
+    owners: tuple[str, ...] = ()  # whose; all if none is named
+    lessons: bool = True  # whether classes are held
+    jobs: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0  # times what is submitted
+
+
+class Cut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Power that is off, in these buildings (or everywhere): announced if `notice_s` is more than 0."""
+
+    at: datetime  # local time
+    hours: Annotated[float, msgspec.Meta(gt=0, le=10_000)]
+    buildings: tuple[str, ...] = ()
+    notice_s: Amount = 0.0
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,8 +151,11 @@ class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Jobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long they run is said by `hours`, or by a `mix`."""
+
     per_day: Amount
-    hours: Spread
+    hours: Spread | None = None
+    mix: Mix | None = None
     at_start: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
     until_day: Amount = 1e9  # none is submitted later
     by_day: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.0  # how much more are submitted at 14:00 than at 2:00
@@ -135,8 +184,11 @@ class World(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     says: str = ""
     warm_up: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.2  # of the days, before anything is counted
     begins: Day = "Mon"
+    first_date: date | None = None  # of the first day, if there are dates; `begins` follows from it
     lessons: tuple[Lesson, ...] = ()
     shocks: tuple[Shock, ...] = ()
+    periods: tuple[Period, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     trace: Trace | None = None
     wire: Wire = Wire()
     costs: Costs = Costs()
@@ -146,9 +198,27 @@ class World(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(group.count for group in self.groups)
 
     @property
+    def first_day(self) -> int:
+        """Of the week, Monday is 0."""
+        return DAYS.index(self.begins)
+
+    def day_of(self, when: date) -> int:
+        """Which day of this world that is, from 0; before the first it is negative."""
+        assert self.first_date is not None
+        return when.toordinal() - self.first_date.toordinal()
+
+    def seconds_of(self, when: datetime) -> float:
+        return self.day_of(when) * 86_400.0 + when.hour * 3600.0 + when.minute * 60.0 + when.second
+
+    @property
     def digest(self) -> str:
-        """The same for the same world, whatever its file looks like."""
-        return blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=16).hexdigest()
+        """The same for the same world, whatever its file looks like and wherever the files lie that it names."""
+        world = self
+        if world.trace is not None:
+            world = replace(world, trace=replace(world.trace, file=""))
+        if world.jobs.mix is not None:
+            world = replace(world, jobs=replace(world.jobs, mix=replace(world.jobs.mix, file="")))
+        return blake2b(msgspec.json.encode(world, order="deterministic"), digest_size=16).hexdigest()
 
 
 def presets() -> tuple[str, ...]:
@@ -181,9 +251,32 @@ def parse_world(data: bytes, source: str, beside: Path | None = None, changes: S
     world, places = strict(data, source, World, WorldError, changes)
     for place, words in _impossible(world):
         raise WorldError(f"{source}: line {places.line(place)}: {words}")
-    if world.trace is not None and beside is not None:
-        trace = Trace(str(beside / world.trace.file))
-        world = msgspec.structs.replace(world, trace=trace)
+    if world.first_date is not None:
+        begins = DAYS[world.first_date.weekday()]
+        if begins != world.begins and (world.begins != "Mon" or places.has(("begins",))):
+            raise WorldError(f"{source}: line {places.line(('begins',))}: {world.first_date} is a {begins}")
+        world = replace(world, begins=begins)
+    return world if beside is None else _with_files(world, source, places, beside)
+
+
+def _with_files(world: World, source: str, places: Places, beside: Path) -> World:
+    """The same, with what its files hold: they are looked for beside it, and read once, so that mistakes are told now."""
+    from sim.campus.mixes import jobs_of
+    from sim.campus.traces import read_trace, sealed
+
+    try:
+        if world.trace is not None:
+            place: Place = ("trace", "file")
+            trace = replace(world.trace, file=str(beside.absolute() / world.trace.file))
+            world = replace(world, trace=sealed(trace))
+            read_trace(world.trace, world.days * 86_400.0, world.first_day)
+        if world.jobs.mix is not None:
+            place = ("jobs", "mix", "file")
+            mix = replace(world.jobs.mix, file=str(beside.absolute() / world.jobs.mix.file))
+            world = replace(world, jobs=replace(world.jobs, mix=sealed(mix)))
+            jobs_of(world.jobs.mix)
+    except WorldError as error:
+        raise WorldError(f"{source}: line {places.line(place)}: {error}") from error
     return world
 
 
@@ -220,8 +313,25 @@ def _impossible(world: World) -> list[tuple[Place, str]]:
             wrong.append((("lessons", number, "ends_h"), "it ends before it begins"))
     for number, shock in enumerate(world.shocks):
         wrong += _cut_wrongly(("shocks", number, "absent_h"), shock.absent_h)
+    if world.trace is not None and (strange := [name for name in world.trace.owners if name not in world.owners]):
+        wrong.append((("trace", "owners"), f"there are no owners {strange[0]!r}"))
+    wrong += _impossible_dates(world)
     jobs = world.jobs
-    wrong += _cut_wrongly(("jobs", "hours"), jobs.hours)
+    if (jobs.hours is None) == (jobs.mix is None):
+        wrong.append((("jobs",), "either hours or a mix says how long jobs run"))
+    if jobs.hours is not None:
+        wrong += _cut_wrongly(("jobs", "hours"), jobs.hours)
+    if jobs.mix is not None:
+        if jobs.mix.arrivals and (jobs.per_day or jobs.mix.form == "philly"):
+            why = (
+                "has no times of submission" if jobs.mix.form == "philly" else "says when they come: per_day must be 0"
+            )
+            wrong.append((("jobs", "mix", "arrivals"), f"the file {why}"))
+        if jobs.mix.most_h < jobs.mix.least_h:
+            wrong.append((("jobs", "mix", "most_h"), "less than least_h"))
+        largest = max(group.gpus for group in world.groups)
+        if jobs.mix.form == "openb" and jobs.mix.most_gpus > largest:
+            wrong.append((("jobs", "mix"), f"no machine has more than {largest} GPUs: say most_gpus = {largest}"))
     wrong += _cut_wrongly(("jobs", "state_gib"), jobs.state_gib)
     if not jobs.gpus or abs(sum(share for _, share in jobs.gpus) - 1) > 1e-6:
         wrong.append((("jobs", "gpus"), "the shares do not add up to 1"))
@@ -237,6 +347,32 @@ def _impossible(world: World) -> list[tuple[Place, str]]:
         wrong.append((("jobs", "vram_gib"), f"no GPU has so much memory (at most {roomiest:g})"))
     if world.wire.night > world.wire.noon:
         wrong.append((("wire", "night"), "more than at noon"))
+    return wrong
+
+
+def _impossible_dates(world: World) -> list[tuple[Place, str]]:
+    if world.first_date is None:
+        return [
+            ((name,), "dates need first_date, the world's first day")
+            for name in ("periods", "cuts")
+            if getattr(world, name)
+        ]
+    wrong: list[tuple[Place, str]] = []
+    buildings = {room.split("/")[0] for group in world.groups for room in group.rooms}
+    for number, period in enumerate(world.periods):
+        if period.last < period.first:
+            wrong.append((("periods", number, "last"), "it ends before it begins"))
+        if world.day_of(period.last) < 0 or world.day_of(period.first) >= world.days:
+            wrong.append((("periods", number, "first"), "it is not within the world's days"))
+        if strange := [name for name in period.owners if name not in world.owners]:
+            wrong.append((("periods", number, "owners"), f"there are no owners {strange[0]!r}"))
+    for number, cut in enumerate(world.cuts):
+        if cut.at.tzinfo is not None:
+            wrong.append((("cuts", number, "at"), "write local time, without an offset"))
+        elif not 0 <= world.seconds_of(cut.at) < world.days * 86_400:
+            wrong.append((("cuts", number, "at"), "it is not within the world's days"))
+        if strange := [name for name in cut.buildings if name not in buildings]:
+            wrong.append((("cuts", number, "buildings"), f"no machine is in building {strange[0]!r}"))
     return wrong
 
 

@@ -17,7 +17,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mesh.cli.survive import read_traces  # noqa: E402
 from mesh.forecast.evaluation import (  # noqa: E402
     BOOSTING,
     CLIMATOLOGY,
@@ -29,6 +28,7 @@ from mesh.forecast.evaluation import (  # noqa: E402
     evaluate,
 )
 from mesh.forecast.scores import losses  # noqa: E402
+from mesh.forecast.tracefiles import read_traces  # noqa: E402
 from placement.stays import Trace, kaplan_meier, nelson_aalen, of_lent  # noqa: E402
 from placement.survival import Estimator  # noqa: E402
 from placement.traces import read_swf  # noqa: E402

@@ -43,7 +43,7 @@ HOUR_S = 3600.0
 
 def test_jobs_with_their_nodes_are_the_same_in_both_forms() -> None:
     jobs = read_swf(SWF)
-    assert jobs[0] == Job(1000100.0, 1003700.0, 4, "7", (("n1", 2), ("n2", 2))) and len(jobs) == 2
+    assert jobs[0] == Job(1000100.0, 1003700.0, 4, "7", (("n1", 2), ("n2", 2)), 1000000.0) and len(jobs) == 2
     assert read_nodes(SWF) == read_nodes(CSV)
     assert read_nodes(CSV).nodes == {
         "n1": (Stay(1003700.0, 1007200.0, False),),

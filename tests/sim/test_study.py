@@ -171,7 +171,7 @@ def test_compare_holds_policies_or_worlds_against_each_other(tmp_path: Path) -> 
         (("run", "nowhere"), "there is no world 'nowhere'"),
         (("run", "gpunion-11", "--policy", "best"), "there is no policy 'best'"),
         (("run", "gpunion-11", "--set", "jobs.per_day"), "is no change"),
-        (("run", "gpunion-11", "--set", "jobs.hours=1"), "expected `object`"),
+        (("run", "gpunion-11", "--set", "jobs.hours=1"), "expected `object"),
         (("compare", "mesh", "gpunion-11"), "two policies or two worlds"),
         (("compare", "mesh", "mesh"), "the two are the same"),
         (("run", "gpunion-11", "--keep", "/proc/none/x", "--days", "0.1", "--workers", "1"), "No such file"),

@@ -1,15 +1,22 @@
 """Worlds and traces from files: what is wrong is named with its line, and no bytes do worse than that."""
 
+from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.stays import TraceError, of_lent
+from sim.campus.campus import Campus
 from sim.campus.churn import absences, machines
-from sim.campus.traces import events_of, parse_events
-from sim.campus.world import World, WorldError, find_world, parse_world, presets, world_file
+from sim.campus.demand import orders
+from sim.campus.mixes import read_openb, read_philly, read_workload
+from sim.campus.policies import POLICIES
+from sim.campus.traces import _between, midnight, parse_events, read_trace
+from sim.campus.world import Owners, World, WorldError, find_world, parse_world, presets, world_file
 from sim.streams import Streams
 
 TEXT = world_file("lab-building").read_text()
@@ -173,19 +180,233 @@ def test_no_text_does_worse_than_being_refused(text: str, length_s: float) -> No
             assert str(error).startswith("t.csv: ")
 
 
-class Stay(msgspec.Struct):
-    start: float
-    end: float
+def away(stays: list[tuple[float, float]], first: float, last: float) -> list[tuple[float, float]]:
+    trace = of_lent({"n": stays}, first, last)
+    return [(one.start, one.end) for one in _between(trace.nodes["n"], first, last)]
 
 
-def test_what_importers_give_becomes_a_trace_that_a_world_runs_on(tmp_path: Path) -> None:
-    stays = {"n1": [Stay(100.0, 5 * DAY_S)], "n2": [Stay(0.0, 2 * DAY_S), Stay(3 * DAY_S, 40 * DAY_S)]}
-    lines = list(events_of(stays, 0.0, 40 * DAY_S))
-    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n")
-    (tmp_path / "w.toml").write_text(TEXT.replace("[jobs]", '[trace]\nfile = "trace.csv"\n\n[jobs]'))
-    world = find_world(str(tmp_path / "w.toml"))
+def test_whatever_lies_between_stays_is_an_absence() -> None:
+    assert away([(100.0, 500.0)], 0.0, 900.0) == [(0.0, 100.0), (500.0, 900.0)]
+    assert away([(50.0, 60.0), (70.0, 200.0)], 50.0, 100.0) == [(10.0, 20.0)]
+    assert away([], 10.0, 20.0) == [(0.0, 10.0)]
+
+
+def test_a_trace_begins_with_the_worlds_day_of_the_week() -> None:
+    assert midnight(0.0, 3, 0.0) == 0.0  # Unix time began on a Thursday
+    assert midnight(1.0, 3, 0.0) == 7 * DAY_S
+    assert midnight(0.0, 0, 3600.0) == 4 * DAY_S - 3600.0
+
+
+SPOT = '{"metadata": {"gap_seconds": 3600}, "data": [%s]}'
+FTA = "1\t1\t1\t1\tn1\t1\t0\t7000000\t0\n1\t1\t2\t1\tn2\t1\t0\t864000\t0\n1\t1\t2\t1\tn2\t0\t864000\t7000000\t0\n"
+
+
+def test_worlds_run_on_traces_of_other_forms(tmp_path: Path) -> None:
+    (tmp_path / "spot").mkdir()
+    for name, hours in (("a", "1,1,0,0," * 200), ("b", "1," * 800)):
+        (tmp_path / "spot" / f"{name}.json").write_text(SPOT % hours.rstrip(","))
+    (tmp_path / "t.tab").write_text(FTA)
+    world = with_trace(tmp_path, 'file = "spot"\nform = "spot-json"')
     found = absences(world, machines(world), Streams(1))
-    assert [(one.start, one.end) for one in found[0]] == [(0.0, 100.0), (5 * DAY_S, 40 * DAY_S)]
-    assert [(one.start, one.end) for one in found[3]] == [(2 * DAY_S, 3 * DAY_S)]
+    lessons = find_world("lab-building")
+    assert [(one.start, one.end) for one in found[0]][:2] == [(7200.0, 14400.0), (21600.0, 28800.0)]
+    only_lessons = msgspec.structs.replace(lessons, owners={"students": replace_rate(lessons)})
+    forced = absences(only_lessons, machines(only_lessons), Streams(1))
+    assert found[1] == forced[1]
     assert {one.kind for each in found for one in each} <= {"noticed", "sudden", "brief"}
     assert all(one.notice_s > 0 for each in found for one in each if one.kind == "noticed")
+    world = with_trace(tmp_path, 'file = "t.tab"\nform = "fta"')
+    found = absences(world, machines(world), Streams(1))
+    assert found[0] == forced[0]
+    assert [one.end for one in found[1]][-1] == 28 * DAY_S and found[1][-1].start <= 6 * DAY_S
+
+
+def replace_rate(world: World) -> Owners:
+    return msgspec.structs.replace(world.owners["students"], reclaims_per_day=0.0)
+
+
+def with_trace(folder: Path, lines: str) -> World:
+    (folder / "w.toml").write_text(TEXT.replace("[jobs]", f"[trace]\n{lines}\n\n[jobs]"))
+    return find_world(str(folder / "w.toml"))
+
+
+@pytest.mark.parametrize(
+    ("form", "content", "words"),
+    [
+        ("fta", FTA + "1\t2\n", "line 4: 2 columns"),
+        ("swf-nodes", "1 0 0 10 4\n", "line 1: 5 fields instead of 18"),
+        ("spot-json", "{}", "no availability trace"),
+        ("fta", FTA.replace("7000000", "900000"), "its first Mon on it has 6.4 days"),
+        ("journal", "x" * 4096, "no journal of a node"),
+        ("last", "root pts/0\n", "line 1: it has no full date"),
+    ],
+)
+def test_a_trace_that_is_none_is_told_with_both_lines(tmp_path: Path, form: str, content: str, words: str) -> None:
+    (tmp_path / "t").write_text(content)
+    with pytest.raises(WorldError, match=r"w\.toml: line \d+: .*t") as caught:
+        with_trace(tmp_path, f'file = "t"\nform = "{form}"')
+    assert words in str(caught.value)
+
+
+def test_what_a_file_held_belongs_to_the_world(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(FTA)
+    before = with_trace(tmp_path, 'file = "t"\nform = "fta"')
+    (tmp_path / "t").write_text(FTA.replace("864000", "950400"))
+    assert with_trace(tmp_path, 'file = "t"\nform = "fta"').digest != before.digest
+    read_trace.cache_clear()  # as another process
+    with pytest.raises(WorldError, match="is not what it was"):
+        absences(before, machines(before), Streams(1))
+
+
+def test_a_lab_without_a_history_joins_one_with_it(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(FTA)
+    group = '[[groups]]\nname = "new"\ncount = 2\nowners = "others"\nrooms = ["other/1"]\n\n[owners.others]\n'
+    group += "reclaims_per_day = 0\nabsent_h = { median = 1 }\n\n"
+    group += "[trace]\nfile = 't'\nform = 'fta'\nowners = ['students']\n\n[jobs]"
+    (tmp_path / "w.toml").write_text(TEXT.replace("[jobs]", group))
+    world = find_world(str(tmp_path / "w.toml"))
+    found = absences(world, machines(world), Streams(1))
+    assert len(found) == 50 and not [one for one in found[48] if one.kind != "sudden"]
+
+
+# --- jobs from files
+
+OPENB = (
+    "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time\n"
+)
+PODS = (
+    "p0,1,1,1,460,,LS,Succeeded,100,7300,100\np1,1,1,8,1000,,LS,Running,900,4500,1000\n"
+    "p2,1,1,0,0,,LS,Running,0,10,0\np3,1,1,1,1000,,BE,Pending,5,,\n"
+)
+
+
+def mixed(folder: Path, lines: str, days: str = "") -> World:
+    text = find_text("reclaimnet-54")
+    start = text.index("hours = {")
+    text = text.replace(text[start : text.index("\n", start)], "")
+    (folder / "w.toml").write_text(f"{text}\n[jobs.mix]\n{lines}\n")
+    return find_world(str(folder / "w.toml"), [days] if days else [])
+
+
+def find_text(name: str) -> str:
+    return world_file(name).read_text()
+
+
+def test_jobs_are_drawn_from_a_real_clusters(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("runtime\n0.0\n3600\n7200.5\n9e6\n")
+    world = mixed(tmp_path, 'file = "m.csv"\nform = "philly"\nmost_h = 72')
+    assert {order.work_s for order in orders(world, Streams(1))} == {3600, 7200.5}
+    assert {order.gpus for order in orders(world, Streams(1))} == {1, 2, 4, 8}
+    (tmp_path / "m.csv").write_text(OPENB + PODS)
+    world = mixed(tmp_path, 'file = "m.csv"\nform = "openb"\nmost_gpus = 8')
+    assert {(order.work_s, order.gpus) for order in orders(world, Streams(1))} == {(7200, 1), (3500, 8)}
+
+
+def test_jobs_come_when_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text(OPENB + PODS)
+    (tmp_path / "w.toml").touch()
+    world = mixed(tmp_path, 'file = "m.csv"\nform = "openb"\nmost_gpus = 8\narrivals = true', "jobs.per_day=0")
+    assert [(order.at, order.work_s, order.gpus) for order in orders(world, Streams(1))] == [
+        (0, 7200, 1),
+        (800, 3500, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "content", "words"),
+    [
+        (
+            'form = "philly"',
+            "runtime\n1\nx\n2,3\n-1\n",
+            "line 3: 'x' is no number; line 4: 2 fields instead of 1; line 5: ",
+        ),
+        ('form = "philly"', "seconds\n1\n", "line 1: the header is not runtime"),
+        ('form = "philly"\nleast_h = 9', "runtime\n1\n", "none of its 1 jobs is between"),
+        ('form = "philly"\narrivals = true', "runtime\n1\n", "the file has no times of submission"),
+        ('form = "openb"', OPENB + PODS, "no machine has more than 8 GPUs: say most_gpus = 8"),
+        ('form = "openb"\nmost_gpus = 8', OPENB + "p,1,1,1,1,,,,9,8,10\n", "line 2: it ends before it begins"),
+        ('form = "swf"', "1 2 3\n", "line 1: 3 fields instead of 18"),
+    ],
+)
+def test_malformed_lines_of_jobs_are_named(tmp_path: Path, lines: str, content: str, words: str) -> None:
+    (tmp_path / "m").write_text(content)
+    with pytest.raises(WorldError) as caught:
+        mixed(tmp_path, f'file = "m"\n{lines}')
+    assert words in str(caught.value) and "w.toml: line " in str(caught.value)
+
+
+@settings(max_examples=60)
+@given(st.text(max_size=120))
+def test_no_text_is_taken_for_jobs_by_halves(text: str) -> None:
+    for read, header in ((read_philly, "runtime\n"), (read_openb, OPENB), (read_workload, "")):
+        try:
+            assert all(job.ran_s >= 0 and job.at >= 0 for job in read(header + text))
+        except TraceError as error:
+            assert "line " in str(error)
+
+
+# --- calendars
+
+
+def semester(*changes: str) -> World:
+    return find_world("semester", ["days=40", *changes])
+
+
+def test_in_a_break_no_class_takes_a_room_and_near_a_deadline_more_is_submitted() -> None:
+    calm = {"first": date(2026, 10, 19), "last": date(2026, 10, 25), "reclaims": 0, "lessons": False, "jobs": 0}
+    busy = {"first": date(2026, 10, 26), "last": date(2026, 11, 1), "jobs": 4}
+    world = find_world("semester", ["days=40", ("periods", [calm, busy]), ("cuts", []), ("shocks", [])])
+    gone = [one for each in absences(world, machines(world), Streams(3)) for one in each]
+    assert world.first_date == date(2026, 10, 12) and world.begins == "Mon"
+    assert not [one for one in gone if 7 <= one.start / DAY_S < 14] and [
+        one for one in gone if 14 <= one.start / DAY_S < 15
+    ]
+    weeks = [sum(week <= order.at / DAY_S / 7 < week + 1 for order in orders(world, Streams(3))) for week in range(4)]
+    assert weeks[1] == 0 and 3 < weeks[2] / weeks[0] < 5
+    plain = find_world("semester", ["days=40", ("periods", []), ("cuts", []), ("shocks", [])])
+    same = [one for each in absences(plain, machines(plain), Streams(3)) for one in each if one.start < 7 * DAY_S]
+    assert same == [one for one in gone if one.start < 7 * DAY_S]
+
+
+def test_a_cut_takes_a_building_off_the_network() -> None:
+    cut = {"at": datetime(2026, 10, 14, 6, 30), "hours": 2, "buildings": ["lab"], "notice_s": 600}
+    world = find_world(
+        "semester",
+        ["days=4", ("periods", []), ("cuts", [cut]), ("owners.students.reclaims_per_day", 0), ("shocks", [])],
+    )
+    begins = 2 * DAY_S + 6.5 * 3600
+    found = [[one for one in each if one.dark] for each in absences(world, machines(world), Streams(1))]
+    assert [(one.start, one.end, one.kind) for each in found for one in each] == [
+        (begins, begins + 7200, "noticed")
+    ] * 48
+    campus = Campus(world, POLICIES["mesh"], 1)
+    campus.begin()
+    campus.kernel.run(begins + 60)
+    assert not any(host.reachable or host.lent for host in campus.hosts)
+    campus.kernel.run(begins + 7260)
+    assert all(host.reachable and host.lent for host in campus.hosts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("periods.0.last", date(2026, 10, 1)), "it ends before it begins"),
+        (("periods.0.owners", ["nobody"]), "there are no owners 'nobody'"),
+        (("first_date", date(2029, 10, 8)), "it is not within the world's days"),
+        (("begins", "Tue"), "2026-10-12 is a Mon"),
+        (("cuts.0.buildings", ["x"]), "no machine is in building 'x'"),
+        (("cuts.0.at", "soon"), "invalid RFC3339 encoded datetime"),
+        (("jobs.mix", {"file": "x", "form": "philly"}), "either hours or a mix"),
+        (("trace", {"file": "none.csv"}), "No such file"),
+        (("trace", {"file": ".", "owners": ["x"]}), "there are no owners 'x'"),
+    ],
+)
+def test_impossible_calendars_are_told(change: tuple[str, Any], words: str) -> None:
+    with pytest.raises(WorldError) as caught:
+        find_world("semester", [change])
+    assert words in str(caught.value) and "line " in str(caught.value)
+
+
+def test_dates_need_a_first_one() -> None:
+    text = world_file("semester").read_text().replace("first_date = 2026-10-12\n", "")
+    assert "dates need first_date" in refused(text)
