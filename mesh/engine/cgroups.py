@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from mesh.engine.descent import Process, process_of
 
-KILL, FREEZER = "cgroup.kill", "freezer.state"  # of version 2 (Linux 5.14), of version 1
+KILL, FREEZE, EVENTS = "cgroup.kill", "cgroup.freeze", "cgroup.events"  # of version 2 (the first since Linux 5.14)
+FREEZER = "freezer.state"  # of version 1
 
 
 @cache
@@ -74,10 +76,33 @@ def kill_all(group: Path) -> None:
         _write(group / KILL, "1")
 
 
+def freeze(groups: Iterable[Path]) -> None:
+    """Let nothing in them run until they are thawed, as `docker pause` does; nothing where that may not be done from here."""
+    for file, word in ((FREEZER, "FROZEN"), (FREEZE, "1")):  # where both versions are mounted, engines use the first
+        for group in groups:
+            with contextlib.suppress(OSError):
+                _write(group / file, word)
+                return
+
+
 def thaw(group: Path) -> None:
     """One that is frozen takes its SIGKILL only when it is thawed (version 1), or at once (version 2)."""
-    with contextlib.suppress(OSError):
-        _write(group / FREEZER, "THAWED")
+    for file, word in ((FREEZER, "THAWED"), (FREEZE, "0")):
+        with contextlib.suppress(OSError):
+            _write(group / file, word)
+
+
+def are_frozen(groups: Iterable[Path]) -> bool | None:
+    """Whether all of a guest's processes are held by one of its groups, whoever froze it; None if none of them can tell."""
+    told = [line for group in groups for line in _freezer_lines(group)]
+    return any(line in {"FROZEN", "frozen 1"} for line in told) if told else None
+
+
+def _freezer_lines(group: Path) -> list[str]:
+    for file in (FREEZER, EVENTS):
+        with contextlib.suppress(OSError):
+            return (group / file).read_text().splitlines()
+    return []
 
 
 def _write(path: Path, text: str) -> None:

@@ -26,7 +26,7 @@ import requests
 from mesh.edge.edge import Edge
 from mesh.engine import cgroups, gpusight
 from mesh.engine.bridges import Bridges
-from mesh.engine.descent import Process, descendants_of, process_of
+from mesh.engine.descent import descendants_of, process_of
 from mesh.engine.dockersession import DockerSession, open_docker_session
 from mesh.engine.egress import EgressError, Firewall, Policy
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
@@ -122,7 +122,7 @@ class DockerEngine:
             await self._call(lambda: self._remove(container, network))
             raise
         assert self._warden is not None
-        guest = DockerGuest(self, container, network, entry.head, key, output, self._warden, self._switch, self._socket)
+        guest = DockerGuest(self, container, network, entry, key, output, self._warden, self._switch, self._socket)
         follower = asyncio.create_task(guest.follow(launch.log_path), name=f"container {container.short_id}")
         self._following.add(follower)
         follower.add_done_callback(self._following.discard)
@@ -239,14 +239,15 @@ class DockerGuest:
         engine: DockerEngine,
         container: Any,
         network: str,
-        head: Process | None,
+        entry: Entry,
         key: str,
         output: Output,
         warden: Warden,
         switch: KillSwitch,
         engine_socket: EngineSocket,
     ) -> None:
-        self._engine, self._container, self._head, self._key = engine, container, head, key
+        self._engine, self._container, self._head, self._key = engine, container, entry.head, key
+        self._groups = tuple(map(Path, entry.groups))
         self._network = network
         self._gpu_watch: asyncio.Task[None] | None = None
         self._fault = ""
@@ -280,7 +281,9 @@ class DockerGuest:
         return session
 
     async def stands_still(self) -> bool:
-        return bool(await self._engine._call(self._is_paused))
+        """By the kernel's account, where that can be seen: the engine may hang."""
+        frozen = await asyncio.to_thread(cgroups.are_frozen, self._groups)
+        return bool(await self._engine._call(self._is_paused)) if frozen is None else frozen
 
     def allow_until(self, boot_s: float) -> None:
         self._warden.allow_until(self._container.id, boot_s)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -17,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mesh.engine import hunt
+from mesh.engine import hunt, warden
+from mesh.engine.alarm import boot_s
 from mesh.engine.alone import alone
 from mesh.engine.descent import Process, lives, process_of
 from mesh.engine.docker import DockerEngine
@@ -326,6 +328,65 @@ async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: 
     finally:
         await place.bench.engine.close()
         place.switch.close()
+
+
+@pytest.mark.dockerd
+async def test_a_lease_holds_while_the_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    place = Place(tmp_path, "docker", import_busybox())
+    ticks = tmp_path / "attempt" / "work" / "ticks"  # what it prints comes by the engine
+    guest = await place.bench.shell("while :; do echo >> ticks; sleep 0.02; done")
+
+    async def until_it_runs() -> None:
+        before = ticks.stat().st_size if ticks.exists() else 0
+        while not ticks.exists() or ticks.stat().st_size < before + 3:
+            await asyncio.sleep(0.02)
+
+    async def until_it_stands_still() -> None:
+        while not await guest.stands_still():
+            await asyncio.sleep(0.02)
+        before = ticks.stat().st_size
+        await asyncio.sleep(0.2)
+        assert ticks.stat().st_size == before
+
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await until_it_runs()
+            with own_dockerd.hanging():
+                for _ in range(2):
+                    guest.allow_until(boot_s() + 0.1)
+                    await until_it_stands_still()
+                    guest.allow_until(math.inf)
+                    await until_it_runs()
+            guest.allow_until(0.0)
+            await until_it_stands_still()
+            guest.allow_until(math.inf)
+            await until_it_runs()
+            await guest.kill()
+    finally:
+        await place.bench.engine.close()
+        place.switch.close()
+
+
+def test_one_that_nobody_can_pause_ends_with_its_lease(
+    tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is away, and no group of the guest's may be frozen."""
+    monkeypatch.setattr(warden, "SILENT_S", 0.2)
+    register = Register(tmp_path)
+    register.keep("key", entry(engine="docker", container="c" * 64, head=bystander))
+    ward = warden.Ward(str(tmp_path / "none"), register)
+    ward.read(f"until {'c' * 64} {boot_s() + 60}\n".encode())
+    ward.enforce()
+    assert lives(bystander), "its lease is not over"
+    ward.read(f"until {'c' * 64} 1.0\n".encode())
+    ward.enforce()
+    assert lives(bystander), "the engine has a moment to come back"
+
+    def ended() -> bool:
+        ward.enforce()
+        return not lives(bystander)
+
+    wait_until(ended, "it to be ended")
 
 
 DAEMON = """

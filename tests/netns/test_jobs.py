@@ -1,5 +1,6 @@
 """Jobs on real daemons whose network is cut or loses: one history, whatever happens to the cables."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -76,6 +77,19 @@ def test_with_nobody_to_ask_one_guest_stands_still_and_the_other_goes_on_uncommi
     for host in hosts:
         host.reconnect()
     assert digest(user, still) == digest(user, goes_on) == count_digest(STEPS)
+
+
+def test_its_owners_last_word_needs_no_network(lan: Lan) -> None:
+    """Not even the machine's own loopback."""
+    (host,) = office(lan, 1, **LENDS)
+    jobs = [submit(host, steps=100_000), submit(host, steps=100_000)]
+    running = [until(lambda job=job: guests(host, job), "it to run") for job in jobs]
+    for interface in ("eth0", "lo"):
+        host.run("ip", "link", "set", interface, "down")
+    answer = json.loads(host.ok("reclaim", "--now", "--json"))
+    assert sorted(answer["reclaimed"]) == sorted(jobs), answer
+    assert not any(Path(f"/proc/{pid}").exists() for pids in running for pid in pids)
+    assert host.status()["paused"], "and it is told so while it has none"
 
 
 def test_a_host_whose_disk_fills_up_gives_the_job_away_and_does_not_blame_it(lan: Lan) -> None:
