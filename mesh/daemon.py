@@ -189,6 +189,7 @@ class Daemon:
             self._load_lending(),
             int(self._started_unix),
             gpu_sharing=settings.gpu_sharing,
+            interactive=settings.interactive,
             memory_mib=self.ceilings.memory_mib,
             cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
         )
@@ -269,9 +270,7 @@ class Daemon:
         port = await self._serve_peers(context)
         await asyncio.to_thread(self.edge.open)
         await self._serve_local()
-        self._facts = msgspec.msgpack.encode(
-            Facts(port, fingerprint, __version__, self.journal.disk, settings.interactive)
-        )
+        self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
         await self._refresh_engines()

@@ -62,6 +62,7 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     `images` are the names that may be asked for by name alone; if the mesh has a list (`image_list`), those that its owner allows
     himself. `image_ids` begin the hashes of the images that it has and may run, `image_fetches` of those that it can get from
     others; `image_denials` are names, and beginnings of hashes in hex, that its owner denies.
+    `interactive`: its owner lets guests' users into them (exec, forward, Jupyter).
     `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
     """
 
@@ -90,6 +91,7 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     held_by: HeldBy = ""
     back_unix: int = 0
     gpu_pauses: bool = False
+    interactive: bool = True
     image_list: bool = False
     image_ids: tuple[bytes, ...] = ()
     image_fetches: tuple[bytes, ...] = ()

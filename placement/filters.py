@@ -21,6 +21,8 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     if "*" not in advert.accepts and request.user not in advert.accepts and request.user != advert.user:
         reasons.append(f"takes jobs of {', '.join(advert.accepts) or advert.user} only, not of {request.user}")
     reasons += _engine_refusals(request, advert)
+    if request.interactive and not advert.interactive:
+        reasons.append("its owner allows no interactive sessions (interactive = false)")
     if request.zone is not None and advert.zone != request.zone:
         reasons.append(f"is in zone {advert.zone or 'none'}, not {request.zone}")
     if request.memory_mib is not None and advert.memory_mib < request.memory_mib:

@@ -14,7 +14,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     its last checkpoint. `remaining_s`: how long it is likely to go on. `capability` and `driver` are the least that will do,
     `gpu_model` a part of the GPU's name.
     `gpu_share` is the per cent of each GPU's time that it is guaranteed; below 100, `vram_mib` is what it gets of the memory,
-    else what the GPU must have."""
+    else what the GPU must have. `interactive`: it is of no use where its user may not go into it."""
 
     job: bytes
     attempt: int
@@ -29,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     image: str | None = None
     image_id: bytes | None = None  # the SHA-256 of its configuration, as the mesh's list has it
     zone: str | None = None
+    interactive: bool = False
     nodes: int = 1
     memory_mib: int | None = None
     cpus: int | None = None

@@ -14,7 +14,6 @@ from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.lending import lend_state
 from mesh.api.orders import ApproveOrder, InviteOrder
-from mesh.api.peer import decode_facts
 from mesh.jobs.spec import (
     format_job,
 )
@@ -107,17 +106,12 @@ class Desk:
                     "slots": advert.slots if advert else 0,
                     "slots_free": advert.slots_free if advert else 0,
                     "engines": list(advert.engines) if advert else [],
-                    "interactive": self._allows_sessions(member.node_id),
+                    "interactive": advert.interactive if advert else True,
                     "weight": advert.weight if advert else 0,
                     "jobs": running.get(member.node_id, 0),
                 }
             )
         return rows
-
-    def _allows_sessions(self, node: bytes) -> bool:
-        record = self._daemon.membership.record(node, "facts")
-        facts = decode_facts(record.body) if record is not None else None
-        return facts is not None and facts.interactive
 
     def invite(self, order: InviteOrder) -> str:
         if not 60 <= order.ttl_s <= 365 * 86_400:

@@ -305,6 +305,7 @@ class JobDesk:
             memory_mib=order.memory_mib,
             cpus=order.cpus,
             zone=order.zone,
+            interactive=order.interactive,
             least_nodes=order.least_nodes,
             most_nodes=order.most_nodes,
             checkpointing=_checkpointing(order, chosen),
@@ -334,8 +335,7 @@ class JobDesk:
         return [status.job for status in found]
 
     def _refuse_impossible(self, spec: JobSpec) -> None:
-        reason = cannot_ever(placement_request(b"", spec, 0), self._daemon.jobs.outlook.adverts())
-        if reason is not None:
+        if reason := cannot_ever(placement_request(b"", spec, 0), self._daemon.jobs.outlook.adverts()):
             raise MeshError(reason, ExitCode.IMPOSSIBLE)
 
     def _choose_witnesses(self, alive: list[bytes]) -> tuple[Seat, ...]:

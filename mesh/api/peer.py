@@ -37,7 +37,6 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     fingerprint: bytes
     version: str
     disk: bytes = b""  # names its journal (`mesh.jobs.ledger.Seat`)
-    interactive: bool = True  # whether its owner lets guests' users into them
 
 
 _facts_decoder = msgspec.msgpack.Decoder(Facts)

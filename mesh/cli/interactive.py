@@ -137,7 +137,7 @@ def _start(daemon: Client, idle_s: float, options: dict[str, Any]) -> str:
     options["ckpt"] = options["ckpt"] or NOTEBOOKS
     options["env"] = (*options["env"], f"{PROGRAM}={program}")
     order = ("python3", "-c", START, "--idle", f"{idle_s:g}", "--folder", options["ckpt"])
-    return str(submit_job(daemon, order, options)["job"])
+    return str(submit_job(daemon, order, options, interactive=True)["job"])
 
 
 async def _jupyter(socket_path: Path, daemon: Client, job: str, port: int | None, as_json: bool) -> int:

@@ -175,7 +175,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
     }
 
 
-def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: str) -> dict[str, Any]:
+def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: Any) -> dict[str, Any]:
     order = {**make_order(command, options), **more}
     with patience("packing the working directory and copying it to other nodes"):
         answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)

@@ -79,6 +79,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what it may use while others leave it idle; of a share `vram_mib` is what it gets, else what each GPU must have. A job that
     is not done at `deadline_unix_ms` fails. `image_id`: the SHA-256 of the image's configuration, as the mesh's list had it at
     submission; None where an image goes by its name. What it saves is sealed with the key of its `lock`.
+    `interactive`: it runs only where its user may go into it.
     """
 
     submitter: bytes
@@ -118,6 +119,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     array: ArrayPlace | None = None
     homing: Homing = Homing()
     lock: Lock | None = None
+    interactive: bool = False
 
 
 def job_id(payload: bytes) -> bytes:
@@ -159,6 +161,7 @@ def placement_request(
         image=spec.image,
         image_id=spec.image_id,
         zone=spec.zone,
+        interactive=spec.interactive,
         nodes=spec.least_nodes,
         memory_mib=spec.memory_mib,
         cpus=None if spec.cpus is None else math.ceil(spec.cpus),

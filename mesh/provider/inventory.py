@@ -44,7 +44,8 @@ def load_lending(path: Path, lends: bool) -> Lending:
 
 
 class Inventory:
-    """`guards`: this node can keep a job to its share of a GPU, now; `gpu_sharing`: its owner allows that there are shares.
+    """`guards`: this node can keep a job to its share of a GPU, now; `gpu_sharing`: its owner allows that there are shares;
+    `interactive`: he lets users into their guests.
     `memory_mib` and `cpus` are what one job may have of the machine; without them, all."""
 
     def __init__(
@@ -60,6 +61,7 @@ class Inventory:
         lending: Lending,
         up_since_unix: int,
         gpu_sharing: bool = True,
+        interactive: bool = True,
         memory_mib: int | None = None,
         cpus: int | None = None,
     ) -> None:
@@ -75,7 +77,7 @@ class Inventory:
         self._node, self._nick, self._user, self._zone = node, nick, user, zone
         self.slots, self._accepts, self._own_only = slots, accepts, own_only
         self.up_since_unix = up_since_unix
-        self._gpu_sharing = gpu_sharing
+        self._gpu_sharing, self._interactive = gpu_sharing, interactive
         self._memory_mib = machine_mib() if memory_mib is None else memory_mib
         self._cpus = cpus or os.cpu_count() or 1
         self._given: dict[bytes, tuple[Portion, ...]] = {}
@@ -137,6 +139,7 @@ class Inventory:
             guards=self.guards,
             gpu_pauses=self.gpu_pauses,
             gpu_sharing=self._gpu_sharing,
+            interactive=self._interactive,
             slots=self.slots,
             slots_free=max(0, self.slots - sum(not portions for portions in self._given.values())),
             cpus=self._cpus,

@@ -420,6 +420,8 @@ def test_an_owner_may_allow_no_sessions(make_stack: Callable[..., Stack]) -> Non
         assert done.returncode == 5 and "interactive = false" in done.stderr, done
     assert [row["interactive"] for row in read(node, "nodes")["nodes"]] == [False]
     assert "no sessions" in ok(node, "nodes")
+    done = mesh(node, "jupyter", "--no-workdir", timeout_s=20.0)
+    assert done.returncode == 6 and "allows no interactive sessions" in done.stderr, "told before it begins"
 
 
 def test_a_node_without_jupyterlab_says_so_and_what_to_do(

@@ -146,6 +146,7 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
         ({"engines": ("docker",)}, {"image": "torch"}, "no image torch"),
         ({}, {"zone": "b2"}, "zone"),
         ({}, {"memory_mib": 10**6}, "memory"),
+        ({"interactive": False}, {"interactive": True}, "allows no interactive sessions"),
         ({"cpus": 2}, {"cpus": 3}, "lends 2 CPUs to a job, 3 asked"),
         ({"slots_free": 0}, {}, "slots are taken"),
         ({"slots": 0}, {}, "only GPU jobs"),
