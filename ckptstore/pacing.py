@@ -15,6 +15,7 @@ TARGET_S = 0.020  # of waiting in queues, before a background stream gives way; 
 DECREASE = 0.7  # of its rate is left when it gives way, as in CUBIC (RFC 9438)
 RISE_S = 30.0  # from nothing back to the full rate, evenly; ours
 FLOOR_BPS = float(1 << 20)  # a stream that stood still would be taken for broken; ours
+MOST_SHARE = 4.0  # of the budget, by the mean of those in the background; none has less than its inverse; ours
 AIM = 0.8  # of the time to its deadline in which a stream should be done: the rest is for fsync, commit and bad luck; ours
 
 
@@ -30,6 +31,10 @@ class Pace(Protocol):
     def urgent(self) -> bool:
         """Whether the others should give way."""
 
+    @property
+    def share(self) -> float:
+        """How much of the budget it is to have beside others in the background; most have 1."""
+
     def tick(self, now: float, sent: int, rtt: Rtt | None, budget_bps: float | None) -> float | None:
         """The rate from `now` (seconds) on; `sent`: bytes acknowledged so far; `budget_bps`: its part of the node's budget."""
 
@@ -42,13 +47,18 @@ class Background:
 
     urgent = False
 
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[[], float] = lambda: 1.0) -> None:
+        self._share = share
         self._limit = math.inf
         self._top = 0.0  # the fastest it has been
         self._speed = 0.0
         self._seen: tuple[float, int] | None = None
         self._fell_at = -math.inf
         self._base_s = math.inf
+
+    @property
+    def share(self) -> float:
+        return self._share()
 
     def tick(self, now: float, sent: int, rtt: Rtt | None, budget_bps: float | None) -> float | None:
         cap = math.inf if budget_bps is None else budget_bps
@@ -95,7 +105,7 @@ class Background:
 class Deadline:
     """What is left over the time that is left. `time_left` says how many seconds it may take from now on; none: it is late."""
 
-    urgent = True
+    urgent, share = True, 1.0
 
     def __init__(self, total_bytes: int, time_left: Callable[[], float], sent: int = 0) -> None:
         self.remaining = max(0, total_bytes - sent)

@@ -228,6 +228,7 @@ class Daemon:
             lambda: {record.node: record.body for record in self.membership.records(SECTION)},
         )
         await self.attendance.open(time.time())
+        self.jobs.cadences.rates = self.attendance.rates
         self.jobs.courier.refusals.tell = self._note
         standing = self.membership.standing
         self.ladder = Ladder(self.jobs, self.guard, standing.user, standing.nick)

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +60,64 @@ def should_yield() -> bool:
     return latest is not None and latest.kind == "vacate"
 
 
+class _Timetable:
+    """What the mesh has said of when to save, as far as it was read; and when that was done without it."""
+
+    def __init__(self) -> None:
+        self.seen = (-1, -1)
+        self.number = self.answered = -1
+        self.due_unix = float("inf")
+        self.notice = 0
+        self.saved_s = time.monotonic()
+
+    def read(self, path: Path) -> None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            status = path.stat()
+            if (status.st_mtime_ns, status.st_ino) != self.seen:
+                fields = json.loads(path.read_text())
+                self.number, self.due_unix = int(fields["number"]), float(fields["due_unix"])
+                self.seen = (status.st_mtime_ns, status.st_ino)
+
+
+_timetable = _Timetable()
+
+
+def should_checkpoint(every_s: float | None = None) -> bool:
+    """Whether to save now. True once each time that the mesh says so: when it does depends on how likely this machine is to leave
+    and on what a checkpoint costs. Costs one stat while nothing has changed, so ask at every step.
+
+    Where no mesh says when: once `every_s` seconds have passed since the last time, or never. Of several processes ask in one,
+    and tell the others; on several nodes, in that of rank 0.
+    """
+    control, table = os.environ.get("MESH_CTL_DIR"), _timetable
+    if control:
+        table.read(Path(control) / "schedule.json")
+    if table.number >= 0:
+        due = table.number != table.answered and time.time() >= table.due_unix
+        if due:
+            table.answered = table.number
+        return due
+    latest = notice()
+    if latest is not None and latest.kind == "checkpoint" and latest.seq != table.notice:
+        table.notice = latest.seq
+        return True
+    if every_s is None or time.monotonic() - table.saved_s < every_s:
+        return False
+    table.saved_s = time.monotonic()
+    return True
+
+
+def stalled(seconds: float) -> None:
+    """Tell the mesh for how long a checkpoint has held the program up. `Checkpoint` does so by itself."""
+    _timetable.saved_s = time.monotonic()
+    control = os.environ.get("MESH_CTL_DIR")
+    if control:
+        with suppress(OSError):
+            temporary = Path(control) / "stall.tmp"
+            temporary.write_text(json.dumps({"seconds": seconds}))
+            temporary.rename(Path(control) / "stall.json")
+
+
 def resume_path() -> Path | None:
     """The newest verified checkpoint to go on from, or None for a fresh start."""
     path = os.environ.get("MESH_RESUME")
@@ -98,8 +157,9 @@ class Checkpoint:
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a new directory, make it durable, publish it; the newest `keep` stay."""
+        begun = time.monotonic()
         self.finish()
-        return self._publish(step, write)
+        return self._publish(step, write, lambda: stalled(time.monotonic() - begun))
 
     def snapshot(
         self, step: int, state: Any, write: Callable[[Path, Any], None] | None = None, *, wait: bool = False
@@ -118,6 +178,7 @@ class Checkpoint:
         leaving = should_yield()
         if self._writer is not None and self._writer.is_alive() and not (wait or leaving):
             return False
+        begun = time.monotonic()
         self.finish()
         copied, chosen = self._buffers.copy(state), write or _dump
         if leaving:
@@ -127,6 +188,7 @@ class Checkpoint:
         # end waits for it.
         self._writer = threading.Thread(target=self._write, args=(step, copied, chosen), name=f"step-{step}")
         self._writer.start()
+        stalled(time.monotonic() - begun)
         return True
 
     def finish(self) -> None:
@@ -146,7 +208,7 @@ class Checkpoint:
             print(f"mesh.job: step {step} was not saved: {error!r}", file=sys.stderr, flush=True)
             self._error = error
 
-    def _publish(self, step: int, write: Callable[[Path], None]) -> Path:
+    def _publish(self, step: int, write: Callable[[Path], None], done: Callable[[], None] = lambda: None) -> Path:
         final = self.directory / f"step-{step:08d}"
         temporary = self.directory / f".step-{step:08d}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,6 +219,7 @@ class Checkpoint:
                 _sync(Path(directory) / name)
             _sync(Path(directory))
         self._remove(final)
+        done()  # before it can be seen
         temporary.rename(final)
         _sync(self.directory)
         for old in sorted(self.directory.glob("step-*"))[: -self.keep]:

@@ -43,7 +43,7 @@ class Cost(msgspec.Struct, frozen=True):
 class Due(msgspec.Struct, frozen=True):
     """`at`: when, on the caller's clock. `loss_s`: of the work after `since`, so much is expected to be lost to departures before
     this checkpoint is safe. `why`: what set it: the `hazard`; the `least` or the `most` time between two; the `upload` of the
-    one before, which it waits for."""
+    one before, which it waits for; or its user `asked` for it."""
 
     since: float
     at: float
@@ -61,7 +61,7 @@ def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -
     upload_s = _within(0.0, cost.upload_s, MOST_S)
     least_s = min(MOST_S, max(LEAST_S, stall_s, upload_s))
     part = _within(0.0, lossy, 1.0)
-    due_s, loss_s, total = MOST_S, 0.0, 0.0
+    due_s, total = MOST_S, 0.0
     for begun, until, rate in _pieces(rates, since + upload_s, MOST_S):
         density = sqrt(rate * part / (2 * stall_s))
         if total + density * (until - begun) >= 1:
@@ -71,10 +71,18 @@ def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -
     why = "hazard" if due_s < MOST_S else "most"
     if due_s < least_s:
         due_s, why = least_s, "upload" if least_s == upload_s else "least"
-    for begun, until, rate in _pieces(rates, since + upload_s, due_s):
-        # What was computed up to `upload_s` before is safe by then, of what came before this interval.
+    at = max(now, since + due_s)
+    return Due(since, at, expected_loss_s(since, at, cost, lossy, rates), why)
+
+
+def expected_loss_s(since: float, at: float, cost: Cost, lossy: float, rates: Rates) -> float:
+    """Of the work after `since`, if a checkpoint of `at` is the next: from when the one before it is safe until it is itself."""
+    upload_s, part = _within(0.0, cost.upload_s, MOST_S), _within(0.0, lossy, 1.0)
+    length_s = max(0.0, at - since)
+    loss_s = 0.0
+    for begun, until, rate in _pieces(rates, since + upload_s, length_s):
         loss_s += rate * part * ((until + upload_s) ** 2 - (begun + upload_s) ** 2) / 2
-    return Due(since, max(now, since + due_s), min(loss_s, due_s + upload_s), why)
+    return min(loss_s, length_s + upload_s)
 
 
 def _pieces(rates: Rates, start: float, length_s: float) -> Iterator[tuple[float, float, float]]:
@@ -186,15 +194,24 @@ class Schedule:
         self._since, self.due = self._safe, None
         self._not_before = now + LEAST_S
 
+    @property
+    def interval_s(self) -> float:
+        """Between two, as it was told last."""
+        return self.due.interval_s if self.due is not None else MOST_S
+
     def cost(self, price_s: float = 0.0) -> Cost:
         return Cost(self.stall_s.value, self.upload_s.value, price_s)
 
-    def plan(self, now: float, lossy: float, rates: Rates, price_s: float = 0.0) -> Due:
-        """Look again. What was told stands, unless it was long ago and in vain, or it moves by more than a little."""
+    def plan(self, now: float, lossy: float, rates: Rates, price_s: float = 0.0, every_s: float | None = None) -> Due:
+        """Look again. What was told stands, unless it was long ago and in vain, or it moves by more than a little. `every_s`:
+        the user has said how often, and the rule only says what that risks."""
         told = self.due
         if told is not None and now < told.at + max(LEAST_S, told.interval_s) and told.at <= now:
             return told
         fresh = next_due(max(now, self._not_before), self._since, self.cost(price_s), lossy, rates)
+        if every_s is not None:
+            at = max(now, self._not_before, self._since + every_s)
+            fresh = Due(self._since, at, expected_loss_s(self._since, at, self.cost(), lossy, rates), "asked")
         if told is not None and told.at > now and abs(fresh.at - told.at) < HYSTERESIS * told.interval_s:
             return told
         return self.tell(fresh)

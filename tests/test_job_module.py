@@ -5,8 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mesh import job
+from mesh.jobs.cadence import decode_stall
 from mesh.jobs.commits import committed_tree
 from mesh.jobs.spec import Checkpointing
 
@@ -14,6 +17,7 @@ from mesh.jobs.spec import Checkpointing
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_last", (-1, None))
+    monkeypatch.setattr(job, "_timetable", job._Timetable())
     for name in [name for name in os.environ if name.startswith("MESH_")]:
         monkeypatch.delenv(name)
 
@@ -110,3 +114,79 @@ def test_killed_while_it_deletes_an_old_checkpoint_the_newest_is_still_the_one_t
         keeper.save(2, write)
     tree = committed_tree(tmp_path, Checkpointing(mode="rename"), 0.0)
     assert tree is not None and tree.resume == "step-00000002" and list(tree.roots) == ["ckpt/step-00000002"]
+
+
+def write_schedule(control: Path, **fields: object) -> None:
+    (control / ".new").write_text(json.dumps(fields))
+    (control / ".new").rename(control / "schedule.json")
+
+
+def test_each_time_that_the_mesh_says_so_it_is_to_save_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    write_schedule(tmp_path, number=1, due_unix=2e10, why="hazard")
+    assert not job.should_checkpoint() and not job.should_checkpoint(every_s=0.0), "the mesh knows better"
+    write_schedule(tmp_path, number=2, due_unix=1.0, why="hazard", later_field=True)
+    assert [job.should_checkpoint() for _ in range(3)] == [True, False, False]
+    write_notice(tmp_path, kind="checkpoint")
+    assert not job.should_checkpoint(), "the same once more"
+    write_schedule(tmp_path, number=3, due_unix=1.0)
+    assert job.should_checkpoint()
+
+
+def test_while_nothing_changes_asking_costs_one_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    write_schedule(tmp_path, number=1, due_unix=2e10)
+    job.should_checkpoint()
+    seen: list[str] = []
+    monkeypatch.setattr(job.Path, "read_text", lambda path: seen.append("read"))
+    stat = Path.stat
+    monkeypatch.setattr(job.Path, "stat", lambda path: (seen.append("stat"), stat(path))[1])
+    for _ in range(5):
+        job.should_checkpoint()
+    assert seen == ["stat"] * 5
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"number": 1}', '{"number": [], "due_unix": 1}', "\udcff"])
+def test_a_broken_schedule_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    (tmp_path / "schedule.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert not job.should_checkpoint() and job.should_checkpoint(every_s=0.0)
+    write_notice(tmp_path, seq=4, kind="checkpoint")
+    assert [job.should_checkpoint() for _ in range(2)] == [True, False], "a notice counts where there is no schedule"
+
+
+def test_without_a_mesh_it_is_to_save_at_plain_intervals_or_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job, "_timetable", job._Timetable())
+    keeper = job.Checkpoint(tmp_path)
+    assert not job.should_checkpoint() and not job.should_checkpoint(60.0)
+    now[0] += 60.0
+    assert [job.should_checkpoint(60.0), job.should_checkpoint(60.0), job.should_checkpoint()] == [True, False, False]
+    now[0] += 59.0
+    keeper.save(1, lambda path: None)
+    now[0] += 59.0
+    assert not job.should_checkpoint(60.0), "it has been saved since"
+
+
+def test_what_a_save_holds_it_up_is_told_before_it_can_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
+    now = [0.0]
+    monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
+
+    def write(path: Path) -> None:
+        now[0] += 2.5
+
+    with job.Checkpoint(tmp_path / "ckpt") as keeper:
+        keeper.save(1, write)
+        assert decode_stall((tmp_path / "stall.json").read_bytes()) == 2.5
+        assert keeper.snapshot(2, {"step": 2})
+        assert decode_stall((tmp_path / "stall.json").read_bytes()) == 0.0
+
+
+@given(st.binary(max_size=300) | st.builds(lambda x: json.dumps({"seconds": x}).encode(), st.floats() | st.integers()))
+def test_whatever_a_guest_says_of_its_stall_is_a_time_or_nothing(data: bytes) -> None:
+    stall_s = decode_stall(data)
+    assert stall_s is None or 0 <= stall_s <= 86_400

@@ -43,7 +43,6 @@ from mesh.jobs.spec import (
 from mesh.jobs.status import JobStatus
 from mesh.jobs.steward import WANT_WITNESSES
 from mesh.jobs.workdir import collect_files
-from placement.advert import WHOLE
 from placement.decision import cannot_ever, explain, replica_order, witness_order
 
 if TYPE_CHECKING:
@@ -119,8 +118,11 @@ class JobDesk:
             "witnesses": [nick(node) for node in status.witnesses],
             "step": status.step,
             "of": status.of,
-            "at_risk_s": _at_risk_s(status),
+            "at_risk_s": status.at_risk_s(time.time() * 1000),
             "heeds_notice": status.heeds_notice,
+            "next_checkpoint": None
+            if status.next_checkpoint is None
+            else msgspec.structs.asdict(status.next_checkpoint),
             "checkpoint": None
             if commit is None
             else {
@@ -537,8 +539,8 @@ class JobDesk:
 
 def _checkpointing(order: SubmitOrder, chosen: tuple[bytes, ...]) -> Checkpointing | None:
     if order.ckpt is None:
-        if chosen:
-            raise MeshError("--ckpt-to needs --ckpt DIR: which directory holds checkpoints?", ExitCode.USAGE)
+        if chosen or order.ckpt_every is not None:
+            raise MeshError("--ckpt-to and --ckpt-every need --ckpt DIR: which holds checkpoints?", ExitCode.USAGE)
         return None
     return Checkpointing(
         directory=order.ckpt.rstrip("/").removeprefix("./"),
@@ -546,6 +548,7 @@ def _checkpointing(order: SubmitOrder, chosen: tuple[bytes, ...]) -> Checkpointi
         keep=order.keep,
         replicas=order.replicas,
         to=chosen,
+        every=order.ckpt_every,
     )
 
 
@@ -569,16 +572,6 @@ def _locked(specs: list[JobSpec], vault: Vault) -> list[JobSpec]:
 def _few_witnesses(alive: int) -> str:
     here = "this node is alone" if alive <= 1 else f"only {alive} nodes are here"
     return f"{here}, so one witness keeps the job's record: if its disk is lost, so is the record"
-
-
-def _at_risk_s(status: JobStatus) -> float:
-    """GPU-seconds (or seconds of a slot) that would be lost if its host died now: since its last checkpoint that others hold."""
-    last = status.attempts[-1] if status.attempts else None
-    if status.outcome is not None or status.runner is None or last is None or not last.running_unix_ms:
-        return 0.0
-    saved = status.commit.created_unix_ms if status.commit is not None and status.commit.holders else 0
-    since_ms = max(saved, last.running_unix_ms)
-    return round(max(0.0, time.time() - since_ms / 1000) * status.gpu_percent * (1 + len(last.mates)) / WHOLE, 1)
 
 
 def _stranded(gone: list[str], of: int) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from mesh.jobs.spec import CommitMode, OnPartition
+from mesh.jobs.spec import CommitMode, Every, OnPartition
 from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY
 
@@ -36,6 +36,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ckpt: str | None = None
     ckpt_mode: CommitMode = "stable"
     ckpt_to: list[str] = []
+    ckpt_every: Every = None
     replicas: int = 2
     keep: int = 2
     grace_s: float | None = None

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 
-from ckptstore.pacing import FLOOR_BPS, TICK_S, Pace, Rtt
+from ckptstore.pacing import FLOOR_BPS, MOST_SHARE, TICK_S, Pace, Rtt
 from mesh.api.pacedsocket import PacedSocket
 from mesh.edge.shaping import BULK, HOST, URGENT
 
@@ -38,17 +38,20 @@ class Wire:
     @property
     def least_bps(self) -> float:
         """What every stream may count on, as long as not many are open."""
-        return FLOOR_BPS if self.budget_bps is None else min(FLOOR_BPS, self.budget_bps / FEW)
+        return FLOOR_BPS if self.budget_bps is None else min(FLOOR_BPS, self.budget_bps / FEW / MOST_SHARE**2)
 
     def lane(self, pace: Pace) -> "Lane":
         return Lane(self, pace)
 
     def share_bps(self, pace: Pace) -> float | None:
-        """Its part of the budget: those in the background share it, and have next to nothing while one has a deadline."""
+        """Its part of the budget: those in the background have theirs by their shares, and next to nothing while one has a
+        deadline."""
         if pace.urgent or not self._open:
             return self.budget_bps
         others = [lane for lane in self._open if not lane.pace.urgent]
-        share = None if self.budget_bps is None else self.budget_bps / max(1, len(others))
+        share = None
+        if self.budget_bps is not None:
+            share = self.budget_bps * pace.share / max(pace.share, sum(lane.pace.share for lane in others))
         if len(others) < len(self._open):
             return FLOOR_BPS if share is None else min(FLOOR_BPS, share)
         return share

@@ -33,6 +33,7 @@ def describe(ctx: click.Context, job: str, as_json: bool) -> None:
         ("runs on", ", ".join([state["node"], *state["mates"]]) if state["node"] else "-"),
         ("record", f"kept by {', '.join(state['witnesses'])} (group {answer['group']})"),
         ("checkpoint", _checkpoint(state)),
+        ("next", _next(state)),
         ("notice", HEEDS[state["heeds_notice"]]),
         ("at risk", lasting(state["at_risk_s"]) if state["at_risk_s"] else "-"),
         ("asks for", _asked(asked)),
@@ -55,6 +56,23 @@ def _checkpoint(state: dict[str, Any]) -> str:
         return "-"
     step = f" at step {kept['step']}" if kept["step"] is not None else ""
     return f"number {kept['seq']}{step}, {_clock(kept['created_unix_ms'])}, on {', '.join(kept['holders']) or 'its host alone'}"
+
+
+WHY = {
+    "hazard": "by how likely this node is to leave",
+    "least": "no oftener, whatever the risk",
+    "most": "the longest time between two",
+    "upload": "once the one before is there",
+    "asked": "as its user asks",
+}
+
+
+def _next(state: dict[str, Any]) -> str:
+    due = state["next_checkpoint"]
+    if due is None:
+        return "-"
+    why = WHY.get(due["why"], due["why"])
+    return f"due {_clock(due['due_unix'] * 1000)}, {why}; {due['loss_s']:.1f} s of work expected to be lost until then"
 
 
 HEEDS = {

@@ -107,6 +107,15 @@ class Duration(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
+class Every(click.ParamType[float | str]):
+    """`auto`, or a duration."""
+
+    name = "every"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        return "auto" if value == "auto" else DURATION.convert(value, param, ctx)
+
+
 class Mebibytes(click.ParamType[int]):
     """`6g`, `512m` or a plain number of MiB."""
 
@@ -190,7 +199,7 @@ class Nodes(click.ParamType[tuple[int, int]]):
 
 
 ARRAY_LIMIT = 1000
-DURATION, SIZE, DEADLINE, ARRAY, NODES = Duration(), Mebibytes(), Deadline(), Array(), Nodes()
+DURATION, SIZE, DEADLINE, ARRAY, NODES, EVERY = Duration(), Mebibytes(), Deadline(), Array(), Nodes(), Every()
 
 
 def _coloured() -> bool:

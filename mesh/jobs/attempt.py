@@ -24,6 +24,7 @@ from ckptstore.vault import Vault
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.engine.notice import give_notice
+from mesh.jobs.cadence import Cadence
 from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree
 from mesh.jobs.contract import MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
 from mesh.jobs.courier import Courier, FetchError
@@ -113,6 +114,7 @@ class Attempt:
         self._tasks: set[asyncio.Task[None]] = set()
         self._effort = Effort()
         self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn)
+        self.cadence = Cadence(spec, base / "ctl", self._stake)
         self._holders: tuple[bytes, ...] = ()  # of its last checkpoint
         self._saved_key: object = None
         self._found_key: object = None
@@ -120,7 +122,7 @@ class Attempt:
         self._started = self._unwanted = False
         self._have_image = have_image
         self._fetching: asyncio.Future[str] | None = None
-        self._notices = 0
+        self._notices, self._noticing = 0, asyncio.Lock()
         self._closing = False
 
     @property
@@ -153,10 +155,15 @@ class Attempt:
         if why and not self.held:
             self._held_at = boot_s()
         elif self.held and not why:
-            self._stake.stood_still(self._held_at, boot_s())
+            self._stood_still()
         self.held = why
         if self._guest is not None:
             self._guest.allow_until(self._may_run_until)
+
+    def _stood_still(self) -> None:
+        until = boot_s()
+        self._stake.stood_still(self._held_at, until)
+        self.cadence.stood_still(self._held_at, until)
 
     @property
     def _may_run_until(self) -> float:
@@ -260,6 +267,7 @@ class Attempt:
         self._started = True
         step = ledger.commit.step if ledger.commit is not None else None
         self._stake.began(boot_s(), ledger.commit is not None, step)
+        self.cadence.began(boot_s())
         self._tell(GuestStarted(step))
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
@@ -334,8 +342,9 @@ class Attempt:
     async def _watch_end(self, guest: Guest) -> None:
         end = await guest.wait()
         self.mark("exited")
+        self.cadence.ended()
         if self.held:
-            self._stake.stood_still(self._held_at, boot_s())
+            self._stood_still()
         self._read_progress()
         self._exit_was_clean = end.code < 128
         done = (self.base / "ckpt" / DONE_MARKER).exists()
@@ -361,6 +370,7 @@ class Attempt:
                 tree = await asyncio.to_thread(self._committed, False)
                 if tree is not None and tree.key not in (self._saved_key, self._found_key):
                     self._found_key = tree.key
+                    self.cadence.saved(boot_s())
                     self._tell(CheckpointFound())
 
     def _hear_progress(self) -> None:
@@ -389,6 +399,7 @@ class Attempt:
             stored = await self._store_checkpoint(order)
         except (StoreError, OSError) as error:
             self.note = str(error)
+            self.cadence.failed(boot_s())
             self._tell(CheckpointFailed(str(error)))
         else:
             self._tell(stored)
@@ -425,6 +436,7 @@ class Attempt:
             if not copies.holders and rules.replicas and custody.fallback:
                 raise StoreError(f"no other node took it: {copies.short}")
             self._stake.stored(begun_boot_s, step)
+            self.cadence.stored(boot_s(), begun_boot_s, saved.new_bytes * max(1, len(copies.holders)))
             words = custody.told(copies.stand_ins)
             if words != self._stood_in:
                 self._stood_in = words
@@ -490,9 +502,12 @@ class Attempt:
     # --- notices
 
     async def _notify(self, kind: str, grace_s: float, reason: str) -> None:
+        if kind == "checkpoint" and "notice" in self.rungs:
+            return
         self._notices += 1
         own_s = grace_s
         if kind == "vacate":
+            self.cadence.ended()
             self._stake.noticed(boot_s(), grace_s)
             self.mark("notice")
             own_s = max(0.0, grace_s - self.reserve_s)
@@ -504,7 +519,8 @@ class Attempt:
             "reason": reason,
         }
         try:
-            await asyncio.to_thread(put_file, self.base / "ctl" / "notice.json", json.dumps(notice).encode())
+            async with self._noticing:  # the last one is the one that stays
+                await asyncio.to_thread(put_file, self.base / "ctl" / "notice.json", json.dumps(notice).encode())
         except OSError as error:  # a full disk: who catches SIGTERM hears of it all the same
             log.warning("the notice to %s cannot be written: %s", format_job(self.job)[:8], error)
         if kind != "vacate" or self._guest is None:

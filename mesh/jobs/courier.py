@@ -8,7 +8,7 @@ unless its job has to leave (`departures.py`).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 
 import msgspec
@@ -55,8 +55,8 @@ class Replicated(msgspec.Struct, frozen=True):
 class Way:
     """One copy to one peer: in the background, or as a part of a departure."""
 
-    def __init__(self, departure: Departure | None = None) -> None:
-        self._departure = departure
+    def __init__(self, departure: Departure | None = None, share: Callable[[], float] = lambda: 1.0) -> None:
+        self._departure, self._share = departure, share
         self._stack = ExitStack()
         self._lane: Lane | None = None
         self._stream: Stream | None = None
@@ -101,7 +101,7 @@ class Way:
 
     def _pace(self, sent: int) -> Pace:
         if self._departure is None:
-            return Background()
+            return Background(self._share)
         self._stream = self._stack.enter_context(self._departure.stream(self._size, self._promised_bps, sent))
         return self._stream.pace
 
@@ -109,8 +109,8 @@ class Way:
 class Copies:
     """Of one checkpoint to several peers, under way."""
 
-    def __init__(self, departures: Departures) -> None:
-        self._departures = departures
+    def __init__(self, departures: Departures, share: Callable[[], float] = lambda: 1.0) -> None:
+        self._departures, self._share = departures, share
         self._stack = ExitStack()
         self._departure: Departure | None = None
         self.ways: dict[NodeId, Way] = {}
@@ -122,7 +122,7 @@ class Copies:
         self._stack.close()
 
     def way(self, peer: NodeId) -> Way:
-        self.ways[peer] = Way(self._departure)
+        self.ways[peer] = Way(self._departure, self._share)
         return self.ways[peer]
 
     def hurry(self, urgency: Urgency) -> None:
@@ -146,6 +146,11 @@ class Courier:
         self.refusals = Refusals()
         self.departures = Departures()
 
+    @property
+    def budget_bps(self) -> float | None:
+        """Of all that it sends in the background; None is no limit."""
+        return self._peers.wire.budget_bps
+
     async def replicate(
         self,
         manifest: bytes,
@@ -160,7 +165,8 @@ class Courier:
         In the background, until notice is given to the job with this `stake`.
         """
         plan = Replication(chosen, fallback, want, gone)
-        with Copies(self.departures) as copies, ExitStack() as stack:
+        share = (lambda: 1.0) if stake is None else (lambda: stake.share)
+        with Copies(self.departures, share) as copies, ExitStack() as stack:
             if stake is not None:
                 stack.enter_context(stake.heard_by(copies.hurry, boot_s()))
             return await self._replicate(plan, manifest, copies)

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 EVENTS_KEPT = 20_000  # about 4 MB; older ones are dropped
 RECEIPTS_KEPT = 20_000  # about 8 MB
+DEPARTURES_KEPT = 500  # of guests: older ones weigh nothing any more (`placement.schedule.FORGET`)
 STAYS_KEPT = 2_000  # about 100 kB: 40 days, after which one counts half, of a node that leaves 50 times a day
 
 _SCHEMA = """
@@ -41,10 +42,12 @@ CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITH
 CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS stays (start_ms INTEGER PRIMARY KEY, end_ms INTEGER NOT NULL, cause TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS departures (id INTEGER PRIMARY KEY, covered INTEGER NOT NULL);
 """
 
 _KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
 _KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
+_KEEP_DEPARTURE = "INSERT INTO departures (covered) VALUES (?)"
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
 # Stays were kept without their beginning until 0.1.0 was out.
@@ -212,6 +215,18 @@ class Journal:
         rows = await self._do(lambda: self._db.execute(query, [STAYS_KEPT]).fetchall())
         return [OwnStay(*row) for row in rows[::-1]]
 
+    def note_departure(self, covered: bool) -> None:
+        """A guest had to go; whether a notice saved all its work. Written soon."""
+        self._note(_KEEP_DEPARTURE, (int(covered),))
+
+    async def departures(self) -> list[bool]:
+        """Of each guest that had to go, oldest first: whether a notice saved all its work."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT covered FROM departures ORDER BY id DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [DEPARTURES_KEPT]).fetchall())
+        return [bool(covered) for (covered,) in rows[::-1]]
+
     # --- in the journal's thread
 
     @property
@@ -259,7 +274,7 @@ class Journal:
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
             self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
-            for table, kept in (("events", EVENTS_KEPT), ("receipts", RECEIPTS_KEPT)):
+            for table, kept in (("events", EVENTS_KEPT), ("receipts", RECEIPTS_KEPT), ("departures", DEPARTURES_KEPT)):
                 connection.execute(f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?", [kept])
             newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
             connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])

@@ -24,6 +24,7 @@ from mesh.engine.engine import Engine
 from mesh.jobs.attempt import Attempt, HaveImage
 from mesh.jobs.authority import Authority
 from mesh.jobs.board import OWN, Board
+from mesh.jobs.cadence import Cadences
 from mesh.jobs.chronicle import Chronicle, Waits
 from mesh.jobs.courier import Courier
 from mesh.jobs.custody import Custody, custody_of
@@ -68,6 +69,7 @@ from mesh.jobs.spec import (
     waiting_place,
 )
 from mesh.jobs.status import JobStatus, decode_status, status_of
+from mesh.jobs.timers import Timers
 from mesh.jobs.view import Instant, Timer
 from mesh.jobs.warming import Warming
 from mesh.jobs.witness import Witness
@@ -83,6 +85,8 @@ MAIL_WITHIN_S = 3.0  # what is not delivered by then is sent again by the cores:
 COLLECT_EVERY_S = 60.0
 COMMITTED_KEPT = 2  # the committed checkpoint and the one before it, should the newer one be damaged everywhere; ours
 COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
+
+TIMERS = ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "crew", "kept", "ask")
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +135,8 @@ class JobService:
         self.keyring = Keyring(identity, peers, journal, self.participant, lambda: self.outlook.last.alive)
         self._inputs: asyncio.Queue[Input] = asyncio.Queue(INPUT_LIMIT)
         self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
-        self._timers: dict[tuple[bytes, Role, str], asyncio.TimerHandle] = {}
+        self._timers = Timers()
+        self.cadences = Cadences(journal)
         self._endings: set[asyncio.Task[None]] = set()
         self._cell_saved = asyncio.Event()
         self.board = Board()
@@ -153,6 +158,7 @@ class JobService:
     async def restore(self) -> None:
         """Take up the cells of an earlier run, before anybody can ask about them."""
         await self.keyring.restore()
+        await self.cadences.restore()
         cells, damaged = await self.journal.cells()
         self.participant.forgotten = set(damaged)
         for job, problem in damaged.items():
@@ -177,8 +183,7 @@ class JobService:
 
     async def close(self) -> None:
         """End every guest at once, whatever its state. Vacate first to be kind."""
-        for timer in self._timers.values():
-            timer.cancel()
+        self._timers.stop()
         await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
         await asyncio.gather(*self._endings, return_exceptions=True)
         await asyncio.gather(self.keyring.close(), self._warming.close(), self.mending.close())
@@ -333,6 +338,8 @@ class JobService:
                 self._warming.follow(job, runner)
                 self.keyring.follow(job, runner)
                 self._publish(job)
+            guests = {job: self.attempts[job] for job in self.participant.runners if job in self.attempts}
+            await self.cadences.look(guests.values(), instant().now, self.courier.budget_bps)
             self.mending.look(self.board.all().values(), self.outlook.last.staying, set(self.participant.runners))
             if self.board.waiting:
                 self.views_changed()
@@ -403,7 +410,12 @@ class JobService:
             case Send(to=to, message=message):
                 self._send(to, message)
             case SetTimer():
-                self._set_timer(job, role, effect)
+                timer = Timer(effect.name, effect.token)
+                self._timers.set(
+                    (job, role, effect.name),
+                    effect.at - instant().now,
+                    partial(self._feed, lambda at: self.participant.on_timer(job, role, timer, at)),
+                )
             case Launch(ledger=ledger, post=post) if attempt is not None:
                 attempt.launch(ledger, post)
             case SaveCheckpoint() if attempt is not None:
@@ -439,27 +451,13 @@ class JobService:
         else:
             self._postman.post(to, encode_message(message))
 
-    def _set_timer(self, job: bytes, role: Role, effect: SetTimer) -> None:
-        key = (job, role, effect.name)
-        old = self._timers.pop(key, None)
-        if old is not None:
-            old.cancel()
-        timer = Timer(effect.name, effect.token)
-        delay = max(0.0, effect.at - instant().now)
-        loop = asyncio.get_running_loop()
-        self._timers[key] = loop.call_later(
-            delay, self._feed, lambda at: self.participant.on_timer(job, role, timer, at)
-        )
-
     def _end(self, job: bytes, role: Role, reason: str) -> None:
-        for name in ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "crew", "kept", "ask"):
-            timer = self._timers.pop((job, role, name), None)
-            if timer is not None:
-                timer.cancel()
+        self._timers.stop((job, role, name) for name in TIMERS)
         self._warming.forget(job)
         attempt = self.attempts.pop(job, None)
         if attempt is not None:
             self.left(job, attempt, reason)
+            self.cadences.left(reason, "notice" in attempt.rungs, attempt.lost())
             task = asyncio.create_task(self._clear_away(job, attempt), name=f"end {format_job(job)[:8]}")
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)
@@ -553,9 +551,8 @@ class JobService:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
         warm = runner is not None and self._warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
         heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
-        return status_of(
-            job, witness, runner, state, preparing or detail or note, progress, waiting, heeds, warm, portions
-        )
+        due, detail = attempt.cadence.next if attempt is not None else None, preparing or detail or note
+        return status_of(job, witness, runner, state, detail, progress, waiting, heeds, warm, portions, due)
 
     def _publish(self, job: bytes) -> None:
         """Take note of how this node sees the job now; and tell the others, if it is this node that speaks for it."""

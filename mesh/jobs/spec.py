@@ -22,6 +22,9 @@ JOB_ID_LENGTH = 26  # as people see it, in base32
 
 CommitMode = Literal["rename", "marker", "stable"]
 OnPartition = Literal["freeze", "compute_uncommitted"]
+Every = (
+    Literal["auto"] | float | None
+)  # how often a guest is told to save: as the mesh sees fit, every so many seconds, never
 
 
 class SpecError(ValueError):
@@ -33,7 +36,7 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `directory` is relative to the working directory; `mode` is one of the commit modes of docs/job-contract.md;
     `replicas` counts peers that are to hold a checkpoint, on their disk, before it is committed; `keep` is how many of the
-    directory's newest entries travel with each.
+    directory's newest entries travel with each. With an `every` the guest gets a notice when it is to save.
     """
 
     directory: str = "ckpts"
@@ -42,6 +45,7 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: int = 2
     replicas: int = 2
     to: tuple[bytes, ...] = ()
+    every: Every = None
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -318,5 +322,7 @@ def _check_checkpointing(checkpointing: Checkpointing) -> None:
         raise SpecError("replicas must be 0 to 16 and keep 1 to 1000")
     if not 0.1 <= checkpointing.stable_s <= 3600:
         raise SpecError("stable must be 0.1 to 3600 seconds")
+    if isinstance(checkpointing.every, float) and not 1 <= checkpointing.every <= 7 * 86_400:
+        raise SpecError("a checkpoint is asked for every second to every 7 days, or by the mesh's own rule (auto)")
     if any(len(node) != 32 for node in checkpointing.to):
         raise SpecError("a checkpoint destination is not a node id")

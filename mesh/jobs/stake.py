@@ -39,6 +39,7 @@ class Stake:
         self._step: int | None = None
         self._saved = False
         self._deadline_s: float | None = None
+        self.share = 1.0  # of the wire beside other checkpoints in the background
         self._listening: list[Callable[[Urgency], None]] = []
 
     def began(self, now: float, saved: bool, step: int | None) -> None:

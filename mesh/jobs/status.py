@@ -27,6 +27,16 @@ RUNNER = 2  # in a rank: it is the runner who says so
 ATTEMPTS_SHOWN = 16  # a section must stay small; `mesh describe` asks a witness for the rest
 
 
+class NextCheckpoint(msgspec.Struct, frozen=True):
+    """When the job is to save next, how long after the one before, and seconds of work that are expected to be lost before that
+    one is safe; `why`: as `placement.schedule.Due` has it."""
+
+    due_unix: int
+    interval_s: float
+    loss_s: float
+    why: str
+
+
 class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """`rank` orders views: a finished one first, then by term, ledger version and who acts: runner, steward, onlooker."""
 
@@ -58,6 +68,16 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     step: int | None = None
     of: int | None = None
     heeds_notice: bool | None = None  # whether the guest would save at a notice, as far as can be seen from outside
+    next_checkpoint: NextCheckpoint | None = None
+
+    def at_risk_s(self, unix_ms: float) -> float:
+        """GPU-seconds (or seconds of a slot) that are lost if its host dies then: since its last checkpoint that others hold."""
+        last = self.attempts[-1] if self.attempts else None
+        if self.outcome is not None or self.runner is None or last is None or not last.running_unix_ms:
+            return 0.0
+        saved = self.commit.created_unix_ms if self.commit is not None and self.commit.holders else 0
+        since_ms = max(saved, last.running_unix_ms)
+        return round(max(0.0, unix_ms - since_ms) / 1000 * self.gpu_percent * (1 + len(last.mates)) / WHOLE, 1)
 
     @property
     def witnesses(self) -> tuple[bytes, ...]:
@@ -95,6 +115,7 @@ def status_of(
     heeds_notice: bool | None = None,
     warm: bool = False,
     portions: tuple[Portion, ...] = (),
+    next_checkpoint: NextCheckpoint | None = None,
 ) -> JobStatus:
     """This node's view: the runner's if the job runs here, else the witness's; `state` is empty if its steward only watches."""
     if runner is not None:
@@ -142,6 +163,7 @@ def status_of(
         step=progress.step if progress is not None else last.last_step if last is not None else None,
         of=progress.of if progress is not None else None,
         heeds_notice=heeds_notice,
+        next_checkpoint=next_checkpoint if outcome is None else None,
     )
 
 
@@ -166,4 +188,5 @@ def best_of(views: Collection[JobStatus]) -> JobStatus:
         heir=told.heir,
         warm=told.heir is not None and ((same and told.warm) or told.heir in holders),
         heeds_notice=told.heeds_notice,
+        next_checkpoint=told.next_checkpoint,
     )

@@ -6,7 +6,7 @@ of this node's own zone are watched by their adverts: those of a room leave toge
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mesh.jobs.journal import Journal, OwnStay
 from placement.advert import Advert
@@ -109,6 +109,10 @@ class Attendance:
             self._publish(encode_summary(self.summary(now)))
         self.weight = weight(self.estimator.survival(self.me, now, WEIGHED_S, self.until_unix or None).probability)
         return self.weight
+
+    def rates(self, start: float) -> Iterator[tuple[float, float]]:
+        """Departures of this machine a second, from a Unix time on, each with until when it holds."""
+        return self.estimator.rates(self.me, start)
 
     def summary(self, now: float) -> Summary:
         spans = [(stay.start_ms / 1000, stay.end_ms / 1000) for stay in self.stays]

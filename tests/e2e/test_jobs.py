@@ -10,6 +10,7 @@ import pytest
 
 from mesh.stack import Stack
 from tests.e2e.commands import (
+    PROJECT,
     count_digest,
     finished,
     job_state,
@@ -23,6 +24,7 @@ from tests.e2e.commands import (
 )
 
 pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
 
 
 def test_run_passes_output_and_exit_code_through(shared: Stack) -> None:
@@ -293,3 +295,31 @@ def test_ctrl_c_twice_cancels_it(shared: Stack) -> None:
     job = heard.split("job ")[1].split()[0]
     full = next(row["job"] for row in read(shared.nodes[0], "ps", "-a")["jobs"] if row["job"].startswith(job))
     assert finished(shared.nodes[0], full)["outcome"]["kind"] == "cancelled"
+
+
+def test_a_job_saves_when_the_mesh_says_so(shared: Stack, tmp_path: Path) -> None:
+    """One that asked for a second, by its notices and its schedule; one by the rule, for which it is too early."""
+    for source in (ROOT / "mesh" / "job.py", PROJECT / "scheduled.py"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    node = shared.nodes[0]
+    order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename")
+    program = ("--", sys.executable, "scheduled.py", "20000")
+    timed = ok(node, *order, "--ckpt-every", "1s", *program, cwd=tmp_path).strip()
+    ruled = ok(node, *order, "--ckpt-every", "auto", *program, cwd=tmp_path).strip()
+
+    state = until(
+        lambda: (state := job_state(node, timed)) and (state["checkpoint"] or {}).get("seq", 0) >= 3 and state,
+        "three checkpoints",
+    )
+    assert state["next_checkpoint"]["why"] == "asked" and state["next_checkpoint"]["interval_s"] < 10
+    assert "as its user asks" in ok(node, "describe", timed)
+    due = until(lambda: job_state(node, ruled).get("next_checkpoint"), "the rule to be told")
+    assert due["why"] == "hazard" and due["interval_s"] > 60 and 0 < due["loss_s"] < due["interval_s"]
+    assert job_state(node, ruled)["checkpoint"] is None, "it has not been told to save"
+    for job in (timed, ruled):
+        ok(node, "cancel", job)
+        finished(node, job)
+    saved = [line for line in ok(node, "logs", timed).splitlines() if line.startswith("saved")]
+    assert len(saved) == len(set(saved)) >= 3 and "saved" not in ok(node, "logs", ruled)
+    wrong = mesh(node, "submit", "--ckpt-every", "auto", "--", "true")
+    assert wrong.returncode == 2 and "--ckpt DIR" in wrong.stderr
