@@ -156,16 +156,6 @@ class Daemon:
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)
         await self.peers.open()
         gpus = await asyncio.to_thread(gpu_inventory)
-        self.guard = NodeGuard(
-            page_directory(self.me),
-            gpus,
-            self._guard_changed,
-            self._note,
-            guards=settings.gpu_sharing,
-            bypass=settings.gpu_bypass,
-            found=lambda tenant, text: self.say_of(tenant, text, "bypass"),
-            ended=lambda tenant, used: self.say_of(tenant, give_receipt(self, tenant, used), "receipt"),
-        )
         self.ceilings = ceilings_of(
             machine_mib(),
             settings.max_memory_gib,
@@ -173,6 +163,17 @@ class Daemon:
             settings.max_pids,
             settings.shm_gib,
             settings.max_disk_gib,
+        )
+        self.guard = NodeGuard(
+            page_directory(self.me),
+            gpus,
+            self._guard_changed,
+            self._note,
+            guards=settings.gpu_sharing,
+            bypass=settings.gpu_bypass,
+            pinned_mib=self.ceilings.memory_mib,
+            found=lambda tenant, text: self.say_of(tenant, text, "bypass"),
+            ended=lambda tenant, used: self.say_of(tenant, give_receipt(self, tenant, used), "receipt"),
         )
         self.switch.first.append(self.guard.shut_gates)
         self.engines = self._make_engines()

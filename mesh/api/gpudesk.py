@@ -80,21 +80,28 @@ def change_share(daemon: "Daemon", text: str, order: ShareOrder) -> dict[str, An
     share = before.share if order.share is None else order.share
     vram_mib = before.vram_mib if order.vram_mib is None else order.vram_mib
     limit = max(share, tenant.limit if order.limit is None else order.limit)
-    if order.limit is not None and limit > order.limit:
-        raise MeshError(f"it cannot be guaranteed {share} per cent and be held to {order.limit}", ExitCode.USAGE)
+    named = tenant.vram_limit_mib if order.vram_limit_mib is None else order.vram_limit_mib
+    vram_limit = max(vram_mib, named)
+    for least, most, asked, unit in (
+        (share, limit, order.limit, "per cent"),
+        (vram_mib, vram_limit, order.vram_limit_mib, "MiB"),
+    ):
+        if asked is not None and most > asked:
+            raise MeshError(f"it cannot be guaranteed {least} {unit} and be held to {asked}", ExitCode.USAGE)
     refusal = daemon.inventory.change(job, share, vram_mib)
     if refusal is not None:
         raise MeshError(refusal, ExitCode.REFUSED)
     try:
-        tenant.change(daemon.inventory.portions_of(job), limit)
+        tenant.change(daemon.inventory.portions_of(job), limit, named)
     except ValueError as error:
         daemon.inventory.change(job, before.share, before.vram_mib)
         raise MeshError(str(error), ExitCode.REFUSED) from error
     attempt.portions = tenant.portions
     daemon.refresh_advert(force=True)
-    words = f"{share} per cent, up to {limit}, and {vram_mib} MiB of each of its GPUs, by its node's owner"
+    memory = f"{vram_mib} MiB" + (f", up to {vram_limit}," if vram_limit > vram_mib else "")
+    words = f"{share} per cent, up to {limit}, and {memory} of each of its GPUs, by its node's owner"
     daemon.jobs.chronicle.say(job, "state", words, new="share")
-    return {"job": format_job(job), "share": share, "limit": limit, "vram_mib": vram_mib}
+    return {"job": format_job(job), "share": share, "limit": limit, "vram_mib": vram_mib, "vram_limit_mib": vram_limit}
 
 
 async def pause_job(daemon: "Daemon", text: str, paused: bool) -> dict[str, Any]:
@@ -125,6 +132,7 @@ def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, An
         "share": portion.share,
         "limit": WHOLE if tenant is None else tenant.limit,
         "vram_mib": portion.vram_mib,
+        "vram_limit_mib": portion.vram_mib if tenant is None else max(portion.vram_mib, tenant.vram_limit_mib),
         "guarded": tenant is not None,
     }
     if tenant is None:

@@ -1,6 +1,6 @@
 """The bodies of what the command line asks of its daemon; unknown fields and wrong types are refused."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_share: int = WHOLE
     gpu_share_limit: int | None = None
     vram_mib: int = 0
+    vram_limit_mib: int = 0
     memory_mib: int | None = None
     cpus: float | None = None
     zone: str | None = None
@@ -53,6 +54,16 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     out: str | None = None
     home: str | None = None
     interactive: bool = False
+
+    def gpu_terms(self) -> dict[str, Any]:
+        """What it asks of GPUs, as a spec has it."""
+        return {
+            "gpus": self.gpus,
+            "gpu_share": self.gpu_share,
+            "gpu_share_limit": self.gpu_share if self.gpu_share_limit is None else self.gpu_share_limit,
+            "vram_mib": self.vram_mib,
+            "vram_limit_mib": self.vram_limit_mib,
+        }
 
 
 GraceS = Annotated[float, msgspec.Meta(ge=0, le=30 * 86_400)]
@@ -85,6 +96,7 @@ class ShareOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[int, msgspec.Meta(ge=1, lt=WHOLE)] | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=WHOLE)] | None = None
     vram_mib: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    vram_limit_mib: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
 
 
 class GpuPauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

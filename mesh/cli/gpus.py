@@ -34,18 +34,22 @@ def gpus(ctx: click.Context, as_json: bool, receipts: bool) -> None:
 @click.argument("job")
 @click.option("--share", type=click.IntRange(1, 99), help="Per cent of each GPU's time that it is guaranteed.")
 @click.option("--limit", type=click.IntRange(1, 100), help="Per cent that it may use while others leave it idle.")
-@click.option("--vram", "vram_mib", type=SIZE, help="Memory of each GPU, as 6g.")
+@click.option("--vram", "vram_mib", type=SIZE, help="Memory of each GPU that it is guaranteed, as 6g.")
+@click.option(
+    "--vram-limit", "vram_limit_mib", type=SIZE, help="Memory that it may have while no other's share needs it."
+)
 @json_option
 @click.pass_context
 def set_(ctx: click.Context, /, job: str, as_json: bool, **order: int | None) -> None:
     """Change what JOB has of this node's GPUs, at once. It asks for what it was submitted with wherever it goes next."""
     if all(value is None for value in order.values()):
-        raise click.UsageError("say what is to change: --share, --limit or --vram", ctx)
+        raise click.UsageError("say what is to change: --share, --limit, --vram or --vram-limit", ctx)
     answer = client(ctx).post(f"{job_path(job)}/share", order)
     if as_json:
         print_json(answer)
         return
-    click.echo(f"{answer['share']} % guaranteed, up to {answer['limit']} %, {_gib(answer['vram_mib'])} GiB of each GPU")
+    memory = f"{_gib(answer['vram_mib'])}{_up_to(answer)} GiB"
+    click.echo(f"{answer['share']} % guaranteed, up to {answer['limit']} %, {memory} of each GPU")
 
 
 @gpus.command()
@@ -108,7 +112,8 @@ def _job(job: dict[str, Any]) -> list[str]:
         return [called, share, f"{_gib(job['vram_mib'])} GiB", "-", "-"]
     closed = "paused" if "owner" in job.get("closed_by", []) else "gate closed"
     now = closed if job["gate"] == "closed" else f"{job['share_now']:g} %"
-    memory = f"{_gib(job['memory'] / 2**20)}/{_gib(job['vram_mib'])} GiB"
+    lent = f" (now {_gib(job['memory_now'] / 2**20)})" if _up_to(job) and job["memory_now"] is not None else ""
+    memory = f"{_gib(job['memory'] / 2**20)}/{_gib(job['vram_mib'])}{_up_to(job)} GiB{lent}"
     return [called, f"{share} ({now})", memory, f"{job['gpu_s']:.1f} s", str(job["refused"])]
 
 
@@ -126,6 +131,11 @@ def _problems(answer: dict[str, Any]) -> list[str]:
         for finding in job.get("findings", [])
     ]
     return [*filter(None, [answer["problem"]]), *degraded, *past]
+
+
+def _up_to(row: dict[str, Any]) -> str:
+    """What it may have of a GPU's memory beyond what it is guaranteed."""
+    return f" to {_gib(row['vram_limit_mib'])}" if row["vram_limit_mib"] > row["vram_mib"] else ""
 
 
 def _gib(mib: float) -> str:

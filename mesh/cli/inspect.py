@@ -81,7 +81,17 @@ HEEDS = {
     False: "it does not catch SIGTERM: it is killed at a notice, and loses what is at risk",
 }
 LONGEST = 60  # characters of one value; ours
-SHOWN_ELSEWHERE = {"argv", "user", "name", "created_unix_ms", "gpus", "gpu_share", "gpu_share_limit", "vram_mib"}
+SHOWN_ELSEWHERE = {
+    "argv",
+    "user",
+    "name",
+    "created_unix_ms",
+    "gpus",
+    "gpu_share",
+    "gpu_share_limit",
+    "vram_mib",
+    "vram_limit_mib",
+}
 
 
 def _gpus(state: dict[str, Any], asked: dict[str, Any]) -> str:
@@ -92,7 +102,9 @@ def _gpus(state: dict[str, Any], asked: dict[str, Any]) -> str:
     words = f"{count} whole" + (f", of {vram} MiB at least" if vram else "")
     if share < 100:
         idle = f", up to {limit} % while others leave it idle" if limit > share else ""
-        words = f"{share} % and {vram} MiB of {count}{idle}"
+        more = asked["vram_limit_mib"]
+        lent = f", up to {more} MiB while no other's share needs it" if more > vram else ""
+        words = f"{share} % and {vram} MiB of {count}{idle}{lent}"
     has = ", ".join(portion["uuid"] for portion in state["gpu_portions"])
     return words + (f": {has}" if has else "")
 

@@ -52,6 +52,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--vram", type=SIZE, default=0, help="Memory each GPU must have, as 20g; of a share, the memory the job gets."
     ),
+    click.option(
+        "--vram-limit",
+        type=SIZE,
+        default=0,
+        help="Memory that it may have of each GPU while no other job's share needs it (default: as --vram).",
+    ),
     click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
     click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
     click.option("--image", help="Container image; without one the job is a plain process."),
@@ -159,6 +165,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "gpu_share": 100 if share is None else share,
         "gpu_share_limit": options["gpu_share_limit"],
         "vram_mib": options["vram"],
+        "vram_limit_mib": options["vram_limit"],
         "memory_mib": options["memory"],
         "cpus": options["cpus"],
         "zone": options["zone"],

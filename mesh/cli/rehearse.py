@@ -26,6 +26,7 @@ KEPT = (
     "gpu_share",
     "gpu_share_limit",
     "vram",
+    "vram_limit",
     "memory",
     "cpus",
     "image",

@@ -36,8 +36,8 @@ class Launch(msgspec.Struct, frozen=True):
 
     `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
     `image` is what the job calls its image, `image_id` what the engine does (`sha256:...`). `gpus` are the portions it was given,
-    of which it may have up to `gpu_share_limit` per cent of the time. `pids` bounds its processes and threads, `shm_mib` its
-    /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
+    of which it may have up to `gpu_share_limit` per cent of the time and `vram_limit_mib` (0: no more) of the memory. `pids`
+    bounds its processes and threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
     """
 
     job: str
@@ -56,6 +56,7 @@ class Launch(msgspec.Struct, frozen=True):
     image_id: str | None = None
     gpus: tuple[Portion, ...] = ()
     gpu_share_limit: int = WHOLE
+    vram_limit_mib: int = 0
     injection: Injection = Injection()
     memory_mib: int | None = None
     cpus: float | None = None

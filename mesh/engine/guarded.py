@@ -32,6 +32,7 @@ class GuardedEngine:
         if tenant is None:
             return await self._engine.start(launch)
         try:
+            await self._guard.make_room(tenant)
             guest = await self._engine.start(msgspec.structs.replace(launch, injection=tenant.injection))
         except BaseException:
             tenant.release()

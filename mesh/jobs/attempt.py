@@ -247,6 +247,7 @@ class Attempt:
             image_id=image_id,
             gpus=self.portions,
             gpu_share_limit=self.spec.gpu_share_limit,
+            vram_limit_mib=self.spec.vram_limit_mib,
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
             until=self._may_run_until,

@@ -80,8 +80,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `after`: jobs that must be done first; if one of them ends otherwise, this one fails. `error_budget` errors are forgiven, or
     of them only those with an exit code in `retry_codes`. It runs on `least_nodes` to `most_nodes` at once, each with
     the GPUs and memory it asks for: `gpu_share` is the per cent of each GPU's time that it is guaranteed, `gpu_share_limit`
-    what it may use while others leave it idle; of a share `vram_mib` is what it gets, else what each GPU must have. A job that
-    is not done at `deadline_unix_ms` fails. `image_id`: the SHA-256 of the image's configuration, as the mesh's list had it at
+    what it may use while others leave it idle; of a share `vram_mib` is what it gets for certain and `vram_limit_mib` (0: no
+    more than that) what it may have while no other's share needs it, else `vram_mib` is what each GPU must have. A job that is
+    not done at `deadline_unix_ms` fails. `image_id`: the SHA-256 of the image's configuration, as the mesh's list had it at
     submission; None where an image goes by its name. What it saves is sealed with the key of its `lock`.
     `interactive`: it runs only where its user may go into it.
     """
@@ -104,6 +105,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_share: int = WHOLE
     gpu_share_limit: int = WHOLE
     vram_mib: int = 0
+    vram_limit_mib: int = 0
     memory_mib: int | None = None
     cpus: float | None = None
     zone: str | None = None
@@ -238,7 +240,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError(f"lease must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
     if len(spec.chain) > MAX_CHAIN_BYTES:
         raise SpecError(f"the submitter's certificate chain is over {MAX_CHAIN_BYTES} bytes")
-    for label, number in [("gpus", spec.gpus), ("vram", spec.vram_mib), ("error budget", spec.error_budget)]:
+    memory = [("vram", spec.vram_mib), ("the limit of vram", spec.vram_limit_mib)]
+    for label, number in [("gpus", spec.gpus), *memory, ("error budget", spec.error_budget)]:
         if not 0 <= number < 2**31:
             raise SpecError(f"{label} must be a number from 0")
     _check_share(spec)
@@ -290,6 +293,15 @@ def _check_share(spec: JobSpec) -> None:
         raise SpecError(
             "a job with a share of a GPU has others beside it, so it must say how much of the GPU's memory it needs: "
             "add --vram, as --vram 6g, or leave out --gpu-share to have the GPU alone"
+        )
+    if spec.vram_limit_mib and share == WHOLE:
+        raise SpecError(
+            "a job that has its GPU alone has all of its memory: add --gpu-share, or leave out --vram-limit"
+        )
+    if spec.vram_limit_mib and spec.vram_limit_mib < spec.vram_mib:
+        raise SpecError(
+            f"a job cannot be guaranteed {spec.vram_mib} MiB of a GPU and be held to {spec.vram_limit_mib}: "
+            "choose a smaller --vram, or a --vram-limit that is not below it"
         )
 
 

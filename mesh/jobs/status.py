@@ -53,6 +53,8 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     gpus: Count
     gpu_share: Percent = WHOLE
     gpu_share_limit: Percent = WHOLE
+    vram_mib: Count = 0
+    vram_limit_mib: Count = 0
     portions: tuple[Portion, ...] = ()  # what it has of its host's GPUs
     attempts: tuple[Attempt, ...] = ()
     array: ArrayPlace | None = None
@@ -148,6 +150,8 @@ def status_of(
         gpus=spec.gpus,
         gpu_share=spec.gpu_share,
         gpu_share_limit=spec.gpu_share_limit,
+        vram_mib=spec.vram_mib,
+        vram_limit_mib=spec.vram_limit_mib,
         portions=portions if runner is not None and outcome is None else (),
         attempts=ledger.attempts[-ATTEMPTS_SHOWN:],
         array=spec.array,

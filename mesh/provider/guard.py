@@ -4,10 +4,11 @@ over those."""
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from cuda_guard.auditor import Finding, Foreign, Seen
 from cuda_guard.build import BuildError, libraries
@@ -18,10 +19,12 @@ from mesh.engine.engine import EngineError, Injection, Launch
 from mesh.provider.audit import Audit
 from mesh.provider.pausing import Pausing
 from mesh.provider.receipts import DeviceUse
-from mesh.provider.tenant import OwnersHand, Tenant
+from mesh.provider.tenant import PausingHand, Tenant
 from placement.advert import WHOLE, Gpu, Portion
 
 NO_DRIVER = "GPUs cannot be shared: no libcuda.so.1 and libnvidia-ml.so.1 of NVIDIA's where libraries are looked for"
+ROOM_LOOK_S = 0.01  # between two looks at whether what was lent is back; ours
+ROOM_MARGIN_S = 10.0  # beyond what those who have it are given: to be killed, and for their contexts to end; ours
 LOOK_S = 1.0  # between two looks at what tenants do; NVML's own samples are of up to a second
 
 Bypass = Literal["warn", "pause", "kill"]  # what happens to a job of which a program is past the guard
@@ -29,10 +32,21 @@ Bypass = Literal["warn", "pause", "kill"]  # what happens to a job of which a pr
 log = logging.getLogger(__name__)
 
 
+class Lent(Protocol):
+    """Who sees to it that memory that was lent comes back."""
+
+    def patience_s(self) -> float:
+        """How long that takes at most."""
+        ...
+
+    async def look(self, tenants: Sequence[Tenant], tasks: asyncio.TaskGroup) -> None: ...
+
+
 class NodeGuard:
     """`changed` hears why there can be no guard, or an empty word once there is one; without GPUs, or where `guards` says that
     none is wanted, it hears nothing. `warn`: for what the owner should know. `found` hears what a tenant is caught at and what is
-    done about it, `ended` what one has used, `looked` after each look who is on the GPUs beside tenants."""
+    done about it, `ended` what one has used, `looked` after each look who is on the GPUs beside tenants. `lent` is asked at each
+    look. `pinned_mib`: of the machine's memory, what a job that does not say how much it needs may have pinned."""
 
     def __init__(
         self,
@@ -43,11 +57,14 @@ class NodeGuard:
         *,
         guards: bool = True,
         bypass: Bypass = "pause",
+        pinned_mib: int | None = None,
         found: Callable[[Tenant, str], None] = lambda tenant, text: None,
         ended: Callable[[Tenant, tuple[DeviceUse, ...]], None] = lambda tenant, used: None,
     ) -> None:
         self.looked: Callable[[dict[str, tuple[Seen, ...]]], Awaitable[None]] | None = None
+        self.lent: Lent | None = None
         self._directory, self._gpus, self._changed, self._warn = directory, gpus, changed, warn
+        self._pinned_mib = pinned_mib
         self._guards = guards
         self._bypass, self._found, self._ended = bypass, found, ended
         self._guard: Guard | None = None
@@ -84,21 +101,22 @@ class NodeGuard:
         try:
             if driver is None:
                 raise OSError(NO_DRIVER)
-            self._guard = Guard(self._directory, await asyncio.to_thread(libraries), driver, uuids)
+            sizes = tuple(gpu.vram_mib << 20 for gpu in self._gpus)
+            self._guard = Guard(self._directory, await asyncio.to_thread(libraries), driver, uuids, sizes)
         except (BuildError, OSError) as error:
             self._problem = str(error)
             log.warning("no guard: %s", error)
             self._changed(self._problem)
         return self._guard is not None
 
-    async def pause(self, tenant: Tenant, by: OwnersHand = "owner") -> str:
+    async def pause(self, tenant: Tenant, by: PausingHand = "owner") -> str:
         """Keep it off its GPUs until it is resumed, and free what it has there if the driver can. Why that stays; empty if it
         does not. What has begun is done, also if nobody waits for it any more."""
         if self._pausing is None or self._tasks is None:
             return self._problem
         return await asyncio.shield(self._tasks.create_task(self._pausing.pause(tenant, by), name="pause"))
 
-    async def resume(self, tenant: Tenant, by: OwnersHand = "owner") -> str:
+    async def resume(self, tenant: Tenant, by: PausingHand = "owner") -> str:
         """Let it go on, whether its owner paused it or it was stopped as past the guard; or let go of it by another hand of his.
         Why it cannot; empty if it does."""
         if self._pausing is None or self._tasks is None:
@@ -117,6 +135,11 @@ class NodeGuard:
         for tenant, finding in await audit.look(self.tenants):
             if tenant.is_new(finding) and not tenant.released:
                 self._act(tenant, finding, kills)
+        for uuid, foreign in audit.foreign.items():
+            if self._guard is not None:
+                self._guard.set_foreign(uuid, foreign.memory)
+        if self.lent is not None:
+            await self.lent.look(self.tenants, kills)
         if self.looked is not None and not audit.problem:
             await self.looked(audit.strangers)
 
@@ -164,8 +187,9 @@ class NodeGuard:
             if self._guard is None:
                 raise OSError(self._problem)
             name = f"{launch.job}-{next(self._numbers)}"
-            quotas = tuple(self._quota(portion, launch.gpu_share_limit) for portion in launch.gpus)
-            guarded = self._guard.admit(name, quotas, own_root)
+            quotas = tuple(self._quota(portion, launch) for portion in launch.gpus)
+            pinned_mib = self._pinned_mib if launch.memory_mib is None else launch.memory_mib
+            guarded = self._guard.admit(name, quotas, own_root, None if pinned_mib is None else pinned_mib << 20)
         except (OSError, ValueError) as error:
             if any(portion.share < WHOLE for portion in launch.gpus):
                 raise EngineError(f"nothing here would keep it to its share of a GPU: {error}") from error
@@ -176,11 +200,28 @@ class NodeGuard:
         self._tenants.append(Tenant(name, launch, guarded, injection, self._ended))
         return self._tenants[-1]
 
-    def _quota(self, portion: Portion, limit: int) -> Quota:
+    async def make_room(self, tenant: Tenant) -> None:
+        """Wait until all that it is guaranteed is there: what of it was lent comes back first. EngineError if it does not."""
+        begun = time.monotonic()
+        if tenant.guarded.has_room:
+            return
+        if self.lent is not None and self._tasks is not None:
+            await self.lent.look(self.tenants, self._tasks)
+        patience_s = ROOM_MARGIN_S + (0.0 if self.lent is None else self.lent.patience_s())
+        while not tenant.guarded.has_room:
+            if time.monotonic() - begun > patience_s:
+                raise EngineError("memory of its GPU that was lent to others has not come back")
+            await asyncio.sleep(ROOM_LOOK_S)
+        took_ms = (time.monotonic() - begun) * 1e3
+        log.info("job %s: the memory it is guaranteed was lent, and is there after %.0f ms", tenant.job[:8], took_ms)
+
+    def _quota(self, portion: Portion, launch: Launch) -> Quota:
         context = self._audit.context_bytes(portion.uuid) if self._audit is not None else 0
         if portion.share == WHOLE:
             return Quota(portion.uuid, window_ms=ALONE_WINDOW_MS, context_bytes=context)
-        return Quota(portion.uuid, portion.vram_mib << 20, portion.share, limit, context_bytes=context)
+        memory, most = portion.vram_mib << 20, max(portion.vram_mib, launch.vram_limit_mib) << 20
+        limit = launch.gpu_share_limit
+        return Quota(portion.uuid, memory, portion.share, limit, memory_limit=most, context_bytes=context)
 
     async def close(self) -> None:
         """After the guests."""

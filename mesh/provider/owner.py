@@ -25,6 +25,7 @@ from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.load import Load
 from mesh.provider.policy import MOST_BYTES, Policy, PolicyError, never_lends, read_policy
 from mesh.provider.presence import MACHINE, Presence, Seen, Stand
+from mesh.provider.recall import Recall
 from mesh.provider.whereabouts import Whereabouts
 
 LOOK_S = 1.0
@@ -65,6 +66,7 @@ class Owner:
         self._gpus_seen: tuple[float, dict[str, bool | None]] = (0.0, {})
         self._presence = Presence(Policy(), self._uuids)
         guard.looked = self._saw_gpus
+        self.recall = Recall(guard, ladder, jobs, lambda: self.notice_s)
 
     @property
     def policy(self) -> Policy:

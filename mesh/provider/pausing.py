@@ -7,7 +7,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from cuda_guard.pause import Pause, PauseError, Step, available
-from mesh.provider.tenant import OwnersHand, Tenant
+from mesh.provider.tenant import PausingHand, Tenant
+
+BEGINS: dict[PausingHand, str] = {
+    "owner": "its owner pauses it",
+    "presence": "its owner is there",
+    "lender": "memory that was lent to it is needed",
+}
+ENDS: dict[PausingHand, str] = {
+    "owner": "its owner lets it go on",
+    "presence": "its owner is gone",
+    "lender": "there is room for it again",
+}
+ABOVE: dict[PausingHand, set[str]] = {"owner": set(), "presence": {"owner"}, "lender": {"owner", "presence"}}
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +38,9 @@ class Pausing:
         self.problem = why or ""
         log.info("GPU memory of guests can be freed in place: %s", self.problem or "yes")
 
-    async def pause(self, tenant: Tenant, by: OwnersHand) -> str:
+    async def pause(self, tenant: Tenant, by: PausingHand) -> str:
         """Until it is resumed by the same hand. Why its memory stays where it is; empty if it was freed."""
-        tenant.set_gate(True, "its owner pauses it", by)
+        tenant.set_gate(True, BEGINS[by], by)
         async with tenant.turn:
             if tenant.suspended or tenant.released:
                 return ""
@@ -43,32 +55,38 @@ class Pausing:
                 log.warning("job %s: its GPU memory is not freed: %s", tenant.job[:8], error)
                 return str(error)
             tenant.suspended = pids
+            if pids:
+                tenant.guarded.put_away()
             _log(tenant, f"GPU memory of {len(pids)} processes freed", steps)
             return ""
 
-    async def resume(self, tenant: Tenant, by: OwnersHand) -> str:
+    async def resume(self, tenant: Tenant, by: PausingHand) -> str:
         """Whoever stopped it, if its owner orders so; else as far as no order of his is against it. Why it cannot go on; empty if
         it does."""
         async with tenant.turn:
-            if by == "presence" and "owner" in tenant.closed_by:
-                tenant.set_gate(False, "its owner is gone", by)
+            if tenant.closed_by & ABOVE[by]:
+                tenant.set_gate(False, ENDS[by], by)
                 return ""
             if tenant.suspended and "lease" in tenant.closed_by:
                 return "its lease is over"
             if tenant.keeper is not None and by == "owner":
                 tenant.keeper.thaw("its owner lets it go on")
             if by == "owner" and "presence" in tenant.closed_by:
-                tenant.set_gate(False, "its owner lets it go on", by)
+                tenant.set_gate(False, ENDS[by], by)
                 return "its owner is there (`mesh lend`)"
+            if tenant.suspended and not tenant.guarded.bring_back():
+                return "there is no room for what it had beyond its guarantee"
             try:
                 steps = await asyncio.to_thread(self._pause.resume, tenant.suspended) if tenant.suspended else []
             except PauseError as error:
+                tenant.guarded.put_away()
                 log.warning("job %s: its GPU memory is not brought back: %s", tenant.job[:8], error)
                 return str(error)
             if tenant.suspended:
                 _log(tenant, "GPU memory brought back", steps)
             tenant.suspended = ()
-            tenant.set_gate(False, "its owner lets it go on" if by == "owner" else "its owner is gone", by)
+            tenant.set_gate(False, ENDS[by], "lender")
+            tenant.set_gate(False, ENDS[by], by)
             return ""
 
 

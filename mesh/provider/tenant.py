@@ -14,8 +14,8 @@ from mesh.provider.receipts import DeviceUse, Tally
 from mesh.provider.whereabouts import Whereabouts
 from placement.advert import Portion
 
-OwnersHand = Literal["owner", "presence"]  # his order, or that he is there
-GateHand = Literal["lease", "audit"] | OwnersHand  # who closes a gate; it is open when nobody does
+PausingHand = Literal["owner", "presence", "lender"]  # his order; that he is there; memory that was lent is needed
+GateHand = Literal["lease", "audit"] | PausingHand  # who closes a gate; it is open when nobody does
 
 GATE = "job %s: GPU gate %s in %.0f µs: %s"
 
@@ -50,6 +50,7 @@ class Tenant:
     ) -> None:
         self.name, self.job, self.attempt = name, launch.job, launch.attempt
         self.portions, self.limit = launch.gpus, launch.gpu_share_limit
+        self.vram_limit_mib = launch.vram_limit_mib
         self.injection = injection
         self.gate_closed = False
         self.released = False
@@ -129,20 +130,26 @@ class Tenant:
         """What its programs have looked for in the driver that the guard does not know."""
         return self.guarded.pages.audited()
 
-    def change(self, portions: tuple[Portion, ...], limit: int) -> None:
+    def change(self, portions: tuple[Portion, ...], limit: int, vram_limit_mib: int = 0) -> None:
         """Hold it to these from now on. ValueError if it has more memory than that already."""
-        self._set_memory(portions)
+        self._set_memory(portions, vram_limit_mib)
         for use, portion in zip(self.usage(), portions, strict=True):  # it cannot have grown any more
-            if use.memory > portion.vram_mib << 20:
-                self._set_memory(self.portions)
+            if use.memory > max(portion.vram_mib, vram_limit_mib) << 20:
+                self._set_memory(self.portions, self.vram_limit_mib)
                 raise ValueError(f"it uses {use.memory / 2**20:.0f} MiB of {use.uuid} already")
         for place, portion in enumerate(portions):
             self.guarded.set_share(place, portion.share, limit)
-        self.portions, self.limit = portions, limit
+        self.portions, self.limit, self.vram_limit_mib = portions, limit, vram_limit_mib
 
-    def _set_memory(self, portions: tuple[Portion, ...]) -> None:
+    def _set_memory(self, portions: tuple[Portion, ...], vram_limit_mib: int) -> None:
         for place, portion in enumerate(portions):
-            self.guarded.set_memory(place, portion.vram_mib << 20)
+            self.guarded.set_memory(place, portion.vram_mib << 20, max(portion.vram_mib, vram_limit_mib) << 20)
+
+    def owes(self) -> int:
+        """Bytes that were lent to it, are needed, and are still on its GPUs."""
+        if self.released or self.suspended:
+            return 0
+        return sum(self.guarded.over(place) for place in range(len(self.portions)))
 
     def new_unguarded_calls(self) -> list[str]:
         """Since this was asked last."""

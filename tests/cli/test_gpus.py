@@ -12,19 +12,20 @@ from mesh.cli import gpus, inspect, nodes
 from mesh.cli.jobs import job_options, make_order
 
 
-def ordered(*arguments: str) -> tuple[int, int, int | None, int]:
+def ordered(*arguments: str) -> tuple[int, int, int | None, int, int]:
     command = click.command()(job_options(lambda **_: None))
     options = command.make_context("submit", [*arguments, "--", "true"]).params
     order = make_order(options.pop("command"), options)
-    return order["gpus"], order["gpu_share"], order["gpu_share_limit"], order["vram_mib"]
+    return order["gpus"], order["gpu_share"], order["gpu_share_limit"], order["vram_mib"], order["vram_limit_mib"]
 
 
 def test_a_share_is_of_one_gpu_unless_more_are_asked_for() -> None:
-    assert ordered() == (0, 100, None, 0)
-    assert ordered("--gpus", "2", "--vram", "20g") == (2, 100, None, 20 * 1024)
-    assert ordered("--gpu-share", "30", "--gpu-share-limit", "90", "--vram", "6g") == (1, 30, 90, 6 * 1024)
-    assert ordered("--gpu-share", "100") == (1, 100, None, 0)
-    assert ordered("--gpus", "3", "--gpu-share", "30") == (3, 30, None, 0)
+    assert ordered() == (0, 100, None, 0, 0)
+    assert ordered("--gpus", "2", "--vram", "20g") == (2, 100, None, 20 * 1024, 0)
+    soft = "--gpu-share", "30", "--gpu-share-limit", "90", "--vram", "6g", "--vram-limit", "20g"
+    assert ordered(*soft) == (1, 30, 90, 6 * 1024, 20 * 1024)
+    assert ordered("--gpu-share", "100") == (1, 100, None, 0, 0)
+    assert ordered("--gpus", "3", "--gpu-share", "30") == (3, 30, None, 0, 0)
 
 
 @pytest.mark.parametrize("option", ["--gpu-share", "--gpu-share-limit"])
@@ -60,17 +61,18 @@ def test_what_is_left_of_gpus_is_shown(
 @pytest.mark.parametrize(
     ("asked", "has", "words"),
     [
-        ((0, 100, 100, 0), (), "-"),
-        ((2, 100, 100, 0), ("GPU-a", "GPU-b"), "2 whole: GPU-a, GPU-b"),
-        ((1, 100, 100, 6144), (), "1 whole, of 6144 MiB at least"),
-        ((1, 30, 30, 6144), ("GPU-a",), "30 % and 6144 MiB of 1: GPU-a"),
-        ((2, 30, 90, 6144), (), "30 % and 6144 MiB of 2, up to 90 % while others leave it idle"),
+        ((0, 100, 100, 0, 0), (), "-"),
+        ((2, 100, 100, 0, 0), ("GPU-a", "GPU-b"), "2 whole: GPU-a, GPU-b"),
+        ((1, 100, 100, 6144, 0), (), "1 whole, of 6144 MiB at least"),
+        ((1, 30, 30, 6144, 0), ("GPU-a",), "30 % and 6144 MiB of 1: GPU-a"),
+        ((2, 30, 90, 6144, 0), (), "30 % and 6144 MiB of 2, up to 90 % while others leave it idle"),
+        ((1, 30, 30, 6144, 9000), (), "30 % and 6144 MiB of 1, up to 9000 MiB while no other's share needs it"),
     ],
 )
 def test_what_a_job_has_of_gpus_is_described(
-    monkeypatch: pytest.MonkeyPatch, asked: tuple[int, int, int, int], has: tuple[str, ...], words: str
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[int, int, int, int, int], has: tuple[str, ...], words: str
 ) -> None:
-    gpus = dict(zip(("gpus", "gpu_share", "gpu_share_limit", "vram_mib"), asked, strict=True))
+    gpus = dict(zip(("gpus", "gpu_share", "gpu_share_limit", "vram_mib", "vram_limit_mib"), asked, strict=True))
     state: dict[str, Any] = {name: "" for name in ("job", "name", "user", "submitter", "state", "detail", "node")}
     state |= {"created_unix_ms": 0, "witnesses": [], "checkpoint": None, "heeds_notice": None, "at_risk_s": 0}
     state |= {"attempts": [], **gpus, "gpu_portions": [{"uuid": uuid, "share": 1, "vram_mib": 1} for uuid in has]}
@@ -83,12 +85,22 @@ def test_this_nodes_gpus_are_shown_with_who_has_what_of_them(monkeypatch: pytest
     monkeypatch.setenv("COLUMNS", "140")
     gpu = {"uuid": "GPU-0123456789ab", "model": "H200", "vram_mib": 143_360, "share_free": 70, "vram_free_mib": 137_216}
     job = {"job": "abcdefghij", "name": "", "share": 30, "limit": 90, "vram_mib": 6144, "guarded": True}
-    seen = {"share_now": 60.0, "gate": "open", "memory": 3 << 30, "gpu_s": 12.34, "refused": 2}
+    job["vram_limit_mib"] = 6144
+    seen = {"share_now": 60.0, "gate": "open", "memory": 3 << 30, "gpu_s": 12.34, "refused": 2, "memory_now": 8 << 30}
     whole = {"job": "x", "name": "big", "share": 100, "limit": 100, "vram_mib": 81_920, "guarded": False}
+    whole["vram_limit_mib"] = 81_920
     jobs = [
         {**job, **seen, "unguarded_calls": ["cuMemAllocNext"]},
         {**job, **seen, "job": "klmnopqrst", "limit": 30, "gate": "closed", "unguarded_calls": []},
-        {**job, **seen, "job": "uvwxyz2345", "gate": "closed", "closed_by": ["lease", "owner"], "refused": 0},
+        {
+            **job,
+            **seen,
+            "vram_limit_mib": 10_240,
+            "job": "uvwxyz2345",
+            "gate": "closed",
+            "closed_by": ["lease", "owner"],
+            "refused": 0,
+        },
     ]
     jobs[1]["findings"] = [{"detail": "process 7 uses 300 MiB of the GPU without the guard"}]
     idle = {"uuid": "GPU-b", "model": "T4", "vram_mib": 16_384, "share_free": 100, "vram_free_mib": 16_384, "jobs": []}
@@ -99,7 +111,7 @@ def test_this_nodes_gpus_are_shown_with_who_has_what_of_them(monkeypatch: pytest
         "GPU | MODEL | FREE | JOB | SHARE (now) | MEMORY | GPU TIME | REFUSED",
         "GPU-01234567 | H200, 140 GiB | 70 %, 134 GiB | abcdefgh | 30 % to 90 % (60 %) | 3/6 GiB | 12.3 s | 2",
         " | klmnopqr | 30 % (gate closed) | 3/6 GiB | 12.3 s | 2",
-        " | uvwxyz23 | 30 % to 90 % (paused) | 3/6 GiB | 12.3 s | 0",
+        " | uvwxyz23 | 30 % to 90 % (paused) | 3/6 to 10 GiB (now 8) | 12.3 s | 0",
         "GPU-b | T4, 16 GiB | 100 %, 16 GiB | - | - | - | - | -",
         "GPU-c | T4, 16 GiB | 0 %, 0 GiB | big | 100 % | 80 GiB | - | -",
         "mesh: GPUs cannot be shared: it rains",
@@ -150,5 +162,5 @@ def test_a_pause_says_what_came_of_the_memory(
 
 def test_a_share_is_changed_by_what_is_named() -> None:
     result = CliRunner().invoke(gpus.gpus, ["set", "job"])
-    assert result.exit_code == 2 and "--share, --limit or --vram" in result.output
+    assert result.exit_code == 2 and "--share, --limit, --vram or --vram-limit" in result.output
     assert CliRunner().invoke(gpus.gpus, ["set", "job", "--share", "100"]).exit_code == 2

@@ -47,6 +47,25 @@ while True:
     driver.cuCtxSynchronize()
 """
 
+LENT = """
+import time
+from client import Driver
+driver = Driver("libcuda.so.1")
+driver.start()
+kernel = driver.kernel("k_500us")
+driver.out("cuMemAlloc_v2", 6 << 30)
+print("total", driver.free_memory()[1], flush=True)
+while True:
+    driver.launch(kernel)
+    driver.cuCtxSynchronize()
+"""
+NEEDS = """
+from client import Driver
+driver = Driver("libcuda.so.1")
+driver.start()
+driver.out("cuMemAlloc_v2", 11 << 30)
+print("it is there")
+"""
 PAST = """
 import os, subprocess, sys
 bare = {"FAKE_GPU_WORLD": os.environ["FAKE_GPU_WORLD"], "LD_LIBRARY_PATH": os.environ["LD_LIBRARY_PATH"]}
@@ -68,7 +87,8 @@ def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devi
     shutil.copy(client.__file__, project)
     (project / "quota.py").write_text(QUOTA)
     (project / "work.py").write_text(WORK)
-    (project / "past.py").write_text(PAST)
+    for name, text in (("past.py", PAST), ("lent.py", LENT), ("needs.py", NEEDS)):
+        (project / name).write_text(text)
     yield world
     assert list((tmp_path / "XDG_RUNTIME_DIR").iterdir()) == [], "its pages are gone with the daemon"
 
@@ -151,6 +171,49 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     assert open_receipt(sealed, TrustStore(node.where.genesis.read_bytes()).mesh_id).devices[0].uuid == uuid
     assert any(event["reason"].startswith("used ") for event in read(node, "events", job)["events"])
     ok(node, "cancel", job)
+    node.client.post("/v1/down", {"now": True})
+    until(lambda: not node.running, "the daemon to end")
+
+
+def test_memory_is_lent_and_comes_back_for_who_is_guaranteed_it(world: World, make_stack: Callable[..., Stack]) -> None:
+    """One that cannot save is put away by the driver, alive, and goes on when there is room again."""
+    node = make_stack(1).nodes[0]
+    until(lambda: shares(node), "the guard to be ready")
+    soft = "--gpu-share", "30", "--vram", "1g", "--vram-limit", "8g"
+    borrower = submit(node, world, "lent.py", *soft)
+    until(lambda: f"total {8 * GIB}" in ok(node, "logs", borrower), "it to have what nobody is guaranteed")
+    seen = on_gpus(node)[0]
+    assert (seen["vram_mib"], seen["vram_limit_mib"], seen["memory_now"]) == (1024, 8192, 8 * GIB)
+    assert seen["memory"] >= 6 * GIB and "/1 to 8 GiB (now 8)" in ok(node, "gpus")
+    state = job_state(node, borrower)
+    assert (state["vram_mib"], state["vram_limit_mib"]) == (1024, 8192)
+    (left,) = read(node, "nodes")["nodes"][0]["gpu_room"]
+    assert (left["share"], left["vram_mib"]) == (70, 15 * 1024), "what is lent is free for who comes"
+    needs = submit(node, world, "needs.py", "--gpu-share", "30", "--vram", "12g")
+    assert finished(node, needs)["outcome"]["kind"] == "done" and ok(node, "logs", needs) == "it is there\n"
+    until(lambda: on_gpus(node)[0]["gate"] == "open" and on_gpus(node)[0]["memory_now"] == 8 * GIB, "it to go on")
+    before = on_gpus(node)[0]["launches"]
+    until(lambda: on_gpus(node)[0]["launches"] > before, "it to work")
+    told = [event["new"] for event in read(node, "events", borrower)["events"]]
+    assert [new for new in told if new in {"memory recalled", "gpu paused", "goes on"}] == [
+        "memory recalled",
+        "gpu paused",
+        "goes on",
+    ]
+    assert job_state(node, borrower)["attempts"][0]["reason"] == "" and len(job_state(node, borrower)["attempts"]) == 1
+    log = node.where.log.read_text()
+    assert re.search(rf"job {needs[:8]}: the memory it is guaranteed was lent, and is there after \d+ ms", log)
+    assert re.search(
+        rf"job {borrower[:8]}: GPU memory of 1 processes freed: lock of \d+ \d+ ms, checkpoint of \d+ \d+ ms", log
+    )
+
+    changed = read(node, "gpus", "set", borrower, "--vram-limit", "7g")
+    assert (changed["vram_mib"], changed["vram_limit_mib"]) == (1024, 7168)
+    assert on_gpus(node)[0]["memory_now"] == 7 * GIB
+    for wrong, words in (("6g", "already"), ("512m", "be held to 512")):
+        refused = mesh(node, "gpus", "set", borrower, "--vram-limit", wrong)
+        assert refused.returncode in {2, 5} and words in refused.stderr
+    assert on_gpus(node)[0]["memory_now"] == 7 * GIB
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
 

@@ -62,6 +62,12 @@ def test_a_damaged_spec_is_a_spec_error_or_another_valid_spec(data: st.DataObjec
             "held to 29: choose a smaller --gpu-share",
         ),
         ({"gpus": 1, "gpu_share_limit": 90}, "guaranteed 100 per cent of a GPU and be held to 90"),
+        (
+            {"gpus": 1, "gpu_share": 30, "vram_mib": 6144, "vram_limit_mib": 6143},
+            "held to 6143: choose a smaller --vram, or",
+        ),
+        ({"gpus": 1, "vram_limit_mib": 6144}, "has all of its memory: add --gpu-share"),
+        ({"vram_limit_mib": -1}, "vram"),
         ({"gpu_share": 30, "vram_mib": 6144}, "a share of no GPU: add --gpus 1"),
         ({"gpus": 1, "gpu_share": 30}, "how much of the GPU's memory it needs: add --vram, as --vram 6g"),
         ({"error_budget": -1}, "error budget"),
