@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from math import exp, log, sqrt
 
 import msgspec
 
 Span = tuple[float, float]
+Z_95 = 1.959964  # of the normal distribution
 
 
 class TraceError(ValueError):
@@ -98,6 +100,22 @@ def kaplan_meier(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float
         survived *= 1 - ends / at_risk
         curve.append((length, survived))
     return curve
+
+
+def greenwood(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float, float]]:
+    """Of (length, ended): after each length, the 95 % interval of Kaplan and Meier's curve, by Greenwood's variance of log(-log S),
+    which stays between 0 and 1 (Kalbfleisch and Prentice 1980)."""
+    band, survived, total = [(0.0, 1.0, 1.0)], 1.0, 0.0
+    for length, ends, at_risk in _life_table(stays):
+        survived *= 1 - ends / at_risk
+        if ends < at_risk:
+            total += ends / (at_risk * (at_risk - ends))
+        if 0 < survived < 1:
+            spread = Z_95 * sqrt(total) / log(survived)
+            band.append((length, survived ** exp(-spread), survived ** exp(spread)))
+        else:
+            band.append((length, survived, survived))
+    return band
 
 
 def nelson_aalen(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float]]:

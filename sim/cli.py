@@ -9,6 +9,7 @@ import click
 
 from mesh.cli.terminal import json_option, print_json, table
 from sim.options import Computing, Options, computing_options, end, perform, sides_of, study_options, told
+from sim.report.command import report, sensitivity
 
 if TYPE_CHECKING:
     from sim.campus.headline import Row
@@ -160,13 +161,13 @@ def compare(
     corrected for the number of rows (Holm).
     """
     with told():
-        from sim.campus.policies import POLICIES
+        from sim.campus.policies import is_policy
         from sim.campus.statistics import difference, holm, p_value, reduction
         from sim.campus.study import cells, precise, shared
         from sim.campus.tally import FIGURES
         from sim.campus.world import find_world
 
-        both = [name in POLICIES for name in (first, second)]
+        both = [is_policy(name) for name in (first, second)]
         settings = options.settings
         numbers = options.numbers
         if all(both):
@@ -233,13 +234,13 @@ def headline(options: Options) -> None:
         from sim.campus.world import find_world
 
         wanted: list[Cell] = []
-        names: dict[str, str] = {}
-        for name in claims.worlds():
-            place = find_world(name, options.settings)
-            names[place.digest] = name
-            wanted += cells([place], claims.policies_of(name), options.numbers)
+        places: dict[str, claims.Place] = {}
+        for place in claims.places():
+            world = find_world(place[0], [*place[1], *options.settings])
+            places[world.digest] = place
+            wanted += cells([world], claims.policies_of(place), options.numbers)
         sides, whole = sides_of(sorted(wanted, key=lambda cell: cell.seed), options)
-    rows = claims.rows({(names[digest], policy): side for (digest, policy), side in sides.items()})
+    rows = claims.rows({(places[digest], policy): side for (digest, policy), side in sides.items()})
     if options.as_json:
         import msgspec
 
@@ -309,6 +310,10 @@ def _points(places: "list[Point]", seeds: range, results: "dict[str, Result]") -
     short = [name if last[name.rpartition(".")[2]] > 1 else name.rpartition(".")[2] for name in columns]
     header = ["WORLD", *short, "POLICY", "N", *SWEPT]
     table([name.replace("_", " ").upper() for name in header], rows)
+
+
+sim.add_command(report)
+sim.add_command(sensitivity)
 
 
 # --- telling

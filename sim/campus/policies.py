@@ -162,6 +162,10 @@ POLICIES["mesh-solo"] = msgspec.structs.replace(
 PERIODIC = re.compile(r"periodic-([1-9]\d{0,3})")
 
 
+def is_policy(name: str) -> bool:
+    return name in POLICIES or PERIODIC.fullmatch(name) is not None
+
+
 def find_policy(name: str) -> Policy:
     """One of the above, or `periodic-N` with an interval of N minutes; ValueError if there is none of that name."""
     if name in POLICIES:

@@ -189,7 +189,7 @@ def test_the_headline_says_of_each_claim_whether_it_is_met() -> None:
     assert code == 0 and len(rows) == len(CLAIMS)
     assert {row["verdict"] for row in rows} <= {"met", "not met", "undecided"}
     assert {row["source"] for row in rows} >= {"ReclaimNet", "GPUnion"}
-    assert headline.policies_of("reclaimnet-54")[0] == "mesh"
+    assert headline.policies_of(("reclaimnet-54", ()))[0] == "mesh"
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
