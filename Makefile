@@ -18,7 +18,7 @@ venv: .venv/.ready
 	bash .ci/venv
 	touch $@
 
-# For the tests of the tiers `frameworks` and `browser`, which are left out without it.
+# For the tests of the tiers `frameworks` and `jupyter`, which are left out without it.
 frameworks: .venv-frameworks/.ready
 
 .venv-frameworks/.ready: .ci/frameworks | venv

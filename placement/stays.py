@@ -103,8 +103,8 @@ def kaplan_meier(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float
 
 
 def greenwood(stays: Iterable[tuple[float, bool]]) -> list[tuple[float, float, float]]:
-    """Of (length, ended): after each length, the 95 % interval of Kaplan and Meier's curve, by Greenwood's variance of log(-log S),
-    which stays between 0 and 1 (Kalbfleisch and Prentice 1980)."""
+    """Of (length, ended): after each length, the 95 % interval of Kaplan and Meier's curve, by Greenwood's variance of
+    log(-log S), which stays between 0 and 1 (Kalbfleisch and Prentice 1980)."""
     band, survived, total = [(0.0, 1.0, 1.0)], 1.0, 0.0
     for length, ends, at_risk in _life_table(stays):
         survived *= 1 - ends / at_risk

@@ -71,10 +71,15 @@ def podman_problem() -> str:
 
 @cache
 def browser_problem() -> str:
-    """Why there is no JupyterLab and no browser to test with; empty if there are both."""
-    for program, package in (("chromium", "chromium"), ("ss", "iproute2")):
-        if shutil.which(program) is None:
-            return f"{program} is not installed (Debian: apt-get install {package})"
+    """Why there is no browser to test with; empty if there is one."""
+    return "" if shutil.which("chromium") else "chromium is not installed (Debian: apt-get install chromium)"
+
+
+@cache
+def jupyter_problem() -> str:
+    """Why there is no JupyterLab to test with; empty if there is one."""
+    if shutil.which("ss") is None:
+        return "ss is not installed (Debian: apt-get install iproute2)"
     if not (FRAMEWORKS_PYTHON.parent / "jupyter-lab").exists():
         return "there is no JupyterLab in .venv-frameworks (make frameworks)"
     return ""
@@ -130,6 +135,7 @@ PROBES = {
     "systemd": systemd_problem,
     "bpf": bpf_problem,
     "browser": browser_problem,
+    "jupyter": jupyter_problem,
 }
 
 

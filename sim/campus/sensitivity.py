@@ -72,7 +72,8 @@ def _notice_s(factor: float) -> Change:
         longer = _each_owner(world, lambda one: msgspec.structs.replace(one, notice_s=_times(one.notice_s, factor)))
         lessons = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.lessons)
         shocks = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.shocks)
-        return msgspec.structs.replace(longer, lessons=lessons, shocks=shocks)
+        cuts = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.cuts)
+        return msgspec.structs.replace(longer, lessons=lessons, shocks=shocks, cuts=cuts)
 
     return change
 

@@ -55,8 +55,10 @@ def frame(inside: Box, x: Axis, y: Axis, grid_x: bool = False) -> Markup:
     parts.append(
         element("path", d=f"M{number(inside.left)} {number(inside.bottom)}H{number(inside.right)}", class_="axis")
     )
-    parts.append(text((inside.left + inside.right) / 2, inside.bottom + 38, x.title, "title", "middle"))
-    parts.append(text(4, inside.top - 12, y.title, "title"))
+    if x.title:
+        parts.append(text((inside.left + inside.right) / 2, inside.bottom + 38, x.title, "title", "middle"))
+    if y.title:
+        parts.append(text(4, inside.top - 12, y.title, "title"))
     return join(*parts)
 
 

@@ -31,6 +31,7 @@ class Page:
     def __init__(self, address: str) -> None:
         self._address = address
         self._asked = 0
+        self.events: list[dict[str, Any]] = []  # of the domains that were enabled, as they came
         self._profile = Path(tempfile.mkdtemp(prefix="mesh-browser-"))
 
     async def __aenter__(self) -> "Page":
@@ -80,7 +81,9 @@ class Page:
         async with asyncio.timeout(WAIT_S):
             while True:
                 answer = await self._socket.receive_json()
-                if answer.get("id") == number:
+                if "method" in answer:
+                    self.events.append(answer)
+                elif answer.get("id") == number:
                     assert "error" not in answer, answer
                     return answer["result"]
 

@@ -18,7 +18,7 @@ from tests.e2e.browser import Page
 from tests.e2e.commands import descendants, finished, job_state, mesh, ok, start, until
 from tests.tiers import FRAMEWORKS_PYTHON
 
-pytestmark = [pytest.mark.e2e, pytest.mark.browser]
+pytestmark = [pytest.mark.e2e, pytest.mark.browser, pytest.mark.jupyter]
 
 WAIT_S = 90.0
 NOTEBOOK = '.jp-LauncherCard[data-category="Notebook"]'

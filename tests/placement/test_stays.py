@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.stays import Stay, TraceError, busy, kaplan_meier, nelson_aalen, of_held, of_lent, together, union
+from placement.stays import (
+    Stay,
+    TraceError,
+    busy,
+    greenwood,
+    kaplan_meier,
+    nelson_aalen,
+    of_held,
+    of_lent,
+    together,
+    union,
+)
 from placement.summary import UNSEEN
 from placement.week import week_of
 
@@ -104,3 +115,16 @@ def test_a_week_is_told_hour_by_hour() -> None:
     assert len(week) == 168 and week[0] == 0 and week[1] == 100 and week[2] == 25
     short = week_of([(monday, monday + 1800.5)], monday, monday + 3600, 3600.0)
     assert short[1] == 50 and set(short[2:]) | {short[0]} == {UNSEEN}
+
+
+def test_the_interval_of_a_curve_of_stays_is_greenwoods() -> None:
+    # The 21 patients on 6-MP (Freireich 1963), as every textbook has them; the bounds are R's survfit(conf.type="log-log").
+    ended = (6, 6, 6, 7, 10, 13, 16, 22, 23)
+    going_on = (6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35)
+    band = greenwood([*((float(t), True) for t in ended), *((float(t), False) for t in going_on)])
+    found = {length: (low, high) for length, low, high in band}
+    assert found[0] == (1.0, 1.0)
+    assert found[6] == pytest.approx((0.620, 0.952), abs=0.001) and found[23] == pytest.approx(
+        (0.188, 0.680), abs=0.001
+    )
+    assert greenwood([(1.0, True), (2.0, True)])[-1] == (2.0, 0.0, 0.0)
