@@ -235,6 +235,7 @@ class Daemon:
         self.ladder = Ladder(self.jobs, self.guard, standing.user, standing.nick)
         self.owner = Owner(
             layout.policy,
+            layout.presence,
             self.jobs,
             self.guard,
             self.inventory,

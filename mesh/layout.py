@@ -68,6 +68,11 @@ class Layout(NamedTuple):
         return self.root / "lending.json"
 
     @property
+    def presence(self) -> Path:
+        """That its owner was here a moment ago, for a daemon that starts anew."""
+        return self.root / "presence.json"
+
+    @property
     def key(self) -> Path:
         return self.root / "node.key"
 

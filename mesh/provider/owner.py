@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from cuda_guard.auditor import Seen as OnGpu
 from mesh.engine.alarm import boot_s
 from mesh.engine.descent import descendants_of
+from mesh.engine.register import boot_id
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.service import JobService
 from mesh.provider.console import Console
@@ -23,8 +26,9 @@ from mesh.provider.inventory import Inventory
 from mesh.provider.inventory import Presence as Held
 from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.load import Load
+from mesh.provider.memory import Moment, load_memories, save_memories
 from mesh.provider.policy import MOST_BYTES, Policy, PolicyError, never_lends, read_policy
-from mesh.provider.presence import MACHINE, Presence, Seen, Stand
+from mesh.provider.presence import MACHINE, Memory, Presence, Seen, Stand
 from mesh.provider.recall import Recall
 from mesh.provider.whereabouts import Whereabouts
 
@@ -37,12 +41,13 @@ log = logging.getLogger(__name__)
 
 
 class Owner:
-    """`say`: for the node's events; `changed`: the advert is another one now; `problems`: what `mesh status` shows.
-    `programs`: of the owner's on each GPU, at the last look: pids and names."""
+    """`memory`: the file that outlasts this process. `say`: for the node's events; `changed`: the advert is another one now;
+    `problems`: what `mesh status` shows. `programs`: of the owner's on each GPU, at the last look: pids and names."""
 
     def __init__(
         self,
         path: Path,
+        memory: Path,
         jobs: JobService,
         guard: NodeGuard,
         inventory: Inventory,
@@ -57,6 +62,9 @@ class Owner:
         self.typed_s: float | None = None
         self.load: float | None = None
         self._path, self._jobs, self._guard, self._inventory, self._ladder = path, jobs, guard, inventory, ladder
+        self._memory = memory
+        self._kept: tuple[Memory, ...] | None = None  # None until what an earlier run kept is read
+        self._keeping = asyncio.Lock()
         self._grace_s, self._say, self._changed, self._problems = grace_s, say, changed, problems
         self._uuids = tuple(gpu.uuid for gpu in inventory.gpus)
         self._stamp: object = None
@@ -115,6 +123,8 @@ class Owner:
         """Once."""
         time.tzset()  # the machine may have moved to another zone
         await self.read()
+        if self._kept is None:
+            await self._remember()
         now, policy = boot_s(), self.policy
         typed_s = load = None
         if policy.keyboard != "off":
@@ -127,6 +137,7 @@ class Owner:
         seen = Seen(foreign if now - at < STALE_S else {}, self.typed_s, self.load, open_now)
         before = self.stands
         self._stand(before, self._presence.step(seen, now))
+        await self._keep()
 
     async def _saw_gpus(self, strangers: dict[str, tuple[OnGpu, ...]]) -> None:
         """After each look of the guard's."""
@@ -143,6 +154,30 @@ class Owner:
         self._gpus_seen = (now, {uuid: bool(some) for uuid, some in programs.items()})
         before = self.stands
         self._stand(before, self._presence.step_gpus(self._gpus_seen[1], now))
+        await self._keep()
+
+    async def _remember(self) -> None:
+        try:
+            kept = await asyncio.to_thread(load_memories, self._memory, _moment())
+        except (OSError, ValueError) as error:
+            self._say(f"whether its owner was here a moment ago is not known: {self._memory}: {error}")
+            kept = ()
+        self._kept = kept
+        self._presence.remember(kept)
+
+    async def _keep(self) -> None:
+        """What a restart is to know, where that has changed."""
+        async with self._keeping:
+            memories = self._presence.memories()
+            if self._kept is None or _whole(memories) == _whole(self._kept):
+                return
+            self._kept = memories
+            try:
+                await asyncio.to_thread(save_memories, self._memory, memories, _moment())
+                self._problems.pop("presence", None)
+            except OSError as error:
+                words = f"{self._memory} cannot be written ({error.strerror})"
+                self._problems["presence"] = f"{words}: a restart forgets that its owner was here"
 
     async def _guests(self) -> frozenset[int]:
         """Processes of guests that do not descend from this daemon."""
@@ -206,6 +241,18 @@ def local_minute(unix_s: float) -> int:
     """Of the week, as this machine's wall clock shows it."""
     shown = time.localtime(unix_s)
     return shown.tm_wday * DAY + shown.tm_hour * 60 + shown.tm_min
+
+
+def _whole(memories: tuple[Memory, ...]) -> list[Memory]:
+    """To the second: when a key was pressed last is seen with some jitter."""
+    return [
+        msgspec.structs.replace(memory, quiet_since=memory.quiet_since and round(memory.quiet_since))
+        for memory in memories
+    ]
+
+
+def _moment() -> Moment:
+    return Moment(boot_id(), boot_s(), time.time())
 
 
 def _read(path: Path, stamp: object) -> tuple[object, str | OSError]:

@@ -15,7 +15,7 @@ Guests run at `lend` and `calm`, stand still at `suspend`, leave at `vacate`; ne
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -59,6 +59,25 @@ class Stand(msgspec.Struct, frozen=True):
         return " and ".join(WORDS[cause] for cause in self.causes)
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """What one cause knows of the past that a look does not show, in seconds of CLOCK_BOOTTIME. `vacating`: its scope was left
+    already."""
+
+    scope: str
+    source: Source
+    presses: bool
+    holds: bool
+    vacating: bool
+    pressed_at: float
+    active_since: float | None
+    quiet_since: float | None
+
+    def moved(self, by_s: float) -> "Memory":
+        """The same on a clock that shows so much more."""
+        times = {"pressed_at": self.pressed_at, "active_since": self.active_since, "quiet_since": self.quiet_since}
+        return msgspec.structs.replace(self, **{name: at and at + by_s for name, at in times.items()})
+
+
 class Cause:
     """One thing that says that the owner is there: with hysteresis, from both sides."""
 
@@ -84,6 +103,17 @@ class Cause:
             self.presses = self.presses and now - self._quiet_since < min(self.clocks.resume, self.clocks.idle)
             self.holds = self.holds and now - self._quiet_since < self.clocks.idle
 
+    def memory(self, scope: str, vacating: bool) -> Memory | None:
+        """None where there is nothing to remember."""
+        if not self.holds and self._active_since is None:
+            return None
+        times = (self.pressed_at, self._active_since, self._quiet_since)
+        return Memory(scope, self.source, self.presses, self.holds, vacating, *times)
+
+    def remember(self, memory: Memory) -> None:
+        self.presses, self.holds, self.pressed_at = memory.presses, memory.holds, memory.pressed_at
+        self._active_since, self._quiet_since = memory.active_since, memory.quiet_since
+
     @property
     def vacates_at(self) -> float:
         return self.pressed_at + self.clocks.suspend if self.presses else math.inf
@@ -97,22 +127,22 @@ class Cause:
 class Scope:
     def __init__(self) -> None:
         self.causes: dict[Source, Cause] = {}
-        self._vacating = False
+        self.vacating = False
 
     def step(self, now: float) -> Stand:
         pressing = [cause for cause in self.causes.values() if cause.presses]
         holding = [cause for cause in self.causes.values() if cause.holds]
         vacates_at = min((cause.vacates_at for cause in pressing), default=math.inf)
-        self._vacating = bool(holding) and (self._vacating or now >= vacates_at)
+        self.vacating = bool(holding) and (self.vacating or now >= vacates_at)
         if not holding:
             return Stand()
         names = tuple(cause.source for cause in pressing or holding)
-        if not self._vacating and pressing:
+        if not self.vacating and pressing:
             return Stand("suspend", names, True, vacates_at - now)
         ends = [cause.lends_at for cause in holding]
         known = [end for end in ends if end is not None]
         left_s = max(0.0, max(known) - now) if len(known) == len(ends) else None
-        return Stand("vacate" if self._vacating else "calm", names, bool(pressing), left_s)
+        return Stand("vacate" if self.vacating else "calm", names, bool(pressing), left_s)
 
 
 class Presence:
@@ -142,6 +172,23 @@ class Presence:
                     scope.causes[source].clocks = policy.clocks(source)
                 else:
                     scope.causes[source] = Cause(source, policy.clocks(source))
+
+    def memories(self) -> tuple[Memory, ...]:
+        """What is to outlast this process."""
+        found = (
+            cause.memory(name, scope.vacating)
+            for name, scope in self._scopes.items()
+            for cause in scope.causes.values()
+        )
+        return tuple(memory for memory in found if memory is not None)
+
+    def remember(self, memories: Iterable[Memory]) -> None:
+        """Of scopes and causes that are watched still."""
+        for memory in memories:
+            scope = self._scopes.get(memory.scope)
+            if scope is not None and memory.source in scope.causes:
+                scope.causes[memory.source].remember(memory)
+                scope.vacating = scope.vacating or memory.vacating
 
     def step(self, seen: Seen, now: float) -> dict[str, Stand]:
         """One look, at `now` of CLOCK_BOOTTIME: how each scope stands."""

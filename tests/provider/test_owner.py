@@ -17,9 +17,10 @@ from cuda_guard.auditor import Seen
 from mesh.api.errors import MeshError
 from mesh.api.lending import find_gpu
 from mesh.provider.inventory import Inventory, Lending, Presence, load_lending
+from mesh.provider.memory import Moment, load_memories, save_memories
 from mesh.provider.owner import Owner, works
 from mesh.provider.policy import Policy
-from mesh.provider.presence import Stand
+from mesh.provider.presence import Memory, Stand
 from mesh.provider.whereabouts import Whereabouts
 from placement.advert import Gpu, Portion, decode_advert, encode_advert
 from placement.filters import refusals
@@ -107,12 +108,22 @@ class Watched:
         self.said: list[str] = []
         self.problems: dict[str, str] = {}
         self.path, self.inventory = directory / "policy.toml", inventory
+        memory = directory / "presence.json"
         guard: Any = SimpleNamespace(looked=None, audit_problem="")
         ladder: Any = SimpleNamespace(look=lambda stand_of, leave: None)
         jobs: Any = SimpleNamespace(attempts={})
         self.changes: list[Presence] = []
         self.owner = Owner(
-            self.path, jobs, guard, inventory, ladder, 30.0, self.said.append, self._changed, self.problems
+            self.path,
+            memory,
+            jobs,
+            guard,
+            inventory,
+            ladder,
+            30.0,
+            self.said.append,
+            self._changed,
+            self.problems,
         )
 
     def _changed(self) -> None:
@@ -150,6 +161,49 @@ async def test_a_policy_that_was_never_good_is_no_leave_to_lend(tmp_path: Path) 
     watched.path.write_text("hours = 'always'")
     await watched.owner.look()
     assert not watched.inventory.advert().paused and watched.changes[-1] == Presence()
+
+
+async def test_an_owner_who_was_here_a_moment_ago_is_known_to_the_next_run(tmp_path: Path) -> None:
+    me = os.getpid()
+    first = Watched(tmp_path, lender())
+    await first.owner.look()
+    assert not (tmp_path / "presence.json").exists(), "there is nothing to remember"
+    await first.owner._saw_gpus({"GPU-aaaa": (Seen(me, 1),)})
+    await first.owner._saw_gpus({"GPU-aaaa": ()})
+    assert first.owner.stands["GPU-aaaa"].level == "suspend"
+
+    second = Watched(tmp_path, lender())
+    await second.owner.look()
+    assert second.inventory.presence == Presence(gpus=frozenset({"GPU-aaaa"}))
+    (one,), (other,) = first.owner._presence.memories(), second.owner._presence.memories()
+    assert one == other and one.quiet_since is not None
+
+    written = (tmp_path / "presence.json").stat().st_mtime_ns
+    await second.owner.look()
+    assert (tmp_path / "presence.json").stat().st_mtime_ns == written, "only what is new is written"
+    (tmp_path / "presence.json").write_bytes(b"{")
+    third = Watched(tmp_path, lender())
+    await third.owner.look()
+    assert third.inventory.presence == Presence() and "not known" in third.said[0]
+
+
+@given(data=st.binary(max_size=80) | st.text(alphabet='{}":[]memoriatbus,0.1 ', max_size=80).map(str.encode))
+def test_a_damaged_memory_is_an_error(data: bytes) -> None:
+    with NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with pytest.raises(ValueError, match=r"JSON|Expected|truncated|malformed|utf|Invalid|missing"):
+            load_memories(Path(file.name), Moment("boot", 0.0, 0.0))
+
+
+def test_after_another_boot_its_times_are_of_the_wall_clock(tmp_path: Path) -> None:
+    path, now = tmp_path / "presence.json", Moment("first", 1000.0, 50_000.0)
+    memory = Memory("", "keyboard", True, True, False, 990.0, None, 995.0)
+    save_memories(path, (memory,), now)
+    assert load_memories(path, Moment("first", 1100.0, 49_000.0)) == (memory,)
+    (moved,) = load_memories(path, Moment("second", 20.0, 50_060.0))
+    assert (moved.pressed_at, moved.active_since, moved.quiet_since) == (-50.0, None, -45.0), "5 and 60 s before it"
+    assert load_memories(path, Moment("second", 20.0, 40_000.0))[0].quiet_since == 15.0, "a clock that was put back"
 
 
 async def test_hours_hold_the_machine_and_say_when_it_is_back(tmp_path: Path) -> None:

@@ -124,22 +124,28 @@ def test_another_policy_counts_from_the_next_look() -> None:
 
 times = st.floats(0, 40, allow_nan=False)
 clocks = st.builds(Clocks, times, times, times, times)
-runs = st.lists(st.tuples(st.sampled_from([True, False, None]), st.floats(0.1, 30)), min_size=1, max_size=60)
+runs = st.lists(
+    st.tuples(st.sampled_from([True, False, None]), st.floats(0.1, 30), st.booleans()), min_size=1, max_size=60
+)
 
 
 @given(clocks, st.sampled_from(SOURCES), runs)
 def test_guests_run_when_they_may_and_never_else(
-    clocks: Clocks, source: Source, looks: list[tuple[bool | None, float]]
+    clocks: Clocks, source: Source, looks: list[tuple[bool | None, float, bool]]
 ) -> None:
-    """Against what the clocks mean, written down for one cause whose looks are all there is."""
+    """Against what the clocks mean, written down for one cause whose looks are all there is. The daemon may be started anew
+    before each of them."""
     presence = Presence(policy(**{f"{source}_clocks": clocks}), (GPU,))
     now = 1000.0
     began: float | None = None  # of what is going on
     gone: float | None = None
     stood: float | None = None  # since when it stands still
     before = "lend"
-    for told, wait in looks:
+    for told, wait, anew in looks:
         now += wait
+        if anew:
+            memories, presence = presence.memories(), Presence(presence.policy, (GPU,))
+            presence.remember(memories)
         active = began is not None if told is None and source == "calendar" else told  # the clock can always be seen
         stand = presence.step(Seen() if active is None else seen(source, active), now)[scope(source)]
         if active:
