@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -98,6 +98,25 @@ class DockerEngine:
             self._warden = await Warden.start(path, self._node, self._switch.register)
 
     async def start(self, launch: Launch) -> Guest:
+        """Cancelled, it leaves nothing: what its threads are at goes on, and is undone."""
+        starting = asyncio.create_task(self._start(launch), name=f"start {launch.job[:8]}")
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._keep(self._undo(starting), f"undo {launch.job[:8]}")
+            raise
+
+    async def _undo(self, starting: "asyncio.Task[DockerGuest]") -> None:
+        with contextlib.suppress(EngineError):
+            await (await starting).kill()
+
+    def _keep(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """What `close` waits for."""
+        task = asyncio.create_task(work, name=name)
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
+
+    async def _start(self, launch: Launch) -> "DockerGuest":
         if launch.image is None:
             raise BadImage("the docker engine needs an image: --image NAME")
         if self._client is None and not (await self.availability()).ok:
@@ -123,20 +142,21 @@ class DockerEngine:
             raise
         assert self._warden is not None
         guest = DockerGuest(self, container, network, entry, key, output, self._warden, self._switch, self._socket)
-        follower = asyncio.create_task(guest.follow(launch.log_path), name=f"container {container.short_id}")
-        self._following.add(follower)
-        follower.add_done_callback(self._following.discard)
+        self._keep(guest.follow(launch.log_path), f"container {container.short_id}")
         guest.allow_until(launch.until)
         if launch.gpu_uuids and entry.head is not None:
             guest.watch_gpus(entry.head.pid, launch.gpu_uuids)
         return guest
 
     async def close(self) -> None:
-        if self._following:
-            _, late = await asyncio.wait(self._following, timeout=REMOVED_S)
-            for follower in late:
-                follower.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + REMOVED_S
+        while self._following and loop.time() < until:  # what is undone has a follower first
+            await asyncio.wait(self._following, timeout=until - loop.time())
+        late = list(self._following)
+        for follower in late:
+            follower.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         if self._warden is not None:
             await self._warden.dismiss()
         if self._socket is not None:

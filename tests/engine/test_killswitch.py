@@ -195,6 +195,28 @@ async def test_orphans_are_told_of_a_notice(tmp_path: Path) -> None:
         place.switch.close()
 
 
+@pytest.mark.docker
+async def test_a_start_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    """Whatever the engine is at: before there is a container, and once there is one that does not run yet."""
+    place = Place(tmp_path, "docker")
+    assert (await place.bench.engine.availability()).ok
+    mark = fresh_mark()
+    for made in (False, True):
+        starting = asyncio.create_task(place.bench.shell(f"sleep 8{mark} & {LOOP}"))
+        while not starting.done():
+            await asyncio.sleep(0)
+            if not made or await asyncio.to_thread(containers, place.label):
+                break
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await place.bench.engine.close()
+        assert not containers(place.label) and not processes_with(mark) and place.register.entries() == ({}, [])
+        place.bench.engine = DockerEngine(place.label, place.switch)
+    await place.bench.engine.close()
+    place.switch.close()
+
+
 # --- who is not meant
 
 
