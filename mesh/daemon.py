@@ -409,7 +409,8 @@ class Daemon:
 
     def refresh_advert(self, force: bool = False) -> None:
         self.attendance.until_unix = self.owner.opens_at() or 0.0
-        self.inventory.weight = self.attendance.tick(time.time(), self.inventory.lends)
+        self.inventory.stays = self.attendance.tick(time.time(), self.inventory.lends)
+        self.jobs.outlook.caps = self.attendance.caps
         self.inventory.gpu_pauses = bool(self.inventory.gpus) and not self.guard.pause_problem
         self.inventory.up_since_unix = int(self.attendance.since_unix or self._started_unix)
         free, room = shutil.disk_usage(self.layout.root).free, self.store.room()

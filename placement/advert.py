@@ -26,6 +26,9 @@ Percent = Annotated[int, msgspec.Meta(ge=0, le=WHOLE)]
 Mebibytes = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
+HOUR = 2  # its place in HORIZONS_S: an advert's `weight` is for so long
+
+
 def horizon_of(seconds: float) -> int:
     """The place in `HORIZONS_S` of the shortest that is not shorter, or the longest."""
     return min(bisect_left(HORIZONS_S, seconds), len(HORIZONS_S) - 1)

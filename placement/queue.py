@@ -79,9 +79,9 @@ class Queue:
         """Whom the free places go to, first come first; no more than there are places."""
         free = {ad.node: ad for ad in self._adverts if ad.slots_free or ad.room}
         allotted: list[tuple[Key, bytes, Request]] = []
-        hopeless: set[Request] = set()  # what nothing left fits; and what is left only shrinks
+        hopeless: set[tuple[bytes, tuple[bytes, ...]]] = set()  # what nothing left fits; and what is left only shrinks
         for waiting in sorted(self._waiting, key=self.key) if free else ():
-            shape = msgspec.structs.replace(waiting.request, job=b"", attempt=0, avoid=(), prefer=None)
+            shape = (waiting.request.shape, waiting.request.exclude)
             if shape in hopeless:
                 continue
             ranking = self._ranked(waiting.request, free.values())

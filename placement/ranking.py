@@ -1,8 +1,7 @@
-"""Who takes a job, best first: by what it must and would rather have, then by a shortlist that draws make, then by survival.
+"""Who takes a job, best first: by what it must and would rather have, then by weighted rendezvous, where survival is the weight.
 
-Of nodes that suit equally well, each job draws a few for its shortlist (rendezvous hashing), and there the one that is likeliest
-to stay is first. So jobs spread over all nodes and yet go to those who stay. A node's place on the shortlist depends on its own
-draw only: one that goes leaves the order of all others as it was.
+The weight counts by a high power, so that most jobs go to those who stay; what keeps them from going to a few nodes is that a
+crowded one comes after the others. Grade and score of a node are its own: one that goes leaves the order of all others as it was.
 
 What a request asks is looked up, not asked again: each advert remembers how it suits each shape of request.
 """
@@ -17,12 +16,10 @@ from placement.advert import WHOLE, Advert, horizon_of
 from placement.allotment import allot
 from placement.filters import refusals
 from placement.images import lacks
-from placement.rendezvous import DRAWS, draws, rank
+from placement.rendezvous import draws, rank, score
 from placement.request import Request
 
-RING_BITS = (
-    4  # a shortlist is of all within a factor of 2**4 of the best draw there can be: 1 to 16 nodes, 3 of 54 (docs)
-)
+STEEP = 16  # the weight's power in a score: of 3, 5, 8 and 16 the one with the fewest departures (docs/placement.md)
 STICKY = 13  # 64ths of survival by which another must be better to be worth a move: a fifth (docs/placement.md)
 CROWD = 2  # times the mean load: past that a node comes after the others (Mirrokni et al. 2018, with epsilon 1)
 MAX_SHAPES = 64  # an advert remembers; ours
@@ -32,13 +29,10 @@ MAX_SHAPES = 64  # an advert remembers; ours
 _REFUSED, _PREFERRED = -1, -2
 _AVOIDED, _LACKS, _FAR, _ZONE, _CROWDED = 1 << 42, 1 << 41, 1 << 40, 1 << 17, 1 << 16
 
-_BITS, _LAST_RING = 64, 17
 Tiers = dict[int, list[Advert]]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """`score` orders those of one grade: how near its draw is to the best, then its weight, then the draw."""
-
     node: bytes
     nick: str
     score: int
@@ -99,29 +93,36 @@ class Ranking:
         return next(candidate for candidate in self._ordered([now]))
 
     def _ordered(self, tier: list[Advert]) -> Iterator[Candidate]:
-        """Of one grade: those whose draws come nearest to the best there is, within a factor of 16, and of them the heaviest."""
-        found = draws(self._request.key, [advert.lane for advert in tier])
-        ring, above = _ring(max(found)), DRAWS
-        while above > 0:
-            least = max(0, DRAWS - (1 << RING_BITS * ring) + 1)
-            inside = [
-                (advert.weight_for(self._horizon), draw, advert)
-                for advert, draw in zip(tier, found, strict=True)
-                if least <= draw < above
-            ]
-            for weight, draw, advert in sorted(inside, key=_best):
-                points = (_LAST_RING - ring) << 2 * _BITS | weight << _BITS | draw
-                yield Candidate(advert.node, advert.nick, points, weight, advert.version)
-            ring, above = ring + 1, least
-
-
-def _ring(draw: int) -> int:
-    return -(-(DRAWS - draw).bit_length() // RING_BITS)
-
-
-def _best(place: tuple[int, int, Advert]) -> tuple[int, int, bytes]:
-    weight, draw, advert = place
-    return -weight, -draw, advert.node
+        """Of one grade, by their scores. Whoever is no heavier than another and has drawn worse comes after it, so few scores are
+        ever computed."""
+        horizon = self._horizon
+        places: dict[int, list[tuple[int, bytes, Advert]]] = {}
+        for advert, draw in zip(tier, draws(self._request.key, [advert.lane for advert in tier]), strict=True):
+            weight = advert.stays[horizon] if advert.stays else advert.weight
+            if weight in places:
+                places[weight].append((draw, advert.node, advert))
+            else:
+                places[weight] = [(draw, advert.node, advert)]
+        heads = {weight: max(places[weight]) for weight in sorted(places, reverse=True)}
+        scores: dict[int, int] = {}
+        while heads:
+            first, above = 0, -1
+            for weight, (draw, _, _) in heads.items():
+                if draw > above:
+                    above = draw
+                    if weight not in scores:
+                        scores[weight] = score(draw, weight**STEEP)
+                    if not first or scores[weight] > scores[first]:
+                        first = weight
+            _, node, advert = heads[first]
+            yield Candidate(node, advert.nick, scores.pop(first), first, advert.version)
+            rest = places[first]
+            rest.sort()
+            rest.pop()
+            if rest:
+                heads[first] = rest[-1]
+            else:
+                del heads[first]
 
 
 def rank_nodes(request: Request, adverts: Iterable[Advert], homes: Mapping[bytes, str] | None = None) -> Ranking:

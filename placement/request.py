@@ -1,11 +1,20 @@
 """What one attempt of a job needs of a node."""
 
 from functools import cached_property
+from math import inf
 from typing import Annotated
 
 import msgspec
 
-from placement.advert import WHOLE, Count, Mebibytes
+from placement.advert import HORIZONS_S, WHOLE, Count, Mebibytes, horizon_of
+
+SHORT_S = 3600  # how long a job that has only begun is likely to go on: the mean of its first hours in GPU traces; ours
+
+
+def expected_s(ran_s: float, most_s: float = inf) -> int:
+    """How long it is likely to go on, rounded up to a horizon: as long as it has run (run times have heavy tails: Lindy's law),
+    an hour at least, and no longer than it may."""
+    return HORIZONS_S[horizon_of(min(max(SHORT_S, ran_s), most_s))]
 
 
 class Request(msgspec.Struct, frozen=True, dict=True):
@@ -37,7 +46,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     avoid: tuple[bytes, ...] = ()
     prefer: bytes | None = None
     near: tuple[bytes, ...] = ()
-    remaining_s: int = 3600
+    remaining_s: int = SHORT_S
 
     @property
     def is_share(self) -> bool:

@@ -12,12 +12,12 @@ Gamma frailty, since no node is the average of its factors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import exp, floor, log, sqrt
+from math import exp, floor, inf, log, sqrt
 
 import msgspec
 
 from placement import factors
-from placement.advert import MAX_WEIGHT
+from placement.advert import HORIZONS_S, MAX_WEIGHT
 from placement.belief import Belief
 from placement.factors import AGE_EDGES_S, HOUR_S, Factor, Fading, age_level, block_of, hour_level
 from placement.room import Room
@@ -369,6 +369,16 @@ _ONES = (1.0,) * max(factors.OWN_BLOCKS, factors.OWN_AGES)
 
 def _stays(hazard: float) -> float:
     return float((1 + FRAILTY * hazard) ** (-1 / FRAILTY))
+
+
+def windows(estimator: Estimator, now: float) -> tuple[Window, ...]:
+    """Of an advert's horizons; made once for all nodes that are asked about."""
+    return tuple(estimator.window(now, horizon) for horizon in HORIZONS_S)
+
+
+def weights(estimator: Estimator, node: bytes, ahead: Iterable[Window], until: float = inf) -> tuple[int, ...]:
+    """The advert's integers: how likely the node stays through each of these `windows`. `until`: when its owner takes it back."""
+    return tuple(1 if window.end > until else weight(_stays(estimator.hazard(node, window))) for window in ahead)
 
 
 def weight(probability: float) -> int:

@@ -418,7 +418,8 @@ class JobDesk:
         spec = await self.spec_of(status)
         last = status.attempts[-1] if status.attempts else None
         attempt = 0 if last is None else last.number + bool(last.reason)
-        request = attempt_request(status.job, spec, attempt, status.attempts, time.time_ns() // 1_000_000)
+        now_ms = time.time_ns() // 1_000_000
+        request = attempt_request(status.job, spec, attempt, status.attempts, now_ms, commit=status.commit)
         hierarchy = self._daemon.jobs.outlook.hierarchy()
         ranking = hierarchy.rank(request, hierarchy.adverts)
         shown = self._show(status)

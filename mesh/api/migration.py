@@ -43,7 +43,7 @@ async def migrate(daemon: "Daemon", text: str, to: str, force: bool) -> dict[str
         raise MeshError(f"job {name} runs on {target.nick} already")
     wanted = target.node_id if target is not None else None
     now_ms = time.time_ns() // 1_000_000
-    request = attempt_request(status.job, spec, last.number + 1, status.attempts, now_ms, wanted)
+    request = attempt_request(status.job, spec, last.number + 1, status.attempts, now_ms, wanted, status.commit)
     request = msgspec.structs.replace(request, avoid=(*request.avoid, status.runner))
     ranking = daemon.jobs.outlook.hierarchy().rank(request, daemon.jobs.outlook.adverts())
     others = [candidate for candidate in ranking.candidates if candidate.node != status.runner]

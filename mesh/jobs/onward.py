@@ -67,6 +67,7 @@ class Onward:
         return max(self._free_since, self._runs_since) + wait_s
 
     def _request(self, ledger: Ledger, at: Instant) -> Request:
+        # Not near whoever has the last checkpoint: the heir is given it, and would stay the heir for that alone.
         return attempt_request(self._job, self._spec, ledger.next_attempt, ledger.attempts, at.unix_ms, self.home)
 
     def _home(self, attempts: Sequence[Attempt], view: View) -> bytes | None:

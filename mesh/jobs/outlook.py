@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from membership.events import MemberView
 from membership.identity import NodeId, short_id
@@ -13,6 +13,7 @@ from mesh.api.peer import decode_facts
 from mesh.jobs.board import Board
 from mesh.jobs.view import View
 from placement.advert import Advert, AdvertError, decode_advert
+from placement.observed import Caps, believed
 from placement.queue import Patience, Queue
 from placement.zones import Hierarchy, two_level_since
 
@@ -22,10 +23,11 @@ log = logging.getLogger(__name__)
 class Outlook:
     def __init__(self, me: NodeId, membership: MembershipNode, board: Board) -> None:
         self._me, self._membership, self._board = me, membership, board
-        self._adverts: dict[NodeId, tuple[Record, Advert | None]] = {}
+        self._adverts: dict[NodeId, tuple[Record, Advert | None, Caps | None]] = {}
         self._patience = Patience()
         self.last = View(me)
         self._two_level_since = 0
+        self.caps: Mapping[bytes, Caps] = {}  # how much is believed of what nodes say of their stays
 
     def adverts(self) -> list[Advert]:
         """The valid adverts of members who may lend and can be reached, one each."""
@@ -38,8 +40,11 @@ class Outlook:
         for record in self._membership.records("advert"):
             if record.node in present:
                 known = self._adverts.get(record.node)
-                if known is None or known[0] is not record:
-                    known = self._adverts[record.node] = (record, _advert_of(record))
+                caps = self.caps.get(record.node)
+                if known is None or known[0] is not record or known[2] != caps:
+                    told = _advert_of(record)
+                    known = (record, None if told is None else believed(told, caps), caps)
+                    self._adverts[record.node] = known
                 if known[1] is not None:
                     found.append(known[1])
         return found

@@ -11,11 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from mesh.jobs.ledger import Attempt, Seat, avoided, shunned
+from mesh.jobs.ledger import Attempt, Commit, Seat, avoided, shunned
 from mesh.jobs.lock import Lock, check_lock
 from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
-from placement.request import Request
+from placement.request import SHORT_S, Request, expected_s
 
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
 JOB_ID_LENGTH = 26  # as people see it, in base32
@@ -154,6 +154,8 @@ def placement_request(
     exclude: tuple[bytes, ...] = (),
     avoid: tuple[bytes, ...] = (),
     prefer: bytes | None = None,
+    near: tuple[bytes, ...] = (),
+    remaining_s: int = SHORT_S,
 ) -> Request:
     """What this attempt asks of a node: the one translation that stewards, admission and `mesh why` share."""
     return Request(
@@ -174,14 +176,29 @@ def placement_request(
         exclude=exclude,
         avoid=avoid,
         prefer=prefer,
+        near=near,
+        remaining_s=remaining_s,
     )
 
 
 def attempt_request(
-    job: bytes, spec: JobSpec, number: int, attempts: Sequence[Attempt], unix_ms: int, prefer: bytes | None = None
+    job: bytes,
+    spec: JobSpec,
+    number: int,
+    attempts: Sequence[Attempt],
+    unix_ms: int,
+    prefer: bytes | None = None,
+    commit: Commit | None = None,
 ) -> Request:
-    """The same for an attempt of this number after these, with what they have taught about nodes."""
-    return placement_request(job, spec, number, shunned(attempts, unix_ms), avoided(attempts), prefer)
+    """The same for an attempt of this number after these, with what they have taught about nodes, from this checkpoint on."""
+    ran_s = sum(attempt.ran_s for attempt in attempts if attempt.reason)
+    most_s = math.inf if spec.max_time_s is None else spec.max_time_s - ran_s
+    if spec.deadline_unix_ms is not None:
+        most_s = min(most_s, (spec.deadline_unix_ms - unix_ms) / 1000)
+    near = () if commit is None else commit.holders
+    return placement_request(
+        job, spec, number, shunned(attempts, unix_ms), avoided(attempts), prefer, near, expected_s(ran_s, most_s)
+    )
 
 
 def waiting_place(spec: JobSpec, request: Request) -> Waiting:

@@ -275,7 +275,8 @@ class Steward:
     # --- using it
 
     def request(self, ledger: Ledger, at: Instant) -> Request:
-        return attempt_request(self.job, self.spec, ledger.next_attempt, ledger.attempts, at.unix_ms, ledger.prefer)
+        number, attempts = ledger.next_attempt, ledger.attempts
+        return attempt_request(self.job, self.spec, number, attempts, at.unix_ms, ledger.prefer, ledger.commit)
 
     def _place(self, at: Instant) -> list[Effect]:
         assert self.view is not None and self._proposer is not None

@@ -7,11 +7,13 @@ of this node's own zone are watched by their adverts: those of a room leave toge
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from mesh.jobs.journal import Journal, OwnStay
-from placement.advert import Advert
+from placement.advert import HORIZONS_S, Advert
+from placement.observed import Caps, Observed
 from placement.summary import Summary, SummaryError, adopt, decode_summary, encode_summary, introduce, summarise
-from placement.survival import Estimator, weight
+from placement.survival import Estimator, weights, windows
 from placement.week import week_of
 
 SECTION = "stays"
@@ -21,7 +23,8 @@ KEEP_S = 300.0  # until a stay that goes on is written again: a crash loses no m
 TELL_S = 3600.0
 ADOPT_S = 900.0
 SLEPT_S = 600.0  # nothing heard of ourselves for this long: the machine slept, and no guest ran; ours
-WEIGHED_S = 3600.0  # an advert's weight is of staying for another hour
+EPOCH_S = 900  # an advert's weights change at most so often, ...
+BIG = 8  # ... or when one of them does by so many 64ths: an eighth; both ours
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,10 @@ class Attendance:
     ) -> None:
         self.me, self.zone = me, ""
         self.until_unix = 0.0
-        self.weight = 1
+        self.foretold = (1,) * len(HORIZONS_S)
+        self.caps: dict[bytes, Caps] = {}  # what is believed of the others' words at most
+        self._observed = Observed()
+        self._epoch = 0
         self.stays: list[OwnStay] = []
         self.estimator = Estimator(0.0)
         self._journal, self._publish = journal, publish
@@ -75,8 +81,8 @@ class Attendance:
         """Lent since then; None while it is not."""
         return self._since
 
-    def tick(self, now: float, lent: bool) -> int:
-        """Called every second or so; gives the advert's weight."""
+    def tick(self, now: float, lent: bool) -> tuple[int, ...]:
+        """Called every second or so; gives the advert's weights, for each of its horizons."""
         changed = lent != (self._since is not None)
         if self._since is not None and now - self._seen > SLEPT_S:
             self._end(self._seen, "lost")
@@ -86,7 +92,7 @@ class Attendance:
             self._since = now if self._since is not None else None
         if not changed and 0 <= now - self._looked < LOOK_S:
             self._seen = now
-            return self.weight
+            return self.foretold
         self._looked = now
         self.estimator.utc_offset_s = local_offset_s(now)
         if lent:
@@ -107,8 +113,16 @@ class Attendance:
         if lends and (changed or not 0 <= now - self._published < TELL_S):
             self._published = now
             self._publish(encode_summary(self.summary(now)))
-        self.weight = weight(self.estimator.survival(self.me, now, WEIGHED_S, self.until_unix or None).probability)
-        return self.weight
+        self._foretell(now, changed)
+        return self.foretold
+
+    def _foretell(self, now: float, changed: bool) -> None:
+        """At once when much has changed, else with the quarter of an hour: others need not hear of every flutter."""
+        fresh = weights(self.estimator, self.me, windows(self.estimator, now), self.until_unix or inf)
+        epoch = int(now // EPOCH_S)
+        much = max(abs(new - old) for new, old in zip(fresh, self.foretold, strict=True)) >= BIG
+        if changed or much or epoch != self._epoch:
+            self.foretold, self._epoch = fresh, epoch
 
     def rates(self, start: float) -> Iterator[tuple[float, float]]:
         """Departures of this machine a second, from a Unix time on, each with until when it holds."""
@@ -153,7 +167,10 @@ class Attendance:
         self.zone = zones.get(self.me, self.zone)
         room = self.estimator.room(self.zone, now)
         self.estimator.know(self.me, room, now)
-        mates = {advert.node: advert for advert in self._adverts() if zones.get(advert.node) == self.zone}
+        adverts = list(self._adverts())
+        self._observed.see({ad.node for ad in adverts if ad.lending and not ad.paused and ad.node != self.me}, now)
+        self.caps = self._observed.caps(now)
+        mates = {advert.node: advert for advert in adverts if zones.get(advert.node) == self.zone}
         mates.pop(self.me, None)
         lent = {node for node, advert in mates.items() if advert.lending and not advert.paused}
         for node in self._watched - lent:
@@ -174,6 +191,7 @@ class Attendance:
                 introduce(self.estimator, node, summary, self.estimator.room(zones.get(node, ""), now), now)
         for node in self.estimator.nodes.keys() - told.keys() - self._watched - {self.me}:
             self.estimator.forget(node)
+        self._observed.forget(told.keys() | zones.keys())
         self.estimator.tidy()
         adopt(self.estimator, others, now)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from placement.advert import Advert, Gpu, HeldBy, Portion
+from placement.advert import HORIZONS_S, HOUR, Advert, Gpu, HeldBy, Portion
 from placement.allotment import Room, allot, untouched, without
 from placement.filters import refusals
 from placement.images import ImageOffer
@@ -70,7 +70,8 @@ class Inventory:
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
         self.image_offer = ImageOffer()
-        self.weight = 1
+        self.stays = (1,) * len(HORIZONS_S)
+        self.driver: tuple[int, ...] = ()
         self.draining = False
         self.guards = self.gpu_pauses = False
         self.store_free_mib = 0
@@ -128,7 +129,9 @@ class Inventory:
             nick=self._nick,
             user=self._user,
             zone=self._zone,
-            weight=self.weight,
+            weight=self.stays[HOUR],
+            stays=self.stays,
+            driver=self.driver,
             up_since_unix=self.up_since_unix,
             lending=self.lending.lending,
             paused=self.lending.paused or self.draining or bool(self.presence.held_by),

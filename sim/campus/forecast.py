@@ -5,11 +5,10 @@ This is the only place of the simulator that knows which estimator there is.
 
 from collections.abc import Iterator
 
-from placement.survival import Estimator, weight
+from placement.survival import Estimator, weights, windows
 
 DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S  # the first of Unix time, in which the estimator counts
-WEIGHED_S = 3600.0  # as the daemon's advert
 
 
 class Forecast:
@@ -20,6 +19,7 @@ class Forecast:
         self._names = [number.to_bytes(32, "big") for number in range(count)]
         self._since = [0.0] * count
         self._estimator = Estimator(self._offset_s)
+        self._ahead = windows(self._estimator, self._offset_s)
         self.departures = 0
         self.lent_s = 0.0
 
@@ -32,9 +32,11 @@ class Forecast:
         self.departures += 1
         self.lent_s += now - self._since[machine]
 
-    def weight(self, machine: int, now: float) -> int:
-        """The advert's: survival over the next hour, in 64ths."""
-        return weight(self.survival(machine, now, WEIGHED_S))
+    def weights(self, machine: int, now: float) -> tuple[int, ...]:
+        """The advert's: survival over each of its horizons, in 64ths."""
+        if self._ahead[0].start != now + self._offset_s:
+            self._ahead = windows(self._estimator, now + self._offset_s)
+        return weights(self._estimator, self._names[machine], self._ahead)
 
     def survival(self, machine: int, now: float, horizon_s: float) -> float:
         """The probability that it stays for another `horizon_s`."""

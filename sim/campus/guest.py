@@ -3,14 +3,15 @@
 import msgspec
 
 from mesh.jobs.ledger import Attempt
-from placement.advert import WHOLE, Advert, Gpu, Portion
-from placement.request import Request
+from placement.advert import HORIZONS_S, HOUR, WHOLE, Advert, Gpu, Portion
+from placement.request import Request, expected_s
 from sim.campus.churn import Absence, Machine
 from sim.campus.demand import Order
 from sim.campus.network import Flow
 
 WEIGHT_EPOCH_S = 900.0  # a node changes its advert's weight at most so often
 STORE_MIB = 1 << 24
+UNLIKELY = (1,) * len(HORIZONS_S)  # to stay: said of those who are not lent
 
 
 class Job:
@@ -120,6 +121,8 @@ class Job:
             vram_mib=self.order.vram_mib,
             avoid=() if left is None else (left,),
             prefer=None if self.prefer is None else self.prefer.id,
+            near=tuple(host.id for host in self.holders),
+            remaining_s=expected_s(self.base),
         )
 
 
@@ -146,8 +149,8 @@ class Host:
         "rooms",
         "sending",
         "stay",
-        "weight",
         "weight_epoch",
+        "weights",
     )
 
     def __init__(self, number: int, machine: Machine, absences: list[Absence]) -> None:
@@ -164,13 +167,13 @@ class Host:
         self.buddies: dict[Job, None] = {}
         self.line: list[Job] = []  # whose last checkpoints leave with it, in this order
         self.sending: Job | None = None
-        self.weight = 1
+        self.weights = UNLIKELY
         self.weight_epoch = -1
         gpus = tuple(Gpu(f"{machine.name}/{n}", "gpu", machine.vram_mib) for n in range(machine.gpus))
         self.rooms = [
             tuple(Portion(gpu.uuid, WHOLE, gpu.vram_mib) for gpu in gpus[:count]) for count in range(len(gpus) + 1)
         ]
-        self.advert_key = (-1, -1)
+        self.advert_key: tuple[int, tuple[int, ...]] = (-1, ())
         self.advert_now = Advert(
             version=0,
             node=self.id,
@@ -197,13 +200,17 @@ class Host:
         )
 
     def advert(self) -> Advert:
-        """As it is now; `weight` is kept up to date by whoever asks."""
-        key = (self.free, self.weight)
+        """As it is now; `weights` is kept up to date by whoever asks."""
+        key = (self.free, self.weights)
         if key != self.advert_key:
             self.advert_key = key
             version = self.advert_now.version + 1
             self.advert_now = msgspec.structs.replace(
-                self.advert_now, version=version, weight=self.weight, room=self.rooms[self.free]
+                self.advert_now,
+                version=version,
+                weight=self.weights[HOUR],
+                stays=self.weights,
+                room=self.rooms[self.free],
             )
         return self.advert_now
 

@@ -8,7 +8,7 @@ from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
 from placement.ranking import rank_nodes
 from placement.zones import TWO_LEVEL_PAST, homes, zones
 from sim.campus.forecast import Forecast
-from sim.campus.guest import STORE_MIB, WEIGHT_EPOCH_S, Host, Job
+from sim.campus.guest import STORE_MIB, UNLIKELY, WEIGHT_EPOCH_S, Host, Job
 from sim.campus.policies import Policy
 from sim.kernel import Kernel
 
@@ -74,5 +74,5 @@ class Placing:
         epoch = int(self._kernel.now // WEIGHT_EPOCH_S)
         if epoch != host.weight_epoch:
             host.weight_epoch = epoch
-            host.weight = self._forecast.weight(host.number, self._kernel.now) if host.lent else 1
+            host.weights = self._forecast.weights(host.number, self._kernel.now) if host.lent else UNLIKELY
         return host.advert()
