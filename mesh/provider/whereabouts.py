@@ -15,11 +15,13 @@ class Whereabouts:
         self._last: frozenset[int] = frozenset()
 
     async def pids(self) -> frozenset[int]:
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(self._ask())
-        done, _ = await asyncio.wait([self._asking], timeout=PATIENCE_S)
+        asked = self._asking
+        if asked is None:
+            asked = self._asking = asyncio.ensure_future(self._ask())
+        done, _ = await asyncio.wait([asked], timeout=PATIENCE_S)
         if done:
-            asked, self._asking = self._asking, None
+            if self._asking is asked:  # another may have waited for the same answer, and asked anew since
+                self._asking = None
             if asked.exception() is None:
                 self._last = asked.result()
         return self._last

@@ -17,7 +17,7 @@ from mesh.engine.engine import EngineError, Launch
 from mesh.engine.gpusight import missing
 from mesh.engine.hardening import cdi_devices
 from mesh.engine.process import ProcessEngine
-from tests.engine.test_engines import LOOP, WAIT_S, Bench
+from tests.engine.bench import LOOP, WAIT_S, Bench
 
 LAUNCH = Launch("j", 0, ("true",), {}, "w", "c", "o", "t", "l", "n", 1.0)
 

@@ -7,87 +7,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from mesh.engine.alarm import boot_s
 from mesh.engine.docker import DockerEngine
-from mesh.engine.engine import BadCommand, BadImage, Engine, EngineError, Guest, Launch
+from mesh.engine.engine import BadCommand, BadImage, EngineError
 from mesh.engine.process import ProcessEngine
+from tests.engine.bench import (
+    COUNT,
+    LOOP,
+    WAIT_S,
+    Bench,
+    containers,
+    processes_with,
+    stands_still,
+    steps_taken,
+    wait_until,
+)
 from tests.images import busybox_image
-
-WAIT_S = 30.0
-LOOP = "while :; do sleep 0.05; done"
-
-
-class Bench:
-    """An engine and a place to run in."""
-
-    def __init__(self, engine: Engine, root: Path, image: str | None) -> None:
-        self.engine, self.root, self.image = engine, root, image
-        for name in ("work", "ckpt", "out", "ctl"):
-            (root / name).mkdir()
-        self.guests: list[Guest] = []
-
-    def launch(self, *argv: str, **changes: object) -> Launch:
-        fields: dict[str, object] = {
-            "job": "j" * 26,
-            "attempt": 2,
-            "argv": argv,
-            "env": {},
-            "work_dir": str(self.root / "work"),
-            "ckpt_dir": str(self.root / "ckpt"),
-            "out_dir": str(self.root / "out"),
-            "ctl_dir": str(self.root / "ctl"),
-            "log_path": str(self.root / "log"),
-            "node": "desk",
-            "grace_s": 30.0,
-            "image": self.image,
-        }
-        return Launch(**{**fields, **changes})  # type: ignore[arg-type]
-
-    async def start(self, *argv: str, **changes: object) -> Guest:
-        guest = await self.engine.start(self.launch(*argv, **changes))
-        self.guests.append(guest)
-        return guest
-
-    async def shell(self, script: str, **changes: object) -> Guest:
-        return await self.start("sh", "-c", script, **changes)
-
-    async def output(self, script: str, **changes: object) -> str:
-        guest = await self.shell(script, **changes)
-        async with asyncio.timeout(WAIT_S):
-            await guest.wait()
-        return self.log
-
-    @property
-    def log(self) -> str:
-        return (self.root / "log").read_text()
-
-    async def until_logged(self, text: str) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not (self.root / "log").exists() or text not in self.log:
-                await asyncio.sleep(0.02)
-
-
-@pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
-async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
-    """`session` is the process engine where namespaces are not to be had."""
-    root = tmp_path / "attempt"
-    root.mkdir()
-    engine: Engine
-    if request.param == "docker":
-        engine, image = DockerEngine(f"test-{os.getpid()}"), busybox_image()
-    else:
-        engine, image = ProcessEngine(namespaces=request.param == "process"), None
-    assert (await engine.availability()).ok
-    bench = Bench(engine, root, image)
-    yield bench
-    for guest in bench.guests:
-        await guest.kill()
-    await engine.close()
 
 
 async def test_the_environment_is_the_contract(bench: Bench) -> None:
@@ -199,14 +138,6 @@ async def test_what_a_guest_leaves_behind_ends_with_it(bench: Bench) -> None:
             await asyncio.sleep(0.02)
 
 
-def processes_with(mark: str) -> list[str]:
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if f"sleep {mark}" in line or f"sleep 9{mark}" in line or f"sleep 8{mark}" in line]
-
-
-COUNT = "while :; do echo step >> $MESH_OUT_DIR/steps; sleep 0.01; done"
-
-
 async def test_past_its_lease_it_stands_still_and_goes_on_when_it_is_allowed_to(bench: Bench) -> None:
     guest = await bench.shell(COUNT)
     await beyond(bench, 3)
@@ -225,25 +156,10 @@ async def test_it_is_stopped_when_its_lease_is_over_though_the_daemon_says_nothi
     assert await stands_still(bench), "what is over already changes nothing"
 
 
-def steps_taken(bench: Bench) -> int:
-    path = bench.root / "out" / "steps"
-    return path.read_text().count("step\n") if path.exists() else 0
-
-
 async def beyond(bench: Bench, steps: int) -> None:
     async with asyncio.timeout(WAIT_S):
         while steps_taken(bench) <= steps:
             await asyncio.sleep(0.01)
-
-
-async def stands_still(bench: Bench) -> int:
-    """How many steps it has taken, once there are no more for as long as fifty take."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            before = steps_taken(bench)
-            await asyncio.sleep(0.5)
-            if before and steps_taken(bench) == before:
-                return before
 
 
 async def test_a_guest_that_is_stopped_can_be_killed(bench: Bench) -> None:
@@ -363,7 +279,7 @@ async def test_no_engine_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 DAEMON = """
 import asyncio, os, sys
-from tests.engine.test_engines import Bench, LOOP
+from tests.engine.bench import Bench, LOOP
 from pathlib import Path
 async def main():
     if sys.argv[1] == "docker":
@@ -422,22 +338,3 @@ async def test_what_a_crashed_run_left_is_removed_at_the_next_start(tmp_path: Pa
     finally:
         other.remove(force=True)
         client.close()
-
-
-def containers(label: str) -> list[object]:
-    import docker
-
-    client = docker.from_env()
-    try:
-        return list(
-            client.containers.list(all=True, filters={"label": f"campus-mesh.node={label}"}, ignore_removed=True)
-        )
-    finally:
-        client.close()
-
-
-def wait_until(ready: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline, f"waited too long for {what}"
-        time.sleep(0.05)

@@ -19,7 +19,7 @@ from mesh.engine.docker import DockerEngine, tag_of
 from mesh.engine.egress import Policy, policy_of
 from mesh.engine.engine import EngineError
 from mesh.engine.killswitch import KillSwitch
-from tests.engine.test_engines import WAIT_S, Bench, processes_with
+from tests.engine.bench import WAIT_S, Bench, processes_with
 from tests.images import busybox_image
 
 pytestmark = pytest.mark.docker

@@ -10,7 +10,7 @@ import pytest
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Guest
 from placement.advert import Portion
-from tests.engine.test_engines import LOOP, WAIT_S, Bench
+from tests.engine.bench import LOOP, WAIT_S, Bench
 from tests.images import busybox_image
 
 pytestmark = pytest.mark.docker

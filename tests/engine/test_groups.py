@@ -11,7 +11,7 @@ from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.guestgroup import make_group, remove_groups
 from mesh.engine.process import ProcessEngine
-from tests.engine.test_engines import WAIT_S, Bench, processes_with
+from tests.engine.bench import WAIT_S, Bench, processes_with
 
 HALF = f"{sys.executable} -c 'held = bytearray(150 << 20); print(\"held\", flush=True); import time; time.sleep(60)'"
 

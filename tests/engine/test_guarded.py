@@ -18,7 +18,7 @@ from mesh.engine.engine import EngineError
 from mesh.engine.guarded import GuardedEngine
 from mesh.engine.process import ProcessEngine
 from placement.advert import Portion
-from tests.engine.test_engines import Bench
+from tests.engine.bench import Bench
 from tests.fake.build import build
 from tests.fake.world import World
 from tests.guards import WAIT_S, Watched, gpu, use_driver

@@ -28,7 +28,7 @@ from mesh.engine.killswitch import BY_OWNER, KillSwitch, open_switch
 from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Damaged, Entry, Register, boot_id, decode_entry
 from tests.dockerd import Dockerd, dockerd
-from tests.engine.test_engines import LOOP, Bench, containers, processes_with, wait_until
+from tests.engine.bench import LOOP, Bench, containers, processes_with, wait_until
 from tests.images import busybox_image, import_busybox
 
 WAIT_S = 30.0
@@ -418,7 +418,7 @@ from mesh.engine.docker import DockerEngine
 from mesh.engine.killswitch import open_switch
 from mesh.engine.register import Register
 from tests.dockerd import Dockerd, dockerd
-from tests.engine.test_engines import LOOP, Bench
+from tests.engine.bench import LOOP, Bench
 async def main():
     root = Path(sys.argv[1])
     switch = open_switch(Register(root / "guests"), root / "kill.sock")

@@ -18,7 +18,7 @@ from mesh.engine.egress import policy_of
 from mesh.engine.engine import BadImage
 from mesh.engine.killswitch import BY_OWNER, open_switch
 from mesh.engine.register import Register
-from tests.engine.test_engines import LOOP, WAIT_S, Bench, processes_with, wait_until
+from tests.engine.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
 from tests.images import import_busybox
 
 pytestmark = pytest.mark.podman

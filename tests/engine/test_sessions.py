@@ -6,13 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from mesh.engine.docker import DockerEngine
-from mesh.engine.engine import Engine, Guest
+from mesh.engine.engine import Guest
 from mesh.engine.frames import (
     ERRORS,
     INPUT,
@@ -29,27 +27,9 @@ from mesh.engine.frames import (
 )
 from mesh.engine.process import ProcessEngine
 from mesh.engine.session import Session, SessionError
-from tests.engine.test_engines import COUNT, LOOP, Bench, processes_with, stands_still
-from tests.images import busybox_image
+from tests.engine.bench import COUNT, LOOP, Bench, processes_with, stands_still
 
 WAIT_S = 30.0
-
-
-@pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
-async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
-    root = tmp_path / "attempt"
-    root.mkdir()
-    engine: Engine
-    if request.param == "docker":
-        engine, image = DockerEngine(f"sessions-{os.getpid()}"), busybox_image()
-    else:
-        engine, image = ProcessEngine(namespaces=request.param == "process"), None
-    assert (await engine.availability()).ok
-    bench = Bench(engine, root, image)
-    yield bench
-    for guest in bench.guests:
-        await guest.kill()
-    await engine.close()
 
 
 async def going(bench: Bench, script: str = f"echo ready; {LOOP}", **changes: object) -> Guest:

@@ -258,3 +258,18 @@ async def test_an_engine_that_fails_says_nothing_new() -> None:
         raise OSError("it is gone")
 
     assert await Whereabouts(fail).pids() == frozenset()
+
+
+async def test_two_who_wait_for_one_answer_both_have_it() -> None:
+    asked: list[asyncio.Future[frozenset[int]]] = []
+
+    async def ask() -> frozenset[int]:
+        asked.append(asyncio.get_running_loop().create_future())
+        return await asked[-1]
+
+    where = Whereabouts(ask)
+    both = [asyncio.ensure_future(where.pids()) for _ in range(2)]
+    while not asked:
+        await asyncio.sleep(0)
+    asked[0].set_result(frozenset({7}))
+    assert await asyncio.gather(*both) == [frozenset({7})] * 2 and len(asked) == 1
