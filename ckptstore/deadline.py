@@ -37,10 +37,11 @@ def feasible(count: int, promised_bps: float | None, window_s: float, margin: fl
 
 
 def plan(uploads: Sequence[Upload], now: float) -> Plan:
-    """Those that can be on time by their deadlines, then the others by weight for each byte. `now` on the deadlines' clock."""
+    """Those that can be on time by their deadlines, then the others; of equals, by weight for each second on the wire (Smith
+    1956), as `placement.destination` has it. `now` on the deadlines' clock."""
     times, deadlines = scaled(uploads, now)
     weights = [max(LEAST_WEIGHT, upload.weight) for upload in uploads]
-    density = [weight / max(1, upload.bytes) for weight, upload in zip(weights, uploads, strict=True)]
+    density = [weight / max(1e-9, cost) for weight, cost in zip(weights, seconds(uploads), strict=True)]
     early = on_time(times, deadlines, weights)
     late = frozenset(range(len(uploads))) - early
     first = sorted(early, key=lambda i: (deadlines[i], -density[i], i))
@@ -54,13 +55,24 @@ def scaled(uploads: Sequence[Upload], now: float) -> tuple[list[int], list[int]]
     """
     windows = [AIM * max(0.0, upload.deadline_s - now) for upload in uploads]
     step_s = max(windows, default=0.0) / STEPS
-    slowest = min((upload.bps for upload in uploads if upload.bps is not None), default=math.inf)
+    slowest = _slowest(uploads)
     if step_s <= 0 or slowest <= 0:
         return [STEPS + 1] * len(uploads), [STEPS if step_s > 0 else 0] * len(uploads)
     taken = [upload.bytes / (slowest if upload.bps is None else upload.bps) for upload in uploads]
     # A rounding error more would make what just fits too long.
     times = [min(STEPS + 1, math.ceil(seconds / step_s - 1e-6)) for seconds in taken]
     return times, [min(STEPS, math.floor(window / step_s + 1e-6)) for window in windows]
+
+
+def _slowest(uploads: Sequence[Upload]) -> float:
+    return min((upload.bps for upload in uploads if upload.bps is not None), default=math.inf)
+
+
+def seconds(uploads: Sequence[Upload]) -> list[float]:
+    """On the wire, to compare them by; if nothing is known of any link, their bytes."""
+    slowest = _slowest(uploads)
+    unknown = slowest if 0 < slowest < math.inf else 1.0
+    return [upload.bytes / (upload.bps if upload.bps is not None and upload.bps > 0 else unknown) for upload in uploads]
 
 
 def on_time(times: Sequence[int], deadlines: Sequence[int], weights: Sequence[float]) -> frozenset[int]:

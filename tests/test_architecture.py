@@ -26,7 +26,10 @@ CORES = [
     *(f"membership/{name}.py" for name in ("config", "effects", "health", "member", "reconcile", "records")),
     *(f"membership/{name}.py" for name in ("rumours", "suspicion", "swim", "wire")),
     *(f"ckptstore/{name}.py" for name in ("bandwidth", "deadline", "fetch", "manifest", "pacing", "replication")),
-    *(f"mesh/jobs/{name}.py" for name in ("contract", "custody", "effects", "errands", "events", "gang", "ledger")),
+    *(
+        f"mesh/jobs/{name}.py"
+        for name in ("contract", "custody", "destinations", "effects", "errands", "events", "gang", "ledger")
+    ),
     *(f"mesh/jobs/{name}.py" for name in ("messages", "onward", "participant")),
     *(
         f"mesh/jobs/{name}.py"

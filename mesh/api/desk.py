@@ -14,9 +14,8 @@ from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.lending import lend_state
 from mesh.api.orders import ApproveOrder, InviteOrder
-from mesh.jobs.spec import (
-    format_job,
-)
+from mesh.jobs.spec import format_job
+from placement.zones import zone_of
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
@@ -109,9 +108,18 @@ class Desk:
                     "interactive": advert.interactive if advert else True,
                     "weight": advert.weight if advert else 0,
                     "jobs": running.get(member.node_id, 0),
+                    "path": self._path(member.node_id),
                 }
             )
         return rows
+
+    def _path(self, node: bytes) -> dict[str, Any] | None:
+        """How fast that node takes what this one sends, as far as is known."""
+        if node == self._daemon.me:
+            return None
+        zone = zone_of(node, self._daemon.jobs.outlook.last.hierarchy.zones)
+        path = self._daemon.jobs.leaving.path(node, zone.nodes if zone is not None else ())
+        return {**msgspec.structs.asdict(path), "bps": round(path.bps), "spread": round(path.spread, 3)}
 
     def invite(self, order: InviteOrder) -> str:
         if not 60 <= order.ttl_s <= 365 * 86_400:

@@ -19,6 +19,7 @@ from mesh.provider.policy import PolicyError, policy_json, with_hours
 from mesh.provider.presence import MACHINE
 from placement.advert import WHOLE
 from placement.allotment import percent
+from placement.destination import LIKELY
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
@@ -163,23 +164,29 @@ def _guests_of(daemon: "Daemon", uuid: str | None) -> list[bytes]:
 
 
 def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict[str, Any]]:
-    """Whose work would go, and what that would cost, by what is known now."""
+    """Whose work would go, where, and what that would cost, by what is known now: the plan that a reclaim would follow."""
     nicks = {member.node_id: member.nick for member in daemon.membership.members()}
+    leaving = daemon.jobs.leaving
+    planned, found = leaving.plan(_guests_of(daemon, uuid), notice_s)
+    plans = {place.job: (guest, place) for guest, place in zip(planned, found.destinations, strict=True)}
+    turns = {found.destinations[place].job: turn for turn, place in enumerate(found.order)}
     rows = []
     for job in _guests_of(daemon, uuid):
         attempt, runner = daemon.jobs.attempts.get(job), daemon.jobs.participant.runners.get(job)
         if attempt is None:
             continue
         commit = runner.ledger.commit if runner is not None else None
-        heir = runner.onward.heir if runner is not None else None
         running_ms = runner.attempt.running_unix_ms if runner is not None else 0
         lost, spec = attempt.lost(), attempt.spec
-        size, save_s = attempt.last_save or (None, None)
-        peers = [node for node in [heir, *(commit.holders if commit is not None else ())] if node is not None]
-        known = [bps for bps in map(daemon.jobs.courier.bandwidth.promised_bps, peers) if bps]
-        ship_s = None if size is None or not known else size / min(known)
+        guest, destination = plans.get(job, (None, None))
+        place, to = (None, None) if destination is None else (destination.place, destination.to)
+        size = None if destination is None or guest is None or guest.state is None else int(destination.bytes)
+        save_s = None if attempt.last_save is None else attempt.last_save[1]
+        known = to is not None and leaving.path(to).source != "guessed"
+        ship_s = destination.seconds if destination is not None and size is not None and known else None
+        chance = destination.chance if destination is not None and ship_s is not None and save_s is not None else None
         saves = spec.checkpointing is not None
-        fits = None if save_s is None or ship_s is None else save_s + ship_s <= notice_s
+        fits = None if chance is None else chance >= LIKELY
         kept = saves and notice_s > 0 and attempt.heeds_notice is not False and fits is not False
         rows.append(
             {
@@ -200,8 +207,12 @@ def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict
                 "save_s": None if save_s is None else round(save_s, 3),
                 "ship_bytes": size,
                 "ship_s": None if ship_s is None else round(ship_s, 3),
+                "sent_to": None if to is None else nicks.get(to, short_id(to)),
+                "turn": turns.get(job),
+                "chance": None if chance is None else round(chance, 3),
                 "in_time": fits,
-                "goes_to": None if heir is None else nicks.get(heir, short_id(heir)),
+                "goes_to": None if place is None else nicks.get(place, short_id(place)),
+                "plan": "" if guest is None or destination is None else leaving.words(guest, destination, notice_s),
                 "loses": "" if kept else lost.words,
             }
         )

@@ -129,7 +129,7 @@ class PeerApi:
         return web.Response(text=str(new))
 
     async def _frames(self, request: web.Request) -> web.StreamResponse:
-        _, body = await self._admit(request)
+        standing, body = await self._admit(request)
         order = self._read(decode_order, body)
         try:
             frames = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
@@ -137,12 +137,16 @@ class PeerApi:
             raise web.HTTPNotFound(text=str(error)) from error
         response = web.StreamResponse()
         await response.prepare(request)
+        begun, count = time.monotonic(), 0
         async with self._daemon.wire.lane(Background()) as lane:
             lane.bind(request.transport)
             async for piece in sliced(frames):
+                count += len(piece)
                 await response.write(piece)
             await response.write_eof()
             await lane.drained()
+        now = time.monotonic()
+        self._daemon.jobs.courier.bandwidth.saw(standing.node_id, count, now - begun, lane.held, now)
         return response
 
     def _frames_of(self, ids: Sequence[bytes], have: set[bytes]) -> Iterator[memoryview]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from mesh.cli.ckpt import size
 from mesh.cli.terminal import DURATION, client, json_option, lasting, patience, print_json, table
 
 GPU_OPTION = click.option("--gpu", metavar="N", help="One GPU only: its number here, or the beginning of its UUID.")
@@ -155,12 +156,17 @@ def _show_cost(guests: list[dict[str, Any]]) -> None:
             lasting(row["at_risk_s"]) if row["leads"] else "-",
             _seconds(row["save_s"]),
             _seconds(row["ship_s"]),
+            "?" if row["ship_bytes"] is None else size(row["ship_bytes"]),
+            "?" if row["chance"] is None else f"{row['chance']:.0%}",
             row["goes_to"] or "-",
             row["loses"] or "nothing",
         ]
         for row in guests
     ]
-    table(["JOB", "USER", "RAN", "GPUS", "AT RISK", "SAVING", "SHIPPING", "GOES TO", "LOSES"], rows)
+    table(["JOB", "USER", "RAN", "GPUS", "AT RISK", "SAVING", "SHIPPING", "BYTES", "IN TIME", "GOES TO", "LOSES"], rows)
+    for row in guests:
+        if row["sent_to"] and row["sent_to"] != row["goes_to"]:
+            click.echo(f"{row['name'] or row['job'][:8]} {row['plan']}")
     click.echo("nothing was changed", err=True)
 
 

@@ -99,9 +99,9 @@ class Attempt:
         self.held = ""  # why it stands still, whatever its lease says
         self.reserve_s = 0.0  # of the grace of a notice, which is not the guest's own
         self.rungs: dict[str, float] = {}  # of the owner's ladder: when, by CLOCK_BOOTTIME
-        self.last_save: tuple[int, float] | None = (
-            None  # new bytes of its last checkpoint, and the seconds it took to store them
-        )
+        # New bytes of its last checkpoint, and the seconds it took to store them; and all that it consists of.
+        self.last_save: tuple[int, float] | None = None
+        self.state_bytes: int | None = None
         self._nick = nick
         self._store, self._courier, self._seal = store, courier, seal
         self._custody, self._open_vault, self._tell, self._say = custody, vault, tell, say
@@ -113,7 +113,7 @@ class Attempt:
         self._allowed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._effort = Effort()
-        self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn)
+        self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn, spec.priority)
         self.cadence = Cadence(spec, base / "ctl", self._stake)
         self._holders: tuple[bytes, ...] = ()  # of its last checkpoint
         self._saved_key: object = None
@@ -329,6 +329,7 @@ class Attempt:
         if commit is not None:
             await self._courier.fetch(commit.manifest, [*commit.holders, *self._custody().fallback])
             kept = commit.manifest
+            self.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
             for place, prefix in (("ckpt", "ckpt"), ("logs", "log")):
                 await asyncio.to_thread(self._store.restore, kept, base / place, prefix=prefix, vault=vault)
         (base / "ckpt").mkdir(exist_ok=True)
@@ -423,6 +424,7 @@ class Attempt:
                 roots = {**tree.roots, "log": logs}
                 saved = await self._keep("checkpoint", roots, order, custody, tree.resume, encoding)
                 self.last_save = (saved.new_bytes, time.monotonic() - begun)
+                self.state_bytes = saved.manifest.total_bytes
             except SaveTorn:
                 if not remaining:
                     raise

@@ -324,7 +324,8 @@ class Courier:
             async with lane, self._peers.stream(peer, "PUT", path, way.in_turn(pieces), lane) as response:
                 await response.read()
             if not way.stood_aside:
-                self.bandwidth.saw(peer, size, time.monotonic() - begun, lane.held)
+                now = time.monotonic()
+                self.bandwidth.saw(peer, size, now - begun, lane.held, now)
 
     async def _pull(self, request: Request, have: tuple[bytes, ...], user: str) -> Pulled:
         receiver = await asyncio.to_thread(self._store.receive, stream_bytes(request.ids), user)

@@ -41,7 +41,7 @@ class Onward:
             return
         home, before = self._home(ledger.attempts, view), self.home
         self.home = home if home != self._me else None
-        request = self._request(ledger, at)
+        request = self.request(ledger, at)
         offers: Sequence[Advert] = view.offers
         if view.queue is not None:  # a place that is kept for another is not free
             offers = view.queue.left_for(waiting_place(self._spec, request), offers)
@@ -66,8 +66,9 @@ class Onward:
         wait_s = home_wait_s(self._spec.homing.settle_s, self.home, ledger.attempts)
         return max(self._free_since, self._runs_since) + wait_s
 
-    def _request(self, ledger: Ledger, at: Instant) -> Request:
-        # Not near whoever has the last checkpoint: the heir is given it, and would stay the heir for that alone.
+    def request(self, ledger: Ledger, at: Instant) -> Request:
+        """What its next attempt asks for. Not near whoever has the last checkpoint: the heir is given it, and would stay the heir
+        for that alone."""
         return attempt_request(self._job, self._spec, ledger.next_attempt, ledger.attempts, at.unix_ms, self.home)
 
     def _home(self, attempts: Sequence[Attempt], view: View) -> bytes | None:

@@ -57,6 +57,7 @@ from mesh.jobs.steward import PATIENCE_S, PREPARED_S, Steward
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness, unknown_job
 from placement.preemption import must_yield
+from placement.request import Request
 
 Role = Literal["witness", "steward", "runner", "member", "submitter"]
 
@@ -164,8 +165,11 @@ class Participant:
         """The mesh changed."""
         self._view = view
         out: list[Directed | Submitted] = []
-        for job, runner in list(self.runners.items()):
-            out += self._from(job, "runner", runner.observe(view, at))
+        heirs: list[tuple[bytes, Request]] = []  # no two jobs of this node count on the same place
+        for job, runner in sorted(self.runners.items(), key=lambda item: (-item[1].spec.gpus, item[0])):
+            out += self._from(job, "runner", runner.observe(view.serving(heirs), at))
+            if runner.onward.heir is not None:
+                heirs.append((runner.onward.heir, runner.onward.request(runner.ledger, at)))
         for job, steward in list(self.stewards.items()):
             if not steward.witness.finished:
                 out += self._from(job, "steward", steward.observe(view, at))

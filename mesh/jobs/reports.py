@@ -57,8 +57,11 @@ class Progressed(msgspec.Struct, frozen=True):
 
 
 class VacateWanted(msgspec.Struct, frozen=True):
+    """Its node wants it to leave: to `to`, if that is not None and can take it, or else to its heir."""
+
     grace_s: float
     reason: str
+    to: bytes | None = None
 
 
 class MigrateWanted(msgspec.Struct, frozen=True):

@@ -264,8 +264,8 @@ class Runner:
             case Progressed(step=step):
                 self.attempt = msgspec.structs.replace(self.attempt, last_step=step)
                 return []
-            case VacateWanted(grace_s=grace_s, reason=reason):
-                return self._vacate(grace_s, reason, at)
+            case VacateWanted(grace_s=grace_s, reason=reason, to=to):
+                return self._vacate(grace_s, reason, at, to)
             case MigrateWanted(to=to):
                 if self._vacate_reason or self._ending or self.state not in GUEST_RUNS:
                     return []

@@ -7,7 +7,7 @@ see two things at once, and a promise is on disk before it is sent.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -49,6 +49,7 @@ from mesh.jobs.herald import Herald, speaks_for
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
 from mesh.jobs.keyring import Keyring
+from mesh.jobs.leaving import Leaving
 from mesh.jobs.logcopies import EVERY_S as LOGS_EVERY_S
 from mesh.jobs.logcopies import LogCopies
 from mesh.jobs.mending import Mending
@@ -58,7 +59,7 @@ from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.postman import Postman
 from mesh.jobs.recovery import Plan
 from mesh.jobs.rendezvous import meeting_place
-from mesh.jobs.reports import KillWanted, Recopied, RunnerEvent, VacateWanted
+from mesh.jobs.reports import KillWanted, Recopied, RunnerEvent
 from mesh.jobs.spec import (
     JobSpec,
     SpecError,
@@ -115,8 +116,9 @@ class JobService:
         self.store = store
         self.inventory = inventory
         self.courier = Courier(peers, store)
-        self._warming = Warming(self.courier)
-        self.mending = Mending(identity.node_id, self.courier, store, self._custody, self._recopied)
+        self.warming = Warming(self.courier)
+        self.leaving = Leaving(self, instant)
+        self.mending = Mending(identity.node_id, self.courier, store, self.custody, self._recopied)
         self.attempts: dict[bytes, Attempt] = {}
         self.states: dict[bytes, tuple[str, str]] = {}
         self._identity, self._trust = identity, trust
@@ -186,7 +188,7 @@ class JobService:
         self._timers.stop()
         await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
         await asyncio.gather(*self._endings, return_exceptions=True)
-        await asyncio.gather(self.keyring.close(), self._warming.close(), self.mending.close())
+        await asyncio.gather(self.keyring.close(), self.warming.close(), self.mending.close())
         await self._postman.close()
 
     # --- for the API
@@ -245,13 +247,13 @@ class JobService:
     async def vacate(self, grace_s: float, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
         """Give notice to every guest, or to these; wait until each attempt has ended (or its grace has, and it was killed)."""
         jobs = self._those(only)
-        await self._end_all(jobs, VacateWanted(grace_s, reason), grace_s + 30)
+        await self._end_all(self.leaving.notices(jobs, grace_s, reason), grace_s + 30)
         return jobs
 
     async def kill(self, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
         """SIGKILL to every guest, or to these, now; the bookkeeping follows, and knows first that it was no fault of theirs."""
         jobs = self._those(only)
-        await self._end_all(jobs, KillWanted(reason), 10.0, at_once=True)
+        await self._end_all(dict.fromkeys(jobs, KillWanted(reason)), 10.0, at_once=True)
         return jobs
 
     def _those(self, only: Sequence[bytes] | None) -> list[bytes]:
@@ -335,7 +337,7 @@ class JobService:
             await asyncio.sleep(1.0)
             for job in {*self.participant.witnesses, *self.participant.runners}:
                 runner = self.participant.runners.get(job)
-                self._warming.follow(job, runner)
+                self.warming.follow(job, runner)
                 self.keyring.follow(job, runner)
                 self._publish(job)
             guests = {job: self.attempts[job] for job in self.participant.runners if job in self.attempts}
@@ -423,7 +425,7 @@ class JobService:
             case SaveResult() if attempt is not None:
                 attempt.save_result(effect)
             case Notify(kind=kind, grace_s=grace_s, reason=reason) if attempt is not None:
-                self._warming.stop(job)
+                self.warming.stop(job)
                 attempt.notify(kind, grace_s, reason)
             case RunUntil(boot_s=until) if attempt is not None:
                 attempt.allow_until(until)
@@ -431,19 +433,19 @@ class JobService:
                 attempt.kill()
             case Committed(commit=commit):
                 others = f"on {len(commit.holders)} other node{'' if len(commit.holders) == 1 else 's'}"
-                self._note(job, "checkpoint", others, number=commit.seq, step=commit.step)
-                self._warming.follow(job, self.participant.runners.get(job))
+                self.note(job, "checkpoint", others, number=commit.seq, step=commit.step)
+                self.warming.follow(job, self.participant.runners.get(job))
             case StateChanged(state=state, detail=detail):
                 before = self.states.get(job, ("", ""))
                 if before != (state, detail):
                     self.states[job] = (state, detail)
                     self._note_state(job, before[0], state, detail)
             case Ended(reason=reason):
-                self._note(job, "attempt", reason)
+                self.note(job, "attempt", reason)
                 self.states.pop(job, None)
                 self._end(job, role, reason)
             case Concluded(outcome=outcome):
-                self._note(job, "end", outcome.detail, new=outcome.kind)
+                self.note(job, "end", outcome.detail, new=outcome.kind)
 
     def _send(self, to: NodeId, message: AnyMessage) -> None:
         if to == self._me:
@@ -453,7 +455,7 @@ class JobService:
 
     def _end(self, job: bytes, role: Role, reason: str) -> None:
         self._timers.stop((job, role, name) for name in TIMERS)
-        self._warming.forget(job)
+        self.warming.forget(job)
         attempt = self.attempts.pop(job, None)
         if attempt is not None:
             self.left(job, attempt, reason)
@@ -471,9 +473,9 @@ class JobService:
             self._vacated.pop(job, asyncio.Event()).set()
             self._publish(job)
 
-    async def _end_all(self, jobs: list[bytes], event: RunnerEvent, timeout_s: float, at_once: bool = False) -> None:
+    async def _end_all(self, jobs: Mapping[bytes, RunnerEvent], timeout_s: float, at_once: bool = False) -> None:
         waits = [self._vacated.setdefault(job, asyncio.Event()) for job in jobs]
-        for job in jobs:
+        for job, event in jobs.items():
             self.tell(job, event)
         if at_once:
             await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
@@ -510,27 +512,25 @@ class JobService:
             self.store,
             self.courier,
             lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
-            lambda: self._custody(job),
+            lambda: self.custody(job),
             lambda: self.keyring.vault(job, spec, self._group(job)),
             lambda event: self.tell(job, event),
-            lambda text, new: self._note(job, "state", text, new=new),
+            lambda text, new: self.note(job, "state", text, new=new),
             self._have_image,
         )
         self._places_changed()
         return None
 
-    def _custody(self, job: bytes) -> Custody:
+    def custody(self, job: bytes) -> Custody:
         runner = self.participant.runners.get(job)
         hierarchy = self.outlook.hierarchy()
         custody = custody_of(job, self._me, runner, self.membership.members(), hierarchy)
         if runner is None:
             return custody
-        # Who has notice saves where it goes.
-        order = sorted(custody.fallback, key=lambda node: node != runner.ledger.prefer)
-        return custody.first(order)
+        return custody.first(self.leaving.order(job, custody.fallback, runner.ledger.prefer))
 
     def _recopied(self, job: bytes, manifest: bytes, holders: tuple[NodeId, ...], words: str) -> None:
-        self._note(job, "state", words, new="copied again")
+        self.note(job, "state", words, new="copied again")
         self.tell(job, Recopied(manifest, holders))
 
     # --- what others see
@@ -549,7 +549,7 @@ class JobService:
         waiting = None
         if steward is not None and acts and runner is None and not steward.held_back:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
-        warm = runner is not None and self._warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
+        warm = runner is not None and self.warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
         heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
         due, detail = attempt.cadence.next if attempt is not None else None, preparing or detail or note
         return status_of(job, witness, runner, state, detail, progress, waiting, heeds, warm, portions, due)
@@ -577,9 +577,9 @@ class JobService:
 
     def _note_state(self, job: bytes, old: str, new: str, detail: str) -> None:
         if self._waits.is_news(job, old, new, time.monotonic()):
-            self._note(job, "state", detail, old=old, new=new)
+            self.note(job, "state", detail, old=old, new=new)
 
-    def _note(self, job: bytes, kind: Kind, reason: str, **fields: Any) -> None:
+    def note(self, job: bytes, kind: Kind, reason: str, **fields: Any) -> None:
         attempt = self.attempts.get(job)
         event = self.chronicle.say(job, kind, reason, attempt=attempt.number if attempt is not None else None, **fields)
         log.info("job %s: %s", format_job(job)[:8], words(event))

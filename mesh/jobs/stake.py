@@ -5,11 +5,12 @@ from contextlib import contextmanager
 
 import msgspec
 
-from placement.advert import WHOLE
+from placement.destination import worth
+from placement.queue import DEFAULT_PRIORITY
 
 
 class Urgency(msgspec.Struct, frozen=True):
-    """`deadline_s`: of CLOCK_BOOTTIME; `weight`: GPU-seconds that are lost without it; `warn` tells the user."""
+    """`deadline_s`: of CLOCK_BOOTTIME; `weight`: what its work at risk is worth (`destination.worth`); `warn` tells the user."""
 
     deadline_s: float
     weight: float
@@ -32,8 +33,8 @@ class Lost(msgspec.Struct, frozen=True):
 class Stake:
     """Of one attempt that uses `percent` of a GPU. Moments are seconds of CLOCK_BOOTTIME; `warn` tells the job's user."""
 
-    def __init__(self, percent: int, warn: Callable[[str], None]) -> None:
-        self._percent = percent
+    def __init__(self, percent: int, warn: Callable[[str], None], priority: int = DEFAULT_PRIORITY) -> None:
+        self._percent, self._priority = percent, priority
         self._warn = warn
         self._since_s = 0.0
         self._step: int | None = None
@@ -78,7 +79,7 @@ class Stake:
         self.began(since_s, True, step)
 
     def _urgency(self, now: float, deadline_s: float) -> Urgency:
-        return Urgency(deadline_s, self._percent * max(0.0, now - self._since_s) / WHOLE, self._tell)
+        return Urgency(deadline_s, worth(now - self._since_s, self._percent, self._priority), self._tell)
 
     def _tell(self, why: str) -> None:
         if not self._saved:

@@ -7,9 +7,11 @@ import msgspec
 
 from mesh.jobs.ledger import OutcomeKind
 from placement.advert import Advert
+from placement.allotment import served
 from placement.decision import witness_order
 from placement.preemption import Stay
 from placement.queue import Queue
+from placement.request import Request
 from placement.zones import Hierarchy
 
 
@@ -43,6 +45,16 @@ class View(msgspec.Struct, frozen=True, dict=True):
     def offers(self) -> tuple[Advert, ...]:
         """The adverts of those who stay."""
         return tuple(advert for advert in self.adverts if advert.node in self.staying)
+
+    def serving(self, promised: Sequence[tuple[bytes, Request]]) -> "View":
+        """The same, once these have their places."""
+        if not promised:
+            return self
+        adverts = {advert.node: advert for advert in self.adverts}
+        for node, request in promised:
+            if node in adverts:
+                adverts[node] = served(adverts[node], request)
+        return msgspec.structs.replace(self, adverts=tuple(adverts.values()))
 
     def witnesses(self, job: bytes) -> tuple[bytes, ...]:
         """All who stay, best witness of this job first."""

@@ -58,6 +58,14 @@ class Warming:
             return False
         return heir in commit.holders or self._checkpoints.get((job, heir)) == commit.manifest
 
+    def holders(self, job: bytes, commit: Commit | None) -> frozenset[NodeId]:
+        """Who was brought this checkpoint."""
+        if commit is None:
+            return frozenset()
+        return frozenset(
+            node for (of, node), known in self._checkpoints.items() if of == job and known == commit.manifest
+        )
+
     def stop(self, job: bytes) -> None:
         """It is about to leave: its last checkpoint needs the network more."""
         if job in self._copies:

@@ -78,6 +78,7 @@ class Ladder:
 
     def look(self, stand_of: Callable[[tuple[str, ...]], Stand], leave: Callable[[Stand], Leave]) -> None:
         """Bring every guest to where it should stand now. Gates are shut before this returns; what takes longer follows."""
+        leaving: dict[Leave, list[bytes]] = {}
         for job, attempt in self._jobs.attempts.items():
             guest = self._guest(job, attempt)
             stand = stand_of(tuple(portion.uuid for portion in attempt.portions))
@@ -87,14 +88,17 @@ class Ladder:
             elif stand.level == "vacate":
                 asked = leave(stand)
                 guest.leave = asked
-                self._spawn(self.leave([job], asked), f"leave {format_job(job)[:8]}")
+                leaving.setdefault(asked, []).append(job)
             elif stand.level == "suspend" and "notice" not in attempt.rungs:
                 self._stop(job, guest, stand.why, "gpu" in stand.causes, "suspended")
             else:  # also one that was given notice by somebody else: it may save, and is gone soon
                 self._let_go(job, guest)
+        for asked, jobs in leaving.items():
+            self._spawn(self.leave(jobs, asked), f"leave {', '.join(format_job(job)[:8] for job in jobs)}")
 
     async def leave(self, jobs: Sequence[bytes], leave: Leave) -> list[bytes]:
-        """Ask these to go, and wait until they have gone (or were killed)."""
+        """Ask these to go, each to where one plan for all of them sends it, and wait until they have gone (or were killed)."""
+        self._jobs.leaving.settle(jobs, leave.notice + leave.pause)
         left = await asyncio.gather(*(self._leave(job, leave) for job in jobs))
         return [job for some in left for job in some]
 

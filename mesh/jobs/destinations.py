@@ -1,0 +1,90 @@
+"""What a node knows of the jobs that leave it, as `placement.destination` wants it: who could take each, what he lacks.
+
+No I/O.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from ckptstore.bandwidth import Path
+from mesh.jobs.spec import JobSpec, waiting_place
+from mesh.jobs.view import View
+from placement.advert import WHOLE, Advert
+from placement.allotment import served
+from placement.destination import HORIZON_S, Departure, Leaver, Way, plan, stranding, survival
+from placement.images import lacks
+from placement.request import Request
+from placement.zones import zone_of
+
+AT_HOME = 2.0  # times as good as elsewhere: the job would go there by itself soon; ours
+FAILED_THERE, FETCHES_IMAGE = 0.25, 0.5  # times as good as elsewhere; ours
+KEEPERS = 4  # asked for besides the places: more than any job wants copies; ours
+
+Paths = Callable[[bytes, Sequence[bytes]], Path]
+"""To a node, or as far as its zone's others tell."""
+
+
+class Guest(msgspec.Struct, frozen=True):
+    """A job that has to leave. `request`: for its next attempt; `value`: GPU-seconds at risk; `ready_s`: until its state can be
+    sent. `difference`: bytes that its last save added, which `holders` of its last checkpoint lack; `state`: all there is, which
+    others lack; None as long as it has saved nothing. `keepers` could hold its state without running it, best first."""
+
+    spec: JobSpec
+    request: Request
+    value: float
+    ready_s: float
+    difference: int | None
+    state: int | None
+    holders: frozenset[bytes]
+    keepers: tuple[bytes, ...]
+
+
+def departure(
+    guests: Sequence[Guest], view: View, paths: Paths, window_s: float, taken: Iterable[tuple[bytes, Request]] = ()
+) -> Departure:
+    """Where they all go, if they have so long. `taken`: places that were promised to others who leave."""
+    offers = {advert.node: advert for advert in view.offers if advert.node != view.me}
+    for node, request in taken:
+        if node in offers:
+            offers[node] = served(offers[node], request)
+    leavers, least = [], dict(offers)
+    for guest in guests:
+        able: Sequence[Advert] = list(offers.values())
+        if view.queue is not None:  # a place that is kept for another is not free
+            able = view.queue.left_for(waiting_place(guest.spec, guest.request), able)
+            least |= {advert.node: min(advert, least[advert.node], key=_room) for advert in able}
+        leavers.append(_leaver(guest, able, view, paths))
+    return plan(leavers, least, window_s)
+
+
+def _leaver(guest: Guest, able: Sequence[Advert], view: View, paths: Paths) -> Leaver:
+    request = guest.request
+    horizon_s = min(HORIZON_S, float(request.remaining_s))
+    adverts = {advert.node: advert for advert in able}
+    ranked = [candidate.node for candidate in view.hierarchy.rank(request, able)]
+    staying = [node for node in (*sorted(guest.holders), *guest.keepers[:KEEPERS]) if node in view.staying]
+    known = {advert.node: advert for advert in view.adverts} | adverts
+    ways = []
+    for node in dict.fromkeys([*ranked, *staying]):
+        if node == view.me:
+            continue
+        zone = zone_of(node, view.hierarchy.zones)
+        path = paths(node, zone.nodes if zone is not None else ())
+        missing = guest.difference if node in guest.holders else guest.state
+        stays = survival(known[node], horizon_s) if node in known else 0.5
+        favour = _favour(request, adverts[node]) if node in adverts else 1.0
+        ways.append(Way(node, float(missing or 0), path.bps, path.spread, stays, node in ranked, favour))
+    return Leaver(request, guest.value, tuple(ways), guest.ready_s, horizon_s)
+
+
+def _favour(request: Request, advert: Advert) -> float:
+    if advert.node == request.prefer:
+        return AT_HOME
+    worse = FAILED_THERE if advert.node in request.avoid else 1.0
+    return worse * (FETCHES_IMAGE if lacks(request, advert) else 1.0) * stranding(request, advert)
+
+
+def _room(advert: Advert) -> tuple[int, int, int]:
+    whole = sum(left.share == WHOLE for left in advert.room)
+    return whole, sum(left.share for left in advert.room), advert.slots_free
