@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     egress_allow: tuple[str, ...] = ()
     image_fetch: bool = True  # whether images on the mesh's list are fetched from other nodes when a job needs them
     image_cache_gib: float = 20.0  # of disk for layers of images that are given to others
+    image_keep_gib: float = 100.0  # of images that were fetched; above it, the longest unused go
+    image_keep_days: float = 30.0  # for which a fetched image stays that no job uses
     upload_mbps: float = 0.0  # megabits per second for checkpoints that are not urgent; 0 is no limit
     edge: Literal["auto", "off"] = (
         "auto"  # whether the kernel may watch the interfaces of guests, where that can be (docs/edge.md)
@@ -89,9 +91,12 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
         ("store_quota_gib", settings.store_quota_gib),
         ("foreign_quota_gib", settings.foreign_quota_gib),
         ("image_cache_gib", settings.image_cache_gib),
+        ("image_keep_gib", settings.image_keep_gib),
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
+    if not 0 <= settings.image_keep_days < 2**20:
+        raise ConfigError(f"{path}: image_keep_days must be a number of days from 0, not {settings.image_keep_days:g}")
     _check_ceilings(path, settings)
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")

@@ -55,6 +55,7 @@ from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Register
 from mesh.images.catalogue import SECTION as IMAGES
 from mesh.images.library import Library
+from mesh.images.shelf import DAY_S, Bounds
 from mesh.jobs.authority import Authority
 from mesh.jobs.deputy import Deputy
 from mesh.jobs.joblogs import JobLogs
@@ -198,6 +199,7 @@ class Daemon:
             layout.images,
             _bytes(settings.image_cache_gib) or 0,
             settings.image_fetch,
+            Bounds(_bytes(settings.image_keep_gib) or 0, settings.image_keep_days * DAY_S),
             self.identity,
             self.trust,
             self.membership,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from ckptstore.pacing import Background
@@ -11,10 +12,11 @@ from membership.events import MemberView
 from membership.identity import NodeId, short_id
 from membership.trust import Standing
 from mesh.api.errors import ExitCode, MeshError
-from mesh.api.orders import AllowImage, DenyImage, PushImage
+from mesh.api.orders import AllowImage, DenyImage, PruneImages, PushImage
 from mesh.api.peer import PeerError
 from mesh.api.streams import sliced
 from mesh.engine.engine import BadImage, EngineError
+from mesh.engine.imagestore import StoredImage
 from mesh.images.allowlist import ANYTHING, Image, ListError, Said, check_alias, image_hash
 from mesh.images.giving import NotGiven, TooBusy
 from mesh.images.questions import Fetching, decode_fetching, decode_pieces, encode
@@ -151,8 +153,9 @@ class ImageDesk:
 
     # --- what there is
 
-    def all(self) -> dict[str, Any]:
+    async def all(self) -> dict[str, Any]:
         """`mesh image ls`."""
+        unused = await self._library.fetched()
         library, rules = self._library, self._library.rules
         nicks, holders = self._nicks(), library.nodes_of()
         rows = [self._listed(alias, said, nicks, holders) for alias, said in sorted((rules.listed or {}).items())]
@@ -169,6 +172,15 @@ class ImageDesk:
             "own": {
                 "allowed": {alias: _digests(image) for alias, image in sorted(rules.own.allowed.items())},
                 "denied": sorted(rules.own.denied),
+            },
+            "fetched": {
+                "images": [
+                    {**self._named(image), "unused_s": round(unused[image.id])}
+                    for image in sorted(self._library.stored.values(), key=lambda image: image.id)
+                    if image.id in unused
+                ],
+                "most_bytes": self._library.bounds.most_bytes,
+                "most_unused_s": self._library.bounds.unused_s,
             },
             "by_name": [{"name": name, "nodes": sorted(nodes)} for name, nodes in sorted(named.items())],
         }
@@ -192,6 +204,26 @@ class ImageDesk:
             "problem": state.words if state.failed else "",
             "nodes": sorted(nodes),
         }
+
+    # --- what does not stay
+
+    async def prune(self, order: PruneImages) -> dict[str, Any]:
+        """Remove what was fetched and is not used. `words`: why it goes, or why it could not."""
+        library, bounds = self._library, self._library.bounds
+        if order.unused_s is not None:
+            bounds = msgspec.structs.replace(bounds, unused_s=order.unused_s)
+        rows = []
+        try:
+            for one in await library.surplus(bounds):
+                gone = order.dry_run or await library.remove(one.image)
+                words = one.why if gone else "a container is made of it"
+                rows.append({**self._named(one.image), "unused_s": round(one.unused_s), "gone": gone, "words": words})
+        except EngineError as error:
+            raise MeshError(str(error)) from error
+        return {"dry_run": order.dry_run, "images": rows}
+
+    def _named(self, image: StoredImage) -> dict[str, Any]:
+        return {"alias": self._library.name_of(image.id), "id": f"sha256:{image.id.hex()}", "bytes": image.size}
 
     # --- what may be run
 

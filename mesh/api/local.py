@@ -26,6 +26,7 @@ from mesh.api.orders import (
     LendOrder,
     MigrateOrder,
     PauseOrder,
+    PruneImages,
     PullCheckpoint,
     PullImage,
     PullOrder,
@@ -140,7 +141,10 @@ def application(daemon: "Daemon") -> web.Application:
         return await daemon.ckpt_desk.collect((await _read(request, CollectOrder)).min_age_s)
 
     async def images(request: web.Request) -> Any:
-        return daemon.image_desk.all()
+        return await daemon.image_desk.all()
+
+    async def prune_images(request: web.Request) -> Any:
+        return await daemon.image_desk.prune(await _read(request, PruneImages))
 
     async def allow_image(request: web.Request) -> Any:
         return await daemon.image_desk.allow(await _read(request, AllowImage))
@@ -235,6 +239,7 @@ def application(daemon: "Daemon") -> web.Application:
         ("GET", "/v1/images", images),
         ("POST", "/v1/images/allow", allow_image),
         ("POST", "/v1/images/deny", deny_image),
+        ("POST", "/v1/images/prune", prune_images),
         ("POST", "/v1/images/pull", pull_image),
         ("POST", "/v1/images/push", push_image),
         ("POST", "/v1/pause", pause),

@@ -188,6 +188,13 @@ class PullImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alias: str
 
 
+class PruneImages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Without `unused_s`, as the owner's bounds have it; `dry_run`: only say what would go."""
+
+    unused_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    dry_run: bool = False
+
+
 class PushImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`look`: do not ask for anything, only how far they are."""
 

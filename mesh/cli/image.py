@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import client, json_option, patience, print_json, table
+from mesh.cli.terminal import DURATION, client, json_option, lasting, patience, print_json, table
 from mesh.client import Client
 
 LOOK_S = 0.5
@@ -49,6 +49,11 @@ def list_(ctx: click.Context, as_json: bool) -> None:
         click.echo(f"this node's owner allows {alias} here ({_short(row['id'])})", err=True)
     for alias in answer["own"]["denied"]:
         click.echo(f"this node's owner denies {alias} here", err=True)
+    fetched = answer["fetched"]
+    if fetched["images"]:
+        size = _size(sum(row["bytes"] for row in fetched["images"]))
+        bounds = f"at most {_size(fetched['most_bytes'])}, and each until it was unused for {lasting(fetched['most_unused_s'])}"
+        click.echo(f"fetched from others: {len(fetched['images'])}, {size} ({bounds}; `mesh image prune`)", err=True)
     for row in answer["images"]:
         if row["problem"]:
             click.echo(f"mesh: {row['alias']} was not fetched: {row['problem']}", err=True)
@@ -170,6 +175,30 @@ def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) 
             click.echo(f"{row['node']} {'has it' if row['here'] else 'has not got it: ' + row['words']}")
     if any(row["failed"] for row in rows):
         raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+@image.command()
+@click.option("--unused", type=DURATION, help="What was not used for so long (default: as image_keep_days says).")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@json_option
+@click.pass_context
+def prune(ctx: click.Context, unused: float | None, dry_run: bool, as_json: bool) -> None:
+    """Remove images that were fetched from other nodes, and are not used any more, from this node's engine.
+
+    The daemon does so by itself when they take more than image_keep_gib, or were unused for image_keep_days. What its owner has
+    put there or named himself is never removed, nor what a container is made of, nor what was used in the last ten minutes.
+    """
+    with patience("removing images"):
+        answer = client(ctx).post("/v1/images/prune", {"unused_s": unused, "dry_run": dry_run}, timeout_s=600)
+    if as_json:
+        print_json(answer)
+        return
+    if not answer["images"]:
+        click.echo("nothing is to go: `mesh image ls` shows what was fetched", err=True)
+    for row in answer["images"]:
+        what = "stays" if not row["gone"] else "would go" if dry_run else "is gone"
+        told = f"unused for {lasting(row['unused_s'])}: {row['words']}"
+        click.echo(f"{row['alias']} ({_short(row['id'])}, {_size(row['bytes'])}) {what}; {told}")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("pull", "mesh.cli.jobs", "Fetch a finished job's published files"),
         ("ckpt", "mesh.cli.ckpt", "The checkpoints kept here: ls, verify, pull, rm, gc"),
         ("rehearse", "mesh.cli.rehearse", "Find out here whether a job survives departures"),
-        ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push"),
+        ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push, prune"),
         ("events", "mesh.cli.jobs", "What this node saw happen to jobs"),
         ("nodes", "mesh.cli.nodes", "List nodes, and what they lend"),
         ("survive", "mesh.cli.survive", "How long a node is likely to stay; eval: on a trace"),

@@ -7,6 +7,7 @@ pulled from a registry. Saving and loading take minutes: each has a thread of it
 """
 
 import asyncio
+import http
 import io
 import tarfile
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
@@ -32,12 +33,14 @@ T = TypeVar("T")
 
 
 class StoredImage(msgspec.Struct, frozen=True):
-    """As the engine has it: `id`, its names, and the digests by which registries know it."""
+    """As the engine has it: `id`, its names, and the digests by which registries know it. `fetched`: it has no name but the one
+    under which this node put it there."""
 
     id: bytes
     names: tuple[str, ...]
     manifests: tuple[bytes, ...]
     size: int
+    fetched: bool = False
 
     def is_of(self, image: Image) -> bool:
         """Either of the two digests names all of the content."""
@@ -60,6 +63,10 @@ class ImageStore:
     async def find(self, name: str) -> StoredImage | None:
         """By a name on the engine, or `sha256:...`."""
         return await self._call(lambda: self._find(name))
+
+    async def remove(self, image: StoredImage) -> bool:
+        """Whether one that was fetched is gone; not if a container is made of it, running or not."""
+        return await self._call(lambda: self._remove(image))
 
     async def layers(self) -> list[tuple[bytes, ...]]:
         """The layers of each image, lowest first."""
@@ -94,6 +101,21 @@ class ImageStore:
             if error.is_client_error():
                 return None  # not a name at all
             raise
+
+    def _remove(self, image: StoredImage) -> bool:
+        import docker.errors
+
+        try:
+            for name in self._api.inspect_image(_id(image.id)).get("RepoTags") or ():
+                if name.startswith(f"{TAG}:"):
+                    self._api.remove_image(name)  # without force: the engine knows who uses it
+        except docker.errors.ImageNotFound:
+            return True
+        except docker.errors.APIError as error:
+            if error.response is not None and error.response.status_code == http.HTTPStatus.CONFLICT:
+                return False
+            raise
+        return True
 
     def _all_layers(self) -> list[tuple[bytes, ...]]:
         import docker.errors
@@ -258,12 +280,14 @@ def _member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
 
 def _stored(row: dict[str, Any]) -> StoredImage:
     digests = (str(text).rpartition("@")[2] for text in row.get("RepoDigests") or ())
-    names = (str(name) for name in row.get("RepoTags") or ())
+    all_names = {str(name) for name in row.get("RepoTags") or () if "<none>" not in str(name)}
+    names = tuple(sorted(name for name in all_names if not name.startswith(f"{TAG}:")))
     return StoredImage(
         id=image_hash(str(row["Id"])) or b"",
-        names=tuple(sorted(name for name in names if TAG not in name and "<none>" not in name)),
+        names=names,
         manifests=tuple(sorted({found for text in digests if (found := image_hash(text)) is not None})),
         size=max(0, int(row.get("Size") or 0)),
+        fetched=bool(all_names) and not names,
     )
 
 

@@ -22,6 +22,7 @@ from mesh.images.catalogue import SECTION, Catalogue
 from mesh.images.giving import Giving
 from mesh.images.layers import LayerStore
 from mesh.images.rules import OwnRules, Rules, Verdict, short
+from mesh.images.shelf import Bounds, Shelf, Surplus, surplus
 from mesh.images.supply import Pull, Supply
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert
 from placement.images import SHORT, ImageOffer
@@ -39,13 +40,14 @@ log = logging.getLogger(__name__)
 
 class Library:
     """`blame` tells of a node that gave something wrong; `changed` is called when what this node offers is another than before;
-    `fetches`: its owner lets images be fetched."""
+    `fetches`: its owner lets images be fetched; `bounds`: what may stay of them."""
 
     def __init__(
         self,
         root: Path,
         cache_bytes: int,
         fetches: bool,
+        bounds: Bounds,
         identity: Identity,
         trust: TrustStore,
         membership: MembershipNode,
@@ -58,6 +60,7 @@ class Library:
         self._me, self._membership = identity.node_id, membership
         self._root, self._cache_bytes, self._fetches, self._changed = root, cache_bytes, fetches, changed
         self._peers, self._blame = peers, blame
+        self.bounds = bounds
         self._seen: dict[NodeId, tuple[Record, Advert | None]] = {}
         self._engine = ImageStore()
         self._engine_ok = False
@@ -68,6 +71,7 @@ class Library:
         """Before anybody asks. MeshError if the owner's rules cannot be read."""
         layers = await asyncio.to_thread(LayerStore, self._root, self._cache_bytes)
         self._layers = layers
+        self._shelf = await asyncio.to_thread(Shelf, self._root)
         await asyncio.to_thread(self.catalogue.load)
         self.supply = Supply(self._me, self._engine, layers, self._peers, self.holders, self._blame, self._arrived)
         self.giving = Giving(self._engine, layers, self._given)
@@ -85,6 +89,7 @@ class Library:
             if time.monotonic() >= trim_at:
                 trim_at = time.monotonic() + TRIM_S
                 await asyncio.to_thread(self._layers.trim)
+                await self._make_room()
 
     async def close(self) -> None:
         await self.supply.close()
@@ -167,6 +172,35 @@ class Library:
                 found.append(known[1])
         return found
 
+    # --- what does not stay
+
+    async def fetched(self) -> dict[bytes, float]:
+        """For how long each image that was fetched has not been used, in seconds."""
+        if not self._engine_ok:
+            return {}
+        return await asyncio.to_thread(
+            self._shelf.unused, [image.id for image in self.stored.values() if image.fetched]
+        )
+
+    async def surplus(self, bounds: Bounds) -> list[Surplus]:
+        return surplus(self.stored.values(), await self.fetched(), bounds)
+
+    async def remove(self, image: StoredImage) -> bool:
+        """Whether it has gone from the engine; not if a container is made of it. EngineError."""
+        gone = await self._engine.remove(image)
+        if gone:
+            self.stored.pop(image.id, None)
+            log.info("image %s (%s) was removed from the engine", self.name_of(image.id), short(image.id))
+            self._changed()
+        return gone
+
+    async def _make_room(self) -> None:
+        try:
+            for one in await self.surplus(self.bounds):
+                await self.remove(one.image)
+        except (EngineError, OSError) as error:
+            log.info("fetched images stay for now: %s", error)
+
     # --- what a start asks
 
     async def ready(self, name: str, wanted: bytes | None, told: Callable[[str], None]) -> str:
@@ -185,6 +219,8 @@ class Library:
             raise BadImage(_not_here(name, verdict))
         if image.id in self.rules.denied_hashes:
             raise BadImage(f"this node's owner denies image {name} (`mesh image deny`)")
+        if image.fetched:
+            await asyncio.to_thread(self._shelf.used, image.id)
         return f"sha256:{image.id.hex()}"
 
     async def _find(self, name: str, verdict: Verdict) -> StoredImage | None:

@@ -107,6 +107,20 @@ def test_an_image_is_allowed_on_one_node_fetched_by_another_and_refused_by_its_o
     with client_of(hosts[1]) as client:
         assert [image.id for image in client.images.list()] == [image_id]
 
+    # It stays while it is used, and no longer than its owner likes.
+    assert "fetched from others: 1" in mesh(two, "image", "ls").stderr
+    assert read(one, "image", "ls")["fetched"]["images"] == [], "that one was put there"
+    assert read(two, "image", "prune", "--unused", "0")["images"] == [], "it was used a moment ago"
+    used = two.where.images / "fetched" / image_id.removeprefix("sha256:")
+    os.utime(used, (used.stat().st_mtime - 86_400,) * 2)
+    assert read(two, "image", "prune")["images"] == [], "a day is not 30"
+    (would,) = read(two, "image", "prune", "--unused", "1h", "--dry-run")["images"]
+    assert would["gone"] and would["id"] == image_id and row(two)["here"] is True
+    assert "is gone; unused for 1d" in ok(two, "image", "prune", "--unused", "1h")
+    with client_of(hosts[1]) as client:
+        assert client.images.list() == [] and row(two)["here"] is False
+    until(lambda: row(one).get("nodes") == ["node1"], "others to hear that it has gone")
+
     # An owner's word is above the list, on his node; the list's word is everybody's.
     ok(two, "image", "deny", "tool")
     assert row(two)["denied_here"] is True

@@ -15,7 +15,7 @@ from membership.identity import Identity
 from mesh.api.peer import Address, PeerClient
 from mesh.api.tls import server_context
 from mesh.engine.engine import BadImage, EngineError
-from mesh.engine.imagestore import ImageStore, StoredImage
+from mesh.engine.imagestore import TAG, ImageStore, StoredImage
 from mesh.images import layers as layers_module
 from mesh.images import supply as supply_module
 from mesh.images.allowlist import Image
@@ -68,6 +68,37 @@ async def _saved(engine: ImageStore, made: Image, store: LayerStore, read: list[
     found = await engine.find("lab/tool:1")
     assert found is not None and found.id == made.config and found.names == ("lab/tool:1",)
     return await engine.save(found, store, read.append)
+
+
+async def test_only_what_was_fetched_is_removed_and_nothing_in_use(
+    engines: tuple[str, str], made: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", engines[0])
+    name = f"sha256:{made.config.hex()}"
+    store = ImageStore()
+
+    async def now() -> StoredImage:
+        found = await store.find(name)
+        assert found is not None
+        return found
+
+    with docker_client(engines[0]) as client:
+        image = client.images.get(name)
+        assert not (await now()).fetched
+        image.tag(TAG, made.config.hex()[:32])
+        assert not (await now()).fetched, "its owner's name for it stays, whoever fetched it"
+        client.images.remove("lab/tool:1")
+        try:
+            assert (await now()).fetched
+            container = client.containers.create(name, "true")
+            assert await store.remove(await now()) is False
+            container.remove()
+            image.tag("lab/tool", "1")
+            assert await store.remove(await now()) is True
+            assert (await now()).names == ("lab/tool:1",)
+        finally:
+            client.api.tag(name, "lab/tool", "1")
+    store.close()
 
 
 class Holder:
