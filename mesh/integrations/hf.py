@@ -31,22 +31,23 @@ class Yield(TrainerCallback):
     """Publishes every checkpoint that the Trainer makes; at a notice has it save at the end of the step, and leaves.
 
     Leaving is exit 85 out of `train()`, once the Trainer has wound up: what a program does after it is done only with a fully
-    trained model. With `exits=False`, `train()` returns instead. The newest `keep` checkpoints stay in MESH_CKPT_DIR. How often
-    there is one is the Trainer's `save_strategy`. An evaluation that is due at the step is done before its save.
+    trained model. With `exits=False`, `train()` returns instead. The newest `keep` checkpoints stay in MESH_CKPT_DIR. There is
+    one when the mesh says so, and as often as the Trainer's `save_strategy` has it. An evaluation that is due at the step is done
+    before its save.
     """
 
     def __init__(self, *, keep: int = 2, exits: bool = True) -> None:
         self.keep = keep
         self.exits = exits
-        self._leaving = False
-        self._told_s = 0.0
+        self._leaving = self._due = False
+        self._told_s = self._stepped_s = 0.0
         self._final: dict[str, Any] | None = None  # the weights of a run that had ended before it was resumed
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """ValueError if `output_dir` is in MESH_CKPT_DIR, where its folders would count; RuntimeError with several processes."""
-        self._leaving = False
+        self._leaving = self._due = False
         directory = os.environ.get("MESH_CKPT_DIR")
         if directory is None:
             return
@@ -74,8 +75,14 @@ class Yield(TrainerCallback):
         if time.monotonic() - self._told_s >= PROGRESS_S:
             self._tell(state)
         # What an epoch, or all of it, ends with comes right after its last step, and belongs into the checkpoint.
-        if job.should_yield() and not _ends_epoch(state) and state.global_step < state.max_steps:
+        self._stepped_s = time.monotonic()
+        self._due |= job.should_checkpoint()
+        if _ends_epoch(state) or state.global_step >= state.max_steps:
+            return
+        if job.should_yield():
             self._leaving = control.should_save = control.should_training_stop = True
+        elif self._due:
+            control.should_save = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -85,6 +92,8 @@ class Yield(TrainerCallback):
         elif job.should_yield():
             self._leaving = state.global_step < state.max_steps
             control.should_save = control.should_training_stop = True
+        elif self._due:
+            control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if "MESH_CKPT_DIR" not in os.environ:
@@ -97,7 +106,9 @@ class Yield(TrainerCallback):
                 shutil.copytree(best, path / BEST)
 
         self._tell(state)
+        self._due = False
         job.Checkpoint(keep=self.keep).save(state.global_step, copy)
+        job.stalled(time.monotonic() - self._stepped_s)  # what the Trainer itself has written counts too
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -29,7 +29,9 @@ FILE = "lightning.ckpt"
 
 
 class Yield(Callback):
-    """Saves every `every_n_steps` optimizer steps or `every_s` seconds, and at a notice, and then leaves.
+    """Saves every `every_n_steps` optimizer steps and when the mesh says so, and at a notice, and then leaves.
+
+    Where no mesh says when, it saves every `every_s` seconds.
 
     Leaving is exit 85 out of `fit()`, so that what a program does after it is done only with a fully trained model. With
     `exits=False` it sets `trainer.should_stop` instead. The newest `keep` checkpoints stay in MESH_CKPT_DIR.
@@ -50,7 +52,7 @@ class Yield(Callback):
         self._leaving = self._ended = False
         self._epoch_settled = True  # whether this epoch has had a place to save within
         self._saved_step = 0
-        self._saved_s = self._told_s = 0.0
+        self._told_s = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"random": _random_state(), "ended": self._ended}
@@ -69,7 +71,7 @@ class Yield(Callback):
         if trainer.world_size > 1:
             raise RuntimeError("mesh: several processes would not agree on the step to leave at; use one")
         trainer.should_stop |= self._ended  # Lightning forgets that it had stopped early
-        self._saved_step, self._saved_s = trainer.global_step, time.monotonic()
+        self._saved_step = trainer.global_step
         self._tell(trainer)
         _heed_notices_instead_of_sigterm()
 
@@ -93,7 +95,7 @@ class Yield(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Schedulers and callbacks that follow metrics move only after this: the last resort.
-        if self._due(trainer) and not self._epoch_settled:
+        if not self._epoch_settled and self._due(trainer):
             self._save(trainer)
             self._leave(trainer)
 
@@ -107,7 +109,7 @@ class Yield(Callback):
         return steps > 0 and (
             job.should_yield()
             or (self.every_n_steps is not None and steps >= self.every_n_steps)
-            or (self.every_s is not None and time.monotonic() - self._saved_s >= self.every_s)
+            or job.should_checkpoint(self.every_s)
         )
 
     def _save(self, trainer: Trainer) -> None:
@@ -115,7 +117,7 @@ class Yield(Callback):
             return
         self._tell(trainer)
         job.Checkpoint(keep=self.keep).save(trainer.global_step, lambda path: trainer.save_checkpoint(path / FILE))
-        self._saved_step, self._saved_s = trainer.global_step, time.monotonic()
+        self._saved_step = trainer.global_step
 
     def _leave(self, trainer: Trainer) -> None:
         if job.should_yield():

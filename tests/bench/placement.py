@@ -1,7 +1,7 @@
 """How good the survival estimate is on real traces, beside climatology, a constant hazard, hours of the week and boosted trees.
 
 The traces lie outside the project: `--traces DIR` (docs/survival.md says which; $MESH_TRACES, else ../shared/data). Where they
-are not, their rows say so. All that is random has a seed; costs are CPU time. Half a minute of it.
+are not, their rows say so. All that is random has a seed; costs are CPU time. A minute of it.
 """
 
 import argparse
@@ -28,10 +28,11 @@ from mesh.forecast.evaluation import (  # noqa: E402
     evaluate,
 )
 from mesh.forecast.scores import losses  # noqa: E402
-from mesh.forecast.tracefiles import read_traces  # noqa: E402
+from mesh.forecast.tracefiles import files_of, read_traces  # noqa: E402
 from placement.stays import Trace, kaplan_meier, nelson_aalen, of_lent  # noqa: E402
 from placement.survival import Estimator  # noqa: E402
 from placement.traces import read_swf  # noqa: E402
+from tests.bench import schedule  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 
 Row = dict[str, Any]
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=Path(default))
     directory = parser.parse_args().traces
     rows = [*costs(), *curves(directory)]
+    traces: list[tuple[str, Trace, float]] = []
     for name, file, kind, offset_s, allowed in SETS:
         path = directory / file
         if not path.exists():
@@ -60,9 +62,11 @@ def main() -> None:
                 not_run(f"survival on {name}", "nats", f"<= {allowed:g} x gradient boosting", f"{path} is not there")
             )
             continue
-        trace = read_traces([path], kind, offset_s)
+        trace = read_traces(files_of([path]), kind, offset_s)
         rows += forecasts(name, trace, offset_s, allowed)
         rows += early(name, trace, offset_s)
+        traces.append((name, trace, offset_s))
+    rows += schedule.rows(traces)
     write("placement", rows)
 
 

@@ -73,9 +73,14 @@ def test_killed_in_a_save_it_goes_on_from_the_one_before(
 def test_killed_just_before_a_checkpoint_has_its_name_the_one_before_counts(
     project: Path, tmp_path: Path, program: str
 ) -> None:
-    killed = Attempt(tmp_path, project, program)
-    assert killed.run(*SHORT, "--die-in-publish", "12").returncode == -9
-    assert (killed.ckpts / ".step-00000012.tmp").is_dir() and killed.committed() == "step-00000006"
+    """And the one that the mesh had asked for at the beginning is made once, beside those of every sixth step (with Lightning,
+    the sixth since the last)."""
+    killed, whole, torn = Attempt(tmp_path, project, program), *((6, 12) if "hf" in program else (7, 13))
+    (tmp_path / "ctl" / "schedule.json").write_text('{"number": 1, "due_unix": 0}')
+    assert killed.run(*SHORT, "--die-in-publish", str(torn)).returncode == -9
+    assert (killed.ckpts / f".step-{torn:08d}.tmp").is_dir() and killed.committed() == f"step-{whole:08d}"
+    assert sorted(path.name for path in killed.ckpts.glob("step-*")) == ["step-00000001", f"step-{whole:08d}"]
+    assert (tmp_path / "ctl" / "stall.json").exists()
 
 
 def test_a_folder_that_the_trainer_left_half_written_is_never_resumed_from(
