@@ -57,6 +57,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_disk_gib: float | None = None  # without it, half of what is free when a job starts
     egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
     egress_allow: tuple[str, ...] = ()
+    system_checkpoints: bool = (
+        False  # whether CRIU may restore here, as root, what other nodes have saved (docs/isolation.md)
+    )
     image_fetch: bool = True  # whether images on the mesh's list are fetched from other nodes when a job needs them
     image_cache_gib: float = 20.0  # of disk for layers of images that are given to others
     image_keep_gib: float = 100.0  # of images that were fetched; above it, the longest unused go

@@ -431,6 +431,8 @@ class Daemon:
         ready = tuple(name for name, found in self.engine_states.items() if found.ok)
         await self.library.look("docker" in ready)
         self.inventory.engines, self.inventory.image_offer = ready, self.library.offer()
+        if "docker" in self.engine_states:
+            self.inventory.system = self.engine_states["docker"].system
 
     def _images_changed(self) -> None:
         """Another image is here, or another may be run."""
@@ -446,7 +448,8 @@ class Daemon:
             from mesh.engine.docker import DockerEngine  # the SDK is 19 MiB and 0.1 s
 
             policy = policy_of(self.settings.egress, self.settings.egress_allow)
-            made.append(BoundedEngine(DockerEngine(format_id(self.me), self.switch, policy, self.edge), self.ceilings))
+            docker = DockerEngine(format_id(self.me), self.switch, policy, self.edge, self.settings.system_checkpoints)
+            made.append(BoundedEngine(docker, self.ceilings))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
 
     def _guard_changed(self, problem: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from placement.likeness import SystemCheckpoints
 from placement.rendezvous import lane
 
 MAX_WEIGHT = 64
@@ -66,6 +67,7 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     himself. `image_ids` begin the hashes of the images that it has and may run, `image_fetches` of those that it can get from
     others; `image_denials` are names, and beginnings of hashes in hex, that its owner denies.
     `interactive`: its owner lets guests' users into them (exec, forward, Jupyter).
+    `system` says whether containers can be saved and restored as a whole, and by which nodes.
     `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
     """
 
@@ -101,6 +103,7 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     image_denials: tuple[str, ...] = ()
     stays: tuple[int, ...] = ()
     driver: tuple[int, ...] = ()
+    system: SystemCheckpoints = SystemCheckpoints()
 
     @cached_property
     def lane(self) -> bytes:
@@ -147,6 +150,8 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
     if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or max(map(len, named)) > MAX_IMAGES:
         raise AdvertError("an advert's numbers are impossible")
+    if not advert.system.possible:
+        raise AdvertError("an advert's words on system checkpoints are no plain line")
     _check_room(advert)
     return advert
 

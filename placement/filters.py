@@ -56,8 +56,8 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
     if wanted == "docker":
         if request.image is None:
             return ["the docker engine needs an image: --image NAME"]
-        reason = image_refusal(request, advert)
-        return [] if reason is None else [reason]
+        system = advert.system.refusal(request.gpus > 0, request.like) if request.system else None
+        return [reason for reason in (image_refusal(request, advert), system) if reason is not None]
     return []
 
 

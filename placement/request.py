@@ -23,7 +23,8 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     its last checkpoint. `remaining_s`: how long it is likely to go on. `capability` and `driver` are the least that will do,
     `gpu_model` a part of the GPU's name.
     `gpu_share` is the per cent of each GPU's time that it is guaranteed; below 100, `vram_mib` is what it gets of the memory,
-    else what the GPU must have. `interactive`: it is of no use where its user may not go into it."""
+    else what the GPU must have. `interactive`: it is of no use where its user may not go into it. `system`: it is saved from
+    outside, by system checkpoints; `like`: what the node must be, to go on from the last (`likeness.py`)."""
 
     job: bytes
     attempt: int
@@ -47,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     prefer: bytes | None = None
     near: tuple[bytes, ...] = ()
     remaining_s: int = SHORT_S
+    system: bool = False
+    like: str = ""
 
     @property
     def is_share(self) -> bool:

@@ -19,9 +19,9 @@ class Dockerd:
     """`host`: its DOCKER_HOST. With `live`, its containers go on while it is stopped; else they end with it. They have no
     network, so that it touches nothing of this machine's."""
 
-    def __init__(self, live: bool = False) -> None:
+    def __init__(self, live: bool = False, *options: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
-        self._live = live
+        self._live, self._options = live, options
         self.host = f"unix://{self._root}/s"
         self.start()
 
@@ -29,6 +29,7 @@ class Dockerd:
         root = self._root
         places = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
         alone = ["--bridge=none", "--iptables=false", "--ip6tables=false", *(["--live-restore"] if self._live else ())]
+        alone += self._options
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 ["dockerd", "-H", self.host, *places, *alone], stdout=log, stderr=log, start_new_session=True
@@ -74,8 +75,8 @@ class Dockerd:
 
 
 @contextmanager
-def dockerd(live: bool = False) -> Iterator[Dockerd]:
-    engine = Dockerd(live)
+def dockerd(*options: str, live: bool = False) -> Iterator[Dockerd]:
+    engine = Dockerd(live, *options)
     try:
         yield engine
     finally:

@@ -124,7 +124,16 @@ def bpf_problem() -> str:
     return netns_problem()
 
 
+@cache
+def criu_problem() -> str:
+    """Why no container can be saved and restored here; empty if it can. CRIU 3.17, of Debian 12, cannot on newer kernels."""
+    from mesh.engine.criu import Probe
+
+    return dockerd_problem() or Probe(True).look("Docker", "", True).problem
+
+
 PROBES = {
+    "criu": criu_problem,
     "dask": dask_problem,
     "docker": docker_problem,
     "dockerd": dockerd_problem,

@@ -18,6 +18,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.api.migration import homing_of
 from mesh.api.orders import SubmitOrder
 from mesh.api.peer import PeerError
+from mesh.api.saving import checkpointing_of
 from mesh.api.zones import placing
 from mesh.jobs.authority import Authority
 from mesh.jobs.courier import FetchError
@@ -309,12 +310,12 @@ class JobDesk:
             interactive=order.interactive,
             least_nodes=order.least_nodes,
             most_nodes=order.most_nodes,
-            checkpointing=_checkpointing(order, chosen),
+            checkpointing=checkpointing_of(order, chosen),
             grace_s=self._daemon.settings.grace_s if order.grace_s is None else order.grace_s,
             lease_s=LOCAL_LEASE_S if self._daemon.settings.profile == "local" else self._daemon.settings.lease_s,
             error_budget=order.retries,
             retry_codes=tuple(order.retry_on),
-            on_exit_0=order.on_exit_0,
+            on_exit_0="done" if order.ckpt_mode == "system" else order.on_exit_0,
             on_partition=order.on_partition,
             max_time_s=order.max_time_s,
             deadline_unix_ms=None if order.deadline_unix is None else int(order.deadline_unix * 1000),
@@ -351,7 +352,7 @@ class JobDesk:
         self, directory: str, checkpointing: Checkpointing | None, vault: Vault | None
     ) -> tuple[bytes, tuple[bytes, ...], int]:
         """Store the user's files and copy them to peers: the manifest, who holds it, its size in bytes."""
-        leave = (checkpointing.directory,) if checkpointing is not None else ()
+        leave = (checkpointing.directory,) if checkpointing is not None and checkpointing.mode != "system" else ()
         files = await asyncio.to_thread(collect_files, Path(directory), leave)
         try:
             saved = await asyncio.to_thread(
@@ -535,21 +536,6 @@ class JobDesk:
             return await keyring.vault(status.job, await self.spec_of(status), status.witnesses)
         except (NoKey, StoreError) as error:
             raise MeshError(str(error)) from error
-
-
-def _checkpointing(order: SubmitOrder, chosen: tuple[bytes, ...]) -> Checkpointing | None:
-    if order.ckpt is None:
-        if chosen or order.ckpt_every is not None:
-            raise MeshError("--ckpt-to and --ckpt-every need --ckpt DIR: which holds checkpoints?", ExitCode.USAGE)
-        return None
-    return Checkpointing(
-        directory=order.ckpt.rstrip("/").removeprefix("./"),
-        mode=order.ckpt_mode,
-        keep=order.keep,
-        replicas=order.replicas,
-        to=chosen,
-        every=order.ckpt_every,
-    )
 
 
 def _places(order: SubmitOrder) -> list[ArrayPlace | None]:

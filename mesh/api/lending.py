@@ -181,7 +181,7 @@ def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict
         guest, destination = plans.get(job, (None, None))
         place, to = (None, None) if destination is None else (destination.place, destination.to)
         size = None if destination is None or guest is None or guest.state is None else int(destination.bytes)
-        save_s = None if attempt.last_save is None else attempt.last_save[1]
+        save_s = None if attempt.deposits.last_save is None else attempt.deposits.last_save[1]
         known = to is not None and leaving.path(to).source != "guessed"
         ship_s = destination.seconds if destination is not None and size is not None and known else None
         chance = destination.chance if destination is not None and ship_s is not None and save_s is not None else None

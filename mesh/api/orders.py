@@ -16,7 +16,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time;
     `out` is where published files are brought to, for an array in a directory for each index. `home` names a node, or is
     `first` or `none`; without it, home is the user's own node that had to send the job away. Without a `gpu_share_limit` a job
-    is held to its share. An `interactive` one runs only where its user may go into it."""
+    is held to its share. An `interactive` one runs only where its user may go in."""
 
     argv: list[str]
     name: str = ""

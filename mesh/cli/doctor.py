@@ -18,7 +18,7 @@ from membership.skew import CLOCK_WARN_S, PEERS_NEEDED
 from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
 from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.edge import edge_words
-from mesh.cli.terminal import client, json_option, layout, patience, print_json
+from mesh.cli.terminal import client, json_option, layout, patience, print_json, system_words
 from mesh.config import Settings, load_settings
 from mesh.edge.edge import left_at
 from mesh.layout import Layout
@@ -251,7 +251,9 @@ def diagnose(facts: Facts) -> list[Finding]:
     findings += _lending(facts)
     if facts.status is not None and facts.network is not None:
         findings += _network(facts.status, facts.network)
-        findings += [_engine(name, engine) for name, engine in facts.status["engines"].items()]
+        engines = facts.status["engines"]
+        findings += [_engine(name, engine) for name, engine in engines.items()]
+        findings += [_system(engines[name]["system"]) for name in engines if name == "docker" and engines[name]["ok"]]
     findings += _edge(facts)
     return findings
 
@@ -450,3 +452,8 @@ def _edge(facts: Facts) -> list[Finding]:
 def _engine(name: str, engine: dict[str, Any]) -> Finding:
     detail = f"{engine['detail']}; {engine['isolation']}" if engine["ok"] else engine["detail"]
     return Finding(f"engine {name}", "ok" if engine["ok"] else "warn", detail)
+
+
+def _system(system: dict[str, str]) -> Finding:
+    """Nobody must offer them, so it is never more than said."""
+    return Finding("system checkpoints", "ok", system_words(system))

@@ -67,16 +67,18 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--ckpt", metavar="DIR", help="Directory, inside the working directory, that holds checkpoints."),
     click.option(
         "--ckpt-mode",
-        type=click.Choice(["rename", "marker", "stable"]),
+        type=click.Choice(["rename", "marker", "stable", "system"]),
         default="stable",
         show_default=True,
-        help="How a checkpoint shows that it is complete (docs/job-contract.md).",
+        help="How a checkpoint shows that it is complete; `system`: the program saves nothing, all of its container is saved "
+        "(docs/job-contract.md).",
     ),
     click.option(
         "--ckpt-every",
         type=EVERY,
         metavar="auto|TIME",
-        help="Give the job a notice when it is to save: by the mesh's rule, or as 30m (docs/schedule.md).",
+        help="Give the job a notice when it is to save: by the mesh's rule, or as 30m (docs/schedule.md). With --ckpt-mode "
+        "system it is saved then, by that rule if nothing is said.",
     ),
     click.option("--ckpt-to", metavar="NODE,NODE", help="Nodes that are to hold the checkpoints."),
     click.option("--replicas", type=click.IntRange(0, 16), default=2, show_default=True, help="Copies on other nodes."),

@@ -10,7 +10,7 @@ import click
 from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.lend import lend_lines
-from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
+from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
 ZONE_NODES_SHOWN = 6
@@ -148,6 +148,8 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
         )
     for name, engine in answer["engines"].items():
         click.echo(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
+        if engine["ok"] and name == "docker":
+            click.echo(f"  system checkpoints: {system_words(engine['system'])}")
     as_said = answer["lend"]["machine"]["level"] == "lend"
     for line in lend_lines(answer["lend"])[1 if as_said else 0 :]:
         click.echo(f"  {line.strip()}")

@@ -82,6 +82,8 @@ def rehearse(
 
     Needs no mesh and no daemon: three nodes of a mesh of their own run on this machine until it is over.
     """
+    if options["ckpt_mode"] == "system":
+        raise click.UsageError("a system checkpoint asks nothing of a program, so there is nothing to rehearse")
     if options["ckpt"] is None:
         raise click.UsageError(
             "a job without checkpoints starts over at each departure: name the directory that holds them, --ckpt DIR"

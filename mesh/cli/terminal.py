@@ -204,3 +204,11 @@ DURATION, SIZE, DEADLINE, ARRAY, NODES, EVERY = Duration(), Mebibytes(), Deadlin
 
 def _coloured() -> bool:
     return "NO_COLOR" not in os.environ
+
+
+def system_words(system: dict[str, str]) -> str:
+    """What a node says of its system checkpoints, for its owner."""
+    if not system["like"]:
+        return f"none: {system['problem']}"
+    gpus = f"none of GPU jobs: {system['gpu_problem']}" if system["gpu_problem"] else "of GPU jobs too"
+    return f"on and from nodes that are {system['like']}; {gpus}"

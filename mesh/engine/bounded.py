@@ -85,6 +85,9 @@ class BoundedGuest:
     async def open_session(self, order: Order) -> Session:
         return await self._guest.open_session(order)
 
+    async def dump(self, directory: Path) -> str:
+        return await self._guest.dump(directory)
+
     async def kill(self) -> None:
         await self._guest.kill()
         await self.wait()

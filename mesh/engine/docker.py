@@ -24,8 +24,9 @@ import msgspec
 import requests
 
 from mesh.edge.edge import Edge
-from mesh.engine import cgroups, gpusight
+from mesh.engine import cgroups, dumps, gpusight
 from mesh.engine.bridges import Bridges
+from mesh.engine.criu import Probe
 from mesh.engine.descent import descendants_of, process_of
 from mesh.engine.dockersession import DockerSession, open_docker_session
 from mesh.engine.egress import EgressError, Firewall, Policy
@@ -38,6 +39,7 @@ from mesh.engine.process import catches
 from mesh.engine.register import Entry, boot_id
 from mesh.engine.session import Session
 from mesh.engine.warden import LABEL_NODE, Warden
+from placement.likeness import SystemCheckpoints
 
 THREADS = 8  # for calls
 CALL_TIMEOUT_S = 30.0
@@ -54,14 +56,20 @@ class DockerEngine:
     own_root = True
 
     def __init__(
-        self, node: str, switch: KillSwitch | None = None, policy: Policy | None = None, edge: Edge | None = None
+        self,
+        node: str,
+        switch: KillSwitch | None = None,
+        policy: Policy | None = None,
+        edge: Edge | None = None,
+        system: bool = False,
     ) -> None:
         """`node` labels this daemon's containers, so that it, and nobody else, cleans up after a crash. `policy`: what they may
-        reach; `edge`: what cuts them off from that."""
+        reach; `edge`: what cuts them off from that; `system`: whether its owner allows system checkpoints."""
         self._node = node
         self._switch, self._own_switch = switch or KillSwitch(), switch is None
         self._bridges = Bridges(Firewall(policy or Policy(), tag_of(node)), node, edge)
         self._traits = Traits()
+        self._probe, self.system = Probe(system), SystemCheckpoints()
         self._client: Any = None
         self._socket: EngineSocket | None = None
         self._warden: Warden | None = None
@@ -75,6 +83,8 @@ class DockerEngine:
                 await self._connect()
             await self._call(self._client.ping)
             problem = await self._call(self._egress_problem)
+            traits = self._traits
+            self.system = await self._call(lambda: self._probe.look(traits.name, traits.version, traits.experimental))
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._client = None
             return Availability(ok=False, detail=f"no Docker engine answers ({_reason(error)})")
@@ -85,6 +95,7 @@ class DockerEngine:
             ok=True,
             detail=f"{self._traits.name} {self._traits.version}",
             isolation=f"{rights}, {self._bridges.words}; it shares the kernel",
+            system=self.system,
         )
 
     async def _connect(self) -> None:
@@ -141,7 +152,18 @@ class DockerEngine:
             await self._call(lambda: self._remove(container, network))
             raise
         assert self._warden is not None
-        guest = DockerGuest(self, container, network, entry, key, output, self._warden, self._switch, self._socket)
+        guest = DockerGuest(
+            self,
+            container,
+            network,
+            entry,
+            key,
+            output,
+            self._warden,
+            self._switch,
+            self._socket,
+            bool(launch.gpus),
+        )
         self._keep(guest.follow(launch.log_path), f"container {container.short_id}")
         guest.allow_until(launch.until)
         if launch.gpu_uuids and entry.head is not None:
@@ -172,6 +194,9 @@ class DockerEngine:
     def _create(self, launch: Launch) -> tuple[Any, str]:
         """A container, and the network that is its own."""
         image = self._image(launch.image_id or launch.image or "")
+        made = dumps.made_of(Path(launch.dump)) if launch.dump is not None else None
+        if made is not None and made.image != image:
+            raise BadImage(f"its system checkpoint is of image {made.image[:19]}, {launch.image} is {image[:19]} here")
         give_files(launch)
         network = self._bridges.make(self._client)
         try:
@@ -203,7 +228,10 @@ class DockerEngine:
     def _begin(self, container: Any, launch: Launch, key: str, entry: Entry) -> Entry:
         """Start it, and note which process and which control groups it is: so it can be ended without its engine."""
         try:
-            container.start()
+            if launch.dump is None:
+                container.start()
+            else:
+                dumps.restore(container, Path(launch.dump), Path(self._traits.root))
             container.reload()
             pid = int(container.attrs["State"]["Pid"])
             head = process_of(pid) if pid else None
@@ -265,10 +293,12 @@ class DockerGuest:
         warden: Warden,
         switch: KillSwitch,
         engine_socket: EngineSocket,
+        has_gpus: bool,
     ) -> None:
         self._engine, self._container, self._head, self._key = engine, container, entry.head, key
         self._groups = tuple(map(Path, entry.groups))
         self._network = network
+        self._has_gpus = has_gpus
         self._gpu_watch: asyncio.Task[None] | None = None
         self._fault = ""
         self._output, self._warden, self._switch, self._socket = output, warden, switch, engine_socket
@@ -304,6 +334,12 @@ class DockerGuest:
         """By the kernel's account, where that can be seen: the engine may hang."""
         frozen = await asyncio.to_thread(cgroups.are_frozen, self._groups)
         return bool(await self._engine._call(self._is_paused)) if frozen is None else frozen
+
+    async def dump(self, directory: Path) -> str:
+        like = self._engine.system.gpu_like if self._has_gpus else self._engine.system.like
+        made = dumps.Made(self._container.image.id, like)
+        await self._engine._call(lambda: dumps.dump(self._container, directory, made))
+        return like
 
     def allow_until(self, boot_s: float) -> None:
         self._warden.allow_until(self._container.id, boot_s)

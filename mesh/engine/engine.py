@@ -1,6 +1,7 @@
 """The one protocol behind which guests run, and the part of the job contract that every engine keeps (docs/job-contract.md)."""
 
 import math
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -9,6 +10,9 @@ from cuda_guard.guard import Mount
 from mesh.engine.frames import Order
 from mesh.engine.session import Session
 from placement.advert import WHOLE, Portion
+from placement.likeness import SystemCheckpoints
+
+NO_DUMPS = SystemCheckpoints(problem="a plain process has none", gpu_problem="a plain process has none")
 
 
 class EngineError(RuntimeError):
@@ -34,10 +38,11 @@ class Injection(msgspec.Struct, frozen=True):
 class Launch(msgspec.Struct, frozen=True):
     """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
 
-    `resume` is a path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from.
-    `image` is what the job calls its image, `image_id` what the engine does (`sha256:...`). `gpus` are the portions it was given,
-    of which it may have up to `gpu_share_limit` per cent of the time and `vram_limit_mib` (0: no more) of the memory. `pids`
-    bounds its processes and threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
+    `system`: it will be saved by `Guest.dump`; `dump` is a directory that this made, to go on from. `resume` is a path relative
+    to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from. `image` is what the job calls its
+    image, `image_id` what the engine does (`sha256:...`). `gpus` are the portions it was given, of which it may have up to
+    `gpu_share_limit` per cent of the time and `vram_limit_mib` (0: no more) of the memory. `pids` bounds its processes and
+    threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
     """
 
     job: str
@@ -51,6 +56,8 @@ class Launch(msgspec.Struct, frozen=True):
     log_path: str
     node: str
     grace_s: float
+    system: bool = False
+    dump: str | None = None
     resume: str | None = None
     image: str | None = None
     image_id: str | None = None
@@ -79,11 +86,13 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 class Availability(msgspec.Struct, frozen=True):
-    """Whether an engine can run here, in words; `isolation` says what a guest is kept from, and what not."""
+    """Whether an engine can run here, in words; `isolation` says what a guest is kept from, and what not; `system`, whether its
+    guests can be saved as a whole."""
 
     ok: bool
     detail: str
     isolation: str = ""
+    system: SystemCheckpoints = NO_DUMPS
 
 
 class Guest(Protocol):
@@ -115,6 +124,11 @@ class Guest(Protocol):
     async def open_session(self, order: Order) -> Session:
         """Run one more command in it, as one of its processes: with its variables, files, limits and namespaces, stopped and
         killed with it. SessionError if that cannot be now."""
+        ...
+
+    async def dump(self, directory: Path) -> str:
+        """Save all of it, memory and processes, in this new directory, while it stands still; it may go on afterwards. Says what
+        a node must be, to go on from it (placement/likeness.py). EngineError if that cannot be."""
         ...
 
     async def kill(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -90,6 +91,9 @@ class GuardedGuest:
 
     async def open_session(self, order: Order) -> Session:
         return await self._guest.open_session(order)
+
+    async def dump(self, directory: Path) -> str:
+        return await self._guest.dump(directory)
 
     async def kill(self) -> None:
         begun, first = time.perf_counter(), not (self._killed or self._tenant.released)

@@ -27,12 +27,14 @@ WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
 
 class Traits(msgspec.Struct, frozen=True):
     """What an engine is and has. `init`: a program that reaps orphans and passes signals on; `cdi`: devices that it knows by the
-    Container Device Interface."""
+    Container Device Interface; `experimental`: it saves and restores containers; `root`: where it keeps them."""
 
     name: str = "Docker"
     version: str = ""
     init: bool = False
     cdi: frozenset[str] = frozenset()
+    experimental: bool = False
+    root: str = ""
 
 
 def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
         "ipc_mode": "private",
         "pids_limit": launch.pids,
         "device_requests": _devices(launch.gpu_uuids, traits.cdi),
-        "init": traits.init,
+        "init": traits.init and not launch.system,  # Debian's is a link, which CRIU mounts instead of the program
         "log_config": docker.types.LogConfig(type="none"),  # the attempt's log file is the one copy
     }
     if launch.memory_mib is not None:
@@ -86,7 +88,8 @@ def traits_of(version: dict[str, Any], info: dict[str, Any]) -> Traits:
     parts = [str(part.get("Name", "")) for part in version.get("Components") or []]
     name = "Podman" if any("podman" in part.lower() for part in parts) else "Docker"
     found = [shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{INIT_PATH}") for program in INITS[name]]
-    return Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info))
+    experimental, root = bool(info.get("ExperimentalBuild")), str(info.get("DockerRootDir", ""))
+    return Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info), experimental, root)
 
 
 def cdi_devices(info: dict[str, Any]) -> frozenset[str]:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from mesh.engine.alone import alone
 from mesh.engine.descent import Process, descendants_of, process_of, stands_still
-from mesh.engine.engine import Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.engine.engine import NO_DUMPS, Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 from mesh.engine.frames import Order
 from mesh.engine.guestgroup import GuestGroup, make_group
 from mesh.engine.killswitch import KillSwitch
@@ -215,6 +215,9 @@ class ProcessGuest:
         if self._doors is None:
             raise SessionError("the job has ended here")
         return await open_process_session(self._doors, order)
+
+    async def dump(self, directory: Path) -> str:
+        raise EngineError(f"no system checkpoint: {NO_DUMPS.problem}")
 
     async def kill(self) -> None:
         await self._switch.killed(self._key)

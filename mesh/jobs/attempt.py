@@ -9,28 +9,30 @@ logs/<job>/NNN.txt       what attempts here have printed; they stay when the att
 import asyncio
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ckptstore.effort import Effort
+import msgspec
+
 from ckptstore.errors import SaveTorn, StoreError
-from ckptstore.manifest import Kind
-from ckptstore.store import SavedManifest, Store
+from ckptstore.store import Store
 from ckptstore.vault import Vault
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.engine.notice import give_notice
 from mesh.jobs.cadence import Cadence
-from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree
+from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree, link_checkpoints
 from mesh.jobs.contract import MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
 from mesh.jobs.courier import Courier, FetchError
 from mesh.jobs.ctlfiles import put_file, read_file
 from mesh.jobs.custody import Custody
+from mesh.jobs.deposits import Deposits
+from mesh.jobs.dumps import PARTS, Dumps
 from mesh.jobs.effects import SaveCheckpoint, SaveResult
+from mesh.jobs.joblogs import still_logs
 from mesh.jobs.keyring import NoKey
 from mesh.jobs.ledger import Commit, Ledger
 from mesh.jobs.messages import Post
@@ -51,7 +53,6 @@ from placement.advert import Portion
 from placement.allotment import percent
 
 POLL_S = 0.25  # of the checkpoint directory and the progress file; ours
-LOG_KEPT_BYTES = 256 * 1024  # of each attempt's log, in checkpoints and results; the whole stays readable while it runs
 TORN_RETRIES = 5
 HEEDS_EVERY = 8  # looks at the files: a guest that catches nothing may yet come to
 FULL_BYTES = 1 << 20  # free space below which a program's writes fail, sooner or later; ours
@@ -99,23 +100,17 @@ class Attempt:
         self.held = ""  # why it stands still, whatever its lease says
         self.reserve_s = 0.0  # of the grace of a notice, which is not the guest's own
         self.rungs: dict[str, float] = {}  # of the owner's ladder: when, by CLOCK_BOOTTIME
-        # New bytes of its last checkpoint, and the seconds it took to store them; and all that it consists of.
-        self.last_save: tuple[int, float] | None = None
-        self.state_bytes: int | None = None
         self._nick = nick
-        self._store, self._courier, self._seal = store, courier, seal
+        self._store, self._courier = store, courier
         self._custody, self._open_vault, self._tell, self._say = custody, vault, tell, say
-        self._vault: Vault | None = None
-        self._stood_in = ""
         self._guest: Guest | None = None
         self._until = 0.0
         self._held_at = 0.0
         self._allowed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._effort = Effort()
         self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn, spec.priority)
         self.cadence = Cadence(spec, base / "ctl", self._stake)
-        self._holders: tuple[bytes, ...] = ()  # of its last checkpoint
+        self.deposits = Deposits(job, spec, store, courier, seal, custody, self._stake, self.cadence, say)
         self._saved_key: object = None
         self._found_key: object = None
         self._exit_was_clean = False
@@ -124,6 +119,8 @@ class Attempt:
         self._fetching: asyncio.Future[str] | None = None
         self._notices, self._noticing = 0, asyncio.Lock()
         self._closing = False
+        self._still_since = 0.0  # while it stands still for a dump
+        self._dumps = Dumps(base, self._stand) if spec.saves_from_outside else None
 
     @property
     def guest(self) -> Guest | None:
@@ -167,7 +164,17 @@ class Attempt:
 
     @property
     def _may_run_until(self) -> float:
-        return 0.0 if self.held else self._until
+        return 0.0 if self.held or self._still_since else self._until
+
+    def _stand(self, still: bool) -> None:
+        """For a dump."""
+        if still and not self._still_since:
+            self._still_since = boot_s()
+        elif self._still_since and not still:
+            self._stake.stood_still(self._still_since, boot_s())
+            self._still_since = 0.0
+        if self._guest is not None:
+            self._guest.allow_until(self._may_run_until)
 
     async def stands_still(self) -> bool:
         return self._guest is None or await self._guest.stands_still()
@@ -215,7 +222,7 @@ class Attempt:
 
     async def _launch(self, ledger: Ledger, post: Post | None) -> None:
         try:
-            self._vault = await self._open_vault()
+            self.deposits.vault = await self._open_vault()
             await self._prepare(ledger)
             image_id = await self._image()
         except (FetchError, NoKey, StoreError, OSError) as error:
@@ -242,6 +249,8 @@ class Attempt:
             log_path=str(self.log_path),
             node=self._nick,
             grace_s=self.spec.grace_s,
+            system=self._dumps is not None,
+            dump=str(self.base / "dump") if self._dumps is not None and ledger.commit is not None else None,
             resume=resume,
             image=self.spec.image,
             image_id=image_id,
@@ -308,36 +317,37 @@ class Attempt:
 
     def _resume(self, commit: Commit | None) -> str | None:
         """Which of the restored entries the guest is to go on from: the one that was the newest when they were saved."""
-        if commit is None or self.spec.checkpointing is None:
+        if commit is None or self.spec.checkpointing is None or self._dumps is not None:
             return None
-        newest = self._store.manifest(commit.manifest).open(self._vault).note.get("resume", "")
+        newest = self._store.manifest(commit.manifest).open(self.deposits.vault).note.get("resume", "")
         inside = newest not in {".", ".."} and "/" not in newest and (self.base / "ckpt" / newest).exists()
         return newest if inside else None
 
     async def _prepare(self, ledger: Ledger) -> None:
         """Directories as the guest will find them: working directory, last checkpoint, earlier logs."""
-        base, vault = self.base, self._vault
+        base, vault, commit = self.base, self.deposits.vault, ledger.commit
         if base.exists():
             await asyncio.to_thread(shutil.rmtree, base)
         for name in ("out", "ctl"):
             (base / name).mkdir(parents=True)
-        if self.spec.workdir is not None:
+        whole = commit is not None and self._dumps is not None
+        if self.spec.workdir is not None and not whole:
             await self._courier.fetch(self.spec.workdir, [*self.spec.workdir_holders, *self._custody().fallback])
             await asyncio.to_thread(self._store.restore, self.spec.workdir, base / "work", prefix="work", vault=vault)
         (base / "work").mkdir(exist_ok=True)
-        commit = ledger.commit
         if commit is not None:
             await self._courier.fetch(commit.manifest, [*commit.holders, *self._custody().fallback])
             kept = commit.manifest
-            self.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
-            for place, prefix in (("ckpt", "ckpt"), ("logs", "log")):
+            self.deposits.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
+            parts = {"logs": "log", **{part: part for part in (("dump", *PARTS) if whole else ("ckpt",))}}
+            for place, prefix in parts.items():
                 await asyncio.to_thread(self._store.restore, kept, base / place, prefix=prefix, vault=vault)
         (base / "ckpt").mkdir(exist_ok=True)
         (base / "logs").mkdir(exist_ok=True)
-        if self.spec.checkpointing is not None:
+        if self.spec.checkpointing is not None and self._dumps is None:
             tree = committed_tree(base / "ckpt", self.spec.checkpointing, time.time(), ended=True)
             self._saved_key = self._found_key = tree.key if tree is not None else None
-            await asyncio.to_thread(_link_checkpoints, base, self.spec.checkpointing.directory)
+            await asyncio.to_thread(link_checkpoints, base, self.spec.checkpointing.directory)
 
     # --- watching
 
@@ -365,10 +375,12 @@ class Attempt:
         while True:
             await asyncio.sleep(POLL_S)
             looks += 1
-            if not self.heeds_notice and looks % HEEDS_EVERY == 0 and self._guest is not None:
+            if self._dumps is not None:
+                self.heeds_notice = True
+            elif not self.heeds_notice and looks % HEEDS_EVERY == 0 and self._guest is not None:
                 self.heeds_notice = self._watches_notices() or await self._guest.catches_term()
             self._hear_progress()
-            if self.spec.checkpointing is not None:
+            if self.spec.checkpointing is not None and self._dumps is None:
                 tree = await asyncio.to_thread(self._committed, False)
                 if tree is not None and tree.key not in (self._saved_key, self._found_key):
                     self._found_key = tree.key
@@ -398,114 +410,67 @@ class Attempt:
 
     async def _save(self, order: SaveCheckpoint) -> None:
         try:
-            stored = await self._store_checkpoint(order)
-        except (StoreError, OSError) as error:
+            stored = await (
+                self._store_checkpoint(order) if self._dumps is None else self._store_dump(order, self._dumps)
+            )
+        except (StoreError, EngineError, OSError) as error:
             self.note = str(error)
             self.cadence.failed(boot_s())
             self._tell(CheckpointFailed(str(error)))
         else:
+            self.note = self.note if stored.manifest is None else self.deposits.note
             self._tell(stored)
 
     async def _store_checkpoint(self, order: SaveCheckpoint) -> CheckpointStored:
-        assert self.spec.checkpointing is not None
-        rules = self.spec.checkpointing
         for remaining in reversed(range(TORN_RETRIES)):
             self._hear_progress()  # a program tells its step before it saves it
             tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean)
             if tree is None or tree.key == self._saved_key:
                 return CheckpointStored(None, (), None)
             step = self.progress.step if self.progress is not None else None
-            logs = await asyncio.to_thread(self._log_snapshot)
-            custody = self._custody()
-            idle_cores = (os.cpu_count() or 1) - os.getloadavg()[0]
-            encoding = self._effort.pays(self._courier.bandwidth.mean_bps(self._holders), idle_cores)
-            begun, begun_boot_s = time.monotonic(), boot_s()
+            logs = await asyncio.to_thread(still_logs, self.base, self.log_path)
             try:
-                roots = {**tree.roots, "log": logs}
-                saved = await self._keep("checkpoint", roots, order, custody, tree.resume, encoding)
-                self.last_save = (saved.new_bytes, time.monotonic() - begun)
-                self.state_bytes = saved.manifest.total_bytes
+                stored = await self.deposits.checkpoint({**tree.roots, "log": logs}, order, boot_s(), step, tree.resume)
             except SaveTorn:
                 if not remaining:
                     raise
                 await asyncio.sleep(POLL_S)
                 continue
-            if encoding:
-                self._effort.learn(saved.raw_bytes, saved.new_bytes, time.monotonic() - begun, idle_cores)
-            copies = await self._courier.replicate(
-                saved.id, rules.to, custody.fallback, rules.replicas, custody.gone, self._stake
-            )
-            self._holders = copies.holders
-            if not copies.holders and rules.replicas and custody.fallback:
-                raise StoreError(f"no other node took it: {copies.short}")
-            self._stake.stored(begun_boot_s, step)
-            self.cadence.stored(boot_s(), begun_boot_s, saved.new_bytes * max(1, len(copies.holders)))
-            words = custody.told(copies.stand_ins)
-            if words != self._stood_in:
-                self._stood_in = words
-                self._say(words or "the nodes chosen for checkpoints hold them again", "stand-in")
-            self.note = "; ".join(filter(None, [words, copies.short]))
             self._saved_key = self._found_key = tree.key
-            return CheckpointStored(saved.id, copies.holders, step)
+            return stored
         raise SaveTorn("the checkpoint directory would not stand still")
 
-    async def _save_result(self, order: SaveResult) -> None:
-        custody = self._custody()
+    async def _store_dump(self, order: SaveCheckpoint, dumps: Dumps) -> CheckpointStored:
+        begun = boot_s()
+        dumped = await dumps.last(None if order.final else self._guest)
+        if dumped is None:
+            return CheckpointStored(None, (), None)
+        self.cadence.saved(boot_s(), dumped.stood_s)
+        step = self.progress.step if self.progress is not None else None
+        logs = await asyncio.to_thread(still_logs, self.base, self.log_path)
         try:
-            self._vault = await self._open_vault()  # it may never have come to start
-            logs = await asyncio.to_thread(self._log_snapshot)
-            roots = {"log": logs}
+            stored = await self.deposits.checkpoint({**dumped.roots, "log": logs}, order, begun, step)
+        finally:
+            await dumps.drop(dumped)
+        return msgspec.structs.replace(stored, like=dumped.like)
+
+    async def _save_result(self, order: SaveResult) -> None:
+        try:
+            self.deposits.vault = await self._open_vault()  # it may never have come to start
+            roots = {"log": await asyncio.to_thread(still_logs, self.base, self.log_path)}
             if (self.base / "out").is_dir():
                 roots["out"] = self.base / "out"
-            saved = await self._keep("result", roots, order, custody)
-            chosen = self.spec.checkpointing.to if self.spec.checkpointing is not None else ()
-            copies = await self._courier.replicate(saved.id, chosen, custody.fallback, 2, custody.gone, self._stake)
-            self._tell(ResultStored(saved.id, copies.holders))
+            self._tell(ResultStored(*await self.deposits.result(roots, order)))
         except (NoKey, StoreError, OSError) as error:
             self._tell(ResultStored(None, (), f"its files could not be kept: {error}"))
-
-    async def _keep(
-        self,
-        kind: Kind,
-        roots: dict[str, Path],
-        order: SaveCheckpoint | SaveResult,
-        custody: Custody,
-        resume: str | None = None,
-        encoding: bool = True,
-    ) -> SavedManifest:
-        """Into this node's own store."""
-        return await asyncio.to_thread(
-            self._store.save,
-            roots,
-            job=self.job,
-            config=custody.config,
-            term=custody.term,
-            seq=order.seq,
-            parent=order.parent,
-            kind=kind,
-            created_unix=int(time.time()),
-            seal=self._seal,
-            note=None if resume is None else {"resume": resume},
-            encoding=encoding,
-            vault=self._vault,
-            user=self.spec.user,
-        )
-
-    def _log_snapshot(self) -> Path:
-        """A still copy of the logs, the end of each: the live one grows while it would be read."""
-        still = self.base / "logs-still"
-        shutil.rmtree(still, ignore_errors=True)
-        still.mkdir(parents=True)
-        for path in (*(self.base / "logs").glob("*.txt"), self.log_path):
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - LOG_KEPT_BYTES))
-                (still / path.name).write_bytes(file.read(LOG_KEPT_BYTES))
-        return still
 
     # --- notices
 
     async def _notify(self, kind: str, grace_s: float, reason: str) -> None:
         if kind == "checkpoint" and "notice" in self.rungs:
+            return
+        if self._dumps is not None and kind == "checkpoint":
+            self._tell(CheckpointFound())
             return
         self._notices += 1
         own_s = grace_s
@@ -514,6 +479,9 @@ class Attempt:
             self._stake.noticed(boot_s(), grace_s)
             self.mark("notice")
             own_s = max(0.0, grace_s - self.reserve_s)
+        if self._dumps is not None and self._guest is not None:
+            await self._part(self._guest, self._dumps, reason)
+            return
         notice = {
             "seq": self._notices,
             "kind": kind,
@@ -532,6 +500,16 @@ class Attempt:
         if not await give_notice(self._guest, self._may_run_until, self._watches_notices):
             # Nobody would act on it: the last checkpoint is all there will be, so the owner need not wait.
             await self.kill_guest()
+
+    async def _part(self, guest: Guest, dumps: Dumps, reason: str) -> None:
+        """Save all of a guest that knows of nothing, and end it."""
+        try:
+            await dumps.part(guest)
+            self.mark("saved")
+            await asyncio.to_thread(self.log_line, f"{reason}: all of it is saved, to go on elsewhere")
+        except (EngineError, OSError) as error:
+            self._say(f"no system checkpoint at the notice: {error}; the last one stands", "late")
+        await self.kill_guest()
 
     def log_line(self, text: str) -> None:
         """For its user, among what it has printed itself. A full disk keeps the line away, and nothing else."""
@@ -561,14 +539,3 @@ class Attempt:
             log.error("%s failed", task.get_name(), exc_info=task.exception())
             if not self._started:
                 self._tell(GuestFailed(f"internal error: {task.exception()!r}", elsewhere=True))
-
-
-def _link_checkpoints(base: Path, directory: str) -> None:
-    """Let the job find its checkpoint directory under the name it has in the working directory."""
-    link = base / "work" / directory
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.parent.resolve().is_relative_to((base / "work").resolve()):
-        raise OSError(f"{directory} leads out of the working directory")
-    if link.is_dir() and not link.is_symlink():
-        shutil.rmtree(link)  # a copy of old checkpoints in the working directory is not the job's state
-    link.symlink_to(os.path.relpath(base / "ckpt", link.parent))

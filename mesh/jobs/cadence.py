@@ -67,10 +67,11 @@ class Cadence:
         self.schedule.stood_still(max(0.0, until - max(since, self.schedule.since)))
         self._changed = True
 
-    def saved(self, now: float) -> None:
-        """A checkpoint of its has been found."""
+    def saved(self, now: float, stall_s: float | None = None) -> None:
+        """A checkpoint of its has been found. `stall_s`: what it has held it up, where the guest need not tell."""
         with suppress(OSError):
-            stall_s = decode_stall(read_file(self._directory / "stall.json", MAX_STALL_BYTES))
+            if stall_s is None:
+                stall_s = decode_stall(read_file(self._directory / "stall.json", MAX_STALL_BYTES))
             if stall_s is not None:
                 self.schedule.stall_s.saw(stall_s)
         self.schedule.saved(now - self._quiet_s)

@@ -6,6 +6,7 @@ that know nothing of any of this.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -91,3 +92,14 @@ def open_for_writing(directory: Path) -> bool:
                     if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
                         return True
     return False
+
+
+def link_checkpoints(base: Path, directory: str) -> None:
+    """Let the job find its checkpoint directory under the name it has in the working directory."""
+    link = base / "work" / directory
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.parent.resolve().is_relative_to((base / "work").resolve()):
+        raise OSError(f"{directory} leads out of the working directory")
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)  # a copy of old checkpoints in the working directory is not the job's state
+    link.symlink_to(os.path.relpath(base / "ckpt", link.parent))

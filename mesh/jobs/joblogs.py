@@ -5,6 +5,7 @@ They are here for whoever asks why an attempt failed; the copies that travel wit
 
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from mesh.jobs.spec import format_job
@@ -12,7 +13,7 @@ from mesh.jobs.spec import format_job
 KEPT_S = 7 * 86_400.0  # a week: long enough to come back to a failure after a weekend; ours
 KEPT_BYTES = 1 << 30  # then the oldest jobs' logs go first; ours
 OWNER = "user"
-COPY_KEPT_BYTES = 256 * 1024  # of an attempt elsewhere, the end; as travels with checkpoints
+COPY_KEPT_BYTES = 256 * 1024  # the end of an attempt's, elsewhere, in checkpoints and in results; ours
 HEADER_BYTES = 16
 
 
@@ -112,3 +113,15 @@ def _newest(home: Path) -> float:
 
 def _size(home: Path) -> int:
     return sum(path.stat().st_size for path in home.iterdir())
+
+
+def still_logs(base: Path, live: Path) -> Path:
+    """A copy, below `base`, of its earlier logs and of the live one, the end of each: that grows while it would be read."""
+    still = base / "logs-still"
+    shutil.rmtree(still, ignore_errors=True)
+    still.mkdir(parents=True)
+    for path in (*(base / "logs").glob("*.txt"), live):
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - COPY_KEPT_BYTES))
+            (still / path.name).write_bytes(file.read(COPY_KEPT_BYTES))
+    return still

@@ -79,15 +79,15 @@ class Leaving:
         if runner is None or attempt is None or runner.spec.most_nodes > 1:
             return None
         spec, commit = runner.spec, runner.ledger.commit
-        difference, save_s = attempt.last_save or (None, 0.0)
+        difference, save_s = attempt.deposits.last_save or (None, 0.0)
         warm = self._jobs.warming.holders(job, commit)
         return Guest(
             spec=spec,
             request=runner.onward.request(runner.ledger, at),
             value=worth(attempt.lost().seconds, percent(spec.gpus, spec.gpu_share), spec.priority),
             ready_s=save_s,
-            difference=attempt.state_bytes if difference is None else difference,
-            state=attempt.state_bytes,
+            difference=attempt.deposits.state_bytes if difference is None else difference,
+            state=attempt.deposits.state_bytes,
             holders=frozenset(commit.holders if commit is not None else ()) | warm,
             keepers=self._jobs.custody(job).fallback,
         )

@@ -16,7 +16,8 @@ MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a ledger
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One committed checkpoint: `manifest` is its id in the checkpoint store, `holders` the peers that have it on disk."""
+    """One committed checkpoint: `manifest` is its id in the checkpoint store, `holders` the peers that have it on disk. `like`:
+    of a system checkpoint, what a node must be to go on from it (placement/likeness.py)."""
 
     seq: int
     term: int
@@ -25,6 +26,7 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holders: tuple[bytes, ...]
     step: int | None
     created_unix_ms: int
+    like: str = ""
 
 
 class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,6 +104,13 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def amended(self, **changes: object) -> "Ledger":
         """The next version with these fields replaced."""
         return msgspec.structs.replace(self, version=self.version + 1, **changes)
+
+    def with_commit(
+        self, term: int, manifest: bytes, holders: tuple[bytes, ...], step: int | None, unix_ms: int, like: str = ""
+    ) -> "Ledger":
+        """The next version, in which this checkpoint is the last."""
+        seq, parent = self.next_commit
+        return self.amended(commit=Commit(seq, term, manifest, parent, holders, step, unix_ms, like))
 
     def with_attempt(self, attempt: Attempt) -> "Ledger":
         """The next version in which `attempt` replaces the one of its number, or is appended."""

@@ -8,6 +8,8 @@ without a break for a while, and the job has been where it is for as long, it go
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
+
 from mesh.jobs.ledger import Attempt, Ledger
 from mesh.jobs.spec import JobSpec, attempt_request, waiting_place
 from mesh.jobs.view import Instant, View
@@ -69,7 +71,9 @@ class Onward:
     def request(self, ledger: Ledger, at: Instant) -> Request:
         """What its next attempt asks for. Not near whoever has the last checkpoint: the heir is given it, and would stay the heir
         for that alone."""
-        return attempt_request(self._job, self._spec, ledger.next_attempt, ledger.attempts, at.unix_ms, self.home)
+        number, attempts = ledger.next_attempt, ledger.attempts
+        asked = attempt_request(self._job, self._spec, number, attempts, at.unix_ms, self.home, ledger.commit)
+        return msgspec.structs.replace(asked, near=())
 
     def _home(self, attempts: Sequence[Attempt], view: View) -> bytes | None:
         """Where it belongs, if anywhere. Where its user has moved it, it stays until it has to leave."""

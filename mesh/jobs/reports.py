@@ -28,11 +28,12 @@ class CheckpointFound(msgspec.Struct, frozen=True):
 
 
 class CheckpointStored(msgspec.Struct, frozen=True):
-    """`manifest` is on this disk and on the `holders`' disks. None when there was nothing new to store."""
+    """`manifest` is on this disk and on the `holders`' disks. None when there was nothing new to store. `like`: see `Commit`."""
 
     manifest: bytes | None
     holders: tuple[bytes, ...]
     step: int | None
+    like: str = ""
 
 
 class CheckpointFailed(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from mesh.jobs.effects import (
     StateChanged,
 )
 from mesh.jobs.gang import LATE_S, Gang
-from mesh.jobs.ledger import Attempt, Commit, Config, Ledger, Outcome, OutcomeKind
+from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome, OutcomeKind
 from mesh.jobs.messages import (
     Accepted,
     Closed,
@@ -417,17 +417,9 @@ class Runner:
             return []  # the end, which bears its number, does not wait for it
         effects: list[Effect] = []
         if event.manifest is not None:
-            seq, parent = self.ledger.next_commit
-            commit = Commit(
-                seq=seq,
-                term=self.term,
-                manifest=event.manifest,
-                parent=parent,
-                holders=event.holders,
-                step=event.step,
-                created_unix_ms=at.unix_ms,
+            self._proposer.ledger = self.ledger.with_commit(
+                self.term, event.manifest, event.holders, event.step, at.unix_ms, event.like
             )
-            self._proposer.ledger = self.ledger.amended(commit=commit)
             effects += self._propose(at)
         if self._exited is not None:
             return effects + self._conclude(at)

@@ -20,7 +20,7 @@ from placement.request import SHORT_S, Request, expected_s
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
 JOB_ID_LENGTH = 26  # as people see it, in base32
 
-CommitMode = Literal["rename", "marker", "stable"]
+CommitMode = Literal["rename", "marker", "stable", "system"]
 OnPartition = Literal["freeze", "compute_uncommitted"]
 Every = (
     Literal["auto"] | float | None
@@ -36,7 +36,8 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `directory` is relative to the working directory; `mode` is one of the commit modes of docs/job-contract.md;
     `replicas` counts peers that are to hold a checkpoint, on their disk, before it is committed; `keep` is how many of the
-    directory's newest entries travel with each. With an `every` the guest gets a notice when it is to save.
+    directory's newest entries travel with each. With an `every` the guest gets a notice when it is to save. With mode `system` it
+    saves nothing itself: all of its container is saved then, and when it has to go.
     """
 
     directory: str = "ckpts"
@@ -127,6 +128,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lock: Lock | None = None
     interactive: bool = False
 
+    @property
+    def saves_from_outside(self) -> bool:
+        """Whether all of its container is saved, and nothing by itself."""
+        return self.checkpointing is not None and self.checkpointing.mode == "system"
+
 
 def job_id(payload: bytes) -> bytes:
     """The id of the job whose signed payload this is."""
@@ -156,6 +162,7 @@ def placement_request(
     prefer: bytes | None = None,
     near: tuple[bytes, ...] = (),
     remaining_s: int = SHORT_S,
+    like: str = "",
 ) -> Request:
     """What this attempt asks of a node: the one translation that stewards, admission and `mesh why` share."""
     return Request(
@@ -178,6 +185,8 @@ def placement_request(
         prefer=prefer,
         near=near,
         remaining_s=remaining_s,
+        system=spec.saves_from_outside,
+        like=like,
     )
 
 
@@ -195,10 +204,9 @@ def attempt_request(
     most_s = math.inf if spec.max_time_s is None else spec.max_time_s - ran_s
     if spec.deadline_unix_ms is not None:
         most_s = min(most_s, (spec.deadline_unix_ms - unix_ms) / 1000)
-    near = () if commit is None else commit.holders
-    return placement_request(
-        job, spec, number, shunned(attempts, unix_ms), avoided(attempts), prefer, near, expected_s(ran_s, most_s)
-    )
+    near, like = ((), "") if commit is None else (commit.holders, commit.like)
+    shun, avoid = shunned(attempts, unix_ms), avoided(attempts)
+    return placement_request(job, spec, number, shun, avoid, prefer, near, expected_s(ran_s, most_s), like)
 
 
 def waiting_place(spec: JobSpec, request: Request) -> Waiting:
@@ -291,6 +299,8 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError("grace must be 0 to 86400 seconds")
     if spec.checkpointing is not None:
         _check_checkpointing(spec.checkpointing)
+    if spec.saves_from_outside and (spec.image is None or spec.engine not in {None, "docker"}):
+        raise SpecError("a system checkpoint is of a container: add --image NAME, or choose another --ckpt-mode")
     _check_homing(spec)
 
 

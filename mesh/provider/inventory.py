@@ -14,6 +14,7 @@ from placement.advert import HORIZONS_S, HOUR, Advert, Gpu, HeldBy, Portion
 from placement.allotment import Room, allot, untouched, without
 from placement.filters import refusals
 from placement.images import ImageOffer
+from placement.likeness import SystemCheckpoints
 from placement.request import Request
 
 
@@ -70,6 +71,7 @@ class Inventory:
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
         self.image_offer = ImageOffer()
+        self.system = SystemCheckpoints()
         self.stays = (1,) * len(HORIZONS_S)
         self.driver: tuple[int, ...] = ()
         self.draining = False
@@ -151,6 +153,7 @@ class Inventory:
             own_only=self._own_only,
             accepts=self._accepts,
             store_free_mib=self.store_free_mib,
+            system=self.system,
             **msgspec.structs.asdict(self.image_offer),
         )
         previous = self._previous

@@ -37,6 +37,10 @@ def test_a_job_runs_in_its_image_with_its_files_and_leaves_no_container(stack: S
     assert "0" not in done.stdout.split(), "not root"
     until(lambda: not any(containers(each) for each in stack.nodes), "its container to be removed")
     assert mesh(node, "run", "--engine", "docker", "--", "true").returncode == 6
+    system = ("submit", "--no-workdir", "--ckpt-mode", "system")
+    refused = mesh(node, *system, "--image", busybox_image(), "--", "true")
+    assert refused.returncode == 6 and "makes no system checkpoints: its owner has not allowed them" in refused.stderr
+    assert "is of a container: add --image NAME" in mesh(node, *system, "--", "true").stderr
 
 
 def test_a_daemon_that_is_killed_takes_its_containers_along_and_the_job_goes_on(stack: Stack) -> None:

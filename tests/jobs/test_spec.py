@@ -48,6 +48,8 @@ def test_a_damaged_spec_is_a_spec_error_or_another_valid_spec(data: st.DataObjec
         ({"witnesses": seats(A, A)}, "different"),
         ({"witnesses": seats(A, B, b"x")}, "witness"),
         ({"lease_s": 0.0}, "lease"),
+        ({"checkpointing": Checkpointing(mode="system")}, "of a container: add --image"),
+        ({"checkpointing": Checkpointing(mode="system"), "image": "a", "engine": "process"}, "of a container"),
         ({"lease_s": float("nan")}, "lease"),
         ({"gpus": -1}, "gpus"),
         ({"vram_mib": 2**40}, "vram"),

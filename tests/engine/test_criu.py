@@ -1,0 +1,179 @@
+"""What a machine's CRIU, kernel, engine and driver allow, and dumps that come from anywhere."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.engine.criu import Facts, Probe, cpu_features, judge, kernel_series, last_words, version_of
+from mesh.engine.dumps import IMAGES, MADE, Made, _copy, made_of, reason
+from mesh.engine.engine import EngineError
+
+GOOD = Facts(True, True, "Docker", "20.10.24", True, "4.2", "", "6.18.44-fc", "x86_64 0a1b2c3d")
+GPU = msgspec.structs.replace(GOOD, driver="570.86.15", gpus=("NVIDIA H200",), plugin=True, tool=True)
+
+
+def changed(facts: Facts, **changes: object) -> Facts:
+    return msgspec.structs.replace(facts, **changes)
+
+
+def test_a_machine_that_can() -> None:
+    found = judge(GOOD)
+    assert found.like == "x86_64 0a1b2c3d, Linux 6.18, Docker 20.10.24, CRIU 4.2" and found.problem == ""
+    assert found.gpu_like == "" and found.gpu_problem == "no GPU of NVIDIA's is here"
+    assert judge(GPU).gpu_like == f"{found.like}, driver 570.86.15, NVIDIA H200" and judge(GPU).gpu_problem == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"allowed": False}, "its owner has not allowed them"),
+        ({"engine": "Podman"}, "they need Docker; its engine is Podman"),
+        ({"root": False}, "its daemon is not root"),
+        ({"experimental": False}, "not started as experimental"),
+        ({"criu": ""}, "criu is not installed"),
+        ({"criu": "unknown"}, "version cannot be told"),
+        (
+            {"check": "vdso: Unexpected rt vDSO area bounds"},
+            "`criu check` fails with CRIU 4.2 on Linux 6.18.44-fc: vdso",
+        ),
+    ],
+)
+def test_one_that_cannot_says_why(changes: dict[str, object], words: str) -> None:
+    found = judge(changed(GPU, **changes))
+    assert found.like == found.gpu_like == "" and words in found.problem and words in found.gpu_problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"driver": "565.57.01"}, "GPU jobs need driver 570 or newer, it has 565.57.01"),
+        ({"criu": "3.19"}, "GPU jobs need CRIU 4 or newer, it has 3.19"),
+        ({"plugin": False}, "cuda_plugin.so"),
+        ({"tool": False}, "cuda-checkpoint"),
+    ],
+)
+def test_gpu_jobs_need_more(changes: dict[str, object], words: str) -> None:
+    found = judge(changed(GPU, **changes))
+    assert found.like and not found.gpu_like and words in found.gpu_problem
+
+
+def test_what_must_be_alike() -> None:
+    base = judge(GPU)
+    for changes in ({"cpu": "x86_64 ffffffff"}, {"kernel": "6.17.1"}, {"engine_version": "20.10.25"}, {"criu": "4.3"}):
+        assert (
+            judge(changed(GPU, **changes)).like != base.like
+            and judge(changed(GPU, **changes)).gpu_like != base.gpu_like
+        )
+    for changes in ({"driver": "571.0"}, {"gpus": ("NVIDIA H100",)}):
+        assert (
+            judge(changed(GPU, **changes)).like == base.like
+            and judge(changed(GPU, **changes)).gpu_like != base.gpu_like
+        )
+    assert judge(changed(GPU, kernel="6.18.45-other")) == base, "a kernel's patches may differ"
+
+
+@given(
+    st.builds(
+        Facts,
+        **{field: st.text() for field in ("engine", "engine_version", "criu", "check", "kernel", "cpu", "driver")},
+    )
+)
+def test_whatever_programs_say_an_advert_can_carry_it(facts: Facts) -> None:
+    for seen in (
+        facts,
+        changed(facts, allowed=True, root=True, engine="Docker", experimental=True, check="", criu="4.2"),
+    ):
+        found = judge(seen)
+        assert (
+            found.possible
+            and bool(found.like) != bool(found.problem)
+            and bool(found.gpu_like) != bool(found.gpu_problem)
+        )
+
+
+@given(st.text())
+def test_versions_and_words_of_any_text(text: str) -> None:
+    assert all(number >= 0 for number in version_of(text))
+    assert len(kernel_series(text).split(".")) <= 2 and last_words(text) is not None
+    assert cpu_features("m", text).startswith("m ")
+
+
+def test_versions() -> None:
+    assert version_of("Version: 4.2\nGitID: v4.2-1") == (4, 2) and version_of("") == ()
+    assert kernel_series("6.1.0-18-amd64") == "6.1" and version_of("570.86.15") > (570, 0) > version_of("565.77")
+
+
+def test_the_features_are_those_of_the_first_processor_in_any_order() -> None:
+    info = "vendor_id : A\nmodel : 1\nflags : b a\ncpu MHz : 1\n\nvendor_id : B\n"
+    assert cpu_features("x86_64", info) == cpu_features(
+        "x86_64", info.replace("b a", "a b").replace("MHz : 1", "MHz : 2")
+    )
+    assert cpu_features("x86_64", info) != cpu_features("x86_64", info.replace("b a", "b a avx"))
+
+
+def test_the_first_errors_of_a_log_tell_why() -> None:
+    said = (
+        "(00.1) Warn (criu/x.c:1): no\n(00.2)  1: Error (criu/sk-inet.c:191): inet: Connected TCP socket\n"
+        "(00.3) Error (a.c:2): Dumping FAILED.\n"
+    )
+    assert last_words(said) == "inet: Connected TCP socket; Dumping FAILED."
+    assert last_words("no such thing") == "no such thing"
+
+
+def test_the_probe_asks_again_only_when_something_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, calls = tmp_path / "criu", tmp_path / "calls"
+
+    def write(version: str, code: int) -> None:
+        program.write_text(
+            f"#!/bin/sh\necho $1 >> {calls}\n[ $1 = --version ] && echo 'Version: {version}' && exit 0\n"
+            f"echo '(0.1) Error (criu/vdso.c:381): vdso: Unexpected rt vDSO area bounds' >&2\nexit {code}\n"
+        )
+        program.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    write("3.17", 1)
+    probe = Probe(True)
+    first = probe.look("Docker", "20.10", True)
+    assert "CRIU 3.17" in first.problem and "vdso: Unexpected rt vDSO area bounds" in first.problem
+    assert probe.look("Docker", "20.10", True) == first and calls.read_text().split() == ["--version", "check"]
+    assert "experimental" in probe.look("Docker", "20.10", False).problem
+    write("4.2", 0)
+    os.utime(program, ns=(1, 1))
+    assert probe.look("Docker", "20.10", True).like.endswith("Docker 20.10, CRIU 4.2")
+    before = calls.read_text()
+    assert Probe(False).look("Docker", "20.10", True).problem.startswith("its owner") and calls.read_text() == before
+
+
+@given(st.binary(max_size=200))
+def test_a_dump_of_any_bytes_is_one_or_an_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    directory = tmp_path_factory.mktemp("dump")
+    (directory / MADE).write_bytes(data)
+    try:
+        assert isinstance(made_of(directory), Made)
+    except EngineError as error:
+        assert "no system checkpoint" in str(error)
+
+
+def test_nothing_but_plain_files_reaches_the_engine(tmp_path: Path) -> None:
+    images, own, secret = tmp_path / IMAGES, tmp_path / "own", tmp_path / "secret"
+    images.mkdir()
+    secret.write_text("root's")
+    (images / "core-1.img").write_text("state")
+    (images / "link").symlink_to(secret)
+    (images / "directory").mkdir()
+    os.mkfifo(images / "pipe")
+    _copy(images, own)
+    assert [path.name for path in own.iterdir()] == ["core-1.img"]
+
+
+def test_a_reason_is_criu_s_own_where_its_log_is_there(tmp_path: Path) -> None:
+    log = tmp_path / "criu-dump.log"
+    log.write_text("(0.1) Error (criu/tty.c:1): tty: no\n")
+    assert reason(OSError(f"criu failed: type NOTIFY errno 0 path= {log}: unknown")) == "tty: no (CRIU)"
+    log.unlink()
+    assert reason(OSError(f"criu failed\nlog file: {log}: unknown")) == "criu failed"
