@@ -9,7 +9,7 @@
 #include "bucket.h"
 #include "lender.h"
 
-#define STEP_NS 1000000       /* while somebody has the turn */
+#define STEP_NS 1000000       /* while somebody has the turn, or waits for memory that was lent */
 #define HAND_OVER_NS 100000   /* while nobody has: the device may be idle */
 #define LEND_NS 5000000       /* while one does and something is lent */
 #define QUIET_NS 20000000     /* otherwise */
@@ -215,7 +215,7 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
     atomic_store(&arbiter->contenders[i].policy->heartbeat_ns, now_ns);
   }
   bool elastic = lend(arbiter, now_ns);
-  lend_memory(arbiter);
+  bool lacks = lend_memory(arbiter);
   if (active > 1) {
     take_turns(arbiter, now_ns);
     return now_ns + (arbiter->holder < 0 ? HAND_OVER_NS : STEP_NS);
@@ -225,5 +225,5 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
     set_turn(arbiter, (int32_t)i, GUARD_TURN_FREE);
   }
   arbiter->holder = arbiter->draining = -1;
-  return now_ns + (active > 0 && elastic ? LEND_NS : QUIET_NS);
+  return now_ns + (lacks ? STEP_NS : active > 0 && elastic ? LEND_NS : QUIET_NS);
 }

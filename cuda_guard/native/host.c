@@ -114,7 +114,7 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
     contender->limit_ppm = limit_ppm;
     contender->memory = memory >= GUARD_NO_LIMIT ? ALL_MEMORY : bounded(memory);
     contender->memory_most = memory >= GUARD_NO_LIMIT || bounded(memory_most) < contender->memory ? contender->memory : bounded(memory_most);
-    lend_memory(arbiter);
+    (void)lend_memory(arbiter);
   }
   unlock(host);
   return room;
@@ -137,7 +137,7 @@ void host_leave(struct host *host, const struct guard_policy *policy) {
     struct contender *contender = find(&host->devices[i], policy);
     if (contender == NULL) continue;
     leave(&host->devices[i], (uint32_t)(contender - host->devices[i].contenders));
-    lend_memory(&host->devices[i]);
+    (void)lend_memory(&host->devices[i]);
   }
   unlock(host);
 }
@@ -153,7 +153,7 @@ void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t for
   lock(host);
   host->devices[device].memory = bounded(memory);
   host->devices[device].memory_foreign = bounded(foreign);
-  lend_memory(&host->devices[device]);
+  (void)lend_memory(&host->devices[device]);
   unlock(host);
 }
 

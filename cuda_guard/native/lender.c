@@ -72,12 +72,13 @@ static bool can_be_lent(const struct arbiter *arbiter) {
   return arbiter->memory > 0;
 }
 
-void lend_memory(struct arbiter *arbiter) {
+bool lend_memory(struct arbiter *arbiter) {
+  bool lacks = false;
   int64_t guaranteed = 0, lent[ARBITER_CONTENDERS], wanted[ARBITER_CONTENDERS];
   if (!can_be_lent(arbiter)) {
     for (uint32_t i = 0; i < arbiter->count; i++)
       if (arbiter->contenders[i].memory != ALL_MEMORY) atomic_store(in_force(&arbiter->contenders[i]), (uint64_t)arbiter->contenders[i].memory);
-    return;
+    return false;
   }
   for (uint32_t i = 0; i < arbiter->count; i++) guaranteed += arbiter->contenders[i].memory;
   int64_t cap = (int64_t)((__int128)arbiter->memory * arbiter->cap_ppm / GUARD_PPM);
@@ -108,14 +109,16 @@ void lend_memory(struct arbiter *arbiter) {
     left -= more;
     room -= more;
   }
+  for (uint32_t i = 0; i < arbiter->count; i++) lacks = lacks || limit_of(&arbiter->contenders[i]) < arbiter->contenders[i].memory;
+  return lacks;
 }
 
 bool lend_away(struct arbiter *arbiter, struct contender *contender, bool away) {
   contender->is_away = away;
-  lend_memory(arbiter);
+  (void)lend_memory(arbiter);
   bool fits = away || held(contender) <= limit_of(contender);
   if (fits) return true;
   contender->is_away = true;
-  lend_memory(arbiter);
+  (void)lend_memory(arbiter);
   return false;
 }

@@ -14,8 +14,8 @@
 /* Adds to `given` what there is, in proportion to `weights`, to nobody more than his `room`. */
 void share_out(uint32_t count, const int64_t *weights, const int64_t *room, int64_t left, int64_t *given);
 
-/* Looks at what the jobs hold, and sets what each may have. */
-void lend_memory(struct arbiter *arbiter);
+/* Looks at what the jobs hold, and sets what each may have. True if somebody has not yet all that he is guaranteed. */
+bool lend_memory(struct arbiter *arbiter);
 
 /* What this one had is on the host now, or is to come back: false if there is no room for it, and it stays away. */
 bool lend_away(struct arbiter *arbiter, struct contender *contender, bool away);

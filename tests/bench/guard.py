@@ -6,9 +6,11 @@ peer is time slicing, as the double does it where nobody guards; for the cost of
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -55,6 +57,7 @@ def main() -> None:
         *overhead("small kernels: 20 us each, one after another", small_kernels, 1, rounds),
         *calls(rounds),
         *overshoot(min(seconds, 10)),
+        *recalls(100 if seconds >= 30 else 30),
         *steps(rounds),
         *victim(min(seconds, 5), rounds // 2),
         *closings(WINDOW_MS, 250 if seconds >= 30 else 200),
@@ -356,8 +359,10 @@ def calls(rounds: int) -> list[Row]:
 
 
 def overshoot(seconds: float) -> list[Row]:
-    """Eight processes race for the last of a quota with every kind of allocation; the driver's own account tells."""
-    quota = 8 * CONTEXT + 1024 * MIB
+    """Eight processes race for the last of a quota with every kind of allocation, while it falls and rises; the driver's own
+    account tells. What the job had when the quota fell it may keep."""
+    quotas = [8 * CONTEXT + more * MIB for more in (1024, 512, 768)]
+    quota, picks = quotas[0], Random(2)
     with machine(memory=65536 * MIB) as node:
         job, ready = node.job(memory=quota), os.pipe()
 
@@ -381,11 +386,64 @@ def overshoot(seconds: float) -> list[Row]:
         os.write(ready[1], b"." * 8)
         most, until = [], time.monotonic() + seconds
         while time.monotonic() < until:
-            most.append(max(0, node.world.used() - quota))
+            now = picks.choice(quotas)
+            job.set_memory(0, now)
+            bound = max(now, job.pages.memory_used(0))
+            most += [max(0, node.world.used() - bound) for _ in range(200)]
         most.append(max(0, job.usage()[0].peak - quota))
         refused = sum(guest.result() for guest in guests)
     what = f"memory above the quota, 8 racing processes, {len(KINDS)} kinds, {refused} refusals"
     return [{**row(what, most, "bytes", goal="0", met=max(most) == 0), "value": max(most)}]
+
+
+def recalls(count: int) -> list[Row]:
+    """A job comes whose guarantee was lent: from its coming until the borrower is refused more, and from the moment that this one
+    has given back until all of the guarantee is there."""
+    refused_ms, back_ms = [], []
+    with machine(memory=8192 * MIB) as node:
+        borrower, (heard, say), (turn, go) = node.job(memory=1024 * MIB, memory_limit=6144 * MIB), os.pipe(), os.pipe()
+
+        def work(driver: Driver) -> None:
+            driver.start()
+            while True:
+                large = driver.out("cuMemAlloc_v2", 5000 * MIB)
+                os.write(say, struct.pack("d", time.monotonic()))
+                while not driver.code("cuMemAlloc_v2", ctypes.byref(small := ctypes.c_uint64()), 2 * MIB):
+                    driver.cuMemFree_v2(small)
+                os.write(say, struct.pack("d", time.monotonic()))
+                driver.cuMemFree_v2(large)
+                os.write(say, struct.pack("d", time.monotonic()))
+                os.read(turn, 1)
+
+        def told() -> float:
+            return float(struct.unpack("d", os.read(heard, 8))[0])
+
+        guest = node.start(borrower, work)
+        for _ in range(count):
+            told()
+            begun = time.monotonic()
+            newcomer = node.job(memory=6500 * MIB)
+            refused_ms.append((told() - begun) * 1000)
+            freed = told()
+            while not newcomer.has_room:
+                time.sleep(0.0002)
+            back_ms.append((time.monotonic() - freed) * 1000)
+            node.end(newcomer)
+            while borrower.memory_limit(0) != 6144 * MIB:
+                time.sleep(0.0002)
+            os.write(go, b".")
+        guest.kill(signal.SIGKILL)
+        guest.wait()
+    lease = "<= 20 ms (one lease)"
+    what = (
+        ("guarantee comes, borrower refused (P99)", refused_ms),
+        ("borrower has freed, guarantee is there (P99)", back_ms),
+    )
+    tails = [(text, taken, percentile(taken, 0.99)) for text, taken in what]
+    return [
+        {**row(f"memory lent: {text}", taken, "ms", goal=lease, met=p99 <= 20), "value": round(p99, 4)}
+        for text, taken, p99 in tails
+    ]
 
 
 def closings(window_ms: float, count: int) -> list[Row]:

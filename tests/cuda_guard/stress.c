@@ -45,6 +45,8 @@ static void use_memory(unsigned *seed, CUstream stream) {
   size_t bytes = (size_t)(1 + rand_r(seed) % 32) * MIB;
   CUDA_ARRAY_DESCRIPTOR shape = {.Width = bytes / MIB * 1024, .Height = 1024, .Format = CU_AD_FORMAT_UNSIGNED_INT8, .NumChannels = 1};
   CUarray array;
+  void *host;
+  if (fits(cuMemAllocHost_v2(&host, bytes / 32))) MUST(cuMemFreeHost(host));
   if (fits(cuMemAlloc_v2(&pointer, bytes))) MUST(cuMemFree_v2(pointer));
   if (fits(cuMemAllocAsync(&pointer, bytes, stream))) MUST(cuMemFreeAsync(pointer, stream));
   if (fits(cuArrayCreate_v2(&array, &shape))) MUST(cuArrayDestroy(array));

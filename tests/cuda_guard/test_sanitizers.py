@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cuda_guard import page
 from cuda_guard.build import COMPILE, CUDA, HOST, NATIVE, NVML, find_compiler
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench
 
@@ -39,10 +40,11 @@ def compiled(directory: Path, sanitizer: str) -> Path:
 def test_sixty_four_threads_do_everything_at_once(
     make_bench: Callable[..., Bench], tmp_path: Path, sanitizer: str
 ) -> None:
-    """While the owner changes the share and shuts the gate. At the end nothing is held or under way, and each launch counted."""
+    """While the owner changes share and quota and shuts the gate. At the end nothing is held or under
+    way, and each launch counted."""
     program = compiled(tmp_path, sanitizer)
     machine = make_bench()
-    job = machine.job(memory=CONTEXT + 512 * MIB, share=90)
+    job = machine.job(memory=CONTEXT + 512 * MIB, share=90, host_memory=8 * MIB)
     env = {**os.environ, **machine.environment(job), **QUIET}
     words = [program, "64", "12"]
     pipe = subprocess.PIPE
@@ -54,6 +56,7 @@ def test_sixty_four_threads_do_everything_at_once(
                 if done.wait(0.02):
                     return
                 job.set_share(0, share, share)
+                job.set_memory(0, CONTEXT + (512 if share == 90 else 384) * MIB)
                 job.set_gate(closed=True)
                 time.sleep(0.002)
                 job.set_gate(closed=False)
@@ -64,13 +67,15 @@ def test_sixty_four_threads_do_everything_at_once(
         told = process.stdout.readline()
         done.set()
         owner.join()
-        used, under_way = job.pages.memory_used(0), [slot.under_way[0] for slot in job.pages.job.table]
+        used, pinned = job.pages.memory_used(0), job.pages.memory_used(page.HOST)
+        under_way = [slot.under_way[0] for slot in job.pages.job.table]
         process.stdin.close()
         assert process.wait(30) == 0 and told, process.stderr.read()[-5000:]
     assert 0.98 * int(told) <= job.usage()[0].launches <= int(told), (
         "whoever ends another's batch may miss its last launch"
     )
-    assert set(under_way) == {0}
+    assert set(under_way) == {0} and 0 < job.pages.job.uses[page.HOST].peak <= 8 * MIB // page.UNIT
+    assert pinned == 0
     pooled = used - CONTEXT
     assert 0 <= pooled <= 512 * MIB, "what pools keep is all that may be left"
 
