@@ -59,6 +59,30 @@ while True:
     driver.launch(kernel)
     driver.cuCtxSynchronize()
 """
+SAVES = """
+import os, signal, sys
+from pathlib import Path
+from client import Driver
+if os.environ["MESH_RESUME"]:
+    print("resumed")
+    sys.exit(0)
+
+def save(number, frame):
+    new = Path(os.environ["MESH_CKPT_DIR"], ".new")
+    new.write_text("1")
+    new.rename(new.with_name("state"))
+    sys.exit(85)
+
+signal.signal(signal.SIGTERM, save)
+driver = Driver("libcuda.so.1")
+driver.start()
+kernel = driver.kernel("k_500us")
+driver.out("cuMemAlloc_v2", 6 << 30)
+print("holds", flush=True)
+while True:
+    driver.launch(kernel)
+    driver.cuCtxSynchronize()
+"""
 NEEDS = """
 from client import Driver
 driver = Driver("libcuda.so.1")
@@ -87,7 +111,7 @@ def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devi
     shutil.copy(client.__file__, project)
     (project / "quota.py").write_text(QUOTA)
     (project / "work.py").write_text(WORK)
-    for name, text in (("past.py", PAST), ("lent.py", LENT), ("needs.py", NEEDS)):
+    for name, text in (("past.py", PAST), ("lent.py", LENT), ("saves.py", SAVES), ("needs.py", NEEDS)):
         (project / name).write_text(text)
     yield world
     assert list((tmp_path / "XDG_RUNTIME_DIR").iterdir()) == [], "its pages are gone with the daemon"
@@ -176,7 +200,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
 
 
 def test_memory_is_lent_and_comes_back_for_who_is_guaranteed_it(world: World, make_stack: Callable[..., Stack]) -> None:
-    """One that cannot save is put away by the driver, alive, and goes on when there is room again."""
+    """One that cannot save is put away by the driver, alive, and goes on when there is room again; who can, saves and goes."""
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
     soft = "--gpu-share", "30", "--vram", "1g", "--vram-limit", "8g"
@@ -214,6 +238,18 @@ def test_memory_is_lent_and_comes_back_for_who_is_guaranteed_it(world: World, ma
         refused = mesh(node, "gpus", "set", borrower, "--vram-limit", wrong)
         assert refused.returncode in {2, 5} and words in refused.stderr
     assert on_gpus(node)[0]["memory_now"] == 7 * GIB
+    ok(node, "cancel", borrower)
+    until(lambda: on_gpus(node) == [], "it to be gone")
+
+    saves = submit(node, world, "saves.py", *soft, "--ckpt", "ckpts", "--ckpt-mode", "rename")
+    until(lambda: "holds" in ok(node, "logs", saves), "it to have what was lent")
+    needs = submit(node, world, "needs.py", "--gpu-share", "30", "--vram", "12g")
+    assert finished(node, needs)["outcome"]["kind"] == "done", ok(node, "logs", needs)
+    assert finished(node, saves)["outcome"]["kind"] == "done"
+    first, second = job_state(node, saves)["attempts"]
+    assert first["exit_code"] == 85 and second["exit_code"] == 0 and "resumed" in ok(node, "logs", saves)
+    (taken,) = [event["reason"] for event in read(node, "events", saves)["events"] if event["new"] == "taken back"]
+    assert taken.endswith("memory that was lent is needed; nothing is lost")
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
 

@@ -109,11 +109,14 @@ static int file_of(const struct world *world) {
   return -1;
 }
 
+static struct process *joined; /* the caller's own slot */
+
 /* As the caller's namespace numbers it; 0: it is dead. */
 static int pid_here(const struct world *world, const struct process *process) {
   struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCKS + (process - world->processes), .l_len = 1};
   int result = fcntl(file_of(world), F_GETLK, &lock);
-  if (result == 0 && lock.l_type == F_UNLCK) return process->pid == getpid() ? process->pid : 0; /* nobody's lock stands in its own way */
+  bool own = process == joined && process->pid == getpid(); /* nobody's lock stands in its own way; others have its pid elsewhere */
+  if (result == 0 && lock.l_type == F_UNLCK) return own ? process->pid : 0;
   return result == 0 && lock.l_pid > 0 ? lock.l_pid : -1;
 }
 
@@ -155,6 +158,7 @@ struct process *world_join(struct world *world) {
     fcntl(file_of(world), F_SETLK, &lock);
     process->pid = getpid();
     process->alive = 1;
+    joined = process;
   }
   world_unlock(world);
   return process;
