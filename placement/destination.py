@@ -25,7 +25,7 @@ STRANDED = 0.95  # of its worth is left to a place for each whole GPU that is le
 HORIZON_S, LEAST_HORIZON_S = 1800.0, 300.0  # to the next durable checkpoint where nothing is known, and at least; ours
 SUDDEN = 0.4  # of departures take what a node keeps with them at once; the others say so (docs/simulator.md); ours
 RESTART = 0.5  # of a place's worth is left if the state is late and an older one has to do; ours
-FETCHES = 0.9  # of it, for a place that has to fetch the state from who keeps it, besides the time that takes; ours
+FETCHES = 0.9  # of it, for a place that has to fetch the state from who keeps it; ours
 LIKELY = 0.5  # a state that is less likely to be in time goes behind those that are; ours
 LEAST_SPREAD, MOST_SPREAD = 0.05, 3.0  # of a path: nothing is known better or worse; ours
 LOGISTIC = math.pi / math.sqrt(3)  # the standard deviation of the standard logistic distribution
@@ -155,8 +155,9 @@ def options(leaver: Leaver, window_s: float, others: int = 0) -> list[Option]:
         keepers.append((-kept * early, number))
         if way.place:
             runs = work * stays * way.favour
-            direct = early * (kept + runs * (1 - RESTART))
-            around = by_way * (value + runs * (_fetched(seconds, horizon_s) - RESTART))
+            begun = _begun(seconds, horizon_s)
+            direct = early * (kept + runs * (begun - RESTART))
+            around = by_way * (value + runs * (max(RESTART, FETCHES * begun) - RESTART))
             scored.append((-(direct if direct > around else around) - runs * RESTART, seconds, number))
     wanted = others + PLACES_PAST
     scored.sort()
@@ -167,11 +168,13 @@ def options(leaver: Leaver, window_s: float, others: int = 0) -> list[Option]:
         way = ways[number]
         stays = _chance(way.stays)
         runs = work * stays * way.favour
-        found.append(_option(way, way, value * _kept(stays) + runs * (1 - RESTART), runs * RESTART, ready_s, left_s))
+        begun = _begun(times[number], horizon_s)
+        direct = value * _kept(stays) + runs * (begun - RESTART)
+        found.append(_option(way, way, direct, runs * RESTART, ready_s, left_s))
         if keeper is not None and times[keeper] < times[number]:
             kept = value * _kept(_chance(ways[keeper].stays))
-            fetched = kept + runs * (_fetched(times[number], horizon_s) - RESTART)
-            found.append(_option(way, ways[keeper], fetched, runs * RESTART, ready_s, left_s))
+            around = kept + runs * (max(RESTART, FETCHES * begun) - RESTART)
+            found.append(_option(way, ways[keeper], around, runs * RESTART, ready_s, left_s))
     keepers.sort()
     for _, number in keepers[:2]:
         way = ways[number]
@@ -180,9 +183,9 @@ def options(leaver: Leaver, window_s: float, others: int = 0) -> list[Option]:
     return [*found, NOTHING]
 
 
-def _fetched(seconds: float, horizon_s: float) -> float:
-    """What is left of a place's worth if it fetches the state from its keeper, as slowly as from here."""
-    return max(RESTART, FETCHES * horizon_s / (horizon_s + seconds))
+def _begun(seconds: float, horizon_s: float) -> float:
+    """What is left of a place's worth if the job stands still until its state is there; not less than a restart from less."""
+    return max(RESTART, horizon_s / (horizon_s + seconds))
 
 
 def _kept(stays: float) -> float:
@@ -353,42 +356,35 @@ class _Search:
         return chosen
 
     def _changes(self, chosen: list[Option], worths: Sequence[float]) -> Iterator[dict[int, Option]]:
-        """Of one job, then of two: one takes what it likes, the other gives way."""
+        """Of one job, then of two: one takes what it likes, the other gives way. What cannot help is left out: those who change
+        could gain so much were the wire free for them, and those who wait for it so much if they need it for less time."""
         jobs = range(len(chosen))
-        slack = [one.alone - worth for one, worth in zip(chosen, worths, strict=True)]  # for who waits for the wire
+        slack = [one.alone - worth for one, worth in zip(chosen, worths, strict=True)]
         waits = sum(slack)
         for i in jobs:
+            now = chosen[i]
             for one in self._options[i]:
-                if self._could(chosen, worths, waits - slack[i], {i: one}):
+                more = one.alone - worths[i]
+                if more + waits - slack[i] <= 0:
+                    break  # they come best first
+                if one is not now and (more > 0 or one.seconds < now.seconds) and self._has_room(chosen, {i: one}):
                     yield {i: one}
         for i in jobs:
             for one in self._options[i]:
-                if one.alone - worths[i] + waits - slack[i] <= 0:
-                    continue
+                more, least = one.alone - worths[i], one.seconds - chosen[i].seconds
                 for j in jobs:
                     if j == i or (waits <= 0 and one.place != chosen[j].place):
                         continue
-                    given = 0
+                    given, bound = 0, waits - slack[i] - slack[j]
                     for other in self._options[j]:
-                        change = {i: one, j: other}
-                        if other is chosen[j] or not self._could(chosen, worths, waits - slack[i] - slack[j], change):
-                            continue
-                        yield change
-                        given += 1
-                        if given == GIVES_WAY:
+                        gain = more + other.alone - worths[j]
+                        if gain + bound <= 0 or given == GIVES_WAY:
                             break
-
-    def _could(
-        self, chosen: Sequence[Option], worths: Sequence[float], waits: float, change: Mapping[int, Option]
-    ) -> bool:
-        """Whether a change fits and might help, were the wire free for those who change, and, if they need it for less time than
-        now, for the others too."""
-        more = sum(one.alone - worths[i] for i, one in change.items())
-        if more <= 0 and (
-            more + waits <= 0 or sum(one.seconds for one in change.values()) >= sum(chosen[i].seconds for i in change)
-        ):
-            return False
-        return any(one is not chosen[i] for i, one in change.items()) and self._has_room(chosen, change)
+                        if other is chosen[j] or (gain <= 0 and least + other.seconds >= chosen[j].seconds):
+                            continue
+                        if self._has_room(chosen, {i: one, j: other}):
+                            given += 1
+                            yield {i: one, j: other}
 
     def _has_room(self, chosen: Sequence[Option], change: Mapping[int, Option]) -> bool:
         for one in change.values():

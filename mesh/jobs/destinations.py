@@ -12,7 +12,7 @@ from mesh.jobs.spec import JobSpec, waiting_place
 from mesh.jobs.view import View
 from placement.advert import WHOLE, Advert
 from placement.allotment import served
-from placement.destination import HORIZON_S, Departure, Leaver, Way, plan, stranding, survival
+from placement.destination import Departure, Leaver, Way, plan, stranding, survival
 from placement.images import lacks
 from placement.request import Request
 from placement.zones import zone_of
@@ -28,7 +28,8 @@ Paths = Callable[[bytes, Sequence[bytes]], Path]
 class Guest(msgspec.Struct, frozen=True):
     """A job that has to leave. `request`: for its next attempt; `value`: GPU-seconds at risk; `ready_s`: until its state can be
     sent. `difference`: bytes that its last save added, which `holders` of its last checkpoint lack; `state`: all there is, which
-    others lack; None as long as it has saved nothing. `keepers` could hold its state without running it, best first."""
+    others lack; None as long as it has saved nothing. `horizon_s`: from one of its checkpoints to the next. `keepers` could hold
+    its state without running it, best first."""
 
     spec: JobSpec
     request: Request
@@ -37,6 +38,7 @@ class Guest(msgspec.Struct, frozen=True):
     difference: int | None
     state: int | None
     holders: frozenset[bytes]
+    horizon_s: float
     keepers: tuple[bytes, ...]
 
 
@@ -60,7 +62,7 @@ def departure(
 
 def _leaver(guest: Guest, able: Sequence[Advert], view: View, paths: Paths) -> Leaver:
     request = guest.request
-    horizon_s = min(HORIZON_S, float(request.remaining_s))
+    horizon_s = min(guest.horizon_s, float(request.remaining_s))
     adverts = {advert.node: advert for advert in able}
     ranked = [candidate.node for candidate in view.hierarchy.rank(request, able)]
     staying = [node for node in (*sorted(guest.holders), *guest.keepers[:KEEPERS]) if node in view.staying]

@@ -11,7 +11,7 @@ from mesh.jobs.destinations import Guest, departure
 from mesh.jobs.reports import RunnerEvent, VacateWanted
 from mesh.jobs.view import Instant
 from placement.allotment import percent
-from placement.destination import Departure, Destination, told, worth
+from placement.destination import HORIZON_S, Departure, Destination, told, worth
 
 if TYPE_CHECKING:
     from mesh.jobs.service import JobService
@@ -89,5 +89,6 @@ class Leaving:
             difference=attempt.deposits.state_bytes if difference is None else difference,
             state=attempt.deposits.state_bytes,
             holders=frozenset(commit.holders if commit is not None else ()) | warm,
+            horizon_s=attempt.cadence.next.interval_s if attempt.cadence.next is not None else HORIZON_S,
             keepers=self._jobs.custody(job).fallback,
         )

@@ -211,6 +211,10 @@ def test_a_dry_run_says_what_it_costs_and_changes_nothing(make_stack: MakeStack)
     (row,) = read(host, "reclaim", "--dry-run")["guests"]
     assert (row["job"], row["name"], row["gpus"]) == (job, "count", []) and row["ran_s"] > 0 and row["notice_s"] == 10.0
     assert row["checkpoint"]["seq"] >= 1 and 0 <= row["at_risk_s"] < 60 and row["save_s"] > 0 and row["ship_bytes"] > 0
+    assert row["goes_to"] == row["sent_to"] != host.nick and row["turn"] == 0
+    assert row["plan"].startswith(f"goes on at {row['goes_to']}; ")
+    paths = {node["nick"]: node["path"] for node in read(host, "nodes")["nodes"]}
+    assert paths[host.nick] is None and paths[row["goes_to"]]["source"] in {"measured", "zone", "mesh", "guessed"}
     assert (
         "count" in ok(host, "reclaim", "--dry-run")
         and read(host, "reclaim", "--dry-run", "--now")["guests"][0]["notice_s"] == 0
@@ -225,6 +229,7 @@ def test_a_dry_run_says_what_it_costs_and_changes_nothing(make_stack: MakeStack)
         and gone["lost_steps"] == 0
         and {"notice", "exited", "gone"} <= gone["rungs_ms"].keys()
     )
+    assert f"destination: goes on at {row['goes_to']}" in ok(user, "events", job)
     ok(user, "cancel", job)
 
 

@@ -41,7 +41,7 @@ def guest(
 ) -> Guest:
     spec = make_spec(gpus=gpus, nonce=bytes([number]) * 16)
     request = attempt_request(bytes([number]) * 16, spec, 1, (), 0)
-    fields: dict[str, object] = {"holders": frozenset(), "keepers": ()}
+    fields: dict[str, object] = {"holders": frozenset(), "keepers": (), "horizon_s": 1800.0}
     return Guest(spec, request, value, 0.5, difference, state, **{**fields, **more})  # type: ignore[arg-type]
 
 

@@ -77,11 +77,10 @@ def expected(
         left = window_s - idle
         chance = min(within(busy, left, weighed / busy), within(seconds, window_s - job.ready_s, steep))
         saved = job.value * (1 - (1 - to.stays) * SUDDEN)
-        part = (
-            0.0
-            if place is None
-            else (1.0 if place is to else max(RESTART, FETCHES * horizon_s / (horizon_s + place.bytes / place.bps)))
-        )
+        part = 0.0
+        if place is not None:
+            begun = max(RESTART, horizon_s / (horizon_s + place.bytes / place.bps))
+            part = begun if place is to else max(RESTART, FETCHES * begun)
         total += chance * (saved + runs * part) + (1 - chance) * runs * RESTART
     return total
 
@@ -230,7 +229,8 @@ def test_what_cannot_reach_the_better_node_in_time_goes_to_the_one_that_it_can_r
     adverts = {NODES[n]: node(n, 1) for n in (0, 1)}
     steady_but_slow, near = way(0, 8e9, 3e7, stays=0.99), way(1, 8e9, 1.2e9, stays=0.9)
     assert places(plan([leaver(1, steady_but_slow, near)], adverts, 30.0)) == [NODES[1]]
-    assert places(plan([leaver(1, steady_but_slow, near, value=10.0)], adverts, 3000.0)) == [NODES[0]]
+    fleeting = way(1, 8e9, 1.2e9, stays=0.4)
+    assert places(plan([leaver(1, steady_but_slow, fleeting, value=10.0)], adverts, 3000.0)) == [NODES[0]]
     kept = way(2, 4e8, 1.2e9, place=False)
     (around,) = plan([leaver(1, steady_but_slow, kept)], adverts, 30.0).destinations
     assert (around.place, around.to) == (NODES[0], NODES[2]) and around.chance > 0.9, (
