@@ -157,7 +157,7 @@ def rows(sides: Mapping[tuple[Place, str], Side], claims: Sequence[Claim] = CLAI
             Row(
                 claim.source,
                 claim.claim,
-                claim.world,
+                " ".join((claim.world, *claim.changes)),
                 interval.value,
                 interval.low,
                 interval.high,
@@ -176,7 +176,9 @@ def _interval(claim: Claim, ours: Side, other: Side, seeds: Sequence[int]) -> In
 
 
 def verdict(claim: Claim, interval: Interval) -> str:
-    """Met or not, where the whole interval says so; else undecided."""
+    """Met or not, where the whole interval says so; else undecided, as one run alone is, which has no interval."""
+    if interval.n < 2:
+        return "undecided"
     if claim.least is not None:
         worst, best = interval.low - claim.least, interval.high - claim.least
     else:

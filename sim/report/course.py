@@ -201,7 +201,7 @@ def uplinks(seen: Observation, place: str) -> Figure:
             own = sum(hour.own for hour in hours) / len(hours)
             ours = [hour.ours for hour in hours]
             rows.append((of_day, own, sum(ours) / len(ours), max(ours)))
-    least = 1e-5
+    least = 1e-4
     top, space = legend(
         [
             Entry("the campus's own traffic", 1, dash=1),

@@ -135,7 +135,7 @@ def _claims(claims: Sequence[Row]) -> Markup:
             "tr",
             element("th", row.source, scope="row"),
             element("td", row.claim),
-            element("td", f"{100 * row.ours:.1f} % ({100 * row.low:.1f} to {100 * row.high:.1f})", class_="nowrap"),
+            element("td", _share(row), class_="nowrap"),
             element("td", str(row.n), class_="number"),
             element("td", element("span", row.verdict, class_="verdict"), f"; {row.differs}" if row.differs else ""),
         )
@@ -155,6 +155,11 @@ def _claims(claims: Sequence[Row]) -> Markup:
     )
 
 
+def _share(row: Row) -> str:
+    value = f"{100 * row.ours:.1f} %"
+    return value if row.n < 2 else f"{value} ({100 * row.low:.1f} to {100 * row.high:.1f})"
+
+
 def _chapter(chapter: Chapter, place: str) -> Markup:
     world, seeds = chapter.world, chapter.seeds
     gpus = sum(group.count * group.gpus for group in world.groups)
@@ -170,13 +175,21 @@ def _chapter(chapter: Chapter, place: str) -> Markup:
         element("p", cut(world.says, LONGEST_TEXT)) if world.says else "",
         element(
             "p",
-            f"{world.machines} machines with {gpus} GPUs, {written(world.days)} days{counted}; {len(seeds)} replications (seeds "
-            f"{seeds[0]} to {seeds[-1]}). Distributions are of {min(looked.values())} of them, courses of one. "
+            f"{world.machines} machines with {gpus} GPUs, {written(world.days)} days{counted}; {_replications(seeds)}. "
+            f"Distributions are of {min(looked.values())} of them, courses of the first. "
             f"World {world.digest[:12]}.",
             class_="note",
         ),
         _scroll(as_table(units, rows), f"Figures of {_name(world)}"),
         joined(figures(chapter, place), place),
+    )
+
+
+def _replications(seeds: Sequence[int]) -> str:
+    return (
+        f"{len(seeds)} replications (seeds {seeds[0]} to {seeds[-1]})"
+        if len(seeds) > 1
+        else f"one replication (seed {seeds[0]})"
     )
 
 

@@ -64,6 +64,6 @@ body{{font-size:10pt}}main,header,footer{{max-width:none}}
 nav,details,.skip{{display:none}}
 figure{{break-inside:avoid;border:1px solid var(--grid);background:none}}
 h2{{break-before:page}}h2,h3,figcaption{{break-after:avoid}}
-svg{{min-width:0}}.scroll{{overflow:visible}}
+svg,.scroll>table{{min-width:0}}.scroll{{overflow:visible}}table{{font-size:.75em}}
 }}
 """.strip()
