@@ -9,6 +9,7 @@ late: the rate is taken as much later. `docs/schedule.md` derives all of it.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from math import inf, sqrt
 
 import msgspec
@@ -62,7 +63,15 @@ def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -
     least_s = min(MOST_S, max(LEAST_S, stall_s, upload_s))
     part = _within(0.0, lossy, 1.0)
     due_s, total = MOST_S, 0.0
-    for begun, until, rate in _pieces(rates, since + upload_s, MOST_S):
+    told = rates(since + upload_s)
+    heard: list[tuple[float, float]] = []
+
+    def listening(_: float) -> Iterator[tuple[float, float]]:
+        for pair in told:
+            heard.append(pair)
+            yield pair
+
+    for begun, until, rate in _pieces(listening, since + upload_s, MOST_S):
         density = sqrt(rate * part / (2 * stall_s))
         if total + density * (until - begun) >= 1:
             due_s = begun + (1 - total) / density
@@ -72,7 +81,7 @@ def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -
     if due_s < least_s:
         due_s, why = least_s, "upload" if least_s == upload_s else "least"
     at = max(now, since + due_s)
-    return Due(since, at, expected_loss_s(since, at, cost, lossy, rates), why)
+    return Due(since, at, expected_loss_s(since, at, cost, lossy, lambda _: chain(heard, told)), why)
 
 
 def expected_loss_s(since: float, at: float, cost: Cost, lossy: float, rates: Rates) -> float:
@@ -92,19 +101,21 @@ def _pieces(rates: Rates, start: float, length_s: float) -> Iterator[tuple[float
     for _ in range(STEPS):
         until, found = next(told, (inf, rate))
         rate = _within(0.0, found, MOST_RATE)
-        end = min(until - start, length_s)
+        end = until - start
+        if not end < length_s:  # or it is no number
+            break
         if end > begun:
             yield begun, end, rate
             begun = end
-        if not until - start < length_s:  # or it is no number
-            break
     if begun < length_s:
         yield begun, length_s, rate
 
 
 def _within(least: float, value: float, most: float) -> float:
     """`least` for what is no number."""
-    return min(most, value) if value > least else least
+    if value > least:
+        return value if value < most else most
+    return least
 
 
 class Recent:

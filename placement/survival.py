@@ -30,7 +30,6 @@ NODE_PRIOR, OWN_AGE_PRIOR, OWN_BLOCK_PRIOR = 3.0, 5.0, 15.0
 BASE_EVENTS, BASE_HOURS = 1.0, 12.0
 MOST_S = 90 * factors.DAY_S  # counted of one stay at a time: a clock that jumps by years says nothing; ours
 FRAILTY = 0.25  # theta; on both traces the best is 0.1 to 0.35
-FIRST_S, LONGEST_S = 300.0, HOUR_S  # steps in which a rate is taken to hold: the first ages, and the hours
 ROOM_MEMORY_S = 4 * HOUR_S  # what the room does now says half as much of four hours on
 Z_90 = 1.645
 
@@ -74,8 +73,13 @@ class Window:
         for lower, upper, rate, block in self.spans:
             blocks[block] = blocks.get(block, 0.0) + (upper - lower) / HOUR_S * rate
         self.blocks = list(blocks.items())
-        halvings = (end - start) / ROOM_MEMORY_S
-        self.reversion = (1 - 0.5**halvings) / (halvings * LN2) if halvings > 1e-9 else 1.0
+        self.reversion = _reversion(end - start)
+
+
+def _reversion(length_s: float) -> float:
+    """How much of what is unusual about a room now is left of it, on average over that time."""
+    halvings = length_s / ROOM_MEMORY_S
+    return float((1 - 0.5**halvings) / (halvings * LN2)) if halvings > 1e-9 else 1.0
 
 
 class Estimator:
@@ -172,13 +176,30 @@ class Estimator:
         return self._integral(window, window.start if known.since is None else known.since, known)
 
     def rates(self, node: bytes, start: float) -> Iterator[tuple[float, float]]:
-        """Departures a second from `start` on, each with until when it holds."""
-        step = FIRST_S
+        """Departures a second from `start` on, each with until when it holds: it changes with the hour and with the age."""
+        known = self.nodes.get(node)
+        since = start if known is None or known.since is None else known.since
+        own_ages, own_blocks = (_ONES, _ONES) if known is None else (known.ages.rates, known.blocks.rates)
+        kappa, offset_s, edges = self.belief.kappa, self.utc_offset_s, AGE_EDGES_S
+        steady, fading = self.rate * self.stays.rates[0], 1.0
+        if known is not None:
+            steady = self.rate * self.stays.rates[factors.stay_level(known.last_stay_s)] * known.own.rate
+            fading = known.room.regime.rate * self.shares.rates[known.room.level]
+        common = self.mean ** (1 - kappa) / HOUR_S
+        age, hour = age_level(start - since), floor((start + offset_s) / HOUR_S)
         while True:
-            hazard = self.hazard(node, self.window(start, step))
-            start += step
-            yield start, hazard / step
-            step = min(2 * step, LONGEST_S)
+            until = (hour + 1) * HOUR_S - offset_s
+            level = hour_level(hour)
+            aged = self.ages.rates[age] * own_ages[factors.OWN_AGE_OF[age]]
+            if age < len(edges) and since + edges[age] <= until:
+                until = since + edges[age]
+                age += 1
+            else:
+                hour += 1
+            if until > start:
+                factor = steady * fading ** _reversion(until - start) * aged * own_blocks[block_of(level)]
+                yield until, common * (factor * self.hours.rates[level]) ** kappa
+                start = until
 
     def survivals(self, nodes: Iterable[bytes], now: float, horizon_s: float) -> list[float]:
         """The probability for each that it stays for another `horizon_s`."""

@@ -5,7 +5,8 @@ This is the only place of the simulator that knows which estimator there is.
 
 from collections.abc import Iterator
 
-from placement.survival import Estimator, weights, windows
+from placement.advert import HORIZONS_S
+from placement.survival import Estimator, Window, weights
 
 DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S  # the first of Unix time, in which the estimator counts
@@ -15,37 +16,36 @@ class Forecast:
     """Of machines by number; seconds of virtual time, which begins on the `first_day` of a week."""
 
     def __init__(self, count: int, first_day: int = 0) -> None:
-        self._offset_s = MONDAY_S + first_day * DAY_S
         self._names = [number.to_bytes(32, "big") for number in range(count)]
         self._since = [0.0] * count
-        self._estimator = Estimator(self._offset_s)
-        self._ahead = windows(self._estimator, self._offset_s)
+        self._estimator = Estimator(0.0, MONDAY_S + first_day * DAY_S)
+        self._ahead: dict[int, Window] = {}  # of the weights that were asked for last, by horizon
         self.departures = 0
         self.lent_s = 0.0
 
     def lent(self, machine: int, now: float) -> None:
         self._since[machine] = now
-        self._estimator.lent(self._names[machine], now + self._offset_s)
+        self._estimator.lent(self._names[machine], now)
 
     def left(self, machine: int, now: float) -> None:
-        self._estimator.left(self._names[machine], now + self._offset_s)
+        self._estimator.left(self._names[machine], now)
         self.departures += 1
         self.lent_s += now - self._since[machine]
 
-    def weights(self, machine: int, now: float) -> tuple[int, ...]:
-        """The advert's: survival over each of its horizons, in 64ths."""
-        if self._ahead[0].start != now + self._offset_s:
-            self._ahead = windows(self._estimator, now + self._offset_s)
-        return weights(self._estimator, self._names[machine], self._ahead)
+    def weight(self, machine: int, now: float, horizon: int) -> int:
+        """The advert's: survival over one of its horizons, by its place, in 64ths."""
+        window = self._ahead.get(horizon)
+        if window is None or window.start != now:
+            window = self._ahead[horizon] = self._estimator.window(now, HORIZONS_S[horizon])
+        return weights(self._estimator, self._names[machine], (window,))[0]
 
     def survival(self, machine: int, now: float, horizon_s: float) -> float:
         """The probability that it stays for another `horizon_s`."""
-        return self._estimator.survivals([self._names[machine]], now + self._offset_s, horizon_s)[0]
+        return self._estimator.survivals([self._names[machine]], now, horizon_s)[0]
 
     def rates(self, machine: int, start: float) -> Iterator[tuple[float, float]]:
         """Departures a second from `start` on, each with until when it holds."""
-        for until, rate in self._estimator.rates(self._names[machine], start + self._offset_s):
-            yield until - self._offset_s, rate
+        return self._estimator.rates(self._names[machine], start)
 
     @property
     def mean_rate(self) -> float:

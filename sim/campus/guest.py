@@ -131,8 +131,7 @@ class Host:
 
     __slots__ = (
         "absences",
-        "advert_key",
-        "advert_now",
+        "adverts",
         "buddies",
         "departs_at",
         "displaced",
@@ -145,10 +144,12 @@ class Host:
         "line",
         "machine",
         "number",
+        "plain",
         "reachable",
         "rooms",
         "sending",
         "stay",
+        "weighed",
         "weight_epoch",
         "weights",
     )
@@ -168,13 +169,14 @@ class Host:
         self.line: list[Job] = []  # whose last checkpoints leave with it, in this order
         self.sending: Job | None = None
         self.weights = UNLIKELY
+        self.weighed: set[int] = set()  # of the horizons, in this epoch
         self.weight_epoch = -1
         gpus = tuple(Gpu(f"{machine.name}/{n}", "gpu", machine.vram_mib) for n in range(machine.gpus))
         self.rooms = [
             tuple(Portion(gpu.uuid, WHOLE, gpu.vram_mib) for gpu in gpus[:count]) for count in range(len(gpus) + 1)
         ]
-        self.advert_key: tuple[int, tuple[int, ...]] = (-1, ())
-        self.advert_now = Advert(
+        self.adverts: dict[int, Advert] = {}  # the last one for each number of GPUs that are free
+        self.plain = Advert(
             version=0,
             node=self.id,
             nick=machine.name,
@@ -200,19 +202,16 @@ class Host:
         )
 
     def advert(self) -> Advert:
-        """As it is now; `weights` is kept up to date by whoever asks."""
-        key = (self.free, self.weights)
-        if key != self.advert_key:
-            self.advert_key = key
-            version = self.advert_now.version + 1
-            self.advert_now = msgspec.structs.replace(
-                self.advert_now,
-                version=version,
-                weight=self.weights[HOUR],
-                stays=self.weights,
-                room=self.rooms[self.free],
-            )
-        return self.advert_now
+        """As it is now; `weights` are kept up to date by whoever asks. How it suits requests does not depend on them."""
+        last = self.adverts.get(self.free)
+        if last is not None and last.stays == self.weights:
+            return last
+        room = self.rooms[self.free]
+        found = msgspec.structs.replace(self.plain, weight=self.weights[HOUR], stays=self.weights, room=room)
+        if last is not None:
+            found.grades.update(last.grades)
+        self.adverts[self.free] = found
+        return found
 
     def fits(self, order: Order) -> bool:
         return self.free >= order.gpus and self.lent and not self.leaving and self.machine.vram_mib >= order.vram_mib

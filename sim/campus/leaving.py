@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckptstore.bandwidth import PRIOR_SPREAD
 from ckptstore.deadline import Upload, feasible, plan
 from ckptstore.pacing import AIM
-from placement.advert import WHOLE
+from placement.advert import HORIZONS_S, WHOLE
 from placement.destination import HORIZON_S, Leaver, Way, stranding, survival, worth
 from placement.destination import plan as plan_destinations
 from sim.campus.carrier import numbers
@@ -106,7 +106,7 @@ class Leaving:
         ways = []
         for other in dict.fromkeys([*places, *others]):
             count = there if other in kept else job.order.state_bytes
-            advert = self._placing.advert(other)
+            advert = self._placing.advert(other, *range(len(HORIZONS_S)))
             stays = survival(advert, horizon_s)
             favour = stranding(request, advert)
             if self._policy.goes_home and other is job.origin:

@@ -91,20 +91,32 @@ class Link:
 
 
 class Flow:
-    """So many bytes to each holder along a path; `done` is called once all have them. `remaining` holds at `at`."""
+    """So many bytes to each holder along a path; `done` is called once all have them. `remaining` holds at `at`; `owner` is whom
+    it is for; `over`: it has arrived, or was broken off."""
 
-    __slots__ = ("at", "bytes", "done", "number", "path", "peak", "rate", "remaining", "yields")
+    __slots__ = ("at", "bytes", "done", "number", "over", "owner", "path", "peak", "rate", "remaining", "yields")
 
     def __init__(
-        self, path: Sequence[tuple[Link, float]], count: float, done: Callable[[], None], yields: bool
+        self,
+        path: Sequence[tuple[Link, float]],
+        count: float,
+        done: Callable[[], None],
+        yields: bool,
+        owner: object = None,
     ) -> None:
         self.path = path
         self.bytes = self.remaining = count
         self.done = done
         self.yields = yields
+        self.owner = owner
+        self.over = False
         self.rate = self.at = 0.0
         self.number = 0  # of its timer
-        self.peak = min(link.capacity / uses for link, uses in path)
+        peak = inf
+        for link, uses in path:
+            if link.capacity < peak * uses:
+                peak = link.capacity / uses
+        self.peak = peak
 
 
 class Network:
@@ -112,14 +124,21 @@ class Network:
         self._kernel = kernel
         self.shared = 0  # times that rates had to be worked out together
 
-    def start(self, path: Sequence[tuple[Link, float]], count: float, done: Callable[[], None], yields: bool) -> Flow:
-        flow = Flow(path, max(1.0, count), done, yields)
+    def start(
+        self,
+        path: Sequence[tuple[Link, float]],
+        count: float,
+        done: Callable[[], None],
+        yields: bool,
+        owner: object = None,
+    ) -> Flow:
+        flow = Flow(path, max(1.0, count), done, yields, owner)
         flow.at = self._kernel.now
         alone, peak = True, flow.peak
         for link, uses in path:
             link.flows[flow] = uses
             link.potential += uses * peak
-            if alone and link.potential + link.demand > link.limit and _contended(link):
+            if link.potential + link.demand > link.limit and alone and (len(link.flows) > 1 or link.demand > 0):
                 alone = False
         if alone:
             flow.rate, flow.number = peak, 1
@@ -147,12 +166,16 @@ class Network:
 
     def _leave(self, flow: Flow) -> None:
         flow.number += 1
-        near = [link for link, _ in flow.path if link.potential + link.demand > link.limit and _contended(link)]
+        flow.over = True
+        near: list[Link] = []
         sent = flow.bytes - flow.remaining
         hour = int(self._kernel.now // HOUR_S)
         for link, uses in flow.path:
-            del link.flows[flow]
-            link.potential = link.potential - uses * flow.peak if link.flows else 0.0
+            flows = link.flows
+            if link.potential + link.demand > link.limit and (len(flows) > 1 or link.demand > 0):
+                near.append(link)
+            del flows[flow]
+            link.potential = link.potential - uses * flow.peak if flows else 0.0
             if link.watched:
                 link.carried[hour] = link.carried.get(hour, 0.0) + uses * sent
         if near:

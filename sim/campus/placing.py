@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from placement.advert import Advert
+from placement.advert import HOUR, Advert, horizon_of
 from placement.decision import replica_order
 from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
 from placement.ranking import rank_nodes
@@ -38,14 +38,17 @@ class Placing:
                 return job.prefer if job.prefer is not None and job.prefer in able else able[0]
             case "longest":
                 return max(able, key=lambda host: (host.departs_at, -host.number))
-        adverts = [self.advert(host) for host in able]
-        best = rank_nodes(job.request(), adverts, self._homes).first(1)[0]
+        request = job.request()
+        horizon = horizon_of(request.remaining_s)
+        best = rank_nodes(request, [self.advert(host, horizon) for host in able], self._homes).first(1)[0]
         return self._by_id[best.node]
 
     def ranked(self, job: Job, able: Sequence[Host]) -> list[Host]:
         """Those of them that can take it, best first, by the product's ranking."""
-        adverts = [self.advert(host) for host in able]
-        return [self._by_id[candidate.node] for candidate in rank_nodes(job.request(), adverts, self._homes)]
+        request = job.request()
+        horizon = horizon_of(request.remaining_s)
+        ranking = rank_nodes(request, [self.advert(host, horizon) for host in able], self._homes)
+        return [self._by_id[candidate.node] for candidate in ranking]
 
     @property
     def staying(self) -> list[Host]:
@@ -70,9 +73,19 @@ class Placing:
         order = replica_order(job.order.id, adverts, set(there), need_mib, there)
         return [self._by_id[node] for node in order[:count]]
 
-    def advert(self, host: Host) -> Advert:
+    def advert(self, host: Host, *horizons: int) -> Advert:
+        """As it is now. Its stays are those of an hour and of these horizons (by place); others are left as they were."""
         epoch = int(self._kernel.now // WEIGHT_EPOCH_S)
         if epoch != host.weight_epoch:
             host.weight_epoch = epoch
-            host.weights = self._forecast.weights(host.number, self._kernel.now) if host.lent else UNLIKELY
+            host.weighed.clear()
+            if not host.lent:
+                host.weights = UNLIKELY
+                host.weighed.update(range(len(UNLIKELY)))
+        if not host.weighed.issuperset(horizons) or HOUR not in host.weighed:
+            stays = list(host.weights)
+            for horizon in {HOUR, *horizons} - host.weighed:
+                stays[horizon] = self._forecast.weight(host.number, self._kernel.now, horizon)
+                host.weighed.add(horizon)
+            host.weights = tuple(stays)
         return host.advert()

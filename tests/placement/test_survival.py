@@ -1,7 +1,7 @@
 """The survival estimate: probabilities that behave, learn what there is to learn, and never cost more than they are worth."""
 
 import sys
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import exp
 from random import Random
 
@@ -314,6 +314,27 @@ def test_before_anything_is_known_it_says_what_the_prior_says() -> None:
         if low < 4 * HOUR_S
     )
     assert estimator.hazard(b"?", window) == pytest.approx(expected)
+
+
+@given(happenings, st.floats(-1e4, 1e6), st.integers(-14, 14))
+def test_rates_are_the_hazard_of_each_piece_and_leave_no_gap(
+    what: list[tuple[bytes, str, float]], ahead_s: float, zone: int
+) -> None:
+    now = MONDAY
+    estimator = Estimator(now, zone * HOUR_S)
+    for node, kind, later in what:
+        now += abs(later)
+        if kind == "lent":
+            estimator.lent(node, now)
+        else:
+            estimator.left(node, now)
+    estimator.lent(A, now)
+    begun = now + ahead_s
+    for until, rate in islice(estimator.rates(A, begun), 40):
+        window = estimator.window(begun, until - begun)
+        assert begun < until <= begun + HOUR_S
+        assert rate * (until - begun) == pytest.approx(estimator.hazard(A, window), rel=1e-6)
+        begun = until
 
 
 def test_with_little_data_it_is_never_worse_than_climatology() -> None:
