@@ -72,6 +72,7 @@ from mesh.provider.owner import Owner
 from mesh.provider.tenant import Tenant
 from mesh.seeds import checked_seeds, read_seeds
 from mesh.systemd import notify
+from mesh.telemetry.gpu import driver_version
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
 
@@ -192,6 +193,7 @@ class Daemon:
             int(self._started_unix),
             gpu_sharing=settings.gpu_sharing,
             interactive=settings.interactive,
+            driver=driver_version() if gpus else (),
             memory_mib=self.ceilings.memory_mib,
             cpus=None if settings.max_cpus is None else max(1, int(settings.max_cpus)),
         )

@@ -19,9 +19,14 @@ def untouched(gpus: Sequence[Gpu]) -> Room:
     return tuple(Portion(gpu.uuid, WHOLE, gpu.vram_mib) for gpu in gpus)
 
 
+def suits(request: Request, gpu: Gpu) -> bool:
+    """Whether it is of the kind that is asked for, whoever is on it."""
+    return gpu.capability >= request.capability and request.gpu_model.casefold() in gpu.model.casefold()
+
+
 def fitting(request: Request, gpus: Sequence[Gpu], room: Room) -> Room:
     """Where the request could have what it asks of one GPU."""
-    able = {gpu.uuid for gpu in gpus if gpu.capability >= request.capability}
+    able = {gpu.uuid for gpu in gpus if suits(request, gpu)}
     return tuple(
         left
         for left in room

@@ -127,6 +127,8 @@ def _summary(request: Request) -> str:
     parts = [f"{request.gpus} GPUs" if request.gpus else "one slot"]
     if request.is_share:
         parts = [f"{request.gpu_share} % of {parts[0]}"]
+    if request.gpu_model:
+        parts.append(request.gpu_model)
     if request.vram_mib:
         parts.append(f"{request.vram_mib} MiB each")
     if request.image:

@@ -1,7 +1,7 @@
 """Why a node cannot take a job, in words. An empty answer means that it can."""
 
 from placement.advert import Advert, HeldBy
-from placement.allotment import fitting, untouched
+from placement.allotment import fitting, suits, untouched
 from placement.images import image_refusal
 from placement.request import Request
 
@@ -64,13 +64,16 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
 def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
     if len(advert.gpus) < request.gpus:
         return [f"has {len(advert.gpus)} GPUs, {request.gpus} asked"]
+    reason = _kind_refusal(request, advert)
+    if reason is not None:
+        return [reason]
     if request.is_share and not advert.gpu_sharing:
         return ["its owner lends whole GPUs only"]
     if request.is_share and not advert.guards:
         return ["cannot keep a job to a share of a GPU"]
     ever = len(fitting(request, advert.gpus, untouched(advert.gpus)))
     if ever < request.gpus:
-        largest = max(gpu.vram_mib for gpu in advert.gpus)
+        largest = max(gpu.vram_mib for gpu in advert.gpus if suits(request, gpu))
         return [f"its GPUs have up to {largest} MiB, {request.vram_mib} MiB on {request.gpus} asked"]
     now = len(fitting(request, advert.gpus, advert.room))
     if now >= request.gpus:
@@ -79,6 +82,26 @@ def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
         wanted = f"{request.gpu_share} % and {request.vram_mib} MiB left"
         return [f"{now} of {ever} fitting GPUs have {wanted}, {request.gpus} asked"]
     return [f"{now} of {ever} fitting GPUs are free, {request.gpus} asked"]
+
+
+def _kind_refusal(request: Request, advert: Advert) -> str | None:
+    """Why its GPUs, or their driver, are not what is asked for."""
+    if request.driver and advert.driver < request.driver:
+        has = f"has driver {_dotted(advert.driver)}" if advert.driver else "does not say which driver it has"
+        return f"{has}, {_dotted(request.driver)} asked"
+    called = [gpu for gpu in advert.gpus if request.gpu_model.casefold() in gpu.model.casefold()]
+    if len(called) < request.gpus:
+        models = ", ".join(sorted({gpu.model for gpu in advert.gpus}))
+        return f"has {len(called)} GPUs called {request.gpu_model} (it has {models}), {request.gpus} asked"
+    if sum(gpu.capability >= request.capability for gpu in called) < request.gpus:
+        newest = max(gpu.capability for gpu in called)
+        wanted = _dotted(request.capability)
+        return f"its GPUs have compute capability {_dotted(newest)} at most, {wanted} on {request.gpus} asked"
+    return None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _slot_refusals(advert: Advert) -> list[str]:

@@ -28,6 +28,9 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_share: int = WHOLE
     gpu_share_limit: int | None = None
     vram_mib: int = 0
+    gpu_model: str = ""
+    capability: tuple[int, int] = (0, 0)
+    driver: tuple[int, ...] = ()
     vram_limit_mib: int = 0
     memory_mib: int | None = None
     cpus: float | None = None
@@ -63,6 +66,9 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "gpu_share_limit": self.gpu_share if self.gpu_share_limit is None else self.gpu_share_limit,
             "vram_mib": self.vram_mib,
             "vram_limit_mib": self.vram_limit_mib,
+            "gpu_model": self.gpu_model,
+            "capability": self.capability,
+            "driver": self.driver,
         }
 
 

@@ -116,6 +116,20 @@ class Every(click.ParamType[float | str]):
         return "auto" if value == "auto" else DURATION.convert(value, param, ctx)
 
 
+class Version(click.ParamType[tuple[int, ...]]):
+    """`8.0`, `550.54.14`: up to four numbers."""
+
+    name = "version"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(".")
+        if len(parts) > 4 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+            self.fail(f"{value!r} is not a version: write 8.0, or 550.54", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
 class Mebibytes(click.ParamType[int]):
     """`6g`, `512m` or a plain number of MiB."""
 
@@ -199,6 +213,7 @@ class Nodes(click.ParamType[tuple[int, int]]):
 
 
 ARRAY_LIMIT = 1000
+VERSION = Version()
 DURATION, SIZE, DEADLINE, ARRAY, NODES, EVERY = Duration(), Mebibytes(), Deadline(), Array(), Nodes(), Every()
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from mesh.jobs.ledger import Attempt, Commit, Seat, avoided, shunned
 from mesh.jobs.lock import Lock, check_lock
-from placement.advert import WHOLE
+from placement.advert import MAX_DRIVER_PARTS, WHOLE
 from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
 from placement.request import SHORT_S, Request, expected_s
 
@@ -85,6 +85,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     more than that) what it may have while no other's share needs it, else `vram_mib` is what each GPU must have. A job that is
     not done at `deadline_unix_ms` fails. `image_id`: the SHA-256 of the image's configuration, as the mesh's list had it at
     submission; None where an image goes by its name. What it saves is sealed with the key of its `lock`.
+    `gpu_model` is a part of the GPU's name, `capability` and `driver` the least that will do.
     `interactive`: it runs only where its user may go into it.
     """
 
@@ -107,6 +108,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_share_limit: int = WHOLE
     vram_mib: int = 0
     vram_limit_mib: int = 0
+    gpu_model: str = ""
+    capability: tuple[int, int] = (0, 0)
+    driver: tuple[int, ...] = ()
     memory_mib: int | None = None
     cpus: float | None = None
     zone: str | None = None
@@ -172,6 +176,9 @@ def placement_request(
         gpus=spec.gpus,
         gpu_share=spec.gpu_share,
         vram_mib=spec.vram_mib,
+        gpu_model=spec.gpu_model,
+        capability=spec.capability,
+        driver=spec.driver,
         engine=spec.engine,
         image=spec.image,
         image_id=spec.image_id,
@@ -239,6 +246,7 @@ MAX_WITNESSES = 5
 MAX_AFTER = 4096
 MAX_ARRAY = 1000
 MAX_NODES = 64
+MAX_MODEL = 100
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
@@ -321,6 +329,12 @@ def _check_share(spec: JobSpec) -> None:
             "a job with a share of a GPU has others beside it, so it must say how much of the GPU's memory it needs: "
             "add --vram, as --vram 6g, or leave out --gpu-share to have the GPU alone"
         )
+    if not spec.gpus and (spec.gpu_model or spec.driver or spec.capability != (0, 0)):
+        raise SpecError("a kind of GPU for a job without any: add --gpus 1, or say no model, capability or driver")
+    if len(spec.driver) > MAX_DRIVER_PARTS or any(not 0 <= part < 2**31 for part in (*spec.driver, *spec.capability)):
+        raise SpecError("versions of a driver or of compute capability are a few numbers from 0, as 550.54 or 8.0")
+    if len(spec.gpu_model) > MAX_MODEL:
+        raise SpecError(f"a part of a GPU's name has up to {MAX_MODEL} characters")
     if spec.vram_limit_mib and share == WHOLE:
         raise SpecError(
             "a job that has its GPU alone has all of its memory: add --gpu-share, or leave out --vram-limit"

@@ -65,6 +65,7 @@ class Inventory:
         interactive: bool = True,
         memory_mib: int | None = None,
         cpus: int | None = None,
+        driver: tuple[int, ...] = (),
     ) -> None:
         self.lending = lending
         self.presence = Presence()
@@ -73,7 +74,7 @@ class Inventory:
         self.image_offer = ImageOffer()
         self.system = SystemCheckpoints()
         self.stays = (1,) * len(HORIZONS_S)
-        self.driver: tuple[int, ...] = ()
+        self._driver = driver
         self.draining = False
         self.guards = self.gpu_pauses = False
         self.store_free_mib = 0
@@ -133,7 +134,7 @@ class Inventory:
             zone=self._zone,
             weight=self.stays[HOUR],
             stays=self.stays,
-            driver=self.driver,
+            driver=self._driver,
             up_since_unix=self.up_since_unix,
             lending=self.lending.lending,
             paused=self.lending.paused or self.draining or bool(self.presence.held_by),

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from placement.advert import Gpu
+from placement.advert import MAX_DRIVER_PARTS, Gpu
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,20 @@ def inventory() -> tuple[Gpu, ...]:
         return ()
     finally:
         pynvml.nvmlShutdown()
+
+
+def driver_version() -> tuple[int, ...]:
+    """Of NVIDIA's driver, as (550, 54, 14); nothing where there is none, or it does not say."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        text = _text(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return ()
+    parts = text.split(".")[:MAX_DRIVER_PARTS]
+    return tuple(map(int, parts)) if all(part.isascii() and part.isdigit() for part in parts) else ()
 
 
 def _describe(nvml: Any, number: int) -> Gpu:

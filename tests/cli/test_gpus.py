@@ -28,6 +28,25 @@ def test_a_share_is_of_one_gpu_unless_more_are_asked_for() -> None:
     assert ordered("--gpus", "3", "--gpu-share", "30") == (3, 30, None, 0, 0)
 
 
+def test_the_kind_of_gpu_is_asked_for_by_name_and_versions() -> None:
+    command = click.command()(job_options(lambda **_: None))
+
+    def kind(*arguments: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        options = command.make_context("submit", [*arguments, "--", "true"]).params
+        order = make_order(options.pop("command"), options)
+        return order["gpu_model"], order["capability"], order["driver"]
+
+    assert kind() == ("", (0, 0), ())
+    assert kind("--gpu-model", "A6000", "--compute-capability", "8", "--driver", "550.54.14") == (
+        "A6000",
+        (8, 0),
+        (550, 54, 14),
+    )
+    for wrong in ("8.x", "", "1.2.3.4.5", "-1", "9" * 12, "\u0661"):
+        with pytest.raises(click.BadParameter, match="is not a version: write"):
+            kind("--driver", wrong)
+
+
 @pytest.mark.parametrize("option", ["--gpu-share", "--gpu-share-limit"])
 @pytest.mark.parametrize("value", ["0", "101"])
 def test_a_share_is_1_to_100_per_cent(option: str, value: str) -> None:

@@ -53,6 +53,10 @@ def test_a_damaged_spec_is_a_spec_error_or_another_valid_spec(data: st.DataObjec
         ({"lease_s": float("nan")}, "lease"),
         ({"gpus": -1}, "gpus"),
         ({"vram_mib": 2**40}, "vram"),
+        ({"gpu_model": "H200"}, "a kind of GPU for a job without any: add --gpus 1"),
+        ({"gpus": 1, "driver": (1,) * 5}, "versions of a driver"),
+        ({"gpus": 1, "capability": (-1, 0)}, "versions of a driver"),
+        ({"gpus": 1, "gpu_model": "x" * 101}, "up to 100 characters"),
         ({"gpus": 1, "gpu_share": 0}, "a share of a GPU is 1 to 100 per cent, not 0"),
         ({"gpus": 1, "gpu_share": 101, "gpu_share_limit": 101}, "a share of a GPU is 1 to 100 per cent, not 101"),
         (

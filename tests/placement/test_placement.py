@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import Advert, AdvertError, Gpu, Portion, decode_advert, encode_advert
-from placement.allotment import untouched
+from placement.allotment import allot, untouched
 from placement.decision import cannot_ever, decide, explain, replay, replica_order, witness_order
 from placement.ranking import rank_nodes
 from placement.rendezvous import FRACTION_BITS, draws, lane, negative_log2, rank
@@ -162,6 +162,10 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
             {"gpus": 1},
             "0 of 1 fitting GPUs are",
         ),
+        ({"gpus": (gpu(1, 1000),), "driver": (535, 1)}, {"gpus": 1, "driver": (550,)}, "driver 535.1, 550 asked"),
+        ({"gpus": (gpu(1, 1000),)}, {"gpus": 1, "driver": (550,)}, "does not say which driver it has, 550 asked"),
+        ({"gpus": (gpu(1, 1000),)}, {"gpus": 1, "gpu_model": "H200"}, "0 GPUs called H200 (it has fake), 1 asked"),
+        ({"gpus": (gpu(1, 1000),)}, {"gpus": 1, "capability": (9, 0)}, "capability 8.6 at most, 9.0 on 1 asked"),
         ({"gpus": (gpu(1, 1000),)}, SHARE, "cannot keep a job to a share of a GPU"),
         ({"gpus": (gpu(1, 1000),), "guards": True, "gpu_sharing": False}, SHARE, "lends whole GPUs only"),
         ({"gpus": (gpu(1, 500),), "guards": True}, SHARE, "up to 500 MiB, 600 MiB on 1 asked"),
@@ -179,6 +183,17 @@ def test_each_refusal_says_why(changes: dict[str, object], request_changes: dict
     assert ranking.candidates == ()
     assert words in " ".join(ranking.refused[0].reasons)
     assert words in explain(request, ranking)[0]
+
+
+def test_a_kind_of_gpu_is_found_by_any_part_of_its_name() -> None:
+    one, other = gpu(1, 1000), Gpu("GPU-2", "NVIDIA RTX A6000", 1000, (8, 9))
+    both = advert(NODES[0], gpus=(one, other), room=untouched((one, other)), driver=(550, 54, 14))
+    kind = Request(JOB, 0, "ada", gpus=1, gpu_model="a6000", capability=(8, 9), driver=(550, 54))
+    assert len(rank_nodes(kind, [both])) == 1 and allot(kind, both.gpus, both.room)[0].uuid == "GPU-2"
+    assert (
+        "0 of 1 fitting GPUs are free"
+        in rank_nodes(kind, [msgspec.structs.replace(both, room=untouched((one,)))]).refused[0].reasons[0]
+    )
 
 
 def test_owners_run_their_own_jobs_without_a_sandbox() -> None:

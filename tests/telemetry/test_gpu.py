@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from mesh.telemetry.gpu import inventory
+from mesh.telemetry.gpu import driver_version, inventory
 from placement.advert import Gpu
 
 
@@ -64,6 +64,19 @@ def test_every_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
         Gpu(uuid="GPU-1", model="NVIDIA Fake 24", vram_mib=24_576, capability=(8, 6)),
     )
     assert not nvml.open, "NVML is let go of"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [(b"550.54.14", (550, 54, 14)), ("580.00", (580, 0)), ("rc", ()), ("", ())]
+)
+def test_the_drivers_version_is_told_in_numbers(
+    monkeypatch: pytest.MonkeyPatch, text: str | bytes, version: tuple[int, ...]
+) -> None:
+    nvml = FakeNvml(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: text)
+    assert driver_version() == version and not nvml.open
+    FakeNvml(monkeypatch, init_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    assert driver_version() == ()
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
