@@ -9,41 +9,56 @@ from hashlib import blake2b
 
 import msgspec
 
-from placement.advert import Advert
+from placement.advert import MAX_WEIGHT, Advert
 from placement.allotment import untouched
 from placement.filters import refusals
 from placement.images import image_refusal
-from placement.ranking import Ranking, rank_nodes
+from placement.ranking import Ranking
 from placement.rendezvous import rank
 from placement.request import Request
 
 RULE = 2  # by which nodes are ranked: nodes of another rule may decide otherwise
-NAMED = 4  # of the ranking, in a decision: as many as are on a shortlist; ours
+MOST_PASSED = 16  # nodes told of those who declined, so that an event stays small; ours
+NAMED = 4  # of the ranking, in a decision: the next ones if the first is gone; ours
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`order`: the first of the ranking, each with the version of the advert that was seen."""
+    """`order`: the first of the ranking; of each the node, the version of the advert that was seen, and its weight. `asked`: a
+    hash of the request. Those who had `declined` were passed over; on those in `kept`, places were kept for others."""
 
     rule: int
     job: bytes
     attempt: int
-    chosen: bytes
-    order: tuple[tuple[bytes, int, int], ...]  # node, advert version, weight
-    digest: bytes
+    asked: bytes
+    order: tuple[tuple[bytes, int, int], ...]
+    declined: tuple[bytes, ...] = ()
+    kept: tuple[bytes, ...] = ()
+
+    @property
+    def chosen(self) -> bytes:
+        return self.order[0][0]
+
+    @property
+    def words(self) -> str:
+        _, version, weight = self.order[0]
+        return f"by its advert {version}, survival {weight}/{MAX_WEIGHT}, before {len(self.order) - 1} named after it"
 
 
-def decide(request: Request, ranking: Ranking) -> Decision | None:
+def decide(
+    request: Request, ranking: Ranking, declined: Collection[bytes] = (), kept: Collection[bytes] = ()
+) -> Decision | None:
     """What comes of it; None if nobody can take the job."""
-    order = tuple((c.node, c.advert_version, c.weight) for c in ranking.first(NAMED))
+    order = tuple((c.node, c.advert_version, c.weight) for c in ranking.first(NAMED, declined))
     if not order:
         return None
-    digest = blake2b(msgspec.msgpack.encode((RULE, request, order)), digest_size=16).digest()
-    return Decision(RULE, request.job, request.attempt, order[0][0], order, digest)
+    asked = blake2b(msgspec.msgpack.encode(request), digest_size=16).digest()
+    passed, held = (tuple(sorted(nodes)[:MOST_PASSED]) for nodes in (declined, kept))
+    return Decision(RULE, request.job, request.attempt, asked, order, passed, held)
 
 
-def replay(decision: Decision, request: Request, adverts: Iterable[Advert]) -> bool:
-    """Whether these adverts give this very decision."""
-    return decide(request, rank_nodes(request, adverts)) == decision
+def replay(decision: Decision, request: Request, ranking: Ranking) -> bool:
+    """Whether this ranking gives this very decision: that of the same request, by adverts of the versions it names."""
+    return decide(request, ranking, decision.declined, decision.kept) == decision
 
 
 def explain(request: Request, ranking: Ranking) -> list[str]:

@@ -42,12 +42,12 @@ def victim(
         for stay in stays
         if must_yield(priority, stay, now_unix)
         and stay.node in offers
-        and not refusals(request, _without(offers[stay.node], stay))
+        and not refusals(request, vacated(offers[stay.node], stay))
     ]
     return min(fitting, key=lambda stay: (stay.priority, -stay.since_unix, stay.job), default=None)
 
 
-def _without(advert: Advert, stay: Stay) -> Advert:
+def vacated(advert: Advert, stay: Stay) -> Advert:
     """The advert as it would be without this job."""
     if not stay.portions:
         return msgspec.structs.replace(advert, slots_free=min(advert.slots, advert.slots_free + 1))

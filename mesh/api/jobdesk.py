@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from mesh.api.migration import homing_of
 from mesh.api.orders import SubmitOrder
 from mesh.api.peer import PeerError
 from mesh.api.saving import checkpointing_of
-from mesh.api.zones import placing
 from mesh.jobs.authority import Authority
 from mesh.jobs.courier import FetchError
 from mesh.jobs.custody import NEED_MIB
@@ -36,7 +36,6 @@ from mesh.jobs.spec import (
     Checkpointing,
     JobSpec,
     SpecError,
-    attempt_request,
     check_spec,
     format_job,
     placement_request,
@@ -44,7 +43,7 @@ from mesh.jobs.spec import (
 from mesh.jobs.status import JobStatus
 from mesh.jobs.steward import WANT_WITNESSES
 from mesh.jobs.workdir import collect_files
-from placement.decision import cannot_ever, explain, replica_order, witness_order
+from placement.decision import cannot_ever, replica_order, witness_order
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
@@ -54,6 +53,7 @@ EVENTS_WITHIN_S = 3.0
 EVENTS_SHOWN = 20
 HEARD_WITHIN_S = 2.0  # a gossip round, and a push-pull for what is too large for it
 SUBMITTED_AT_ONCE = 32  # jobs of one array
+Telling = tuple[bytes, Event, bool]
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
 
@@ -70,7 +70,7 @@ class JobDesk:
         found = self.find_jobs(fits) if fits else self.statuses().values()
         ordered = sorted(found, key=lambda status: (status.created_unix_ms, status.array.place if status.array else 0))
         around = self._around()
-        return [self._show(status, around) for status in ordered]
+        return [self.show(status, around) for status in ordered]
 
     def _around(self) -> _Around:
         """Everybody's nick, who is there, and with which disk; looked up once for all jobs that are shown."""
@@ -78,7 +78,7 @@ class JobDesk:
         nicks = {member.node_id: member.nick for member in members}
         return nicks, {member.node_id for member in members if member.present}, self._daemon.jobs.outlook.disks()
 
-    def _show(self, status: JobStatus, around: _Around | None = None) -> dict[str, Any]:
+    def show(self, status: JobStatus, around: _Around | None = None) -> dict[str, Any]:
         nicks, present, disks = around or self._around()
         state, detail = status.state, status.detail
         seats = {
@@ -204,7 +204,7 @@ class JobDesk:
         return sorted(found[0], key=lambda status: status.array.place if status.array is not None else 0)
 
     async def job_detail(self, text: str) -> dict[str, Any]:
-        return {"job": self._show(self.find_job(text))}
+        return {"job": self.show(self.find_job(text))}
 
     async def events(self, job: str | None, after: int) -> list[dict[str, Any]]:
         """What all who have a part in a job say of it; or, of no job, what this node has seen, after the event of that id."""
@@ -213,12 +213,16 @@ class JobDesk:
         if status is None:
             found = [(number, *chronicle.open(sealed)) for number, sealed in own]
             return [self._event(actor, event, id=number) for number, actor, event in found]
+        return [self._event(actor, event, gap=gap) for actor, event, gap in await self.told(status, own)]
+
+    async def told(self, status: JobStatus, own: Sequence[tuple[int, bytes]] | None = None) -> list[Telling]:
+        """What its runner, its witnesses and this node say of a job: who, what, and whether something before it is missing."""
+        own = await self._daemon.journal.events(status.job, 0) if own is None else own
         asked = [
             node for node in dict.fromkeys([status.runner, *status.witnesses]) if node not in {None, self._daemon.me}
         ]
         tellings = await asyncio.gather(*(self._told_by(node, status.job) for node in asked))
-        merged = chronicle.merge([[sealed for _, sealed in own], *tellings])
-        return [self._event(actor, event, gap=gap) for actor, event, gap in merged]
+        return self._daemon.jobs.chronicle.merge([[sealed for _, sealed in own], *tellings])
 
     async def _told_by(self, node: bytes, job: bytes) -> list[bytes]:
         """The events of a job that a node has kept; none if it does not answer."""
@@ -413,36 +417,6 @@ class JobDesk:
         except SpecError as error:
             raise MeshError(f"a witness gave a damaged job description: {error}") from error
 
-    async def why(self, text: str) -> dict[str, Any]:
-        """The ranking for the job's next attempt, with reasons; computed from this node's adverts, as anybody would."""
-        status = self.find_job(text)
-        spec = await self.spec_of(status)
-        last = status.attempts[-1] if status.attempts else None
-        attempt = 0 if last is None else last.number + bool(last.reason)
-        now_ms = time.time_ns() // 1_000_000
-        request = attempt_request(status.job, spec, attempt, status.attempts, now_ms, commit=status.commit)
-        hierarchy = self._daemon.jobs.outlook.hierarchy()
-        ranking = hierarchy.rank(request, hierarchy.adverts)
-        shown = self._show(status)
-        return {
-            "job": shown["job"],
-            "state": shown["state"],
-            "detail": shown["detail"],
-            "node": shown["node"],
-            "witnesses": shown["witnesses"],
-            "heir": shown["heir"],
-            "warm": shown["warm"],
-            "placement": placing(self._daemon, hierarchy, ranking),
-            "submitted_by": self._daemon.deputy.words(status.job),
-            "explanation": [*self._daemon.image_desk.objections(spec), *explain(request, ranking)],
-            "candidates": [
-                {"nick": c.nick, "score": str(c.score), "weight": c.weight, "advert_version": c.advert_version}
-                for c in ranking.candidates
-            ],
-            "refused": [{"nick": r.nick, "reasons": list(r.reasons)} for r in ranking.refused],
-            "attempts": shown["attempts"],
-        }
-
     async def describe(self, text: str) -> dict[str, Any]:
         """Everything about one job: what was asked for, and all that its witnesses remember."""
         status = self.find_job(text)
@@ -475,7 +449,7 @@ class JobDesk:
         asked["after"] = [format_job(job) for job in spec.after]
         events = await self.events(format_job(status.job), 0)
         return {
-            "job": self._show(whole),
+            "job": self.show(whole),
             "asked": asked,
             "group": status.config.number,
             "events": events[-EVENTS_SHOWN:],

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from mesh.api.attendance import survival_of
 from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
+from mesh.api.explanation import explanation
 from mesh.api.files import copy
 from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
 from mesh.api.lending import lend, lend_state, set_paused
@@ -106,7 +107,7 @@ def application(daemon: "Daemon") -> web.Application:
         return await daemon.job_desk.cancel(request.match_info["job"])
 
     async def why(request: web.Request) -> Any:
-        return await daemon.job_desk.why(request.match_info["job"])
+        return await explanation(daemon, request.match_info["job"], would="would" in request.query)
 
     async def describe(request: web.Request) -> Any:
         return await daemon.job_desk.describe(request.match_info["job"])

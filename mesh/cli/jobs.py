@@ -1,4 +1,4 @@
-"""`mesh run`, `submit`, `ps`, `logs`, `why`, `cancel`, `pull`, `events`: what a user does with jobs."""
+"""`mesh run`, `submit`, `ps`, `logs`, `cancel`, `pull`, `events`: what a user does with jobs."""
 
 import json
 import sys
@@ -361,44 +361,6 @@ def logs(ctx: click.Context, job: str, follow: bool) -> None:
     for piece in daemon.stream(f"{job_path(job)}/log"):
         sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
-
-
-@click.command()
-@click.argument("job")
-@json_option
-@click.pass_context
-def why(ctx: click.Context, job: str, as_json: bool) -> None:
-    """Explain where a job runs or why it waits: the ranking of all nodes, with reasons."""
-    answer = client(ctx).get(f"{job_path(job)}/why")
-    if as_json:
-        print_json(answer)
-        return
-    where = f" on {answer['node']}" if answer["node"] else ""
-    click.echo(
-        f"job {answer['job'][:8]} is {answer['state']}{where}" + (f": {answer['detail']}" if answer["detail"] else "")
-    )
-    click.echo(f"  its record is kept by {', '.join(answer['witnesses'])}")
-    for attempt in answer["attempts"]:
-        click.echo(f"  attempt {attempt['number']} on {attempt['node']}: {attempt['reason'] or 'under way'}")
-    if answer["heir"] is not None:
-        has = "has" if answer["warm"] else "does not have"
-        click.echo(f"  it would go to {answer['heir']} next, which {has} its last checkpoint")
-    if answer["submitted_by"]:
-        click.echo(f"  {answer['submitted_by']}")
-    placement = answer["placement"]
-    if placement["zone"] is not None:
-        click.echo(
-            f"  placed by zone first (since there were {placement['two_level_since']} nodes): zone "
-            f"{placement['zone'] or '(none)'}, coordinator {placement['coordinator'] or 'none'}"
-        )
-    click.echo("for its next attempt: " + answer["explanation"][0])
-    rows = [
-        [str(place), candidate["nick"], str(candidate["weight"]), f"advert {candidate['advert_version']}"]
-        for place, candidate in enumerate(answer["candidates"], 1)
-    ]
-    rows += [["-", refusal["nick"], "-", "; ".join(refusal["reasons"])] for refusal in answer["refused"]]
-    if rows:
-        table(["RANK", "NODE", "SURVIVAL/64", "WHY"], rows)
 
 
 @click.command()

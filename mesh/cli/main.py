@@ -18,7 +18,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("exec", "mesh.cli.interactive", "Run a command beside a running job"),
         ("forward", "mesh.cli.interactive", "Reach a port of a running job from here"),
         ("jupyter", "mesh.cli.interactive", "JupyterLab on a node of the mesh"),
-        ("why", "mesh.cli.jobs", "Explain where a job runs, or why it waits"),
+        ("why", "mesh.cli.why", "Explain where a job runs, or why it waits"),
         ("cancel", "mesh.cli.jobs", "End a job"),
         ("wait", "mesh.cli.jobs", "Wait until jobs are over"),
         ("describe", "mesh.cli.inspect", "All about one job"),

@@ -7,6 +7,7 @@ import msgspec
 
 from mesh.jobs.ledger import Commit, Config, Ledger, Outcome
 from mesh.jobs.messages import AnyMessage, Post
+from placement.decision import Decision
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -110,6 +111,12 @@ class StateChanged(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Decided(msgspec.Struct, frozen=True):
+    """The job was given to the first of these."""
+
+    decision: Decision
+
+
 Effect = (
     Send
     | SaveCell
@@ -124,4 +131,5 @@ Effect = (
     | Ended
     | Concluded
     | StateChanged
+    | Decided
 )

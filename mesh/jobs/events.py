@@ -8,7 +8,9 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["submitted", "order", "state", "checkpoint", "attempt", "end", "node"]
+from placement.decision import Decision
+
+Kind = Literal["submitted", "order", "state", "decision", "checkpoint", "attempt", "end", "node"]
 MAX_EVENT_BYTES = 2048  # sealed; a reason is cut to REASON_CHARS
 REASON_CHARS = 300
 MAX_TOLD = 64  # events in one message
@@ -20,9 +22,10 @@ class EventError(ValueError):
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kind`: it was `submitted`; its user gave an `order` (`new`: cancel, migrate, recover); its `state` here went from `old` to
-    `new`; its `checkpoint` number `number` counts; an `attempt` has ended here; it has come to its `end` (`new`); or something
-    about the `node` itself, of no job. `target` is the node that it is about, if that is another one.
+    """`kind`: it was `submitted`; its user gave an `order` (`new`: cancel, migrate, recover); its `state` here went from
+    `old` to `new`; a `decision` gave it to `target`; its `checkpoint` number `number` counts; an `attempt` has ended here; it
+    has come to its `end` (`new`); or something about the `node` itself, of no job. `target` is the node that it is about, if
+    that is another one.
     """
 
     job: bytes | None
@@ -37,6 +40,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new: str = ""
     reason: str = ""
     target: bytes | None = None
+    decision: Decision | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(Event)
@@ -68,6 +72,8 @@ def words(event: Event, target: str = "") -> str:
             return f"its user orders: {event.new}" + (f" to {target}" if target else "") + why
         case "state":
             return event.new + why
+        case "decision":
+            return f"given to {target}" + why
         case "checkpoint":
             step = f" at step {event.step}" if event.step is not None else ""
             return f"checkpoint {event.number}{step} committed{why}"

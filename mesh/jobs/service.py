@@ -32,6 +32,7 @@ from mesh.jobs.effects import (
     Cell,
     Committed,
     Concluded,
+    Decided,
     Ended,
     Kill,
     Launch,
@@ -444,6 +445,8 @@ class JobService:
                 self.note(job, "attempt", reason)
                 self.states.pop(job, None)
                 self._end(job, role, reason)
+            case Decided(decision=decision):
+                self._note(job, "decision", decision.words, target=decision.chosen, decision=decision)
             case Concluded(outcome=outcome):
                 self.note(job, "end", outcome.detail, new=outcome.kind)
 

@@ -8,7 +8,7 @@ own witness cell. Two stewards acting at once cost a round trip, never a fork: t
 from collections.abc import Sequence
 from random import Random
 
-from mesh.jobs.effects import Concluded, Effect, Send, SetTimer, StateChanged
+from mesh.jobs.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
 from mesh.jobs.ledger import Ledger, Outcome, OutcomeKind, Seat
 from mesh.jobs.messages import (
     Accepted,
@@ -27,7 +27,7 @@ from mesh.jobs.spec import JobSpec, attempt_request, format_job, waiting_place
 from mesh.jobs.view import Instant, Timer, TimerTokens, View
 from mesh.jobs.witness import Witness
 from placement.advert import Advert
-from placement.decision import explain
+from placement.decision import decide, explain
 from placement.preemption import victim
 from placement.ranking import Ranking
 from placement.request import Request
@@ -304,8 +304,12 @@ class Steward:
         self._candidate = chosen.node
         start = Start(job=self.job, term=self._term, config=config, ledger=proposer.ledger, spec=self.witness.cell.spec)
         self._proposer = None
+        kept = {before.node for before, left in zip(self.view.offers, offers, strict=True) if before is not left}
+        decision = decide(request, ranking, self.declined, kept)
+        assert decision is not None and decision.chosen == chosen.node
         return [
             Send(chosen.node, start),
+            Decided(decision),
             self._timer("answer", at.now + ANSWER_S),
             self._changed("starting", f"on {chosen.nick}"),
         ]

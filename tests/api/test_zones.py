@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.api.zones import placing, zone_list
-from mesh.cli import jobs, nodes
+from mesh.cli import nodes
+from mesh.cli import why as why_module
 from mesh.jobs.errands import Told
 from placement.zones import Hierarchy
 from tests.jobs.worlds import JOB, make_advert
@@ -68,8 +69,22 @@ def test_the_command_line_says_it_in_words(monkeypatch: pytest.MonkeyPatch) -> N
         "candidates": [],
         "refused": [],
         "submitted_by": "n7 submits it",
+        "decision": {
+            "by": "n1",
+            "attempt": 0,
+            "order": [
+                {"nick": "n5", "advert_version": 3, "weight": 60, "advert_now": 3},
+                {"nick": "n6", "advert_version": 7, "weight": 20, "advert_now": 9},
+            ],
+        },
+        "would": [
+            {"of": "request", "text": "--gpus 1", "in_s": None},
+            {"of": "campus", "text": "when n5 is lent", "in_s": 1},
+        ],
         "placement": {"mode": "two-level", "two_level_since": 230, "zone": "a", "coordinator": "n2"},
     }
-    monkeypatch.setattr(jobs, "client", answers(why))
-    shown = CliRunner().invoke(jobs.why, ["abc"]).output
+    monkeypatch.setattr(why_module, "client", answers(why))
+    shown = CliRunner().invoke(why_module.why, ["abc"]).output
     assert "zone first (since there were 230 nodes): zone a, coordinator n2" in shown and "n7 submits it" in shown
+    assert "n1 gave attempt 0 to n5 (advert 3), before n6; changed since: the advert of n6" in shown
+    assert "it could start:\n  with --gpus 1\n  when n5 is lent" in shown

@@ -124,6 +124,12 @@ def test_why_ranks_every_node_with_reasons_alike_on_every_node(shared: Stack) ->
     until(lambda: len({tuple(ranking(node)) for node in shared.nodes}) == 1, "all nodes to rank alike")
     assert sorted(ranking(shared.nodes[0])) == ["node1", "node2", "node3", "node4"]
     assert ranking(shared.nodes[0])[0] == state["node"]
+
+    decision = until(lambda: read(shared.nodes[2], "why", job)["decision"], "the signed decision to be told")
+    assert decision["order"][0]["nick"] == state["node"] and decision["rule"] == 2 and len(decision["order"]) == 4
+    assert f"gave attempt 0 to {state['node']} (advert" in ok(shared.nodes[0], "why", job)
+    assert "it could start now" in ok(shared.nodes[1], "why", job, "--would")
+    assert read(shared.nodes[1], "why", job, "--would")["would"] == []
     ok(shared.nodes[0], "cancel", job)
 
 

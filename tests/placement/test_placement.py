@@ -129,8 +129,11 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
     ranking = rank_nodes(request, [advert(node) for node in order])
     assert ranking == rank_nodes(request, [advert(node) for node in NODES])
     decision = decide(request, ranking)
-    assert replay(decision, request, [advert(node) for node in order])
-    assert not replay(decision, request, [advert(node, version=2) for node in order])
+    assert decision is not None and replay(decision, request, rank_nodes(request, [advert(node) for node in order]))
+    assert not replay(decision, request, rank_nodes(request, [advert(node, version=2) for node in order]))
+    assert not replay(decision, msgspec.structs.replace(request, cpus=1), ranking)
+    first = decide(request, ranking, declined=[decision.chosen])
+    assert first is not None and first.chosen == decision.order[1][0] and replay(first, request, ranking)
     assert ranking.candidates[-1].node == NODES[2], "the node it has just left comes last, but it comes"
 
 
