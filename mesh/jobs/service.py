@@ -446,7 +446,7 @@ class JobService:
                 self.states.pop(job, None)
                 self._end(job, role, reason)
             case Decided(decision=decision):
-                self._note(job, "decision", decision.words, target=decision.chosen, decision=decision)
+                self.note(job, "decision", decision.words, target=decision.chosen, decision=decision)
             case Concluded(outcome=outcome):
                 self.note(job, "end", outcome.detail, new=outcome.kind)
 
