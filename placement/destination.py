@@ -77,7 +77,7 @@ class Destination(msgspec.Struct, frozen=True):
     stays: float
 
 
-class Departure(msgspec.Struct, frozen=True):
+class Assignment(msgspec.Struct, frozen=True):
     """`destinations` as the jobs were given; `order`: their positions, the state that leaves first first; `expected`:
     GPU-seconds that the whole is expected to keep."""
 
@@ -226,7 +226,7 @@ def _chance(value: float) -> float:
 NOTHING = Option(None, None, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def plan(leavers: Sequence[Leaver], adverts: Mapping[bytes, Advert], window_s: float) -> Departure:
+def plan(leavers: Sequence[Leaver], adverts: Mapping[bytes, Advert], window_s: float) -> Assignment:
     """Where each goes. `adverts`: what the nodes have room for now; who is not in it has none. The same input, the same plan."""
     window_s = _finite(window_s, 0.0)
     search = _Search(leavers, adverts, window_s)
@@ -245,7 +245,7 @@ def plan(leavers: Sequence[Leaver], adverts: Mapping[bytes, Advert], window_s: f
         )
         for number, (leaver, option) in enumerate(zip(leavers, chosen, strict=True))
     )
-    return Departure(destinations, tuple(order), sum(search.worths(chosen)))
+    return Assignment(destinations, tuple(order), sum(search.worths(chosen)))
 
 
 def _schedule(chosen: Sequence[Option], window_s: float) -> tuple[list[int], list[float], list[float]]:

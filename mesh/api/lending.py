@@ -167,7 +167,10 @@ def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict
     """Whose work would go, where, and what that would cost, by what is known now: the plan that a reclaim would follow."""
     nicks = {member.node_id: member.nick for member in daemon.membership.members()}
     leaving = daemon.jobs.leaving
-    planned, found = leaving.plan(_guests_of(daemon, uuid), notice_s)
+    window_s = (
+        notice_s + daemon.owner.policy.pause if notice_s > 0 else 0.0
+    )  # what is saved is shipped during the pause, too
+    planned, found = leaving.plan(_guests_of(daemon, uuid), window_s)
     plans = {place.job: (guest, place) for guest, place in zip(planned, found.destinations, strict=True)}
     turns = {found.destinations[place].job: turn for turn, place in enumerate(found.order)}
     rows = []
@@ -212,7 +215,7 @@ def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict
                 "chance": None if chance is None else round(chance, 3),
                 "in_time": fits,
                 "goes_to": None if place is None else nicks.get(place, short_id(place)),
-                "plan": "" if guest is None or destination is None else leaving.words(guest, destination, notice_s),
+                "plan": "" if guest is None or destination is None else leaving.words(guest, destination, window_s),
                 "loses": "" if kept else lost.words,
             }
         )

@@ -12,7 +12,7 @@ from mesh.jobs.spec import JobSpec, waiting_place
 from mesh.jobs.view import View
 from placement.advert import WHOLE, Advert
 from placement.allotment import served
-from placement.destination import Departure, Leaver, Way, plan, stranding, survival
+from placement.destination import Assignment, Leaver, Way, plan, stranding, survival
 from placement.images import lacks
 from placement.request import Request
 from placement.zones import zone_of
@@ -42,9 +42,9 @@ class Guest(msgspec.Struct, frozen=True):
     keepers: tuple[bytes, ...]
 
 
-def departure(
+def assignment(
     guests: Sequence[Guest], view: View, paths: Paths, window_s: float, taken: Iterable[tuple[bytes, Request]] = ()
-) -> Departure:
+) -> Assignment:
     """Where they all go, if they have so long. `taken`: places that were promised to others who leave."""
     offers = {advert.node: advert for advert in view.offers if advert.node != view.me}
     for node, request in taken:

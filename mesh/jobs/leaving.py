@@ -2,16 +2,16 @@
 (`destinations.py`), and keeps what was chosen until they have gone."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore.bandwidth import Path
 from membership.identity import short_id
-from mesh.jobs.destinations import Guest, departure
+from mesh.jobs.destinations import Guest, assignment
 from mesh.jobs.reports import RunnerEvent, VacateWanted
 from mesh.jobs.view import Instant
 from placement.allotment import percent
-from placement.destination import HORIZON_S, Departure, Destination, told, worth
+from placement.destination import HORIZON_S, Assignment, Destination, told, worth
 
 if TYPE_CHECKING:
     from mesh.jobs.service import JobService
@@ -44,7 +44,7 @@ class Leaving:
         found = {job: self.of(job) for job in jobs}
         return {job: VacateWanted(grace_s, reason, None if to is None else to.place) for job, to in found.items()}
 
-    def plan(self, jobs: Sequence[bytes], window_s: float) -> tuple[list[Guest], Departure]:
+    def plan(self, jobs: Sequence[bytes], window_s: float) -> tuple[list[Guest], Assignment]:
         """Where they would go. Gangs, and who has not begun, are left out."""
         view = self._jobs.outlook.look()
         at = self._instant()
@@ -55,7 +55,17 @@ class Leaving:
             for job in self._chosen
             if job not in jobs and (found := self.of(job)) is not None and found.place is not None
         ]
-        return guests, departure(guests, view, self.path, window_s, taken)
+        return guests, assignment(guests, view, self.path, window_s, taken)
+
+    def slowest_first(self, jobs: Iterable[bytes]) -> list[bytes]:
+        """Those first whose whole state would take longest to their heirs: they need most to be brought there beforehand."""
+        return sorted(jobs, key=lambda job: (-self._whole_s(job), job))
+
+    def _whole_s(self, job: bytes) -> float:
+        runner, attempt = self._jobs.participant.runners.get(job), self._jobs.attempts.get(job)
+        if runner is None or attempt is None or runner.onward.heir is None:
+            return 0.0
+        return (attempt.deposits.state_bytes or 0) / self.path(runner.onward.heir).bps
 
     def path(self, node: bytes, neighbours: Sequence[bytes] = ()) -> Path:
         return self._jobs.courier.bandwidth.path(node, neighbours, time.monotonic())

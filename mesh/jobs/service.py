@@ -336,7 +336,7 @@ class JobService:
         collect_at = time.monotonic() + COLLECT_EVERY_S
         while True:
             await asyncio.sleep(1.0)
-            for job in {*self.participant.witnesses, *self.participant.runners}:
+            for job in self.leaving.slowest_first({*self.participant.witnesses, *self.participant.runners}):
                 runner = self.participant.runners.get(job)
                 self.warming.follow(job, runner)
                 self.keyring.follow(job, runner)

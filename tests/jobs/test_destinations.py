@@ -9,7 +9,7 @@ import pytest
 from ckptstore.bandwidth import UNKNOWN, Bandwidth, Path
 from ckptstore.deadline import Upload
 from ckptstore.deadline import plan as plan_uploads
-from mesh.jobs.destinations import Guest, departure
+from mesh.jobs.destinations import Guest, assignment
 from mesh.jobs.participant import Participant, Rules
 from mesh.jobs.reports import GuestStarted, VacateWanted
 from mesh.jobs.spec import JobSpec, attempt_request
@@ -51,7 +51,7 @@ def even(node: bytes, neighbours: object = ()) -> Path:
 
 def test_each_of_several_jobs_gets_a_place_of_its_own_and_the_wide_one_the_wide_node() -> None:
     guests = [guest(1), guest(2), guest(3), guest(4, gpus=4)]
-    found = departure(guests, view(a=4, b=1, c=1, e=1), even, 120.0)
+    found = assignment(guests, view(a=4, b=1, c=1, e=1), even, 120.0)
     assert [d.place for d in found.destinations][3] == A
     assert sorted(d.place or b"" for d in found.destinations[:3]) == [B, C, E]
     assert all(d.chance > 0.9 for d in found.destinations), "4 GB in 40 s of 120"
@@ -59,14 +59,14 @@ def test_each_of_several_jobs_gets_a_place_of_its_own_and_the_wide_one_the_wide_
 
 def test_what_others_who_leave_were_promised_and_what_is_kept_for_the_queue_is_not_free() -> None:
     first = guest(1)
-    (promised,) = departure([first], view(a=1, b=1), even, 60.0).destinations
+    (promised,) = assignment([first], view(a=1, b=1), even, 60.0).destinations
     assert promised.place is not None
-    (second,) = departure([guest(2)], view(a=1, b=1), even, 60.0, [(promised.place, first.request)]).destinations
+    (second,) = assignment([guest(2)], view(a=1, b=1), even, 60.0, [(promised.place, first.request)]).destinations
     assert {promised.place, second.place} == {A, B}
     seen = view(a=2)
     urgent = Waiting(Request(b"u" * 16, 0, "bob", gpus=1), 100, 0)
     kept = msgspec.structs.replace(seen, queue=Queue([urgent], {}, seen.offers, 0))
-    places = Counter(d.place for d in departure([guest(1), guest(2)], kept, even, 60.0).destinations)
+    places = Counter(d.place for d in assignment([guest(1), guest(2)], kept, even, 60.0).destinations)
     assert places == {A: 1, None: 1}
 
 
@@ -76,10 +76,10 @@ def test_the_measured_paths_decide_how_far_a_state_can_go() -> None:
         known.saw(A, GB, 100.0)
         known.saw(B, GB, 1.0)
     big = guest(1, difference=20 * GB, state=20 * GB)
-    (found,) = departure([big], view(a=1, b=1), known.path, 60.0).destinations
+    (found,) = assignment([big], view(a=1, b=1), known.path, 60.0).destinations
     assert (found.place, found.to) == (B, B) and found.seconds == pytest.approx(20.0) and found.chance > 0.85
     holder = guest(1, difference=GB, state=40 * GB, holders=frozenset({C}))
-    (kept,) = departure([holder], view(a=1), lambda node, near: even(node), 30.0).destinations
+    (kept,) = assignment([holder], view(a=1), lambda node, near: even(node), 30.0).destinations
     assert (kept.place, kept.to) == (A, C), "C has the checkpoint before, so only the difference goes there"
 
 
@@ -87,22 +87,22 @@ def test_home_is_liked_and_a_holder_without_room_keeps_what_nobody_can_run() -> 
     plain = guest(1)
     at_home = msgspec.structs.replace(plain, request=msgspec.structs.replace(plain.request, prefer=C))
     seen = make_view(D, ALL, adverts=(lends(A, 1, weight=40), lends(C, 1, weight=30)))
-    assert departure([at_home], seen, even, 60.0).destinations[0].place == C
-    (waits,) = departure([guest(1, holders=frozenset({B}))], view(), even, 60.0).destinations
+    assert assignment([at_home], seen, even, 60.0).destinations[0].place == C
+    (waits,) = assignment([guest(1, holders=frozenset({B}))], view(), even, 60.0).destinations
     assert (waits.place, waits.to) == (None, B)
 
 
 def test_nothing_is_known_and_still_everybody_is_sent_somewhere() -> None:
     new = msgspec.structs.replace(guest(1), difference=None, state=None)
-    (found,) = departure([new], view(a=1), lambda node, near: UNKNOWN, 30.0).destinations
+    (found,) = assignment([new], view(a=1), lambda node, near: UNKNOWN, 30.0).destinations
     assert (found.place, found.bytes) == (A, 0.0)
-    assert departure([], view(a=1), even, 30.0).destinations == ()
+    assert assignment([], view(a=1), even, 30.0).destinations == ()
 
 
 def test_uploads_leave_in_the_order_of_the_plan() -> None:
     values = (100.0, 9000.0, 3000.0)
     guests = [guest(n, value=value, difference=2 * GB, state=2 * GB) for n, value in enumerate(values)]
-    found = departure(guests, view(a=1, b=1, c=1), even, 300.0)
+    found = assignment(guests, view(a=1, b=1, c=1), even, 300.0)
     uploads = [Upload(value, 2 * GB, 300.0, 1e8) for value in values]
     assert found.order == plan_uploads(uploads, 0.0).order
 

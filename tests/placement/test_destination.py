@@ -21,7 +21,7 @@ from placement.destination import (
     RESTART,
     SCORES,
     SUDDEN,
-    Departure,
+    Assignment,
     Leaver,
     Way,
     in_time,
@@ -54,7 +54,7 @@ def leaver(number: int, *ways: Way, gpus: int = 1, value: float = 1800.0, **more
     return Leaver(Request(bytes([number]) * 16, 0, "ada", gpus=gpus), value, ways, **more)
 
 
-def places(found: Departure) -> list[bytes | None]:
+def places(found: Assignment) -> list[bytes | None]:
     return [destination.place for destination in found.destinations]
 
 
