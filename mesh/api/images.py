@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from ckptstore.pacing import Background
 from membership.events import MemberView
 from membership.identity import NodeId, short_id
 from membership.trust import Standing
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import AllowImage, DenyImage, PruneImages, PushImage
 from mesh.api.peer import PeerError
-from mesh.api.streams import sliced
+from mesh.api.streams import given
 from mesh.engine.engine import BadImage, EngineError
 from mesh.engine.imagestore import StoredImage
 from mesh.images.allowlist import ANYTHING, Image, ListError, Said, check_alias, image_hash
@@ -69,15 +68,7 @@ class ImageApi:
             wanted = decode_pieces(body)
             with giving.stream():
                 pieces = await giving.pieces(_config(request), wanted)
-                response = web.StreamResponse()
-                await response.prepare(request)
-                async with self._daemon.wire.lane(Background()) as lane:
-                    lane.bind(request.transport)
-                    async for piece in sliced(pieces):
-                        await response.write(piece)
-                    await response.write_eof()
-                    await lane.drained()
-                return response
+                return (await given(request, self._daemon.wire, pieces)).response
         except NotGiven as error:
             raise web.HTTPNotFound(text=str(error)) from error
         except TooBusy as error:

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from mesh.engine.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame, encode_frame
+from mesh.race import race
 
 KEEPALIVE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 3  # a machine that is gone is noticed after 25 s; ours
 CLOSE_S = 3.0  # for the other end to agree; ours
@@ -75,16 +76,9 @@ async def splice(one: Line, other: Line) -> None:
             while (data := await source.receive_bytes()) is not None:
                 await sink.send_bytes(data)
 
-    pours = [
-        asyncio.create_task(pour(one, other), name="tunnel, out"),
-        asyncio.create_task(pour(other, one), name="tunnel, back"),
-    ]
     try:
-        await asyncio.wait(pours, return_when=asyncio.FIRST_COMPLETED)
+        await race("tunnel", pour(one, other), pour(other, one))
     finally:
-        for task in pours:
-            task.cancel()
-        await asyncio.gather(*pours, return_exceptions=True)
         await one.close()
         await other.close()
 

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from ckptstore.errors import BadManifest, CorruptChunk, FenceError, MissingChunks, NotFound, StoreError
 from ckptstore.manifest import MAX_MANIFEST_BYTES
-from ckptstore.pacing import Background
 from ckptstore.questions import MAX_IDS, decode_order, decode_question, encode_ids
 from ckptstore.receiver import stream_bytes
 from membership.envelope import EnvelopeError
@@ -20,7 +19,7 @@ from mesh.api.auth import HEADER, Gatekeeper, RequestRefused
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.files import running_files
 from mesh.api.images import ImageApi
-from mesh.api.streams import IDLE_S, sliced, taken
+from mesh.api.streams import IDLE_S, given, taken
 from mesh.jobs.deputy import Refused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
 from mesh.jobs.postman import BATCH_LIMIT, open_mail
@@ -135,19 +134,10 @@ class PeerApi:
             frames = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
         except MissingChunks as error:
             raise web.HTTPNotFound(text=str(error)) from error
-        response = web.StreamResponse()
-        await response.prepare(request)
-        begun, count = time.monotonic(), 0
-        async with self._daemon.wire.lane(Background()) as lane:
-            lane.bind(request.transport)
-            async for piece in sliced(frames):
-                count += len(piece)
-                await response.write(piece)
-            await response.write_eof()
-            await lane.drained()
-        now = time.monotonic()
-        self._daemon.jobs.courier.bandwidth.saw(standing.node_id, count, now - begun, lane.held, now)
-        return response
+        answer = await given(request, self._daemon.wire, frames)
+        now, bandwidth = time.monotonic(), self._daemon.jobs.courier.bandwidth
+        bandwidth.saw(standing.node_id, answer.size, answer.seconds, answer.held, now)
+        return answer.response
 
     def _frames_of(self, ids: Sequence[bytes], have: set[bytes]) -> Iterator[memoryview]:
         store, asked = self._daemon.store, set(ids)

@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from aiohttp import ClientError, StreamReader
+from aiohttp import ClientError, StreamReader, web
 
 from ckptstore.errors import StoreError
+from ckptstore.pacing import Background
 from ckptstore.receiver import Receiver
+from mesh.api.wire import Wire
 
 SLICE_BYTES = 1 << 20  # in one write
 IDLE_S = 20.0  # a stream that stands still this long is broken
@@ -29,6 +32,30 @@ async def sliced(frames: Iterator[T]) -> AsyncIterator[T]:
                 yield frame[start : start + SLICE_BYTES]
     finally:
         ahead.cancel()
+
+
+class Given(NamedTuple):
+    """An answer that was given: `size` in bytes; `held` as its lane has it (`Lane.held`)."""
+
+    response: web.StreamResponse
+    size: int
+    seconds: float
+    held: bool
+
+
+async def given(request: web.Request, wire: Wire, frames: Iterator[T]) -> Given:
+    """Answer with these, as background traffic; once the other end has all of it."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    begun, size = time.monotonic(), 0
+    async with wire.lane(Background()) as lane:
+        lane.bind(request.transport)
+        async for piece in sliced(frames):
+            size += len(piece)
+            await response.write(piece)
+        await response.write_eof()
+        await lane.drained()
+    return Given(response, size, time.monotonic() - begun, lane.held)
 
 
 async def taken(content: StreamReader, receiver: Receiver) -> int:

@@ -40,6 +40,7 @@ from mesh.engine.frames import (
 from mesh.engine.session import Session, SessionError
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.spec import format_job
+from mesh.race import race
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
@@ -173,18 +174,9 @@ class Tunnels:
         if attempt.guest is None:
             raise NotRunning("the job is being started")
         with self._listed(line, job):
-            tasks = [
-                asyncio.create_task(self._open(line, job, attempt, where), name=f"tunnel {format_job(job)[:8]}"),
-                asyncio.create_task(self._look(line, job, attempt, standing, where == Way()), name="tunnel's right"),
-            ]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            opened = self._open(line, job, attempt, where)
+            allowed = self._look(line, job, attempt, standing, where == Way())
+            await race(f"tunnel {format_job(job)[:8]}", opened, allowed)
 
     async def _open(self, line: Line, job: bytes, attempt: Attempt, where: Way) -> None:
         assert attempt.guest is not None
@@ -259,15 +251,7 @@ async def _carry(line: Line, session: Session) -> None:
         while (frame := await session.receive()) is not None:
             await line.send(frame)
 
-    tasks = [asyncio.create_task(inwards(), name="session, in"), asyncio.create_task(outwards(), name="session, out")]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await race("session", inwards(), outwards())
 
 
 @contextlib.asynccontextmanager

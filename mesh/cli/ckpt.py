@@ -5,10 +5,9 @@ from typing import Any
 
 import click
 
+from mesh.amount import amount
 from mesh.api.errors import ExitCode
 from mesh.cli.terminal import DURATION, ago, client, json_option, patience, print_json, quote, table
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @click.group()
@@ -34,7 +33,7 @@ def list_(ctx: click.Context, job: str | None, as_json: bool) -> None:
                 row["name"] or row["job"][:8],
                 row["kind"],
                 str(row["seq"]),
-                size(row["bytes"]),
+                amount(row["bytes"]),
                 str(row["files"]),
                 ago(row["created_unix"] * 1000),
                 row["use"],
@@ -43,12 +42,12 @@ def list_(ctx: click.Context, job: str | None, as_json: bool) -> None:
             for row in answer["checkpoints"]
         ],
     )
-    quota = f" of {size(answer['quota_bytes'])}" if answer["quota_bytes"] is not None else ""
-    theirs = f", {size(answer['foreign_bytes'])} of it of other users" if answer["foreign_bytes"] else ""
+    quota = f" of {amount(answer['quota_bytes'])}" if answer["quota_bytes"] is not None else ""
+    theirs = f", {amount(answer['foreign_bytes'])} of it of other users" if answer["foreign_bytes"] else ""
     if answer["foreign_quota_bytes"] is not None:
-        theirs += f" (they may have {size(answer['foreign_quota_bytes'])})"
+        theirs += f" (they may have {amount(answer['foreign_quota_bytes'])})"
     click.echo(
-        f"\n{size(answer['stored_bytes'])}{quota} on this disk{theirs}, after compression; what is alike is kept once"
+        f"\n{amount(answer['stored_bytes'])}{quota} on this disk{theirs}, after compression; what is alike is kept once"
     )
 
 
@@ -92,7 +91,7 @@ def pull(ctx: click.Context, job: str, directory: str, seq: int | None, as_json:
         print_json(answer)
         return
     click.echo(
-        f"checkpoint {answer['seq']}: {answer['files']} files, {size(answer['bytes'])} in {answer['destination']}"
+        f"checkpoint {answer['seq']}: {answer['files']} files, {amount(answer['bytes'])} in {answer['destination']}"
     )
 
 
@@ -125,11 +124,4 @@ def gc(ctx: click.Context, older: float, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    click.echo(f"{size(answer['bytes'])} freed; {size(answer['stored_bytes'])} are kept")
-
-
-def size(count: int) -> str:
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
+    click.echo(f"{amount(answer['bytes'])} freed; {amount(answer['stored_bytes'])} are kept")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mesh.amount import amount
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import DURATION, client, json_option, lasting, patience, print_json, table
 from mesh.client import Client
@@ -262,6 +263,4 @@ def _short(digest: str) -> str:
 
 
 def _size(count: int) -> str:
-    from mesh.cli.ckpt import size
-
-    return size(count) if count else "?"
+    return amount(count) if count else "?"

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mesh.cli.ckpt import size
+from mesh.amount import amount
 from mesh.cli.terminal import DURATION, client, json_option, lasting, patience, print_json, table
 
 GPU_OPTION = click.option("--gpu", metavar="N", help="One GPU only: its number here, or the beginning of its UUID.")
@@ -156,7 +156,7 @@ def _show_cost(guests: list[dict[str, Any]]) -> None:
             lasting(row["at_risk_s"]) if row["leads"] else "-",
             _seconds(row["save_s"]),
             _seconds(row["ship_s"]),
-            "?" if row["ship_bytes"] is None else size(row["ship_bytes"]),
+            "?" if row["ship_bytes"] is None else amount(row["ship_bytes"]),
             "?" if row["chance"] is None else f"{row['chance']:.0%}",
             row["goes_to"] or "-",
             row["loses"] or "nothing",

@@ -1,8 +1,8 @@
 """`mesh up`, `down`, `status`, `nodes`: a machine's own place in the mesh."""
 
 import os
+import select
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +11,7 @@ from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.lend import lend_lines
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
+from mesh.engine.descent import process_of
 from mesh.launcher import daemon_command, start_daemon, wait_ready
 
 ZONE_NODES_SHOWN = 6
@@ -107,19 +108,13 @@ def down(ctx: click.Context, grace: float | None, now: bool) -> None:
     if guests:
         click.echo(f"{guests} guests {'are killed' if now else 'save and move on'} ...", err=True)
     try:
-        while _runs(pid):
-            time.sleep(0.05)
+        process = process_of(pid)
+        descriptor = process.open() if process is not None else None
+        if descriptor is not None:
+            select.select([descriptor], [], [])
     except KeyboardInterrupt:
         raise MeshError("it goes on leaving in the background; `mesh down --now` hurries it") from None
     click.echo("down")
-
-
-def _runs(pid: int) -> bool:
-    """Whether it still works; one that has ended but whose parent has not looked yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    except OSError:
-        return False
 
 
 @click.command()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mesh.amount import amount
 from mesh.cli.jobs import job_options, make_order
 from mesh.cli.terminal import DURATION, json_option, patience, print_json, table
 
@@ -198,7 +199,7 @@ def _show_costs(judgement: "Judgement") -> None:
     kept = judgement.checkpoints
     if kept is not None:
         every = f", one every {_seconds(kept.interval_s)}" if kept.interval_s is not None else ""
-        click.echo(f"a checkpoint has {_bytes(kept.bytes)}{every}")
+        click.echo(f"a checkpoint has {amount(kept.bytes)}{every}")
     if any(cost.kind == "sudden" for cost in judgement.costs):
         click.echo(LATER)
 
@@ -229,10 +230,3 @@ def _steps(count: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} bytes"

@@ -36,6 +36,7 @@ from mesh.engine.frames import (
     Signal,
     SignalName,
 )
+from mesh.race import race
 
 LOOPBACK = "127.0.0.1"
 AGAIN_S, PATIENT_S = (
@@ -322,13 +323,7 @@ async def _carry(line: Line, reader: asyncio.StreamReader, writer: asyncio.Strea
             writer.close()
             await writer.wait_closed()
 
-    tasks = [asyncio.create_task(out(), name="tunnel, out"), asyncio.create_task(back(), name="tunnel, back")]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await race("tunnel", out(), back())
 
 
 def is_terminal() -> bool:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from mesh.amount import amount
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
-from mesh.engine.frames import Order
-from mesh.engine.session import Session
+from mesh.engine.wrapped import WrappedGuest
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
 FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
@@ -52,11 +52,12 @@ class BoundedEngine:
         return used_bytes(launch) + shutil.disk_usage(launch.work_dir).free // FREE_SHARE
 
 
-class BoundedGuest:
+class BoundedGuest(WrappedGuest):
     """Ended once it has written more than `limit` bytes."""
 
     def __init__(self, guest: Guest, launch: Launch, limit: int) -> None:
-        self._guest, self._launch, self._limit = guest, launch, limit
+        super().__init__(guest)
+        self._launch, self._limit = launch, limit
         self._over = ""
         self._watch = asyncio.create_task(self._look(), name=f"disk {launch.job[:8]}")
 
@@ -67,27 +68,6 @@ class BoundedGuest:
         await asyncio.wait([self._watch])  # one that has ended it says so in the log first
         return msgspec.structs.replace(end, detail=self._over) if self._over else end
 
-    async def catches_term(self) -> bool:
-        return await self._guest.catches_term()
-
-    async def terminate(self) -> bool:
-        return await self._guest.terminate()
-
-    async def pids(self) -> frozenset[int]:
-        return await self._guest.pids()
-
-    async def stands_still(self) -> bool:
-        return await self._guest.stands_still()
-
-    def allow_until(self, boot_s: float) -> None:
-        self._guest.allow_until(boot_s)
-
-    async def open_session(self, order: Order) -> Session:
-        return await self._guest.open_session(order)
-
-    async def dump(self, directory: Path) -> str:
-        return await self._guest.dump(directory)
-
     async def kill(self) -> None:
         await self._guest.kill()
         await self.wait()
@@ -97,7 +77,7 @@ class BoundedGuest:
             begun = time.monotonic()
             used = await asyncio.to_thread(used_bytes, self._launch)
             if used > self._limit:
-                self._over = f"it wrote {used / 2**30:.1f} GiB, and may have {self._limit / 2**30:.1f} on this node"
+                self._over = f"it wrote {amount(used)}, and may have {amount(self._limit)} on this node"
                 await self._guest.kill()
                 with contextlib.suppress(OSError):
                     await asyncio.to_thread(_add_line, self._launch.log_path, f"mesh: ended: {self._over}\n")

@@ -82,12 +82,19 @@ def stands_still(pid: int) -> bool:
         return True
     if found.state != "D":
         return False
-    pending = 0
+    return _has_signal(pid, signal.SIGSTOP, "SigPnd:", "ShdPnd:")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether it has a handler for this signal now."""
+    return _has_signal(pid, number, "SigCgt:")
+
+
+def _has_signal(pid: int, number: int, *masks: str) -> bool:
+    """In one of these masks of proc_pid_status(5)."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # noqa: PTH123
-        for line in file:
-            if line.startswith(("SigPnd:", "ShdPnd:")):
-                pending |= int(line.split()[1], 16)
-    return bool(pending >> (signal.SIGSTOP - 1) & 1)
+        return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in file if line.startswith(masks))
+    return False
 
 
 def children_of(pid: int) -> list[int]:

@@ -27,7 +27,7 @@ from mesh.edge.edge import Edge
 from mesh.engine import cgroups, dumps, gpusight
 from mesh.engine.bridges import Bridges
 from mesh.engine.criu import Probe
-from mesh.engine.descent import descendants_of, process_of
+from mesh.engine.descent import catches, descendants_of, process_of
 from mesh.engine.dockersession import DockerSession, open_docker_session
 from mesh.engine.egress import EgressError, Firewall, Policy
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
@@ -35,7 +35,6 @@ from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
 from mesh.engine.frames import Order
 from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
-from mesh.engine.process import catches
 from mesh.engine.register import Entry, boot_id
 from mesh.engine.session import Session
 from mesh.engine.warden import LABEL_NODE, Warden

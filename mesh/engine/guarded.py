@@ -6,14 +6,12 @@ import asyncio
 import logging
 import math
 import time
-from pathlib import Path
 
 import msgspec
 
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Availability, Engine, Exit, Guest, Launch
-from mesh.engine.frames import Order
-from mesh.engine.session import Session
+from mesh.engine.wrapped import WrappedGuest
 from mesh.provider.guard import NodeGuard
 from mesh.provider.tenant import Tenant
 
@@ -45,11 +43,12 @@ class GuardedEngine:
         await self._engine.close()
 
 
-class GuardedGuest:
+class GuardedGuest(WrappedGuest):
     """Its gate is open as long as it may run. One that is frozen stands still whatever its lease says."""
 
     def __init__(self, guest: Guest, tenant: Tenant, until: float) -> None:
-        self._guest, self._tenant = guest, tenant
+        super().__init__(guest)
+        self._tenant = tenant
         self._until = until
         self._frozen = self._killed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -59,18 +58,6 @@ class GuardedGuest:
         end = await self._guest.wait()
         self._ended()
         return end
-
-    async def catches_term(self) -> bool:
-        return await self._guest.catches_term()
-
-    async def terminate(self) -> bool:
-        return await self._guest.terminate()
-
-    async def pids(self) -> frozenset[int]:
-        return await self._guest.pids()
-
-    async def stands_still(self) -> bool:
-        return await self._guest.stands_still()
 
     def allow_until(self, boot_s: float) -> None:
         self._until = boot_s
@@ -88,12 +75,6 @@ class GuardedGuest:
             self._frozen = False
             self._guest.allow_until(self._until)
             self._tenant.set_gate(False, why, by="audit")
-
-    async def open_session(self, order: Order) -> Session:
-        return await self._guest.open_session(order)
-
-    async def dump(self, directory: Path) -> str:
-        return await self._guest.dump(directory)
 
     async def kill(self) -> None:
         begun, first = time.perf_counter(), not (self._killed or self._tenant.released)

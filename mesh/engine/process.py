@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mesh.engine.alone import alone
-from mesh.engine.descent import Process, descendants_of, process_of, stands_still
+from mesh.engine.descent import Process, catches, descendants_of, process_of, stands_still
 from mesh.engine.engine import NO_DUMPS, Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
 from mesh.engine.frames import Order
 from mesh.engine.guestgroup import GuestGroup, make_group
@@ -274,17 +274,6 @@ class ProcessGuest:
             return []
         first = self._first.pid if self._first is not None else 0
         return [pid for pid in descendants_of(self._process.pid) if pid != first]
-
-
-def catches(pid: int, signum: int) -> bool:
-    """Whether a handler for this signal is installed, by the kernel's own account."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    except OSError:
-        pass
-    return False
 
 
 def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:

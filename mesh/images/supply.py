@@ -12,8 +12,10 @@ from contextlib import suppress
 
 from blake3 import blake3
 
-from ckptstore.fetch import Cancel, Fetch, Fetched, Request
+from ckptstore.fetch import Fetch, Request
 from membership.identity import NodeId, short_id
+from mesh.amount import part
+from mesh.api.fetching import fetched
 from mesh.api.peer import PeerClient, PeerError
 from mesh.engine.engine import BadImage, EngineError
 from mesh.engine.imagestore import ImageStore, StoredImage
@@ -240,7 +242,7 @@ class Supply:
                 far, until = answer.done, clock() + STILL_S
             if clock() > min(until, end):
                 raise TimeoutError(f"node {short_id(node)} does not get on with saving it")
-            pull.at(f"is saved by node {short_id(node)}: {amount(answer.done, answer.total)}")
+            pull.at(f"is saved by node {short_id(node)}: {part(answer.done, answer.total)}")
             await asyncio.sleep(POLL_S)
 
     async def _read(self, node: NodeId, path: str, limit: int) -> bytes:
@@ -275,7 +277,7 @@ class Supply:
                 raise FetchFailed(str(error)) from error
             raise
         if left:
-            pull.at(amount(pull.done, pull.total))
+            pull.at(part(pull.done, pull.total))
             await self._gather(pull, left, where, sources)
         pull.at("is compared with its hashes")
         for layer in missing:
@@ -288,43 +290,21 @@ class Supply:
     async def _gather(
         self, pull: Pull, left: dict[bytes, int], where: dict[bytes, list[Place]], sources: Sequence[NodeId]
     ) -> None:
-        plan, clock = Fetch(left, sources), asyncio.get_running_loop().time
-        running: dict[asyncio.Task[list[bytes]], NodeId] = {}
-        actions = plan.start(clock())
-        try:
-            while True:
-                for action in actions:
-                    if isinstance(action, Fetched):
-                        if action.problem:
-                            raise FetchFailed(action.problem)
-                        return
-                    if isinstance(action, Cancel):
-                        for task in [task for task, source in running.items() if source == action.source]:
-                            del running[task]
-                            task.cancel()
-                        continue
-                    task = asyncio.create_task(
-                        self._pieces(pull, action, left, where), name=f"image from {short_id(action.source)}"
-                    )
-                    running[task] = action.source
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                actions = []
-                for task in done:
-                    source, error = running.pop(task), task.exception()
-                    if error is None:
-                        actions += plan.arrived(source, task.result(), clock())
-                    elif isinstance(error, Lied):
-                        self._caught(pull, source, str(error))
-                        actions += plan.failed(source, str(error), clock())
-                    elif isinstance(error, PeerError | TimeoutError):
-                        pull.failed[source] += 1
-                        actions += plan.failed(source, str(error) or "it stands still", clock())
-                    else:
-                        raise error
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        async def ask(request: Request) -> list[bytes]:
+            return await self._pieces(pull, request, left, where)
+
+        def fault(source: NodeId, error: BaseException) -> str | None:
+            if isinstance(error, Lied):
+                self._caught(pull, source, str(error))
+                return str(error)
+            if isinstance(error, PeerError | TimeoutError):
+                pull.failed[source] += 1
+                return str(error) or "it stands still"
+            return None
+
+        problem = await fetched(Fetch(left, sources), ask, fault)
+        if problem:
+            raise FetchFailed(problem)
 
     async def _pieces(
         self, pull: Pull, request: Request, left: dict[bytes, int], where: dict[bytes, list[Place]]
@@ -347,7 +327,7 @@ class Supply:
                     await asyncio.to_thread(self._keep, piece, content, where[piece])
                     came.append(piece)
                     pull.done = min(pull.total, pull.done + len(content) * len(where[piece]))
-                    pull.at(amount(pull.done, pull.total))
+                    pull.at(part(pull.done, pull.total))
         except (PeerError, TimeoutError):
             if not came:
                 raise
@@ -358,12 +338,6 @@ class Supply:
             raise Lied("a piece is not what its hash says")
         for digest, offset in wanted:
             self._layers.write(digest, offset, content)
-
-
-def amount(done: int, total: int) -> str:
-    """As `1.2 of 3.0 GiB`."""
-    size, unit = (1 << 30, "GiB") if total >= 1 << 30 else (1 << 20, "MiB")
-    return f"{min(done, total) / size:.1f} of {total / size:.1f} {unit}"
 
 
 def _heard(task: "asyncio.Task[None]") -> None:

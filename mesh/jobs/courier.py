@@ -15,7 +15,7 @@ import msgspec
 
 from ckptstore.bandwidth import Bandwidth
 from ckptstore.errors import CorruptChunk, StoreError
-from ckptstore.fetch import Cancel, Fetch, Fetched, Request
+from ckptstore.fetch import Fetch, Request
 from ckptstore.manifest import decode_manifest
 from ckptstore.pacing import Background, Pace
 from ckptstore.questions import Order, Question, decode_ids, encode_order, encode_question
@@ -23,6 +23,7 @@ from ckptstore.receiver import stream_bytes
 from ckptstore.replication import Ask, Replication, Settled, StandIn
 from ckptstore.store import Store
 from membership.identity import NodeId, short_id
+from mesh.api.fetching import fetched
 from mesh.api.peer import PeerClient, PeerError
 from mesh.api.refusals import Refusals
 from mesh.api.streams import IDLE_S, fed, sliced
@@ -221,46 +222,25 @@ class Courier:
         missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
         have = await asyncio.to_thread(self._store.stand_alone, wanted.job) if missing else ()
         plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)
-        clock = asyncio.get_running_loop().time
-        running: dict[asyncio.Task[Pulled], NodeId] = {}
         finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
-        actions = plan.start(clock())
+
+        async def ask(request: Request) -> Sequence[bytes]:
+            arrived, finish = await self._pull(request, have, wanted.user)
+            finishing.append(finish)
+            return arrived
+
+        def fault(source: NodeId, error: BaseException) -> str | None:
+            if isinstance(error, CorruptChunk):
+                self.refusals.count("chunks", source, f"of what was fetched from it, {error}")
+            return str(error) if isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError) else None
+
         try:
-            while True:
-                for action in actions:
-                    if isinstance(action, Fetched):
-                        if action.problem:
-                            raise FetchError(action.problem)
-                        await asyncio.gather(*finishing)
-                        await asyncio.to_thread(self._store.accept_manifest, sealed)
-                        return
-                    if isinstance(action, Cancel):
-                        for task in [task for task, source in running.items() if source == action.source]:
-                            del running[task]
-                            task.cancel()
-                        continue
-                    task = asyncio.create_task(
-                        self._pull(action, have, wanted.user), name=f"fetch from {short_id(action.source)}"
-                    )
-                    running[task] = action.source
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                actions = []
-                for task in done:
-                    source = running.pop(task)
-                    error = task.exception()
-                    if error is None:
-                        arrived, finish = task.result()
-                        finishing.append(finish)
-                        actions += plan.arrived(source, arrived, clock())
-                    elif isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError):
-                        if isinstance(error, CorruptChunk):
-                            self.refusals.count("chunks", source, f"of what was fetched from it, {error}")
-                        actions += plan.failed(source, str(error) or type(error).__name__, clock())
-                    else:
-                        raise error
+            problem = await fetched(plan, ask, fault)
+            if problem:
+                raise FetchError(problem)
+            await asyncio.gather(*finishing)
+            await asyncio.to_thread(self._store.accept_manifest, sealed)
         finally:
-            for task in running:
-                task.cancel()
             await asyncio.gather(*finishing, return_exceptions=True)
 
     def _complete(self, manifest: bytes) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from ckptstore.deadline import Upload, feasible, plan
 from ckptstore.pacing import Deadline, Load, aim, time_for
+from mesh.amount import amount
 from mesh.engine.alarm import boot_s
 from mesh.jobs.stake import Urgency
 
@@ -96,7 +97,7 @@ class Departure:
             return
         self._told = True
         window_s = max(0.0, upload.deadline_s - now)
-        size, rate = _bytes(upload.bytes), _bytes(upload.bps)
+        size, rate = amount(upload.bytes), amount(upload.bps)
         if feasible(upload.bytes, upload.bps, window_s):
             why = f"{size} must wait for checkpoints with which more would be lost, and {window_s:.0f} s are left"
         elif len(self.streams) == 1:
@@ -181,11 +182,3 @@ class Departures:
         behind = self._order[self._order.index(departure) + 1 :]
         loads = [Load(other.remaining, other.aim_s - now) for other in behind]
         return time_for(Load(departure.remaining, departure.aim_s - now), loads)
-
-
-def _bytes(count: float) -> str:
-    """In words, as disks and networks count."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count / 1e3:.0f} kB"

@@ -103,8 +103,7 @@ class Stage:
 
 def _catches_term(node: StackNode) -> bool | None:
     """Whether any process of a guest of this node catches SIGTERM; None where it is not this daemon's descendant."""
-    from mesh.engine.descent import children_of
-    from mesh.engine.process import catches
+    from mesh.engine.descent import catches, children_of
 
     assert node.process is not None
     # Below the daemon: the watcher, then the guest's first process, then the job's own.

@@ -97,8 +97,8 @@ async def test_what_cannot_be_in_time_is_told_and_tried(world: World) -> None:
     saved = world.checkpoint(12 * MB)
     copies = await courier.replicate(saved.id, [PEER], [], 1, stake=leaving(3.0, warn=told.append))
     assert copies.holders == (PEER,) and len(told) == 1
-    assert told[0].startswith("12.0 MB cannot reach another node in ")
-    assert told[0].endswith(" at 1.0 MB/s; there is no earlier checkpoint. It is tried all the same")
+    assert told[0].startswith("11.4 MiB cannot reach another node in ")
+    assert told[0].endswith(" at 976.6 KiB/s; there is no earlier checkpoint. It is tried all the same")
 
 
 async def test_one_whole_copy_leaves_when_there_is_no_time_for_two(world: World) -> None:

@@ -113,7 +113,7 @@ async def test_one_that_writes_too_much_is_ended_and_told(
     guest = await bench.shell(f"dd if=/dev/zero bs=1M count=40 {where}; {LOOP}")
     async with asyncio.timeout(WAIT_S):
         end = await guest.wait()
-    assert end.code == 137 and "and may have 0.0 on this node" in end.detail
+    assert end.code == 137 and "and may have 8.0 MiB on this node" in end.detail
     async with asyncio.timeout(WAIT_S):
         while b"mesh: ended: it wrote" not in (tmp_path / "log").read_bytes()[-300:]:
             await asyncio.sleep(0.02)

@@ -50,7 +50,7 @@ async def test_the_one_that_would_lose_more_goes_first_and_the_other_stands_asid
     assert seen == ["small"] * 3, "alone it has the wire"
     large = leaving.add(2 * GB, 100e6, weight=1000)
     assert small.waits and not large.waits and small.departure.late and not large.departure.late
-    assert leaving.told == ["2.0 GB must wait for checkpoints with which more would be lost, and 30 s are left"]
+    assert leaving.told == ["1.9 GiB must wait for checkpoints with which more would be lost, and 30 s are left"]
     first.close()
     await send(large, seen, "large")
     assert seen[3:] == ["large"] * 5
@@ -117,7 +117,7 @@ async def test_what_has_gone_already_counts_no_more(leaving: Leaving) -> None:
         with departure.stream(2 * GB, 100e6, sent=2 * GB - 100 * MB) as stream:
             assert not leaving.told and stream.pace.remaining == departure.remaining == 100 * MB
         with departure.stream(2 * GB, 100e6):
-            assert leaving.told == ["2.0 GB cannot reach another node in 10 s at 100.0 MB/s"]
+            assert leaving.told == ["1.9 GiB cannot reach another node in 10 s at 95.4 MiB/s"]
     assert leaving.queue.time_for(departure) == 0.0, "who is not in the queue is not held back"
 
 
@@ -140,7 +140,7 @@ async def test_the_user_is_told_once_and_in_words() -> None:
     with queue.departure(urgency) as departure, departure.stream(3_200 * MB, 40e6) as first:
         assert departure.late and not first.waits
     assert told == [
-        "3.2 GB cannot reach another node in 30 s at 40.0 MB/s; the checkpoint of step 41 stands. It is tried all the same"
+        "3.0 GiB cannot reach another node in 30 s at 38.1 MiB/s; the checkpoint of step 41 stands. It is tried all the same"
     ]
 
 
