@@ -153,6 +153,8 @@ class Cadences:
     async def look(self, guests: Iterable[Guest], now: float, budget_bps: float | None) -> None:
         """At all of them, every second or so. `budget_bps`: of all uploads."""
         unix, there = time.time(), list(guests)
+        if not there:
+            return
         rate = next(self.rates(unix), (inf, FIRST_RATE))[1]
         sent = {guest.cadence: upload for guest in there if (upload := guest.cadence.upload(rate)) is not None}
         prices = dict(zip(sent, shares(list(sent.values()), budget_bps or inf).price_s, strict=True))

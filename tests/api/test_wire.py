@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ckptstore.pacing import FLOOR_BPS, Background, Deadline, Rtt
+from ckptstore.pacing import FLOOR_BPS, MOST_SHARE, Background, Deadline, Rtt
 from membership.identity import Identity
 from mesh.api import pacedsocket
 from mesh.api.pacedsocket import SO_MAX_PACING_RATE, UNLIMITED, PacedSocket
@@ -224,3 +224,14 @@ def test_what_a_system_cannot_do_is_said_once_and_does_no_harm(
     closed.close()
     assert not PacedSocket(closed).limit(1e6)
     PacedSocket(closed).enter(6)
+
+
+def test_those_in_the_background_have_the_budget_by_their_shares() -> None:
+    wire = Wire(10 * MB)
+    large, small, other = (wire.lane(Background(lambda share=share: share)) for share in (3.0, 0.5, 1.5))  # type: ignore[misc]
+    with wire.listed(large), wire.listed(small), wire.listed(other):
+        assert [wire.share_bps(lane.pace) for lane in (large, small, other)] == [6 * MB, MB, 3 * MB]
+        with wire.listed(wire.lane(Deadline(100, lambda: 1.0))):
+            assert wire.share_bps(large.pace) == FLOOR_BPS
+    assert wire.share_bps(small.pace) == 10 * MB, "alone it has all of it"
+    assert wire.least_bps <= 10 * MB * (1 / MOST_SHARE) / (8 * MOST_SHARE), "what a stream may count on beside eight"
