@@ -38,6 +38,7 @@ KEPT = (
     "env",
     "ckpt",
     "ckpt_mode",
+    "ckpt_every",
     "grace",
     "workdir",
     "no_workdir",

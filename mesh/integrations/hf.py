@@ -84,6 +84,9 @@ class Yield(TrainerCallback):
         elif self._due:
             control.should_save = True
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._stepped_s = time.monotonic()  # what comes before a save is no part of it
+
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -133,8 +133,11 @@ class Guest(Protocol):
 
     cadence: Cadence
     heeds_notice: bool | None  # None: nothing is known, and it is believed
+    rungs: dict[str, float]
 
     def notify(self, kind: str, grace_s: float, reason: str) -> None: ...
+
+    def lost(self) -> Lost: ...
 
 
 class Cadences:
@@ -165,10 +168,11 @@ class Cadences:
             if await cadence.look(now, unix, self.cover, heeds, self.rates, price_s):
                 guest.notify("checkpoint", cadence.schedule.interval_s, "a checkpoint is due")
 
-    def left(self, reason: str, noticed: bool, lost: Lost) -> None:
-        """An attempt has ended here: if it had to go, learn whether a notice saved its work."""
-        if reason.startswith(DEPARTED):
-            covered = noticed and not lost.words
+    def left(self, guest: Guest, reason: str) -> None:
+        """Its attempt has ended here: if it had to go, learn whether a notice saved its work. Of one that saves nothing, or heeds
+        no notice, nothing can be learnt of the others."""
+        if reason.startswith(DEPARTED) and guest.cadence.saves and guest.heeds_notice is not False:
+            covered = "notice" in guest.rungs and not guest.lost().words
             self.cover = self.cover.after(covered)
             self._journal.note_departure(covered)
 

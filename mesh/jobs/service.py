@@ -462,7 +462,7 @@ class JobService:
         attempt = self.attempts.pop(job, None)
         if attempt is not None:
             self.left(job, attempt, reason)
-            self.cadences.left(reason, "notice" in attempt.rungs, attempt.lost())
+            self.cadences.left(attempt, reason)
             task = asyncio.create_task(self._clear_away(job, attempt), name=f"end {format_job(job)[:8]}")
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)

@@ -36,6 +36,11 @@ class Running:
         self.cadence = Cadence(spec, directory, Stake(100, lambda text: None))
         self.heeds_notice: bool | None = True
         self.notices: list[str] = []
+        self.rungs: dict[str, float] = {}
+        self.work = Lost(0.0)
+
+    def lost(self) -> Lost:
+        return self.work
 
     def notify(self, kind: str, grace_s: float, reason: str) -> None:
         self.notices.append(kind)
@@ -139,10 +144,15 @@ def test_co_residents_share_the_wire_and_what_a_notice_saved_is_remembered(tmp_p
         await cadences.look([small, large], NOW + 2.0 + tight[1], 1e7)
         assert large.notices == ["checkpoint"] and small.notices == []
 
-        cadences.left("vacated: its node leaves", True, Lost(0.0, 0))
-        cadences.left("vacated: its node leaves", True, Lost(7.0))
-        cadences.left("vacated: killed", False, Lost(0.0, 0))
-        cadences.left("done", False, Lost(9.0))
+        for reason, rungs, lost, heeds in (
+            ("vacated: its node leaves", {"notice": 1.0}, Lost(0.0, 0), True),
+            ("vacated: its node leaves", {"notice": 1.0}, Lost(7.0), None),
+            ("vacated: killed", {"killed": 1.0}, Lost(0.0, 0), True),
+            ("vacated: its node leaves", {"notice": 1.0}, Lost(9.0), False),
+            ("done", {}, Lost(9.0), True),
+        ):
+            small.rungs, small.work, small.heeds_notice = rungs, lost, heeds
+            cadences.left(small, reason)
         assert (cadences.cover.departed, cadences.cover.covered) == (3, 1)
         await journal.close()
         again = Journal(tmp_path / "journal.sqlite")
