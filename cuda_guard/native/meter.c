@@ -26,7 +26,7 @@ struct batch {
   CUevent start, end;
   int64_t predicted_ns; /* these two are known once it is closed */
   uint32_t launches;
-  bool queued;
+  bool queued, foreseen; /* began behind other work; how long it takes was known by measurement */
   struct prediction *sample; /* the only launch of it, by itself */
 };
 
@@ -159,9 +159,8 @@ static void mark_origin(struct context *context, CUstream stream) {
 static void charge(struct batch *batch, int64_t start_ns, int64_t end_ns) {
   struct context *context = batch->context;
   int64_t span = end_ns - start_ns, busy = cover_add(&context->cover, start_ns, end_ns);
-  bool learnt = batch->sample != NULL && atomic_load(&batch->sample->ns) > 0;
   if (batch->sample != NULL) predict_learn(batch->sample, span, batch->queued);
-  bool trusted = batch->sample == NULL || (learnt && !batch->queued);
+  bool trusted = batch->sample == NULL || (batch->foreseen && !batch->queued);
   if (trusted && span > batch->predicted_ns + batch->predicted_ns / 8 && busy > batch->predicted_ns)
     busy = batch->predicted_ns; /* the device ran dry between the events and the launches */
   count(batch, busy);
@@ -403,14 +402,18 @@ bool meter_enter(CUstream stream, const void *key, uint64_t blocks) {
   }
   bool due = predict_is_due(prediction);
   int64_t cost = atomic_load(&prediction->ns);
-  if (cost == 0)
+  bool foreseen = cost > 0;
+  if (!foreseen)
     cost = predict_is_awaited(prediction) ? atomic_load(&guard_policy->allowances[thread->context->device].window_ns) / 2 : GUESS_NS;
   if (thread->credit_ns < cost || gate_is_closed() || !is_turn(atomic_load(thread->turn))) grant(thread, cost);
   if (due) meter_leave(stream); /* what came before is not in it */
   struct open_batch *open = open_batch(thread, stream);
   if (open == NULL) return false;
   use_credit(thread, open, cost);
-  if (due) open->batch->sample = prediction;
+  if (due) {
+    open->batch->sample = prediction;
+    open->batch->foreseen = foreseen;
+  }
   return due;
 }
 

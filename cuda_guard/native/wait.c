@@ -8,6 +8,7 @@
 
 #define LOOK_NS 50000000 /* a wake may be lost with the daemon; nobody waits longer than this without a look */
 
+#ifndef GUARD_CLOCK
 void futex_wait(const _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns) {
   int64_t left = deadline_ns - now_ns();
   if (left <= 0) return;
@@ -15,6 +16,7 @@ void futex_wait(const _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns
   struct timespec span = {.tv_sec = left / 1000000000, .tv_nsec = left % 1000000000};
   (void)syscall(SYS_futex, word, FUTEX_WAIT, seen, &span, NULL, 0);
 }
+#endif
 
 void guard_wait(void) {
   for (;;) {

@@ -82,10 +82,10 @@ def runners(make_bench: Callable[..., Bench]) -> Any:
     made.end()
 
 
-@pytest.mark.parametrize("kernel", ["k_20us", "k_500us", "k_5ms"])
-def test_a_share_is_kept_whatever_the_size_of_the_kernels(runners: Runners, kernel: str) -> None:
+def test_a_share_is_kept(runners: Runners) -> None:
+    """In real time; how exactly, and for which kernels, is measured in virtual time."""
     job = runners.machine.job(share=30)
-    guest = runners.start(job, busy(kernel))
+    guest = runners.start(job, busy("k_500us"))
     runners.shares(0.5)
     assert is_kept(runners.shares(2), [30])
     told = job.usage()[0].gpu_s

@@ -109,14 +109,20 @@ static int file_of(const struct world *world) {
   return -1;
 }
 
-static struct process *joined; /* the caller's own slot */
+/* In which a pid is one process's. */
+static uint64_t namespace_here(void) {
+  struct stat here;
+  return stat("/proc/self/ns/pid", &here) == 0 ? here.st_ino : 0;
+}
 
 /* As the caller's namespace numbers it; 0: it is dead. */
 static int pid_here(const struct world *world, const struct process *process) {
   struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCKS + (process - world->processes), .l_len = 1};
   int result = fcntl(file_of(world), F_GETLK, &lock);
-  bool own = process == joined && process->pid == getpid(); /* nobody's lock stands in its own way; others have its pid elsewhere */
-  if (result == 0 && lock.l_type == F_UNLCK) return own ? process->pid : 0;
+  if (result == 0 && lock.l_type == F_UNLCK) { /* nobody's lock stands in its own way */
+    bool own = process->pid == getpid() && process->pid_namespace == namespace_here();
+    return own ? process->pid : 0;
+  }
   return result == 0 && lock.l_pid > 0 ? lock.l_pid : -1;
 }
 
@@ -158,7 +164,7 @@ struct process *world_join(struct world *world) {
     fcntl(file_of(world), F_SETLK, &lock);
     process->pid = getpid();
     process->alive = 1;
-    joined = process;
+    process->pid_namespace = namespace_here();
   }
   world_unlock(world);
   return process;

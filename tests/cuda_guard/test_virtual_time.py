@@ -1,0 +1,67 @@
+"""Shares to the thousandth, in virtual time: the guard's own code, on a double whose clock moves where the guard would wait."""
+
+import subprocess
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cuda_guard.build import COMPILE, CUDA, NATIVE, find_compiler
+from cuda_guard.page import Pages, Quota
+from tests.fake.world import World
+
+pytestmark = pytest.mark.cc
+
+SECONDS = 10  # after a first, in which what it had saved up is spent
+UNDER_WAY_NS = 7_000_000  # the window, and a kernel
+MEAN, SECOND = 0.3, 3.0  # points by which a share may be missed: the guard's goals, over 60 s and over 1 s
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("virtual") / "virtual"
+    sources = [str(NATIVE / name) for name in CUDA.sources]
+    own = ["-DGUARD_CLOCK", f"-I{NATIVE}", str(Path(__file__).parent / "virtual.c")]
+    subprocess.run([*find_compiler(), *COMPILE, *own, *sources, "-ldl", "-o", str(path)], check=True)
+    return path
+
+
+def had(program: Path, world: World, pages: Pages, seed: int, kernels: tuple[int, ...]) -> list[float]:
+    """What the job has of the device in each second, in per cent."""
+    words = [str(program), str(world.fakes.world), str(SECONDS + 1), str(seed), *(f"k_{us}us" for us in kernels)]
+    env = {**world.environment(), "MESH_GUARD_DIR": str(pages.directory)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [(after - before) / 1e7 for before, after in pairwise(map(int, done.stdout.split()))]
+
+
+def pages_of(make_pages: Callable[..., Pages], world: World, share: float) -> Pages:
+    quota = Quota(f"GPU-{world.uuids[0]}", share=share)
+    pages = make_pages(quota, driver=world.fakes.cuda, nvml=world.fakes.nvml)
+    pages.policy.allowances[0].rates[0].t0_ns = world.now_ns()
+    return pages
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    share=st.integers(2, 95),
+    kernels=st.lists(st.sampled_from([20, 50, 100, 300, 1000, 3000]), min_size=1, max_size=8).map(tuple),
+    seed=st.integers(0, 1000),
+)
+def test_a_share_is_kept_whatever_kernels_there_are(
+    make_world: Callable[..., World],
+    make_pages: Callable[..., Pages],
+    program: Path,
+    share: int,
+    kernels: tuple[int, ...],
+    seed: int,
+) -> None:
+    world = make_world(virtual=True)
+    pages = pages_of(make_pages, world, share)
+    parts = had(program, world, pages, seed, kernels)
+    assert len(parts) == SECONDS and abs(sum(parts) / SECONDS - share) <= MEAN
+    assert max(abs(part - share) for part in parts) <= SECOND
+    assert pages.job.uses[0].busy_ns == pytest.approx(world.busy_ns(), abs=UNDER_WAY_NS), "it is charged what it had"
