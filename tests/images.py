@@ -7,9 +7,14 @@ import re
 import shutil
 import subprocess
 import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from mesh.engine.image import python_root
 
 REPOSITORY = "campus-mesh/test-busybox"
 NAMES = (
@@ -96,6 +101,49 @@ def layered_image(client: Any, name: str, *layers: bytes) -> str:
     context.seek(0)
     image, _ = client.images.build(fileobj=context, custom_context=True, tag=name, rm=True, forcerm=True)
     return str(image.id)
+
+
+# Prints where the files of JupyterLab and of all that it needs are, in the environment that runs this.
+_FILES = """
+import importlib.metadata as metadata, os, re
+seen, left = set(), ["jupyterlab"]
+while left:
+    name = left.pop().lower().replace("_", "-")
+    try:
+        found = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        continue
+    if name in seen:
+        continue
+    seen.add(name)
+    left += [re.match(r"[\\w.-]+", line)[0] for line in found.requires or () if "extra ==" not in line]
+    for file in found.files or ():
+        path = os.path.normpath(found.locate_file(file))
+        if os.path.isfile(path):
+            print(path)
+"""
+
+
+@contextmanager
+def jupyter_image(python: Path) -> Iterator[str]:
+    """The name of an image with JupyterLab as it is in the virtual environment of this Python, while it is needed."""
+    import docker
+
+    environment = python.parent.parent
+    listed = subprocess.run([python, "-c", _FILES], capture_output=True, text=True, check=True).stdout
+    files = {Path(line) for line in listed.splitlines()}
+    files |= {environment / "pyvenv.cfg", *(environment / "bin").glob("python*")}
+    client: Any = docker.from_env(timeout=300)
+    name, tag = "campus-mesh/test-jupyter", os.urandom(6).hex()
+    with tempfile.NamedTemporaryFile(suffix=".tar") as tar:
+        python_root(Path(tar.name), [], sorted(files))
+        changes = [f"ENV PATH={environment}/bin:/usr/local/bin:/usr/bin:/bin"]
+        client.api.import_image_from_data(tar.read(), repository=name, tag=tag, changes=changes)
+    try:
+        yield f"{name}:{tag}"
+    finally:
+        client.images.remove(f"{name}:{tag}", force=True)
+        client.close()
 
 
 _made: list[str] = []

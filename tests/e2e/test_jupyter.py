@@ -16,6 +16,7 @@ import pytest
 from mesh.stack import Stack, StackNode
 from tests.e2e.browser import Page
 from tests.e2e.commands import descendants, finished, job_state, mesh, ok, start, until
+from tests.images import jupyter_image
 from tests.tiers import FRAMEWORKS_PYTHON
 
 pytestmark = [pytest.mark.e2e, pytest.mark.browser, pytest.mark.jupyter]
@@ -120,6 +121,22 @@ async def test_a_notebook_computes_on_another_node_and_moves_with_its_files(
         session.interrupt()
     ok(node, "cancel", told["job"])
     finished(node, told["job"])
+
+
+@pytest.mark.docker
+async def test_a_notebook_computes_in_a_container_that_has_no_network() -> None:
+    with (
+        jupyter_image(FRAMEWORKS_PYTHON) as image,
+        Stack(1, overrides={"slots": 1, "engines": ["docker"]}) as stack,
+    ):
+        stack.start_all()
+        node = stack.nodes[0]
+        with Session(node, "--image", image) as session:
+            told = session.told()
+            await compute(told["url"])
+            session.interrupt()
+        ok(node, "cancel", told["job"])
+        finished(node, told["job"])
 
 
 async def compute(url: str) -> None:
