@@ -8,7 +8,7 @@ exactly (no thinning, one draw a stay). Classes and shocks take rooms and buildi
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import ceil, exp, inf
+from math import ceil, exp, fsum, inf
 
 import msgspec
 
@@ -135,7 +135,7 @@ def departure(since: float, threshold: float, hours: Sequence[float], ages: Sequ
 def relative_hours(owners: Owners, first_day: int) -> list[float]:
     """The week from the world's first day on, 168 factors; of a working day they have the mean 1."""
     day = list(owners.by_hour) or [1.0] * 24
-    mean = sum(day) / 24
+    mean = fsum(day) / 24
     return [
         value / mean * (owners.weekend if (first_day + number) % 7 >= 5 else 1.0)
         for number in range(7)

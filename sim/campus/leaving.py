@@ -4,6 +4,7 @@ By the product's joint plan; or, to see what that is worth, each job by itself.
 """
 
 from collections.abc import Sequence
+from math import fsum
 
 from ckptstore.bandwidth import PRIOR_SPREAD
 from ckptstore.deadline import Upload, feasible, plan
@@ -61,7 +62,7 @@ class Leaving:
             late = host.leaving and not feasible(count * len(targets), host.machine.edge_bps, window_s)
             return targets[:1] if late else targets
         targets = tuple(dict.fromkeys([keeper, *kept, *heir]))
-        behind_s = sum(self._alone_s(other, host) for other in host.line if other is not job)
+        behind_s = fsum(self._alone_s(other, host) for other in host.line if other is not job)
         sends_s = max(count * len(targets) / host.machine.edge_bps, *(count / self._bps(host, one) for one in targets))
         return targets if not host.leaving or sends_s + behind_s <= AIM * window_s else (keeper,)
 

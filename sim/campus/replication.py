@@ -1,6 +1,7 @@
 """One replication: a world and a policy under one seed, and the figures of it. docs/simulator.md has the formulas."""
 
 from collections.abc import Sequence
+from math import fsum
 
 from sim.campus.campus import Campus
 from sim.campus.guest import Host
@@ -50,7 +51,7 @@ def figures_of(campus: Campus) -> dict[str, float]:
         "work_loss": tally.lost * per_hundred,
         "overhead": overhead * per_hundred,
         "loss_and_overhead": (tally.lost + overhead) * per_hundred,
-        "downtime_mean": share(sum(down), len(down)),
+        "downtime_mean": share(fsum(down), len(down)),
         "downtime_p50": percentile(down, 0.5),
         "downtime_p95": percentile(down, 0.95),
         "migration_success": share(tally.migrated, tally.noticed),
@@ -62,7 +63,7 @@ def figures_of(campus: Campus) -> dict[str, float]:
         "goodput": share(tally.useful, lent_s),
         "utilisation": share(tally.held + owners_s, total_s),
         "owner_use": share(owners_s, total_s),
-        "background_loss": share(sum(link.lost for link in uplinks), campus.fabric.asked),
+        "background_loss": share(fsum(link.lost for link in uplinks), campus.fabric.asked),
         "backup_peak": edge_peak,
         "backup_mean": edge_mean,
         "uplink_peak": uplink_peak,
@@ -84,9 +85,9 @@ def _used(links: Sequence[Link], start: float, end: float) -> tuple[float, float
         for hour, count in link.carried.items():
             if hour * 3600 >= start:
                 hours[hour] = hours.get(hour, 0.0) + count
-    capacity = sum(link.capacity for link in links)
+    capacity = fsum(link.capacity for link in links)
     return share(max(hours.values(), default=0.0), capacity * 3600), share(
-        sum(hours.values()), capacity * (end - start)
+        fsum(hours.values()), capacity * (end - start)
     )
 
 
@@ -94,7 +95,7 @@ def _gpu_seconds(hosts: Sequence[Host], world: World, start: float, end: float) 
     """Lent, used by owners, and all there are."""
     lent = owners = 0.0
     for host in hosts:
-        away = sum(max(0.0, min(one.end, end) - max(one.start, start)) for one in host.absences)
+        away = fsum(max(0.0, min(one.end, end) - max(one.start, start)) for one in host.absences)
         lent += (end - start - away) * host.machine.gpus
         owners += away * host.machine.gpus * world.owners[host.machine.owners].busy
     return lent, owners, (end - start) * sum(host.machine.gpus for host in hosts)

@@ -1,6 +1,7 @@
 """What replications say together: ratios of sums with bootstrap intervals, paired by seed, corrected for many comparisons."""
 
 from collections.abc import Callable, Sequence
+from math import fsum
 from random import Random
 from statistics import NormalDist
 
@@ -41,7 +42,7 @@ def bootstrap(count: int, statistic: Callable[[Sequence[int]], float], resamples
 
 
 def mean_of(values: Sequence[float]) -> Interval:
-    return bootstrap(len(values), lambda places: sum(values[p] for p in places) / len(places))
+    return bootstrap(len(values), lambda places: fsum([values[p] for p in places]) / len(places))
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Interval:
@@ -53,8 +54,8 @@ def reduction(first: Sequence[float], second: Sequence[float]) -> Interval:
     """By how much of the first the second is less: 1 - sum / sum, paired; 0 if the first is nothing."""
 
     def ratio(places: Sequence[int]) -> float:
-        base = sum(first[p] for p in places)
-        return 1 - sum(second[p] for p in places) / base if base else 0.0
+        base = fsum([first[p] for p in places])
+        return 1 - fsum([second[p] for p in places]) / base if base else 0.0
 
     return bootstrap(len(first), ratio)
 
@@ -64,7 +65,7 @@ def p_value(differences: Sequence[float]) -> float:
     there = [one for one in differences if one]
     if not there:
         return 1.0
-    extreme = abs(sum(there)) * (1 - 1e-12)
+    extreme = abs(fsum(there)) * (1 - 1e-12)
     if len(there) <= 12:
         totals = [0.0]
         for one in there:
@@ -73,7 +74,7 @@ def p_value(differences: Sequence[float]) -> float:
     rng, hits, draws = Random(SEED), 0, 10_000
     for _ in range(draws):
         bits = rng.getrandbits(len(there))
-        total = sum(one if bits >> place & 1 else -one for place, one in enumerate(there))
+        total = fsum(one if bits >> place & 1 else -one for place, one in enumerate(there))
         hits += abs(total) >= extreme
     return (hits + 1) / (draws + 1)
 

@@ -1,6 +1,7 @@
 """What is counted in a run, and the figures made of it. docs/simulator.md has each formula."""
 
 from collections.abc import Iterable, Sequence
+from math import fsum
 
 import msgspec
 
@@ -90,7 +91,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def mean(values: Iterable[float]) -> float:
     """0 of nothing."""
     found = list(values)
-    return sum(found) / len(found) if found else 0.0
+    return fsum(found) / len(found) if found else 0.0
 
 
 def share(part: float, whole: float) -> float:
