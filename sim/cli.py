@@ -1,13 +1,16 @@
 """`mesh sim`: what a campus's churn does to its jobs, under one policy or another, found out before anybody is asked to lend."""
 
 import json
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.terminal import json_option, print_json, table
+from mesh.api.errors import MeshError
+from mesh.cli.terminal import client, json_option, print_json, quote, table
 from sim.options import Computing, Options, computing_options, end, perform, sides_of, study_options, told
 from sim.report.command import report, sensitivity
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from sim.campus.sweep import Point
     from sim.campus.tally import Result
 
+COUNTED_S = 7 * 86_400.0  # jobs of so long count for how many there are a day; ours
 SHOWN = (
     "work_loss",
     "overhead",
@@ -77,6 +81,33 @@ def show(world: str) -> None:
 
         find_world(world)
         click.echo(world_file(world).read_text(), nl=False)
+
+
+@sim.command(short_help="Print a world made from this mesh's own history")
+@click.argument("journal", required=False, type=click.Path(path_type=Path))
+@click.pass_context
+def history(ctx: click.Context, journal: Path | None) -> None:
+    """Print a world made from this mesh's own history, to be changed and saved: "what if lab 4 joined" is one group more.
+
+    Asks the daemon which nodes there are, and what they tell of their stays. JOURNAL, a node's journal.sqlite or a directory with
+    one of each node (NICK.sqlite), is read instead: then machines come and go at the very times that are written there.
+    """
+    with told():
+        from sim.campus.history import of_journals, of_mesh
+
+        if journal is not None:
+            click.echo(of_journals(journal), nl=False)
+            return
+        daemon = client(ctx)
+        nodes = daemon.get("/v1/nodes")["nodes"]
+        heard = {}
+        for node in nodes:
+            with suppress(MeshError):  # who has only just come has told nothing yet
+                heard[node["node"]] = daemon.get(f"/v1/survival/{quote(node['node'])}")
+        since_ms = (time.time() - COUNTED_S) * 1000
+        jobs = [job for job in daemon.get("/v1/jobs")["jobs"] if job["created_unix_ms"] >= since_ms]
+        name = daemon.get("/v1/status")["mesh"]
+        click.echo(of_mesh(name, nodes, heard, max(1.0, len(jobs) * 86_400 / COUNTED_S)), nl=False)
 
 
 @sim.command()

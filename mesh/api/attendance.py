@@ -59,6 +59,7 @@ def survival_of(daemon: "Daemon", text: str) -> dict[str, Any]:
         "weight": weight(hour) if known.since is not None else 0,
         "survival": rows,
         "departures": round(summary.events[0] / UNIT, 2),
+        "lent_h": round(summary.lent / UNIT, 2),
         "rate_of_room": round(known.room.regime.rate, 3),
         "leave_together": round(known.room.common, 3),
         "stays": _curve(attendance.stays) if mine else [],

@@ -12,13 +12,16 @@ from placement.stays import Trace, TraceError, of_lent, together
 Form = Literal["swf-nodes", "spot-json", "fta", "last", "wtmp", "journal"]
 FORMS: tuple[Form, ...] = ("swf-nodes", "spot-json", "fta", "last", "wtmp", "journal")
 LARGEST = 512 << 20
+SQLITES_OWN = ("-wal", "-shm", "-journal")  # beside a database that is in use
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
     """A directory stands for the files in it; TraceError if there is none."""
     files: list[Path] = []
     for path in paths:
-        files += sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
+        inside = path.iterdir() if path.is_dir() else ()
+        files += sorted(child for child in inside if child.is_file() and not child.name.endswith(SQLITES_OWN))
+        files += [] if path.is_dir() else [path]
     if not files:
         raise TraceError("there is no file in it")
     return files
@@ -59,4 +62,5 @@ def _own(path: Path) -> Trace:
     if not rows:
         raise TraceError("it has no stays yet")
     spans = [(start / 1000, end / 1000) for start, end in rows]
-    return of_lent({path.resolve().parent.name: spans}, spans[0][0], max(end for _, end in spans))
+    name = path.stem if path.stem != "journal" else path.resolve().parent.name
+    return of_lent({name: spans}, spans[0][0], max(end for _, end in spans))

@@ -38,7 +38,9 @@ def sealed(source: Source) -> Source:
     digest = blake2b(digest_size=16)
     try:
         for path in files_of([Path(source.file)]):
-            content = path.read_bytes()
+            # Of a database that may be in use, what is read from it counts.
+            journal = source.form == "journal"
+            content = repr(read_traces([path], "journal", 0.0)).encode() if journal else path.read_bytes()
             digest.update(len(content).to_bytes(8, "big") + content)
     except TraceError as error:
         raise WorldError(f"{source.file}: {error}") from error
