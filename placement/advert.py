@@ -35,6 +35,9 @@ def horizon_of(seconds: float) -> int:
     return min(bisect_left(HORIZONS_S, seconds), len(HORIZONS_S) - 1)
 
 
+LOAD_BITS = 20
+
+
 class AdvertError(ValueError):
     """Bytes that are no possible advert."""
 
@@ -108,6 +111,12 @@ class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     @cached_property
     def lane(self) -> bytes:
         return lane(self.node)
+
+    @cached_property
+    def load(self) -> int:
+        """What part of its slots would be taken with one more, in units of 2**-20; 0 if that is the first."""
+        taken = self.slots - self.slots_free
+        return (taken + 1 << LOAD_BITS) // self.slots if taken > 0 else 0
 
     @cached_property
     def grades(self) -> dict[bytes, int]:

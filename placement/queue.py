@@ -50,7 +50,7 @@ class Queue:
         adverts: Sequence[Advert],
         now_unix: int,
         idle: Collection[bytes] = (),
-        ranked: Callable[[Request, Iterable[Advert]], Ranking] = rank_nodes,
+        ranked: Callable[[Request, Collection[Advert]], Ranking] = rank_nodes,
     ) -> None:
         self._ranked = ranked
         self._waiting = [job for job in waiting if job.job not in idle]

@@ -6,17 +6,17 @@ crowded one comes after the others. Grade and score of a node are its own: one t
 What a request asks is looked up, not asked again: each advert remembers how it suits each shape of request.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 
 import msgspec
 
-from placement.advert import WHOLE, Advert, horizon_of
+from placement.advert import LOAD_BITS, MAX_WEIGHT, WHOLE, Advert, horizon_of
 from placement.allotment import allot
 from placement.filters import refusals
 from placement.images import lacks
-from placement.rendezvous import draws, rank, score
+from placement.rendezvous import draws, negative_log2, rank, weighed
 from placement.request import Request
 
 STEEP = 16  # the weight's power in a score: of 3, 5, 8 and 16 the one with the fewest departures (docs/placement.md)
@@ -29,6 +29,7 @@ MAX_SHAPES = 64  # an advert remembers; ours
 _REFUSED, _PREFERRED = -1, -2
 _AVOIDED, _LACKS, _FAR, _ZONE, _CROWDED = 1 << 42, 1 << 41, 1 << 40, 1 << 17, 1 << 16
 
+_WEIGHED = tuple(weighed(weight**STEEP) for weight in range(MAX_WEIGHT + 1))
 Tiers = dict[int, list[Advert]]
 
 
@@ -97,7 +98,7 @@ class Ranking:
         ever computed."""
         horizon = self._horizon
         places: dict[int, list[tuple[int, bytes, Advert]]] = {}
-        for advert, draw in zip(tier, draws(self._request.key, [advert.lane for advert in tier]), strict=True):
+        for draw, advert in zip(draws(self._request.key, [advert.lane for advert in tier]), tier, strict=True):
             weight = advert.stays[horizon] if advert.stays else advert.weight
             if weight in places:
                 places[weight].append((draw, advert.node, advert))
@@ -106,16 +107,17 @@ class Ranking:
         heads = {weight: max(places[weight]) for weight in sorted(places, reverse=True)}
         scores: dict[int, int] = {}
         while heads:
-            first, above = 0, -1
+            first, above, most = 0, -1, -1
             for weight, (draw, _, _) in heads.items():
                 if draw > above:
                     above = draw
                     if weight not in scores:
-                        scores[weight] = score(draw, weight**STEEP)
-                    if not first or scores[weight] > scores[first]:
-                        first = weight
+                        scores[weight] = _WEIGHED[weight] // negative_log2(draw | 1)
+                    if scores[weight] > most:
+                        first, most = weight, scores[weight]
             _, node, advert = heads[first]
-            yield Candidate(node, advert.nick, scores.pop(first), first, advert.version)
+            del scores[first]
+            yield Candidate(node, advert.nick, most, first, advert.version)
             rest = places[first]
             rest.sort()
             rest.pop()
@@ -125,16 +127,15 @@ class Ranking:
                 del heads[first]
 
 
-def rank_nodes(request: Request, adverts: Iterable[Advert], homes: Mapping[bytes, str] | None = None) -> Ranking:
-    """The same adverts give the same ranking on every node, in whatever order they come.
+def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[bytes, str] | None = None) -> Ranking:
+    """The same adverts, one a node, give the same ranking everywhere, in whatever order they come.
 
     With `homes`, the zone of each node, zones come first: by rendezvous with the summed weights of their nodes that fit.
     """
     shape, exclude = request.shape, request.exclude
-    offers = {advert.node: advert for advert in adverts}.values()
     tiers: Tiers = {}
     refused: list[Advert] = []
-    for advert in offers:
+    for advert in adverts:
         grade = advert.grades.get(shape) or _grade(request, advert)
         if grade == _REFUSED or (exclude and advert.node in exclude):
             refused.append(advert)
@@ -143,7 +144,7 @@ def rank_nodes(request: Request, adverts: Iterable[Advert], homes: Mapping[bytes
         else:
             tiers[grade] = [advert]
     if not request.gpus:
-        tiers = _uncrowded(tiers, offers)
+        tiers = _uncrowded(tiers, adverts)
     if homes is not None:
         tiers = _regraded(tiers, _zones(request, tiers, homes))
     if request.prefer is not None or request.avoid or request.near:
@@ -186,17 +187,17 @@ def _regraded(tiers: Tiers, change: Callable[[int, Advert], int]) -> Tiers:
 
 
 def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
-    """Whoever has its share of the slots taken twice over comes after the others."""
+    """Whoever would have more than twice its part of the slots that are taken comes after the others; not with its first."""
     slots = sum([advert.slots for advert in offers])
-    bound = CROWD * (1 + slots - sum([advert.slots_free for advert in offers]))
+    taken = slots - sum([advert.slots_free for advert in offers])
+    most = (CROWD * (1 + taken) << LOAD_BITS) // max(1, slots)
     split: Tiers = {}
     for grade, tier in tiers.items():
-        crowded = [advert for advert in tier if (advert.slots - advert.slots_free) * slots >= bound * advert.slots]
+        crowded = [advert for advert in tier if advert.load > most]
+        if len(crowded) < len(tier):
+            split[grade] = [advert for advert in tier if advert.load <= most] if crowded else tier
         if crowded:
             split[grade | _CROWDED] = crowded
-        if len(crowded) < len(tier):
-            there = {advert.node for advert in crowded}
-            split[grade] = [advert for advert in tier if advert.node not in there] if crowded else tier
     return split
 
 

@@ -86,7 +86,12 @@ def _exactly(place: int) -> int:
 
 def score(draw: int, weight: int) -> int:
     """What a node of this weight makes of its draw; more is better. Weight 0 never wins against a positive one."""
-    return (weight << _BITS) // negative_log2(draw | 1)
+    return weighed(weight) // negative_log2(draw | 1)
+
+
+def weighed(weight: int) -> int:
+    """A score's numerator."""
+    return weight << _BITS
 
 
 def rank(key: bytes, weighted: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:

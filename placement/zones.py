@@ -130,7 +130,7 @@ class Hierarchy(msgspec.Struct, frozen=True, dict=True):
     def homes(self) -> dict[bytes, str]:
         return homes(self.zones)
 
-    def rank(self, request: Request, adverts: Iterable[Advert]) -> Ranking:
+    def rank(self, request: Request, adverts: Collection[Advert]) -> Ranking:
         """The one ranking that stewards, runners, queues and `mesh why` share."""
         return rank_nodes(request, adverts, self.homes if self.since else None)
 

@@ -90,7 +90,7 @@ class Board:
         adverts: Sequence[Advert],
         now_unix: float,
         idle: Collection[bytes] = (),
-        ranked: Callable[[Request, Iterable[Advert]], Ranking] = rank_nodes,
+        ranked: Callable[[Request, Collection[Advert]], Ranking] = rank_nodes,
     ) -> Queue:
         """Who waits, and what each user has had lately."""
         usage: Counter[str] = Counter()

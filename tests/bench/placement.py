@@ -1,4 +1,5 @@
-"""How good the survival estimate is on real traces, beside climatology, a constant hazard, hours of the week and boosted trees.
+"""What a placement costs and moves; and how good the survival estimate is on real traces, beside climatology, a constant hazard,
+hours of the week and boosted trees.
 
 The traces lie outside the project: `--traces DIR` (docs/survival.md says which; $MESH_TRACES, else ../shared/data). Where they
 are not, their rows say so. All that is random has a seed; costs are CPU time. A minute of it.
@@ -32,7 +33,7 @@ from mesh.forecast.tracefiles import files_of, read_traces  # noqa: E402
 from placement.stays import Trace, kaplan_meier, nelson_aalen, of_lent  # noqa: E402
 from placement.survival import Estimator  # noqa: E402
 from placement.traces import read_swf  # noqa: E402
-from tests.bench import schedule  # noqa: E402
+from tests.bench import rankings, schedule  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 
 Row = dict[str, Any]
@@ -53,7 +54,7 @@ def main() -> None:
     default = os.environ.get("MESH_TRACES", str(ROOT.parent / "shared" / "data"))
     parser.add_argument("--traces", type=Path, default=Path(default))
     directory = parser.parse_args().traces
-    rows = [*costs(), *curves(directory)]
+    rows = [*rankings.rows(), *costs(), *curves(directory)]
     traces: list[tuple[str, Trace, float]] = []
     for name, file, kind, offset_s, allowed in SETS:
         path = directory / file

@@ -1,0 +1,201 @@
+"""The order in which nodes are asked: alike for everybody, moved little by what changes, and to those who stay."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.advert import HORIZONS_S, HOUR, MAX_WEIGHT, Advert, Gpu
+from placement.allotment import served, untouched
+from placement.ranking import CROWD, STEEP, STICKY, rank_nodes
+from placement.rendezvous import rank
+from placement.request import Request, expected_s
+from tests.placement.test_placement import JOB, NODES, advert
+
+ROOT = Path(__file__).parents[2]
+
+
+def request(job: int | bytes = 0, **changes: object) -> Request:
+    return Request(job if isinstance(job, bytes) else b"job %d" % job, 0, "ada", **changes)  # type: ignore[arg-type]
+
+
+def order(asked: Request, adverts: list[Advert]) -> list[bytes]:
+    return [candidate.node for candidate in rank_nodes(asked, adverts).candidates]
+
+
+@st.composite
+def campuses(draw: st.DrawFn) -> list[Advert]:
+    """Machines of one to four GPUs, some of them taken."""
+    found = []
+    for node in draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True)):
+        gpus = tuple(Gpu(f"{node[0]}-{n}", "fake", 1000) for n in range(draw(st.integers(1, 4))))
+        stays = draw(st.just(()) | st.tuples(*[st.integers(1, MAX_WEIGHT)] * len(HORIZONS_S)))
+        room = untouched(gpus)[draw(st.integers(0, 1)) :]
+        found.append(
+            advert(node, gpus=gpus, room=room, weight=draw(st.integers(1, MAX_WEIGHT)), stays=stays, guards=True)
+        )
+    return found
+
+
+ASKED = st.builds(
+    Request,
+    job=st.binary(min_size=1, max_size=16),
+    attempt=st.integers(0, 3),
+    user=st.just("ada"),
+    gpus=st.integers(1, 2),
+    gpu_share=st.sampled_from((100, 30)),
+    vram_mib=st.just(300),
+    prefer=st.none() | st.sampled_from(NODES),
+    avoid=st.lists(st.sampled_from(NODES), max_size=2, unique=True).map(tuple),
+    near=st.lists(st.sampled_from(NODES), max_size=2, unique=True).map(tuple),
+    remaining_s=st.sampled_from(HORIZONS_S),
+)
+
+
+@given(campuses(), ASKED, st.data())
+def test_one_that_goes_or_comes_changes_no_order_among_the_others(
+    adverts: list[Advert], asked: Request, data: st.DataObject
+) -> None:
+    """For jobs with GPUs: nobody's place depends on who else is there, so a leaver moves its own jobs and no other."""
+    gone = data.draw(st.sampled_from(adverts)).node
+    before = [node for node in order(asked, adverts) if node != gone]
+    assert order(asked, [ad for ad in adverts if ad.node != gone]) == before
+
+
+@given(campuses(), ASKED, st.data())
+def test_who_is_likelier_to_stay_never_loses_a_rank(adverts: list[Advert], asked: Request, data: st.DataObject) -> None:
+    node = data.draw(st.sampled_from(adverts))
+    surer = msgspec.structs.replace(
+        node,
+        weight=data.draw(st.integers(node.weight, MAX_WEIGHT)),
+        stays=tuple(data.draw(st.integers(stay, MAX_WEIGHT)) for stay in node.stays),
+    )
+    before = order(asked, adverts)
+    if node.node in before:
+        after = order(asked, [surer if ad is node else ad for ad in adverts])
+        assert after.index(node.node) <= before.index(node.node)
+
+
+@given(campuses(), ASKED, st.randoms(use_true_random=False))
+def test_the_first_are_the_first_of_all_and_by_their_scores(adverts: list[Advert], asked: Request, rng: object) -> None:
+    """Lazily or not, from cold adverts or from ones that remember, in any order: the same, and the textbook's scores."""
+    cold = [msgspec.structs.replace(ad) for ad in adverts]
+    rng.shuffle(cold)  # type: ignore[attr-defined]
+    every, again = rank_nodes(asked, adverts), rank_nodes(asked, cold)
+    assert every == again == rank_nodes(asked, adverts)
+    assert again.first(2) == list(every.candidates[:2]) and len(every) == len(every.candidates)
+    assert again.first(9, but=[c.node for c in every.candidates[:1]]) == list(every.candidates[1:10])
+    plain = msgspec.structs.replace(asked, prefer=None, avoid=(), near=())
+    alike = [msgspec.structs.replace(ad, gpus=(), room=(), slots=9, slots_free=9) for ad in adverts]
+    plain = msgspec.structs.replace(plain, gpus=0, gpu_share=100, vram_mib=0)
+    horizon = HORIZONS_S.index(asked.remaining_s)
+    weights = [(ad.node, ad.weight_for(horizon) ** STEEP) for ad in alike]
+    assert [(c.node, c.score) for c in rank_nodes(plain, alike)] == rank(plain.key, weights)
+
+
+def test_shares_are_proportional_to_the_weights_power() -> None:
+    weights = {NODES[0]: 60, NODES[1]: 62, NODES[2]: 64}
+    adverts = [advert(node, weight=weight, slots=99, slots_free=99) for node, weight in weights.items()]
+    jobs = 6000
+    wins = Counter(rank_nodes(request(job), adverts).first(1)[0].node for job in range(jobs))
+    total = sum(weight**STEEP for weight in weights.values())
+    expected = {node: jobs * weight**STEEP / total for node, weight in weights.items()}
+    assert sum((wins[node] - share) ** 2 / share for node, share in expected.items()) < 20, (
+        wins
+    )  # as above: 1 in 20,000
+
+
+def test_wide_jobs_find_whole_machines_since_narrow_ones_go_where_least_is_left() -> None:
+    def machine(node: bytes, gpus: int, weight: int) -> Advert:
+        there = tuple(Gpu(f"{node[0]}-{n}", "fake", 1000) for n in range(gpus))
+        return advert(node, gpus=there, room=untouched(there), weight=weight)
+
+    adverts = {ad.node: ad for ad in (machine(NODES[0], 8, 64), machine(NODES[1], 4, 60), machine(NODES[2], 1, 8))}
+    for job in range(5):  # one on the single, four on the machine of four
+        chosen = rank_nodes(request(job, gpus=1), adverts.values()).first(1)[0].node
+        adverts[chosen] = served(adverts[chosen], request(job, gpus=1))
+    assert [ad.whole_gpus_free for ad in adverts.values()] == [8, 0, 0]
+    assert rank_nodes(request(9, gpus=8), adverts.values()).first(1)[0].node == NODES[0]
+
+
+def test_it_counts_how_likely_a_node_stays_for_as_long_as_the_job_goes_on() -> None:
+    night = advert(NODES[0], weight=60, stays=(64, 62, 60, 4, 1, 1, 1), slots=9, slots_free=9)  # lent until 08:00
+    steady = advert(NODES[1], weight=40, stays=(60, 50, 40, 40, 36, 32, 30), slots=9, slots_free=9)
+    short = [order(request(job, remaining_s=900), [night, steady])[0] for job in range(100)]
+    long = [order(request(job, remaining_s=36_000), [night, steady])[0] for job in range(100)]
+    assert set(long) == {NODES[1]} and short.count(NODES[0]) > 60
+    assert rank_nodes(request(remaining_s=3600), [night]).first(1)[0].weight == night.stays[HOUR]
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "most_s", "expected"),
+    [(0, 1e9, 3600), (0, 60, 900), (5000, 1e9, 7200), (5000, 1000, 1800), (1e9, 1e9, 57_600)],
+)
+def test_a_job_is_likely_to_go_on_as_long_as_it_has_run(ran_s: float, most_s: float, expected: int) -> None:
+    assert expected_s(ran_s, most_s) == expected
+
+
+def test_a_job_stays_with_its_node_unless_another_is_much_better() -> None:
+    def settle(now: int, other: int, **changes: object) -> bytes:
+        adverts = [advert(NODES[0], weight=now), advert(NODES[1], weight=other)]
+        found = rank_nodes(request(JOB, **changes), adverts).settle(NODES[0])
+        assert found is not None
+        return found.node
+
+    assert {settle(20, weight) for weight in range(1, 20 + STICKY)} == {NODES[0]}
+    assert settle(20, 20 + STICKY) == NODES[1]
+    assert settle(60, 1, prefer=NODES[1]) == NODES[1] == settle(60, 1, avoid=(NODES[0],))
+    assert settle(20, 60, avoid=NODES[:2]) == NODES[1]
+    assert rank_nodes(request(), []).settle(NODES[0]) is None
+    only = rank_nodes(request(), [advert(NODES[1])]).settle(NODES[0])
+    assert only is not None and only.node == NODES[1], "it cannot take the job any more"
+
+
+@given(st.lists(st.integers(1, MAX_WEIGHT), min_size=2, max_size=8), st.integers(1, 60))
+def test_no_node_has_more_than_twice_its_part_of_the_slots(weights: list[int], jobs: int) -> None:
+    adverts = {node: advert(node, weight=w, slots=100, slots_free=100) for node, w in zip(NODES, weights, strict=False)}
+    for job in range(jobs):
+        chosen = rank_nodes(request(job), adverts.values()).first(1)[0].node
+        adverts[chosen] = served(adverts[chosen], request(job))
+        taken = [ad.slots - ad.slots_free for ad in adverts.values()]
+        assert max(taken) <= max(1, CROWD * (job + 1) // len(taken))
+
+
+PROGRAM = """
+import sys
+from random import Random
+import msgspec
+from placement.decision import decide
+from placement.ranking import rank_nodes
+from placement.request import Request
+from tests.bench.rankings import campus
+adverts = campus(60, 7)
+Random(int(sys.argv[1])).shuffle(adverts)
+homes = {advert.node: advert.zone for advert in adverts}
+for number in range(40):
+    request = Request(b"%d" % number, number % 3, "ada", gpus=number % 3, vram_mib=1000 * (number % 2))
+    for where in (None, homes):
+        print(msgspec.msgpack.encode(decide(request, rank_nodes(request, adverts, where))).hex())
+"""
+
+
+def test_everybody_with_the_same_adverts_decides_alike() -> None:
+    """Other processes, whose sets and dictionaries are ordered otherwise, with the adverts in another order."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, seed],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "4242")
+    }
+    assert len(found) == 1 and len(set(found.pop().split())) == 80
