@@ -19,9 +19,7 @@ LEAST_S, MOST_S = 60.0, 6 * 3600.0  # between two checkpoints
 LEAST_STALL_S, MOST_STALL_S = 0.1, 3600.0  # ours: below a tenth of a second the least interval decides anyway
 MOST_RATE = 1.0  # departures a second; nobody lends to be gone in less
 STEPS = 512  # of a rate that changes: more than the estimator has in the longest interval by far; ours
-HYSTERESIS = (
-    0.2  # of the interval, by which its end must move to be told anew; at the optimum that costs 1.7 per cent; ours
-)
+HYSTERESIS = 0.2  # of the interval, by which its end must move to be told anew; that costs 1.7 per cent at most; ours
 SEEN = 9  # values of which the median counts: four of them may be outliers; ours
 DOUBT = 5.0  # departures that nothing covers are believed in beforehand: a new node's notice has to be seen to suffice; ours
 FORGET = 64.0  # departures from which on the older ones count less; ours

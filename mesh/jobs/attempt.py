@@ -24,7 +24,7 @@ from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.engine.notice import give_notice
 from mesh.jobs.cadence import Cadence
-from mesh.jobs.commits import DONE_MARKER, CommittedTree, committed_tree, link_checkpoints
+from mesh.jobs.commits import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
 from mesh.jobs.contract import MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
 from mesh.jobs.courier import Courier, FetchError
 from mesh.jobs.ctlfiles import put_file, read_file
@@ -382,6 +382,7 @@ class Attempt:
             self._hear_progress()
             if self.spec.checkpointing is not None and self._dumps is None:
                 tree = await asyncio.to_thread(self._committed, False)
+                self.cadence.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
                 if tree is not None and tree.key not in (self._saved_key, self._found_key):
                     self._found_key = tree.key
                     self.cadence.saved(boot_s())

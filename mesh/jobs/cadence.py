@@ -27,7 +27,7 @@ from placement.schedule import Cover, Rates, Recent, Schedule, Upload, shares, t
 from placement.survival import BASE_EVENTS, BASE_HOURS
 
 LOOK_S = 15.0  # between two looks at what nothing has happened to; ours
-GUESS_STALL_S = 2.0  # of a program that does not tell: a few GB to a page cache; ours
+GUESS_STALL_S = 2.0  # where nothing shows it: a few GB to a page cache; ours
 MAX_STALL_BYTES = 256
 DEPARTED = "vacated: "  # as an attempt's reason begins
 FIRST_RATE = BASE_EVENTS / BASE_HOURS / 3600
@@ -52,6 +52,8 @@ class Cadence:
         self._quiet_s = rules.stable_s if rules is not None and rules.mode == "stable" else 0.0
         self._directory = directory
         self._runs = self._changed = False
+        self._writing: dict[str, float] = {}  # since when
+        self._wrote_s: float | None = None
         self._looked = -inf
         self._told = self._noticed = 0  # which numbers
 
@@ -67,13 +69,23 @@ class Cadence:
         self.schedule.stood_still(max(0.0, until - max(since, self.schedule.since)))
         self._changed = True
 
+    def sees(self, now: float, writing: frozenset[str]) -> None:
+        """What of its checkpoints is being written."""
+        gone = self._writing.keys() - writing
+        if gone:
+            self._wrote_s = now - max(self._writing[name] for name in gone)
+        self._writing = {name: self._writing.get(name, now) for name in writing}
+
     def saved(self, now: float, stall_s: float | None = None) -> None:
-        """A checkpoint of its has been found. `stall_s`: what it has held it up, where the guest need not tell."""
+        """A checkpoint of its has been found. `stall_s`: what it has held it up, where the guest need not tell; else, if it has
+        not told either, the time for which it was seen to write."""
         with suppress(OSError):
             if stall_s is None:
                 stall_s = decode_stall(read_file(self._directory / "stall.json", MAX_STALL_BYTES))
-            if stall_s is not None:
-                self.schedule.stall_s.saw(stall_s)
+        stall_s = self._wrote_s if stall_s is None else stall_s
+        if stall_s is not None:
+            self.schedule.stall_s.saw(stall_s)
+        self._wrote_s = None
         self.schedule.saved(now - self._quiet_s)
         self._changed = True
 

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from mesh.jobs.spec import Checkpointing
 
 MARKER = "COMMITTED"
 DONE_MARKER = ".mesh-done"
+MOST_WRITTEN = 64  # names that are followed while they are written; ours
 # Names that training frameworks give to what is not finished (Hugging Face's sentinel among them).
 _UNFINISHED_SUFFIXES = (".tmp", ".part", ".partial", ".incomplete")
 _SENTINELS = {"checkpoint-is-incomplete.txt"}
@@ -73,6 +75,13 @@ def _walk(directory: Path) -> Iterator[Path]:
     for parent, _, files in os.walk(directory):
         for name in files:
             yield Path(parent) / name
+
+
+def being_written(directory: Path) -> frozenset[str]:
+    """Names of what in it is not final yet, or never will be: some of them."""
+    with suppress(FileNotFoundError):
+        return frozenset(islice((path.name for path in directory.iterdir() if unfinished(path.name)), MOST_WRITTEN))
+    return frozenset()
 
 
 def unfinished(name: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from ckptstore.pacing import MOST_SHARE
 from mesh.jobs.cadence import Cadence, Cadences
+from mesh.jobs.commits import being_written
 from mesh.jobs.journal import Journal
 from mesh.jobs.spec import Checkpointing, Every, SpecError, decode_spec, encode_spec
 from mesh.jobs.stake import Lost, Stake
@@ -78,6 +79,27 @@ def test_a_guest_finds_when_it_is_due_and_anew_when_it_has_saved(tmp_path: Path)
     guest.cadence.stood_still(NOW + 130.0, NOW + 230.0)
     guest.cadence.ended()
     assert not guest.look(NOW + 9999.0) and guest.cadence.next is None
+
+
+def test_of_a_guest_that_tells_nothing_it_is_seen_how_long_it_writes(tmp_path: Path) -> None:
+    ckpt = tmp_path / "ckpt"
+    ckpt.mkdir()
+    guest = Running(tmp_path / "ctl")
+    guest.cadence.began(NOW)
+    (ckpt / ".gitignore").touch()  # never final, and no sign of anything
+    guest.cadence.sees(NOW, being_written(ckpt))
+    for step, took_s in enumerate((3.0, 9.0, 6.0)):
+        begun = NOW + 100 * step
+        (ckpt / f".step-{step}.tmp").touch()
+        guest.cadence.sees(begun, being_written(ckpt))
+        guest.cadence.sees(begun + took_s / 2, being_written(ckpt))
+        (ckpt / f".step-{step}.tmp").rename(ckpt / f"step-{step}")
+        guest.cadence.sees(begun + took_s, being_written(ckpt))
+        guest.cadence.saved(begun + took_s)
+    assert guest.cadence.schedule.stall_s.value == 6.0
+    guest.cadence.saved(NOW + 400.0)  # of which nothing was seen
+    assert guest.cadence.schedule.stall_s.value == 6.0
+    assert being_written(tmp_path / "nowhere") == frozenset()
 
 
 def test_a_notice_that_suffices_makes_it_rarer_and_one_that_cannot_does_not(tmp_path: Path) -> None:
