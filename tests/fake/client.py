@@ -2,11 +2,20 @@
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 LEGACY, PER_THREAD = 1, 2
+NON_BLOCKING = 1
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.monotonic()
+    act()
+    return time.monotonic() - start
 
 
 class CudaError(Exception):
