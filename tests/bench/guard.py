@@ -29,8 +29,8 @@ from cuda_guard.build import NATIVE, find_compiler, libraries  # noqa: E402
 from cuda_guard.guard import GuardedJob  # noqa: E402
 from cuda_guard.page import ALONE_WINDOW_MS, WINDOW_MS, Pages, Quota  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
+from tests.cuda_guard.allocations import KINDS  # noqa: E402
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench, Guest, bench  # noqa: E402
-from tests.cuda_guard.test_memory import KINDS  # noqa: E402
 from tests.cuda_guard.test_routes import misresolved, pairs  # noqa: E402
 from tests.cuda_guard.test_time import busy  # noqa: E402
 from tests.fake.build import build  # noqa: E402

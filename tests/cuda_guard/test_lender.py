@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 from cuda_guard.build import Libraries
 from cuda_guard.host import load
 from cuda_guard.page import UNIT, JobPage, PolicyPage
+from tests.cuda_guard.allocations import alloc, refused
 from tests.cuda_guard.arbiter import Arbiter
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench
-from tests.cuda_guard.test_memory import alloc, refused
 from tests.fake.client import Driver
 
 pytestmark = pytest.mark.cc

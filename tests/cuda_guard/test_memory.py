@@ -2,147 +2,32 @@
 
 import ctypes
 import os
-import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from tests.cuda_guard.allocations import (
+    DEVICE,
+    KINDS,
+    NOT_PERMITTED,
+    NOT_SUPPORTED,
+    OUT_OF_MEMORY,
+    QUOTA,
+    AllocationProp,
+    PoolProps,
+    alloc,
+    array,
+    context,
+    pinned,
+    refused,
+)
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench
-from tests.fake.client import CudaError, Driver
+from tests.fake.client import Driver
 
 pytestmark = pytest.mark.cc
-
-OUT_OF_MEMORY, NOT_PERMITTED, NOT_SUPPORTED = 2, 800, 801
-DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-
-
-class AllocationProp(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", ctypes.c_int * 2),
-        ("security", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    ]
-
-
-class PoolProps(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
-        ("location", ctypes.c_int * 2),
-        ("security", ctypes.c_void_p),
-        ("max_size", ctypes.c_size_t),
-        ("rest", ctypes.c_ubyte * 56),
-    ]
-
-
-class Shape3D(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("width", "height", "depth")),
-        *((name, ctypes.c_uint) for name in ("format", "channels", "flags")),
-    ]
-
-
-class Shape2D(ctypes.Structure):
-    _fields_ = [
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-        ("format", ctypes.c_uint),
-        ("channels", ctypes.c_uint),
-    ]
-
-
-def pinned(device: int = 0) -> AllocationProp:
-    return AllocationProp(type=1, location=(DEVICE, device))
-
-
-def alloc(driver: Driver, size: int) -> Callable[[], None]:
-    pointer = driver.out("cuMemAlloc_v2", size)
-    return lambda: driver.cuMemFree_v2(pointer)
-
-
-def managed(driver: Driver, size: int) -> Callable[[], None]:
-    pointer = driver.out("cuMemAllocManaged", size, 1)
-    return lambda: driver.cuMemFree_v2(pointer)
-
-
-def pitched(driver: Driver, size: int) -> Callable[[], None]:
-    pitch = ctypes.c_size_t()
-    pointer = driver.out("cuMemAllocPitch_v2", ctypes.byref(pitch), 4096, size // 4096, 4)
-    return lambda: driver.cuMemFree_v2(pointer)
-
-
-def physical(driver: Driver, size: int) -> Callable[[], None]:
-    handle = driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0)
-    return lambda: driver.cuMemRelease(handle)
-
-
-def mapped(driver: Driver, size: int) -> Callable[[], None]:
-    """As PyTorch's expandable segments: the handle is released at once, the mapping keeps the memory."""
-    at = driver.out("cuMemAddressReserve", size, 0, 0, 0)
-    handle = driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0)
-    driver.cuMemMap(at, size, 0, handle, 0)
-    driver.cuMemRelease(handle)
-
-    def free() -> None:
-        driver.cuMemUnmap(at, size)
-        driver.cuMemAddressFree(at, size)
-
-    return free
-
-
-def array(driver: Driver, size: int) -> Callable[[], None]:
-    shape = Shape2D(4096, size // 4096, 0x01, 1)
-    made = driver.out("cuArrayCreate_v2", ctypes.byref(shape))
-    return lambda: driver.cuArrayDestroy(made)
-
-
-def solid(driver: Driver, size: int) -> Callable[[], None]:
-    shape = Shape3D(4096, 64, size // 4096 // 64, 0x01, 1, 0)
-    made = driver.out("cuArray3DCreate_v2", ctypes.byref(shape))
-    return lambda: driver.cuArrayDestroy(made)
-
-
-def from_default_pool(driver: Driver, size: int) -> Callable[[], None]:
-    pointer = driver.out("cuMemAllocAsync", size, 0)
-
-    def free() -> None:
-        driver.cuMemFreeAsync(pointer, 0)
-        driver.cuStreamSynchronize(0)
-
-    return free
-
-
-def from_own_pool(driver: Driver, size: int) -> Callable[[], None]:
-    pool = driver.out("cuMemPoolCreate", ctypes.byref(PoolProps(type=1, location=(DEVICE, 0))))
-    pointer = driver.out("cuMemAllocFromPoolAsync", size, pool, 0)
-
-    def free() -> None:
-        driver.cuMemFreeAsync(pointer, 0)
-        driver.cuStreamSynchronize(0)
-        driver.cuMemPoolDestroy(pool)
-
-    return free
-
-
-KINDS = [alloc, managed, pitched, physical, mapped, array, solid, from_default_pool, from_own_pool]
-QUOTA = 1024 * MIB
-
-
-def refused(driver: Driver, kind: Callable[[Driver, int], Any], size: int) -> bool:
-    try:
-        kind(driver, size)
-    except CudaError as error:
-        assert error.code == OUT_OF_MEMORY
-        return True
-    return False
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -311,10 +196,6 @@ def test_a_context_counts_until_it_ends_and_takes_its_allocations_with_it(make_b
     assert machine.run(machine.job(memory=100 * MIB), lambda driver: (driver.cuInit(0), refused(driver, context, 0))[1])
 
 
-def context(driver: Driver, size: int) -> None:
-    driver.out("cuDevicePrimaryCtxRetain", 0)
-
-
 def test_memory_is_there_until_neither_handle_nor_mapping_is_left(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
@@ -456,194 +337,3 @@ def test_an_error_of_the_driver_costs_nothing(make_bench: Callable[..., Bench]) 
         assert job.pages.memory_used(0) == CONTEXT + MIB, "it is still there"
 
     machine.run(job, work, fail="cuMemAlloc_v2:1=719,cuMemFree_v2:1=700")
-
-
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(range(len(KINDS))), st.integers(1, 400)),
-        st.tuples(st.just(-1), st.integers(0, 20)),
-    ),
-    min_size=1,
-    max_size=25,
-)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(made=operations)
-def test_never_above_the_quota_and_never_refused_below_it(
-    make_bench: Callable[..., Bench], made: list[tuple[int, int]]
-) -> None:
-    """Any sequence of allocations and frees: the driver's own account is the oracle."""
-    machine = shared_bench(make_bench)
-    job = machine.job(memory=QUOTA)
-
-    def work(driver: Driver) -> None:
-        driver.start()
-        held: list[Callable[[], None]] = []
-        for kind, number in made:
-            before = machine.world.memory(os.getpid())
-            if kind < 0:
-                if held:
-                    held.pop(number % len(held))()
-            else:
-                size = number * 2 * MIB
-                try:
-                    held.append(KINDS[kind](driver, size))
-                except CudaError as error:
-                    assert error.code == OUT_OF_MEMORY and before + size + 32 * MIB > QUOTA, "a false alarm"
-            now = machine.world.memory(os.getpid())
-            assert now <= QUOTA
-            assert job.pages.memory_used(0) >= now, "everything is charged"
-        for free in held:
-            free()
-        driver.cuCtxSynchronize()
-        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
-
-    machine.run(job, work)
-    machine.end(job)
-
-
-_shared: list[Bench] = []
-
-
-def shared_bench(make_bench: Callable[..., Bench]) -> Bench:
-    """One machine for all examples of a test."""
-    if not _shared:
-        _shared.append(make_bench(memory=65536 * MIB))
-    return _shared[0]
-
-
-def test_eight_processes_that_race_for_the_last_of_it(make_bench: Callable[..., Bench]) -> None:
-    """With all kinds of allocation, for seconds, and a quota that falls and rises: the job is never a byte above it, but for what
-    it had when it fell, by the driver's own account."""
-    machine = make_bench(memory=65536 * MIB)
-    quotas = [8 * CONTEXT + more * MIB for more in (1024, 512, 768)]
-    job = machine.job(memory=quotas[0])
-    until = time.monotonic() + 3
-    ready = os.pipe()
-
-    def work(driver: Driver) -> tuple[int, int]:
-        driver.start()
-        os.read(ready[0], 1)
-        rng, done, failed, held = random.Random(os.getpid()), 0, 0, []
-        while time.monotonic() < until:
-            if held and rng.random() < 0.5:
-                held.pop(rng.randrange(len(held)))()
-                continue
-            try:
-                held.append(rng.choice(KINDS)(driver, rng.randrange(1, 150) * 2 * MIB))
-                done += 1
-            except CudaError as error:
-                assert error.code == OUT_OF_MEMORY
-                failed += 1
-        return done, failed
-
-    guests = [machine.start(job, work) for _ in range(8)]
-    while job.usage()[0].processes < 8:
-        time.sleep(0.01)
-    os.write(ready[1], b"." * 8)
-    above, rng = [], random.Random(6)
-    while time.monotonic() < until:
-        quota = rng.choice(quotas)
-        job.set_memory(0, quota)
-        most = max(quota, job.pages.memory_used(0))
-        for _ in range(rng.randrange(1, 200)):
-            above.append(machine.world.used() - most)
-    counts = [guest.result() for guest in guests]
-    assert all(done > 10 and failed > 5 for done, failed in counts), "they did race"
-    assert len(above) > 1000 and max(above) <= 0
-    assert job.usage()[0].peak <= quotas[0]
-    job.sweep()
-    assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0
-
-
-def test_a_killed_process_gives_back_what_it_held(make_bench: Callable[..., Bench]) -> None:
-    machine = make_bench()
-    job = machine.job(memory=QUOTA)
-
-    def hold(driver: Driver) -> None:
-        driver.start()
-        driver.out("cuMemAlloc_v2", 700 * MIB)
-        time.sleep(600)
-
-    victim = machine.start(job, hold)
-    deadline = time.monotonic() + 20
-    while job.pages.memory_used(0) < 1000 * MIB and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert machine.run(job, lambda driver: (driver.cuInit(0), refused(driver, context, 0))[1])
-    victim.kill(signal.SIGKILL)
-    victim.wait()
-
-    def work(driver: Driver) -> None:
-        driver.start()
-        driver.out("cuMemAlloc_v2", 700 * MIB)  # without the daemon: whoever needs it sweeps
-
-    machine.run(job, work)
-
-
-def test_a_forked_child_starts_with_nothing(make_bench: Callable[..., Bench]) -> None:
-    machine = make_bench()
-    job = machine.job(memory=QUOTA)
-
-    def work(driver: Driver) -> None:
-        driver.start()
-        driver.out("cuMemAlloc_v2", 100 * MIB)
-        child = os.fork()
-        if child == 0:
-            clean = job.pages.memory_used(0) == CONTEXT + 100 * MIB
-            os._exit(0 if clean else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert job.pages.memory_used(0) == CONTEXT + 100 * MIB, "the child's end costs the parent nothing"
-        driver.out("cuMemAlloc_v2", 100 * MIB)
-
-    machine.run(job, work)
-
-
-def test_sixty_four_threads(make_bench: Callable[..., Bench]) -> None:
-    machine = make_bench()
-    job = machine.job(memory=CONTEXT + 256 * MIB)
-
-    def work(driver: Driver) -> int:
-        context = driver.start()
-        failures: list[int] = []
-
-        def churn() -> None:
-            driver.cuCtxSetCurrent(context)
-            for _ in range(50):
-                try:
-                    driver.cuMemFree_v2(driver.out("cuMemAlloc_v2", 8 * MIB))
-                except CudaError as error:
-                    failures.append(error.code)
-
-        threads = [threading.Thread(target=churn) for _ in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert job.pages.memory_used(0) == CONTEXT
-        assert set(failures) <= {OUT_OF_MEMORY}
-        return len(threads)
-
-    assert machine.run(job, work) == 64
-
-
-def test_200_process_start(make_bench: Callable[..., Bench]) -> None:
-    """All at once, without a lock between them (HAMi #1662: a minute); each has its slot, and all of it comes back."""
-    machine = make_bench(memory=200_000 * MIB)
-    job = machine.job(memory=None)
-    ready = os.pipe()
-
-    def work(driver: Driver) -> bool:
-        driver.start()
-        os.read(ready[0], 1)  # all are there
-        return True
-
-    guests = [machine.start(job, work) for _ in range(200)]
-    deadline = time.monotonic() + 60
-    while job.usage()[0].processes < 200 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert job.usage()[0].processes == 200 and job.pages.memory_used(0) == 200 * CONTEXT
-    os.write(ready[1], b"." * 200)
-    assert all(guest.result() for guest in guests)
-    job.sweep()
-    assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cuda_guard.page import HOST
+from tests.cuda_guard.allocations import OUT_OF_MEMORY, AllocationProp
 from tests.cuda_guard.guests import MIB, Bench
-from tests.cuda_guard.test_memory import OUT_OF_MEMORY, AllocationProp
 from tests.fake.client import CudaError, Driver
 
 pytestmark = pytest.mark.cc

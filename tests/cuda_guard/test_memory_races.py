@@ -1,0 +1,215 @@
+"""A job's memory when its processes race, fork and die, and in any order of things: never a byte above its quota."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.cuda_guard.allocations import (
+    KINDS,
+    OUT_OF_MEMORY,
+    QUOTA,
+    context,
+    refused,
+)
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench
+from tests.fake.client import CudaError, Driver
+
+pytestmark = pytest.mark.cc
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(range(len(KINDS))), st.integers(1, 400)),
+        st.tuples(st.just(-1), st.integers(0, 20)),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=operations)
+def test_never_above_the_quota_and_never_refused_below_it(
+    make_bench: Callable[..., Bench], made: list[tuple[int, int]]
+) -> None:
+    """Any sequence of allocations and frees: the driver's own account is the oracle."""
+    machine = shared_bench(make_bench)
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        held: list[Callable[[], None]] = []
+        for kind, number in made:
+            before = machine.world.memory(os.getpid())
+            if kind < 0:
+                if held:
+                    held.pop(number % len(held))()
+            else:
+                size = number * 2 * MIB
+                try:
+                    held.append(KINDS[kind](driver, size))
+                except CudaError as error:
+                    assert error.code == OUT_OF_MEMORY and before + size + 32 * MIB > QUOTA, "a false alarm"
+            now = machine.world.memory(os.getpid())
+            assert now <= QUOTA
+            assert job.pages.memory_used(0) >= now, "everything is charged"
+        for free in held:
+            free()
+        driver.cuCtxSynchronize()
+        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+
+    machine.run(job, work)
+    machine.end(job)
+
+
+_shared: list[Bench] = []
+
+
+def shared_bench(make_bench: Callable[..., Bench]) -> Bench:
+    """One machine for all examples of a test."""
+    if not _shared:
+        _shared.append(make_bench(memory=65536 * MIB))
+    return _shared[0]
+
+
+def test_eight_processes_that_race_for_the_last_of_it(make_bench: Callable[..., Bench]) -> None:
+    """With all kinds of allocation, for seconds, and a quota that falls and rises: the job is never a byte above it, but for what
+    it had when it fell, by the driver's own account."""
+    machine = make_bench(memory=65536 * MIB)
+    quotas = [8 * CONTEXT + more * MIB for more in (1024, 512, 768)]
+    job = machine.job(memory=quotas[0])
+    until = time.monotonic() + 3
+    ready = os.pipe()
+
+    def work(driver: Driver) -> tuple[int, int]:
+        driver.start()
+        os.read(ready[0], 1)
+        rng, done, failed, held = random.Random(os.getpid()), 0, 0, []
+        while time.monotonic() < until:
+            if held and rng.random() < 0.5:
+                held.pop(rng.randrange(len(held)))()
+                continue
+            try:
+                held.append(rng.choice(KINDS)(driver, rng.randrange(1, 150) * 2 * MIB))
+                done += 1
+            except CudaError as error:
+                assert error.code == OUT_OF_MEMORY
+                failed += 1
+        return done, failed
+
+    guests = [machine.start(job, work) for _ in range(8)]
+    while job.usage()[0].processes < 8:
+        time.sleep(0.01)
+    os.write(ready[1], b"." * 8)
+    above, rng = [], random.Random(6)
+    while time.monotonic() < until:
+        quota = rng.choice(quotas)
+        job.set_memory(0, quota)
+        most = max(quota, job.pages.memory_used(0))
+        for _ in range(rng.randrange(1, 200)):
+            above.append(machine.world.used() - most)
+    counts = [guest.result() for guest in guests]
+    assert all(done > 10 and failed > 5 for done, failed in counts), "they did race"
+    assert len(above) > 1000 and max(above) <= 0
+    assert job.usage()[0].peak <= quotas[0]
+    job.sweep()
+    assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0
+
+
+def test_a_killed_process_gives_back_what_it_held(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def hold(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 700 * MIB)
+        time.sleep(600)
+
+    victim = machine.start(job, hold)
+    deadline = time.monotonic() + 20
+    while job.pages.memory_used(0) < 1000 * MIB and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert machine.run(job, lambda driver: (driver.cuInit(0), refused(driver, context, 0))[1])
+    victim.kill(signal.SIGKILL)
+    victim.wait()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 700 * MIB)  # without the daemon: whoever needs it sweeps
+
+    machine.run(job, work)
+
+
+def test_a_forked_child_starts_with_nothing(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=QUOTA)
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+        child = os.fork()
+        if child == 0:
+            clean = job.pages.memory_used(0) == CONTEXT + 100 * MIB
+            os._exit(0 if clean else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert job.pages.memory_used(0) == CONTEXT + 100 * MIB, "the child's end costs the parent nothing"
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+
+    machine.run(job, work)
+
+
+def test_sixty_four_threads(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job(memory=CONTEXT + 256 * MIB)
+
+    def work(driver: Driver) -> int:
+        context = driver.start()
+        failures: list[int] = []
+
+        def churn() -> None:
+            driver.cuCtxSetCurrent(context)
+            for _ in range(50):
+                try:
+                    driver.cuMemFree_v2(driver.out("cuMemAlloc_v2", 8 * MIB))
+                except CudaError as error:
+                    failures.append(error.code)
+
+        threads = [threading.Thread(target=churn) for _ in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert job.pages.memory_used(0) == CONTEXT
+        assert set(failures) <= {OUT_OF_MEMORY}
+        return len(threads)
+
+    assert machine.run(job, work) == 64
+
+
+def test_200_process_start(make_bench: Callable[..., Bench]) -> None:
+    """All at once, without a lock between them (HAMi #1662: a minute); each has its slot, and all of it comes back."""
+    machine = make_bench(memory=200_000 * MIB)
+    job = machine.job(memory=None)
+    ready = os.pipe()
+
+    def work(driver: Driver) -> bool:
+        driver.start()
+        os.read(ready[0], 1)  # all are there
+        return True
+
+    guests = [machine.start(job, work) for _ in range(200)]
+    deadline = time.monotonic() + 60
+    while job.usage()[0].processes < 200 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert job.usage()[0].processes == 200 and job.pages.memory_used(0) == 200 * CONTEXT
+    os.write(ready[1], b"." * 200)
+    assert all(guest.result() for guest in guests)
+    job.sweep()
+    assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0
