@@ -281,6 +281,8 @@ class Attempt:
         self._tell(GuestStarted(step))
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
+        if self._unwanted:  # since it began to start, which can take seconds
+            await self.kill_guest()
 
     async def _image(self) -> str | None:
         """What the engine calls the image, which is fetched from other nodes if it is not here; None if it needs none."""

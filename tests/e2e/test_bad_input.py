@@ -68,6 +68,12 @@ SHARE = ("--gpu-share", "30", "--vram", "6g")
             2,
             "choose a smaller --gpu-share, or a --gpu-share-limit that",
         ),
+        (
+            ("run", "--no-workdir", *SHARE, "--vram-limit", "5g", "--", "x"),
+            2,
+            "choose a smaller --vram, or a --vram-limit that",
+        ),
+        (("run", "--no-workdir", "--gpus", "1", "--vram-limit", "6g", "--", "x"), 2, "add --gpu-share, or leave out"),
         (("run", "--no-workdir", *SHARE, "--", "x"), 6, "no node has 1 GPUs"),
         (("run", "--no-workdir", "--image", "no/such:image", "--", "x"), 6, "no/such:image"),
         (("run", "--no-workdir", "--engine", "docker", "--image", "a b", "--", "x"), 6, "a b"),
