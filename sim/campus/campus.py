@@ -335,7 +335,8 @@ class Campus:
         self.tally.stalled += save_s * job.order.gpus
         if self.policy.notice == "migrate" and job.heir is None and job.keeper is None:
             job.heir = self.placing.heir(job, host)
-        if job.heir is not None and job.heir not in job.holders and job.safe > 0 and self.policy.keeps == "peers":
+        cold = job.heir is not None and job.heir not in job.holders and not job.is_warm(job.heir)
+        if cold and job.heir is not None and job.safe > 0 and self.policy.keeps == "peers":
             sources = [holder for holder in job.holders if holder.reachable and holder is not host]
             if sources:  # it is sent the last checkpoint meanwhile, so that only the difference is missing
                 path = self.fabric.path(sources[0].number, (job.heir.number,))
@@ -497,10 +498,10 @@ class Campus:
     # --- flows
 
     def _drop_flows(self, job: Job) -> None:
-        for flow in (job.upload, job.prefetch, job.fetch):
+        for flow in (job.upload, job.prefetch, job.fetch, job.warming):
             if flow is not None:
                 self.carrier.drop(flow)
-        job.upload = job.prefetch = job.fetch = None
+        job.upload = job.prefetch = job.fetch = job.warming = None
 
     def _break_off(self, host: Host) -> None:
         """All that comes from it or goes to it."""
@@ -514,6 +515,8 @@ class Campus:
                 job.fetch = None
                 if job.host is not None and job.host is not host:
                     self._fetch(job)
+            elif flow is job.warming:
+                job.warming = None
             elif flow is job.prefetch:
                 job.prefetch = None
                 if job.state == "away":

@@ -56,6 +56,8 @@ class Job:
         "upload",
         "upload_s",
         "waiting_since",
+        "warm",
+        "warming",
     )
 
     def __init__(self, order: Order) -> None:
@@ -74,6 +76,10 @@ class Job:
         self.sent_to: tuple[int, ...] = ()
         self.upload: Flow | None = None
         self.prefetch: Flow | None = None
+        self.warming: Flow | None = None  # its last checkpoint on its way to where it would go next
+        self.warm: tuple[Host, float] | None = (
+            None  # who was brought one beforehand, and how much of its work that holds
+        )
         self.fetch: Flow | None = None
         self.upload_s = 0.0
         self.due_late = self.copying = False
@@ -87,6 +93,10 @@ class Job:
         self.came_back: float | None = None  # when the machine that sent it away was lent again
         self.reason = ""
         self.attempts: list[Attempt] = []
+
+    def is_warm(self, host: "Host") -> bool:
+        """Whether its last checkpoint was brought there beforehand."""
+        return self.warm == (host, self.safe)
 
     def done(self, now: float, rate: float) -> float:
         """Of its work, by now."""

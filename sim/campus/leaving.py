@@ -106,7 +106,7 @@ class Leaving:
         there, request = self.final_bytes(job), job.request()
         ways = []
         for other in dict.fromkeys([*places, *others]):
-            count = there if other in kept else job.order.state_bytes
+            count = there if other in kept or job.is_warm(other) else job.order.state_bytes
             advert = self._placing.advert(other, *range(len(HORIZONS_S)))
             stays = survival(advert, horizon_s)
             favour = stranding(request, advert)

@@ -58,12 +58,19 @@ class Placing:
     def host(self, node: bytes | None) -> Host | None:
         return None if node is None else self._by_id[node]
 
-    def heir(self, job: Job, host: Host) -> Host | None:
-        """Who would get it now that it has to leave this one."""
+    def next_place(self, job: Job, host: Host) -> Host | None:
+        """Who would get it if it had to leave this one now: its home, or the first in rank."""
         able = [other for other in self._hosts if other is not host and other.fits(job.order)]
         if self._policy.goes_home and job.origin in able:
-            job.prefer = job.origin
+            return job.origin
         return self.choose(job, able) if able else None
+
+    def heir(self, job: Job, host: Host) -> Host | None:
+        """Who would get it now that it has to leave this one; its home counts from then on as preferred."""
+        found = self.next_place(job, host)
+        if self._policy.goes_home and found is not None and found is job.origin:
+            job.prefer = found
+        return found
 
     def holders(self, job: Job, not_these: Sequence[Host], count: int) -> list[Host]:
         """More machines for its checkpoints, best first."""

@@ -119,9 +119,30 @@ class Saver:
         job.upload_s = self._kernel.now - since
         self.hold(job, targets)
         job.sent_to = numbers(targets)
+        self._bring(job)
         if job.due_late:
             job.due_late = False
             self.checkpoint(job, epoch)
+
+    def _bring(self, job: Job) -> None:
+        """Its last checkpoint to where it would go next, in the background, as the product's warming does: one at a time."""
+        host = job.host
+        if self._policy.notice != "migrate" or self._policy.keeps != "peers" or job.warming is not None or host is None:
+            return
+        before = None if job.warm is None else job.warm[0]
+        heir = before if before is not None and before.fits(job.order) else self._placing.next_place(job, host)
+        if heir is None:
+            return
+        if heir in job.holders:
+            job.warm = heir, job.safe
+            return
+        count = job.order.state_bytes * (job.order.changed if heir is before else 1.0)
+        path = self._fabric.path(host.number, (heir.number,))
+        job.warming = self._carrier.send(job, path, count, partial(self._brought, job, heir, job.safe), True)
+
+    def _brought(self, job: Job, heir: Host, safe: float) -> None:
+        job.warming = None
+        job.warm = heir, safe
 
     def hold(self, job: Job, holders: tuple[Host, ...]) -> None:
         if holders != job.holders:
