@@ -67,7 +67,7 @@ bench-provider: venv
 bench-placement: venv
 	$(PYTHON) tests/bench/placement.py $(BENCH_ARGS)
 
-# SimPy (PyPI) runs beside. Three quarters of an hour; `BENCH_ARGS="--quick --seeds 0"` takes two minutes.
+# SimPy (PyPI) runs beside. An hour; `BENCH_ARGS="--quick --seeds 0"` takes five minutes. `--python PATH` compares digests with another Python.
 bench-sim: venv
 	$(PYTHON) -m pip install --quiet "simpy>=4.1"
 	$(PYTHON) -m tests.bench.sim $(BENCH_ARGS)

@@ -12,9 +12,11 @@ import time
 from typing import Any
 
 from tests.bench.harness import ROOT, not_run, row, write
+from tests.bench.studies import closed_form_rows, executor_rows, import_rows, python_rows, sweep_rows
 
 NODES, DAYS = 500, 30
 ROUNDS = 5
+SWEEP_SEEDS = 30
 MEAN_AWAY_S, TICK_S = (
     7200.0,
     600.0,
@@ -183,29 +185,29 @@ def kernel_rows(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+TIMES = "groups.0.count={} groups.1.count={} groups.2.count={} groups.3.count={}"
 # world, policy, changes, seconds it may take, whether it is slow
 RUNS = (
     ("reclaimnet-54", "mesh", "", 5.0, False),
     ("reclaimnet-54", "gpunion", "", 5.0, False),
     ("campus-500", "mesh", "", 60.0, True),
     ("campus-500", "gpunion", "", 60.0, True),
-    (
-        "campus-500",
-        "gpunion",
-        "groups.0.count=2400 groups.1.count=1800 groups.2.count=500 groups.3.count=300 days=7",
-        None,
-        True,
-    ),
+    ("campus-500", "gpunion", f"{TIMES.format(1200, 900, 250, 150)} days=7", None, True),
+    ("campus-500", "gpunion", f"{TIMES.format(2400, 1800, 500, 300)} days=7", None, True),
+    ("campus-500", "mesh", f"{TIMES.format(2400, 1800, 500, 300)} days=7", None, True),
 )
 
 
 def run_rows(quick: bool, rounds: int) -> list[dict[str, Any]]:
+    from sim.campus.world import find_world
+
     rows = []
     for world, policy, changes, limit, slow in RUNS:
         if quick and slow:
             continue
         found = [measured(f"run {world} {policy} {changes}") for _ in range(1 if slow else rounds)]
-        name = f"{world}{' x 10, 7 days' if changes else ''}, one replication of {policy}"
+        size = f" with {find_world(world, changes.split()).machines} machines, 7 days" if changes else ""
+        name = f"{world}{size}, one replication of {policy}"
         spent = [run["cpu_s"] for run in found]
         goal = "finishes" if limit is None else f"<= {limit:g}"
         rows.append(
@@ -246,11 +248,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=30, help="replications of the headline table; 0 leaves it out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="without the runs of 500 and 5,000 machines")
+    parser.add_argument("--python", action="append", default=[], help="another Python whose digests must be the same")
     options = parser.parse_args()
     if options.measure:
         measure(options.measure)
         return
     rows = [*kernel_rows(options.rounds), *run_rows(options.quick, min(3, options.rounds))]
+    rows += [*import_rows(options.rounds), *closed_form_rows(), *executor_rows(), *python_rows(options.python)]
+    rows += sweep_rows(2 if options.quick else SWEEP_SEEDS)
     if options.seeds:
         rows += claim_rows(options.seeds)
     write("sim", rows)
