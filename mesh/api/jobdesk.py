@@ -52,6 +52,7 @@ WORKDIR_REPLICAS = 2
 EVENTS_WITHIN_S = 3.0
 EVENTS_SHOWN = 20
 HEARD_WITHIN_S = 2.0  # a gossip round, and a push-pull for what is too large for it
+NEW_S = 30.0  # after which what is not known of an array has been forgotten; ours
 SUBMITTED_AT_ONCE = 32  # jobs of one array
 Telling = tuple[bytes, Event, bool]
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
@@ -162,12 +163,15 @@ class JobDesk:
         }
 
     async def heard_of(self, text: str) -> None:
-        """Give a job that was submitted elsewhere a moment ago, and is named by its whole id, the time to be heard of."""
+        """Give a job that was submitted elsewhere a moment ago, and is named by its whole id, the time to be heard of; all of an
+        array."""
         deadline = time.monotonic() + HEARD_WITHIN_S
         while len(text) == JOB_ID_LENGTH and time.monotonic() < deadline:
             with suppress(MeshError):
-                self.find_jobs(text)
-                return
+                first, *others = self.find_jobs(text)
+                old = time.time() - first.created_unix_ms / 1000 > NEW_S
+                if first.array is None or old or 1 + len(others) == first.array.of:
+                    return
             await asyncio.sleep(HEARD_WITHIN_S / 40)
 
     def find_job(self, text: str) -> JobStatus:

@@ -22,6 +22,19 @@ TAIL_POLL_S = 0.2
 class LogReader:
     def __init__(self, daemon: "Daemon", desk: "JobDesk") -> None:
         self._daemon, self._desk = daemon, desk
+        self._news: dict[bytes, asyncio.Event] = {}  # of the jobs that somebody follows
+        daemon.jobs.board.changed = self._wake
+
+    def _wake(self, job: bytes) -> None:
+        news = self._news.pop(job, None)
+        if news is not None:
+            news.set()
+
+    async def _pause(self, job: bytes) -> None:
+        """Until more may have been printed, or there is news of the job."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAIL_POLL_S):
+                await self._news.setdefault(job, asyncio.Event()).wait()
 
     async def follow_log(self, text: str, follow: bool) -> AsyncIterator[bytes]:
         """The job's output over all its attempts; with `follow`, until it ends."""
@@ -42,7 +55,7 @@ class LogReader:
                     yield piece
             if not follow or status.outcome is not None:
                 return
-            await asyncio.sleep(TAIL_POLL_S)
+            await self._pause(job)
 
     async def _attempt_log(
         self, status: JobStatus, attempt: Attempt, offset: int, follow: bool
@@ -110,7 +123,7 @@ class LogReader:
                     yield data
             if ended or not follow:
                 return
-            await asyncio.sleep(TAIL_POLL_S)
+            await self._pause(job)
 
 
 def _read_from(path: Path, offset: int) -> bytes:

@@ -16,7 +16,10 @@ OWN: Teller = b""
 
 
 class Board:
+    """`changed` is called with each job that is another than before."""
+
     def __init__(self) -> None:
+        self.changed: Callable[[bytes], None] = lambda job: None
         self._views: dict[bytes, dict[Teller, JobStatus]] = {}
         self._best: dict[bytes, JobStatus] = {}
         self._waiting: dict[bytes, Waiting] = {}
@@ -33,8 +36,11 @@ class Board:
         before = self._best.get(job)
         if not views:
             self._forget(job)
+            self.changed(job)
             return False
         best = self._best[job] = best_of(views.values())
+        if best != before:
+            self.changed(job)
         self._waiting.pop(job, None)
         if best.outcome is not None:
             self._ends[job] = best.outcome.kind
