@@ -10,14 +10,16 @@ import msgspec
 from ckptstore.bandwidth import Path
 from mesh.jobs.spec import JobSpec, waiting_place
 from mesh.jobs.view import View
-from placement.advert import WHOLE, Advert
+from placement.advert import MAX_WEIGHT, WHOLE, Advert
 from placement.allotment import served
 from placement.destination import Assignment, Leaver, Way, plan, stranding, survival
 from placement.images import lacks
+from placement.ranking import STICKY
 from placement.request import Request
 from placement.zones import zone_of
 
 AT_HOME = 2.0  # times as good as elsewhere: the job would go there by itself soon; ours
+EXPECTED = 1 + STICKY / MAX_WEIGHT  # the heir: what was brought there is of use, unless another is much better
 FAILED_THERE, FETCHES_IMAGE = 0.25, 0.5  # times as good as elsewhere; ours
 KEEPERS = 4  # asked for besides the places: more than any job wants copies; ours
 
@@ -29,7 +31,7 @@ class Guest(msgspec.Struct, frozen=True):
     """A job that has to leave. `request`: for its next attempt; `value`: GPU-seconds at risk; `ready_s`: until its state can be
     sent. `difference`: bytes that its last save added, which `holders` of its last checkpoint lack; `state`: all there is, which
     others lack; None as long as it has saved nothing. `horizon_s`: from one of its checkpoints to the next. `keepers` could hold
-    its state without running it, best first."""
+    its state without running it, best first. `heir`: who was to have it next, before there was notice."""
 
     spec: JobSpec
     request: Request
@@ -40,6 +42,7 @@ class Guest(msgspec.Struct, frozen=True):
     holders: frozenset[bytes]
     horizon_s: float
     keepers: tuple[bytes, ...]
+    heir: bytes | None = None
 
 
 def assignment(
@@ -75,16 +78,17 @@ def _leaver(guest: Guest, able: Sequence[Advert], view: View, paths: Paths) -> L
         path = paths(node, zone.nodes if zone is not None else ())
         missing = guest.difference if node in guest.holders else guest.state
         stays = survival(known[node], horizon_s) if node in known else 0.5
-        favour = _favour(request, adverts[node]) if node in adverts else 1.0
+        favour = _favour(guest, adverts[node]) if node in adverts else 1.0
         ways.append(Way(node, float(missing or 0), path.bps, path.spread, stays, node in ranked, favour))
     return Leaver(request, guest.value, tuple(ways), guest.ready_s, horizon_s)
 
 
-def _favour(request: Request, advert: Advert) -> float:
+def _favour(guest: Guest, advert: Advert) -> float:
+    request = guest.request
     if advert.node == request.prefer:
         return AT_HOME
-    worse = FAILED_THERE if advert.node in request.avoid else 1.0
-    return worse * (FETCHES_IMAGE if lacks(request, advert) else 1.0) * stranding(request, advert)
+    known = EXPECTED if advert.node == guest.heir else FAILED_THERE if advert.node in request.avoid else 1.0
+    return known * (FETCHES_IMAGE if lacks(request, advert) else 1.0) * stranding(request, advert)
 
 
 def _room(advert: Advert) -> tuple[int, int, int]:

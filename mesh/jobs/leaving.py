@@ -101,4 +101,5 @@ class Leaving:
             holders=frozenset(commit.holders if commit is not None else ()) | warm,
             horizon_s=attempt.cadence.next.interval_s if attempt.cadence.next is not None else HORIZON_S,
             keepers=self._jobs.custody(job).fallback,
+            heir=runner.onward.heir,
         )
