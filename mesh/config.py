@@ -41,6 +41,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interactive: bool = True  # whether guests' users may go into them: exec, forward, jupyter
     process_engine_for: Literal["own", "all"] = "own"
     process_network: Literal["host", "none"] = "host"  # of guests of the process engine
+    process_home: Literal["private", "shared"] = "private"  # whether they have a home of their own, or see the owner's
+    process_sees: tuple[str, ...] = ()  # what they may read of the owner's home all the same
     engines: tuple[str, ...] = ("process", "docker")
     open: bool = False
     lease_s: float = 15.0

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ from mesh.config import Settings
 from mesh.edge.edge import Edge
 from mesh.edge.keeper import keep
 from mesh.edge.switch import GUESTS
+from mesh.engine.alone import ROOT
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import ceilings_of
 from mesh.engine.egress import policy_of
@@ -53,6 +55,7 @@ from mesh.engine.guarded import GuardedEngine
 from mesh.engine.killswitch import open_switch
 from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Register
+from mesh.engine.seclusion import Seclusion
 from mesh.images.catalogue import SECTION as IMAGES
 from mesh.images.library import Library
 from mesh.images.shelf import DAY_S, Bounds
@@ -444,7 +447,7 @@ class Daemon:
     def _make_engines(self) -> dict[str, Engine]:
         made: list[Engine] = []
         if "process" in self.settings.engines:
-            process = ProcessEngine(self.switch, network=self.settings.process_network)
+            process = ProcessEngine(self.switch, network=self.settings.process_network, seclusion=self._seclusion())
             made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory))
         if "docker" in self.settings.engines:
             from mesh.engine.docker import DockerEngine  # the SDK is 19 MiB and 0.1 s
@@ -453,6 +456,16 @@ class Daemon:
             docker = DockerEngine(format_id(self.me), self.switch, policy, self.edge, self.settings.system_checkpoints)
             made.append(BoundedEngine(docker, self.ceilings))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
+
+    def _seclusion(self) -> Seclusion | None:
+        """The owner's home with all his keys, sockets of his programs and of container engines, this daemon's own files."""
+        if self.settings.process_home == "shared":
+            return None
+        theirs = [f"/run/user/{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", ""), "/run/docker.sock"]
+        engine = os.environ.get("DOCKER_HOST", "").removeprefix("unix://")
+        hidden = [Path(path) for path in (*theirs, engine) if path.startswith("/")]
+        sees = [ROOT / "mesh", *map(Path, self.settings.process_sees)]  # for `import mesh` from a checkout
+        return Seclusion(Path.home(), [self.layout.root, *hidden], sees)
 
     def _guard_changed(self, problem: str) -> None:
         self.inventory.guards = not problem

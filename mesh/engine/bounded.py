@@ -18,6 +18,7 @@ import msgspec
 from mesh.amount import amount
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
+from mesh.engine.process import HOME
 from mesh.engine.wrapped import WrappedGuest
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
@@ -86,9 +87,11 @@ class BoundedGuest(WrappedGuest):
 
 
 def used_bytes(launch: Launch) -> int:
-    """On disk, of its directories and its log. What cannot be looked at counts nothing; what is linked to elsewhere neither."""
+    """On disk, of its directories, its home and its log. What cannot be looked at counts nothing; what is linked to elsewhere
+    neither."""
     used = _blocks(Path(launch.log_path))
-    for root in (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir):
+    home = str(Path(launch.work_dir).parent / HOME)
+    for root in (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir, home):
         for directory, _, files in os.walk(root):
             used += sum(_blocks(Path(directory, name)) for name in files)
     return used

@@ -7,7 +7,7 @@ more. What it does is told by JSON lines on the status pipe: {"first": pid}, {"i
 "oom": ...}. A socket brings descriptors: each is the daemon's end of a session, for which a process is added to the guest
 (`session_agent`).
 
-Not a sandbox: the job reads and writes whatever its user may.
+Not a sandbox: but for what is hidden from it (`seclusion`), the job reads and writes whatever its user may.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import struct
 import sys
 import time
 
-from mesh.engine import session_agent
+from mesh.engine import seclusion, session_agent
 from mesh.engine.alarm import Alarm, boot_s
 from mesh.engine.descent import children_of, descendants_of, stands_still
 from mesh.engine.guestgroup import GuestGroup
@@ -103,12 +103,15 @@ def be_init(spec: dict, daemon: int, status: int, isolation: str) -> None:  # ty
     """Process 1 of the guest: start the job, reap, pass on its exit."""
     os.close(daemon)
     GuestGroup.of(spec["groups"]).enter()
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     if isolation == "namespaces":
         libc.unshare(CLONE_NEWNS)  # the watcher still needs to see the processes outside
         libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+        if spec["seclusion"] is not None:
+            seclude(spec["seclusion"])
     job = os.fork()
     if job == 0:
-        become_job(spec)
+        become_job(spec, log)
     os.write(status, (json.dumps({"isolation": isolation}) + "\n").encode())
     code = 0
     while True:
@@ -125,10 +128,17 @@ def be_init(spec: dict, daemon: int, status: int, isolation: str) -> None:  # ty
     os._exit(code)
 
 
-def become_job(spec: dict) -> None:  # type: ignore[type-arg]
+def seclude(order: dict) -> None:  # type: ignore[type-arg]
+    try:
+        seclusion.enter(**order)
+    except OSError as error:
+        os.write(2, f"its owner's files cannot be kept from it: {error}\n".encode())
+        os._exit(1)
+
+
+def become_job(spec: dict, log: int) -> None:  # type: ignore[type-arg]
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from mesh.engine.frames import Order
 from mesh.engine.guestgroup import GuestGroup, make_group
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.register import Entry, boot_id
+from mesh.engine.seclusion import Seclusion
 from mesh.engine.session import Session, SessionError, open_process_session
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
@@ -30,6 +32,7 @@ WATCHER_TELLS_S = (
     3.0  # until a watcher that says nothing of a guest that has ended is ended itself; it takes 1 ms; ours
 )
 LIMITS = {"memory": "memory", "pids": "processes", "cpu": "CPU"}
+HOME = "home"  # of an attempt: what it leaves there goes with it
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
 
 
@@ -47,11 +50,12 @@ class ProcessEngine:
         namespaces: bool = True,
         groups: bool = True,
         network: ProcessNetwork = "host",
+        seclusion: Seclusion | None = None,
     ) -> None:
         """`namespaces` and `groups`: whether to make what this machine lets us. `network` "none": a guest that cannot be kept
-        from the network does not start."""
+        from the network does not start. `seclusion`: what it is not to see, where it can have namespaces."""
         self._switch, self._own_switch = switch or KillSwitch(), switch is None
-        self._namespaces, self._groups, self._network = namespaces, groups, network
+        self._namespaces, self._groups, self._network, self._seclusion = namespaces, groups, network, seclusion
         self._limits: frozenset[str] | None = None
         self._isolation = ""
 
@@ -64,10 +68,17 @@ class ProcessEngine:
         names = [words for kind, words in LIMITS.items() if kind in self._limits]
         bounded = f"limits of {', '.join(names)} for all of it" if names else "limits of memory for each process only"
         network = "no network" if self._network == "none" else "and use its network"
-        words = f"{kept}; {bounded}; no sandbox: a guest can read and write what the daemon's user can, {network}"
+        words = f"{kept}; {bounded}; no sandbox: a guest can read and write what the daemon's user can{self._but}, {network}"
         if self._network == "none" and self._isolation != "namespaces":
             return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
         return Availability(ok=True, detail="ready", isolation=words)
+
+    @property
+    def _but(self) -> str:
+        if self._seclusion is None or self._isolation != "namespaces":
+            return ""
+        undone = "; as root it could undo that" if os.getuid() == 0 else ""
+        return f" but for its home, the daemon's keys and other jobs{undone}"
 
     @property
     def bounds_memory(self) -> bool:
@@ -90,6 +101,7 @@ class ProcessEngine:
             "memory_mib": launch.memory_mib,
             "namespaces": self._namespaces,
             "network": self._network,
+            "seclusion": await asyncio.to_thread(self._secluded, launch, env),
             "groups": {},
             "until": launch.until,
         }
@@ -108,6 +120,17 @@ class ProcessEngine:
                 await asyncio.to_thread(group.remove)
             raise
         return guest
+
+    def _secluded(self, launch: Launch, env: dict[str, str]) -> dict[str, object] | None:
+        if self._seclusion is None:
+            return None
+        private = Path(launch.work_dir).parent / HOME
+        private.mkdir(mode=0o700, exist_ok=True)
+        found = shutil.which(launch.argv[0], path=env.get("PATH", os.defpath))
+        own = [launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir]
+        own += [path for value in launch.injection.env.values() for path in value.split(":") if path.startswith("/")]
+        programs = [Path(sys.executable), *([Path(found)] if found else ())]
+        return self._seclusion.plain(private, [Path(path) for path in own], programs, env)
 
     async def close(self) -> None:
         if self._own_switch:
