@@ -22,12 +22,14 @@ ERRORS_TOLD = 2
 PLUGIN = "cuda_plugin.so"
 PLUGIN_PATHS = ("/usr/lib/criu", "/usr/local/lib/criu", "/usr/lib/x86_64-linux-gnu/criu", "/usr/libexec/criu")
 NVIDIA = Path("/proc/driver/nvidia")
+RUNC_CONF = Path("/etc/criu/runc.conf")  # what runc has CRIU read, if nothing else is said; tried
 CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
 
 
 class Facts(msgspec.Struct, frozen=True):
     """What was seen. `check`: the last words of `criu check`, empty if it finds nothing wrong; `cpu`: architecture and features;
-    `gpus`: their models; `plugin` and `tool`: CRIU's plugin for CUDA and the program that it runs are there."""
+    `gpus`: their models; `plugin` and `tool`: CRIU's plugin for CUDA and the program that it runs are there; `closes`: a program
+    with an open TCP connection is saved too, and finds it closed."""
 
     allowed: bool = False
     root: bool = False
@@ -42,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...] = ()
     plugin: bool = False
     tool: bool = False
+    closes: bool = False
 
 
 def judge(facts: Facts) -> SystemCheckpoints:
@@ -51,7 +54,7 @@ def judge(facts: Facts) -> SystemCheckpoints:
         return SystemCheckpoints(problem=_line(problem), gpu_problem=_line(problem))
     like = (
         f"{facts.cpu}, Linux {kernel_series(facts.kernel)}, {facts.engine} {facts.engine_version}, "
-        f"CRIU {'.'.join(map(str, version_of(facts.criu)))}"
+        f"CRIU {'.'.join(map(str, version_of(facts.criu)))}{', closes connections' if facts.closes else ''}"
     )
     gpu_problem = _gpu_problem(facts)
     gpu_like = "" if gpu_problem else f"{like}, driver {facts.driver}, {' + '.join(sorted(facts.gpus))}"
@@ -109,6 +112,11 @@ def cpu_features(machine: str, cpuinfo: str) -> str:
     return f"{machine} {blake2b(kept.encode(errors='replace'), digest_size=4).hexdigest()}"
 
 
+def closes_connections(conf: str) -> bool:
+    """Whether CRIU's configuration for runc says so."""
+    return any(line.split("#")[0].strip() == "tcp-close" for line in conf.splitlines())
+
+
 def last_words(said: str) -> str:
     """Of CRIU's log: its first errors, without the places in its source; what follows only says that all failed."""
     errors = [line for line in said.splitlines() if "Error" in line][:ERRORS_TOLD]
@@ -154,6 +162,7 @@ def _look_at(facts: Facts, criu: str | None) -> Facts:
         gpus=gpus,
         plugin=any(Path(place, PLUGIN).exists() for place in places if place),
         tool=shutil.which("cuda-checkpoint") is not None,
+        closes=closes_connections(_read(RUNC_CONF)),
     )
 
 

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.engine.criu import Facts, Probe, cpu_features, judge, kernel_series, last_words, version_of
+from mesh.engine.criu import (
+    Facts,
+    Probe,
+    closes_connections,
+    cpu_features,
+    judge,
+    kernel_series,
+    last_words,
+    version_of,
+)
 from mesh.engine.dumps import IMAGES, MADE, Made, _copy, made_of, reason
 from mesh.engine.engine import EngineError
 
@@ -74,6 +83,8 @@ def test_what_must_be_alike() -> None:
             and judge(changed(GPU, **changes)).gpu_like != base.gpu_like
         )
     assert judge(changed(GPU, kernel="6.18.45-other")) == base, "a kernel's patches may differ"
+    assert judge(changed(GPU, closes=True)).like == f"{base.like}, closes connections"
+    assert closes_connections("# x\n tcp-close # y\n") and not closes_connections("#tcp-close\ntcp-closed")
 
 
 @given(
