@@ -465,7 +465,7 @@ class Daemon:
         engine = os.environ.get("DOCKER_HOST", "").removeprefix("unix://")
         hidden = [Path(path) for path in (*theirs, engine) if path.startswith("/")]
         sees = [ROOT / "mesh", *map(Path, self.settings.process_sees)]  # for `import mesh` from a checkout
-        return Seclusion(Path.home(), [self.layout.root, *hidden], sees)
+        return Seclusion(Path(os.environ.get("HOME", "/")), [self.layout.root, *hidden], sees)
 
     def _guard_changed(self, problem: str) -> None:
         self.inventory.guards = not problem

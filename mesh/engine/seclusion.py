@@ -90,12 +90,14 @@ def enter(home: str, private: str, hidden: list[str], kept: dict[str, bool]) -> 
     """In a mount namespace of its own. OSError if anything cannot be done: then nothing may be run."""
     places = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*kept, private) if Path(path).exists()}
     for place in hidden:
+        if not Path(place).exists():
+            continue
         if place == home:
             _mount(f"/proc/self/fd/{places[private]}", place, None, MS_BIND)
-        elif Path(place).exists() and not Path(place).is_dir():
-            _mount("/dev/null", place, None, MS_BIND)
         elif Path(place).is_dir():
             _mount("none", place, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0700,size=1m")
+        else:
+            _mount("/dev/null", place, None, MS_BIND)
     for path, writable in sorted(kept.items(), key=lambda item: len(item[0])):
         if path not in places or _is_seen(Path(path), places[path]):
             continue
