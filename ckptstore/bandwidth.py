@@ -66,6 +66,7 @@ class Bandwidth:
         self._mean: dict[bytes, float] = {}
         self._seen: dict[bytes, deque[float]] = {}
         self._rates: dict[bytes, _Rate] = {}
+        self._any: Path | None = None  # of all that were measured, until more is
 
     def saw(self, peer: bytes, count: int, seconds: float, held: bool = False, now: float = 0.0) -> None:
         """So many bytes went to a peer in this time, until it said that they were on its disk. `held`: this node held them back.
@@ -84,6 +85,7 @@ class Bandwidth:
             if known is not None:
                 known.add(math.log(rate), now)
             self._rates[peer] = known or _Rate(math.log(rate), now)  # the last heard of stands last
+            self._any = None
         self._forget()
 
     def mean_bps(self, peers: Iterable[bytes]) -> float | None:
@@ -101,7 +103,11 @@ class Bandwidth:
         if own is not None:
             return own.path(now)
         near = [self._rates[other] for other in neighbours if other in self._rates]
-        return _pooled(near, "zone", now) or _pooled(list(self._rates.values()), "mesh", now) or UNKNOWN
+        if near:
+            return _pooled(near, "zone", now) or UNKNOWN
+        if self._any is None:
+            self._any = _pooled(list(self._rates.values()), "mesh", now)
+        return self._any or UNKNOWN
 
     def measured(self, now: float) -> dict[bytes, Path]:
         """Every path of which something was measured."""

@@ -16,7 +16,6 @@ from placement.destination import Assignment, Leaver, Way, plan, stranding, surv
 from placement.images import lacks
 from placement.ranking import STICKY
 from placement.request import Request
-from placement.zones import zone_of
 
 AT_HOME = 2.0  # times as good as elsewhere: the job would go there by itself soon; ours
 EXPECTED = 1 + STICKY / MAX_WEIGHT  # the heir: what was brought there is of use, unless another is much better
@@ -53,29 +52,36 @@ def assignment(
     for node, request in taken:
         if node in offers:
             offers[node] = served(offers[node], request)
+    known: dict[bytes, Path] = {}
+    near = {node: zone.nodes for zone in view.hierarchy.zones for node in zone.nodes}
+
+    def path_to(node: bytes) -> Path:
+        if node not in known:
+            known[node] = paths(node, near.get(node, ()))
+        return known[node]
+
     leavers, least = [], dict(offers)
     for guest in guests:
         able: Sequence[Advert] = list(offers.values())
         if view.queue is not None:  # a place that is kept for another is not free
             able = view.queue.left_for(waiting_place(guest.spec, guest.request), able)
             least |= {advert.node: min(advert, least[advert.node], key=_room) for advert in able}
-        leavers.append(_leaver(guest, able, view, paths))
+        leavers.append(_leaver(guest, able, view, path_to))
     return plan(leavers, least, window_s)
 
 
-def _leaver(guest: Guest, able: Sequence[Advert], view: View, paths: Paths) -> Leaver:
+def _leaver(guest: Guest, able: Sequence[Advert], view: View, path_to: Callable[[bytes], Path]) -> Leaver:
     request = guest.request
     horizon_s = min(guest.horizon_s, float(request.remaining_s))
     adverts = {advert.node: advert for advert in able}
-    ranked = [candidate.node for candidate in view.hierarchy.rank(request, able)]
+    ranked = dict.fromkeys(candidate.node for candidate in view.hierarchy.rank(request, able))
     staying = [node for node in (*sorted(guest.holders), *guest.keepers[:KEEPERS]) if node in view.staying]
     known = {advert.node: advert for advert in view.adverts} | adverts
     ways = []
     for node in dict.fromkeys([*ranked, *staying]):
         if node == view.me:
             continue
-        zone = zone_of(node, view.hierarchy.zones)
-        path = paths(node, zone.nodes if zone is not None else ())
+        path = path_to(node)
         missing = guest.difference if node in guest.holders else guest.state
         stays = survival(known[node], horizon_s) if node in known else 0.5
         favour = _favour(guest, adverts[node]) if node in adverts else 1.0
