@@ -117,7 +117,7 @@ class DockerEngine:
             raise
 
     async def _undo(self, starting: "asyncio.Task[DockerGuest]") -> None:
-        with contextlib.suppress(EngineError):
+        with contextlib.suppress(EngineError, OSError, docker.errors.DockerException, requests.RequestException):
             await (await starting).kill()
 
     def _keep(self, work: Coroutine[Any, Any, None], name: str) -> None:

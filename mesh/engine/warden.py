@@ -3,8 +3,8 @@
 A second process, standard library only, that listens on a pipe from the daemon: `until ID SECONDS` (of CLOCK_BOOTTIME; past it
 the container is paused until a later line allows more), `gone ID`, `bye`. The engine is asked to pause it, so that it knows; one
 that does not answer at once does not keep a guest going: its control group is frozen then, and where that may not be done from
-here the guest is ended, as the kill-switch would. A pipe that closes without a bye is a crash: containers
-are ended as the kill-switch would, and removed over the engine's own socket once that answers.
+here the guest is ended, as the kill-switch would. A pipe that closes without a bye is a crash: containers are ended in the same
+way, and removed over the engine's own socket once that answers.
 """
 
 import asyncio
@@ -29,10 +29,8 @@ from mesh.engine.register import Entry, Register
 
 LABEL_NODE = "campus-mesh.node"
 AGAIN_S = 1.0  # until the engine is asked once more, if it could not do it
-PING_S, CALL_S = (
-    0.5,
-    1.0,
-)  # for an engine to say that it is there, which takes it 1 ms; to pause, which takes it 30; ours
+PING_S = 0.5  # for an engine to say that it is there, which takes it 1 ms; ours
+CALL_S = 1.0  # for it to pause a container, which takes it 30 ms; ours
 SILENT_S = 3.0  # of an engine, until a guest that only it could have paused is ended; ours
 DOUBT_S = 10.0  # in which an engine that comes back may still do what it was asked long ago; ours
 TRIES = 60  # to remove what a crashed daemon left; its next start does it otherwise; ours
