@@ -64,20 +64,21 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
 def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
     if len(advert.gpus) < request.gpus:
         return [f"has {len(advert.gpus)} GPUs, {request.gpus} asked"]
+    now = len(fitting(request, advert.gpus, advert.room))
+    shares = not request.is_share or (advert.gpu_sharing and advert.guards)
+    if now >= request.gpus and shares and advert.driver >= request.driver:
+        return []
     reason = _kind_refusal(request, advert)
     if reason is not None:
         return [reason]
     if request.is_share and not advert.gpu_sharing:
         return ["its owner lends whole GPUs only"]
-    if request.is_share and not advert.guards:
+    if not shares:
         return ["cannot keep a job to a share of a GPU"]
     ever = len(fitting(request, advert.gpus, untouched(advert.gpus)))
     if ever < request.gpus:
         largest = max(gpu.vram_mib for gpu in advert.gpus if suits(request, gpu))
         return [f"its GPUs have up to {largest} MiB, {request.vram_mib} MiB on {request.gpus} asked"]
-    now = len(fitting(request, advert.gpus, advert.room))
-    if now >= request.gpus:
-        return []
     if request.is_share:
         wanted = f"{request.gpu_share} % and {request.vram_mib} MiB left"
         return [f"{now} of {ever} fitting GPUs have {wanted}, {request.gpus} asked"]

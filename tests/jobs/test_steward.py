@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from mesh.jobs.effects import Concluded, Effect, Send, SetTimer, StateChanged
+from mesh.jobs.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
 from mesh.jobs.ledger import Attempt, Config, Ledger, Outcome
 from mesh.jobs.messages import (
     Accept,
@@ -25,6 +25,7 @@ from mesh.jobs.steward import ANSWER_S, ASK_EVERY_S, HEARTBEAT_S, PREPARED_S, ST
 from mesh.jobs.view import Timer
 from placement.advert import Advert, Gpu
 from placement.allotment import untouched
+from placement.decision import replay
 from placement.preemption import Stay
 from placement.queue import Queue, Waiting
 from placement.ranking import rank_nodes
@@ -410,7 +411,11 @@ def test_past_200_nodes_a_steward_asks_the_best_of_the_best_zone() -> None:
         view = make_view(A, tuple(nodes), adverts=adverts, hierarchy=hierarchy)
         term = elect(steward, steward.observe(view, at(0)), 0)
         steward.handle(A, promise(term), at(0))
-        (start,) = sends(steward.handle(B, promise(term), at(0)), Start)
+        effects = steward.handle(B, promise(term), at(0))
+        (start,) = sends(effects, Start)
+        (decided,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
+        ranking = hierarchy.rank(steward.request(Ledger(), at(0)), adverts[::-1])
+        assert decided.chosen == start.to and replay(decided, steward.request(Ledger(), at(0)), ranking)
         flat, zoned = rank_nodes(request, adverts), rank_nodes(request, adverts, homes(zones(adverts, {})))
         assert start.to == (zoned if hierarchy.since else flat).candidates[0].node
         assert flat.candidates[0] != zoned.candidates[0], "or this would show nothing"

@@ -106,6 +106,22 @@ async def test_the_owners_hours_are_no_departure_and_set_the_weight(journal: Jou
     assert decode_summary(world.published[-1]).since_unix == 0
 
 
+async def test_who_is_seen_to_leave_again_and_again_is_not_believed(journal: Journal) -> None:
+    world = World(journal)
+    await world.attendance.open(NOW)
+    now = NOW
+    for _ in range(12):
+        for paused in (False, True):
+            world.adverts = [advert(OTHER, weight=64, paused=paused), advert(b"\1" * 32, weight=64)]
+            now = world.live(now, now + 1200)
+    world.adverts = [advert(OTHER, weight=64), advert(b"\1" * 32, weight=64)]
+    world.live(now, now + 120)
+    assert list(world.attendance.caps) == [OTHER] and world.attendance.caps[OTHER][HOUR] < 24
+    world.adverts = []
+    world.live(now + 120, now + 3600)
+    assert not world.attendance.caps
+
+
 async def test_what_others_tell_is_the_prior_and_rubbish_is_passed_over(tmp_path: Path, journal: Journal) -> None:
     other = Journal(tmp_path / "other.sqlite")
     await other.open()
