@@ -94,6 +94,7 @@ def test_what_a_job_has_of_gpus_is_described(
     gpus = dict(zip(("gpus", "gpu_share", "gpu_share_limit", "vram_mib", "vram_limit_mib"), asked, strict=True))
     state: dict[str, Any] = {name: "" for name in ("job", "name", "user", "submitter", "state", "detail", "node")}
     state |= {"created_unix_ms": 0, "witnesses": [], "checkpoint": None, "heeds_notice": None, "at_risk_s": 0}
+    state["next_checkpoint"] = None
     state |= {"attempts": [], **gpus, "gpu_portions": [{"uuid": uuid, "share": 1, "vram_mib": 1} for uuid in has]}
     answer = {"job": state, "asked": {"argv": [], **gpus}, "group": 0, "events": []}
     text = shown(monkeypatch, inspect, inspect.describe, "job", answer=answer)
