@@ -73,19 +73,15 @@ def survival(seen: Observation, place: str) -> Figure:
     y = Axis("part that still lasts", Scale(0, 1, inside.bottom, inside.top), shares(ticks(0, 1)))
     upper = [(x.scale(age), y.scale(one[1])) for age, one in zip(ages, bounds, strict=True)]
     lower = [(x.scale(age), y.scale(one[0])) for age, one in zip(ages, bounds, strict=True)]
-    foretold = list(zip(AGES_S, seen.foretold, strict=True))
-    gaps = [abs(chance - _at(curve, [age])[0]) for age, chance in foretold]
-    says = (
-        f"Of {len(seen.stays)} stays, half end within {_words(_median(curve))}. What the estimator foretold as they began is off "
-        f"by at most {100 * max(gaps):.1f} percentage points (at {_words(foretold[gaps.index(max(gaps))][0])})."
-    )
+    foretold = list(zip(AGES_S, seen.foretold, strict=True)) if seen.stays else []
+    says = _of_stays(seen, curve, foretold)
     title = "How long machines stay"
     parts = (
         top,
         frame(inside, x, y),
         area(upper, lower, "band f0"),
         steps([(x.scale(age), y.scale(part)) for age, part in zip(ages, found, strict=True)], 0),
-        line([(x.scale(age), y.scale(chance)) for age, chance in foretold], 1, 1),
+        *([line([(x.scale(age), y.scale(chance)) for age, chance in foretold], 1, 1)] if foretold else []),
         *(mark(x.scale(age), y.scale(chance), 1, f"{_words(age)}: {percent(chance)}", 3.5) for age, chance in foretold),
     )
     rows = [
@@ -94,6 +90,17 @@ def survival(seen: Observation, place: str) -> Figure:
     ]
     columns = ("age, s", "still lasts", "low", "high", "foretold")
     return Figure("survival", title, says, picture(340, f"{place}-survival", title, says, *parts), columns, list(rows))
+
+
+def _of_stays(seen: Observation, curve: Sequence[tuple[float, float]], foretold: Sequence[tuple[float, float]]) -> str:
+    if not seen.stays:
+        return "No stay began after the warm-up."
+    gaps = [abs(chance - _at(curve, [age])[0]) for age, chance in foretold]
+    half = next((f"half end within {_words(age)}" for age, part in curve if part <= 0.5), "fewer than half end")
+    return (
+        f"Of {len(seen.stays)} stays, {half}. What the estimator foretold as they began is off "
+        f"by at most {100 * max(gaps):.1f} percentage points (at {_words(foretold[gaps.index(max(gaps))][0])})."
+    )
 
 
 def calibration(seen: Observation, place: str) -> Figure:
@@ -151,10 +158,6 @@ def _at(curve: Sequence[tuple[float, T]], ages: Sequence[float]) -> list[T]:
 
 def _at_band(band: Sequence[tuple[float, float, float]], age: float) -> tuple[float, float]:
     return _at([(at, (low, high)) for at, low, high in band], [age])[0]
-
-
-def _median(curve: Sequence[tuple[float, float]]) -> float:
-    return next((age for age, part in curve if part <= 0.5), curve[-1][0])
 
 
 def _words(seconds: float) -> str:

@@ -240,6 +240,19 @@ def test_nothing_is_drawn_outside_of_its_picture(chapter: Chapter) -> None:
                 assert float(one.get("y") or 0) + float(one.get("height") or 0) <= height + 1, figure.name
 
 
+def test_a_world_in_which_nothing_happens_has_a_page_too() -> None:
+    quiet = ["days=0.5", "jobs.at_start=0", "jobs.per_day=0"]
+    world = find_world(
+        "gpunion-11", [*quiet, *(f"owners.{name}.reclaims_per_day=0" for name in ("labs", "volunteers"))]
+    )
+    seen = {"mesh": [observe(world, "mesh", 1, True)]}
+    side = Side("mesh")
+    side.by_seed[1] = seen["mesh"][0].result
+    made = page([Chapter(world, {"mesh": side}, seen, ["mesh"], availability(world, [1]))], [], "mesh")
+    assert "Of 11 stays, fewer than half end" in made
+    assert outline(made).tags.count("svg") == 9
+
+
 def test_a_page_that_is_too_large_is_refused(chapter: Chapter) -> None:
     with pytest.raises(ReportError, match="take fewer worlds or policies"):
         page([chapter] * 12, [], "mesh")
