@@ -18,7 +18,7 @@ from placement.rendezvous import rank
 from placement.request import Request
 
 RULE = 2  # by which nodes are ranked: nodes of another rule may decide otherwise
-MOST_PASSED = 16  # nodes told of those who declined, so that an event stays small; ours
+MOST_PASSED = 8  # nodes told of those who declined, so that an event stays small; ours
 NAMED = 4  # of the ranking, in a decision: the next ones if the first is gone; ours
 
 

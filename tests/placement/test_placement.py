@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.jobs.events import MAX_EVENT_BYTES, REASON_CHARS
 from placement.advert import Advert, AdvertError, Gpu, Portion, decode_advert, encode_advert
 from placement.allotment import allot, untouched
 from placement.decision import cannot_ever, decide, explain, replay, replica_order, witness_order
@@ -134,6 +135,8 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
     assert not replay(decision, msgspec.structs.replace(request, cpus=1), ranking)
     first = decide(request, ranking, declined=[decision.chosen])
     assert first is not None and first.chosen == decision.order[1][0] and replay(first, request, ranking)
+    largest = decide(request, ranking, [bytes([number]) * 32 for number in range(100, 200)], NODES * 9)
+    assert largest is not None and len(msgspec.msgpack.encode(largest)) < MAX_EVENT_BYTES - REASON_CHARS - 500
     assert ranking.candidates[-1].node == NODES[2], "the node it has just left comes last, but it comes"
 
 
