@@ -69,6 +69,8 @@ def restore(container: Any, directory: Path, engine_root: Path) -> None:
 
 def _copy(images: Path, own: Path) -> None:
     """Only plain files, and none that a link stands for: they are read as root."""
+    if images.is_symlink():
+        raise OSError(f"{images.name} of this dump is a link")
     own.mkdir(parents=True, mode=0o700)
     for entry in os.scandir(images):
         if entry.is_file(follow_symlinks=False):

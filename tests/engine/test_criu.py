@@ -180,6 +180,9 @@ def test_nothing_but_plain_files_reaches_the_engine(tmp_path: Path) -> None:
     os.mkfifo(images / "pipe")
     _copy(images, own)
     assert [path.name for path in own.iterdir()] == ["core-1.img"]
+    (tmp_path / "elsewhere").symlink_to(images)
+    with pytest.raises(OSError, match="is a link"):
+        _copy(tmp_path / "elsewhere", tmp_path / "more")
 
 
 def test_a_reason_is_criu_s_own_where_its_log_is_there(tmp_path: Path) -> None:
