@@ -52,10 +52,13 @@ class Recall:
         """Once a second, and when somebody comes for whom there is no room yet."""
         now = time.monotonic()
         here = {tenant.name: tenant for tenant in tenants}
+        needed = set[str]().union(
+            *(tenant.lacks() for tenant in tenants)
+        )  # who is over and harms nobody only gets no more
         for name in self._debts.keys() - here.keys():
             self._settled(name, "it is gone", now)
         for name, tenant in here.items():
-            owed = tenant.owes()
+            owed = tenant.owes(needed)
             if not owed:
                 self._settled(name, "its memory is on the host" if tenant.suspended else "it has given back", now)
                 continue
@@ -65,7 +68,7 @@ class Recall:
                 self._notice(tenant, owed)
             elif not debt.acted and now - debt.since >= GIVE_BACK_S:
                 debt.acted = True
-                tasks.create_task(self._press(tenant), name=f"recall {tenant.job[:8]}")
+                tasks.create_task(self._press(tenant, needed), name=f"recall {tenant.job[:8]}")
         away = [tenant for tenant in tenants if "lender" in tenant.closed_by]
         if away and now >= self._again_at:
             self._again_at = now + AGAIN_S
@@ -83,7 +86,7 @@ class Recall:
             took_ms, mib = (now - debt.since) * 1e3, debt.owed / 2**20
             log.info("tenant %s: %.0f MiB that were lent to it are back after %.0f ms: %s", name, mib, took_ms, how)
 
-    async def _press(self, tenant: Tenant) -> None:
+    async def _press(self, tenant: Tenant, needed: set[str]) -> None:
         job = parse_job(tenant.job)
         attempt = self._jobs.attempts.get(job)
         if attempt is None:
@@ -93,7 +96,7 @@ class Recall:
             not saves
             and not self._guard.pause_problem
             and not await self._guard.pause(tenant, by="lender")
-            and not tenant.owes()
+            and not tenant.owes(needed)
         ):
             words = f"{REASON}; what it had there is on the host, and it goes on when there is room"
             self._jobs.chronicle.say(job, "state", words, attempt=tenant.attempt, new="gpu paused")

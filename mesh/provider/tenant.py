@@ -145,11 +145,15 @@ class Tenant:
         for place, portion in enumerate(portions):
             self.guarded.set_memory(place, portion.vram_mib << 20, max(portion.vram_mib, vram_limit_mib) << 20)
 
-    def owes(self) -> int:
-        """Bytes that were lent to it, are needed, and are still on its GPUs."""
+    def lacks(self) -> set[str]:
+        """GPUs of which it has not yet all the memory that it is guaranteed."""
+        return set() if self.released or self.guarded.has_room else {portion.uuid for portion in self.portions}
+
+    def owes(self, needed: set[str]) -> int:
+        """Bytes that were lent to it and are still on these GPUs, beyond what it may have now."""
         if self.released or self.suspended:
             return 0
-        return sum(self.guarded.over(place) for place in range(len(self.portions)))
+        return sum(self.guarded.over(place) for place, portion in enumerate(self.portions) if portion.uuid in needed)
 
     def new_unguarded_calls(self) -> list[str]:
         """Since this was asked last."""

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -109,10 +110,16 @@ static int file_of(const struct world *world) {
   return -1;
 }
 
-/* In which a pid is one process's. */
-static uint64_t namespace_here(void) {
-  struct stat here;
-  return stat("/proc/self/ns/pid", &here) == 0 ? here.st_ino : 0;
+/* When the caller began, in ticks: others have its pid in their namespaces, or had it. */
+static uint64_t begun_here(void) {
+  char text[1024];
+  int file = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+  ssize_t length = file < 0 ? -1 : read(file, text, sizeof text - 1);
+  if (file >= 0) close(file);
+  text[length > 0 ? length : 0] = 0;
+  char *at = strrchr(text, ')');
+  for (int field = 2; at != NULL && field < 22; field++) at = strchr(at + 1, ' ');
+  return at == NULL ? 0 : strtoull(at, NULL, 10);
 }
 
 /* As the caller's namespace numbers it; 0: it is dead. */
@@ -120,7 +127,7 @@ static int pid_here(const struct world *world, const struct process *process) {
   struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = LOCKS + (process - world->processes), .l_len = 1};
   int result = fcntl(file_of(world), F_GETLK, &lock);
   if (result == 0 && lock.l_type == F_UNLCK) { /* nobody's lock stands in its own way */
-    bool own = process->pid == getpid() && process->pid_namespace == namespace_here();
+    bool own = process->pid == getpid() && process->begun == begun_here();
     return own ? process->pid : 0;
   }
   return result == 0 && lock.l_pid > 0 ? lock.l_pid : -1;
@@ -164,7 +171,7 @@ struct process *world_join(struct world *world) {
     fcntl(file_of(world), F_SETLK, &lock);
     process->pid = getpid();
     process->alive = 1;
-    process->pid_namespace = namespace_here();
+    process->begun = begun_here();
   }
   world_unlock(world);
   return process;

@@ -69,7 +69,7 @@ struct process {
   uint32_t alive;
   _Atomic uint32_t state; /* enum process_state; futex word */
   _Atomic uint32_t bell;  /* futex word: changes when a waiting thread should look again before its time */
-  uint64_t pid_namespace, seq;
+  uint64_t begun, seq; /* begun: in ticks, of the machine */
   uint64_t memory[WORLD_DEVICES], put_away[WORLD_DEVICES]; /* the second while checkpointed */
   int64_t executed_ns[WORLD_DEVICES], sampled_ns[WORLD_DEVICES];
   uint64_t busy[WORLD_LANES / 64]; /* lanes with items */
