@@ -1,6 +1,7 @@
 """Sweeps: the study's file, who computes it, and going on where it was."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_dask_cluster_gives_the_same_bytes(study: Path) -> None:
 def test_executors_that_are_not_there_are_told(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = sweep(study, "--dask", "tcp://127.0.0.1:1")
     assert refused.exit_code == 2 and "add --executor dask" in refused.stderr
-    monkeypatch.setitem(__import__("sys").modules, "distributed", None)
+    monkeypatch.setitem(sys.modules, "distributed", None)
     absent = sweep(study, "--executor", "dask")
     assert absent.exit_code == 2 and "pip install 'campus-mesh[dask]'" in absent.stderr
     assert sweep(study.parent / "none.toml").exit_code == 2
