@@ -22,6 +22,7 @@ from sim.report.page import Chapter
 DRAWN = ("mesh", "slurm-s60", "slurm-s60-fast", "gpunion", "redundant", "young-daly", "oracle")
 INTERVALS = tuple(f"periodic-{minutes}" for minutes in (5, 10, 15, 30, 60, 120))
 ENOUGH = 300  # departures that a distribution is drawn of, if there are so many; ours
+MOST_WORLDS = 4  # of about 0.3 MB each
 Key = tuple[str, str]  # a world's digest, and a policy
 FIGURE, POLICY = "work_loss", "mesh"  # of the sensitivity
 
@@ -41,7 +42,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plans(names: Sequence[str], drawn: Sequence[str], options: Options, with_tornado: bool) -> list[Plan]:
-    """ValueError for worlds and policies that do not exist."""
+    """ValueError for worlds and policies that do not exist, and for more than a page has room for."""
+    if len(set(names)) > MOST_WORLDS:
+        raise ValueError(f"{len(set(names))} worlds; a page has room for {MOST_WORLDS}")
     chosen = tuple(dict.fromkeys(drawn))
     for policy in chosen:
         find_policy(policy)

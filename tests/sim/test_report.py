@@ -308,6 +308,7 @@ def test_the_same_studies_give_the_same_bytes(tmp_path: Path) -> None:
         (("gpunion-11", "--policy", "best"), "there is no policy 'best'"),
         (("gpunion-11", "-o", "/nowhere/at/all.html"), "not a folder that can be written to"),
         (("gpunion-11", "-o", "/"), "is a directory"),
+        (tuple("abcde"), "5 worlds; a page has room for 4"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(words: tuple[str, ...], told: str) -> None:
