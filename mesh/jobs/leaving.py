@@ -1,6 +1,7 @@
 """Gives this node's guests their destinations when they have notice: gathers what is known here, plans for all of them at once
 (`destinations.py`), and keeps what was chosen until they have gone."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from placement.destination import HORIZON_S, Assignment, Destination, told, wort
 if TYPE_CHECKING:
     from mesh.jobs.service import JobService
 
+log = logging.getLogger(__name__)
+
 
 class Leaving:
     def __init__(self, jobs: "JobService", instant: Callable[[], Instant]) -> None:
@@ -23,7 +26,16 @@ class Leaving:
         self._chosen: dict[bytes, tuple[int, Destination]] = {}  # and of which term
 
     def settle(self, jobs: Sequence[bytes], window_s: float) -> None:
-        """These have to be gone in so long: choose where each goes, unless that is settled, and tell their users."""
+        """These have to be gone in so long: choose where each goes, unless that is settled, and tell their users.
+
+        Whatever fails here, they get their notice: then their heirs have to do.
+        """
+        try:
+            self._settle(jobs, window_s)
+        except Exception:
+            log.exception("no plan of where %d jobs go; each goes to its heir", len(jobs))
+
+    def _settle(self, jobs: Sequence[bytes], window_s: float) -> None:
         runners = self._jobs.participant.runners
         self._chosen = {job: known for job, known in self._chosen.items() if self.of(job) is not None}
         guests, found = self.plan([job for job in jobs if job not in self._chosen], window_s)
