@@ -37,3 +37,12 @@ def duration_words(seconds: float) -> str:
         tail = f".{rest}" if unit == "s" and rest else ""
         words += f"{count}{tail}{unit}" if count or tail else ""
     return words or "0s"
+
+
+def lasting(length_s: float) -> str:
+    """For people: in one short unit pair."""
+    seconds = max(0, int(length_s))
+    for size, unit, below, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size}{unit}{seconds % size // below}{smaller}"
+    return f"{seconds}s"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.cli.terminal import lasting
+from mesh.duration import lasting
 
 if TYPE_CHECKING:
     import rich.progress

@@ -10,8 +10,9 @@ import click
 
 from mesh.amount import amount
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, client, json_option, lasting, patience, print_json, table
+from mesh.cli.terminal import DURATION, client, json_option, patience, print_json, table
 from mesh.client import Client
+from mesh.duration import lasting
 
 LOOK_S = 0.5
 TELL_S = 2.0

@@ -13,7 +13,7 @@ import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.client import Client
-from mesh.duration import parse_duration
+from mesh.duration import lasting, parse_duration
 from mesh.layout import Layout, state_directory
 
 
@@ -84,15 +84,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def ago(unix_ms: float) -> str:
     """How long since, in one short unit pair."""
     return lasting(time.time() - unix_ms / 1000)
-
-
-def lasting(length_s: float) -> str:
-    """A duration in one short unit pair."""
-    seconds = max(0, int(length_s))
-    for size, unit, below, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if seconds >= size:
-            return f"{seconds // size}{unit}{seconds % size // below}{smaller}"
-    return f"{seconds}s"
 
 
 class Duration(click.ParamType[float]):

@@ -5,12 +5,12 @@ from math import log10
 from typing import TypeVar
 
 from mesh.forecast.scores import brier, ece, reliability
+from mesh.web.markup import Markup
+from mesh.web.palette import LEVELS
 from placement.stays import greenwood, kaplan_meier
 from sim.campus.observation import AGES_S, HOUR_S, WINDOWS_S, Observation
 from sim.campus.world import DAYS
 from sim.report.figure import Figure
-from sim.report.markup import Markup
-from sim.report.palette import LEVELS
 from sim.report.plot import Axis, Entry, Point, area, bar, box, frame, legend, line, mark, picture, steps, text
 from sim.report.scale import Scale, percent, shares, spans, ticks
 

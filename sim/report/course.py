@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from mesh.web.markup import Markup, cut
 from sim.campus.churn import DAY_S
 from sim.campus.observation import HOUR_S, End, Observation, Run
 from sim.campus.world import DAYS
 from sim.report.figure import Figure
-from sim.report.markup import Markup, cut
 from sim.report.plot import Axis, Box, Entry, Point, area, bar, box, frame, legend, line, picture, steps, text
 from sim.report.scale import Scale, decades, percent, shares, ticks, written
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sim.report.markup import Markup, element, join, plain
+from mesh.web.markup import Markup, element, join, plain
 from sim.report.scale import written
 
 Value = str | int | float

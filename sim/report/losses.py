@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from math import ceil, floor, log10
 
+from mesh.web.markup import Markup
+from mesh.web.palette import LIGHT
 from sim.campus.policies import PERIODIC
 from sim.campus.statistics import Interval
 from sim.campus.tally import percentile
 from sim.report.figure import Figure, Value
-from sim.report.markup import Markup
-from sim.report.palette import LIGHT
 from sim.report.plot import Axis, Entry, Point, box, frame, legend, line, mark, picture, steps, text
 from sim.report.scale import Scale, decades, labelled, percent, shares, spans, ticks, written
 

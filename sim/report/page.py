@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from mesh.web.markup import Markup, cut, element, join
 from sim.campus.headline import Row
 from sim.campus.observation import Observation
 from sim.campus.policies import PERIODIC
@@ -15,7 +16,6 @@ from sim.campus.tally import FIGURES
 from sim.campus.world import World
 from sim.report import churn, course, losses
 from sim.report.figure import Figure, as_csv, as_json, as_table, joined
-from sim.report.markup import Markup, cut, element, join
 from sim.report.scale import written
 from sim.report.sheet import SHEET
 from sim.report.tornado import sensitivity

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from sim.report.markup import Markup, element, join, number
+from mesh.web.markup import Markup, element, join, number
 from sim.report.scale import Scale, Tick
 
 WIDTH = 720.0

@@ -1,6 +1,6 @@
 """The page's style: light and dark as the reader has it, narrow screens, paper."""
 
-from sim.report.palette import DARK, LEVELS, LIGHT, style
+from mesh.web.palette import DARK, LEVELS, LIGHT, style
 
 _SERIES = "".join(f".s{n}{{stroke:var(--series-{n})}}.f{n}{{fill:var(--series-{n})}}" for n in range(len(LIGHT.series)))
 _HEAT = "".join(f".h{n}{{fill:var(--heat-{n})}}.t{n}{{fill:var(--heat-text-{n})}}" for n in range(LEVELS))

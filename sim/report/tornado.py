@@ -1,8 +1,8 @@
 """The figure of what an answer hangs on: a bar to each side of the base for each input, the widest first."""
 
+from mesh.web.markup import Markup
 from sim.campus.sensitivity import Tornado
 from sim.report.figure import Figure, Value
-from sim.report.markup import Markup
 from sim.report.plot import Axis, Entry, bar, box, frame, legend, line, picture, text
 from sim.report.scale import Scale, labelled, ticks, written
 

@@ -15,15 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mesh.cli.main import cli
+from mesh.web.markup import VOID, Markup, element, escape, number, plain
+from mesh.web.palette import DARK, LIGHT, Palette, contrast, linear
 from sim.campus.observation import Away, Observation, availability, observe
 from sim.campus.sensitivity import Bar, Tornado
 from sim.campus.statistics import Interval
 from sim.campus.study import Side
 from sim.campus.world import find_world
 from sim.report.figure import Figure, as_csv
-from sim.report.markup import VOID, Markup, element, escape, number, plain
 from sim.report.page import MOST_BYTES, Chapter, ReportError, figures, page, write_data
-from sim.report.palette import DARK, LIGHT, Palette, contrast, linear
 from sim.report.plot import WIDTH
 from sim.report.scale import Scale, decades, ticks, written
 from tests.e2e.browser import Page

@@ -1,4 +1,5 @@
-"""HTML and SVG as text. Whatever is not `Markup` already is escaped: names in a world's file may be anything."""
+"""HTML and SVG as text. Whatever is not `Markup` already is escaped: names of jobs, of nodes and in a world's file may be
+anything."""
 
 import re
 
@@ -6,8 +7,8 @@ import re
 _UNFIT = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
 )
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"}
-VOID = {"meta", "br", "hr", "link"}
+_ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"})
+VOID = {"meta", "br", "hr", "link", "input"}
 Value = str | float | None
 
 
@@ -25,7 +26,7 @@ def plain(text: str) -> str:
 def escape(text: str) -> Markup:
     if isinstance(text, Markup):
         return text
-    return Markup("".join(_ENTITIES.get(character, character) for character in plain(text)))
+    return Markup(plain(text).translate(_ENTITIES))
 
 
 def number(value: float) -> str:

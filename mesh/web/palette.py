@@ -1,5 +1,6 @@
-"""Colours of the report, light and dark. Near Okabe and Ito's (2008), moved until each stands out from the ground by 3 to 1, and
-any two differ, also for who sees no red, no green or no blue. `tests/sim/test_report.py` works both out."""
+"""Colours of the pages and of the simulator's report, light and dark. Near Okabe and Ito's (2008), moved until each stands out
+from the ground by 3 to 1, and any two differ, also for who sees no red, no green or no blue. `tests/sim/test_report.py` works
+both out."""
 
 import msgspec
 
