@@ -23,13 +23,13 @@ from mesh.cli.terminal import (
     client,
     job_path,
     json_option,
-    lasting,
     patience,
     print_json,
     quote,
     table,
 )
 from mesh.client import Client
+from mesh.duration import lasting
 
 OVER = {"done", "failed", "cancelled"}
 POLL_S = 0.3

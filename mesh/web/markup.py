@@ -35,7 +35,7 @@ def number(value: float) -> str:
     return "0" if written == "-0" else written
 
 
-def element(name: str, *inside: str, **attributes: Value) -> Markup:
+def element(name: str, /, *inside: str, **attributes: Value) -> Markup:
     """`class_` and `aria_label` are `class` and `aria-label`; an attribute that is None is left out."""
     words = [name]
     for key, value in attributes.items():
