@@ -11,6 +11,7 @@ from sim.streams import Streams
 SERVER = -1  # in the place of a machine's number
 BUSIEST_S = 14 * 3600.0
 UNEVEN = 0.3  # that an hour's own traffic may be above or below the day's shape; ours
+MOST_PATHS = 10_000  # that are remembered; ours
 FULLEST = 0.95  # of an uplink, at most, is its own traffic; ours
 
 
@@ -43,6 +44,8 @@ class Fabric:
             for target in targets:
                 for link in self._way(source, target):
                     uses[link] = uses.get(link, 0.0) + 1.0
+            if len(self._paths) >= MOST_PATHS:
+                self._paths.clear()
             found = self._paths[source, targets] = list(uses.items())
         return found
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from placement.advert import HOUR, Advert, horizon_of
 from placement.decision import replica_order
 from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
@@ -11,6 +13,10 @@ from sim.campus.forecast import Forecast
 from sim.campus.guest import STORE_MIB, UNLIKELY, WEIGHT_EPOCH_S, Host, Job
 from sim.campus.policies import Policy
 from sim.kernel import Kernel
+
+ANYBODY = (
+    ""  # in the place of a user where every machine takes everybody's jobs: adverts remember fewer kinds of request
+)
 
 
 class Placing:
@@ -38,14 +44,14 @@ class Placing:
                 return job.prefer if job.prefer is not None and job.prefer in able else able[0]
             case "longest":
                 return max(able, key=lambda host: (host.departs_at, -host.number))
-        request = job.request()
+        request = replace(job.request(), user=ANYBODY)
         horizon = horizon_of(request.remaining_s)
         best = rank_nodes(request, [self.advert(host, horizon) for host in able], self._homes).first(1)[0]
         return self._by_id[best.node]
 
     def ranked(self, job: Job, able: Sequence[Host]) -> list[Host]:
         """Those of them that can take it, best first, by the product's ranking."""
-        request = job.request()
+        request = replace(job.request(), user=ANYBODY)
         horizon = horizon_of(request.remaining_s)
         ranking = rank_nodes(request, [self.advert(host, horizon) for host in able], self._homes)
         return [self._by_id[candidate.node] for candidate in ranking]
