@@ -129,7 +129,7 @@ class Client:
             text = answer.read().decode(errors="replace")
             try:
                 problem = json.loads(text)
-                raise MeshError(problem["error"], ExitCode(problem["exit_code"]))
+                raise MeshError(problem["detail"], ExitCode(problem["exit_code"]))
             except (ValueError, KeyError, TypeError):
                 raise MeshError(f"the daemon answered {answer.status}: {text[:300]}") from None
         return answer

@@ -26,13 +26,5 @@ class MeshError(Exception):
         self.code = code
 
 
-HTTP_STATUS = {
-    ExitCode.USAGE: 400,
-    ExitCode.NOT_FOUND: 404,
-    ExitCode.REFUSED: 403,
-    ExitCode.IMPOSSIBLE: 409,
-}
-
-
 class ConfigError(ValueError):
     """The configuration cannot be used; the text names the file, the key and the reason."""

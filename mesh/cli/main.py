@@ -59,6 +59,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
     "Try it": [
         ("demo", "mesh.cli.demo", "Watch a training survive three departures"),
         ("devstack", "mesh.cli.devstack", "Several real daemons on this machine"),
+        ("api", "mesh.cli.api", "The daemon's API, as an OpenAPI document"),
         ("sim", "sim.cli", "Study a campus's churn: which policy, which machines, how much is lost"),
     ],
 }

@@ -69,7 +69,7 @@ def daemon_that_says(path: Path, said: bytes) -> Iterator[Client]:
 
 
 def test_errors_are_what_the_daemon_says(tmp_path: Path) -> None:
-    body = json.dumps({"error": "no such job", "exit_code": 4}).encode()
+    body = json.dumps({"detail": "no such job", "exit_code": 4}).encode()
     said = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with daemon_that_says(tmp_path / "s", said) as client, pytest.raises(MeshError, match="no such job") as found:
         client.get("/v1/jobs/x")

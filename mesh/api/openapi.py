@@ -1,0 +1,133 @@
+"""The agent's API as an OpenAPI 3.1 document, made from the routes and the structs that they take."""
+
+import re
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from mesh import __version__
+from mesh.api.problems import CONTENT_TYPE, Problem
+from mesh.api.queries import Nothing
+from mesh.api.routes import DOCUMENT, FRAMES, ROUTES, Route
+
+SECTIONS = {
+    "mesh": "Nodes, and what they offer (adverts).",
+    "jobs": "Workloads: what runs, has run and waits.",
+    "owner": "What is lent, and emergency control: pause, reclaim, leave.",
+    "gpus": "This node's GPUs, shares of them, and receipts.",
+    "checkpoints": "What this node's store keeps.",
+    "images": "Container images that may be run.",
+    "trust": "Who belongs to the mesh.",
+}
+IN_PATH = {
+    "job": "A job's id, the beginning of it, its name, or ARRAY_INDEX.",
+    "node": "A node's nick, id, or the beginning of its id.",
+    "name": "A file's name.",
+    "way": "What is to be reached (docs/interactive.md).",
+}
+DESCRIPTION = (
+    "What a daemon answers to programs of its own user, over the unix socket `mesh.sock` in its state directory. "
+    "That nobody else can open the socket is its only authentication. Every JSON answer has `schema`, which grows when a "
+    "field changes its meaning; new fields may come at any time. Errors are problems (RFC 9457) with the `exit_code` that a "
+    "command would end with."
+)
+_REFERENCE = "#/components/schemas/{name}"
+_ERRORS = {
+    "400": "The request is not understood.",
+    "403": "It is not allowed.",
+    "404": "There is no such thing.",
+    "409": "It cannot be done as things stand.",
+    "413": "The body is over 1 MiB.",
+    "500": "Something broke in the daemon; its log says what.",
+}
+
+
+@cache
+def encoded() -> bytes:
+    return msgspec.json.encode(document())
+
+
+def document() -> dict[str, Any]:
+    """Plain JSON values, the same for the same code."""
+    structs = list(dict.fromkeys([Problem, *(route.asked for route in ROUTES if route.method == "POST")]))
+    _, components = msgspec.json.schema_components(structs, ref_template=_REFERENCE)
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "campus-mesh agent",
+            "version": __version__,
+            "description": DESCRIPTION,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "tags": [{"name": name, "description": text} for name, text in SECTIONS.items()],
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    named = re.findall(r"{(\w+)}", route.path)
+    parameters = [
+        {"name": name, "in": "path", "required": True, "description": IN_PATH[name], "schema": {"type": "string"}}
+        for name in named
+    ]
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.title,
+        "tags": [route.section],
+        "responses": {**_success(route), **{status: _error(text) for status, text in _ERRORS.items()}},
+    }
+    if route.method == "GET":
+        parameters += _in_query(route.asked)
+    else:
+        operation["requestBody"] = {
+            "required": bool(_schema(route.asked).get("required")),
+            "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(name=route.asked.__name__)}}},
+        }
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _in_query(asked: type[Any]) -> list[dict[str, Any]]:
+    if asked is Nothing:
+        return []
+    text = (asked.__doc__ or "").strip()
+    fields = _schema(asked)["properties"].items()
+    return [
+        {"name": name, "in": "query", "required": False, "description": text, "schema": schema}
+        for name, schema in fields
+    ]
+
+
+def _schema(asked: type[Any]) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components([asked], ref_template=_REFERENCE)
+    found: dict[str, Any] = components[asked.__name__]
+    return found
+
+
+def _success(route: Route) -> dict[str, Any]:
+    if route.answer == FRAMES:
+        return {"101": {"description": "A WebSocket of frames."}}
+    if isinstance(route.answer, str):
+        schema: dict[str, Any] = {"type": "object"} if route.answer == DOCUMENT else {}
+        return {"200": {"description": route.title, "content": {route.answer: {"schema": schema}}}}
+    fields = {"schema": int, **route.answer}
+    types, _ = msgspec.json.schema_components(list(fields.values()), ref_template=_REFERENCE)
+    answer = {
+        "type": "object",
+        "properties": dict(zip(fields, types, strict=True)),
+        "required": list(fields),
+    }
+    return {"200": {"description": route.title, "content": {"application/json": {"schema": answer}}}}
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {
+        "description": text,
+        "content": {CONTENT_TYPE: {"schema": {"$ref": _REFERENCE.format(name="Problem")}}},
+    }

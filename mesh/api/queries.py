@@ -1,0 +1,46 @@
+"""What may stand behind the `?` of a read; like the orders, strict: unknown names and wrong values are refused."""
+
+from typing import Annotated
+
+import msgspec
+
+
+class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Neither a body nor a query."""
+
+
+class FitsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`fits`: a job's id, the beginning of one, a name, or an array; empty for all."""
+
+    fits: str = ""
+
+
+class JobQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`job`: of this one only."""
+
+    job: str = ""
+
+
+class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`job`: of this one, by all who have a part in it; else what this node has seen `after` the event of that id."""
+
+    job: str = ""
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+
+class WhyQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`would`: also the nearest changes that would let it start."""
+
+    would: bool = False
+
+
+class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`path`: in `work/`, `ckpt/` or `out/`; without one of these in the working directory."""
+
+    path: str = ""
+
+
+class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`follow`: until the job is over."""
+
+    follow: bool = False

@@ -1,0 +1,75 @@
+"""The agent's API and its document are one: same calls, same terms, errors as problems."""
+
+import json
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from click.testing import CliRunner
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.api.local import MAX_BODY_BYTES, application
+from mesh.api.openapi import SECTIONS, document
+from mesh.api.problems import CONTENT_TYPE, Problem
+from mesh.api.routes import FRAMES, ROUTES
+from mesh.cli.main import cli
+
+
+def test_the_document_has_what_is_served_and_nothing_else() -> None:
+    served = {
+        (route.method, route.resource.canonical) for route in application(Mock()).router.routes() if route.resource
+    }
+    told = document()
+    assert served == {(method.upper(), path) for path, methods in told["paths"].items() for method in methods}
+    assert len(served) == len(ROUTES) == len({route.name for route in ROUTES})
+    operations = [operation for methods in told["paths"].values() for operation in methods.values()]
+    assert {tag for operation in operations for tag in operation["tags"]} == set(SECTIONS)
+    assert all(operation["summary"].endswith(".") for operation in operations)
+
+
+def test_it_is_an_openapi_document_that_others_can_read() -> None:
+    import schemathesis
+
+    schema = schemathesis.openapi.from_dict(json.loads(CliRunner().invoke(cli, ["api"]).output))
+    schema.validate()
+    assert {found.ok().label for found in schema.get_all_operations()} == {f"{r.method} {r.path}" for r in ROUTES}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("GET", "/v1/nowhere", b"", 404, "Not Found"),
+        ("DELETE", "/v1/jobs", b"", 405, "Method Not Allowed"),
+        ("GET", "/v1/jobs?fit=x", b"", 400, "unknown field `fit`"),
+        ("GET", "/v1/jobs?fits=x&fits=y", b"", 400, "given twice"),
+        ("GET", "/v1/events?after=-1", b"", 400, ">= 0"),
+        ("GET", "/v1/events?after=9223372036854775808", b"", 400, "after"),
+        ("GET", "/v1/status?now=1", b"", 400, "unknown field"),
+        ("GET", "/v1/jobs/x/why?would=perhaps", b"", 400, "bool"),
+        ("POST", "/v1/pause?paused=1", b"", 400, "in its body"),
+        ("POST", "/v1/pause", b'{"paused": true, "gup": 1}', 400, "unknown field `gup`"),
+        ("POST", "/v1/pause", b"\xff\xfe", 400, "not understood"),
+        ("POST", "/v1/pause", b"[" * 100_000, 400, "not understood"),
+        ("POST", "/v1/jobs", b" " * (MAX_BODY_BYTES + 1), 413, "Too Large"),
+        ("GET", "/v1/pending", b"", 409, "not now \ufffd?".replace("\ufffd", "?")),
+        ("GET", "/v1/trust", b"", 500, "nobody foresaw"),
+    ],
+)
+async def test_errors_are_problems(method: str, path: str, body: bytes, status: int, words: str) -> None:
+    daemon = Mock()
+    daemon.desk.pending.side_effect = MeshError("not now \udcff?")
+    daemon.desk.trusted.side_effect = KeyError("nobody foresaw")
+    async with TestClient(TestServer(application(daemon))) as client:
+        answer = await client.request(method, path, data=body)
+        assert answer.status == status and answer.content_type == CONTENT_TYPE
+        told = msgspec.json.decode(await answer.read(), type=Problem)
+    assert told.status == status and words in told.detail and told.title and told.type
+    assert told.exit_code == {404: ExitCode.NOT_FOUND, 409: 1, 500: 1}.get(status, ExitCode.USAGE)
+    assert status != 405 or answer.headers["Allow"]
+
+
+def test_only_what_is_a_websocket_answers_no_200() -> None:
+    for route in ROUTES:
+        answers = document()["paths"][route.path][route.method.lower()]["responses"]
+        assert ("101" in answers) == (route.answer == FRAMES) != ("200" in answers)
