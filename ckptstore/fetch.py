@@ -57,6 +57,10 @@ class Fetch:
         self._rates: dict[bytes, float] = {}
         self.dropped: dict[bytes, str] = {}
 
+    @property
+    def left_bytes(self) -> int:
+        return sum(self._sizes[identity] for identity in self._left)
+
     def start(self, now: float) -> list[Action]:
         return self._assign(now)
 

@@ -10,12 +10,12 @@ from aiohttp import web
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.problems import http_problem, problem
 from mesh.api.routes import BYTES, ROUTES, Call, Route
+from mesh.api.schema import SCHEMA
 from mesh.jobs.spec import SpecError
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
-SCHEMA = 1  # of every answer; grows when a field changes its meaning
 MAX_BODY_BYTES = 1 << 20  # of an order; a job's files go by its working directory; ours
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,9 @@ import click
 
 from mesh.amount import amount
 from mesh.api.errors import ExitCode
-from mesh.cli.terminal import DURATION, ago, client, json_option, patience, print_json, quote, table
+from mesh.cli.listing import listing, show
+from mesh.cli.telling import patience
+from mesh.cli.terminal import DURATION, ago, client, json_option, print_json, quote, table
 
 
 @click.group()
@@ -17,14 +19,15 @@ def ckpt() -> None:
 
 @ckpt.command("ls")
 @click.argument("job", required=False)
-@json_option
+@listing
 @click.pass_context
-def list_(ctx: click.Context, job: str | None, as_json: bool) -> None:
+def list_(ctx: click.Context, /, job: str | None, **form: bool) -> None:
     """List what this node keeps, of JOB or of all: checkpoints, working directories, results."""
-    answer = client(ctx).get("/v1/checkpoints" + (f"?job={quote(job)}" if job else ""))
-    if as_json:
-        print_json(answer)
-        return
+    daemon, path = client(ctx), "/v1/checkpoints" + (f"?job={quote(job)}" if job else "")
+    show(form, lambda: daemon.get(path), lambda answer: [row["id"] for row in answer["checkpoints"]], _draw)
+
+
+def _draw(answer: dict[str, Any]) -> None:
     table(
         ["ID", "JOB", "KIND", "NUMBER", "SIZE", "FILES", "SAVED", "USE", "ALSO ON"],
         [

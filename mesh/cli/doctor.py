@@ -18,7 +18,8 @@ from membership.skew import CLOCK_WARN_S, PEERS_NEEDED
 from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
 from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.edge import edge_words
-from mesh.cli.terminal import client, json_option, layout, patience, print_json, system_words
+from mesh.cli.telling import patience
+from mesh.cli.terminal import client, json_option, layout, print_json, system_words
 from mesh.config import Settings, load_settings
 from mesh.edge.edge import left_at
 from mesh.layout import Layout

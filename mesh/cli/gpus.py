@@ -1,9 +1,11 @@
 """`mesh gpus`: this machine's GPUs, and what its guests have of them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
+from mesh.cli.listing import listing, show
 from mesh.cli.terminal import SIZE, client, job_path, json_option, print_json, table
 
 
@@ -11,19 +13,20 @@ from mesh.cli.terminal import SIZE, client, job_path, json_option, print_json, t
 @click.option(
     "--receipts", is_flag=True, help="What attempts that have ended used of them, as this node has signed it."
 )
-@json_option
+@listing
 @click.pass_context
-def gpus(ctx: click.Context, as_json: bool, receipts: bool) -> None:
+def gpus(ctx: click.Context, /, receipts: bool, **form: bool) -> None:
     """Show this node's GPUs: what is left of each, and what each job on it has and uses."""
     if ctx.invoked_subcommand is not None:
         return
+    daemon = client(ctx)
     if receipts:
-        _show_receipts(client(ctx).get("/v1/receipts"), as_json)
+        show(form, lambda: daemon.get("/v1/receipts"), _receipt_jobs, _draw_receipts)
         return
-    answer = client(ctx).get("/v1/gpus")
-    if as_json:
-        print_json(answer)
-        return
+    show(form, lambda: daemon.get("/v1/gpus"), lambda answer: [gpu["uuid"] for gpu in answer["gpus"]], _draw)
+
+
+def _draw(answer: dict[str, Any]) -> None:
     rows = [row for gpu in answer["gpus"] for row in _rows(gpu)]
     table(["GPU", "MODEL", "FREE", "JOB", "SHARE (now)", "MEMORY", "GPU TIME", "REFUSED"], rows)
     for problem in _problems(answer):
@@ -79,10 +82,11 @@ def resume(ctx: click.Context, job: str, as_json: bool) -> None:
     click.echo("it goes on")
 
 
-def _show_receipts(answer: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-        return
+def _receipt_jobs(answer: dict[str, Any]) -> Iterable[str]:
+    return dict.fromkeys(row["job"] for row in answer["receipts"])
+
+
+def _draw_receipts(answer: dict[str, Any]) -> None:
     rows = [
         [row["job"][:8], str(row["attempt"]), row["user"], use["uuid"][:12], *_used(use)]
         for row in answer["receipts"]

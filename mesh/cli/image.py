@@ -1,16 +1,15 @@
 """`mesh image`: which container images may be run, where they are, and bringing them to nodes."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
 from typing import Any
 
 import click
 
 from mesh.amount import amount
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import DURATION, client, json_option, patience, print_json, table
+from mesh.cli.listing import listing, show
+from mesh.cli.telling import patience, telling
+from mesh.cli.terminal import DURATION, client, json_option, print_json, table
 from mesh.client import Client
 from mesh.duration import lasting
 
@@ -24,14 +23,15 @@ def image() -> None:
 
 
 @image.command("ls")
-@json_option
+@listing
 @click.pass_context
-def list_(ctx: click.Context, as_json: bool) -> None:
+def list_(ctx: click.Context, /, **form: bool) -> None:
     """List the images that may be run, who allowed each, and which nodes have it."""
-    answer = client(ctx).get("/v1/images")
-    if as_json:
-        print_json(answer)
-        return
+    daemon = client(ctx)
+    show(form, lambda: daemon.get("/v1/images"), lambda answer: [row["alias"] for row in answer["images"]], _draw)
+
+
+def _draw(answer: dict[str, Any]) -> None:
     if answer["listed"]:
         rows = [_row(row) for row in answer["images"]]
         table(["ALIAS", "IMAGE", "SIZE", "SIGNED BY", "HERE", "NODES"], rows)
@@ -129,16 +129,15 @@ def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
     """Fetch an image of the mesh's list to this node, before a job needs it, from nodes that have it."""
     daemon = client(ctx)
     answer = daemon.post("/v1/images/pull", {"alias": alias})
-    news = _News()
     try:
-        while not answer["here"]:
-            time.sleep(LOOK_S)
-            found = [row for row in daemon.get("/v1/images")["images"] if row["id"] == answer["id"]]
-            if not found or found[0]["problem"]:
-                why = found[0]["problem"] if found else "it is not on the mesh's list any more"
-                raise MeshError(why if alias in why else f"{alias}: {why}")
-            answer = {**answer, "here": found[0]["here"], "words": found[0]["fetching"]}
-            news.tell(alias, answer["words"])
+        with telling(lambda: f"{alias}: {answer['words']}" if answer["words"] else "", TELL_S):
+            while not answer["here"]:
+                time.sleep(LOOK_S)
+                found = [row for row in daemon.get("/v1/images")["images"] if row["id"] == answer["id"]]
+                if not found or found[0]["problem"]:
+                    why = found[0]["problem"] if found else "it is not on the mesh's list any more"
+                    raise MeshError(why if alias in why else f"{alias}: {why}")
+                answer.update(here=found[0]["here"], words=found[0]["fetching"])
     except KeyboardInterrupt:
         click.echo(
             f"\nmesh: it goes on; `mesh image ls` shows how far, `mesh image pull {alias}` waits again", err=True
@@ -161,12 +160,16 @@ def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) 
     order: dict[str, Any] = {"alias": alias, "nodes": list(nodes)}
     with patience("asking the nodes"):
         rows = daemon.post("/v1/images/push", order)["nodes"]
-    news = _News()
+
+    def told() -> str:
+        words = "; ".join(f"{row['node']}: {row['words']}" for row in rows if row["words"])
+        return f"{alias}: {words}" if words else ""
+
     try:
-        while any(not row["here"] and not row["failed"] for row in rows):
-            time.sleep(LOOK_S)
-            rows = _looked(daemon, order, rows)
-            news.tell(alias, "; ".join(f"{row['node']}: {row['words']}" for row in rows if row["words"]))
+        with telling(told, TELL_S):
+            while any(not row["here"] and not row["failed"] for row in rows):
+                time.sleep(LOOK_S)
+                rows = _looked(daemon, order, rows)
     except KeyboardInterrupt:
         click.echo("\nmesh: they go on; `mesh image ls` shows who has it", err=True)
         raise
@@ -203,32 +206,6 @@ def prune(ctx: click.Context, unused: float | None, dry_run: bool, as_json: bool
         click.echo(f"{row['alias']} ({_short(row['id'])}, {_size(row['bytes'])}) {what}; {told}")
 
 
-@contextmanager
-def arriving(daemon: Client, job: str) -> Iterator[None]:
-    """Say on standard error how far a job's image is, while the job waits for it."""
-    done = Event()
-
-    def tell() -> None:
-        told, pause = "", TELL_S
-        while not done.wait(pause):
-            try:
-                state = daemon.get(f"/v1/jobs/{job}")["job"]
-            except MeshError:
-                continue
-            pause = TELL_S if state["state"] == "starting" else 5 * TELL_S
-            if state["state"] == "starting" and state["detail"].startswith("preparing:") and state["detail"] != told:
-                told = state["detail"]
-                click.echo(f"mesh: {told}", err=True)
-
-    teller = Thread(target=tell, name="arriving", daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        done.set()
-        teller.join()
-
-
 def _looked(daemon: Client, order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """How far they are; who has settled stays as it is. One that was started anew meanwhile knows nothing of it."""
     now = daemon.post("/v1/images/push", {**order, "look": True})["nodes"]
@@ -236,20 +213,6 @@ def _looked(daemon: Client, order: dict[str, Any], rows: list[dict[str, Any]]) -
         if not row["here"] and not row["words"]:
             row.update(failed=True, words="it does not fetch it any more; ask again")
     return [old if old["here"] or old["failed"] else new for old, new in zip(rows, now, strict=True)]
-
-
-class _News:
-    """Progress on standard error: what is new, and not oftener than people read."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._words = ""
-
-    def tell(self, alias: str, words: str) -> None:
-        now = time.monotonic()
-        if words and words != self._words and now - self._at >= TELL_S:
-            self._at, self._words = now, words
-            click.echo(f"mesh: {alias}: {words}", err=True)
 
 
 def _row(row: dict[str, Any]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import client, job_path, json_option, patience, print_json, quote, table
+from mesh.cli.telling import patience
+from mesh.cli.terminal import client, job_path, json_option, print_json, quote, table
 from mesh.duration import lasting
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.jobs import OVER, exit_code, follow_log, job_settings, submit_job
+from mesh.cli.jobs import OVER, exit_code, follow_log, submit_job
+from mesh.cli.order import job_settings
 from mesh.cli.terminal import DURATION, client, job_path, json_option, layout, print_json
 from mesh.client import Client
 

@@ -4,26 +4,23 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mesh.api.errors import ExitCode
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.jobfile import JobCommand, job_file, printed_file
+from mesh.cli.listing import listing, show
+from mesh.cli.order import job_options, make_order
+from mesh.cli.telling import patience, telling
 from mesh.cli.terminal import (
-    ARRAY,
-    DEADLINE,
     DURATION,
-    EVERY,
-    NODES,
-    SIZE,
-    VERSION,
     ago,
     client,
     job_path,
     json_option,
-    patience,
     print_json,
     quote,
     table,
@@ -36,167 +33,8 @@ POLL_S = 0.3
 WATCH_S = 0.5
 UNHEARD_LOOKS = 10  # at the events of a job that is over, for the word of whoever ended it
 CANCEL_S = 15.0
+ARRIVING_S = 2.0  # between two looks at how far a job's files are; ours
 MOVE_S = 90.0  # the usual grace, a restore, and some
-
-_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--gpus", type=click.IntRange(0, 4096), help="GPUs the job needs (default 0; 1 with --gpu-share)."),
-    click.option(
-        "--gpu-share",
-        type=click.IntRange(1, 100),
-        help="Per cent of each GPU's time that the job is guaranteed (default 100: it has the GPU alone).",
-    ),
-    click.option(
-        "--gpu-share-limit",
-        type=click.IntRange(1, 100),
-        help="Per cent that it may use while others leave it idle (default: as --gpu-share).",
-    ),
-    click.option(
-        "--vram", type=SIZE, default=0, help="Memory each GPU must have, as 20g; of a share, the memory the job gets."
-    ),
-    click.option(
-        "--vram-limit",
-        type=SIZE,
-        default=0,
-        help="Memory that it may have of each GPU while no other job's share needs it (default: as --vram).",
-    ),
-    click.option("--gpu-model", default="", metavar="NAME", help="A part of the GPUs' name, as A6000 (`mesh gpus`)."),
-    click.option("--compute-capability", type=VERSION, help="The least that each GPU must have, as 8.0."),
-    click.option("--driver", type=VERSION, help="The least version of NVIDIA's driver, as 550.54."),
-    click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
-    click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
-    click.option("--image", help="Container image; without one the job is a plain process."),
-    click.option("--engine", type=click.Choice(["process", "docker"]), help="Insist on an engine."),
-    click.option("--name", default="", help="A name to call the job by."),
-    click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable. Repeatable."),
-    click.option("--ckpt", metavar="DIR", help="Directory, inside the working directory, that holds checkpoints."),
-    click.option(
-        "--ckpt-mode",
-        type=click.Choice(["rename", "marker", "stable", "system"]),
-        default="stable",
-        show_default=True,
-        help="How a checkpoint shows that it is complete; `system`: the program saves nothing, all of its container is saved "
-        "(docs/job-contract.md).",
-    ),
-    click.option(
-        "--ckpt-every",
-        type=EVERY,
-        metavar="auto|TIME",
-        help="Give the job a notice when it is to save: by the mesh's rule, or as 30m (docs/schedule.md). With --ckpt-mode "
-        "system it is saved then, by that rule if nothing is said.",
-    ),
-    click.option("--ckpt-to", metavar="NODE,NODE", help="Nodes that are to hold the checkpoints."),
-    click.option("--replicas", type=click.IntRange(0, 16), default=2, show_default=True, help="Copies on other nodes."),
-    click.option("--grace", type=DURATION, help="What the job needs to save at a notice (default 30s)."),
-    click.option(
-        "--retries",
-        type=click.IntRange(0, 1000),
-        default=0,
-        show_default=True,
-        help="Errors to forgive. Departures never count.",
-    ),
-    click.option(
-        "--priority",
-        type=click.IntRange(0, 100),
-        default=50,
-        show_default=True,
-        help="Higher goes first; ten minutes of waiting are worth a point.",
-    ),
-    click.option("--after", multiple=True, metavar="JOB", help="Wait until this job is done. Repeatable."),
-    click.option(
-        "--retry-on",
-        multiple=True,
-        type=click.IntRange(1, 255),
-        metavar="CODE",
-        help="Forgive errors with this exit code only. Repeatable.",
-    ),
-    click.option("--deadline", type=DEADLINE, help="Fail it when it is not done by then: 6h, or 2026-12-01T08:00."),
-    click.option(
-        "--array", type=ARRAY, metavar="1-100%10", help="A job for each index ($MESH_ARRAY_INDEX), 10 at a time."
-    ),
-    click.option("--max-time", type=DURATION, help="End it, with notice, when it has run this long in all."),
-    click.option(
-        "--on-partition",
-        type=click.Choice(["freeze", "compute_uncommitted"]),
-        default="freeze",
-        show_default=True,
-        help="While cut off from its witnesses: stand still, or go on at the risk of doing it twice.",
-    ),
-    click.option(
-        "--nodes",
-        type=NODES,
-        default=(1, 1),
-        metavar="K|K..M",
-        help="Run on so many nodes at once, all or nothing, as torchrun expects it.",
-    ),
-    click.option(
-        "--home",
-        metavar="NODE|first|none",
-        help="Where it goes back to when that is free: a node, or where it ran first (default: your own, if it had to leave it).",
-    ),
-    click.option("--zone", help="Only nodes of this zone."),
-    click.option(
-        "--workdir", type=click.Path(file_okay=False), default=".", help="Directory to take along (default: here)."
-    ),
-    click.option("--no-workdir", is_flag=True, help="Take nothing along."),
-]
-
-
-def job_settings(function: Any) -> Any:
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
-
-
-def job_options(function: Any) -> Any:
-    return click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)(job_settings(function))
-
-
-def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The body of a submission from the command line's values."""
-    env = {}
-    for pair in options["env"]:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env")
-        env[key] = value
-    share = options["gpu_share"]
-    return {
-        "argv": list(command),
-        "name": options["name"],
-        "env": env,
-        "workdir": None if options["no_workdir"] else str(Path(options["workdir"]).resolve()),
-        "image": options["image"],
-        "engine": options["engine"],
-        "gpus": int(share is not None) if options["gpus"] is None else options["gpus"],
-        "gpu_share": 100 if share is None else share,
-        "gpu_share_limit": options["gpu_share_limit"],
-        "vram_mib": options["vram"],
-        "vram_limit_mib": options["vram_limit"],
-        "gpu_model": options["gpu_model"],
-        "capability": (*(options["compute_capability"] or ()), 0, 0)[:2],
-        "driver": options["driver"] or (),
-        "memory_mib": options["memory"],
-        "cpus": options["cpus"],
-        "zone": options["zone"],
-        "least_nodes": options["nodes"][0],
-        "most_nodes": options["nodes"][1],
-        "ckpt": options["ckpt"],
-        "ckpt_mode": options["ckpt_mode"],
-        "ckpt_every": options["ckpt_every"],
-        "ckpt_to": [name for name in (options["ckpt_to"] or "").split(",") if name],
-        "replicas": options["replicas"],
-        "grace_s": options["grace"],
-        "retries": options["retries"],
-        "retry_on": list(options["retry_on"]),
-        "deadline_unix": options["deadline"],
-        "array": list(options["array"][0]) if options["array"] else [],
-        "array_limit": options["array"][1] if options["array"] else 0,
-        "on_partition": options["on_partition"],
-        "max_time_s": options["max_time"],
-        "priority": options["priority"],
-        "after": list(options["after"]),
-        "home": options["home"],
-    }
 
 
 def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -208,13 +46,19 @@ def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any]
     return answer
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(cls=JobCommand)
+@job_file
 @job_options
 @click.option("--out", metavar="DIR", help="Bring the job's published files to DIR when it is over.")
 @json_option
 @click.pass_context
-def submit(ctx: click.Context, /, command: tuple[str, ...], out: str | None, as_json: bool, **options: Any) -> None:
+def submit(
+    ctx: click.Context, /, command: tuple[str, ...], out: str | None, as_json: bool, print_file: bool, **options: Any
+) -> None:
     """Submit COMMAND to the mesh. Prints the job's id; the rest goes to standard error."""
+    if print_file:
+        click.echo(printed_file(ctx), nl=False)
+        return
     home = {"out": str(Path(out).resolve())} if out is not None else {}
     answer = submit_job(client(ctx), command, options, **home)
     if as_json:
@@ -237,19 +81,23 @@ def submit(ctx: click.Context, /, command: tuple[str, ...], out: str | None, as_
         click.echo(f"  {line}", err=True)
 
 
-@click.command()
+@click.command(cls=JobCommand)
+@job_file
 @job_options
 @click.option("--out", metavar="DIR", help="Fetch the job's published files into DIR when it is done.")
 @click.pass_context
-def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **options: Any) -> None:
+def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, print_file: bool, **options: Any) -> None:
     """Run COMMAND on the mesh and follow its output. Ctrl-C once: leave it running; twice: cancel it."""
+    if print_file:
+        click.echo(printed_file(ctx), nl=False)
+        return
     if options["array"]:
         raise click.UsageError("an array has many outputs to follow: use `mesh submit --array`, then `mesh logs`")
     daemon = client(ctx)
     job = submit_job(daemon, command, options)["job"]
     click.echo(f"job {job[:8]} submitted", err=True)
     try:
-        with _images(daemon, job, options):
+        with arriving(daemon, job):
             follow_log(daemon, job)
     except KeyboardInterrupt:
         try:
@@ -270,13 +118,18 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, **opti
     ctx.exit(exit_code(state))
 
 
-def _images(daemon: Client, job: str, options: dict[str, Any]) -> AbstractContextManager[None]:
-    """Tells how far the job's image is, if it has one."""
-    if options["image"] is None:
-        return nullcontext()
-    from mesh.cli.image import arriving
+def arriving(daemon: Client, job: str) -> AbstractContextManager[None]:
+    """Tells how far what the job needs has come, while it waits for it: its image, its files, its checkpoint."""
 
-    return arriving(daemon, job)
+    def look() -> str:
+        try:
+            state = daemon.get(f"/v1/jobs/{job}")["job"]
+        except MeshError:
+            return ""
+        coming = state["state"] == "starting" and state["detail"].startswith("preparing:")
+        return str(state["detail"]) if coming else ""
+
+    return telling(look, ARRIVING_S)
 
 
 def exit_code(state: dict[str, Any]) -> int:
@@ -313,17 +166,22 @@ def follow_log(
 @click.command()
 @click.argument("job", required=False)
 @click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too.")
-@json_option
+@listing
 @click.pass_context
-def ps(ctx: click.Context, job: str | None, everything: bool, as_json: bool) -> None:
+def ps(ctx: click.Context, /, job: str | None, everything: bool, **form: bool) -> None:
     """List jobs, as this node knows them; or only JOB, or the jobs of an array, ended or not."""
-    answer = client(ctx).get("/v1/jobs" + (f"?fits={quote(job)}" if job else ""))
-    shown = [row for row in answer["jobs"] if everything or job or row["state"] not in OVER]
-    if as_json:
-        print_json({**answer, "jobs": shown})
-        return
+    daemon = client(ctx)
+
+    def ask() -> dict[str, Any]:
+        answer = daemon.get("/v1/jobs" + (f"?fits={quote(job)}" if job else ""))
+        return {**answer, "jobs": [row for row in answer["jobs"] if everything or job or row["state"] not in OVER]}
+
+    show(form, ask, lambda answer: [row["job"] for row in answer["jobs"]], _draw_jobs)
+
+
+def _draw_jobs(answer: dict[str, Any]) -> None:
     rows = []
-    for row in shown:
+    for row in answer["jobs"]:
         progress = "-"
         if row["step"] is not None:
             progress = f"{row['step']}/{row['of']}" if row["of"] else str(row["step"])

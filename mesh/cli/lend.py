@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from mesh.amount import amount
-from mesh.cli.terminal import DURATION, client, json_option, patience, print_json, table
+from mesh.cli.telling import patience
+from mesh.cli.terminal import DURATION, client, json_option, print_json, table
 from mesh.duration import lasting
 
 GPU_OPTION = click.option("--gpu", metavar="N", help="One GPU only: its number here, or the beginning of its UUID.")

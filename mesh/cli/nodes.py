@@ -10,6 +10,7 @@ import click
 from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.lend import lend_lines
+from mesh.cli.listing import listing, show
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
 from mesh.engine.descent import process_of
 from mesh.launcher import daemon_command, start_daemon, wait_ready
@@ -162,17 +163,20 @@ def status(ctx: click.Context, as_json: bool, log: bool) -> None:
 
 @click.command()
 @click.option("--zones", "by_zone", is_flag=True, help="The zones instead, with who coordinates each.")
-@json_option
+@listing
 @click.pass_context
-def nodes(ctx: click.Context, by_zone: bool, as_json: bool) -> None:
+def nodes(ctx: click.Context, /, by_zone: bool, **form: bool) -> None:
     """List the nodes of the mesh and what they lend."""
+    daemon = client(ctx)
     if by_zone:
-        _show_zones(client(ctx).get("/v1/zones"), as_json)
+        show(
+            form, lambda: daemon.get("/v1/zones"), lambda answer: [row["zone"] for row in answer["zones"]], _draw_zones
+        )
         return
-    answer = client(ctx).get("/v1/nodes")
-    if as_json:
-        print_json(answer)
-        return
+    show(form, lambda: daemon.get("/v1/nodes"), lambda answer: [row["node"] for row in answer["nodes"]], _draw_nodes)
+
+
+def _draw_nodes(answer: dict[str, Any]) -> None:
     rows = []
     for node in answer["nodes"]:
         lends = _held(node)
@@ -209,10 +213,7 @@ def _gpus_left(node: dict[str, Any]) -> float:
     return sum(int(left["share"]) for left in node["gpu_room"] if left["vram_mib"]) / 100
 
 
-def _show_zones(answer: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-        return
+def _draw_zones(answer: dict[str, Any]) -> None:
     rows = [
         [
             row["zone"] or "(none)",

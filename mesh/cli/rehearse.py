@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.amount import amount
-from mesh.cli.jobs import job_options, make_order
-from mesh.cli.terminal import DURATION, json_option, patience, print_json, table
+from mesh.cli.order import job_options, make_order
+from mesh.cli.telling import patience
+from mesh.cli.terminal import DURATION, json_option, print_json, table
 
 if TYPE_CHECKING:
     from mesh.rehearsal.comparison import Compared

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.terminal import client, json_option, patience, print_json, quote, table
+from mesh.cli.telling import patience
+from mesh.cli.terminal import client, json_option, print_json, quote, table
 from mesh.duration import lasting
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")

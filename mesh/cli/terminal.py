@@ -4,14 +4,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from mesh.api.errors import ExitCode, MeshError
+from mesh.api.schema import SCHEMA
 from mesh.client import Client
 from mesh.duration import lasting, parse_duration
 from mesh.layout import Layout, state_directory
@@ -39,32 +39,14 @@ def quote(text: str) -> str:
 
 
 def json_option(function: Any) -> Any:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON (schema 1) instead of a table.")(function)
+    return click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}) instead of words.")(
+        function
+    )
 
 
-def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-@contextmanager
-def patience(what: str) -> Iterator[None]:
-    """Say what is being waited for, to standard error, once that takes more than two seconds, and every five from then on."""
-    done = Event()
-
-    def tell() -> None:
-        begun = time.monotonic()
-        pause = 2.0
-        while not done.wait(pause):
-            click.echo(f"mesh: {what} ... {time.monotonic() - begun:.0f} s", err=True)
-            pause = 5.0
-
-    teller = Thread(target=tell, name="patience", daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        done.set()
-        teller.join()
+def print_json(value: dict[str, Any]) -> None:
+    """With the schema's number, whoever made it."""
+    click.echo(json.dumps({"schema": SCHEMA, **value}, indent=2))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.api.errors import ConfigError, ExitCode, MeshError
+from mesh.cli.listing import listing, show
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
 from mesh.config import GOSSIP_PORT
 from mesh.layout import Layout, save_membership
@@ -175,14 +176,20 @@ def _join_by_knocking(where: Layout, text: str, nick: str | None, user: str | No
 
 
 @click.command()
-@json_option
+@listing
 @click.pass_context
-def pending(ctx: click.Context, as_json: bool) -> None:
+def pending(ctx: click.Context, /, **form: bool) -> None:
     """Who has knocked at any node of the mesh (`mesh join HOST`), and waits to be let in."""
-    answer = client(ctx).get("/v1/pending")
-    if as_json:
-        print_json(answer)
-        return
+    daemon = client(ctx)
+    show(
+        form,
+        lambda: daemon.get("/v1/pending"),
+        lambda answer: [row["node"] for row in answer["pending"]],
+        _draw_pending,
+    )
+
+
+def _draw_pending(answer: dict[str, Any]) -> None:
     rows = [
         [row["nick"], row["user"], row["host"], ago(row["since_unix"] * 1000), row["node"]] for row in answer["pending"]
     ]
@@ -226,14 +233,17 @@ def trust() -> None:
 
 
 @trust.command("ls")
-@json_option
+@listing
 @click.pass_context
-def trust_ls(ctx: click.Context, as_json: bool) -> None:
+def trust_ls(ctx: click.Context, /, **form: bool) -> None:
     """Everybody with a certificate, until when, and who was shut out."""
-    answer = client(ctx).get("/v1/trust")
-    if as_json:
-        print_json(answer)
-        return
+    daemon = client(ctx)
+    show(
+        form, lambda: daemon.get("/v1/trust"), lambda answer: [row["node"] for row in answer["members"]], _draw_members
+    )
+
+
+def _draw_members(answer: dict[str, Any]) -> None:
     rows = []
     for member in answer["members"]:
         standing = "unknown"

@@ -224,6 +224,7 @@ class Attempt:
         try:
             self.deposits.vault = await self._open_vault()
             await self._prepare(ledger)
+            self.preparing = ""
             image_id = await self._image()
         except (FetchError, NoKey, StoreError, OSError) as error:
             self._tell(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
@@ -304,6 +305,12 @@ class Attempt:
             self._say(f"image {self.spec.image} came in {time.monotonic() - begun:.1f} s", "prepared")
         return found
 
+    def _brings(self, what: str) -> Callable[[str], None]:
+        def tell(words: str) -> None:
+            self.preparing = f"preparing: {what}, {words}"
+
+        return tell
+
     def _fetches(self, words: str) -> None:
         """How far its image has come."""
         if not self.preparing:
@@ -334,11 +341,13 @@ class Attempt:
             (base / name).mkdir(parents=True)
         whole = commit is not None and self._dumps is not None
         if self.spec.workdir is not None and not whole:
-            await self._courier.fetch(self.spec.workdir, [*self.spec.workdir_holders, *self._custody().fallback])
+            holders = [*self.spec.workdir_holders, *self._custody().fallback]
+            await self._courier.fetch(self.spec.workdir, holders, self._brings("working directory"))
             await asyncio.to_thread(self._store.restore, self.spec.workdir, base / "work", prefix="work", vault=vault)
         (base / "work").mkdir(exist_ok=True)
         if commit is not None:
-            await self._courier.fetch(commit.manifest, [*commit.holders, *self._custody().fallback])
+            holders = [*commit.holders, *self._custody().fallback]
+            await self._courier.fetch(commit.manifest, holders, self._brings("checkpoint"))
             kept = commit.manifest
             self.deposits.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
             parts = {"logs": "log", **{part: part for part in (("dump", *PARTS) if whole else ("ckpt",))}}

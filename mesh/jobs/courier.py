@@ -23,6 +23,7 @@ from ckptstore.receiver import stream_bytes
 from ckptstore.replication import Ask, Replication, Settled, StandIn
 from ckptstore.store import Store
 from membership.identity import NodeId, short_id
+from mesh.amount import part
 from mesh.api.fetching import fetched
 from mesh.api.peer import PeerClient, PeerError
 from mesh.api.refusals import Refusals
@@ -213,8 +214,11 @@ class Courier:
             for task in running:
                 task.cancel()
 
-    async def fetch(self, manifest: bytes, holders: Sequence[NodeId]) -> None:
-        """Bring a checkpoint and all its chunks into the local store; FetchError if nobody can give it whole."""
+    async def fetch(
+        self, manifest: bytes, holders: Sequence[NodeId], tell: Callable[[str], None] = lambda words: None
+    ) -> None:
+        """Bring a checkpoint and all its chunks into the local store, and tell how far it is; FetchError if nobody can give it
+        whole."""
         if await asyncio.to_thread(self._complete, manifest):
             return
         sealed, sources = await self._fetch_manifest(manifest, holders)
@@ -222,11 +226,13 @@ class Courier:
         missing = set(await asyncio.to_thread(self._store.missing, wanted.chunks))
         have = await asyncio.to_thread(self._store.stand_alone, wanted.job) if missing else ()
         plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)
+        total = plan.left_bytes
         finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
 
         async def ask(request: Request) -> Sequence[bytes]:
             arrived, finish = await self._pull(request, have, wanted.user)
             finishing.append(finish)
+            tell(part(total - plan.left_bytes, total))
             return arrived
 
         def fault(source: NodeId, error: BaseException) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.cli import gpus, inspect, nodes
-from mesh.cli.jobs import job_options, make_order
+from mesh.cli.order import job_options, make_order
 
 
 def ordered(*arguments: str) -> tuple[int, int, int | None, int, int]:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.api.errors import MeshError
-from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path, patience, table
+from mesh.cli.telling import patience
+from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path, table
 from mesh.duration import duration_words, parse_duration
 
 
