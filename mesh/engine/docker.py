@@ -37,7 +37,7 @@ from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.register import Entry, boot_id
 from mesh.engine.session import Session
-from mesh.engine.warden import LABEL_NODE, Warden
+from mesh.engine.warden import DOUBT_S, LABEL_NODE, Warden
 from placement.likeness import SystemCheckpoints
 
 THREADS = 8  # for calls
@@ -336,8 +336,8 @@ class DockerGuest:
 
     async def dump(self, directory: Path) -> str:
         like = self._engine.system.gpu_like if self._has_gpus else self._engine.system.like
-        made = dumps.Made(self._container.image.id, like)
-        await self._engine._call(lambda: dumps.dump(self._container, directory, made))
+        made = dumps.Made(self._container.attrs["Image"], like)
+        await self._engine._call(lambda: self._dump(directory, made))
         return like
 
     def allow_until(self, boot_s: float) -> None:
@@ -428,6 +428,14 @@ class DockerGuest:
             self._exit.set_result(end)
 
     # --- in threads
+
+    def _dump(self, directory: Path, made: dumps.Made) -> None:
+        with contextlib.ExitStack() as turn:
+            try:
+                turn.enter_context(self._warden.turns.own(self._container.id, 2 * DOUBT_S))
+            except TimeoutError as error:
+                raise EngineError("its container engine has not answered reliably of late") from error
+            dumps.dump(self._container, directory, made)
 
     def _is_paused(self) -> bool:
         try:

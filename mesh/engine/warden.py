@@ -26,6 +26,7 @@ from mesh.engine.alarm import Alarm, boot_s
 from mesh.engine.alone import alone
 from mesh.engine.hunt import run
 from mesh.engine.register import Entry, Register
+from mesh.engine.turns import Turns
 
 LABEL_NODE = "campus-mesh.node"
 AGAIN_S = 1.0  # until the engine is asked once more, if it could not do it
@@ -39,26 +40,29 @@ TRIES = 60  # to remove what a crashed daemon left; its next start does it other
 class Warden:
     """The daemon's side. Lines are short, and far fewer than the pipe holds; one that does not fit is followed by others."""
 
-    def __init__(self, process: asyncio.subprocess.Process, daemon_end: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, daemon_end: int, turns: Turns) -> None:
         self._process = process
         self._daemon_end = daemon_end
+        self.turns = turns
 
     @classmethod
     async def start(cls, docker_socket: str, node: str, register: Register | None) -> "Warden":
         theirs, ours = os.pipe()
+        turns = Turns()
         process = await asyncio.create_subprocess_exec(
             *alone("warden"),
             str(theirs),
             docker_socket,
             node,
             str(register.directory) if register is not None else "",
-            pass_fds=(theirs,),
+            str(turns.descriptor),
+            pass_fds=(theirs, turns.descriptor),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
         os.close(theirs)
         os.set_blocking(ours, False)
-        return cls(process, ours)
+        return cls(process, ours, turns)
 
     def allow_until(self, container: str, until: float) -> None:
         self._tell(f"until {container} {until}\n")
@@ -71,6 +75,7 @@ class Warden:
         os.close(self._daemon_end)
         self._daemon_end = -1
         await self._process.wait()
+        self.turns.close()
 
     def _tell(self, line: str) -> None:
         if self._daemon_end >= 0:
@@ -79,12 +84,13 @@ class Warden:
 
 
 class Ward:
-    """What the warden knows: until when each container may run, which of them stand still, and of which that is doubtful."""
+    """What the warden knows: until when each container may run, which of them stand still, and of which that is doubtful. One that
+    is being dumped is left alone by `turns`; who is in doubt is not dumped meanwhile."""
 
-    def __init__(self, docker_socket: str, register: Register | None) -> None:
+    def __init__(self, docker_socket: str, register: Register | None, turns: Turns) -> None:
         self.alarm = Alarm()
         self.dismissed = False
-        self._socket, self._register = docker_socket, register
+        self._socket, self._register, self._turns = docker_socket, register, turns
         self._until: dict[str, float] = {}
         self._still: set[str] = set()
         self._doubtful: dict[str, float] = {}  # until when
@@ -102,6 +108,7 @@ class Ward:
                     self._until.pop(container, None)
                     self._still.discard(container)
                     self._doubtful.pop(container, None)
+                    self._turns.give(container)
                 case ["bye"]:
                     self.dismissed = True
 
@@ -112,9 +119,15 @@ class Ward:
             over = now >= until
             if over == (container in self._still) and container not in self._doubtful:
                 continue
-            if self._hold(container, over):
+            if not self._turns.take(container):
+                again = now + AGAIN_S
+                continue
+            held = self._hold(container, over)
+            if held:
                 (self._still.add if over else self._still.discard)(container)
-                if container not in self._doubtful:
+            if container not in self._doubtful:
+                self._turns.give(container)
+                if held:
                     continue
             again = now + AGAIN_S
         coming = [until for until in self._until.values() if until > now]
@@ -211,7 +224,7 @@ def main() -> None:
     register = Register(Path(sys.argv[4])) if sys.argv[4] else None
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    ward = Ward(docker_socket, register)
+    ward = Ward(docker_socket, register, Turns(int(sys.argv[5])))
     poller = select.poll()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
     poller.register(ward.alarm, select.POLLIN)

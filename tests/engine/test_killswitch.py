@@ -27,6 +27,7 @@ from mesh.engine.engine import Engine, EngineError
 from mesh.engine.killswitch import BY_OWNER, KillSwitch, open_switch
 from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Damaged, Entry, Register, boot_id, decode_entry
+from mesh.engine.turns import Turns
 from tests.dockerd import Dockerd, dockerd
 from tests.engine.bench import LOOP, Bench, containers, processes_with, wait_until
 from tests.images import busybox_image, import_busybox
@@ -396,7 +397,7 @@ def test_one_that_nobody_can_pause_ends_with_its_lease(
     monkeypatch.setattr(warden, "SILENT_S", 0.2)
     register = Register(tmp_path)
     register.keep("key", entry(engine="docker", container="c" * 64, head=bystander))
-    ward = warden.Ward(str(tmp_path / "none"), register)
+    ward = warden.Ward(str(tmp_path / "none"), register, Turns())
     ward.read(f"until {'c' * 64} {boot_s() + 60}\n".encode())
     ward.enforce()
     assert lives(bystander), "its lease is not over"
@@ -409,6 +410,47 @@ def test_one_that_nobody_can_pause_ends_with_its_lease(
         return not lives(bystander)
 
     wait_until(ended, "it to be ended")
+
+
+DUMPS = """
+turns = turns.Turns(int(sys.argv[1]))
+with turns.own(sys.argv[2], 60):
+    print("dumps", flush=True)
+    sys.stdin.read(1)
+print("done", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_one_that_is_being_dumped_is_left_alone_and_none_is_dumped_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bystander: Process
+) -> None:
+    """No engine answers: past its lease this one would be ended, for it has no group that could be frozen."""
+    monkeypatch.setattr(warden, "SILENT_S", 0.0)
+    container = "c" * 64
+    register = Register(tmp_path)
+    register.keep("key", entry(engine="docker", container=container, head=bystander))
+    ward_turns = Turns()
+    ward = warden.Ward(str(tmp_path / "none"), register, ward_turns)
+    ward.read(f"until {container} 1.0\n".encode())
+    command = [*alone("turns", DUMPS), str(ward_turns.descriptor), container]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(ward_turns.descriptor,)
+    ) as daemon:
+        assert daemon.stdin is not None and daemon.stdout is not None
+        assert daemon.stdout.readline() == "dumps\n"
+        for _ in range(3):
+            ward.enforce()
+        assert lives(bystander), "it is being dumped"
+        print(file=daemon.stdin, flush=True)
+        assert daemon.stdout.readline() == "done\n"
+        wait_until(lambda: bool(ward.enforce() or not lives(bystander)), "its lease to be kept again")
+        asks = [*alone("turns", "sys.exit(not turns.Turns(int(sys.argv[1])).take(sys.argv[2]))")]
+        asks += [str(ward_turns.descriptor), container]
+        assert subprocess.run(asks, pass_fds=(ward_turns.descriptor,), check=False).returncode == 1, "it is in doubt"
+        ward.read(f"gone {container}\n".encode())
+        assert subprocess.run(asks, pass_fds=(ward_turns.descriptor,), check=False).returncode == 0
+        daemon.stdin.close()
 
 
 DAEMON = """
