@@ -5,6 +5,7 @@ Not by `http.client`: its parsers for e-mail and TLS are a quarter of what a com
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mesh.api.errors import ExitCode, MeshError
 
 LINE_LIMIT = 65_536  # bytes of a line before a body; as http.client's
 PIECE_BYTES = 65_536
+BUSY_S, BUSY_LOOK_S = 2.0, 0.02  # for a daemon that has its queue of connections full: it empties it at each turn of its loop; ours
 
 
 class BrokenAnswer(ConnectionError):
@@ -109,16 +111,31 @@ class Client:
     def _connect(self, timeout_s: float | None) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
+        until = time.monotonic() + BUSY_S
         try:
-            connection.connect(str(self.socket_path))
+            while True:
+                try:
+                    connection.connect(str(self.socket_path))
+                except BlockingIOError:  # its queue is full (unix(7))
+                    if time.monotonic() >= until:
+                        raise
+                    time.sleep(BUSY_LOOK_S)
+                else:
+                    return connection
         except OSError as error:
             connection.close()
-            if isinstance(error, PermissionError):
-                raise MeshError(f"{self.socket_path} belongs to another user", ExitCode.NO_DAEMON) from error
-            raise MeshError(
-                f"no daemon runs here ({self.socket_path.parent}): start it with `mesh up`", ExitCode.NO_DAEMON
-            ) from error
-        return connection
+            raise self._unreached(error) from error
+
+    def _unreached(self, error: OSError) -> MeshError:
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
+                words = f"no daemon runs here ({self.socket_path.parent}): start it with `mesh up`"
+                return MeshError(words, ExitCode.NO_DAEMON)
+            case PermissionError():
+                return MeshError(f"{self.socket_path} belongs to another user", ExitCode.NO_DAEMON)
+            case BlockingIOError() | TimeoutError():
+                return MeshError("the daemon does not answer; see its log with `mesh status --log`")
+        return MeshError(f"the daemon cannot be asked by {self.socket_path}: {error}", ExitCode.NO_DAEMON)
 
     def _answer(self, connection: socket.socket, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
         data = b"" if body is None else json.dumps(body).encode()

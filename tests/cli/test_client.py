@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,3 +85,33 @@ def test_a_stream_that_breaks_off_is_told(tmp_path: Path) -> None:
     assert found.value.code == ExitCode.NO_DAEMON
     with pytest.raises(MeshError, match="no daemon runs here"):
         Client(tmp_path / "none").get("/")
+
+
+def test_a_daemon_that_is_busy_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s"
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        with pytest.raises(BlockingIOError):
+            while True:  # as many as its queue holds
+                other = opened.enter_context(socket.socket(socket.AF_UNIX))
+                other.setblocking(False)
+                other.connect(str(path))
+        monkeypatch.setattr("mesh.client.BUSY_S", 0.05)
+        with pytest.raises(MeshError, match="does not answer") as found:
+            Client(path).get("/")
+        assert found.value.code != ExitCode.NO_DAEMON
+        monkeypatch.setattr("mesh.client.BUSY_S", 30.0)
+
+        def accepts_when_asked_again(_: float) -> None:
+            opened.enter_context(listener.accept()[0])
+
+        monkeypatch.setattr("mesh.client.time.sleep", accepts_when_asked_again)
+        with pytest.raises(MeshError, match="does not answer"):
+            Client(path).get("/", timeout_s=0.05)  # it is heard, and nobody says anything
+
+
+def test_what_else_is_wrong_with_its_socket_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MeshError, match="cannot be asked by"):
+        Client(tmp_path / ("s" * 200)).get("/")
