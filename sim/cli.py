@@ -277,7 +277,7 @@ def headline(options: Options) -> None:
 
         print_json({"schema": 1, "complete": whole, "rows": msgspec.to_builtins(rows)})
     elif rows:
-        table(["PAPER", "CLAIM", "OURS (95 % INTERVAL)", "N", "VERDICT"], [_claim(row) for row in rows])
+        table(["PAPER", "CLAIM", "OURS (95 % INTERVAL)", "N", "VERDICT"], [_claim(row) for row in rows], whole=True)
     end(whole, bool(rows))
 
 
@@ -365,4 +365,4 @@ def _percent(interval: "Interval") -> str:
 
 def _claim(row: "Row") -> list[str]:
     ours = f"{100 * row.ours:.1f} %" + (f" ({100 * row.low:.1f} to {100 * row.high:.1f})" if row.n > 1 else "")
-    return [row.source, row.claim, ours, str(row.n), row.verdict + (f"; {row.differs}" if row.differs else "")]
+    return [row.source, row.claim, ours, str(row.n), row.verdict + (f"; the definition differs: {row.differs}" if row.differs else "")]

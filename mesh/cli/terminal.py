@@ -16,6 +16,8 @@ from mesh.client import Client
 from mesh.duration import lasting, parse_duration
 from mesh.layout import Layout, state_directory
 
+LEAST = 24  # columns for words that go on below: on a narrower terminal its own line breaks serve; ours
+
 
 def layout(ctx: click.Context) -> Layout:
     return Layout(state_directory(ctx.obj))
@@ -49,8 +51,8 @@ def print_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps({"schema": SCHEMA, **value}, indent=2))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be; the last one is cut to the terminal's width."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False) -> None:
+    """Columns as wide as they need to be; the last one is cut to the terminal's width, or goes on below where it is told `whole`."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     import shutil
 
@@ -58,9 +60,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     last = max(8, room - sum(widths[:-1]) - 2 * (len(widths) - 1))
     for number, row in enumerate([header, *rows]):
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        end = row[-1] if len(row[-1]) <= last else row[-1][: last - 1] + "…"
-        line = "  ".join([*cells, end]).rstrip()
-        click.echo(click.style(line, bold=True) if number == 0 and _coloured() else line)
+        ends = [row[-1] if len(row[-1]) <= last else row[-1][: last - 1] + "…"]
+        if whole:
+            import textwrap
+
+            ends = textwrap.wrap(row[-1], max(last, LEAST)) or [""]
+        for end in ends:
+            line = "  ".join([*cells, end]).rstrip()
+            click.echo(click.style(line, bold=True) if number == 0 and _coloured() else line)
+            cells = [" " * width for width in widths[:-1]]
 
 
 def ago(unix_ms: float) -> str:

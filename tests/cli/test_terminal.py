@@ -35,6 +35,18 @@ def test_no_durations(text: str) -> None:
         parse_duration(text)
 
 
+@pytest.mark.parametrize("columns", ["40", "60", "200"])
+def test_a_table_that_is_told_whole_loses_no_word(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    words = "met; the definition differs: the paper counts loss alone"
+    table(["CLAIM", "VERDICT"], [["overhead", words]], whole=True)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert " ".join(line.removeprefix("overhead").strip() for line in lines) == words
+    assert all(len(line) <= int(columns) for line in lines)
+
+
 @given(st.integers(0, 10**10 - 1))
 def test_a_duration_in_words_reads_back(tenths: int) -> None:
     assert parse_duration(duration_words(tenths / 10)) == pytest.approx(tenths / 10)
