@@ -365,4 +365,5 @@ def _percent(interval: "Interval") -> str:
 
 def _claim(row: "Row") -> list[str]:
     ours = f"{100 * row.ours:.1f} %" + (f" ({100 * row.low:.1f} to {100 * row.high:.1f})" if row.n > 1 else "")
-    return [row.source, row.claim, ours, str(row.n), row.verdict + (f"; the definition differs: {row.differs}" if row.differs else "")]
+    differs = f"; the definition differs: {row.differs}" if row.differs else ""
+    return [row.source, row.claim, ours, str(row.n), row.verdict + differs]

@@ -52,7 +52,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False) -> None:
-    """Columns as wide as they need to be; the last one is cut to the terminal's width, or goes on below where it is told `whole`."""
+    """Columns as wide as they need to be; the last one is cut to the terminal's width, or goes on below if `whole`."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     import shutil
 

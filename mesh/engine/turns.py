@@ -15,7 +15,7 @@ LOOK_S = 0.05  # ours
 
 
 class Turns:
-    """Both processes have the same `descriptor`. Locks are of a process, so two of its threads must not want the same container."""
+    """Both processes have the same `descriptor`. Locks are of a process: two of its threads must not want the same container."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = os.memfd_create("turns") if descriptor is None else descriptor
