@@ -84,8 +84,8 @@ class Warden:
 
 
 class Ward:
-    """What the warden knows: until when each container may run, which of them stand still, and of which that is doubtful. By `turns`
-    one that is being dumped is left alone, and none is dumped that is in doubt."""
+    """What the warden knows: until when each container may run, which of them stand still, and of which that is doubtful. By
+    `turns` one that is being dumped is left alone, and none is dumped that is in doubt."""
 
     def __init__(self, docker_socket: str, register: Register | None, turns: Turns) -> None:
         self.alarm = Alarm()
