@@ -73,6 +73,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     edge_device: str = (
         ""  # this machine's own interface, if what leaves by it is to be shaped too; none is touched otherwise
     )
+    metrics_port: int = (
+        0  # over HTTP, where Prometheus fetches what is measured here; 0: only on the daemon's own socket
+    )
+    metrics_address: str = "127.0.0.1"
     edge_mbps: float = 0.0  # megabits per second that its link carries; 0: as the card says
 
 
@@ -89,9 +93,21 @@ def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
-    for label, port in [("port", settings.port), ("api_port", settings.api_port)]:
+    for label, port in [
+        ("port", settings.port),
+        ("api_port", settings.api_port),
+        ("metrics_port", settings.metrics_port),
+    ]:
         if not 0 <= port <= 65535:
             raise ConfigError(f"{path}: {label} must be 0 to 65535, not {port}")
+    from ipaddress import ip_address
+
+    try:
+        ip_address(settings.metrics_address)
+    except ValueError:
+        raise ConfigError(
+            f"{path}: metrics_address must be an address of this machine, as 127.0.0.1, not {settings.metrics_address!r}"
+        ) from None
     for label, quota in [
         ("store_quota_gib", settings.store_quota_gib),
         ("foreign_quota_gib", settings.foreign_quota_gib),

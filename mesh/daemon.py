@@ -31,12 +31,12 @@ from mesh.api.auth import Gatekeeper
 from mesh.api.ckptdesk import CkptDesk
 from mesh.api.desk import Desk
 from mesh.api.errors import MeshError
-from mesh.api.gpudesk import give_receipt
 from mesh.api.homecoming import Homecoming
 from mesh.api.images import ImageDesk
 from mesh.api.jobdesk import JobDesk
 from mesh.api.lending import settle_strike
 from mesh.api.logs import LogReader
+from mesh.api.metrics import Metrics
 from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
 from mesh.api.peers import PeerApi
 from mesh.api.tls import server_context
@@ -67,6 +67,7 @@ from mesh.jobs.mending import LOCAL_LOST_S
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
 from mesh.layout import Layout
+from mesh.provider.accounts import Accounts
 from mesh.provider.attendance import SECTION, SUMMARY_TTL_S, Attendance
 from mesh.provider.guard import NodeGuard, page_directory
 from mesh.provider.inventory import Inventory, Lending, load_lending, machine_mib
@@ -93,7 +94,7 @@ class Daemon:
         self.layout = layout
         self.settings = settings
         self._down: asyncio.Future[tuple[float, bool]] | None = None
-        self._started_unix = time.time()
+        self.started_unix = time.time()
         self._runners: list[web.AppRunner] = []
         self._advert_published = (0, 0.0)  # version, when
         self._failure = ""
@@ -178,7 +179,7 @@ class Daemon:
             bypass=settings.gpu_bypass,
             pinned_mib=self.ceilings.memory_mib,
             found=lambda tenant, text: self.say_of(tenant, text, "bypass"),
-            ended=lambda tenant, used: self.say_of(tenant, give_receipt(self, tenant, used), "receipt"),
+            ended=lambda tenant, used: self.say_of(tenant, self.accounts.measured(tenant, used), "receipt"),
         )
         self.switch.first.append(self.guard.shut_gates)
         self.engines = self._make_engines()
@@ -193,7 +194,7 @@ class Daemon:
             settings.accepts,
             own_only,
             self._load_lending(),
-            int(self._started_unix),
+            int(self.started_unix),
             gpu_sharing=settings.gpu_sharing,
             interactive=settings.interactive,
             driver=driver_version() if gpus else (),
@@ -227,6 +228,7 @@ class Daemon:
             self.refresh_advert,
             self.library.ready,
         )
+        self.accounts = Accounts(self.identity, self.trust.mesh_id, self.journal, self.jobs)
         self.attendance = Attendance(
             self.me,
             self.journal,
@@ -269,6 +271,7 @@ class Daemon:
         await self.deputy.restore()
         await self.library.open()
         self.desk = Desk(self)
+        self.metrics = Metrics(self)
         self.job_desk = JobDesk(self)
         self.ckpt_desk = CkptDesk(self)
         self.image_desk = ImageDesk(self)
@@ -280,6 +283,8 @@ class Daemon:
         port = await self._serve_peers(context)
         await asyncio.to_thread(self.edge.open)
         await self._serve_local()
+        if settings.metrics_port:
+            self._runners.append(await self.metrics.serve(settings.metrics_address, settings.metrics_port))
         self._facts = msgspec.msgpack.encode(Facts(port, fingerprint, __version__, self.journal.disk))
         self.api_port = port
         self.membership.publish("facts", self._facts, FACTS_TTL_S)
@@ -314,6 +319,7 @@ class Daemon:
             *(engine.close for engine in self.engines.values()),
             lambda: asyncio.to_thread(self.switch.close),
             self.guard.close,
+            self.accounts.close,
             lambda: asyncio.to_thread(self.edge.close),
             self.tunnels.close,
             *(runner.cleanup for runner in self._runners),
@@ -419,7 +425,7 @@ class Daemon:
         self.inventory.stays = self.attendance.tick(time.time(), self.inventory.lends)
         self.jobs.outlook.caps = self.attendance.caps
         self.inventory.gpu_pauses = bool(self.inventory.gpus) and not self.guard.pause_problem
-        self.inventory.up_since_unix = int(self.attendance.since_unix or self._started_unix)
+        self.inventory.up_since_unix = int(self.attendance.since_unix or self.started_unix)
         free, room = shutil.disk_usage(self.layout.root).free, self.store.room()
         free_mib = (free if room is None else min(free, room)) >> 20
         self.inventory.store_free_mib = free_mib // 1024 * 1024  # to the GiB, so that it does not flutter
@@ -444,7 +450,7 @@ class Daemon:
         self.inventory.image_offer = self.library.offer()
         self.refresh_advert(force=True)
 
-    def _make_engines(self) -> dict[str, Engine]:
+    def _make_engines(self) -> dict[str, GuardedEngine]:
         made: list[Engine] = []
         if "process" in self.settings.engines:
             process = ProcessEngine(self.switch, network=self.settings.process_network, seclusion=self._seclusion())

@@ -56,12 +56,12 @@ class Queue:
         self._waiting = [job for job in waiting if job.job not in idle]
         self._adverts = adverts
         self._usage = usage
-        self._mean = max(1, sum(usage.values()) // max(1, len(usage)))
+        self._mean = mean_of(usage)
         self._now_unix = now_unix
 
     def key(self, waiting: Waiting) -> Key:
         age = max(0, self._now_unix - waiting.since_unix) // AGE_POINT_S
-        fair = FAIR_POINTS * self._mean // (self._mean + self._usage.get(waiting.request.user, 0))
+        fair = fair_points(self._usage.get(waiting.request.user, 0), self._mean)
         deadline = NEVER if waiting.deadline_unix is None else waiting.deadline_unix
         return (-(waiting.priority + age + fair), deadline, waiting.since_unix, waiting.job)
 
@@ -122,6 +122,16 @@ class Patience:
         for (job, _), since in self._since.items():
             if now - since > LET_PASS_S:
                 self._idle_until[job] = now + IDLE_S
+
+
+def mean_of(usage: Mapping[str, int]) -> int:
+    """What a user has had lately, on average."""
+    return max(1, sum(usage.values()) // max(1, len(usage)))
+
+
+def fair_points(used: int, mean: int) -> int:
+    """By which somebody who has had so much is put ahead."""
+    return FAIR_POINTS * mean // (mean + used)
 
 
 def decayed(used_s: float, percent: int, ago_s: float) -> int:

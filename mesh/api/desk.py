@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,6 @@ class Desk:
     def describe(self) -> dict[str, Any]:
         """`mesh status`."""
         members = self._daemon.membership.members()
-        counters = self._daemon.membership.counters + self._daemon.peer_api.counters
-        counters["refused_job_messages"] += self._daemon.jobs.participant.refused
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -57,8 +56,14 @@ class Desk:
             "problem": self._daemon.membership.problem,
             "problems": self._daemon.membership.problems,
             "reached_by": self._reached_by(),
-            "counters": dict(sorted(counters.items())),
+            "counters": dict(sorted(self.counters().items())),
         }
+
+    def counters(self) -> Counter[str]:
+        """What membership, the API for peers and the job cores have counted; the names are words of the code."""
+        counters = self._daemon.membership.counters + self._daemon.peer_api.counters
+        counters["refused_job_messages"] += self._daemon.jobs.participant.refused
+        return counters
 
     def _reached_by(self) -> list[dict[str, Any]]:
         """What other nodes said of reaching this one at its address."""

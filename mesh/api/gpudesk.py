@@ -1,18 +1,16 @@
 """`mesh gpus`: this node's GPUs, who is on them, and what the guard knows of that; the answers are plain JSON values."""
 
-import time
 from base64 import b64encode
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from membership.envelope import seal
 from membership.identity import format_id
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import ShareOrder
 from mesh.jobs.attempt import Attempt
-from mesh.jobs.spec import format_job, parse_job
-from mesh.provider.receipts import KIND, DeviceUse, Receipt, ReceiptError, encode_receipt, in_words, open_receipt
+from mesh.jobs.spec import format_job
+from mesh.provider.receipts import ReceiptError, open_receipt
 from mesh.provider.tenant import Tenant
 from placement.advert import WHOLE, Portion
 
@@ -63,7 +61,11 @@ async def receipt_list(daemon: "Daemon", text: str | None) -> dict[str, Any]:
             continue
         told = {name: value for name, value in msgspec.structs.asdict(receipt).items() if name != "devices"}
         devices = [{**msgspec.structs.asdict(use), "discrepancy": use.discrepancy} for use in receipt.devices]
-        signed = {"node": format_id(receipt.node), "sealed": b64encode(sealed).decode()}
+        signed = {
+            "node": format_id(receipt.node),
+            "submitter": format_id(receipt.submitter) if receipt.submitter else "",
+            "sealed": b64encode(sealed).decode(),
+        }
         rows.append({**told, "devices": devices, **signed})
     return {"receipts": rows}
 
@@ -147,20 +149,3 @@ def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, An
         "findings": [msgspec.structs.asdict(one) for one in tenant.findings if one.uuid == portion.uuid],
         **{name: value for name, value in msgspec.structs.asdict(tenant.usage()[place]).items() if name != "uuid"},
     }
-
-
-def give_receipt(daemon: "Daemon", tenant: Tenant, used: tuple[DeviceUse, ...]) -> str:
-    """An attempt has ended: what it used of the GPUs is signed and kept; the same in words."""
-    job = parse_job(tenant.job)
-    attempt = daemon.jobs.attempts.get(job)
-    receipt = Receipt(
-        job=tenant.job,
-        attempt=tenant.attempt,
-        node=daemon.me,
-        user=attempt.spec.user if attempt is not None else "",
-        from_unix_ms=tenant.began_unix_ms,
-        until_unix_ms=time.time_ns() // 1_000_000,
-        devices=used,
-    )
-    daemon.journal.keep_receipt(job, seal(daemon.identity, daemon.trust.mesh_id, KIND, encode_receipt(receipt)))
-    return in_words(receipt)

@@ -20,6 +20,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.api.files import running_files
 from mesh.api.images import ImageApi
 from mesh.api.streams import IDLE_S, given, taken
+from mesh.api.usage import told_to_peer
 from mesh.jobs.deputy import Refused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
 from mesh.jobs.postman import BATCH_LIMIT, open_mail
@@ -64,6 +65,7 @@ class PeerApi:
                 web.get("/v1/jobs/{job}/files", self._files),
                 web.get("/v1/jobs/{job}/log/{attempt}", self._log),
                 web.put("/v1/jobs/{job}/log/{attempt}", self._put_log),
+                web.get("/v1/usage", self._usage),
                 web.put("/v1/errands/{job}", self._take_errand),
                 web.delete("/v1/errands/{job}", self._release_errand),
                 *ImageApi(self._daemon, self._admit).routes(),
@@ -270,6 +272,10 @@ class PeerApi:
         standing, _ = await self._admit(request)
         await self._daemon.deputy.release(standing.node_id, _hex(request.match_info["job"], 16))
         return web.Response()
+
+    async def _usage(self, request: web.Request) -> web.Response:
+        await self._admit(request)
+        return web.Response(body=await told_to_peer(self._daemon, _number(request.query.get("since", "0"))))
 
     async def _log(self, request: web.Request) -> web.StreamResponse:
         standing, _ = await self._admit(request)

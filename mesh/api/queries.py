@@ -4,6 +4,8 @@ from typing import Annotated
 
 import msgspec
 
+from mesh.provider.usage import By
+
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Neither a body nor a query."""
@@ -44,3 +46,11 @@ class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`follow`: until the job is over."""
 
     follow: bool = False
+
+
+class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`since_s`: so many seconds back; `here`: by this node's own receipts, nobody is asked."""
+
+    since_s: Annotated[float, msgspec.Meta(gt=0, lt=1e10)] = 30 * 86_400.0
+    by: By = "user"
+    here: bool = False

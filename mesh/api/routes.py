@@ -17,6 +17,7 @@ from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
 from mesh.api.migration import migrate
 from mesh.api.queries import Nothing
 from mesh.api.recovery import recover
+from mesh.api.usage import usage as usage_of
 from mesh.api.zones import zone_list
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 Answer = dict[str, Any]
 BYTES, FRAMES = "application/octet-stream", "websocket"  # what is answered, where it is no JSON
-DOCUMENT = "application/openapi+json"
+DOCUMENT, TEXT = "application/openapi+json", "text/plain"
 
 
 class Call(msgspec.Struct, Generic[A], frozen=True):
@@ -249,6 +250,32 @@ async def control(daemon: "Daemon", call: Call[Nothing]) -> Answer:
 async def events(daemon: "Daemon", call: Call[queries.EventsQuery]) -> Answer:
     """What happened to jobs."""
     return {"events": await daemon.job_desk.events(call.asked.job, call.asked.after)}
+
+
+@read(
+    "usage",
+    "mesh",
+    queries.UsageQuery,
+    {
+        "by": str,
+        "since_unix_ms": int,
+        "rows": list[dict[str, Any]],
+        "silent": list[str],
+        "cut": list[str],
+        "runs": list,
+    },
+)
+async def usage(daemon: "Daemon", call: Call[queries.UsageQuery]) -> Answer:
+    """Hours lent and borrowed, by signed receipts."""
+    return await usage_of(daemon, call.asked.since_s, call.asked.by, call.asked.here)
+
+
+async def metrics(daemon: "Daemon", call: Call[Nothing]) -> web.StreamResponse:
+    """What is measured here now, for Prometheus."""
+    return await daemon.metrics.answer(call.request)
+
+
+ROUTES.append(Route("GET", "/metrics", "mesh", Nothing, TEXT, metrics))  # where Prometheus looks
 
 
 # --- checkpoints

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -33,12 +34,17 @@ class Wire:
         self.budget_bps = budget_bps
         self.owners: WeakKeyDictionary[asyncio.BaseTransport, Lane] = WeakKeyDictionary()
         self.classed = False  # whether streams say of which class they are
+        self.sent: Counter[str] = Counter()  # bytes that peers have acknowledged, by urgency, of streams that are over
         self._open: list[Lane] = []
 
     @property
     def least_bps(self) -> float:
         """What every stream may count on, as long as not many are open."""
         return FLOOR_BPS if self.budget_bps is None else min(FLOOR_BPS, self.budget_bps / FEW / MOST_SHARE**2)
+
+    @property
+    def open(self) -> tuple["Lane", ...]:
+        return tuple(self._open)
 
     def lane(self, pace: Pace) -> "Lane":
         return Lane(self, pace)
@@ -103,6 +109,10 @@ class Lane:
         self._allowed, self._looked_at = 0.0, 0.0
 
     @property
+    def urgency(self) -> str:
+        return "urgent" if self.pace.urgent else "background"
+
+    @property
     def held(self) -> bool:
         """Whether its pace, and not the network, has been what kept it from being faster."""
         return 0 < HELD * self._allowed <= self.sent
@@ -116,7 +126,12 @@ class Lane:
         if self._ticking is not None:
             self._ticking.cancel()
         self._stack.close()
-        if self._socket is None or self._transport is None or self._wire.owners.get(self._transport) is not self:
+        mine = self._transport is not None and self._wire.owners.get(self._transport) is self
+        info = self._socket.info() if mine and self._socket is not None else None
+        if info is not None and self._base is not None:
+            self.sent = info.acked - self._base
+        self._wire.sent[self.urgency] += self.sent
+        if self._socket is None or self._transport is None or not mine:
             return  # another request has it already
         del self._wire.owners[self._transport]
         self._socket.release()

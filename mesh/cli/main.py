@@ -42,6 +42,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("reclaim", "mesh.cli.lend", "Take the machine, or one GPU, back from its guests"),
         ("killall", "mesh.cli.seize", "End every guest here at once, also where the daemon hangs or is gone"),
         ("status", "mesh.cli.nodes", "This node's own state"),
+        ("usage", "mesh.cli.usage", "Hours lent and borrowed, and what ran here"),
         ("gpus", "mesh.cli.gpus", "This node's GPUs, and who has what of them"),
         ("install-service", "mesh.cli.service", "Start this node at every boot, by systemd"),
         ("doctor", "mesh.cli.doctor", "Find what keeps this machine from being a good node"),

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 
 import msgspec
 
 from mesh.engine.alarm import boot_s
-from mesh.engine.engine import Availability, Engine, Exit, Guest, Launch
+from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
 from mesh.engine.wrapped import WrappedGuest
 from mesh.provider.guard import NodeGuard
 from mesh.provider.tenant import Tenant
@@ -22,11 +23,21 @@ class GuardedEngine:
     def __init__(self, engine: Engine, guard: NodeGuard) -> None:
         self.name, self.own_root = engine.name, engine.own_root
         self._engine, self._guard = engine, guard
+        self.starts: Counter[str] = Counter()  # ok, failed
 
     async def availability(self) -> Availability:
         return await self._engine.availability()
 
     async def start(self, launch: Launch) -> Guest:
+        try:
+            guest = await self._start(launch)
+        except EngineError:
+            self.starts["failed"] += 1
+            raise
+        self.starts["ok"] += 1
+        return guest
+
+    async def _start(self, launch: Launch) -> Guest:
         tenant = self._guard.admit(launch, self.own_root) if launch.gpus else None
         if tenant is None:
             return await self._engine.start(launch)

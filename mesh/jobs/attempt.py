@@ -115,6 +115,7 @@ class Attempt:
         self._found_key: object = None
         self._exit_was_clean = False
         self._started = self._unwanted = False
+        self.began_unix_ms = 0  # when its guest started
         self._have_image = have_image
         self._fetching: asyncio.Future[str] | None = None
         self._notices, self._noticing = 0, asyncio.Lock()
@@ -275,7 +276,7 @@ class Attempt:
             self._tell(GuestFailed(str(error), elsewhere=True))
             return
         self._guest.allow_until(self._may_run_until)  # the lease has gone on while it started
-        self._started = True
+        self._started, self.began_unix_ms = True, time.time_ns() // 1_000_000
         step = ledger.commit.step if ledger.commit is not None else None
         self._stake.began(boot_s(), ledger.commit is not None, step)
         self.cadence.began(boot_s())

@@ -99,6 +99,10 @@ class Board:
         ranked: Callable[[Request, Collection[Advert]], Ranking] = rank_nodes,
     ) -> Queue:
         """Who waits, and what each user has had lately."""
+        return Queue(self._waiting.values(), self.usage(now_unix), adverts, int(now_unix), idle, ranked)
+
+    def usage(self, now_unix: float) -> Mapping[str, int]:
+        """What each user has had lately (`placement.queue.decayed`), also of those who only wait."""
         usage: Counter[str] = Counter()
         for status in self._best.values():
             if status.job in self._waiting:
@@ -107,7 +111,7 @@ class Board:
                 if attempt.running_unix_ms:
                     ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
                     usage[status.user] += decayed(attempt.ran_s, status.gpu_percent, ago_s)
-        return Queue(self._waiting.values(), usage, adverts, int(now_unix), idle, ranked)
+        return usage
 
     def _forget(self, job: bytes) -> None:
         del self._views[job]

@@ -1,6 +1,7 @@
 """Keeps what nodes say happened to jobs: this node's own words, and on witnesses those of all who have a part in the job."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class Chronicle:
         self._identity, self._trust, self._journal = identity, trust, journal
         self._last: dict[bytes | None, tuple[int, bytes]] = {}  # number and hash of what was last said of each job
         self._untold: dict[bytes, list[bytes]] = {}
+        self.said: Counter[Kind] = Counter()  # events, since this daemon started
 
     def say(self, job: bytes | None, kind: Kind, reason: str = "", **fields: Any) -> Event:
         """This happened. It is written soon, and told to the job's witnesses with the next `untold`."""
@@ -37,6 +39,7 @@ class Chronicle:
         # A clock and a count in one: it goes on where a former life of this node, which nobody remembers, left off.
         event = Event(job, max(seq + 1, unix_ms), unix_ms, kind, previous, reason=reason[:REASON_CHARS], **fields)
         sealed = seal(self._identity, self._trust.mesh_id, "event", encode_event(event))
+        self.said[kind] += 1
         self._last[job] = (event.seq, hash_of(sealed))
         self._journal.record(self._identity.node_id, event, sealed)
         if job is not None:

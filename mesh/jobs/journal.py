@@ -150,6 +150,14 @@ class Journal:
         rows = await self._do(lambda: self._db.execute(query, [*arguments, limit]).fetchall())
         return [row[0] for row in rows[::-1]]
 
+    async def receipts_before(self, number: int | None, limit: int) -> list[tuple[int, bytes]]:
+        """The `limit` receipts before that one, or the newest: their numbers here and their bytes, newest first."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT id, sealed FROM receipts WHERE id < ? ORDER BY id DESC LIMIT ?"
+        newest = 2**62 if number is None else number
+        return await self._do(lambda: self._db.execute(query, [newest, limit]).fetchall())
+
     def _note(self, statement: str, row: tuple[object, ...]) -> None:
         self._notes.append((statement, row))
         if self._writing is None or self._writing.done():

@@ -103,7 +103,7 @@ class JobService:
         membership: MembershipNode,
         journal: Journal,
         store: Store,
-        engines: dict[str, Engine],
+        engines: Mapping[str, Engine],
         inventory: Inventory,
         peers: PeerClient,
         directory: Path,
@@ -152,9 +152,8 @@ class JobService:
         self._looked_s = 0.0  # how long that last took
         self._vacated: dict[bytes, asyncio.Event] = {}
         self._waits = Waits()
-        self.left: Callable[[bytes, Attempt, str], None] = lambda job, attempt, reason: (
-            None
-        )  # an attempt has ended here
+        self.left: Callable[[bytes, Attempt, str], None] = lambda *ended: None  # an attempt has ended here
+        self.cleared: Callable[[bytes, Attempt, str], None] = lambda *ended: None  # and nothing of it is left
 
     # --- life
 
@@ -463,14 +462,15 @@ class JobService:
         if attempt is not None:
             self.left(job, attempt, reason)
             self.cadences.left(attempt, reason)
-            task = asyncio.create_task(self._clear_away(job, attempt), name=f"end {format_job(job)[:8]}")
+            task = asyncio.create_task(self._clear_away(job, attempt, reason), name=f"end {format_job(job)[:8]}")
             self._endings.add(task)
             task.add_done_callback(self._endings.discard)
 
-    async def _clear_away(self, job: bytes, attempt: Attempt) -> None:
+    async def _clear_away(self, job: bytes, attempt: Attempt, reason: str) -> None:
         try:
             await attempt.close()
         finally:
+            self.cleared(job, attempt, reason)
             self.inventory.release(job)
             self._places_changed()
             self._vacated.pop(job, asyncio.Event()).set()

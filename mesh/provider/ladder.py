@@ -72,6 +72,7 @@ class Ladder:
         self._guests: dict[bytes, _Guest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.told: dict[bytes, dict[str, Any]] = {}
+        self.reclaimed: Callable[[dict[str, float]], None] = lambda rungs_s: None  # each rung's seconds from the order
         jobs.left = self._left
 
     # --- what the owner's presence asks for
@@ -245,6 +246,7 @@ class Ladder:
         rungs["gone"] = round((now - guest.ordered_at) * 1e3, 1)
         told = ", ".join(f"{name} {ms:.0f} ms" for name, ms in rungs.items())
         log.info("job %s: %s; from the order: %s", format_job(job)[:8], words, told)
+        self.reclaimed({name: ms / 1e3 for name, ms in rungs.items()})
         self.told.pop(job, None)
         while len(self.told) >= TOLD_KEPT:
             self.told.pop(next(iter(self.told)))

@@ -1,4 +1,8 @@
-"""What an attempt has used of this node's GPUs: counted while it runs, then told in a receipt that the node signs."""
+"""What an attempt has used of this node: counted while it runs, then told in a receipt that the node signs.
+
+Receipts are kept as they were signed, and are a node's history. Later versions may add fields: who reads ignores what it does
+not know.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +10,7 @@ import msgspec
 
 from cuda_guard.auditor import Held
 from cuda_guard.guard import Usage
-from membership.envelope import EnvelopeError, open_envelope
+from membership.envelope import OVERHEAD, EnvelopeError, open_envelope
 from membership.identity import ID_BYTES, NodeId
 
 KIND = "receipt"  # of its envelope
@@ -18,7 +22,7 @@ class ReceiptError(ValueError):
     """Bytes that are no receipt."""
 
 
-class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceUse(msgspec.Struct, frozen=True):
     """Of one device. `gpu_ns`: its time as the guard measured it by events, and `nvml_ns` as NVML's samples have it; `byte_s`:
     the integral of the memory it was charged with, in byte seconds, and `nvml_byte_s` of what it really held. None: not told."""
 
@@ -38,8 +42,10 @@ class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.nvml_ns / self.gpu_ns - 1
 
 
-class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One attempt of a job of this user's on one node."""
+class Receipt(msgspec.Struct, frozen=True):
+    """One attempt of a job of this user's on one node. `devices`: what its guard measured, if it had one. `gpu_percent`: what it
+    held, in per cent of a GPU; 0 is a slot. `reason`: why it ended, empty while it goes on; `lost_ms`: of its work, what no
+    checkpoint had when it had to leave."""
 
     job: str
     attempt: int
@@ -48,6 +54,12 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     from_unix_ms: int
     until_unix_ms: int
     devices: tuple[DeviceUse, ...]
+    name: str = ""
+    submitter: NodeId = b""
+    engine: str = ""
+    gpu_percent: int = 0
+    reason: str = ""
+    lost_ms: int = 0
 
 
 _decoder = msgspec.msgpack.Decoder(Receipt)
@@ -71,12 +83,20 @@ def open_receipt(sealed: bytes, mesh_id: bytes) -> Receipt:
     return receipt
 
 
-def in_words(receipt: Receipt) -> str:
+def own_receipt(sealed: bytes) -> Receipt:
+    """One that this node has signed and kept itself; its signature is not checked again."""
+    try:
+        return _decoder.decode(sealed[OVERHEAD:])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ReceiptError(f"not a receipt: {error}") from error
+
+
+def in_words(devices: Sequence[DeviceUse]) -> str:
     """In a line, for people."""
     told = [
         f"{use.gpu_ns / 1e9:.1f} s of {use.uuid[:12]}, {use.byte_s / 2**30:.1f} GiB s, {use.launches} launches"
         + (f"; NVML differs by {use.discrepancy:+.0%}" if abs(use.discrepancy or 0) > SUSPICIOUS else "")
-        for use in receipt.devices
+        for use in devices
     ]
     return "used " + "; ".join(told)
 

@@ -1,7 +1,10 @@
 """The GPUs of this machine, by NVML. A machine without NVIDIA's driver is a node with none, and no error."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from placement.advert import MAX_DRIVER_PARTS, Gpu
 
@@ -39,6 +42,63 @@ def driver_version() -> tuple[int, ...]:
         return ()
     parts = text.split(".")[:MAX_DRIVER_PARTS]
     return tuple(map(int, parts)) if all(part.isascii() and part.isdigit() for part in parts) else ()
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """One GPU at one moment; None is what the driver does not tell."""
+
+    uuid: str
+    model: str
+    busy: float | None  # part of the last sample period, 0 to 1
+    used_bytes: int | None
+    total_bytes: int | None
+    celsius: float | None
+    watts: float | None
+
+
+def readings() -> tuple[Reading, ...]:
+    """Every GPU now; empty where there is no driver. One that has fallen off the bus is left out."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()  # counted: while somebody else has it open, this is no more than that
+    except pynvml.NVMLError:
+        return ()
+    try:
+        found = [_read(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(reading for reading in found if reading is not None)
+    except pynvml.NVMLError as error:
+        log.debug("NVML failed while reading GPUs: %s", error)
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read(nvml: Any, number: int) -> Reading | None:
+    def ask(question: Callable[..., Any], *more: Any) -> Any:
+        try:
+            return question(handle, *more)
+        except nvml.NVMLError:  # not every GPU has every sensor
+            return None
+
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(number)
+        uuid, model = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    except nvml.NVMLError as error:
+        log.debug("GPU %d cannot be read: %s", number, error)
+        return None
+    rates, memory = ask(nvml.nvmlDeviceGetUtilizationRates), ask(nvml.nvmlDeviceGetMemoryInfo)
+    celsius = ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
+    milliwatts = ask(nvml.nvmlDeviceGetPowerUsage)
+    return Reading(
+        uuid=uuid,
+        model=model,
+        busy=None if rates is None else rates.gpu / 100,
+        used_bytes=None if memory is None else int(memory.used),
+        total_bytes=None if memory is None else int(memory.total),
+        celsius=None if celsius is None else float(celsius),
+        watts=None if milliwatts is None else milliwatts / 1000,
+    )
 
 
 def _describe(nvml: Any, number: int) -> Gpu:

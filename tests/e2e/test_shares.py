@@ -186,7 +186,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     ):
         until(lambda: re.search(words, node.where.log.read_text()), words)  # noqa: B023
     assert on_gpus(node) == []
-    (receipt,) = read(node, "gpus", "--receipts")["receipts"]
+    (receipt,) = until(lambda: read(node, "gpus", "--receipts")["receipts"], "the receipt")
     assert (receipt["job"], receipt["attempt"], len(receipt["devices"])) == (job, 0, 1)
     (used,) = receipt["devices"]
     assert used["gpu_ns"] == pytest.approx(world.busy_ns(), rel=0.1, abs=30_000_000) and used["peak"] >= GIB // 4

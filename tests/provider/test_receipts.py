@@ -63,13 +63,10 @@ def test_no_changed_byte_passes(data: st.DataObject) -> None:
 
 
 def test_in_words_it_names_a_discrepancy_that_is_more_than_nvmls_own() -> None:
-    assert in_words(RECEIPT) == "used 20.0 s of GPU-01234567, 7.0 GiB s, 12 launches; NVML differs by +30%"
+    assert in_words(RECEIPT.devices) == "used 20.0 s of GPU-01234567, 7.0 GiB s, 12 launches; NVML differs by +30%"
     near = DeviceUse("GPU-0", 10**9, 0, 1, 0, 1_050_000_000)
-    assert near.discrepancy == pytest.approx(0.05) and "NVML" not in in_words(
-        Receipt(
-            "j", 0, NODE.node_id, "", 0, 0, (near, DeviceUse("GPU-1", 0, 0, 0, 0, 5), DeviceUse("GPU-2", 1, 0, 0, 0))
-        )
-    )
+    unknown = (DeviceUse("GPU-1", 0, 0, 0, 0, 5), DeviceUse("GPU-2", 1, 0, 0, 0))
+    assert near.discrepancy == pytest.approx(0.05) and "NVML" not in in_words((near, *unknown))
 
 
 def usage(memory: int, gpu_s: float = 0.0) -> tuple[Usage, ...]:

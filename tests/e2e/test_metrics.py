@@ -1,0 +1,86 @@
+"""What a real node measures and has lent: told to Prometheus, to its owner, and to the other nodes."""
+
+import http.client
+import socket
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parsed
+
+from mesh.stack import Stack, StackNode
+from mesh.telemetry.metrics import METRICS
+from tests.e2e.commands import mesh, ok, read, running_with_checkpoint, submit_count, until
+
+pytestmark = pytest.mark.e2e
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def read_metrics(answer: str) -> Samples:
+    return {
+        (one.name, tuple(sorted(one.labels.items()))): one.value for family in parsed(answer) for one in family.samples
+    }
+
+
+def on_socket(node: StackNode) -> Samples:
+    connection = http.client.HTTPConnection("mesh")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(node.where.socket))
+    connection.request("GET", "/metrics")
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    return read_metrics(answer.read().decode())
+
+
+def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable[..., Stack]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    stack = make_stack(2)
+    here, there = stack.nodes
+    ok(there, "down", "--now")
+    there.where.config.write_text(f"metrics_port = {port}\n")
+    stack.start(there)
+    until(lambda: there.where.socket.exists() and Stack.sees(here, 2) and Stack.sees(there, 2), "it to be back")
+    ok(here, "pause")
+    job = submit_count(here, 100_000)
+    running_with_checkpoint(here, job)
+    during = on_socket(there)
+    running = ("engine", "process"), ("state", "running")
+    assert (
+        during["mesh_guests", running] == 1 and during["mesh_guest_starts_total", (running[0], ("result", "ok"))] == 1
+    )
+    assert during["mesh_members", (("state", "alive"),)] == 2 and during["mesh_slots_free", ()] == 0
+    assert during["mesh_checkpoints_total", ()] >= 1 and during["mesh_lending", ()] == 1
+    assert ("mesh_work_at_risk_seconds", ()) in during
+    assert {name for name, _ in during} <= {
+        metric.name + end for metric in METRICS for end in ("", "_bucket", "_sum", "_count")
+    }
+    (mine,) = [row for row in read(here, "usage")["rows"] if row["attempts"]]
+    assert mine["own_slot_h"] > 0, "what runs now counts, and one user has both machines"
+
+    ok(there, "reclaim", "--grace", "20")
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    def ended() -> Samples | None:
+        connection.request("GET", "/metrics")
+        told = read_metrics(connection.getresponse().read().decode())
+        return told if told["mesh_reclaims_total", ()] == 1 and told["mesh_guests", running] == 0 else None
+
+    after = until(ended, "the reclaim to be counted")
+    assert after["mesh_reclaim_rung_seconds_count", (("rung", "gone"),)] == 1
+    assert after["mesh_attempts_ended_total", (("end", "vacated"), running[0])] == 1 and after["mesh_paused", ()] == 1
+    connection.request("GET", "/v1/status")
+    refused = connection.getresponse()
+    assert (refused.read(), refused.status)[1] == 404, "nothing else is told there"
+    connection.close()
+    ok(here, "cancel", job)
+
+    (run,) = read(there, "usage", "--runs")["runs"]
+    assert run["job"] == job and run["end"].startswith("vacated: ") and run["submitter"] == here.nick
+    by_node = {row["name"]: row for row in read(here, "usage", "--by", "node")["rows"]}
+    assert by_node[there.nick]["lent_slot_h"] == by_node[here.nick]["borrowed_slot_h"] > 0
+    shown = ok(here, "usage")
+    assert "points ahead" in shown and "BORROWED" in shown and job[:8] in ok(there, "usage", "--runs")
+    (month,) = read(there, "usage", "--by", "month", "--here")["rows"]
+    assert month["own_slot_h"] > 0
+    bad = mesh(here, "usage", "--since", "yesterday")
+    assert bad.returncode == 2 and "duration" in bad.stderr

@@ -1,0 +1,122 @@
+"""What is measured: written as Prometheus reads it, declared, documented, and shown on the dashboard by names that exist."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families as parsed
+
+from mesh.telemetry.exposition import Histogram, Metric, Sheet
+from mesh.telemetry.gpu import readings
+from mesh.telemetry.metrics import METRICS
+from tests.telemetry.test_gpu import FakeNvml
+
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "examples" / "grafana-dashboard.json"
+GAUGE = Metric("some_gauge", "gauge", 'It says "how\\much",\nin two lines.', ("gpu", "model"))
+
+
+@given(st.text(), st.text(), st.floats())
+def test_any_label_and_number_is_read_back(gpu: str, model: str, value: float) -> None:
+    sheet = Sheet([GAUGE])
+    sheet.put("some_gauge", value, gpu=gpu, model=model)
+    ((family),) = list(parsed(sheet.text()))
+    (sample,) = family.samples
+    assert family.documentation == GAUGE.help and family.type == "gauge"
+    assert sample.labels == {"gpu": gpu, "model": model}
+    assert sample.value == value or (math.isnan(value) and math.isnan(sample.value))
+
+
+def test_a_histogram_counts_up_to_its_bounds() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(value)
+    sheet = Sheet([Metric("took_seconds", "histogram", "How long.", ("rung",))])
+    sheet.put_histogram("took_seconds", histogram, rung="gone")
+    (family,) = parsed(sheet.text())
+    told = {(one.name, one.labels.get("le", "")): one.value for one in family.samples}
+    assert [told["took_seconds_bucket", le] for le in ("0.1", "1", "+Inf")] == [2, 3, 4]
+    assert told["took_seconds_count", ""] == 4 and told["took_seconds_sum", ""] == pytest.approx(7.65)
+
+
+def test_only_what_is_declared_is_told() -> None:
+    sheet = Sheet([GAUGE])
+    for name, labels in (("another", {}), ("some_gauge", {"gpu": "x"}), ("some_gauge", {})):
+        with pytest.raises(KeyError):
+            sheet.put(name, 1.0, **labels)
+    sheet.put("some_gauge", None, gpu="x", model="y")
+    assert list(parsed(sheet.text())) == [], "what is not known is left out"
+
+
+def test_names_are_those_of_prometheus_conventions() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"(mesh|process)_[a-z_]+", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert not {"job", "user", "node", "name"} & set(metric.labels), f"{metric.name}: nothing bounds that label"
+
+
+def test_all_are_documented_with_their_labels() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([^|]*) \|", page, re.MULTILINE)
+    told = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert told == {metric.name: (metric.kind, metric.labels) for metric in METRICS}
+
+
+def expressions(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value[key] for key in ("expr", "definition") if isinstance(value.get(key), str)]
+        return own + [found for child in value.values() for found in expressions(child)]
+    return [found for child in value for found in expressions(child)] if isinstance(value, list) else []
+
+
+def test_the_dashboard_shows_only_what_there_is() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    known = {metric.name: metric for metric in METRICS}
+    found = expressions(board)
+    assert len(found) > 15 and len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    for expression in found:
+        names = re.findall(r"\b(?:mesh|process)_[a-z_]+", expression)
+        assert names, expression
+        for name in names:
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            metric = known[name] if name in known else known[base]
+            assert name == metric.name or metric.kind == "histogram", expression
+        asked = set(re.findall(r"(?:by|without) ?\(([a-z, ]+)\)", expression))
+        labels = {label.strip() for group in asked for label in group.split(",")}
+        assert labels <= {"le", "instance", "job", *(each for name in names for each in labels_of(name, known))}
+    shown = {name for expression in found for name in known if name in expression}
+    assert len(shown) > 0.6 * len(known), f"missing: {sorted(set(known) - shown)}"
+
+
+def labels_of(name: str, known: dict[str, Metric]) -> tuple[str, ...]:
+    metric = known.get(name) or known[re.sub(r"_(bucket|sum|count)$", "", name)]
+    return metric.labels
+
+
+def test_a_gpu_tells_what_it_has_sensors_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    class Rates:
+        gpu = 37
+
+    nvml = FakeNvml(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda handle: Rates)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 61)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: 312_500 if handle == 0 else refuse())
+    first, second = readings()
+    assert (first.uuid, first.busy, first.celsius, first.watts) == ("GPU-0", 0.37, 61.0, 312.5)
+    assert first.used_bytes is None and second.watts is None and not nvml.open
+    lost = FakeNvml(monkeypatch, lost=True)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert [reading.uuid for reading in readings()] == ["GPU-0"] and not lost.open
+    FakeNvml(monkeypatch, init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert readings() == ()
