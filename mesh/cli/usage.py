@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from mesh.cli.terminal import DURATION, client, json_option, lasting, patience, print_json, table
+from mesh.cli.telling import patience
+from mesh.cli.terminal import DURATION, client, json_option, print_json, table
+from mesh.duration import lasting
 
 HEADS = {"user": "USER", "node": "NODE", "zone": "ZONE", "month": "MONTH"}
 

@@ -185,7 +185,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
         rf"killed for the owner: job {job[:8]} \(process\): \d+ processes gone after",
     ):
         until(lambda: re.search(words, node.where.log.read_text()), words)  # noqa: B023
-    assert on_gpus(node) == []
+    until(lambda: on_gpus(node) == [], "the attempt to be over")
     (receipt,) = until(lambda: read(node, "gpus", "--receipts")["receipts"], "the receipt")
     assert (receipt["job"], receipt["attempt"], len(receipt["devices"])) == (job, 0, 1)
     (used,) = receipt["devices"]
