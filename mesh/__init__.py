@@ -1,3 +1,33 @@
 """campus-mesh: lend and borrow lab GPUs on a campus LAN. No server, no admin."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mesh.futures import Client as Client
+    from mesh.futures import Executor as Executor
+    from mesh.futures import Job as Job
+    from mesh.futures import JobFailed as JobFailed
+    from mesh.futures import submit as submit
+    from mesh.remote import Call as Call
+    from mesh.remote import checkpoint as checkpoint
+
 __version__ = "0.1.0"
+
+# Imported when they are asked for: each command of `mesh` begins with this module.
+_PARTS = {
+    **dict.fromkeys(("Client", "Executor", "Job", "JobFailed", "submit"), "mesh.futures"),
+    **dict.fromkeys(("Call", "checkpoint"), "mesh.remote"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PARTS:
+        raise AttributeError(f"module 'mesh' has no attribute {name!r}")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(_PARTS[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PARTS})

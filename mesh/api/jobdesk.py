@@ -551,5 +551,9 @@ async def must_be_free(target: Path) -> None:
     def is_taken() -> bool:
         return target.exists() and (not target.is_dir() or any(target.iterdir()))
 
-    if await asyncio.to_thread(is_taken):
+    try:
+        taken = await asyncio.to_thread(is_taken)
+    except OSError as error:
+        raise MeshError(f"{target} cannot be a directory: {error.strerror}", ExitCode.USAGE) from error
+    if taken:
         raise MeshError(f"{target} exists and is not empty: name a new directory", ExitCode.USAGE)

@@ -9,6 +9,9 @@ from placement.advert import WHOLE
 from placement.queue import DEFAULT_PRIORITY
 
 Role = Literal["provider", "user"]
+# The daemon has a working directory of its own, which nobody means. PATH_MAX of Linux.
+AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,7 +24,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     argv: list[str]
     name: str = ""
     env: dict[str, str] = {}
-    workdir: str | None = None
+    workdir: AbsolutePath | None = None
     image: str | None = None
     engine: str | None = None
     gpus: int = 0
@@ -32,8 +35,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capability: tuple[int, int] = (0, 0)
     driver: tuple[int, ...] = ()
     vram_limit_mib: int = 0
-    memory_mib: int | None = None
-    cpus: float | None = None
+    memory_mib: Number | None = None
+    cpus: Annotated[float, msgspec.Meta(gt=0, le=4096)] | None = None
     zone: str | None = None
     least_nodes: int = 1
     most_nodes: int = 1
@@ -51,10 +54,10 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = DEFAULT_PRIORITY
     after: list[str] = []
     retry_on: list[int] = []
-    deadline_unix: float | None = None
-    array: list[int] = []
-    array_limit: int = 0
-    out: str | None = None
+    deadline_unix: Annotated[float, msgspec.Meta(ge=0, lt=2**43)] | None = None  # in milliseconds it fits a double
+    array: list[Number] = []
+    array_limit: Number = 0
+    out: AbsolutePath | None = None
     home: str | None = None
     interactive: bool = False
 
@@ -158,7 +161,7 @@ class PullCheckpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`seq`: its number, or none for the last that is committed."""
 
     job: str
-    destination: str
+    destination: AbsolutePath
     seq: int | None = None
 
 
@@ -210,4 +213,4 @@ class PushImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    destination: str
+    destination: AbsolutePath

@@ -15,6 +15,7 @@ from mesh.api.schema import SCHEMA
 from mesh.client import Client
 from mesh.duration import lasting, parse_duration
 from mesh.layout import Layout, state_directory
+from mesh.size import SizeError, parse_size
 
 LEAST = 24  # columns for words that go on below: on a narrower terminal its own line breaks serve; ours
 
@@ -119,16 +120,10 @@ class Mebibytes(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        units = {"m": 1, "g": 1024, "t": 1024 * 1024}
-        text = str(value).lower().removesuffix("ib").removesuffix("b")
-        number, unit = (text[:-1], units[text[-1]]) if text and text[-1] in units else (text, 1)
         try:
-            mebibytes = int(float(number) * unit)
-        except (ValueError, OverflowError):
-            mebibytes = -1
-        if not 0 <= mebibytes < 2**31:
-            self.fail(f"{value!r} is not a size: write 6g, 512m or a number of MiB", param, ctx)
-        return mebibytes
+            return parse_size(str(value))
+        except SizeError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Deadline(click.ParamType[float]):

@@ -1,0 +1,134 @@
+"""`import mesh`: functions of this file as jobs of real daemons; the examples of docs/python-api.md, as they stand there."""
+
+import asyncio
+import concurrent.futures
+import doctest
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mesh
+from mesh.api.errors import MeshError
+from mesh.futures import RemoteTraceback
+from mesh.stack import Stack
+from tests.e2e.commands import running_with_checkpoint, until
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+
+
+class Odd(Exception):
+    """An exception with more than a text."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{number} is odd")
+        self.number = number
+
+
+def half(number: int) -> Any:
+    print("halving", number, flush=True)
+    if number % 2:
+        raise Odd(number)
+    return {"half": number // 2}, os.environ["MESH_NODE"]
+
+
+class Count:
+    """Adds up numbers, one after the other, and remembers on which nodes it did."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.number, self.total, self.nodes = last, 0, 0, []
+
+    def __call__(self, pace_s: float) -> "Count":
+        self.nodes.append(os.environ["MESH_NODE"])
+        while self.number < self.last:
+            self.number += 1
+            self.total += self.number
+            time.sleep(pace_s)
+            mesh.checkpoint(self.number, self.last)
+        return self
+
+    def checkpoint(self, pace_s: float) -> mesh.Call:
+        return mesh.Call(self, pace_s / 4)
+
+
+async def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
+    client = mesh.Client(shared.nodes[0].where.root)
+    good, odd, gone, plain = (
+        client.submit(half, 4, name="halves"),
+        client.submit(half, 3),
+        client.submit(os._exit, 3),
+        client.submit(half, 2, results="json"),
+    )
+    waits = client.submit(half, 8, after=[good], env={"A": "b"})
+    endless = client.submit(time.sleep, 600)
+    value, node = await good
+    assert value == {"half": 2} and node in {node.nick for node in shared.nodes}
+    assert good.wait() == "done" and good.done() and "halving 4" in "".join(good.logs())
+    assert {"submitted", "attempt", "end"} <= {event["kind"] for event in good.events()}
+    assert client.job("halves").result(30) == (value, node)
+    with pytest.raises(Odd, match="3 is odd") as found:
+        odd.result(60)
+    assert found.value.number == 3 and isinstance(found.value.__cause__, RemoteTraceback)
+    assert "in half" in str(found.value.__cause__) and odd.state == "failed"
+    with pytest.raises(mesh.JobFailed, match="exit 3"):
+        gone.result(60)
+    with pytest.raises(mesh.JobFailed, match="JSON"):  # a tuple would come back as a list
+        plain.result(60)
+    assert waits.result(60)[0] == {"half": 4}
+    until(endless.running, "it to run")
+    assert endless.cancel() and endless.cancelled() and endless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await endless
+    with pytest.raises(concurrent.futures.CancelledError):
+        endless.result()
+    assert until(lambda: client.job(endless.id).wait(30) == "cancelled", "its end")
+    with pytest.raises(TypeError, match=r"functools\.partial"):
+        client.submit(half, number=3)  # type: ignore[call-arg]
+    with pytest.raises(MeshError, match="no job"):
+        client.job("nosuchjob")
+
+
+def test_an_object_goes_on_elsewhere_from_its_checkpoint(shared: Stack) -> None:
+    client = mesh.Client(shared.nodes[1].where.root)
+    job = client.submit(Count(600), 0.04, grace="10s", checkpoint_every=1)
+    before = running_with_checkpoint(shared.nodes[1], job.id)
+    job.migrate()
+    counted = job.result(60)
+    assert counted.total == sum(range(601)) and counted.number == 600
+    assert len(counted.nodes) == 2 and counted.nodes[0] == before["node"] != counted.nodes[1]
+    last = job.info()["attempts"][-1]
+    assert last["resumed_step"] and job.events()
+
+
+def test_it_is_an_executor(shared: Stack) -> None:
+    with mesh.Executor(mesh.Client(shared.nodes[2].where.root), retries=1) as executor:
+        assert list(executor.map(pow, [2, 3], [5, 2], timeout=60)) == [32, 9]
+        assert executor.submit(int, "11", base=2).result(60) == 3
+        assert executor._max_workers == 16
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(pow, 2, 2)
+
+
+def test_the_examples_of_its_page(shared: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MESH_STATE", str(shared.nodes[3].where.root))
+    monkeypatch.chdir(tmp_path)
+    done = doctest.testfile(
+        str(ROOT / "docs" / "python-api.md"), module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8"
+    )
+    assert done.attempted > 10 and not done.failed
+
+
+def test_importing_it_is_light() -> None:
+    listed = (
+        "import mesh, sys; print(sorted(name for name in sys.modules if name.startswith('mesh') or name == 'asyncio'))"
+    )
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['mesh']"
+    assert {"submit", "Client", "Job", "checkpoint"} <= set(dir(mesh))
+    with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
+        _ = mesh.sumbit
