@@ -6,8 +6,9 @@ Unknown keys and wrong types are errors that name the line's key: a typo must ne
 import math
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -82,13 +83,42 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
     """The file's settings, if there is one, with `overrides` (from the command line) on top."""
-    values: dict[str, object] = {}
-    if path.exists():
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-    values |= overrides
+    return check_settings(written_settings(path) | overrides, path)
+
+
+def written_settings(path: Path) -> dict[str, object]:
+    """What the file says, whatever it is."""
+    if not path.exists():
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parsed_setting(key: str, words: Sequence[str]) -> object:
+    """A setting from words of a command line, as its type reads them."""
+    hint = get_type_hints(Settings)[key]
+    given: object = words[0]
+    if get_origin(hint) is tuple:
+        given = () if list(words) == [""] else tuple(words)
+    elif len(words) != 1:
+        raise ConfigError(f"{key} has one value, not {len(words)}")
+    try:
+        return msgspec.convert(given, hint, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{key} is {_kind(hint)}, not {' '.join(words)!r}") from error
+
+
+def _kind(hint: object) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    kinds: dict[object, str] = {bool: "true or false", int: "a whole number", str: "a text"}
+    return kinds.get(hint, "a number")
+
+
+def check_settings(values: Mapping[str, object], path: Path) -> Settings:
+    """What `path` says, if it can be used."""
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:

@@ -16,6 +16,22 @@ class ExitCode(IntEnum):
     JOB_FAILED = 100
     JOB_CANCELLED = 103
     TIMED_OUT = 124
+    INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+MEANS = {
+    ExitCode.OK: "done",
+    ExitCode.ERROR: "it failed; the text says what, why and what next",
+    ExitCode.USAGE: "wrong usage, of a command, a job file or a setting",
+    ExitCode.NO_DAEMON: "no daemon answers here",
+    ExitCode.NOT_FOUND: "no such job, node or file",
+    ExitCode.REFUSED: "refused: not yours, or not allowed",
+    ExitCode.IMPOSSIBLE: "nobody in the mesh could ever run it",
+    ExitCode.JOB_FAILED: "`run`, `wait`: the job failed without an exit code",
+    ExitCode.JOB_CANCELLED: "`run`, `wait`: the job was cancelled",
+    ExitCode.TIMED_OUT: "`wait --timeout`: it is not over yet",
+    ExitCode.INTERRUPTED: "Ctrl-C",
+}
 
 
 class MeshError(Exception):

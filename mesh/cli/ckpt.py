@@ -8,6 +8,7 @@ import click
 from mesh.amount import amount
 from mesh.api.errors import ExitCode
 from mesh.cli.listing import listing, show
+from mesh.cli.names import JOB
 from mesh.cli.telling import patience
 from mesh.cli.terminal import DURATION, ago, client, json_option, print_json, quote, table
 
@@ -18,7 +19,7 @@ def ckpt() -> None:
 
 
 @ckpt.command("ls")
-@click.argument("job", required=False)
+@click.argument("job", type=JOB, required=False)
 @listing
 @click.pass_context
 def list_(ctx: click.Context, /, job: str | None, **form: bool) -> None:
@@ -80,7 +81,7 @@ def _tell(answer: dict[str, Any]) -> None:
 
 
 @ckpt.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.argument("directory", type=click.Path())
 @click.option("--seq", type=click.IntRange(min=0), help="A checkpoint by its number, if it is in this node's store.")
 @json_option

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from mesh.cli.listing import listing, show
+from mesh.cli.names import JOB
 from mesh.cli.terminal import SIZE, client, job_path, json_option, print_json, table
 
 
@@ -34,7 +35,7 @@ def _draw(answer: dict[str, Any]) -> None:
 
 
 @gpus.command("set")
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.option("--share", type=click.IntRange(1, 99), help="Per cent of each GPU's time that it is guaranteed.")
 @click.option("--limit", type=click.IntRange(1, 100), help="Per cent that it may use while others leave it idle.")
 @click.option("--vram", "vram_mib", type=SIZE, help="Memory of each GPU that it is guaranteed, as 6g.")
@@ -56,7 +57,7 @@ def set_(ctx: click.Context, /, job: str, as_json: bool, **order: int | None) ->
 
 
 @gpus.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @json_option
 @click.pass_context
 def pause(ctx: click.Context, job: str, as_json: bool) -> None:
@@ -70,7 +71,7 @@ def pause(ctx: click.Context, job: str, as_json: bool) -> None:
 
 
 @gpus.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @json_option
 @click.pass_context
 def resume(ctx: click.Context, job: str, as_json: bool) -> None:

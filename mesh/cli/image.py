@@ -8,6 +8,7 @@ import click
 from mesh.amount import amount
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.listing import listing, show
+from mesh.cli.names import IMAGE, NODE
 from mesh.cli.telling import patience, telling
 from mesh.cli.terminal import DURATION, client, json_option, print_json, table
 from mesh.client import Client
@@ -62,7 +63,7 @@ def _draw(answer: dict[str, Any]) -> None:
 
 
 @image.command()
-@click.argument("alias")
+@click.argument("alias", type=IMAGE)
 @click.option(
     "--from", "source", default="", metavar="NAME", help="What it is called on this node's engine, if not ALIAS."
 )
@@ -106,7 +107,7 @@ def allow(ctx: click.Context, alias: str, source: str, id_: str, here: bool, as_
 
 
 @image.command()
-@click.argument("alias")
+@click.argument("alias", type=IMAGE)
 @click.option("--mesh", is_flag=True, help="Take it from the mesh's list, for everybody.")
 @json_option
 @click.pass_context
@@ -122,7 +123,7 @@ def deny(ctx: click.Context, alias: str, mesh: bool, as_json: bool) -> None:
 
 
 @image.command()
-@click.argument("alias")
+@click.argument("alias", type=IMAGE)
 @json_option
 @click.pass_context
 def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
@@ -150,8 +151,8 @@ def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
 
 
 @image.command()
-@click.argument("alias")
-@click.argument("nodes", nargs=-1, required=True)
+@click.argument("alias", type=IMAGE)
+@click.argument("nodes", type=NODE, nargs=-1, required=True)
 @json_option
 @click.pass_context
 def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) -> None:

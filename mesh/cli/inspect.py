@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.names import JOB
 from mesh.cli.telling import patience
 from mesh.cli.terminal import client, job_path, json_option, print_json, quote, table
 from mesh.duration import lasting
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @json_option
 @click.pass_context
 def describe(ctx: click.Context, job: str, as_json: bool) -> None:
@@ -139,7 +140,7 @@ def _clock(unix_ms: int) -> str:
 
 
 @click.command()
-@click.argument("source", metavar="JOB:PATH")
+@click.argument("source", type=JOB, metavar="JOB:PATH")
 @click.argument("destination", type=click.Path())
 @click.pass_context
 def cp(ctx: click.Context, source: str, destination: str) -> None:

@@ -12,6 +12,7 @@ import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.jobs import OVER, exit_code, follow_log, submit_job
+from mesh.cli.names import JOB
 from mesh.cli.order import job_settings
 from mesh.cli.terminal import DURATION, client, job_path, json_option, layout, print_json
 from mesh.client import Client
@@ -27,7 +28,7 @@ START = f"import os; exec(os.environ['{PROGRAM}'])"
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.option("-T", "--no-terminal", is_flag=True, help="Plain pipes, also on a terminal.")
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def exec_(ctx: click.Context, no_terminal: bool, job: str, command: tuple[str, ...]) -> None:
@@ -53,7 +54,7 @@ exec = exec_
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.pass_context
 def attach(ctx: click.Context, job: str) -> None:
     """Follow JOB: its output, and beside it its state. Ctrl-C leaves it running. What it reads is nothing: use `mesh exec`."""
@@ -77,7 +78,7 @@ def attach(ctx: click.Context, job: str) -> None:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.argument("ports", metavar="[LOCAL:]PORT", nargs=-1, required=True)
 @click.pass_context
 def forward(ctx: click.Context, job: str, ports: tuple[str, ...]) -> None:
@@ -99,7 +100,7 @@ def forward(ctx: click.Context, job: str, ports: tuple[str, ...]) -> None:
     "--idle", type=DURATION, default=3600.0, help="End it when nothing in it was used this long (default 1h; 0: never)."
 )
 @click.option("--port", type=click.IntRange(0, 65_535), help=f"Port here (default: {FIRST_PORT}, or any that is free).")
-@click.option("--job", "back", metavar="JOB", help="Come back to one that runs.")
+@click.option("--job", "back", type=JOB, metavar="JOB", help="Come back to one that runs.")
 @json_option
 @click.pass_context
 def jupyter(

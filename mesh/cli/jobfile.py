@@ -4,6 +4,8 @@ A value is taken as it is written, and read as the option of its name reads it: 
 own here.
 """
 
+import json
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -55,7 +57,10 @@ def printed_file(ctx: click.Context) -> str:
     for parameter in ctx.command.params:
         if parameter.name in values and parameter.name not in OF_THE_CALL:
             content[_key(parameter)] = _plain(parameter, values[parameter.name])
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100))
+    legible = not re.search(
+        "[\x85\u2028\u2029\ufeff]", json.dumps(content, ensure_ascii=False)
+    )  # YAML's line breaks too
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=legible, width=100))
 
 
 def _load(ctx: click.Context, parameter: click.Parameter, path: str | None) -> None:

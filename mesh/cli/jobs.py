@@ -13,6 +13,7 @@ import click
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.jobfile import JobCommand, job_file, printed_file
 from mesh.cli.listing import listing, show
+from mesh.cli.names import JOB, NODE
 from mesh.cli.order import job_options, make_order
 from mesh.cli.telling import patience, telling
 from mesh.cli.terminal import (
@@ -164,7 +165,7 @@ def follow_log(
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", type=JOB, required=False)
 @click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too.")
 @listing
 @click.pass_context
@@ -207,7 +208,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.pass_context
 def logs(ctx: click.Context, job: str, follow: bool) -> None:
@@ -222,7 +223,7 @@ def logs(ctx: click.Context, job: str, follow: bool) -> None:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.pass_context
 def cancel(ctx: click.Context, job: str) -> None:
     """End a job, or all jobs of an array. What it has published or saved so far stays readable."""
@@ -246,7 +247,7 @@ def cancel(ctx: click.Context, job: str) -> None:
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True)
+@click.argument("jobs", type=JOB, nargs=-1, required=True)
 @click.option("--timeout", type=DURATION, help="Give up after this long (exit 124); the jobs go on.")
 @json_option
 @click.pass_context
@@ -274,8 +275,8 @@ def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_js
 
 
 @click.command()
-@click.argument("job")
-@click.option("--to", metavar="NODE", default="", help="Where to; without it, the best other node.")
+@click.argument("job", type=JOB)
+@click.option("--to", type=NODE, metavar="NODE", default="", help="Where to; without it, the best other node.")
 @click.option("--force", is_flag=True, help="Even if it has no checkpoints and starts over.")
 @json_option
 @click.pass_context
@@ -311,7 +312,7 @@ def _moved(daemon: Client, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @click.pass_context
@@ -353,7 +354,7 @@ def _what_is_left(plan: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.argument("directory", type=click.Path(file_okay=False))
 @json_option
 @click.pass_context
@@ -375,7 +376,7 @@ def _pull(daemon: Client, path: str, directory: str) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", type=JOB, required=False)
 @click.option("-w", "--watch", is_flag=True, help="Go on until the job is over, or Ctrl-C.")
 @json_option
 @click.pass_context

@@ -1,12 +1,14 @@
 """`mesh`: the group of all commands, in the order in which a newcomer meets them."""
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from mesh.api.errors import MeshError
+from mesh.api.errors import MEANS, ExitCode, MeshError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 SECTIONS: dict[str, list[tuple[str, str, str]]] = {
     "Use the mesh": [
@@ -45,6 +47,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("usage", "mesh.cli.usage", "Hours lent and borrowed, and what ran here"),
         ("gpus", "mesh.cli.gpus", "This node's GPUs, and who has what of them"),
         ("install-service", "mesh.cli.service", "Start this node at every boot, by systemd"),
+        ("config", "mesh.cli.config", "This node's settings: ls, get, set, unset"),
         ("doctor", "mesh.cli.doctor", "Find what keeps this machine from being a good node"),
     ],
     "Found or join a mesh": [
@@ -61,6 +64,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("demo", "mesh.cli.demo", "Watch a training survive three departures"),
         ("devstack", "mesh.cli.devstack", "Several real daemons on this machine"),
         ("api", "mesh.cli.api", "The daemon's API, as an OpenAPI document"),
+        ("completion", "mesh.cli.completion", "What makes bash, zsh or fish complete `mesh`"),
         ("sim", "sim.cli", "Study a campus's churn: which policy, which machines, how much is lost"),
     ],
 }
@@ -86,13 +90,25 @@ class Mesh(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+        if (
+            not ctx.resilient_parsing
+            and args
+            and args[0] not in self.list_commands(ctx)
+            and not args[0].startswith("-")
+        ):
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], self.list_commands(ctx), 1)
             hint = f" Did you mean `mesh {near[0]}`?" if near else " `mesh --help` lists them."
             raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        rows = [(name, words) for section in SECTIONS.values() for name, _, words in section]
+        found = [CompletionItem(name, help=words) for name, words in rows if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, rows in SECTIONS.items():
@@ -107,20 +123,31 @@ class Mesh(click.Group):
             ctx.exit(int(error.code))
         except KeyboardInterrupt:
             click.echo("", err=True)
-            ctx.exit(INTERRUPTED)
+            ctx.exit(int(ExitCode.INTERRUPTED))
         except BrokenPipeError:
             sys.stderr.close()  # the reader (head, less) has had enough
             ctx.exit(0)
 
 
+def tell_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        from mesh.release import release
+
+        click.echo(f"mesh {release()}")
+        ctx.exit()
+
+
 @click.group(
     cls=Mesh,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 ok, 1 error, 2 usage, 3 no daemon, 4 not found, 5 refused, 6 nobody can run it, "
-    "124 timed out; `run` passes the job's own code through.",
+    epilog="Exit codes: "
+    + "; ".join(f"{int(code)} {words.partition(';')[0]}" for code, words in MEANS.items())
+    + "; `run` passes the job's own code through.",
 )
 @click.option("--state", metavar="DIR", help="State directory (default: $MESH_STATE, or ~/.local/state/campus-mesh).")
-@click.version_option(package_name="campus-mesh", prog_name="mesh")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=tell_version, help="Print the version."
+)
 @click.pass_context
 def cli(ctx: click.Context, state: str | None) -> None:
     """Lend and borrow lab GPUs on a campus LAN. No server, no admin.

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from mesh.cli.names import IMAGE, JOB, NODE, NODE_LIST, ZONE
 from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, EVERY, NODES, SIZE, VERSION
 
 _OPTIONS: list[Callable[[Any], Any]] = [
@@ -34,7 +35,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--driver", type=VERSION, help="The least version of NVIDIA's driver, as 550.54."),
     click.option("--memory", type=SIZE, help="Memory limit, as 8g."),
     click.option("--cpus", type=click.FloatRange(0.1, 1024), help="CPU limit (docker engine)."),
-    click.option("--image", help="Container image; without one the job is a plain process."),
+    click.option("--image", type=IMAGE, help="Container image; without one the job is a plain process."),
     click.option("--engine", type=click.Choice(["process", "docker"]), help="Insist on an engine."),
     click.option("--name", default="", help="A name to call the job by."),
     click.option("--env", multiple=True, metavar="KEY=VALUE", help="Environment variable. Repeatable."),
@@ -54,7 +55,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Give the job a notice when it is to save: by the mesh's rule, or as 30m (docs/schedule.md). With --ckpt-mode "
         "system it is saved then, by that rule if nothing is said.",
     ),
-    click.option("--ckpt-to", metavar="NODE,NODE", help="Nodes that are to hold the checkpoints."),
+    click.option("--ckpt-to", type=NODE_LIST, metavar="NODE,NODE", help="Nodes that are to hold the checkpoints."),
     click.option("--replicas", type=click.IntRange(0, 16), default=2, show_default=True, help="Copies on other nodes."),
     click.option("--grace", type=DURATION, help="What the job needs to save at a notice (default 30s)."),
     click.option(
@@ -71,7 +72,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         show_default=True,
         help="Higher goes first; ten minutes of waiting are worth a point.",
     ),
-    click.option("--after", multiple=True, metavar="JOB", help="Wait until this job is done. Repeatable."),
+    click.option("--after", type=JOB, multiple=True, metavar="JOB", help="Wait until this job is done. Repeatable."),
     click.option(
         "--retry-on",
         multiple=True,
@@ -100,10 +101,11 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--home",
+        type=NODE,
         metavar="NODE|first|none",
         help="Where it goes back to when that is free: a node, or where it ran first (default: your own, if it had to leave it).",
     ),
-    click.option("--zone", help="Only nodes of this zone."),
+    click.option("--zone", type=ZONE, help="Only nodes of this zone."),
     click.option(
         "--workdir", type=click.Path(file_okay=False), default=".", help="Directory to take along (default: here)."
     ),

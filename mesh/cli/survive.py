@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.names import NODE
 from mesh.cli.telling import patience
 from mesh.cli.terminal import client, json_option, print_json, quote, table
 from mesh.duration import lasting
@@ -46,7 +47,7 @@ def survive() -> None:
 
 
 @survive.command(hidden=True)
-@click.argument("node")
+@click.argument("node", type=NODE)
 @json_option
 @click.pass_context
 def show(ctx: click.Context, node: str, as_json: bool) -> None:

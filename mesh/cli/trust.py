@@ -9,6 +9,7 @@ import click
 
 from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.listing import listing, show
+from mesh.cli.names import NODE, WAITING
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
 from mesh.config import GOSSIP_PORT
 from mesh.layout import Layout, save_membership
@@ -199,7 +200,7 @@ def _draw_pending(answer: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.argument("node")
+@click.argument("node", type=WAITING)
 @click.option("--nick", default="", help="Call it so, instead of what it calls itself.")
 @click.option("--user", default="", help="Its user is this one, whatever it says.")
 @role_option
@@ -213,7 +214,7 @@ def approve(ctx: click.Context, node: str, nick: str, user: str, roles: tuple[st
 
 
 @click.command()
-@click.argument("node")
+@click.argument("node", type=NODE)
 @click.option("--reason", default="", help="Why; everybody can read it.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_context

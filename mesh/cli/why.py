@@ -4,11 +4,12 @@ from typing import Any
 
 import click
 
+from mesh.cli.names import JOB
 from mesh.cli.terminal import client, job_path, json_option, print_json, table
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", type=JOB)
 @click.option(
     "--would", is_flag=True, help="Say what would let it start: the nearest changes, of it and of the campus."
 )

@@ -1,0 +1,156 @@
+"""`mesh config`: this node's settings, as its owner has written them down (config.toml)."""
+
+from typing import Any
+
+import click
+
+from mesh.api.errors import ConfigError, ExitCode, MeshError
+from mesh.cli.listing import listing, show
+from mesh.cli.terminal import client, json_option, layout, print_json, table
+from mesh.layout import Layout
+
+
+class Key(click.ParamType[str]):
+    name = "key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from difflib import get_close_matches
+
+        from mesh.config import Settings
+
+        keys = Settings.__struct_fields__
+        if value not in keys:
+            near = get_close_matches(str(value), keys, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "`mesh config ls` lists them"
+            self.fail(f"there is no setting {value!r}: {hint}")
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        from mesh.config import Settings
+
+        return [CompletionItem(key) for key in Settings.__struct_fields__ if key.startswith(incomplete)]
+
+
+KEY = Key()
+
+
+@click.group()
+def config() -> None:
+    """This node's settings: what its owner has written into config.toml. The daemon reads it when it starts."""
+
+
+@config.command("ls")
+@listing
+@click.pass_context
+def list_(ctx: click.Context, /, **form: bool) -> None:
+    """List every setting, and whether it is in the file."""
+    where = layout(ctx)
+    show(form, lambda: _all(where), lambda answer: [row["key"] for row in answer["settings"] if row["written"]], _draw)
+
+
+def _draw(answer: dict[str, Any]) -> None:
+    rows = [
+        [row["key"], _words(row["value"]), "written" if row["written"] else "default"] for row in answer["settings"]
+    ]
+    table(["KEY", "VALUE", "FROM"], rows)
+
+
+@config.command()
+@click.argument("key", type=KEY)
+@json_option
+@click.pass_context
+def get(ctx: click.Context, key: str, as_json: bool) -> None:
+    """Print one setting."""
+    (row,) = [row for row in _all(layout(ctx))["settings"] if row["key"] == key]
+    if as_json:
+        print_json(row)
+        return
+    click.echo(_words(row["value"]))
+
+
+@config.command("set")
+@click.argument("key", type=KEY)
+@click.argument("values", metavar="VALUE...", nargs=-1, required=True)
+@json_option
+@click.pass_context
+def set_(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -> None:
+    """Write a setting into the file; what else is in it, comments too, stays. A list takes several values, or none as ''."""
+    from mesh.config import parsed_setting
+
+    where = layout(ctx)
+    try:
+        value = parsed_setting(key, values)
+    except ConfigError as error:
+        raise MeshError(str(error), ExitCode.USAGE) from error
+    _tell(ctx, where, _write(where, key, value), as_json)
+
+
+@config.command()
+@click.argument("key", type=KEY)
+@json_option
+@click.pass_context
+def unset(ctx: click.Context, key: str, as_json: bool) -> None:
+    """Take a setting out of the file: its default holds."""
+    where = layout(ctx)
+    _tell(ctx, where, _write(where, key, None), as_json)
+
+
+def _all(where: Layout) -> dict[str, Any]:
+    import msgspec
+
+    from mesh.config import load_settings, written_settings
+
+    try:
+        settings, written = load_settings(where.config, {}), written_settings(where.config)
+    except ConfigError as error:
+        raise MeshError(str(error)) from error
+    values = msgspec.to_builtins(settings)
+    rows = [{"key": key, "value": value, "written": key in written} for key, value in values.items()]
+    return {"file": str(where.config), "settings": rows}
+
+
+def _write(where: Layout, key: str, value: Any) -> dict[str, Any]:
+    """Change the file as a whole or not at all; what the daemon would refuse is refused now."""
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    from membership.durable import write_durably
+    from mesh.config import check_settings
+
+    path = where.config.resolve()  # its owner may keep it elsewhere, by a link
+    try:
+        document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+        if value is None:
+            document.pop(key, None)
+        else:
+            document[key] = list(value) if isinstance(value, tuple) else value
+        settings = check_settings(document.unwrap(), where.config)
+        where.make()
+        write_durably(path, tomlkit.dumps(document).encode())
+    except (TOMLKitError, UnicodeDecodeError) as error:
+        raise MeshError(f"{where.config}: {error}") from error
+    except ConfigError as error:
+        raise MeshError(str(error), ExitCode.USAGE) from error
+    except OSError as error:
+        raise MeshError(f"cannot write {where.config}: {error.strerror}") from error
+    return {"key": key, "value": getattr(settings, key), "written": value is not None, "file": str(where.config)}
+
+
+def _tell(ctx: click.Context, where: Layout, row: dict[str, Any], as_json: bool) -> None:
+    restart = client(ctx).alive()
+    if as_json:
+        print_json({**row, "restart": restart})
+        return
+    click.echo(f"{row['key']} = {_words(row['value'])}" + ("" if row["written"] else " (the default)"))
+    if restart:
+        click.echo("the daemon that runs here goes on as it was: `mesh down`, then `mesh up`", err=True)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return " ".join(value) or "-"
+    return "-" if value in (None, "") else str(value)

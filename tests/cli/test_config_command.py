@@ -1,0 +1,102 @@
+"""`mesh config`: the owner's file is changed in one place, keeps what else is in it, and never holds what the daemon refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import membership.durable
+from mesh.cli.main import cli
+from mesh.config import Settings, load_settings
+
+OWN = '# the lab\'s second desk\nnick = "desk"   # as on its sticker\n\nslots = 2\n'
+
+
+def run(state: Path, *words: str) -> Result:
+    return CliRunner().invoke(cli, ["--state", str(state), "config", *words], prog_name="mesh")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(OWN)
+    return tmp_path
+
+
+def test_a_change_keeps_comments_and_order(state: Path) -> None:
+    assert run(state, "set", "slots", "4").output == "slots = 4\n"
+    assert run(state, "set", "accepts", "ada", "lin").output == "accepts = ada lin\n"
+    assert run(state, "set", "lend", "true").exit_code == 0
+    text = (state / "config.toml").read_text()
+    assert text == OWN.replace("slots = 2", "slots = 4") + 'accepts = ["ada", "lin"]\nlend = true\n'
+    assert run(state, "get", "accepts").output == "ada lin\n"
+    assert run(state, "unset", "slots").output == "slots = 1 (the default)\n"
+    assert run(state, "unset", "slots").exit_code == 0, "again does no harm"
+    assert load_settings(state / "config.toml", {}) == Settings(nick="desk", accepts=("ada", "lin"), lend=True)
+
+
+def test_what_is_written_is_told_from_defaults(state: Path) -> None:
+    answer = json.loads(run(state, "ls", "--json").output)
+    assert answer["schema"] == 1 and answer["file"] == str(state / "config.toml")
+    rows = {row["key"]: row for row in answer["settings"]}
+    assert set(rows) == set(Settings.__struct_fields__)
+    assert (rows["slots"]["value"], rows["slots"]["written"], rows["port"]["written"]) == (2, True, False)
+    assert run(state, "ls", "-q").output.split() == ["nick", "slots"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("set", "slot", "1"), "there is no setting 'slot': did you mean 'slots'?"),
+        (("set", "slots", "many"), "slots is a whole number, not 'many'"),
+        (("set", "lend", "perhaps"), "lend is true or false, not 'perhaps'"),
+        (("set", "profile", "wan"), "profile is lan or local, not 'wan'"),
+        (("set", "upload_mbps", "fast"), "upload_mbps is a number, not 'fast'"),
+        (("set", "slots", "1", "2"), "slots has one value, not 2"),
+        (("set", "slots", "--", "-1"), "slots must be 0 to 1024, not -1"),
+        (("set", "edge_device", "a/b"), "edge_device must be the name of a network interface"),
+    ],
+)
+def test_what_the_daemon_would_refuse_is_refused(state: Path, words: tuple[str, ...], text: str) -> None:
+    done = run(state, *words)
+    assert done.exit_code == 2 and text in done.stderr
+    assert (state / "config.toml").read_text() == OWN
+
+
+def test_a_broken_file_is_left_alone(state: Path) -> None:
+    (state / "config.toml").write_text("slots = = 2\n")
+    for words in (("ls",), ("get", "slots"), ("set", "slots", "1")):
+        done = run(state, *words)
+        assert done.exit_code == 1 and "config.toml" in done.stderr
+    assert (state / "config.toml").read_text() == "slots = = 2\n"
+    (state / "config.toml").write_text('slots = "two"\n')
+    assert run(state, "set", "slots", "2").exit_code == 0, "a wrong value can be put right"
+
+
+def test_a_crash_leaves_the_old_file_or_the_new_one(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(membership.durable.os, "fsync", full)
+        done = run(state, "set", "slots", "4")
+    assert done.exit_code == 1 and "No space left on device" in done.stderr
+    assert (state / "config.toml").read_text() == OWN
+    elsewhere = state / "kept.toml"
+    (state / "config.toml").rename(elsewhere)
+    (state / "config.toml").symlink_to(elsewhere)
+    assert run(state, "set", "slots", "4").exit_code == 0
+    assert (state / "config.toml").is_symlink() and "slots = 4" in elsewhere.read_text()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(Settings.__struct_fields__), st.lists(st.text(max_size=8), min_size=1, max_size=3))
+def test_after_any_change_the_file_can_be_used(state: Path, key: str, values: list[str]) -> None:
+    before = (state / "config.toml").read_text()
+    done = run(state, "set", key, "--", *values)
+    assert done.exit_code in (0, 2), done.output
+    load_settings(state / "config.toml", {})
+    if done.exit_code:
+        assert (state / "config.toml").read_text() == before

@@ -1,0 +1,133 @@
+"""Lists in every form, and names that complete themselves, against a daemon that says what it is told to."""
+
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner, Result
+
+import mesh.cli.listing
+from mesh.cli.main import SECTIONS, cli
+
+MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
+SAID: dict[str, dict[str, Any]] = {
+    "/v1/trust": {"schema": 1, "members": [MEMBER, {**MEMBER, "nick": "lab", "node": "def567"}]},
+    "/v1/jobs": {
+        "schema": 1,
+        "jobs": [
+            {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py"},
+            {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true"},
+        ],
+    },
+    "/v1/nodes": {"nodes": [{"nick": nick, "state": "alive", "user": "ada"} for nick in ("desk", "den", "lab")]},
+    "/v1/images": {"images": [{"alias": "torch", "by": "desk"}], "by_name": []},
+}
+
+
+@contextmanager
+def daemon(state: Path, said: dict[str, dict[str, Any]]) -> Iterator[None]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(said[self.path]).encode()
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+        def address_string(self) -> str:
+            return ""
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    state.mkdir(exist_ok=True)
+    with socketserver.ThreadingUnixStreamServer(str(state / "mesh.sock"), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    with daemon(tmp_path / "s", SAID):
+        yield tmp_path / "s"
+
+
+def run(state: Path, *words: str) -> Result:
+    return CliRunner().invoke(cli, ["--state", str(state), *words], prog_name="mesh")
+
+
+def test_a_list_is_a_table_or_ids_or_json(state: Path) -> None:
+    assert "STANDING" in run(state, "trust", "ls").stdout
+    assert run(state, "trust", "ls", "-q").stdout == "abc234\ndef567\n"
+    assert (
+        run(state, "ps", "-aq").stdout == "7kq2abcdefgh\n7kzzabcdefgh\n" and run(state, "ps", "-q").stdout[:4] == "7kq2"
+    )
+    answer = json.loads(run(state, "trust", "ls", "--json").stdout)
+    assert answer["schema"] == 1 and len(answer["members"]) == 2
+    both = run(state, "ps", "-q", "--json")
+    assert both.exit_code == 2 and "choose one" in both.stderr
+
+
+def test_watching_prints_what_has_changed_until_ctrl_c(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # the second look has shown the same
+            monkeypatch.setitem(SAID["/v1/trust"], "members", [MEMBER])
+        if looks == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mesh.cli.listing.time, "sleep", sleep)
+    done = run(state, "trust", "ls", "-w", "--json")
+    assert done.exit_code == 130
+    assert [len(json.loads(line)["members"]) for line in done.stdout.splitlines()] == [2, 1]
+
+
+def completed(words: list[str], incomplete: str) -> list[str]:
+    items = ShellComplete(cli, {}, "mesh", "_MESH_COMPLETE").get_completions(words, incomplete)
+    return [item.value for item in items]
+
+
+def test_names_complete_themselves(state: Path) -> None:
+    here = ["--state", str(state)]
+    assert completed([*here, "logs"], "7k") == ["7kq2abcd", "7kzzabcd"] and completed([*here, "why"], "be") == ["bert"]
+    assert completed([*here, "cancel"], "") == ["7kq2abcd", "bert", "7kzzabcd"]
+    assert completed([*here, "migrate", "x", "--to"], "de") == ["desk", "den"]
+    assert completed([*here, "submit", "--ckpt-to"], "lab,de") == ["lab,desk", "lab,den"]
+    assert completed([*here, "run", "--image"], "") == ["torch"]
+    assert "pending" in completed([*here, "pend"], "") and completed(here, "pend") == ["pending"]
+    assert completed([*here, "config", "get"], "image_k") == ["image_keep_gib", "image_keep_days"]
+
+
+@pytest.mark.parametrize("said", [{}, {"/v1/jobs": {"jobs": 7}}, {"/v1/jobs": {}}])
+def test_completion_is_silent_where_the_daemon_is_not_as_it_should_be(
+    tmp_path: Path, said: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert completed(["--state", str(tmp_path), "logs"], "") == [], "no daemon"
+    if said:
+        with daemon(tmp_path / "s", said):
+            assert completed(["--state", str(tmp_path / "s"), "logs"], "") == []
+    assert capfd.readouterr().err == ""
+
+
+def test_every_command_is_listed_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} is imported for a list of names")
+
+    monkeypatch.setattr("importlib.import_module", refused)
+    assert set(completed([], "")) == {name for rows in SECTIONS.values() for name, _, _ in rows}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_script(tmp_path: Path, shell: str) -> None:
+    done = run(tmp_path, "completion", shell)
+    assert done.exit_code == 0 and "_MESH_COMPLETE" in done.stdout and done.stderr == ""
