@@ -45,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process_home: Literal["private", "shared"] = "private"  # whether they have a home of their own, or see the owner's
     process_sees: tuple[str, ...] = ()  # what they may read of the owner's home all the same
     engines: tuple[str, ...] = ("process", "docker")
+    web: bool = True  # whether `mesh web` may open this node's page, on loopback (docs/web.md)
+    web_port: int = 0  # of that page; 0: any that is free
     open: bool = False
     lease_s: float = 15.0
     grace_s: float = 30.0
@@ -127,6 +129,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         ("port", settings.port),
         ("api_port", settings.api_port),
         ("metrics_port", settings.metrics_port),
+        ("web_port", settings.web_port),
     ]:
         if not 0 <= port <= 65535:
             raise ConfigError(f"{path}: {label} must be 0 to 65535, not {port}")

@@ -9,7 +9,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -30,7 +30,7 @@ from mesh.api import local
 from mesh.api.auth import Gatekeeper
 from mesh.api.ckptdesk import CkptDesk
 from mesh.api.desk import Desk
-from mesh.api.errors import MeshError
+from mesh.api.errors import ExitCode, MeshError
 from mesh.api.homecoming import Homecoming
 from mesh.api.images import ImageDesk
 from mesh.api.jobdesk import JobDesk
@@ -79,6 +79,9 @@ from mesh.systemd import notify
 from mesh.telemetry.gpu import driver_version
 from mesh.telemetry.gpu import inventory as gpu_inventory
 from placement.advert import AdvertError, decode_advert, encode_advert
+
+if TYPE_CHECKING:
+    from mesh.web.site import Site
 
 FACTS_TTL_S = 3600.0
 ADVERT_TTL_S = 3600.0  # changes are told at once, and the absent are not asked, so it need not be repeated often
@@ -278,6 +281,7 @@ class Daemon:
         self.homecoming = Homecoming(self)
         self.logs = LogReader(self, self.job_desk)
         self.tunnels = Tunnels(self)
+        self.site: Site | None = None
         context, fingerprint = server_context(layout.tls, self.identity.seed, short_id(self.me))
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
@@ -322,6 +326,7 @@ class Daemon:
             self.accounts.close,
             lambda: asyncio.to_thread(self.edge.close),
             self.tunnels.close,
+            *([self.site.close] if self.site is not None else []),
             *(runner.cleanup for runner in self._runners),
             self.peers.close,
             self.membership.stop,
@@ -333,6 +338,15 @@ class Daemon:
                 log.error("while stopping: %s", error)
         self.store.close()
         self.layout.socket.unlink(missing_ok=True)
+
+    async def invite_to_page(self) -> dict[str, Any]:
+        """Where its page is, for one visit; MeshError if its owner has none."""
+        if not self.settings.web:
+            raise MeshError("this node has no page: config.toml says `web = false`", ExitCode.REFUSED)
+        from mesh.web.site import Site  # nobody pays for what nobody looks at
+
+        self.site = self.site or Site(self, self.settings.web_port)
+        return await self.site.invite()
 
     def ask_down(self, grace_s: float | None, now: bool) -> dict[str, Any]:
         assert self._down is not None

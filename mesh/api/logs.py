@@ -1,7 +1,7 @@
 """A job's output over all its attempts: from the node where each ran, else from a witness's copy, its result or checkpoint."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ class LogReader:
             async with asyncio.timeout(TAIL_POLL_S):
                 await self._news.setdefault(job, asyncio.Event()).wait()
 
-    async def follow_log(self, text: str, follow: bool) -> AsyncIterator[bytes]:
+    async def follow_log(self, text: str, follow: bool) -> AsyncGenerator[bytes, None]:
         """The job's output over all its attempts; with `follow`, until it ends."""
         job = self._desk.find_job(text).job
         given: dict[int, int] = {}

@@ -382,6 +382,12 @@ async def reclaim(daemon: "Daemon", call: Call[orders.ReclaimOrder]) -> Answer:
     return await lending.reclaim(daemon, call.asked)
 
 
+@order("web", "owner", Nothing, {"url": str, "port": int})
+async def page(daemon: "Daemon", call: Call[Nothing]) -> Answer:
+    """Where this node's page is: an address for one visit (docs/web.md)."""
+    return await daemon.invite_to_page()
+
+
 @order("down", "owner", orders.DownOrder, {"pid": int, "guests": int})
 async def down(daemon: "Daemon", call: Call[orders.DownOrder]) -> Answer:
     """Leave: guests save and move on, then the daemon ends."""

@@ -1,0 +1,143 @@
+"""What all pages have in common: head, navigation, forms, figures in a line. Text becomes markup here and in the pages only."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from mesh.web.markup import Markup, element, join
+
+TITLES = {"/": "Nodes", "/jobs": "Jobs", "/week": "Availability", "/lend": "Lend"}
+BAR = 100  # width of a bar's own coordinates
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """A page's parts by their ids, and what is told to who does not look, by what it is about."""
+
+    parts: Mapping[str, Markup]
+    facts: Mapping[str, str] = {}
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """For whom a page is made: a node, its mesh and its user; `word` goes into the forms."""
+
+    nick: str
+    mesh: str
+    user: str
+    word: str
+
+
+def document(standing: Standing, title: str, here: str, stream: str, *inside: str) -> str:
+    """A whole page. `here`: which entry of the navigation it belongs to; `stream`: where its changes come from, if they do."""
+    entries = [
+        element("li", element("a", name, href=path, aria_current="page" if path == here else None))
+        for path, name in TITLES.items()
+    ]
+    header = element(
+        "header",
+        element("p", standing.nick, " ", element("span", f"in {standing.mesh}"), class_="brand"),
+        element("nav", element("ul", *entries), aria_label="Pages"),
+        element("p", "not live", id="link", class_="link") if stream else "",
+        element("p", id="said", class_="unseen", role="status", aria_live="polite"),
+    )
+    still = element(
+        "noscript", element("p", "Without scripts this page shows what was so when it was loaded: reload it.")
+    )
+    footer = element(
+        "footer",
+        element("span", f"This is {standing.user}'s own page, on this machine only."),
+        form(standing, "/leave", element("button", "Sign out")),
+    )
+    return whole(
+        f"{title} · {standing.nick}",
+        stream,
+        header,
+        element("main", still if stream else "", *inside, id="main"),
+        footer,
+    )
+
+
+def whole(title: str, stream: str, *inside: str) -> str:
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("link", rel="icon", href="data:,"),
+        element("link", rel="stylesheet", href="/page.css"),
+        element("script", src="/live.js", defer="") if stream else "",
+    )
+    skip = element("a", "Skip to the content", href="#main", class_="skip")
+    body = element("body", skip, *inside, data_stream=stream or None)
+    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+
+
+def message(title: str, *lines: str) -> str:
+    """A page for who has no session, or asked for what is not there."""
+    return whole(title, "", element("main", element("h1", title), *(element("p", line) for line in lines), id="main"))
+
+
+def form(standing: Standing, action: str, *inside: str, **values: str) -> Markup:
+    hidden = [element("input", type="hidden", name=name, value=value) for name, value in values.items()]
+    word = element("input", type="hidden", name="word", value=standing.word)
+    return element("form", word, *hidden, *inside, method="post", action=action)
+
+
+def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> Markup:
+    """The first cell of a row is its name. On a narrow screen each row is a card."""
+    heads = [
+        element("th", name, scope="col", class_="number" if place in numbers else None)
+        for place, name in enumerate(header)
+    ]
+    body = []
+    for row in rows:
+        first, *rest = row
+        cells = [
+            element("td", cell, class_="number" if place in numbers else None, data_of=header[place])
+            for place, cell in enumerate(rest, 1)
+        ]
+        body.append(element("tr", element("th", first, scope="row"), *cells))
+    made = element(
+        "table",
+        element("caption", caption),
+        element("thead", element("tr", *heads)),
+        element("tbody", *body),
+        class_="cards",
+    )
+    return element("div", made, class_="scroll")
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Markup:
+    return element("dl", *(join(element("dt", name), element("dd", value)) for name, value in rows))
+
+
+def badge(text: str, kind: str = "") -> Markup:
+    return element("span", text, class_=f"badge {kind}".rstrip())
+
+
+def bar(parts: Sequence[tuple[float, int]]) -> Markup:
+    """Parts of one, each with its place in the series of colours; what it says stands beside it in words."""
+    left, drawn = 0.0, []
+    for size, colour in parts:
+        width = BAR * min(max(size, 0.0), 1.0)
+        if width:
+            drawn.append(element("rect", x=left, y=0, width=min(width, BAR - left), height=10, class_=f"f{colour}"))
+        left = min(BAR, left + width)
+    rail = element("rect", x=0, y=0, width=BAR, height=10, class_="rail")
+    box = {"viewBox": f"0 0 {BAR} 10", "preserveAspectRatio": "none"}
+    return element("svg", rail, *drawn, class_="bar", aria_hidden="true", focusable="false", **box)
+
+
+def clock(unix_ms: float) -> Markup:
+    """A moment, in this machine's time."""
+    there = time.localtime(unix_ms / 1000)
+    return element(
+        "time",
+        time.strftime("%Y-%m-%d %H:%M:%S", there),
+        datetime=time.strftime("%Y-%m-%dT%H:%M:%S%z", there),
+        class_="nowrap",
+    )
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

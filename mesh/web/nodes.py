@@ -1,0 +1,168 @@
+"""The grid of nodes, and the week of each: who is there, what is lent, what is left, whose machine it is."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mesh.duration import lasting
+from mesh.web.frame import Shown, badge, bar, count
+from mesh.web.markup import Markup, element, join
+from mesh.web.palette import LEVELS
+
+MOST_SHOWN = 100  # nodes on a page, so that it stays light; ours
+MOST_GPUS = 8  # drawn one by one, of a node; ours
+FREE, USED = 2, 0  # colours of the series
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+HOURS = 24
+
+
+def nodes_page(rows: Sequence[Mapping[str, Any]]) -> Shown:
+    """Of `mesh nodes --json`."""
+    there = [row for row in rows if row["state"] == "alive"]
+    gpus = sum(len(row["gpus"]) for row in there)
+    free = sum(row["gpus_free"] for row in there if row["lending"])
+    lent = sum(row["lending"] for row in there)
+    words = f"{count(len(there), 'node')} here, {lent} lending"
+    words += f"; {free} of {count(gpus, 'GPU')} free" if gpus else ""
+    ordered = sorted(rows, key=lambda row: (not row["me"], row["state"] != "alive", row["nick"], row["node"]))
+    left = len(ordered) - MOST_SHOWN
+    parts = {
+        "sum": element("p", words, id="sum", class_="sum"),
+        "nodes": element("ul", *(_node(row) for row in ordered[:MOST_SHOWN]), id="nodes", class_="nodes"),
+        "more": element("p", f"{left} more: `mesh nodes` lists all" if left > 0 else "", id="more"),
+    }
+    return Shown(parts, {row["node"]: f"{row['nick']}: {row['state']}, {_lends(row)[0]}" for row in rows})
+
+
+def _node(row: Mapping[str, Any]) -> Markup:
+    words, kind = _lends(row)
+    there = row["state"] == "alive"
+    classes = " ".join(name for name, is_so in (("me", row["me"]), ("gone", not there)) if is_so)
+    head = element(
+        "div",
+        element("h2", row["nick"]),
+        badge("this node") if row["me"] else "",
+        element("span", element("span", "owner ", class_="unseen"), row["user"], class_="badge owner"),
+        class_="head",
+    )
+    state = "" if there else join(badge(row["state"], "warn"), " ")
+    lines = [element("p", state, badge(words, kind) if there else "")]
+    if there:
+        lines += _gpus(row)
+        if row["slots"]:
+            used = row["slots"] - row["slots_free"]
+            lines.append(_line("slots", f"{row['slots_free']} of {row['slots']} free", [(used / row["slots"], USED)]))
+        place = [f"runs {count(row['jobs'], 'job')}"] if row["jobs"] else []
+        place += [f"zone {row['zone']}"] if row["zone"] else []
+        place += [f"stays an hour: {row['weight'] / 64:.0%}"] if row["lending"] and row["weight"] else []
+        lines.append(element("p", " · ".join(place), class_="muted"))
+    return element("li", head, *lines, class_=classes or None)
+
+
+def _lends(row: Mapping[str, Any]) -> tuple[str, str]:
+    """In words, and how that looks."""
+    back = f", back {time.strftime('%a %H:%M', time.localtime(row['back_unix']))}" if row["back_unix"] else ""
+    if row["lending"]:
+        return "lending", "good"
+    if row["paused"]:
+        why = {"owner": "its owner is there", "hours": "not in its hours"}.get(row["held_by"], "paused")
+        return why + back, "warn"
+    return "not lending", ""
+
+
+def _gpus(row: Mapping[str, Any]) -> list[Markup]:
+    room = {left["uuid"]: left for left in row["gpu_room"]}
+    lines = []
+    for gpu in row["gpus"][:MOST_GPUS]:
+        left = room.get(gpu["uuid"], {"share": 0, "vram_mib": 0})
+        has = f"{left['share']} % free, {left['vram_mib'] / 1024:.3g} of {gpu['vram_mib'] / 1024:.3g} GiB"
+        lines.append(_line(gpu["model"], has, [(1 - left["share"] / 100, USED)]))
+    if len(row["gpus"]) > MOST_GPUS:
+        lines.append(element("p", f"and {count(len(row['gpus']) - MOST_GPUS, 'more GPU')}", class_="muted"))
+    return lines
+
+
+def _line(name: str, has: str, parts: Sequence[tuple[float, int]]) -> Markup:
+    words = element("div", element("span", name), element("span", has), class_="words")
+    return element("div", words, bar(parts), class_="gpu")
+
+
+# --- the week
+
+
+def week_page(
+    nodes: Sequence[Mapping[str, Any]], weeks: Mapping[str, Sequence[int | None]], one: Mapping[str, Any] | None
+) -> Shown:
+    """`weeks`: of each node's `mesh survive`, by nick; `one`: all of a node's, if one is looked at."""
+    links = [element("li", element("a", "All nodes", href="/week", aria_current=None if one else "true"))]
+    for row in sorted(nodes, key=lambda row: row["nick"])[:MOST_SHOWN]:
+        here = one is not None and one["node"] == row["node"]
+        link = element("a", row["nick"], href=f"/week?node={row['node']}", aria_current="true" if here else None)
+        links.append(element("li", link))
+    if one is None:
+        says = f"In per cent of each hour of the week: how much of {count(len(weeks), 'node')} was lent, by what they tell."
+        parts = [heatmap(together(list(weeks.values())), says)]
+    else:
+        parts = [
+            *_stays(one),
+            heatmap(one["week"], f"In per cent of each hour of the week: how much of it {one['nick']} was lent."),
+        ]
+    return Shown(
+        {
+            "week": element("div", *parts, id="week"),
+            "which": element("nav", element("ul", *links), id="which", aria_label="Nodes"),
+        }
+    )
+
+
+def together(weeks: Sequence[Sequence[int | None]]) -> list[int | None]:
+    """The mean of those that know an hour."""
+    found: list[int | None] = []
+    for hour in range(7 * HOURS):
+        known = [share for week in weeks if len(week) > hour and (share := week[hour]) is not None]
+        found.append(round(sum(known) / len(known)) if known else None)
+    return found
+
+
+def heatmap(week: Sequence[int | None], caption: str) -> Markup:
+    """A row a day, a column an hour; darker (or, on dark, lighter) is more; the number says it too."""
+    heads = [element("td"), *(element("th", f"{hour:02}", scope="col") for hour in range(HOURS))]
+    rows = []
+    for number, day in enumerate(DAYS):
+        cells = [_cell(share) for share in week[HOURS * number : HOURS * (number + 1)]]
+        rows.append(element("tr", element("th", element("abbr", day[:3], title=day), scope="row"), *cells))
+    made = element(
+        "table",
+        element("caption", caption),
+        element("thead", element("tr", *heads)),
+        element("tbody", *rows),
+        class_="heat",
+    )
+    key = element("p", "· is not known yet. Hours are this machine's.", class_="muted")
+    return join(element("div", made, class_="scroll", tabindex="0", role="region", aria_label=caption), key)
+
+
+def _cell(share: int | None) -> Markup:
+    if share is None:
+        return element("td", "·", class_="none")
+    return element("td", str(share), class_=f"h{min(LEVELS - 1, max(0, share) * LEVELS // 101)}")
+
+
+def _stays(one: Mapping[str, Any]) -> list[Markup]:
+    if not one["lent"]:
+        return [element("p", f"{one['nick']} is not lent now.")]
+    words = f"{one['nick']} has been lent for {lasting(time.time() - one['lent_since_unix'])}."
+    if one["until_unix"]:
+        words += f" Its owner takes it back {time.strftime('%a %H:%M', time.localtime(one['until_unix']))}."
+    chances = [
+        element(
+            "li",
+            f"{lasting(row['horizon_min'] * 60)}: {row['probability']:.0%} ({row['low']:.0%} to {row['high']:.0%})",
+        )
+        for row in one["survival"]
+    ]
+    return [
+        element("p", words),
+        element("p", "How likely it is to stay, with the interval of 90 %:"),
+        element("ul", *chances),
+    ]

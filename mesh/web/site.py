@@ -1,0 +1,402 @@
+"""The page's server: loopback only, opened when `mesh web` first asks, with what the unix socket answers and nothing else.
+
+States of a request: refused (another user's program, another host's name, another site), without a session (told how to get
+one), with a session. States of the server: not open, open, closed with its daemon.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from membership.identity import short_id
+from mesh.api.attendance import survival_of
+from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
+from mesh.api.explanation import explanation
+from mesh.api.lending import lend_state, reclaim, set_paused
+from mesh.api.orders import ReclaimOrder
+from mesh.web import frame
+from mesh.web.caller import is_ours, user_of
+from mesh.web.frame import Shown, Standing, document
+from mesh.web.jobs import job_page, jobs_page
+from mesh.web.lend import lend_page
+from mesh.web.markup import element
+from mesh.web.nodes import nodes_page, week_page
+from mesh.web.session import Session, Sessions, is_word, objection
+from mesh.web.sheet import sheet
+from mesh.web.stream import Output, Topic
+
+if TYPE_CHECKING:
+    from mesh.daemon import Daemon
+
+HOST = "127.0.0.1"
+MOST_BODY = 4096  # bytes of a form; ours have two short fields
+PATIENCE_S = (
+    0.12  # for what other nodes have to be asked for, before a page is shown without it; ours, for 300 ms in all
+)
+ASKED_EVERY_S = 3.0
+ORDER_S = 1.0  # for an order to be carried out before the page is shown again
+ANSWERED = (MeshError, OSError, RuntimeError)
+
+# No script, style, frame or connection but our own, and nothing kept. A form's Origin would be null with no-referrer.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+SIGN_IN = (
+    "Run `mesh web` on this machine: it prints an address that is good for one visit within ten minutes.",
+    "If you have just opened such an address from another page, open this one again in the address bar.",
+)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Site:
+    def __init__(self, daemon: "Daemon", port: int) -> None:
+        self._daemon = daemon
+        self._wanted_port = port
+        self._runner: web.AppRunner | None = None
+        self._opening = asyncio.Lock()
+        self._sessions = Sessions(os.urandom)
+        self._topics: dict[tuple[str, ...], Topic] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._order: asyncio.Task[dict[str, Any]] | None = None
+        self._ordered_at = 0.0
+        self._told = ""
+        self._problem = ""
+        self.port = 0
+
+    async def invite(self) -> dict[str, Any]:
+        """Where the page is, for one visit. It is served from now on."""
+        async with self._opening:
+            if self._runner is None:
+                await self._open()
+        token = self._sessions.invite(time.monotonic())
+        return {"url": f"http://{HOST}:{self.port}/enter?token={token}", "port": self.port}
+
+    async def close(self) -> None:
+        for topic in list(self._topics.values()):
+            await topic.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _open(self) -> None:
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guarded])
+        app.add_routes(
+            [
+                web.get("/enter", self._enter),
+                web.get("/page.css", self._css),
+                web.get("/live.js", self._script),
+                web.get("/", self._nodes),
+                web.get("/jobs", self._jobs),
+                web.get("/jobs/{job}", self._job),
+                web.get("/week", self._week),
+                web.get("/lend", self._lend),
+                web.get("/stream/{page}", self._stream),
+                web.get("/stream/jobs/{job}", self._stream),
+                web.post("/lend/pause", self._pause),
+                web.post("/lend/resume", self._resume),
+                web.post("/lend/reclaim", self._reclaim),
+                web.post("/leave", self._leave),
+            ]
+        )
+        app.on_response_prepare.append(_harden)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, HOST, self._wanted_port).start()
+        except OSError as error:
+            await runner.cleanup()
+            words = f"port {self._wanted_port} of {HOST} is taken: choose another as web_port in config.toml"
+            raise MeshError(words) from error
+        self._runner = runner
+        self.port = int(runner.addresses[0][1])
+        self._css_text = sheet()
+        self._script_text = files("mesh.web").joinpath("live.js").read_text("utf-8")
+        self._cookie = (
+            f"mesh-{short_id(self._daemon.me)}"  # cookies know no ports, and a machine may have several nodes
+        )
+
+    # --- who may
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if not await self._is_ours(request):
+                return _page(403, frame.message("Not yours", "This page is for the user whose node this is."))
+            if words := objection(request.method, request.headers, self.port):
+                return _page(403, frame.message("Refused", f"{words[0].upper()}{words[1:]}."))
+            if request.method == "POST":
+                session = self._session(request)
+                if session is None or not is_word(session, str((await request.post()).get("word", ""))):
+                    return _page(403, frame.message("Refused", "This form is of a session that is over.", *SIGN_IN))
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _page(error.status, frame.message(error.reason, "There is no such page here."))
+        except MeshError as error:
+            return _page(HTTP_STATUS.get(error.code, 500), frame.message("That did not work", str(error)))
+
+    async def _is_ours(self, request: web.Request) -> bool:
+        """Asked of the kernel once a connection."""
+        transport = request.transport
+        if transport is None:
+            return False
+        protocol: Any = request.protocol
+        known: bool | None = getattr(protocol, "mesh_is_ours", None)
+        if known is None:
+            near, far = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+            known = is_ours(user_of(near, far)) if near and far else False
+            with contextlib.suppress(AttributeError):
+                protocol.mesh_is_ours = known
+        return known
+
+    def _session(self, request: web.Request) -> Session | None:
+        return self._sessions.find(request.cookies.get(self._cookie, ""), time.monotonic())
+
+    def _asker(self, request: web.Request) -> tuple[Session, Standing]:
+        session = self._session(request)
+        if session is None:
+            raise _Stranger
+        standing = self._daemon.membership.standing
+        return session, Standing(standing.nick, self._daemon.trust.genesis.name, standing.user, session.word)
+
+    async def _enter(self, request: web.Request) -> web.StreamResponse:
+        """The token becomes a cookie, and leaves the address."""
+        visit = self._sessions.enter(request.query.get("token", ""), time.monotonic())
+        if visit is None:
+            return _page(403, frame.message("This address was used, or is too old", *SIGN_IN))
+        response = web.Response(status=303, headers={"Location": "/"})
+        response.set_cookie(self._cookie, visit.cookie, path="/", httponly=True, samesite="Strict")
+        return response
+
+    async def _leave(self, request: web.Request) -> web.StreamResponse:
+        session, _ = self._asker(request)
+        self._sessions.end(session)
+        response = _page(200, frame.message("Signed out", *SIGN_IN[:1]))
+        response.del_cookie(self._cookie, path="/", httponly=True, samesite="Strict")
+        return response
+
+    # --- pages
+
+    async def _css(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self._css_text, content_type="text/css")
+
+    async def _script(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self._script_text, content_type="text/javascript")
+
+    async def _nodes(self, request: web.Request) -> web.StreamResponse:
+        return await self._shown(request, ("nodes",), "Nodes", "/")
+
+    async def _jobs(self, request: web.Request) -> web.StreamResponse:
+        return await self._shown(request, ("jobs",), "Jobs", "/jobs")
+
+    async def _week(self, request: web.Request) -> web.StreamResponse:
+        _, standing = self._asker(request)
+        shown = self._render_week(request.query.get("node", ""))
+        inside = [element("h1", "Availability"), shown.parts["which"], shown.parts["week"]]
+        return _page(200, document(standing, "Availability", "/week", "", *inside))
+
+    async def _lend(self, request: web.Request) -> web.StreamResponse:
+        return await self._shown(request, ("lend",), "Lend this machine", "/lend")
+
+    async def _job(self, request: web.Request) -> web.StreamResponse:
+        await self._daemon.job_desk.heard_of(request.match_info["job"])
+        status = self._daemon.job_desk.find_job(request.match_info["job"])
+        shown = self._daemon.job_desk.show(status)
+        return await self._shown(request, ("jobs", shown["job"]), shown["name"] or f"Job {shown['job'][:8]}", "/jobs")
+
+    async def _shown(self, request: web.Request, what: tuple[str, ...], title: str, here: str) -> web.StreamResponse:
+        session, standing = self._asker(request)
+        topic = self._topic(what, session, standing)
+        shown = await topic.look()
+        parts = list(shown.parts.values())
+        if topic.tail is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(topic.tail_read.wait(), PATIENCE_S)
+            output = element(
+                "pre",
+                topic.tail.shown(),
+                id="log",
+                tabindex="0",
+                role="region",
+                aria_label="Output",
+                data_place=topic.tail.place,
+            )
+            parts[1:1] = [element("h2", "Output"), output]
+        return _page(200, document(standing, title, here, f"/stream/{'/'.join(what)}", element("h1", title), *parts))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        session, standing = self._asker(request)
+        what = (request.match_info.get("page", "jobs"), *filter(None, [request.match_info.get("job")]))
+        if what[0] not in {"nodes", "jobs", "lend"}:
+            raise web.HTTPNotFound
+        if len(what) > 1:
+            what = ("jobs", self._daemon.job_desk.show(self._daemon.job_desk.find_job(what[1]))["job"])
+        topic = self._topic(what, session, standing)
+        await topic.look()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        place = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+
+        async def write(data: bytes) -> None:
+            if not self._sessions.holds(session):
+                raise ConnectionResetError("signed out")
+            session.used = time.monotonic()
+            await response.write(data)
+
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            await topic.follow(write, place)
+        return response
+
+    def _topic(self, what: tuple[str, ...], session: Session, standing: Standing) -> Topic:
+        """Its forms carry a session's word, so the owner's page is one for each."""
+        key = (*what, session.word) if what[0] == "lend" else what
+        topic = self._topics.get(key)
+        if topic is None:
+            render, output = self._renderer(what, standing)
+            topic = self._topics[key] = Topic(render, output, lambda: self._forget(key))
+            topic.open()
+        return topic
+
+    def _forget(self, key: tuple[str, ...]) -> None:
+        self._topics.pop(key, None)
+
+    def _renderer(
+        self, what: tuple[str, ...], standing: Standing
+    ) -> tuple[Callable[[], Awaitable[Shown]], Output | None]:
+        desk = self._daemon.job_desk
+
+        async def nodes() -> Shown:
+            return nodes_page(self._daemon.desk.nodes())
+
+        async def jobs() -> Shown:
+            return jobs_page(desk.job_list(), standing.user, time.time())
+
+        async def lend() -> Shown:
+            cost = (await reclaim(self._daemon, ReclaimOrder(dry_run=True)))["guests"]
+            return lend_page(
+                standing, lend_state(self._daemon), cost, self._daemon.owner.notice_s, self._under_way(), self._problem
+            )
+
+        if len(what) > 1:
+            return JobView(self._daemon, what[1]).render, lambda: self._daemon.logs.follow_log(what[1], True)
+        return {"nodes": nodes, "jobs": jobs, "lend": lend}[what[0]], None
+
+    def _render_week(self, node: str) -> Shown:
+        rows = self._daemon.desk.nodes()
+        if node:
+            return week_page(rows, {}, survival_of(self._daemon, node))
+        weeks = {}
+        for row in rows:
+            with contextlib.suppress(MeshError):  # it has told nothing yet
+                weeks[row["node"]] = survival_of(self._daemon, row["node"])["week"]
+        return week_page(rows, weeks, None)
+
+    # --- orders
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        return await self._ordered(set_paused(self._daemon, True), "no new guests from now on")
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        return await self._ordered(set_paused(self._daemon, False), "lending")
+
+    async def _reclaim(self, request: web.Request) -> web.StreamResponse:
+        now = (await request.post()).get("now") == "1"
+        return await self._ordered(reclaim(self._daemon, ReclaimOrder(now=now)), "")
+
+    async def _ordered(self, order: Any, words: str) -> web.StreamResponse:
+        """Carry it out, also if whoever asked goes away; and show the page, which says how far it is."""
+
+        async def carry_out() -> dict[str, Any]:
+            self._problem, self._told = "", ""
+            try:
+                answer: dict[str, Any] = await order
+            except ANSWERED as error:
+                self._problem = str(error) or type(error).__name__
+                raise
+            self._told = words or _gone(answer)
+            return answer
+
+        task = asyncio.create_task(carry_out(), name="the page's order")
+        self._order, self._ordered_at = task, time.monotonic()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait([task], timeout=ORDER_S)
+        if task.done():
+            task.exception()  # is told on the page
+        return web.Response(status=303, headers={"Location": "/lend"})
+
+    def _under_way(self) -> str:
+        if self._order is not None and not self._order.done():
+            waited = time.monotonic() - self._ordered_at
+            return f"Taking it back: waiting for guests to save and move on ({waited:.0f} s)"
+        return self._told[:1].upper() + self._told[1:]
+
+
+class JobView:
+    """One job's page. What other nodes have to be asked for is asked for beside, so that it is not waited for long."""
+
+    def __init__(self, daemon: "Daemon", job: str) -> None:
+        self._daemon, self._job = daemon, job
+        self._described: dict[str, Any] | None = None
+        self._reasons: dict[str, Any] | None = None
+        self._stored: list[dict[str, Any]] = []
+        self._asked_at = 0.0
+        self._asking: asyncio.Task[None] | None = None
+
+    async def render(self) -> Shown:
+        if (self._asking is None or self._asking.done()) and time.monotonic() - self._asked_at > ASKED_EVERY_S:
+            self._asking = asyncio.create_task(self._ask(), name="page of a job")
+        if self._described is None and self._asking is not None:
+            await asyncio.wait([self._asking], timeout=PATIENCE_S)
+        desk = self._daemon.job_desk
+        row = desk.show(desk.find_job(self._job))
+        return job_page(row, self._described, self._reasons, self._stored, time.time())
+
+    async def _ask(self) -> None:
+        daemon, job = self._daemon, self._job
+        with contextlib.suppress(*ANSWERED):  # it is shown as far as it is known, and asked for again
+            self._stored = (await daemon.ckpt_desk.stored(job))["checkpoints"]
+        with contextlib.suppress(*ANSWERED):
+            self._described = await daemon.job_desk.describe(job)
+        with contextlib.suppress(*ANSWERED):
+            self._reasons = await explanation(daemon, job)
+        self._asked_at = time.monotonic()
+
+
+class _Stranger(MeshError):
+    def __init__(self) -> None:
+        super().__init__(" ".join(SIGN_IN), ExitCode.REFUSED)
+
+
+def _gone(answer: dict[str, Any]) -> str:
+    """As `mesh reclaim` has it."""
+    gone = len(answer["reclaimed"])
+    if not gone:
+        return "yours; nobody was here"
+    losers = [row for row in answer["guests"] if row["lost_s"] >= 0.1]
+    lost = [f"{row['name'] or row['job'][:8]} of {row['user']} lost {row['lost_s']:.1f} s" for row in losers]
+    words = f"yours again after {answer['seconds']:.1f} s; {frame.count(gone, 'guest has', 'guests have')} gone"
+    return "; ".join([words, *lost])
+
+
+def _page(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text, content_type="text/html")
+
+
+async def _harden(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+    response.headers.pop("Server", None)
