@@ -8,7 +8,6 @@ import msgspec
 from mesh.web.markup import Markup, element, join
 
 TITLES = {"/": "Nodes", "/jobs": "Jobs", "/week": "Availability", "/lend": "Lend"}
-BAR = 100  # width of a bar's own coordinates
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -115,17 +114,10 @@ def badge(text: str, kind: str = "") -> Markup:
     return element("span", text, class_=f"badge {kind}".rstrip())
 
 
-def bar(parts: Sequence[tuple[float, int]]) -> Markup:
-    """Parts of one, each with its place in the series of colours; what it says stands beside it in words."""
-    left, drawn = 0.0, []
-    for size, colour in parts:
-        width = BAR * min(max(size, 0.0), 1.0)
-        if width:
-            drawn.append(element("rect", x=left, y=0, width=min(width, BAR - left), height=10, class_=f"f{colour}"))
-        left = min(BAR, left + width)
-    rail = element("rect", x=0, y=0, width=BAR, height=10, class_="rail")
-    box = {"viewBox": f"0 0 {BAR} 10", "preserveAspectRatio": "none"}
-    return element("svg", rail, *drawn, class_="bar", aria_hidden="true", focusable="false", **box)
+def bar(used: float, colour: int) -> Markup:
+    """So much of one; what it says stands beside it in words."""
+    full = element("rect", width=f"{min(max(used, 0.0), 1.0):.0%}", height="100%", class_=f"f{colour}")
+    return element("svg", full, class_="bar", aria_hidden="true")
 
 
 def clock(unix_ms: float) -> Markup:

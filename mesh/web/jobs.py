@@ -6,12 +6,13 @@ from typing import Any
 from mesh.amount import amount
 from mesh.cli.inspect import HEEDS, WHY
 from mesh.duration import lasting
-from mesh.web.frame import BAR, Shown, badge, clock, count, pairs, table
+from mesh.web.frame import Shown, badge, clock, count, pairs, table
 from mesh.web.markup import Markup, cut, element, join
 
+BAR = 100  # width of a timeline's own coordinates
 MOST_SHOWN = 50  # jobs of a list, the newest; ours
 EVENTS_SHOWN = 40
-STORED_SHOWN = 20
+STORED_SHOWN = 8  # the newest of a job
 LONGEST = 80  # characters of a command or reason in a list
 RAN, ENDED_WELL, LOST, WAITED = 0, 2, 1, 3  # colours of the series
 SHAPES = 5  # series that tell one node from another
@@ -25,7 +26,7 @@ def jobs_page(rows: Sequence[Mapping[str, Any]], user: str, now_unix: float) -> 
     going = [row for row in mine if row["outcome"] is None]
     risk = sum(row["at_risk_s"] for row in going)
     words = f"{count(len(going), 'job')} of yours under way"
-    words += f", {lasting(risk)} of work at risk" if risk else ", no work at risk" if going else ""
+    words += f", {lasting(risk)} of work at risk" if risk >= 1 else ", no work at risk" if going else ""
     parts = {
         "sum": element("p", words, id="sum", class_="sum"),
         "mine": _list("Your jobs", mine, now_unix, "mine", "None yet: `mesh submit -- COMMAND` makes one."),
@@ -65,8 +66,14 @@ def _row(row: Mapping[str, Any], now_unix: float) -> list[str]:
         row["node"] or "",
         _progress(row),
         lasting(row["at_risk_s"]) if row["at_risk_s"] else "",
-        timeline(row, now_unix),
+        join(timeline(row, now_unix), _where(row)),
     ]
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    """In words, where it has moved."""
+    nodes = [attempt["node"] for attempt in row["attempts"]]
+    return element("span", ", ".join(nodes[-SHAPES:]), class_="muted") if len(nodes) > 1 else ""
 
 
 def _state(row: Mapping[str, Any]) -> Markup:
@@ -108,7 +115,7 @@ def timeline(row: Mapping[str, Any], now_unix: float) -> Markup:
         why = attempt["reason"] or "under way"
         told.append(f"{attempt['node']} {lasting(max(0, end - since) / 1000)}, {why}")
     words = f"{count(len(attempts), 'attempt')} in {lasting((over - begun) / 1000)}: {'; '.join(told)}"
-    rail = element("rect", x=0, y=9, width=BAR, height=2, class_="rail thin")
+    rail = element("rect", x=0, y=9, width=BAR, height=2, class_="rail")
     box = {"viewBox": f"0 0 {BAR} 20", "preserveAspectRatio": "none"}
     return element(
         "svg",
@@ -181,7 +188,7 @@ def _course(row: Mapping[str, Any], now_unix: float) -> list[Markup]:
         return [head, element("p", "None yet.", class_="muted")]
     rows = []
     for attempt in row["attempts"]:
-        end = attempt["ended_unix_ms"] or attempt["seen_unix_ms"]
+        end = attempt["ended_unix_ms"] or (attempt["seen_unix_ms"] if attempt["reason"] else now_unix * 1000)
         ran = lasting(max(0, end - attempt["running_unix_ms"]) / 1000) if attempt["running_unix_ms"] else ""
         steps = ["" if step is None else str(step) for step in (attempt["resumed_step"], attempt["last_step"])]
         began = clock(attempt["started_unix_ms"])
@@ -205,6 +212,7 @@ def _saved(row: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[
         lines.append(("Would go to", f"{row['heir']}, which {has} its last checkpoint"))
     made = [element("h2", "Checkpoints"), pairs(lines) if lines else element("p", "None yet.", class_="muted")]
     if stored:
+        newest = sorted(stored, key=lambda one: -one["created_unix"])[:STORED_SHOWN]
         rows = [
             [
                 f"{one['kind']} {one['seq']}",
@@ -213,9 +221,15 @@ def _saved(row: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[
                 one["use"],
                 ", ".join(one["holders"]) or "-",
             ]
-            for one in stored[:STORED_SHOWN]
+            for one in newest
         ]
-        made.append(table("In this node's own store", ("What", "Made", "Size", "Use", "Replicas"), rows))
+        made.append(
+            table(
+                f"In this node's own store, the newest of {len(stored)}",
+                ("What", "Made", "Size", "Use", "Replicas"),
+                rows,
+            )
+        )
     return made
 
 

@@ -21,7 +21,10 @@ def lend_page(
     """Of `mesh lend --json` and `mesh reclaim --dry-run --json`; `under_way`: what became of the last order."""
     lines = lend_lines(dict(state))
     warnings = [*filter(None, [state["problem"]]), *state["warnings"]]
-    told = [element("p", lines[0].strip()), *(element("p", line.strip(), class_="muted") for line in lines[1:])]
+    told = [
+        element("p", lines[0][:1].upper() + lines[0][1:]),
+        *(element("p", line.strip(), class_="muted") for line in lines[1:]),
+    ]
     told += [element("p", warning, class_="note") for warning in warnings]
     parts = {
         "now": element("div", *told, id="now"),
@@ -43,8 +46,8 @@ def _buttons(standing: Standing, state: Mapping[str, Any], notice_s: float) -> l
     guests = state["guests"]
     pause = form(standing, "/lend/pause", _button("PAUSE", "no new guests; those here stay"))
     resume = form(standing, "/lend/resume", _button("RESUME", "lend this machine", "give"))
-    words = f"{count(guests, 'guest')} get {lasting(notice_s)} to save and move on" if guests else "nobody is here now"
-    reclaim = form(standing, "/lend/reclaim", _button("RECLAIM", words, "take"))
+    words = f"{count(guests, 'guest gets', 'guests get')} {lasting(notice_s)} to save and move on"
+    reclaim = form(standing, "/lend/reclaim", _button("RECLAIM", words if guests else "nobody is here now", "take"))
     open_now = state["lending"] and not state["paused"] and not any(gpu["withheld"] for gpu in state["gpus"])
     return [reclaim, pause] if open_now else [resume, reclaim] if guests else [resume]
 

@@ -9,9 +9,9 @@ from mesh.web.frame import Shown, badge, bar, count
 from mesh.web.markup import Markup, element, join
 from mesh.web.palette import LEVELS
 
-MOST_SHOWN = 100  # nodes on a page, so that it stays light; ours
+MOST_SHOWN = 80  # nodes on a page, so that it stays light; ours
 MOST_GPUS = 8  # drawn one by one, of a node; ours
-FREE, USED = 2, 0  # colours of the series
+USED = 0  # colour of the series
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 HOURS = 24
 
@@ -42,16 +42,16 @@ def _node(row: Mapping[str, Any]) -> Markup:
         "div",
         element("h2", row["nick"]),
         badge("this node") if row["me"] else "",
-        element("span", element("span", "owner ", class_="unseen"), row["user"], class_="badge owner"),
         class_="head",
     )
     state = "" if there else join(badge(row["state"], "warn"), " ")
-    lines = [element("p", state, badge(words, kind) if there else "")]
+    owner = element("span", element("span", "owner ", class_="muted"), row["user"], class_="badge owner")
+    lines = [element("p", state, join(badge(words, kind), " ") if there else "", owner)]
     if there:
         lines += _gpus(row)
         if row["slots"]:
             used = row["slots"] - row["slots_free"]
-            lines.append(_line("slots", f"{row['slots_free']} of {row['slots']} free", [(used / row["slots"], USED)]))
+            lines.append(_line("slots", f"{row['slots_free']} of {row['slots']} free", used / row["slots"]))
         place = [f"runs {count(row['jobs'], 'job')}"] if row["jobs"] else []
         place += [f"zone {row['zone']}"] if row["zone"] else []
         place += [f"stays an hour: {row['weight'] / 64:.0%}"] if row["lending"] and row["weight"] else []
@@ -76,15 +76,15 @@ def _gpus(row: Mapping[str, Any]) -> list[Markup]:
     for gpu in row["gpus"][:MOST_GPUS]:
         left = room.get(gpu["uuid"], {"share": 0, "vram_mib": 0})
         has = f"{left['share']} % free, {left['vram_mib'] / 1024:.3g} of {gpu['vram_mib'] / 1024:.3g} GiB"
-        lines.append(_line(gpu["model"], has, [(1 - left["share"] / 100, USED)]))
+        lines.append(_line(gpu["model"].removeprefix("NVIDIA "), has, 1 - left["share"] / 100))
     if len(row["gpus"]) > MOST_GPUS:
         lines.append(element("p", f"and {count(len(row['gpus']) - MOST_GPUS, 'more GPU')}", class_="muted"))
     return lines
 
 
-def _line(name: str, has: str, parts: Sequence[tuple[float, int]]) -> Markup:
+def _line(name: str, has: str, used: float) -> Markup:
     words = element("div", element("span", name), element("span", has), class_="words")
-    return element("div", words, bar(parts), class_="gpu")
+    return element("div", words, bar(used, USED), class_="gpu")
 
 
 # --- the week

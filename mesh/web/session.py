@@ -51,7 +51,8 @@ class Sessions:
 
     def enter(self, token: str, now: float) -> Visit | None:
         """A new session for a token, which is used up; None for one that is not good (any more)."""
-        if self._tokens.pop(_digest(token), 0.0) < now:
+        until = self._tokens.pop(_digest(token), None)
+        if until is None or until < now:
             return None
         cookie = self._secret()
         session = Session(_digest(cookie), self._secret(), now)

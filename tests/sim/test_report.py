@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from html.parser import HTMLParser
 from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mesh.cli.main import cli
-from mesh.web.markup import VOID, Markup, element, escape, number, plain
+from mesh.web.markup import Markup, element, escape, number, plain
 from mesh.web.palette import DARK, LIGHT, Palette, contrast, linear
 from sim.campus.observation import Away, Observation, availability, observe
 from sim.campus.sensitivity import Bar, Tornado
@@ -27,6 +26,7 @@ from sim.report.page import MOST_BYTES, Chapter, ReportError, figures, page, wri
 from sim.report.plot import WIDTH
 from sim.report.scale import Scale, decades, ticks, written
 from tests.e2e.browser import Page
+from tests.outline import outline
 
 TEXTS = st.text(st.characters(codec=None, exclude_categories=()), max_size=40)
 HOSTILE = "</title></style><script>alert(1)</script>\"'&<!--\x00\u202e]]>"
@@ -78,37 +78,6 @@ def test_series_can_be_told_apart_by_everybody(palette: Palette, sight: str) -> 
 
 
 # --- text
-
-
-class Outline(HTMLParser):
-    """Tags that are open and closed in order, and all attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def outline(text: str) -> Outline:
-    parser = Outline()
-    parser.feed(text)
-    parser.close()
-    assert not parser.open
-    return parser
 
 
 @given(TEXTS, TEXTS)

@@ -1,0 +1,148 @@
+"""Server-sent events: who watches sees what is so, and every line that is printed, once."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from mesh.web import stream
+from mesh.web.frame import Shown
+from mesh.web.logtext import MOST
+from mesh.web.markup import element
+from mesh.web.stream import LogTail, Topic
+
+
+class Viewer:
+    """A browser's side: what it was told, and what it shows of that. A `slow` one is stopped until it may go on."""
+
+    def __init__(self, topic: Topic, place: str = "") -> None:
+        self.parts: dict[str, str] = {}
+        self.said: list[str] = []
+        self.log, self.place = "", place
+        self.may = asyncio.Event()
+        self.may.set()
+        self.task = asyncio.create_task(topic.follow(self.take, place))
+
+    async def take(self, data: bytes) -> None:
+        await self.may.wait()
+        for told in data.decode().split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in told.splitlines() if not line.startswith(":"))
+            if not fields:
+                continue
+            value: Any = json.loads(fields["data"])
+            match fields["event"]:
+                case "part":
+                    self.parts[value["id"]] = value["html"]
+                case "say":
+                    self.said.append(value)
+                case "log":
+                    self.log = ("" if value["from"] == "start" else self.log) + value["text"]
+                    self.place = fields["id"]
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class Job:
+    """What a topic shows: a number, and lines as they are printed."""
+
+    def __init__(self) -> None:
+        self.step, self.renders = 0, 0
+        self.printed: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def render(self) -> Shown:
+        self.renders += 1
+        return Shown({"step": element("p", f"step {self.step}", id="step")}, {"job": f"state {self.step // 10}"})
+
+    async def output(self) -> AsyncGenerator[bytes, None]:
+        while piece := await self.printed.get():
+            yield piece
+
+
+async def test_a_thousand_viewers_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "TICK_S", 0.02)
+    job, over = Job(), asyncio.Event()
+    topic = Topic(job.render, job.output, over.set)
+    await topic.look()
+    topic.open()
+    viewers = [Viewer(topic) for _ in range(1000)]
+    viewers[0].may.clear()
+    text = ""
+    for number in range(20):
+        job.step = 3 * number
+        line = f"line {number} ä\n"
+        text += line
+        job.printed.put_nowait(line.encode())
+        if number == 7:
+            await viewers[1].leave()
+            viewers[1] = again = Viewer(topic, viewers[1].place)
+            again.log = text[: int(again.place.partition(".")[2])]
+        await asyncio.sleep(0.01)
+    viewers[0].may.set()
+    async with asyncio.timeout(30):
+        while not all(viewer.log == text and viewer.parts == {"step": viewers[2].parts["step"]} for viewer in viewers):
+            await asyncio.sleep(0.01)
+        while "step 57" not in viewers[0].parts["step"]:
+            await asyncio.sleep(0.01)
+    assert viewers[2].said and viewers[2].said[-1] == "state 5"
+    await topic.close()
+    await asyncio.gather(*(viewer.task for viewer in viewers))
+    assert topic.viewers == 0
+
+
+async def test_nothing_is_computed_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "TICK_S", 0.005)
+    monkeypatch.setattr(stream, "LINGER_S", 0.1)
+    job, over = Job(), asyncio.Event()
+    topic = Topic(job.render, job.output, over.set)
+    topic.open()
+    async with asyncio.timeout(10):
+        await over.wait()
+    assert job.renders == 0
+
+
+async def test_a_page_that_cannot_be_shown_once_is_shown_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream, "TICK_S", 0.005)
+    job = Job()
+    failures = iter([OSError("no disk")] * 3)
+
+    async def render() -> Shown:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return await job.render()
+
+    topic = Topic(render, None, lambda: None)
+    topic.open()
+    viewer = Viewer(topic)
+    async with asyncio.timeout(10):
+        while not viewer.parts:
+            await asyncio.sleep(0.005)
+    assert caplog.text.count("a page cannot be shown") == 3
+    await topic.close()
+    await viewer.task
+
+
+def test_who_falls_behind_what_is_kept_starts_again_from_there() -> None:
+    tail = LogTail()
+    tail.add("first\n")
+    early = tail.place
+    tail.add("second\n")
+    assert tail.after(early) == (False, "second\n") and tail.after(tail.place) == (False, "")
+    for strange in (
+        "",
+        "x",
+        f"{tail.epoch}.",
+        f"{tail.epoch}.-1",
+        f"{tail.epoch}.99",
+        f"{tail.epoch}.²",
+        "other.6",
+        early[:-1] + "9" * 30,
+    ):
+        assert tail.after(strange) == (True, "first\nsecond\n")
+    tail.add("x" * MOST)
+    assert tail.after(early) == (True, "x" * MOST) and len(tail.text) == MOST
