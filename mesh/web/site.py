@@ -16,10 +16,11 @@ from aiohttp import web
 
 from membership.identity import short_id
 from mesh.api.attendance import survival_of
-from mesh.api.errors import HTTP_STATUS, ExitCode, MeshError
+from mesh.api.errors import ExitCode, MeshError
 from mesh.api.explanation import explanation
 from mesh.api.lending import lend_state, reclaim, set_paused
 from mesh.api.orders import ReclaimOrder
+from mesh.api.problems import problem
 from mesh.web import frame
 from mesh.web.caller import is_ours, user_of
 from mesh.web.frame import Shown, Standing, document
@@ -147,7 +148,7 @@ class Site:
                 raise
             return _page(error.status, frame.message(error.reason, "There is no such page here."))
         except MeshError as error:
-            return _page(HTTP_STATUS.get(error.code, 500), frame.message("That did not work", str(error)))
+            return _page(problem(str(error), error.code).status, frame.message("That did not work", str(error)))
 
     async def _is_ours(self, request: web.Request) -> bool:
         """Asked of the kernel once a connection."""
