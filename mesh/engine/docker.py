@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -37,6 +37,7 @@ from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
 from mesh.engine.register import Entry, boot_id
 from mesh.engine.session import Session
+from mesh.engine.starts import Starts
 from mesh.engine.warden import DOUBT_S, LABEL_NODE, Warden
 from placement.likeness import SystemCheckpoints
 
@@ -75,6 +76,7 @@ class DockerEngine:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._live: set[str] = set()  # containers that are ours and of now
         self._following: set[asyncio.Task[None]] = set()
+        self._starts = Starts()
 
     async def availability(self) -> Availability:
         try:
@@ -108,23 +110,7 @@ class DockerEngine:
             self._warden = await Warden.start(path, self._node, self._switch.register)
 
     async def start(self, launch: Launch) -> Guest:
-        """Cancelled, it leaves nothing: what its threads are at goes on, and is undone."""
-        starting = asyncio.create_task(self._start(launch), name=f"start {launch.job[:8]}")
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            self._keep(self._undo(starting), f"undo {launch.job[:8]}")
-            raise
-
-    async def _undo(self, starting: "asyncio.Task[DockerGuest]") -> None:
-        with contextlib.suppress(EngineError, OSError, docker.errors.DockerException, requests.RequestException):
-            await (await starting).kill()
-
-    def _keep(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """What `close` waits for."""
-        task = asyncio.create_task(work, name=name)
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
+        return await self._starts.finish(self._start(launch), launch.job)
 
     async def _start(self, launch: Launch) -> "DockerGuest":
         if launch.image is None:
@@ -163,7 +149,9 @@ class DockerEngine:
             self._socket,
             bool(launch.gpus),
         )
-        self._keep(guest.follow(launch.log_path), f"container {container.short_id}")
+        follower = asyncio.create_task(guest.follow(launch.log_path), name=f"container {container.short_id}")
+        self._following.add(follower)
+        follower.add_done_callback(self._following.discard)
         guest.allow_until(launch.until)
         if launch.gpu_uuids and entry.head is not None:
             guest.watch_gpus(entry.head.pid, launch.gpu_uuids)
@@ -172,7 +160,8 @@ class DockerEngine:
     async def close(self) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + REMOVED_S
-        while self._following and loop.time() < until:  # what is undone has a follower first
+        await self._starts.close(REMOVED_S)  # what is undone has a follower
+        if self._following and loop.time() < until:
             await asyncio.wait(self._following, timeout=until - loop.time())
         late = list(self._following)
         for follower in late:

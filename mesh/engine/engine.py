@@ -1,6 +1,7 @@
 """The one protocol behind which guests run, and the part of the job contract that every engine keeps (docs/job-contract.md)."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +43,8 @@ class Launch(msgspec.Struct, frozen=True):
     to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from. `image` is what the job calls its
     image, `image_id` what the engine does (`sha256:...`). `gpus` are the portions it was given, of which it may have up to
     `gpu_share_limit` per cent of the time and `vram_limit_mib` (0: no more) of the memory. `pids` bounds its processes and
-    threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`.
+    threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`. `wanted` is asked now
+    and then while its start waits for something: whether it is to start still.
     """
 
     job: str
@@ -70,6 +72,7 @@ class Launch(msgspec.Struct, frozen=True):
     pids: int = 4096
     shm_mib: int = 64
     until: float = math.inf
+    wanted: Callable[[], bool] = lambda: True
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:
@@ -145,7 +148,7 @@ class Engine(Protocol):
     async def availability(self) -> Availability: ...
 
     async def start(self, launch: Launch) -> Guest:
-        """Start the guest; BadCommand, BadImage or EngineError if that cannot be."""
+        """Start the guest; BadCommand, BadImage or EngineError if that cannot be. Cancelled, it leaves nothing."""
         ...
 
     async def close(self) -> None: ...

@@ -12,9 +12,12 @@ import msgspec
 
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
+from mesh.engine.starts import Starts
 from mesh.engine.wrapped import WrappedGuest
 from mesh.provider.guard import NodeGuard
 from mesh.provider.tenant import Tenant
+
+UNDONE_S = 10.0  # for starts that were given up to be undone, when the engine is closed; ours
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ class GuardedEngine:
         self.name, self.own_root = engine.name, engine.own_root
         self._engine, self._guard = engine, guard
         self.starts: Counter[str] = Counter()  # ok, failed
+        self._given_up = Starts()
 
     async def availability(self) -> Availability:
         return await self._engine.availability()
@@ -32,7 +36,7 @@ class GuardedEngine:
         try:
             guest = await self._start(launch)
         except EngineError:
-            self.starts["failed"] += 1
+            self.starts["failed"] += launch.wanted()
             raise
         self.starts["ok"] += 1
         return guest
@@ -42,7 +46,15 @@ class GuardedEngine:
         if tenant is None:
             return await self._engine.start(launch)
         try:
-            await self._guard.make_room(tenant)
+            await self._guard.make_room(tenant, launch.wanted)
+        except BaseException:
+            tenant.release()
+            raise
+        return await self._given_up.finish(self._start_under(tenant, launch), launch.job)
+
+    async def _start_under(self, tenant: Tenant, launch: Launch) -> "GuardedGuest":
+        """It is under guard as long as anything of it runs, also if its start is given up."""
+        try:
             guest = await self._engine.start(msgspec.structs.replace(launch, injection=tenant.injection))
         except BaseException:
             tenant.release()
@@ -51,6 +63,7 @@ class GuardedEngine:
         return guarded
 
     async def close(self) -> None:
+        await self._given_up.close(UNDONE_S)
         await self._engine.close()
 
 

@@ -26,6 +26,7 @@ from mesh.engine.killswitch import KillSwitch
 from mesh.engine.register import Entry, boot_id
 from mesh.engine.seclusion import Seclusion
 from mesh.engine.session import Session, SessionError, open_process_session
+from mesh.engine.starts import Starts
 
 START_S = 10.0  # an interpreter's start takes 20 ms; a machine in trouble takes longer
 WATCHER_TELLS_S = (
@@ -58,6 +59,7 @@ class ProcessEngine:
         self._namespaces, self._groups, self._network, self._seclusion = namespaces, groups, network, seclusion
         self._limits: frozenset[str] | None = None
         self._isolation = ""
+        self._starts = Starts()
 
     async def availability(self) -> Availability:
         if not self._isolation:
@@ -86,6 +88,9 @@ class ProcessEngine:
         return "memory" in (self._limits or ())
 
     async def start(self, launch: Launch) -> Guest:
+        return await self._starts.finish(self._start(launch), launch.job)
+
+    async def _start(self, launch: Launch) -> "ProcessGuest":
         env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
         env |= _injected(launch.injection.env, env)
@@ -133,6 +138,7 @@ class ProcessEngine:
         return self._seclusion.plain(private, [Path(path) for path in own], programs, env)
 
     async def close(self) -> None:
+        await self._starts.close(START_S)
         if self._own_switch:
             await asyncio.to_thread(self._switch.close)
 

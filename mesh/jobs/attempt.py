@@ -262,6 +262,7 @@ class Attempt:
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
             until=self._may_run_until,
+            wanted=lambda: not self._unwanted,
         )
         if self._unwanted:
             self._tell(GuestFailed("it was stopped before it began", elsewhere=True))

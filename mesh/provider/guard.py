@@ -200,8 +200,9 @@ class NodeGuard:
         self._tenants.append(Tenant(name, launch, guarded, injection, self._ended))
         return self._tenants[-1]
 
-    async def make_room(self, tenant: Tenant) -> None:
-        """Wait until all that it is guaranteed is there: what of it was lent comes back first. EngineError if it does not."""
+    async def make_room(self, tenant: Tenant, wanted: Callable[[], bool]) -> None:
+        """Wait until all that it is guaranteed is there: what of it was lent comes back first. EngineError if it does not, or
+        once it is not wanted any more."""
         begun = time.monotonic()
         if tenant.guarded.has_room:
             return
@@ -209,6 +210,8 @@ class NodeGuard:
             await self.lent.look(self.tenants, self._tasks)
         patience_s = ROOM_MARGIN_S + (0.0 if self.lent is None else self.lent.patience_s())
         while not tenant.guarded.has_room:
+            if not wanted():
+                raise EngineError("it was stopped while it waited for memory of its GPU that was lent to others")
             if time.monotonic() - begun > patience_s:
                 raise EngineError("memory of its GPU that was lent to others has not come back")
             await asyncio.sleep(ROOM_LOOK_S)

@@ -1,13 +1,15 @@
 """Whether a node has a guard, and what it says where it has none."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import UUID
 
 import pytest
 
 from cuda_guard.build import BuildError
 from mesh.engine.engine import EngineError, Launch
-from mesh.provider.guard import page_directory
+from mesh.provider.guard import NodeGuard, page_directory
 from placement.advert import Portion
 from tests.guards import Watched, gpu, use_driver
 
@@ -100,3 +102,13 @@ def test_two_daemons_of_a_machine_have_pages_apart(tmp_path: Path, monkeypatch: 
     assert one != other and one.parent == other.parent == tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     assert page_directory(b"a" * 32).parent in {Path("/run"), Path("/dev/shm")}
+
+
+async def test_who_is_not_wanted_any_more_waits_for_no_room(tmp_path: Path) -> None:
+    guard = NodeGuard(tmp_path, (), lambda words: None, lambda words: None)
+    tenant: Any = SimpleNamespace(job="j" * 26, guarded=SimpleNamespace(has_room=False))
+    asked = iter([True, True, False])
+    with pytest.raises(EngineError, match="it was stopped while it waited"):
+        await guard.make_room(tenant, lambda: next(asked))
+    tenant.guarded.has_room = True
+    await guard.make_room(tenant, lambda: False)

@@ -1,0 +1,42 @@
+"""Starts of guests that are given up: what threads and other processes are at goes on, and is undone."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from mesh.engine.engine import Guest
+
+log = logging.getLogger(__name__)
+G = TypeVar("G", bound=Guest)
+
+
+class Starts:
+    def __init__(self) -> None:
+        self._undoing: set[asyncio.Task[None]] = set()
+
+    async def finish(self, start: Coroutine[Any, Any, G], job: str) -> G:
+        """What `start` gives. Cancelled, it leaves nothing, if only in a moment."""
+        starting = asyncio.create_task(start, name=f"start {job[:8]}")
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            undoing = asyncio.create_task(_undo(starting, job), name=f"undo {job[:8]}")
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            raise
+
+    async def close(self, within_s: float) -> None:
+        """Wait so long for what is being undone."""
+        if self._undoing:
+            _, late = await asyncio.wait(self._undoing, timeout=within_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+
+async def _undo(starting: "asyncio.Task[G]", job: str) -> None:
+    try:
+        await (await starting).kill()
+    except Exception as error:  # it did not come to start, or is its engine's to end
+        log.info("job %s: a start that was given up: %s", job[:8], error)
