@@ -14,12 +14,14 @@ from placement.allotment import untouched
 from placement.filters import refusals
 from placement.images import image_refusal
 from placement.ranking import Ranking
-from placement.rendezvous import rank
+from placement.rendezvous import best_first, draws, rank, weighed
 from placement.request import Request
 
 RULE = 2  # by which nodes are ranked: nodes of another rule may decide otherwise
 MOST_PASSED = 8  # nodes told of those who declined, so that an event stays small; ours
 NAMED = 4  # of the ranking, in a decision: the next ones if the first is gone; ours
+
+_WEIGHED = tuple(weighed(weight) for weight in range(MAX_WEIGHT + 1))
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -86,18 +88,28 @@ def witness_order(job: bytes, adverts: Iterable[Advert], nodes: Collection[bytes
 
 
 def replica_order(
-    job: bytes, adverts: Sequence[Advert], exclude: Collection[bytes], need_mib: int, holders: Collection[bytes] = ()
+    job: bytes,
+    adverts: Sequence[Advert],
+    exclude: Collection[bytes],
+    need_mib: int,
+    holders: Collection[bytes] = (),
+    most: int | None = None,
 ) -> list[bytes]:
     """Peers for a job's checkpoints, best first: with room, by survival, each zone once before any twice; those where there are
-    `holders` have had their turns."""
-    fitting = {ad.node: ad for ad in adverts if ad.node not in exclude and ad.store_free_mib > need_mib}
-    ordered = [node for node, _ in rank(job + b"replica", [(ad.node, ad.weight) for ad in fitting.values()])]
-    seen = Counter(ad.zone for ad in adverts if ad.node in holders)
-    turns: dict[bytes, int] = {}
-    for node in ordered:
-        zone = fitting[node].zone
-        turns[node], seen[zone] = seen[zone], seen[zone] + 1
-    return sorted(ordered, key=lambda node: turns[node])
+    `holders` have had their turns. No more than `most`: the first are found without ranking all."""
+    fitting = [ad for ad in adverts if ad.store_free_mib > need_mib and ad.node not in exclude]
+    turns = Counter([ad.zone for ad in adverts if ad.node in holders])
+    first = min((turns[zone] for zone in {ad.zone for ad in fitting}), default=0)
+    found = draws(job + b"replica", [ad.lane for ad in fitting])
+    weights, nodes = [ad.weight for ad in fitting], [ad.node for ad in fitting]
+    order: dict[int, list[bytes]] = {first: []}
+    for place, _ in best_first(found, weights, nodes, _WEIGHED):
+        zone = fitting[place].zone
+        order.setdefault(turns[zone], []).append(nodes[place])
+        turns[zone] += 1
+        if most is not None and len(order[first]) >= most:
+            break
+    return [node for turn in sorted(order) for node in order[turn]][:most]
 
 
 def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:

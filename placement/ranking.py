@@ -6,7 +6,7 @@ crowded one comes after the others. Grade and score of a node are its own: one t
 What a request asks is looked up, not asked again: each advert remembers how it suits each shape of request.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 
@@ -16,7 +16,7 @@ from placement.advert import LOAD_BITS, MAX_WEIGHT, WHOLE, Advert, horizon_of
 from placement.allotment import allot
 from placement.filters import refusals
 from placement.images import lacks
-from placement.rendezvous import draws, negative_log2, rank, weighed
+from placement.rendezvous import best_first, draws, rank, weighed
 from placement.request import Request
 
 STEEP = 16  # the weight's power in a score: of 3, 5, 8 and 16 the one with the fewest departures (docs/placement.md)
@@ -94,37 +94,13 @@ class Ranking:
         return next(candidate for candidate in self._ordered([now]))
 
     def _ordered(self, tier: list[Advert]) -> Iterator[Candidate]:
-        """Of one grade, by their scores. Whoever is no heavier than another and has drawn worse comes after it, so few scores are
-        ever computed."""
+        """Of one grade, by their scores."""
         horizon = self._horizon
-        places: dict[int, list[tuple[int, bytes, Advert]]] = {}
-        for draw, advert in zip(draws(self._request.key, [advert.lane for advert in tier]), tier, strict=True):
-            weight = advert.stays[horizon] if advert.stays else advert.weight
-            if weight in places:
-                places[weight].append((draw, advert.node, advert))
-            else:
-                places[weight] = [(draw, advert.node, advert)]
-        heads = {weight: max(places[weight]) for weight in sorted(places, reverse=True)}
-        scores: dict[int, int] = {}
-        while heads:
-            first, above, most = 0, -1, -1
-            for weight, (draw, _, _) in heads.items():
-                if draw > above:
-                    above = draw
-                    if weight not in scores:
-                        scores[weight] = _WEIGHED[weight] // negative_log2(draw | 1)
-                    if scores[weight] > most:
-                        first, most = weight, scores[weight]
-            _, node, advert = heads[first]
-            del scores[first]
-            yield Candidate(node, advert.nick, most, first, advert.version)
-            rest = places[first]
-            rest.sort()
-            rest.pop()
-            if rest:
-                heads[first] = rest[-1]
-            else:
-                del heads[first]
+        found = draws(self._request.key, [advert.lane for advert in tier])
+        weights = [advert.stays[horizon] if advert.stays else advert.weight for advert in tier]
+        for place, score in best_first(found, weights, [advert.node for advert in tier], _WEIGHED):
+            advert = tier[place]
+            yield Candidate(advert.node, advert.nick, score, weights[place], advert.version)
 
 
 def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[bytes, str] | None = None) -> Ranking:
@@ -146,9 +122,9 @@ def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[byt
     if not request.gpus:
         tiers = _uncrowded(tiers, adverts)
     if homes is not None:
-        tiers = _regraded(tiers, _zones(request, tiers, homes))
+        tiers = _zoned(request, tiers, homes)
     if request.prefer is not None or request.avoid or request.near:
-        tiers = _regraded(tiers, _wishes(request))
+        tiers = _wished(request, tiers)
     return Ranking(request, tiers, refused)
 
 
@@ -178,14 +154,6 @@ def _stranded(request: Request, advert: Advert) -> int:
     return sum(left.uuid in given and left.share == WHOLE for left in advert.room)
 
 
-def _regraded(tiers: Tiers, change: Callable[[int, Advert], int]) -> Tiers:
-    changed: Tiers = {}
-    for grade, tier in tiers.items():
-        for advert in tier:
-            changed.setdefault(change(grade, advert), []).append(advert)
-    return changed
-
-
 def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
     """Whoever would have more than twice its part of the slots that are taken comes after the others; not with its first."""
     slots = sum([advert.slots for advert in offers])
@@ -201,22 +169,41 @@ def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
     return split
 
 
-def _zones(request: Request, tiers: Tiers, homes: Mapping[bytes, str]) -> Callable[[int, Advert], int]:
+def _zoned(request: Request, tiers: Tiers, homes: Mapping[bytes, str]) -> Tiers:
+    """Of each grade, zone by zone."""
     weights: dict[str, int] = {}
-    for tier in tiers.values():
+    split: list[tuple[int, dict[str, list[Advert]]]] = []
+    for grade, tier in tiers.items():
+        by_zone: dict[str, list[Advert]] = {}
         for advert in tier:
             name = homes.get(advert.node, "")
-            weights[name] = weights.get(name, 0) + advert.weight
+            if name in by_zone:
+                by_zone[name].append(advert)
+            else:
+                by_zone[name] = [advert]
+        for name, some in by_zone.items():
+            weights[name] = weights.get(name, 0) + sum([advert.weight for advert in some])
+        split.append((grade, by_zone))
     places = {name: place * _ZONE for place, name in enumerate(zone_order(request.key, weights))}
-    return lambda grade, advert: grade + places[homes.get(advert.node, "")]
+    return {grade + places[name]: some for grade, by_zone in split for name, some in by_zone.items()}
 
 
-def _wishes(request: Request) -> Callable[[int, Advert], int]:
-    def change(grade: int, advert: Advert) -> int:
+def _wished(request: Request, tiers: Tiers) -> Tiers:
+    """Those that the request names, by what it would rather have; the others stay as they are."""
+    named = {*request.avoid, *request.near} if request.prefer is None else {request.prefer, *request.avoid, *request.near}
+    changed: Tiers = {}
+    moved: list[tuple[int, Advert]] = []
+    for grade, tier in tiers.items():
+        some = [(grade, advert) for advert in tier if advert.node in named]
+        moved += some
+        if len(some) < len(tier):
+            changed[grade] = [advert for advert in tier if advert.node not in named] if some else tier
+    for grade, advert in moved:
         if advert.node == request.prefer:
-            return _PREFERRED
-        if advert.node in request.near:
-            grade &= ~_FAR
-        return grade | _AVOIDED if advert.node in request.avoid else grade
-
-    return change
+            wished = _PREFERRED
+        else:
+            wished = grade & ~_FAR if advert.node in request.near else grade
+            if advert.node in request.avoid:
+                wished |= _AVOIDED
+        changed[wished] = [*changed.get(wished, ()), advert]
+    return changed

@@ -9,7 +9,7 @@ multiplying, shifting and masking that integer mixes all of them in C (MurmurHas
 a thousand nodes that takes 65 us, where one keyed BLAKE2b each took 475 us.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from hashlib import blake2b
 from struct import Struct
@@ -92,6 +92,40 @@ def score(draw: int, weight: int) -> int:
 def weighed(weight: int) -> int:
     """A score's numerator."""
     return weight << _BITS
+
+
+def best_first(
+    found: Sequence[int], weights: Sequence[int], nodes: Sequence[bytes], numerators: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """(place, score) by their scores. `found`, `weights` and `nodes` are of the same places; `numerators` are of each weight.
+    Whoever is no heavier than another and has drawn worse comes after it, so few scores are ever computed."""
+    places: dict[int, list[tuple[int, bytes, int]]] = {}
+    for place, weight in enumerate(weights):
+        if weight in places:
+            places[weight].append((found[place], nodes[place], place))
+        else:
+            places[weight] = [(found[place], nodes[place], place)]
+    heads = {weight: max(places[weight]) for weight in sorted(places, reverse=True)}
+    scores: dict[int, int] = {}
+    while heads:
+        first, above, most = 0, -1, -1
+        for weight, (draw, _, _) in heads.items():
+            if draw > above:
+                above = draw
+                if weight not in scores:
+                    scores[weight] = numerators[weight] // negative_log2(draw | 1)
+                if scores[weight] > most:
+                    first, most = weight, scores[weight]
+        place = heads[first][2]
+        del scores[first]
+        yield place, most
+        rest = places[first]
+        rest.sort()
+        rest.pop()
+        if rest:
+            heads[first] = rest[-1]
+        else:
+            del heads[first]
 
 
 def rank(key: bytes, weighted: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:

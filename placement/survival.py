@@ -175,6 +175,16 @@ class Estimator:
             return self._integral(window, window.start, None)
         return self._integral(window, window.start if known.since is None else known.since, known)
 
+    def weights(self, nodes: Iterable[bytes], window: Window) -> list[int]:
+        """The advert's integer of each: how likely it stays through this window."""
+        known, integral, start = self.nodes.get, self._integral, window.start
+        found = []
+        for name in nodes:
+            node = known(name)
+            hazard = integral(window, start if node is None or node.since is None else node.since, node)
+            found.append(weight(_stays(hazard)))
+        return found
+
     def rates(self, node: bytes, start: float) -> Iterator[tuple[float, float]]:
         """Departures a second from `start` on, each with until when it holds: it changes with the hour and with the age."""
         known = self.nodes.get(node)

@@ -208,7 +208,7 @@ class Campus:
             shape = (job.order.gpus, job.order.vram_mib)
             if shape in hopeless or (job.holders and not any(host.reachable for host in job.holders)):
                 continue
-            able = [host for host in self.hosts if host.fits(job.order)]
+            able = self.placing.able(job.order)
             if not able:
                 hopeless.add(shape)
                 continue

@@ -3,10 +3,10 @@
 This is the only place of the simulator that knows which estimator there is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from placement.advert import HORIZONS_S
-from placement.survival import Estimator, Window, weights
+from placement.survival import Estimator, Window
 
 DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S  # the first of Unix time, in which the estimator counts
@@ -32,12 +32,13 @@ class Forecast:
         self.departures += 1
         self.lent_s += now - self._since[machine]
 
-    def weight(self, machine: int, now: float, horizon: int) -> int:
-        """The advert's: survival over one of its horizons, by its place, in 64ths."""
+    def weights(self, machines: Iterable[int], now: float, horizon: int) -> list[int]:
+        """The adverts': survival over one of their horizons, by its place, in 64ths."""
         window = self._ahead.get(horizon)
         if window is None or window.start != now:
             window = self._ahead[horizon] = self._estimator.window(now, HORIZONS_S[horizon])
-        return weights(self._estimator, self._names[machine], (window,))[0]
+        names = self._names
+        return self._estimator.weights([names[machine] for machine in machines], window)
 
     def survival(self, machine: int, now: float, horizon_s: float) -> float:
         """The probability that it stays for another `horizon_s`."""

@@ -12,6 +12,7 @@ from sim.campus.network import Flow
 WEIGHT_EPOCH_S = 900.0  # a node changes its advert's weight at most so often
 STORE_MIB = 1 << 24
 UNLIKELY = (1,) * len(HORIZONS_S)  # to stay: said of those who are not lent
+ALL_HORIZONS = (1 << len(HORIZONS_S)) - 1
 
 
 class Job:
@@ -179,13 +180,13 @@ class Host:
         self.line: list[Job] = []  # whose last checkpoints leave with it, in this order
         self.sending: Job | None = None
         self.weights = UNLIKELY
-        self.weighed: set[int] = set()  # of the horizons, in this epoch
+        self.weighed = 0  # which of the horizons, in this epoch: a bit of each
         self.weight_epoch = -1
         gpus = tuple(Gpu(f"{machine.name}/{n}", "gpu", machine.vram_mib) for n in range(machine.gpus))
         self.rooms = [
             tuple(Portion(gpu.uuid, WHOLE, gpu.vram_mib) for gpu in gpus[:count]) for count in range(len(gpus) + 1)
         ]
-        self.adverts: dict[int, Advert] = {}  # the last one for each number of GPUs that are free
+        self.adverts: list[Advert | None] = [None] * (machine.gpus + 1)  # the last one for each number of GPUs that are free
         self.plain = Advert(
             version=0,
             node=self.id,
@@ -213,13 +214,13 @@ class Host:
 
     def advert(self) -> Advert:
         """As it is now; `weights` are kept up to date by whoever asks. How it suits requests does not depend on them."""
-        last = self.adverts.get(self.free)
-        if last is not None and last.stays == self.weights:
+        last = self.adverts[self.free]
+        if last is not None and last.stays is self.weights:
             return last
         room = self.rooms[self.free]
         found = msgspec.structs.replace(self.plain, weight=self.weights[HOUR], stays=self.weights, room=room)
         if last is not None:
-            found.grades.update(last.grades)
+            vars(found).update(vars(last))  # what has been found out about it
         self.adverts[self.free] = found
         return found
 

@@ -104,13 +104,14 @@ class Leaving:
         places = self._placing.ranked(job, [other for other in self._placing.staying if other is not host])
         others = kept or self._placing.holders(job, (host,), KEEPERS)
         there, request = self.final_bytes(job), job.request()
+        able = set(places)
+        takers = list(dict.fromkeys([*places, *others]))
         ways = []
-        for other in dict.fromkeys([*places, *others]):
+        for other, advert in zip(takers, self._placing.adverts(takers, *range(len(HORIZONS_S))), strict=True):
             count = there if other in kept or job.is_warm(other) else job.order.state_bytes
-            advert = self._placing.advert(other, *range(len(HORIZONS_S)))
             stays = survival(advert, horizon_s)
             favour = stranding(request, advert)
             if self._policy.goes_home and other is job.origin:
                 favour = AT_HOME
-            ways.append(Way(other.id, count, self._bps(host, other), PRIOR_SPREAD, stays, other in places, favour))
+            ways.append(Way(other.id, count, self._bps(host, other), PRIOR_SPREAD, stays, other in able, favour))
         return tuple(ways)

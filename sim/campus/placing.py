@@ -4,13 +4,14 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from placement.advert import HOUR, Advert, horizon_of
+from placement.advert import HORIZONS_S, HOUR, Advert, horizon_of
 from placement.decision import replica_order
 from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
 from placement.ranking import rank_nodes
 from placement.zones import TWO_LEVEL_PAST, homes, zones
+from sim.campus.demand import Order
 from sim.campus.forecast import Forecast
-from sim.campus.guest import STORE_MIB, UNLIKELY, WEIGHT_EPOCH_S, Host, Job
+from sim.campus.guest import ALL_HORIZONS, STORE_MIB, UNLIKELY, WEIGHT_EPOCH_S, Host, Job
 from sim.campus.policies import Policy
 from sim.kernel import Kernel
 
@@ -46,14 +47,14 @@ class Placing:
                 return max(able, key=lambda host: (host.departs_at, -host.number))
         request = replace(job.request(), user=ANYBODY)
         horizon = horizon_of(request.remaining_s)
-        best = rank_nodes(request, [self.advert(host, horizon) for host in able], self._homes).first(1)[0]
+        best = rank_nodes(request, self.adverts(able, horizon), self._homes).first(1)[0]
         return self._by_id[best.node]
 
     def ranked(self, job: Job, able: Sequence[Host]) -> list[Host]:
         """Those of them that can take it, best first, by the product's ranking."""
         request = replace(job.request(), user=ANYBODY)
         horizon = horizon_of(request.remaining_s)
-        ranking = rank_nodes(request, [self.advert(host, horizon) for host in able], self._homes)
+        ranking = rank_nodes(request, self.adverts(able, horizon), self._homes)
         return [self._by_id[candidate.node] for candidate in ranking]
 
     @property
@@ -66,10 +67,19 @@ class Placing:
 
     def next_place(self, job: Job, host: Host) -> Host | None:
         """Who would get it if it had to leave this one now: its home, or the first in rank."""
-        able = [other for other in self._hosts if other is not host and other.fits(job.order)]
+        able = self.able(job.order, host)
         if self._policy.goes_home and job.origin in able:
             return job.origin
         return self.choose(job, able) if able else None
+
+    def able(self, order: Order, but: Host | None = None) -> list[Host]:
+        """Those who can take it now: as `Host.fits`, asked of all at once."""
+        gpus, vram_mib = order.gpus, order.vram_mib
+        return [
+            host
+            for host in self._hosts
+            if host.free >= gpus and host.lent and not host.leaving and host.machine.vram_mib >= vram_mib and host is not but
+        ]
 
     def heir(self, job: Job, host: Host) -> Host | None:
         """Who would get it now that it has to leave this one; its home counts from then on as preferred."""
@@ -80,25 +90,35 @@ class Placing:
 
     def holders(self, job: Job, not_these: Sequence[Host], count: int) -> list[Host]:
         """More machines for its checkpoints, best first."""
-        adverts = [self.advert(host) for host in self._hosts if host.reachable and not host.leaving]
+        adverts = self.adverts([host for host in self._hosts if host.reachable and not host.leaving])
         there = [host.id for host in not_these]
         need_mib = min(STORE_MIB - 1, int(job.order.state_bytes / (1 << 20)))
-        order = replica_order(job.order.id, adverts, set(there), need_mib, there)
-        return [self._by_id[node] for node in order[:count]]
+        order = replica_order(job.order.id, adverts, there, need_mib, there, count)
+        return [self._by_id[node] for node in order]
 
-    def advert(self, host: Host, *horizons: int) -> Advert:
-        """As it is now. Its stays are those of an hour and of these horizons (by place); others are left as they were."""
-        epoch = int(self._kernel.now // WEIGHT_EPOCH_S)
-        if epoch != host.weight_epoch:
-            host.weight_epoch = epoch
-            host.weighed.clear()
-            if not host.lent:
-                host.weights = UNLIKELY
-                host.weighed.update(range(len(UNLIKELY)))
-        if not host.weighed.issuperset(horizons) or HOUR not in host.weighed:
-            stays = list(host.weights)
-            for horizon in {HOUR, *horizons} - host.weighed:
-                stays[horizon] = self._forecast.weight(host.number, self._kernel.now, horizon)
-                host.weighed.add(horizon)
-            host.weights = tuple(stays)
-        return host.advert()
+    def adverts(self, hosts: Sequence[Host], *horizons: int) -> list[Advert]:
+        """As they are now. Their stays are those of an hour and of these horizons (by place); others are left as they were."""
+        now = self._kernel.now
+        epoch, wanted = int(now // WEIGHT_EPOCH_S), 1 << HOUR
+        for horizon in horizons:
+            wanted |= 1 << horizon
+        stale = [host for host in hosts if host.weight_epoch != epoch or host.weighed & wanted != wanted]
+        if stale:
+            self._weigh(stale, epoch, [horizon for horizon in range(len(HORIZONS_S)) if wanted >> horizon & 1])
+        return [host.advert() for host in hosts]
+
+    def _weigh(self, hosts: Sequence[Host], epoch: int, horizons: Iterable[int]) -> None:
+        """Foretell anew what has not been in this epoch."""
+        for host in hosts:
+            if host.weight_epoch != epoch:
+                host.weight_epoch = epoch
+                host.weighed = 0
+                if not host.lent:
+                    host.weights, host.weighed = UNLIKELY, ALL_HORIZONS
+        for horizon in horizons:
+            some = [host for host in hosts if not host.weighed >> horizon & 1]
+            fresh = self._forecast.weights([host.number for host in some], self._kernel.now, horizon)
+            for host, weight in zip(some, fresh, strict=True):
+                host.weighed |= 1 << horizon
+                if host.weights[horizon] != weight:
+                    host.weights = (*host.weights[:horizon], weight, *host.weights[horizon + 1 :])
