@@ -63,6 +63,10 @@ class Factor:
         """Counts as they are now; `scale` is the forward weight of now."""
         self.events[level] += events * scale
         self.expected[level] += expected * scale
+        if not (self.circle or self.other_events):  # as `_renew`, without the way there
+            rate = (self.events[level] / scale + self.shrinkage) / (self.expected[level] / scale + self.shrinkage)
+            self.rates[level] = rate * self.shape[level] if self.shape else rate
+            return
         self._renew(level, scale)
         if self.circle:
             first = level - level % self.circle

@@ -190,7 +190,9 @@ def _zoned(request: Request, tiers: Tiers, homes: Mapping[bytes, str]) -> Tiers:
 
 def _wished(request: Request, tiers: Tiers) -> Tiers:
     """Those that the request names, by what it would rather have; the others stay as they are."""
-    named = {*request.avoid, *request.near} if request.prefer is None else {request.prefer, *request.avoid, *request.near}
+    named = (
+        {*request.avoid, *request.near} if request.prefer is None else {request.prefer, *request.avoid, *request.near}
+    )
     changed: Tiers = {}
     moved: list[tuple[int, Advert]] = []
     for grade, tier in tiers.items():

@@ -56,12 +56,7 @@ class Due(msgspec.Struct, frozen=True):
 
 def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -> Due:
     """When the next is due, not before now; `since`: from when on the work is not saved (or not on its way yet)."""
-    stall_s = _within(LEAST_STALL_S, cost.stall_s, MOST_STALL_S) + _within(0.0, cost.price_s, MOST_STALL_S)
-    upload_s = _within(0.0, cost.upload_s, MOST_S)
-    least_s = min(MOST_S, max(LEAST_S, stall_s, upload_s))
-    part = _within(0.0, lossy, 1.0)
-    due_s, total = MOST_S, 0.0
-    told = rates(since + upload_s)
+    told = rates(since + _within(0.0, cost.upload_s, MOST_S))
     heard: list[tuple[float, float]] = []
 
     def listening(_: float) -> Iterator[tuple[float, float]]:
@@ -69,7 +64,18 @@ def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -
             heard.append(pair)
             yield pair
 
-    for begun, until, rate in _pieces(listening, since + upload_s, MOST_S):
+    at, why = due_at(now, since, cost, lossy, listening)
+    return Due(since, at, expected_loss_s(since, at, cost, lossy, lambda _: chain(heard, told)), why)
+
+
+def due_at(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -> tuple[float, str]:
+    """`at` and `why` of the next, for who does not ask what it risks."""
+    stall_s = _within(LEAST_STALL_S, cost.stall_s, MOST_STALL_S) + _within(0.0, cost.price_s, MOST_STALL_S)
+    upload_s = _within(0.0, cost.upload_s, MOST_S)
+    least_s = min(MOST_S, max(LEAST_S, stall_s, upload_s))
+    part = _within(0.0, lossy, 1.0)
+    due_s, total = MOST_S, 0.0
+    for begun, until, rate in _pieces(rates, since + upload_s, MOST_S):
         density = sqrt(rate * part / (2 * stall_s))
         if total + density * (until - begun) >= 1:
             due_s = begun + (1 - total) / density
@@ -78,8 +84,7 @@ def next_due(now: float, since: float, cost: Cost, lossy: float, rates: Rates) -
     why = "hazard" if due_s < MOST_S else "most"
     if due_s < least_s:
         due_s, why = least_s, "upload" if least_s == upload_s else "least"
-    at = max(now, since + due_s)
-    return Due(since, at, expected_loss_s(since, at, cost, lossy, lambda _: chain(heard, told)), why)
+    return max(now, since + due_s), why
 
 
 def expected_loss_s(since: float, at: float, cost: Cost, lossy: float, rates: Rates) -> float:

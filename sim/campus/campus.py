@@ -205,7 +205,7 @@ class Campus:
             return
         hopeless: set[tuple[int, int]] = set()
         for job in self.placing.line(self.waiting):
-            shape = (job.order.gpus, job.order.vram_mib)
+            shape = job.order.shape
             if shape in hopeless or (job.holders and not any(host.reachable for host in job.holders)):
                 continue
             able = self.placing.able(job.order)

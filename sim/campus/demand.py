@@ -1,5 +1,6 @@
 """What is submitted, and when: like the departures, the same for every policy."""
 
+from functools import cached_property
 from math import cos, pi
 
 import msgspec
@@ -14,7 +15,7 @@ BUSIEST_S = 14 * 3600.0
 GIB = float(1 << 30)
 
 
-class Order(msgspec.Struct, frozen=True):
+class Order(msgspec.Struct, frozen=True, dict=True):
     """A job: `work_s` on GPUs that nobody takes away, `changed` the part of its state that each checkpoint has to send."""
 
     number: int
@@ -26,9 +27,14 @@ class Order(msgspec.Struct, frozen=True):
     state_bytes: float
     changed: float
 
-    @property
+    @cached_property
     def id(self) -> bytes:
         return b"job-%08d" % self.number + bytes(20)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What a machine must have for it: GPUs, and MiB on each."""
+        return self.gpus, self.vram_mib
 
 
 def orders(world: World, streams: Streams) -> list[Order]:

@@ -186,7 +186,9 @@ class Host:
         self.rooms = [
             tuple(Portion(gpu.uuid, WHOLE, gpu.vram_mib) for gpu in gpus[:count]) for count in range(len(gpus) + 1)
         ]
-        self.adverts: list[Advert | None] = [None] * (machine.gpus + 1)  # the last one for each number of GPUs that are free
+        self.adverts: list[Advert | None] = [None] * (
+            machine.gpus + 1
+        )  # the last one for each number of GPUs that are free
         self.plain = Advert(
             version=0,
             node=self.id,

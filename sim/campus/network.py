@@ -37,8 +37,8 @@ def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[floa
         for place in rising:
             for link, uses in demands[place].path:
                 pull[link] = pull.get(link, 0.0) + uses * demands[place].weight
-        step = min((left[link] / pulled for link, pulled in pull.items()), default=inf)
-        step = max(0.0, min(step, min(demands[place].most / demands[place].weight for place in rising) - level))
+        step = min([left[link] / pulled for link, pulled in pull.items()], default=inf)
+        step = max(0.0, min(step, min([demands[place].most / demands[place].weight for place in rising]) - level))
         if step == inf:
             raise ValueError("a flow that crosses no link and wants everything has no rate")
         level += step
@@ -51,7 +51,7 @@ def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[floa
         for place in rising:
             demand = demands[place]
             rates[place] = min(demand.most, demand.weight * level)
-            if rates[place] < demand.most * NEARLY and not any(link in full for link, _ in demand.path):
+            if rates[place] < demand.most * NEARLY and full.isdisjoint([link for link, _ in demand.path]):
                 still.append(place)
         rising = still
     return rates
@@ -204,9 +204,29 @@ class Network:
                 self._run_at(flow, flow.peak)
             return
         self.shared += 1
-        flows = list(found)
+        pressing = [flow for flow in found if not flow.yields]
+        left = self._left_by(pressing, links) if pressing else self._left_by_own(links)
+        yielding = [flow for flow in found if flow.yields]
+        if len(yielding) == 1:
+            flow = yielding[0]
+            most = min([left[links[link]] / uses for link, uses in flow.path if link in links], default=inf)
+            self._run_at(flow, min(flow.peak, most))
+            return
+        for flow, rate in zip(yielding, max_min([self._demand(f, links) for f in yielding], left), strict=True):
+            self._run_at(flow, rate)
+
+    def _left_by_own(self, links: Iterable[Link]) -> list[float]:
+        """What the links' own traffic leaves where nobody competes with it."""
+        left = []
+        for link in links:
+            if link.short:
+                link.fall_short(0.0, self._kernel.now)
+            left.append(max(0.0, link.capacity - link.demand))
+        return left
+
+    def _left_by(self, pressing: Sequence[Flow], links: dict[Link, int]) -> list[float]:
+        """Give those who compete their rates; what they and the links' own traffic leave to who yields."""
         capacities = [link.capacity for link in links]
-        pressing = [flow for flow in flows if not flow.yields]
         demands = [self._demand(flow, links) for flow in pressing]
         own = [Demand(((number, 1.0),), BACKGROUND_FLOWS, link.demand) for link, number in links.items()]
         rates = max_min([*demands, *own], capacities)
@@ -218,10 +238,7 @@ class Network:
                 capacities[number] -= uses * rate
         for flow, rate in zip(pressing, rates, strict=False):
             self._run_at(flow, rate)
-        yielding = [flow for flow in flows if flow.yields]
-        left = [max(0.0, capacity) for capacity in capacities]
-        for flow, rate in zip(yielding, max_min([self._demand(f, links) for f in yielding], left), strict=True):
-            self._run_at(flow, rate)
+        return [max(0.0, capacity) for capacity in capacities]
 
     @staticmethod
     def _demand(flow: Flow, links: dict[Link, int]) -> Demand:

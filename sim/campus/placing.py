@@ -8,6 +8,7 @@ from placement.advert import HORIZONS_S, HOUR, Advert, horizon_of
 from placement.decision import replica_order
 from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
 from placement.ranking import rank_nodes
+from placement.request import Request
 from placement.zones import TWO_LEVEL_PAST, homes, zones
 from sim.campus.demand import Order
 from sim.campus.forecast import Forecast
@@ -32,11 +33,17 @@ class Placing:
         self._usage[user] = self._usage.get(user, 0) + gpu_s
 
     def line(self, waiting: Iterable[Job]) -> list[Job]:
-        """In the order in which they are served: the product's queue, or first come first."""
+        """Those for whom there is room, in the order in which they are served: the product's queue, or first come first."""
+        asked = {job.order.shape: job.order for job in waiting}
+        able = {shape for shape, order in asked.items() if any(host.fits(order) for host in self._hosts)}
+        waiting = [job for job in waiting if job.order.shape in able]
         if self._policy.place != "rendezvous":
             return sorted(waiting, key=lambda job: (job.order.at, job.order.number))
         key = Queue((), self._usage, (), int(self._kernel.now)).key
-        return sorted(waiting, key=lambda job: key(Waiting(job.request(), DEFAULT_PRIORITY, int(job.order.at))))
+        return sorted(
+            waiting,
+            key=lambda job: key(Waiting(Request(job.order.id, 0, job.order.user), DEFAULT_PRIORITY, int(job.order.at))),
+        )
 
     def choose(self, job: Job, able: Sequence[Host]) -> Host:
         """One of those who can take it."""
@@ -78,7 +85,11 @@ class Placing:
         return [
             host
             for host in self._hosts
-            if host.free >= gpus and host.lent and not host.leaving and host.machine.vram_mib >= vram_mib and host is not but
+            if host.free >= gpus
+            and host.lent
+            and not host.leaving
+            and host.machine.vram_mib >= vram_mib
+            and host is not but
         ]
 
     def heir(self, job: Job, host: Host) -> Host | None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from placement.schedule import LEAST_S, MOST_S, Cost, Rates, next_due
+from placement.schedule import LEAST_S, MOST_S, Cost, Rates, due_at
 
 
 class Outlook(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class Product:
 
     def next_checkpoint(self, now: float, since: float, outlook: Outlook) -> float:
         cost = Cost(outlook.stall_s, outlook.upload_s)
-        return next_due(now, since, cost, outlook.lossy, outlook.rates).at
+        return due_at(now, since, cost, outlook.lossy, outlook.rates)[0]
 
 
 class Oracle:
