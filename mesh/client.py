@@ -6,7 +6,7 @@ Not by `http.client`: its parsers for e-mail and TLS are a quarter of what a com
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,17 @@ class Client:
     def get(self, path: str, timeout_s: float | None = 30.0) -> Any:
         return self._call("GET", path, None, timeout_s)
 
+    def read(self, path: str, timeout_s: float | None = 30.0) -> bytes:
+        """The same, not decoded yet."""
+        return self._asked("GET", path, None, timeout_s)
+
     def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0) -> Any:
         return self._call("POST", path, body or {}, timeout_s)
 
-    def stream(self, path: str) -> Iterator[bytes]:
+    def stream(self, path: str, opened: Callable[[socket.socket], None] = lambda connection: None) -> Iterator[bytes]:
+        """`opened` is given its connection: another thread ends the stream by shutting that down."""
         with self._connect(None) as connection:
+            opened(connection)
             try:
                 yield from self._answer(connection, "GET", path, None).pieces()
             except ConnectionError as error:
@@ -103,9 +109,12 @@ class Client:
         return True
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+        return json.loads(self._asked(method, path, body, timeout_s))
+
+    def _asked(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> bytes:
         with self._connect(timeout_s) as connection:
             try:
-                return json.loads(self._answer(connection, method, path, body).read())
+                return self._answer(connection, method, path, body).read()
             except TimeoutError as error:
                 raise MeshError("the daemon does not answer; see its log with `mesh status --log`") from error
             except ConnectionError as error:

@@ -14,6 +14,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import AllowImage, DenyImage, PruneImages, PushImage
 from mesh.api.peer import PeerError
 from mesh.api.streams import given
+from mesh.api.wire import Cargo
 from mesh.engine.engine import BadImage, EngineError
 from mesh.engine.imagestore import StoredImage
 from mesh.images.allowlist import ANYTHING, Image, ListError, Said, check_alias, image_hash
@@ -62,13 +63,14 @@ class ImageApi:
             raise web.HTTPNotFound(text=str(error)) from error
 
     async def _pieces(self, request: web.Request) -> web.StreamResponse:
-        _, body = await self._admit(request)
+        standing, body = await self._admit(request)
         giving = self._library.giving
         try:
             wanted = decode_pieces(body)
             with giving.stream():
                 pieces = await giving.pieces(_config(request), wanted)
-                return (await given(request, self._daemon.wire, pieces)).response
+                cargo = Cargo("image", standing.node_id)
+                return (await given(request, self._daemon.wire, pieces, cargo)).response
         except NotGiven as error:
             raise web.HTTPNotFound(text=str(error)) from error
         except TooBusy as error:

@@ -21,6 +21,7 @@ from mesh.api.files import running_files
 from mesh.api.images import ImageApi
 from mesh.api.streams import IDLE_S, given, taken
 from mesh.api.usage import told_to_peer
+from mesh.api.wire import Cargo
 from mesh.jobs.deputy import Refused
 from mesh.jobs.messages import MAX_MESSAGE_BYTES, MessageError
 from mesh.jobs.postman import BATCH_LIMIT, open_mail
@@ -136,7 +137,7 @@ class PeerApi:
             frames = await asyncio.to_thread(self._frames_of, order.ids, set(order.have))
         except MissingChunks as error:
             raise web.HTTPNotFound(text=str(error)) from error
-        answer = await given(request, self._daemon.wire, frames)
+        answer = await given(request, self._daemon.wire, frames, Cargo("checkpoint", standing.node_id))
         now, bandwidth = time.monotonic(), self._daemon.jobs.courier.bandwidth
         bandwidth.saw(standing.node_id, answer.size, answer.seconds, answer.held, now)
         return answer.response

@@ -17,6 +17,7 @@ from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
 from mesh.api.migration import migrate
 from mesh.api.queries import Nothing
 from mesh.api.recovery import recover
+from mesh.api.transfers import transfer_list
 from mesh.api.usage import usage as usage_of
 from mesh.api.zones import zone_list
 
@@ -116,6 +117,12 @@ async def nodes(daemon: "Daemon", call: Call[Nothing]) -> Answer:
 async def zones(daemon: "Daemon", call: Call[Nothing]) -> Answer:
     """The zones of the campus, and who speaks for each."""
     return zone_list(daemon)
+
+
+@read("transfers", "mesh", Nothing, {"transfers": list[dict[str, Any]]})
+async def transfers(daemon: "Daemon", call: Call[Nothing]) -> Answer:
+    """What this node sends to others now."""
+    return transfer_list(daemon)
 
 
 @read("survival/{node}", "mesh", Nothing, {})

@@ -12,7 +12,7 @@ from aiohttp import ClientError, StreamReader, web
 from ckptstore.errors import StoreError
 from ckptstore.pacing import Background
 from ckptstore.receiver import Receiver
-from mesh.api.wire import Wire
+from mesh.api.wire import Cargo, Wire
 
 SLICE_BYTES = 1 << 20  # in one write
 IDLE_S = 20.0  # a stream that stands still this long is broken
@@ -43,12 +43,12 @@ class Given(NamedTuple):
     held: bool
 
 
-async def given(request: web.Request, wire: Wire, frames: Iterator[T]) -> Given:
+async def given(request: web.Request, wire: Wire, frames: Iterator[T], cargo: Cargo) -> Given:
     """Answer with these, as background traffic; once the other end has all of it."""
     response = web.StreamResponse()
     await response.prepare(request)
     begun, size = time.monotonic(), 0
-    async with wire.lane(Background()) as lane:
+    async with wire.lane(Background(), cargo) as lane:
         lane.bind(request.transport)
         async for piece in sliced(frames):
             size += len(piece)

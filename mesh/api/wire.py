@@ -16,15 +16,29 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
+import msgspec
 from aiohttp.abc import AbstractStreamWriter
 
 from ckptstore.pacing import FLOOR_BPS, MOST_SHARE, TICK_S, Pace, Rtt
+from membership.identity import NodeId
 from mesh.api.pacedsocket import PacedSocket
 from mesh.edge.shaping import BULK, HOST, URGENT
 
 HELD = 0.8  # of what its pace allowed: a stream that sent as much was held back by that, not by the network; ours
 FEW = 8  # streams in the background at once; ours
 DRAIN_S = 5.0  # for what the kernel still has of an answer, before its connection is let go; ours
+
+
+class Cargo(msgspec.Struct, frozen=True):
+    """What a stream brings to whom, as far as that is known; `size` in bytes, 0 if it is not."""
+
+    kind: str = ""
+    to: NodeId | None = None
+    job: bytes = b""
+    size: int = 0
+
+
+UNKNOWN = Cargo()
 
 
 class Wire:
@@ -44,10 +58,11 @@ class Wire:
 
     @property
     def open(self) -> tuple["Lane", ...]:
+        """The streams that have a connection now, the oldest first."""
         return tuple(self._open)
 
-    def lane(self, pace: Pace) -> "Lane":
-        return Lane(self, pace)
+    def lane(self, pace: Pace, cargo: Cargo = UNKNOWN) -> "Lane":
+        return Lane(self, pace, cargo)
 
     def share_bps(self, pace: Pace) -> float | None:
         """Its part of the budget: those in the background have theirs by their shares, and next to nothing while one has a
@@ -96,8 +111,10 @@ class Wire:
 class Lane:
     """One stream, from the moment it has a connection: `bind`."""
 
-    def __init__(self, wire: Wire, pace: Pace) -> None:
+    def __init__(self, wire: Wire, pace: Pace, cargo: Cargo) -> None:
         self.pace = pace
+        self.cargo = cargo
+        self.began_s = time.monotonic()
         self._wire = wire
         self._transport: asyncio.BaseTransport | None = None
         self._socket: PacedSocket | None = None

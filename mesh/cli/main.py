@@ -33,6 +33,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push, prune"),
         ("events", "mesh.cli.jobs", "What this node saw happen to jobs"),
         ("nodes", "mesh.cli.nodes", "List nodes, and what they lend"),
+        ("top", "mesh.cli.top", "The mesh in one terminal: nodes, jobs, transfers; pause and reclaim"),
         ("web", "mesh.cli.web", "This node's page, in a browser"),
         ("survive", "mesh.cli.survive", "How long a node is likely to stay; eval: on a trace"),
     ],

@@ -47,8 +47,14 @@ def killall(ctx: click.Context, as_json: bool) -> None:
 
 def take_back(ctx: click.Context, as_json: bool) -> None:
     """`mesh reclaim --now`."""
-    where = layout(ctx)
     begun = time.monotonic()
+    struck, problems, by = strike(layout(ctx))
+    _tell(ctx, struck, problems, by, begun, as_json)
+
+
+def strike(where: Layout) -> tuple[list[Struck], list[str], str]:
+    """End every guest at once, by the daemon's switch or, where that does not answer, from here: who was struck, what went wrong,
+    and by whom, in words."""
     problems: list[str] = []
     struck, by = _press(where, ANSWER_S), "by the daemon"
     if struck is None:
@@ -57,7 +63,7 @@ def take_back(ctx: click.Context, as_json: bool) -> None:
         struck, problems = _end_guests(where)
         problems += _pause(where)
         by = "without the daemon, which did not answer"
-    _tell(ctx, struck, problems, by, begun, as_json)
+    return struck, problems, by
 
 
 def _press(where: Layout, answer_s: float) -> list[Struck] | None:

@@ -28,7 +28,7 @@ from mesh.api.fetching import fetched
 from mesh.api.peer import PeerClient, PeerError
 from mesh.api.refusals import Refusals
 from mesh.api.streams import IDLE_S, fed, sliced
-from mesh.api.wire import Lane, Wire
+from mesh.api.wire import Cargo, Lane, Wire
 from mesh.engine.alarm import boot_s
 from mesh.images.questions import decode_fetching
 from mesh.jobs.departures import Departure, Departures, Stream
@@ -76,12 +76,12 @@ class Way:
         return self._stream is not None and self._stream.stood_aside
 
     @contextmanager
-    def lane(self, wire: Wire, size: int, promised_bps: float | None) -> Iterator[Lane]:
-        """Its stream begins: so many bytes, to a peer that has nearly always taken so many a second."""
-        self._size, self._promised_bps = size, promised_bps
+    def lane(self, wire: Wire, cargo: Cargo, promised_bps: float | None) -> Iterator[Lane]:
+        """Its stream begins: to a peer that has nearly always taken so many bytes a second."""
+        self._size, self._promised_bps = cargo.size, promised_bps
         try:
             with self._stack:
-                self._lane = wire.lane(self._pace(0))
+                self._lane = wire.lane(self._pace(0), cargo)
                 yield self._lane
         finally:
             self._lane = self._stream = None
@@ -302,16 +302,17 @@ class Courier:
             frames = await asyncio.to_thread(self._store.frames, wanted)
             path = f"/v1/chunks?of={whole.user.encode().hex()}"
             async with asyncio.timeout(COPY_TIMEOUT_S + size / self._peers.wire.least_bps):
-                await self._send(peer, path, size, sliced(frames), way or Way())
+                cargo = Cargo(whole.kind, peer, whole.job, size)
+                await self._send(peer, path, cargo, sliced(frames), way or Way())
 
-    async def _send(self, peer: NodeId, path: str, size: int, pieces: AsyncIterator[memoryview], way: Way) -> None:
+    async def _send(self, peer: NodeId, path: str, cargo: Cargo, pieces: AsyncIterator[memoryview], way: Way) -> None:
         begun = time.monotonic()
-        with way.lane(self._peers.wire, size, self.bandwidth.promised_bps(peer)) as lane:
+        with way.lane(self._peers.wire, cargo, self.bandwidth.promised_bps(peer)) as lane:
             async with lane, self._peers.stream(peer, "PUT", path, way.in_turn(pieces), lane) as response:
                 await response.read()
             if not way.stood_aside:
                 now = time.monotonic()
-                self.bandwidth.saw(peer, size, now - begun, lane.held, now)
+                self.bandwidth.saw(peer, cargo.size, now - begun, lane.held, now)
 
     async def _pull(self, request: Request, have: tuple[bytes, ...], user: str) -> Pulled:
         receiver = await asyncio.to_thread(self._store.receive, stream_bytes(request.ids), user)

@@ -1,0 +1,222 @@
+"""What is shown of a look at the daemon, without a terminal."""
+
+import unicodedata
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from mesh.api.errors import MeshError
+from mesh.top.answers import Events, Gpus, Jobs, Look, Nodes, Status, Transfer, Transfers, understood
+from mesh.top.harmless import cut, harmless, last_lines
+from mesh.top.plain import plain
+from mesh.top.rows import JOB_SORTINGS, OVER
+from mesh.top.table import LEAST, Cell, Column, Row, Table, bar, clock, titles_of, widths_of
+from mesh.top.view import View
+from tests.top.recorded import recorded
+
+AT = 1_800_000_000.0
+ANSWERS = recorded()
+
+
+def look(at: float = AT, **changes: Any) -> Look:
+    one = Look(
+        at,
+        msgspec.convert(ANSWERS["/v1/status"], Status),
+        msgspec.convert(ANSWERS["/v1/nodes"], Nodes).nodes,
+        msgspec.convert(ANSWERS["/v1/jobs"], Jobs).jobs,
+        msgspec.convert(ANSWERS["/v1/gpus"], Gpus).gpus,
+        msgspec.convert(ANSWERS["/v1/transfers"], Transfers).transfers,
+        msgspec.convert(ANSWERS["/v1/events"], Events).events,
+    )
+    return msgspec.structs.replace(one, **changes)
+
+
+def seen(*looks: Look) -> View:
+    view = View()
+    for one in looks:
+        view.take(one)
+    return view
+
+
+def keys(view: View, name: str) -> list[str]:
+    return [row.key for row in view.tables()[name].rows]
+
+
+def test_totals_are_those_of_the_rows() -> None:
+    totals = seen(one := look()).totals()
+    assert (totals.nodes, totals.alive, totals.lending) == (3, 3, 3)
+    assert totals.gpus == sum(len(node.gpus) for node in one.nodes) == 6
+    assert 0 < totals.gpus_free < totals.gpus and totals.slots_free <= totals.slots
+    going = [job for job in one.jobs if job.state not in OVER]
+    assert totals.running + totals.waiting == len(going) < len(one.jobs) and totals.waiting
+    assert totals.at_risk_s == pytest.approx(sum(job.at_risk_s or 0 for job in going))
+
+
+def test_each_order_is_total_and_comes_round() -> None:
+    view, orders = seen(look()), []
+    for _ in JOB_SORTINGS:
+        orders.append(tuple(keys(view, "jobs")))
+        view.sort_next("jobs")
+    assert tuple(keys(view, "jobs")) == orders[0] and len(set(orders)) > 1
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert view.sort_next("events") is None
+    while view.sortings["jobs"].name != "at risk":
+        view.sort_next("jobs")
+    risks = {job.job: job.at_risk_s or 0 for job in look().jobs}
+    shown = [risks[key] for key in keys(view, "jobs")]
+    assert shown == sorted(shown, reverse=True)
+
+
+def test_the_filter_keeps_what_has_the_text_in_any_column() -> None:
+    view = seen(look())
+    view.filter = "NODE2"
+    assert keys(view, "nodes") == [node.node for node in look().nodes if node.nick == "node2"]
+    assert titles_of(view.tables()["nodes"])[0].startswith("1/3 NODES")
+    view.filter = "nobody has this"
+    assert keys(view, "jobs") == [] and view.totals().nodes == 3
+
+
+def test_what_changed_is_marked_for_a_while() -> None:
+    first, job = look(), look().jobs[0]
+
+    def marked(view: View) -> set[str]:
+        return {row.key for row in view.tables()["jobs"].rows if row.cells[0].tone == "bold"}
+
+    assert marked(seen(first)) == set(), "at first all is new, and nothing is news"
+    moved = [msgspec.structs.replace(job, state="stranded"), *first.jobs[1:]]
+    view = seen(first, look(AT + 1, jobs=moved, events=[]))
+    assert marked(view) == {job.job}
+    view.take(look(AT + 5, jobs=moved, events=[]))
+    assert marked(view) == {job.job}
+    view.take(look(AT + 6, jobs=moved, events=[]))
+    assert marked(view) == set()
+
+
+def test_a_stream_is_as_fast_as_between_two_looks() -> None:
+    begun = Transfer(7, "node2", "checkpoint", sent=1 << 20, bytes=100 << 20, seconds=1.0)
+    later = msgspec.structs.replace(begun, sent=9 << 20, seconds=3.0)
+    view = seen(look(transfers=[begun]))
+    assert view.totals().sending_bps == 1 << 20
+    view.take(look(AT + 2, transfers=[later]))
+    assert view.totals().sending_bps == 4 << 20
+    (row,) = view.tables()["transfers"].rows
+    assert row.cells[0].text == "node2" and "9.0 MiB/100.0 MiB" in row.cells[2].text
+    other = msgspec.structs.replace(begun, to="node3", sent=10 << 20, seconds=5.0)  # the same id, another stream
+    view.take(look(AT + 3, transfers=[other]))
+    assert view.totals().sending_bps == 2 << 20
+
+
+def test_another_daemon_begins_anew() -> None:
+    one = look()
+    view = seen(one)
+    told = len(view.tables()["events"].rows)
+    view.take(look(AT + 1, events=[]))
+    assert len(view.tables()["events"].rows) == told > 0
+    view.take(look(AT + 2, status=msgspec.structs.replace(one.status, pid=one.status.pid + 1), events=[]))
+    assert view.tables()["events"].rows == []
+
+
+def test_this_node_shows_each_gpu_with_what_is_given_of_it() -> None:
+    one = look()
+    rows = seen(one).tables()["here"].rows
+    assert [row.cells[0].text for row in rows] == ["GPU 0", "GPU 1", "slots"]
+    shared = next(row for row, gpu in zip(rows, one.gpus, strict=False) if gpu.jobs)
+    assert "share-" in shared.cells[4].text and " 30 %" in shared.cells[4].text and "(now " in shared.cells[4].text
+    assert shared.cells[2].text.endswith(" 90 %") and "█" in shared.cells[2].text
+    lent = one.status.lend.gpus[0]
+    taken = msgspec.structs.replace(lent, level="suspend", why="a program of its owner")
+    lend = msgspec.structs.replace(one.status.lend, gpus=[taken, *one.status.lend.gpus[1:]])
+    told = seen(look(status=msgspec.structs.replace(one.status, lend=lend))).tables()["here"].rows[0].cells[4]
+    assert told.text.startswith("a program of its owner") and told.tone == "warn"
+
+
+@pytest.mark.parametrize(("part", "shown"), [(0, "░░░░"), (0.001, "█░░░"), (0.5, "██░░"), (0.999, "███░"), (1, "████")])
+def test_a_bar_shows_anything_used_and_is_full_only_when_it_is(part: float, shown: str) -> None:
+    assert bar(part, 4) == shown
+
+
+def test_answers_of_older_and_newer_daemons() -> None:
+    old = understood(b'{"schema": 1, "node": "n", "nick": "a", "something_new": [1]}', Status)
+    assert old.nick == "a" and old.lend.hours == "always"
+    for wrong in (b"", b"{}", b"[]", b'{"node": 1, "nick": "a"}', b'{"node": "\xff", "nick": "a"}'):
+        with pytest.raises(MeshError, match="is not understood"):
+            understood(wrong, Status)
+
+
+# --- what others chose
+
+SIGNS = "\x1b\x07\x00\r\n\t\u202e\u2066\u200f\u0301\u0300\u20dd\ufeff\u2028[]\\\u0627\u05d0漢👩\ufe0f\u200d"
+HOSTILE = st.text(st.one_of(st.characters(), st.sampled_from(SIGNS)), max_size=300)
+
+
+def no_harm(text: str) -> bool:
+    return not any(unicodedata.category(sign) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"} for sign in text)
+
+
+@given(HOSTILE, st.integers(0, 80))
+def test_a_name_moves_nothing_and_has_its_width(text: str, width: int) -> None:
+    shown = harmless(text)
+    assert no_harm(shown) and harmless(shown) == shown
+    for right in (False, True):
+        assert cell_len(cut(shown, width, right)) == width
+
+
+def test_what_is_shown_of_hostile_names() -> None:
+    assert harmless("[bold]x[/]") == "[bold]x[/]"
+    assert harmless("\x1b[2Jgone\u202eevil") == "�[2Jgone�evil"
+    assert harmless("two\nlines") == "two lines"
+    assert harmless("Việt") == "Việt" and harmless("e" + "\u0336" * 50) == "e" + "\u0336" * 2
+    assert len(harmless("x" * 10**6)) == 200
+
+
+@settings(max_examples=40)
+@given(HOSTILE, HOSTILE, st.integers(20, 220), st.floats(allow_nan=False, allow_infinity=False))
+def test_hostile_answers_make_lines_no_wider_than_the_terminal(name: str, words: str, room: int, moment: float) -> None:
+    one = look()
+    nodes = [
+        msgspec.structs.replace(node, nick=name, user=words, zone=name, state=words, held_by=words, since_unix=moment)
+        for node in one.nodes
+    ]
+    jobs = [
+        msgspec.structs.replace(job, name=name, user=words, state=name, node=words, command=name, detail=words)
+        for job in one.jobs
+    ]
+    gpus = [msgspec.structs.replace(gpu, model=words) for gpu in one.gpus]
+    status = msgspec.structs.replace(one.status, nick=name, mesh=words, user=name)
+    events = [msgspec.structs.replace(event, actor=name, text=words, unix_ms=int(moment)) for event in one.events[:3]]
+    sends = [Transfer(1, name, words, "j" * 26, name, 1, 2, 0.0)]
+    for line in plain(seen(Look(AT, status, nodes, jobs, gpus, sends, events)), room, 3)[2:]:
+        assert no_harm(line) and cell_len(line) <= max(room, 70)  # what has to stay of a table may need as much
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=12),
+    st.integers(10, 200),
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+)
+def test_columns_fit_and_those_that_must_stay_do(shape: list[tuple[int, int]], room: int, lengths: list[int]) -> None:
+    columns = tuple(Column("T", most, rank if place else 0) for place, (most, rank) in enumerate(shape))
+    rows = [
+        Row(str(n), tuple(Cell("x" * (length + place)) for place in range(len(shape))))
+        for n, length in enumerate(lengths)
+    ]
+    widths = widths_of(Table("t", columns, rows, None, len(rows)), room)
+    assert all(width for width, column in zip(widths, columns, strict=True) if not column.rank)
+    if sum(LEAST + 2 for column in columns if not column.rank) <= room:
+        assert sum(width + 2 for width in widths if width) - 2 <= room
+
+
+def test_the_end_of_a_log_is_as_a_terminal_would_have_left_it() -> None:
+    text = "\x1b[31mred\x1b[0m\n 10%\r 50%\r100%\r\nlast \x1b]0;title\x07line\x1b"
+    assert last_lines(text, 10) == ["red", "100%", "last line�"]
+    assert last_lines("a\nb\nc\n", 2) == ["b", "c"] and last_lines("", 5) == []
+    assert clock(1e300) == "?" and clock(float("inf")) == "?"
+
+
+@given(HOSTILE)
+def test_a_log_harms_nothing(text: str) -> None:
+    assert all(no_harm(line) for line in last_lines(text, 50))
