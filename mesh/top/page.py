@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-from collections import deque
 from contextlib import suppress
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from mesh.web.logtext import LogText, lines
 
 DESCRIBE_S = 2.0  # every job's witnesses are asked for what they saw; ours
 LOG_S = 0.25  # between two drawings of what came; ours
-LOG_KEPT = 1 << 16  # bytes of output, at its end; ours
+LOG_KEPT = 1 << 16  # characters of output, at its end; ours
 LOG_LINES = 500
 LOG_COLUMNS = (Column("OUTPUT", 400),)
 KEYS = "Escape back   Tab next table   c cancel   r reclaim   q quit"
@@ -33,8 +32,7 @@ class Log:
 
     def __init__(self, source: Source, job: str) -> None:
         self._source, self._path = source, f"/v1/jobs/{job}/log?follow=1"
-        self._pieces: deque[bytes] = deque()
-        self._kept = 0
+        self._cleaner, self._text = LogText(), ""
         self._connection: socket.socket | None = None
         self._closed = False
         self.changed = True
@@ -45,10 +43,7 @@ class Log:
     def _follow(self) -> None:
         try:
             for piece in self._source.client.stream(self._path, self._opened):
-                self._pieces.append(piece[-LOG_KEPT:])
-                self._kept += len(self._pieces[-1])
-                while self._kept - len(self._pieces[0]) > LOG_KEPT:
-                    self._kept -= len(self._pieces.popleft())
+                self._text = (self._text + self._cleaner.feed(piece))[-LOG_KEPT:]
                 self.changed = True
         except (MeshError, OSError) as error:
             if not self._closed:
@@ -70,8 +65,7 @@ class Log:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def lines(self) -> list[str]:
-        data = b"".join(list(self._pieces))[-LOG_KEPT:]
-        return last_lines(codecs.decode(data, "utf-8", "replace"), LOG_LINES)
+        return [harmless(line) for line in lines(self._text).removesuffix("\n").split("\n")[-LOG_LINES:]]
 
 
 class JobPage(Screen[None]):

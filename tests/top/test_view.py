@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from mesh.api.errors import MeshError
 from mesh.top.answers import Events, Gpus, Jobs, Look, Nodes, Status, Transfer, Transfers, understood
-from mesh.top.harmless import cut, harmless, last_lines
+from mesh.top.harmless import cut, harmless
 from mesh.top.plain import plain
 from mesh.top.rows import JOB_SORTINGS, OVER
 from mesh.top.table import LEAST, Cell, Column, Row, Table, bar, clock, titles_of, widths_of
@@ -210,13 +210,5 @@ def test_columns_fit_and_those_that_must_stay_do(shape: list[tuple[int, int]], r
         assert sum(width + 2 for width in widths if width) - 2 <= room
 
 
-def test_the_end_of_a_log_is_as_a_terminal_would_have_left_it() -> None:
-    text = "\x1b[31mred\x1b[0m\n 10%\r 50%\r100%\r\nlast \x1b]0;title\x07line\x1b"
-    assert last_lines(text, 10) == ["red", "100%", "last line�"]
-    assert last_lines("a\nb\nc\n", 2) == ["b", "c"] and last_lines("", 5) == []
+def test_clocks_that_are_far_off() -> None:
     assert clock(1e300) == "?" and clock(float("inf")) == "?"
-
-
-@given(HOSTILE)
-def test_a_log_harms_nothing(text: str) -> None:
-    assert all(no_harm(line) for line in last_lines(text, 50))
