@@ -2,7 +2,7 @@
 
 Without it the wheel is a pure one, whose guard is compiled at first use. `MESH_WHEEL_MACHINE=aarch64` makes one for that machine.
 
-    pip install 'setuptools>=77' msgspec ziglang && pip wheel . --no-deps --no-build-isolation
+    pip install 'setuptools>=77' click msgspec pynacl ziglang && pip wheel . --no-deps --no-build-isolation
 """
 
 import importlib.util
@@ -65,6 +65,7 @@ class Build(build):
         *build.sub_commands,
         ("build_guard", lambda _: True),
         ("build_edge", lambda _: True),
+        ("build_share", lambda _: True),
     ]
 
 

@@ -85,6 +85,20 @@ def unit(service: Service) -> str:
     return "\n".join(lines)
 
 
+def template() -> str:
+    """A user's own unit that names no place of an installation, as a package brings it along."""
+    from mesh.config import Settings
+
+    lines = unit(Service("", "", Settings().grace_s)).splitlines()
+    given = {
+        "ExecStart=": "ExecStart=/usr/bin/env mesh up --foreground",
+        "StandardOutput=": "Environment=PATH=%h/.local/bin:/usr/local/bin:/usr/bin:/bin",
+        "StandardError=": "",
+    }
+    kept = (next((text for key, text in given.items() if line.startswith(key)), line) for line in lines)
+    return "\n".join(line for line, old in zip(kept, lines, strict=True) if line or not old) + "\n"
+
+
 def _edge(directory: str, user: str) -> list[str]:
     """A file system for its BPF programs, which only root can mount."""
     place = _word(directory)

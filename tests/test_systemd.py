@@ -93,6 +93,18 @@ def test_systemd_understands_it(tmp_path: Path, user: str | None) -> None:
             )
         )
     )
+    verify(path)
+
+
+@pytest.mark.systemd
+def test_systemd_understands_the_one_that_a_wheel_brings(tmp_path: Path) -> None:
+    path = tmp_path / "campus-mesh.service"
+    path.write_text(template())
+    assert values(template())["ExecStart"] == "/usr/bin/env mesh up --foreground" and "daemon.log" not in template()
+    verify(path)
+
+
+def verify(path: Path) -> None:
     done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and str(path.name) not in done.stderr, done.stderr
 

@@ -1,0 +1,101 @@
+"""The package as others get it: sdist and wheel, into a new environment, by pipx; and from a clone to the finished demo.
+
+The clone is of what is committed. Pip asks the index it is set up for; its cache is left as it is, and so are system packages.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.harness import not_run, row, write  # noqa: E402
+
+DEMO_S = 300.0
+SHARED = (
+    "share/man/man1/mesh.1",
+    "share/bash-completion/completions/mesh",
+    "share/zsh/site-functions/_mesh",
+    "share/fish/vendor_completions.d/mesh.fish",
+    "share/systemd/user/campus-mesh.service",
+)
+
+
+def timed(words: Sequence[str | Path], **more: Any) -> tuple[float, str]:
+    """Seconds, and what it said; it must succeed."""
+    begun = time.perf_counter()
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False, **more)
+    taken = time.perf_counter() - begun
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{' '.join(map(str, words))}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return taken, done.stdout
+
+
+def environment(place: Path, *packages: str | Path) -> Path:
+    timed([sys.executable, "-m", "venv", place])
+    if packages:
+        timed([place / "bin" / "pip", "install", "--quiet", *packages])
+    return place / "bin"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--demo", action="store_true", help="Also `make demo` in a new clone.")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="mesh-install-") as base:
+        here = Path(base)
+        source, dist = here / "source", here / "dist"
+        timed(["git", "clone", "--quiet", ROOT, source])
+        _, commit = timed(["git", "-C", source, "describe", "--always", "--abbrev=12", "--exclude=*"])
+        tools = environment(here / "tools", "build", "pipx")
+        built, _ = timed([tools / "python", "-m", "build", "--outdir", dist, source])
+        rows.append(row("sdist, and a wheel from it", [built], "s", goal="builds", met=True))
+        (wheel,) = dist.glob("*.whl")
+        (archive,) = dist.glob("*.tar.gz")
+        for name, package in (("wheel", wheel), ("sdist", archive)):
+            place = here / name
+            environment(place)
+            taken, _ = timed([place / "bin" / "pip", "install", "--quiet", package])
+            check(place, commit)
+            rows.append(row(f"the {name}, into a new environment", [taken], "s", goal="installs whole", met=True))
+        home = {"PIPX_HOME": str(here / "pipx"), "PIPX_BIN_DIR": str(here / "bin"), "PIPX_MAN_DIR": str(here / "man")}
+        taken, _ = timed([tools / "pipx", "install", "."], cwd=source, env={**os.environ, **home})
+        said = timed([here / "bin" / "mesh", "--version"])[1]
+        whole = commit.strip() in said and (here / "man" / "man1" / "mesh.1").exists()
+        rows.append(row("`pipx install .`", [taken], "s", goal="installs whole", met=whole))
+        measure, goal = "from a clone to the finished demo", f"<= {DEMO_S:g} s"
+        if options.demo:
+            begun = time.perf_counter()
+            clone = here / "clone"
+            timed(["git", "clone", "--quiet", ROOT, clone])
+            timed(["make", "demo"], cwd=clone)
+            taken = time.perf_counter() - begun
+            rows.append(row(measure, [taken], "s", goal=goal, met=taken <= DEMO_S))
+        else:
+            rows.append(not_run(measure, "s", goal, "it was not asked for: --demo"))
+    write("install", rows)
+
+
+def check(place: Path, commit: str) -> None:
+    """That what was installed is whole: the command, its commit, and what lies in share/."""
+    _, said = timed([place / "bin" / "mesh", "--version"], cwd="/")
+    if commit.strip() not in said:
+        raise SystemExit(f"{said.strip()!r} does not say that it is made from {commit.strip()}")
+    missing = [path for path in SHARED if not (place / path).is_file()]
+    if missing:
+        raise SystemExit(f"not installed: {', '.join(missing)}")
+    timed([place / "bin" / "pip", "check"])
+
+
+if __name__ == "__main__":
+    main()
