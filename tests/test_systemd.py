@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.cli.main import cli
-from mesh.systemd import CAPABILITIES, EXTRAS, Service, _word, unit
+from mesh.systemd import CAPABILITIES, EXTRAS, Service, _word, template, unit
 from tests.e2e.commands import until
 
 
