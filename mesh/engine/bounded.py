@@ -1,7 +1,7 @@
 """An engine within its owner's ceilings: what a job asks for beyond them is refused, what it does not ask for is set, and what it
-writes is bounded by looking.
+writes is bounded by looking. A system checkpoint that would not fit besides is not made.
 
-The last is no quota of a file system: between two looks a fast disk takes some gigabytes more. A container's root is read-only,
+Looking is no quota of a file system: between two looks a fast disk takes some gigabytes more. A container's root is read-only,
 and its /tmp and /dev/shm are memory, so its directories and its log are all that it can fill.
 """
 
@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import os
 import shutil
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from mesh.amount import amount
+from mesh.engine import cgroups
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
 from mesh.engine.process import HOME
@@ -24,6 +26,7 @@ from mesh.engine.wrapped import WrappedGuest
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
 FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
 BLOCK = 512  # bytes of st_blocks (inode(7))
+PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class BoundedEngine:
@@ -69,6 +72,31 @@ class BoundedGuest(WrappedGuest):
         await asyncio.wait([self._watch])  # one that has ended it says so in the log first
         return msgspec.structs.replace(end, detail=self._over) if self._over else end
 
+    async def dump(self, directory: Path) -> str:
+        """EngineError where it would take more than is left to the guest: before anything is written, or when it is made, for
+        only then is it known how large it is."""
+        await asyncio.to_thread(self._see_that_it_fits, directory, await self._memory())
+        like = await self._guest.dump(directory)
+        await asyncio.to_thread(self._see_that_it_fits, directory, 0)
+        return like
+
+    async def _memory(self) -> int:
+        """What of it is not on disk. Of its GPUs' memory, which comes to the machine's first, all that it was given."""
+        given = sum(portion.vram_mib for portion in self._launch.gpus) << 20
+        pids = await self._guest.pids()
+        known = await asyncio.to_thread(cgroups.memory_of, min(pids)) if pids else None
+        return given + (await asyncio.to_thread(_resident, pids) if known is None else known)
+
+    def _see_that_it_fits(self, directory: Path, memory: int) -> None:
+        """With what of it is written already. Its files are copied beside it, and have no holes then."""
+        files = sum(tree_bytes(part, _length) for part in parts(self._launch))
+        more, used = memory + files, used_bytes(self._launch)
+        takes, left = more + tree_bytes(directory), max(0, self._limit - used)
+        free = shutil.disk_usage(directory.parent).free
+        if takes > left or more > free:
+            words = f"{amount(left)} of {amount(self._limit)} are left to it on this node, {amount(free)} of the disk are free"
+            raise EngineError(f"a system checkpoint of it takes about {amount(takes)}: {words}")
+
     async def kill(self) -> None:
         await self._guest.kill()
         await self.wait()
@@ -89,12 +117,27 @@ class BoundedGuest(WrappedGuest):
 def used_bytes(launch: Launch) -> int:
     """On disk, of its directories, its home and its log. What cannot be looked at counts nothing; what is linked to elsewhere
     neither."""
-    used = _blocks(Path(launch.log_path))
-    home = str(Path(launch.work_dir).parent / HOME)
-    for root in (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir, home):
-        for directory, _, files in os.walk(root):
-            used += sum(_blocks(Path(directory, name)) for name in files)
-    return used
+    home = Path(launch.work_dir).parent / HOME
+    return _blocks(Path(launch.log_path)) + sum(map(tree_bytes, (*parts(launch), home)))
+
+
+def parts(launch: Launch) -> tuple[Path, ...]:
+    return tuple(map(Path, (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)))
+
+
+def tree_bytes(root: Path, of: Callable[[Path], int] | None = None) -> int:
+    """`of` its files: on disk, if nothing else is asked."""
+    size = of or _blocks
+    return sum(size(Path(directory, name)) for directory, _, files in os.walk(root) for name in files)
+
+
+def _resident(pids: Iterable[int]) -> int:
+    """Of these processes' memory; what several of them share counts for each."""
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+    return found
 
 
 def _blocks(path: Path) -> int:
@@ -102,6 +145,15 @@ def _blocks(path: Path) -> int:
         return path.lstat().st_blocks * BLOCK
     except OSError:
         return 0
+
+
+def _length(path: Path) -> int:
+    """Of a file that is copied, as a whole."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _add_line(path: str, line: str) -> None:

@@ -98,6 +98,22 @@ def are_frozen(groups: Iterable[Path]) -> bool | None:
     return any(line in {"FROZEN", "frozen 1"} for line in told) if told else None
 
 
+def memory_of(pid: int) -> int | None:
+    """Bytes that are not on disk of the group that a process is in: its processes' own memory, what lies in its tmpfs, what is
+    swapped out. None where that cannot be seen."""
+    groups = groups_of(pid)
+    for controller, names in (("memory", ("total_rss", "total_shmem", "total_swap")), ("", ("anon", "shmem"))):
+        found = []
+        with contextlib.suppress(OSError, KeyError):
+            lines = (groups[controller] / "memory.stat").read_text().splitlines()
+            found = [int(line.split()[1]) for line in lines if line.split()[0] in names]
+        with contextlib.suppress(OSError, KeyError):
+            found.append(int((groups[controller] / "memory.swap.current").read_text()))
+        if found:
+            return sum(found)
+    return None
+
+
 def _freezer_lines(group: Path) -> list[str]:
     for file in (FREEZER, EVENTS):
         with contextlib.suppress(OSError):

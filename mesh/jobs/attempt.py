@@ -284,6 +284,8 @@ class Attempt:
         self._tell(GuestStarted(step))
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
+        if launch.dump is not None:  # as large as its memory
+            self._spawn(asyncio.to_thread(shutil.rmtree, launch.dump, True), "remove the dump")
         if self._unwanted:  # since it began to start, which can take seconds
             await self.kill_guest()
 

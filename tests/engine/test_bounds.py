@@ -1,6 +1,10 @@
 """What an owner lets a job have: ceilings, addresses, and what becomes of one that writes too much."""
 
 import asyncio
+import mmap
+import os
+import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,6 +14,7 @@ from hypothesis import strategies as some
 
 from mesh.api.errors import ConfigError
 from mesh.config import load_settings
+from mesh.engine import bounded, cgroups
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings, ceilings_of
 from mesh.engine.egress import CAMPUS, chain_of, policy_of, rules
@@ -17,8 +22,10 @@ from mesh.engine.engine import EngineError, Launch
 from mesh.engine.gpusight import missing
 from mesh.engine.hardening import cdi_devices
 from mesh.engine.process import ProcessEngine
+from mesh.engine.wrapped import WrappedGuest
 from tests.engine.bench import LOOP, WAIT_S, Bench
 
+MIB = 1 << 20
 LAUNCH = Launch("j", 0, ("true",), {}, "w", "c", "o", "t", "l", "n", 1.0)
 
 
@@ -117,3 +124,56 @@ async def test_one_that_writes_too_much_is_ended_and_told(
     async with asyncio.timeout(WAIT_S):
         while b"mesh: ended: it wrote" not in (tmp_path / "log").read_bytes()[-300:]:
             await asyncio.sleep(0.02)
+
+
+class Saves(WrappedGuest):
+    """A real process, and a fake dump of it: `size` bytes."""
+
+    size = 0
+
+    async def dump(self, directory: Path) -> str:
+        directory.mkdir()
+        (directory / "images").write_bytes(b"\1" * self.size)
+        return "alike"
+
+
+async def test_a_system_checkpoint_that_would_not_fit_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that has written 2 MiB, and may write 16: its files count twice, its memory once."""
+    monkeypatch.setattr(cgroups, "memory_of", lambda pid: None)  # the group that all tests are in
+    bench = Bench(ProcessEngine(), tmp_path, None)
+    inner = await bench.shell(f"dd if=/dev/zero bs=1M count=2 of=$MESH_OUT_DIR/big; echo written; {LOOP}")
+    await bench.until_logged("written")
+    saves, where = Saves(inner), tmp_path / "dump"
+    assert bounded._resident(await inner.pids()) > 0
+    monkeypatch.setattr(bounded, "_resident", lambda pids: MIB)
+    guest = bounded.BoundedGuest(saves, bench.launch(), 16 * MIB)
+    assert await guest.dump(where) == "alike"
+    shutil.rmtree(where)
+    saves.size = 13 * MIB
+    with pytest.raises(EngineError, match=re.escape("takes about 15.0 MiB: 14.0 MiB of 16.0 MiB are left")):
+        await guest.dump(where)
+    shutil.rmtree(where)
+    monkeypatch.setattr(bounded, "_resident", lambda pids: 13 * MIB)
+    with pytest.raises(EngineError, match=r"takes about 15\.0 MiB"):
+        await guest.dump(where)
+    monkeypatch.setattr(bounded, "_resident", lambda pids: MIB)
+    with (tmp_path / "out" / "holes").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(EngineError, match=r"takes about 1024\.0 GiB|takes about 1\.0 TiB"):
+        await guest.dump(where)
+    assert not where.exists(), "it is not even begun"
+    await guest.kill()
+
+
+@pytest.mark.skipif(cgroups.memory_of(os.getpid()) is None, reason="no control group of memory is to be seen here")
+def test_a_groups_memory_is_what_is_not_on_disk(tmp_path: Path) -> None:
+    before = cgroups.memory_of(os.getpid())
+    kept = mmap.mmap(-1, 512 * MIB)
+    for place in range(0, len(kept), 4096):
+        kept[place] = 1
+    after = cgroups.memory_of(os.getpid())
+    kept.close()
+    assert before is not None and after is not None and after - before > 256 * MIB, "others run beside us"
+    assert cgroups.memory_of(2**22 + 1) is None
