@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 # Suites run side by side; those that need the same engine or kernel stay together (tests/conftest.py).
 WORKERS ?= 2
 
-.PHONY: demo test venv frameworks lint bench-cli bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
+.PHONY: demo test venv frameworks lint docs bench-cli bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
 
 demo: venv
 	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
@@ -29,6 +29,10 @@ lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# The site, in build/docs: from docs/ and the code, without a network. A dead link or anchor is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 bench-cli: venv
 	$(PYTHON) tests/bench/cli.py

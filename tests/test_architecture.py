@@ -119,6 +119,7 @@ def test_nothing_unwanted_is_tracked() -> None:
         "pyproject.toml",
         "README.md",
         "Makefile",
+        "mkdocs.yml",
         "LICENSE",
         "CHANGELOG.md",
         ".ci",
