@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 # Suites run side by side; those that need the same engine or kernel stay together (tests/conftest.py).
 WORKERS ?= 2
 
-.PHONY: demo test venv frameworks lint docs bench-cli bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
+.PHONY: demo test venv frameworks lint docs bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
 
 demo: venv
 	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
@@ -40,6 +40,10 @@ bench-cli: venv
 # The package in new environments. Two minutes; `BENCH_ARGS=--demo` adds a clone and its demo.
 bench-install: venv
 	$(PYTHON) tests/bench/install.py $(BENCH_ARGS)
+
+# A minute.
+bench-api: venv
+	$(PYTHON) tests/bench/api.py
 
 # Needs root, iproute2 and iptables; serf (Debian) and kinship (PyPI) run beside if they can be had. About an hour.
 bench-membership: venv
