@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import shutil
+import sqlite3
 import sys
 import sysconfig
 import tarfile
@@ -21,16 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.client import Client as Agent
 from mesh.duration import parse_duration
 from mesh.layout import Layout, state_directory
+from mesh.needs import Needs, NeedsTable, code_hash
 from mesh.remote import ANSWER, CALL, HEADER, PICKLE, Call
 from mesh.size import parse_size
 
@@ -40,6 +43,7 @@ LOOK_S = 0.3  # between two looks at jobs that are waited for, as `mesh run`; ou
 AWAY_S = 2.0  # the same, while the daemon does not answer; ours
 FETCH_TRIES = 5  # for a result whose holders do not answer just now; ours
 FEW = 8  # jobs that are asked for one by one; ours
+RECEIPT_LOOKS = 10  # for the receipt of what has just ended; ours
 LOG_TAIL = 2000  # characters of it in an error; ours
 CARRIED = ".mesh-call"  # in the job's working directory
 CKPT = "mesh-checkpoints"
@@ -62,10 +66,11 @@ class Terms(TypedDict, total=False):
     `python`: what runs the function there; by default this very interpreter's path, in an image `python3`. It must be of the
     same minor version. `workdir`: a directory to take along; what lies in it can be imported. `results="json"`: take nothing but
     JSON back, so that whoever runs the function cannot run anything here. `checkpoint_every`: of an object with `checkpoint`,
-    seconds, or `"auto"` (the default) for the mesh's own rule. All others are as `mesh submit` has them.
+    seconds, or `"auto"` (the default) for the mesh's own rule. `gpus="auto"`: one, with as much memory as runs of the same code
+    have needed before. All others are as `mesh submit` has them.
     """
 
-    gpus: int
+    gpus: int | Literal["auto"]
     gpu_share: int
     gpu_share_limit: int
     gpu_model: str
@@ -167,12 +172,21 @@ class Job(concurrent.futures.Future[T], Generic[T]):
         return asyncio.wrap_future(self).__await__()
 
 
+class _Watched(NamedTuple):
+    """How a job's answer is read, and of which code it tells what that needs."""
+
+    results: Literal["pickle", "json"]
+    code: str = ""
+
+
 class Client:
     """One daemon of this user. `state`: its state directory, as `mesh --state`; without it, as the command line has it."""
 
     def __init__(self, state: str | Path | None = None) -> None:
-        self.agent = Agent(Layout(state_directory(None if state is None else str(state))).socket)
-        self._watched: dict[Job[Any], Literal["pickle", "json"]] = {}
+        self._layout = Layout(state_directory(None if state is None else str(state)))
+        self.agent = Agent(self._layout.socket)
+        self._needs = NeedsTable(self._layout.needs)
+        self._watched: dict[Job[Any], _Watched] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -182,16 +196,27 @@ class Client:
         return self.submit_call(call, terms)
 
     def submit_call(self, call: Call, terms: Terms) -> Job[Any]:
+        code = ""
+        if terms.get("gpus") == "auto":
+            code = _code_of(call, terms)
+            terms = cast(
+                Terms,
+                {**terms, **self._needs.of(code).gpu_terms(), **({"vram": terms["vram"]} if "vram" in terms else {})},
+            )
         order = _order(call, terms)
         results = terms.get("results", "pickle")
         with tempfile.TemporaryDirectory(prefix="mesh-call-") as name:
             _pack(call, Path(name), terms.get("workdir"), results)
             answer = self.agent.post("/v1/jobs", {**order, "workdir": str(Path(name).resolve())}, timeout_s=600)
-        return self._watch(answer["job"], results)
+        return self._watch(answer["job"], _Watched(results, code))
+
+    def needs(self, function: Callable[..., Any], **terms: Unpack[Terms]) -> Needs:
+        """What runs of the same code with `gpus="auto"` have needed so far, in the same image and by the same Python."""
+        return self._needs.of(_code_of(Call(function), terms))
 
     def job(self, id: str, results: Literal["pickle", "json"] = "pickle") -> Job[Any]:
         """A job that was submitted before, by its id or the beginning of it, or by its name."""
-        return self._watch(self.agent.get(f"/v1/jobs/{quote(id, safe='')}")["job"]["job"], results)
+        return self._watch(self.agent.get(f"/v1/jobs/{quote(id, safe='')}")["job"]["job"], _Watched(results))
 
     def jobs(self) -> list[dict[str, Any]]:
         """All jobs that the daemon knows, as `mesh ps --json` has them."""
@@ -203,10 +228,10 @@ class Client:
         found: list[dict[str, Any]] = self.agent.get("/v1/nodes")["nodes"]
         return found
 
-    def _watch(self, id: str, results: Literal["pickle", "json"]) -> Job[Any]:
+    def _watch(self, id: str, watched: "_Watched") -> Job[Any]:
         job: Job[Any] = Job(self, id)
         with self._lock:
-            self._watched[job] = results
+            self._watched[job] = watched
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look, name="mesh-jobs", daemon=True)
                 self._thread.start()
@@ -227,11 +252,23 @@ class Client:
                 states = self._states(list(watched))
             except MeshError:  # its daemon is restarted, or will be: the jobs go on without it
                 states, pause = {}, AWAY_S
-            for job, results in watched.items():
+            for job, how in watched.items():
                 state = states.get(job.id)
                 if state is not None and state["outcome"] is not None and not job.done():
-                    _settle(job, state, results)
+                    if how.code and state["outcome"]["kind"] == "done":
+                        self._learn(how.code, job)
+                    _settle(job, state, how.results)
             time.sleep(pause)
+
+    def _learn(self, code: str, job: Job[Any]) -> None:
+        """What is not known then stays so: the next run asks for a whole GPU again."""
+        with suppress(MeshError, sqlite3.Error):
+            for _ in range(RECEIPT_LOOKS):
+                found = self.agent.get(f"/v1/jobs/{job.id}/needs")
+                if found["receipts"]:
+                    self._needs.learn(code, job.id, found["vram_mib"], found["ran_s"])
+                    return
+                time.sleep(LOOK_S)
 
     def _states(self, jobs: list[Job[Any]]) -> dict[str, dict[str, Any]]:
         if len(jobs) <= FEW:
@@ -296,8 +333,8 @@ def _order(call: Call, terms: Terms) -> dict[str, Any]:
         given.pop(name, None)
     every = given.pop("checkpoint_every", "auto")
     order: dict[str, Any] = {"name": getattr(call.function, "__name__", type(call.function).__name__)}
-    python = given.pop("python", None) or ("python3" if "image" in given else sys.executable)
-    order["argv"] = [python, f"{CARRIED}/launch.py"]
+    given.pop("python", None)
+    order["argv"] = [_python(terms), f"{CARRIED}/launch.py"]
     for name in ("vram", "vram_limit", "memory"):
         if name in given:
             size = given.pop(name)
@@ -313,6 +350,14 @@ def _order(call: Call, terms: Terms) -> dict[str, Any]:
         timing = every if every == "auto" else _seconds(every)
         order |= {"ckpt": CKPT, "ckpt_mode": "rename", "ckpt_every": timing}
     return order | given
+
+
+def _code_of(call: Call, terms: Terms) -> str:
+    return code_hash(call.function, terms.get("image", ""), _python(terms))
+
+
+def _python(terms: Terms) -> str:
+    return terms.get("python") or ("python3" if "image" in terms else sys.executable)
 
 
 def _seconds(time_: float | str) -> float:
@@ -340,7 +385,7 @@ def _pack(call: Call, where: Path, workdir: str | Path | None, results: str) -> 
     )
     (carried / "launch.py").write_text(_LAUNCH)
     (carried / HEADER).write_text(json.dumps({"python": sys.version_info[:2], "results": results}))
-    modules = [] if workdir is not None else _own_modules(call)
+    modules = _own_modules(call, workdir)
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -358,15 +403,15 @@ def _cloudpickle() -> Any:
     return cloudpickle
 
 
-def _own_modules(call: Call) -> list[ModuleType]:
-    """That of the function, if it is the user's own and nobody has it where the function will run: it goes along by value."""
+def _own_modules(call: Call, workdir: str | Path | None) -> list[ModuleType]:
+    """That of the function, if it is the user's own and not there where the function will run: it goes along by value."""
     found = inspect.getmodule(call.function) or inspect.getmodule(type(call.function))
     file = getattr(found, "__file__", None)
     if found is None or file is None or found.__name__ == "__main__":
         return []
     paths = sysconfig.get_paths()
     installed = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed.append(Path(__file__).parent.resolve())
+    installed += [Path(__file__).parent.resolve(), *([] if workdir is None else [Path(workdir).resolve()])]
     return [] if any(Path(file).resolve().is_relative_to(place) for place in installed) else [found]
 
 

@@ -54,6 +54,11 @@ class Layout(NamedTuple):
         return ""
 
     @property
+    def needs(self) -> Path:
+        """What Python functions have needed (`gpus="auto"`)."""
+        return self.root / "needs.sqlite"
+
+    @property
     def config(self) -> Path:
         return self.root / "config.toml"
 

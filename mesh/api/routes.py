@@ -15,6 +15,7 @@ from mesh.api.explanation import explanation
 from mesh.api.files import copy
 from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
 from mesh.api.migration import migrate
+from mesh.api.needs import needs
 from mesh.api.queries import Nothing
 from mesh.api.recovery import recover
 from mesh.api.transfers import transfer_list
@@ -197,6 +198,12 @@ async def job(daemon: "Daemon", call: Call[Nothing]) -> Answer:
 async def describe(daemon: "Daemon", call: Call[Nothing]) -> Answer:
     """All about one job: what was asked for, and what its witnesses remember."""
     return await daemon.job_desk.describe(call.job)
+
+
+@read("jobs/{job}/needs", "jobs", Nothing, {"job": str, "receipts": int, "vram_mib": int | None, "ran_s": float})
+async def needed(daemon: "Daemon", call: Call[Nothing]) -> Answer:
+    """What a job has needed so far, by the receipts of the nodes that ran it."""
+    return await needs(daemon, call.job)
 
 
 @read("jobs/{job}/why", "jobs", queries.WhyQuery, {"job": str, "state": str, "explanation": list[str]})

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 import mesh
 from mesh.api.errors import MeshError
-from mesh.futures import RemoteTraceback
+from mesh.futures import RemoteTraceback, Terms
 from mesh.stack import Stack
 from tests.e2e.commands import running_with_checkpoint, until
+from tests.e2e.test_shares import gpu_world, shares
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -103,6 +105,41 @@ def test_an_object_goes_on_elsewhere_from_its_checkpoint(shared: Stack) -> None:
     assert len(counted.nodes) == 2 and counted.nodes[0] == before["node"] != counted.nodes[1]
     last = job.info()["attempts"][-1]
     assert last["resumed_step"] and job.events()
+
+
+def hold(mebibytes: int) -> int:
+    """On a GPU, by the driver."""
+    from client import Driver  # type: ignore[import-not-found]
+
+    driver = Driver("libcuda.so.1")
+    driver.start()
+    driver.out("cuMemAlloc_v2", mebibytes << 20)
+    return mebibytes
+
+
+@pytest.mark.cc
+def test_auto_asks_for_what_the_same_code_has_needed(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    make_stack: Callable[..., Stack],
+) -> None:
+    """The GPU is a fake one, the guard in front of it and its receipt are not."""
+    with gpu_world(tmp_path, tmp_path_factory.getbasetemp().parent / "fakes", monkeypatch) as world:
+        node = make_stack(1).nodes[0]
+        until(lambda: shares(node), "the guard to be ready")
+        client = mesh.Client(node.where.root)
+        auto: Terms = {"gpus": "auto", "workdir": tmp_path / "project", "env": {"FAKE_GPU_WORLD": str(world.path)}}
+        assert client.needs(hold, **auto) == (0, None, None)
+        first = client.submit(hold, 700, **auto)
+        assert first.result(60) == 700 and (first.info()["gpus"], first.info()["vram_mib"]) == (1, 0)
+        needs = client.needs(hold)
+        assert needs.runs == 1 and needs.vram_mib is not None and 700 <= needs.vram_mib < 1200 and needs.ran_s
+        second = client.submit(hold, 10, **auto)
+        assert second.result(60) == 10 and second.info()["vram_mib"] == round(needs.vram_mib * 1.2)
+        assert client.needs(hold)[:2] == (2, needs.vram_mib) and client.needs(half).runs == 0
+        node.client.post("/v1/down", {"now": True})
+        until(lambda: not node.running, "the daemon to end")
 
 
 def test_it_is_an_executor(shared: Stack) -> None:
