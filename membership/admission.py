@@ -36,7 +36,7 @@ class Knock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     user: str
 
 
-class KnockAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class KnockAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`granted` is the stranger's chain, once it has been let in; `chain` that of whoever answers."""
 
     answers: int

@@ -24,7 +24,7 @@ TRUST = "trust"  # the section in which a node shows its certificates
 REVOKED = "revoked"  # the section in which a node shows every revocation it knows
 
 
-class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Body(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     version: int
     section: str

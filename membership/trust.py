@@ -43,7 +43,7 @@ class Genesis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: bytes
 
 
-class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     subject: bytes
     nick: str
     user: str
@@ -55,7 +55,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     for_user: str = ""  # of an invite: who joins by it can only be this user
 
 
-class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A root's word that a key is no member any more, whatever certificates it has. It cannot be taken back."""
 
     subject: bytes
@@ -80,7 +80,7 @@ class Standing(msgspec.Struct, frozen=True):
         return self.can_admit and self.links == 1 and bool(self.user)
 
 
-class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     genesis: bytes
     seed: bytes
     chain: bytes

@@ -10,7 +10,7 @@ EPOCH_AHEAD_MS = 100 * 86_400_000  # an epoch is the wall clock of a start: long
 MAX_NONCE = 2**63
 
 
-class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True):
     node: bytes
     epoch: int
     incarnation: int
@@ -47,7 +47,7 @@ GossipKind = Literal["member", "record"]
 Gossip = tuple[tuple[GossipKind, bytes], ...]
 
 
-class Packet(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class Packet(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`nonce` makes each one new; `root` is the hash of all that its sender knows. The receiver is bound by the signature."""
 
     nonce: int

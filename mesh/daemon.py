@@ -78,6 +78,7 @@ from mesh.seeds import checked_seeds, read_seeds
 from mesh.systemd import notify
 from mesh.telemetry.gpu import driver_version
 from mesh.telemetry.gpu import inventory as gpu_inventory
+from mesh.versions import claim_state
 from placement.advert import AdvertError, decode_advert, encode_advert
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Daemon:
             raise MeshError(
                 "this node belongs to no mesh yet: `mesh init NAME` founds one, `mesh join INVITE` joins one"
             )
+        claim_state(layout.version)
         self.identity = Identity.load(layout.key)
         self.trust = TrustStore(layout.genesis.read_bytes())
         chain = layout.chain.read_bytes()
@@ -401,6 +403,9 @@ class Daemon:
         while True:
             await self._struck.wait()
             self._struck.clear()
+            self.jobs.chronicle.say(
+                None, "audit", "the kill-switch was pressed: its guests were killed", new="killswitch"
+            )
             await settle_strike(self)
 
     async def _watch_membership(self) -> None:

@@ -90,6 +90,11 @@ class Layout(NamedTuple):
         return self.root / "chain"
 
     @property
+    def version(self) -> Path:
+        """Which version of the state this is."""
+        return self.root / "version"
+
+    @property
     def seeds(self) -> Path:
         return self.root / "seeds"
 

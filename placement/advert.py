@@ -42,14 +42,14 @@ class AdvertError(ValueError):
     """Bytes that are no possible advert."""
 
 
-class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Gpu(msgspec.Struct, frozen=True):
     uuid: str
     model: str
     vram_mib: Mebibytes
     capability: tuple[int, int] = (0, 0)
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Portion(msgspec.Struct, frozen=True, array_like=True):
     """So much of one GPU: what is left of it in an advert, or what a job was given. `share` is of its time, guaranteed."""
 
     uuid: str
@@ -57,7 +57,7 @@ class Portion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     vram_mib: Mebibytes
 
 
-class Advert(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class Advert(msgspec.Struct, frozen=True, dict=True):
     """`weight` is the node's own survival estimate for an hour, 1 to 64; `stays` the same for each of `HORIZONS_S`, none if it
     does not say; `driver` its GPUs' driver, as `(550, 54, 14)`; `room` (of GPUs with any left) and `slots_free` are what nobody
     has now.

@@ -9,7 +9,7 @@ import msgspec
 MAX_WORDS = 300  # characters; adverts travel in sections of 16 KiB; ours
 
 
-class SystemCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SystemCheckpoints(msgspec.Struct, frozen=True):
     """`like`: what a node must be equal to, to go on from one of this node's; empty where none can be made. `problem`: why, in
     words. `gpu_like` and `gpu_problem`: the same for jobs that have GPUs."""
 

@@ -33,7 +33,7 @@ class SummaryError(ValueError):
     """Bytes that are no possible summary."""
 
 
-class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Summary(msgspec.Struct, frozen=True):
     """`events` and `expected`: its own counts of the base rate (expected: hours), ages, hours, stays and shares, one after
     another; `own_...`: of the node, its ages, its four-hour blocks. `since_unix`: lent since then, 0 if it is not. `until_unix`:
     its owner has said that he takes it back then, 0 if not. `lent`: hours; `belief`: information and kappa; `week`: as

@@ -15,7 +15,9 @@ from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.lending import lend_state
 from mesh.api.orders import ApproveOrder, InviteOrder
+from mesh.api.peer import decode_facts
 from mesh.jobs.spec import format_job
+from mesh.versions import WIRE
 from placement.zones import zone_of
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Desk:
         members = self._daemon.membership.members()
         return {
             "version": __version__,
+            "wire": WIRE,
+            "versions": self._versions(),
             "pid": os.getpid(),
             "node": format_id(self._daemon.me),
             "nick": self._daemon.membership.standing.nick,
@@ -58,6 +62,13 @@ class Desk:
             "reached_by": self._reached_by(),
             "counters": dict(sorted(self.counters().items())),
         }
+
+    def _versions(self) -> dict[str, str]:
+        """What each node that is there runs, by its nick, as it says."""
+        facts = {record.node: decode_facts(record.body) for record in self._daemon.membership.records("facts")}
+        there = [member for member in self._daemon.membership.members() if member.present]
+        told = {member.nick: facts.get(member.node_id) for member in there}
+        return {nick: one.version[:40] for nick, one in sorted(told.items()) if one is not None}
 
     def counters(self) -> Counter[str]:
         """What membership, the API for peers and the job cores have counted; the names are words of the code."""

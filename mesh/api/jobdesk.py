@@ -210,10 +210,11 @@ class JobDesk:
     async def job_detail(self, text: str) -> dict[str, Any]:
         return {"job": self.show(self.find_job(text))}
 
-    async def events(self, job: str | None, after: int) -> list[dict[str, Any]]:
-        """What all who have a part in a job say of it; or, of no job, what this node has seen, after the event of that id."""
+    async def events(self, job: str | None, after: int, audit: bool = False) -> list[dict[str, Any]]:
+        """What all who have a part in a job say of it; or, of no job, what this node has seen, after the event of that id;
+        `audit`: of that what is about the node itself."""
         chronicle, status = self._daemon.jobs.chronicle, self.find_job(job) if job else None
-        own = await self._daemon.journal.events(status.job if status is not None else None, after)
+        own = await self._daemon.journal.events(status.job if status is not None else b"" if audit else None, after)
         if status is None:
             found = [(number, *chronicle.open(sealed)) for number, sealed in own]
             return [self._event(actor, event, id=number) for number, actor, event in found]

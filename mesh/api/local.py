@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from mesh.api.audit import audited
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.problems import http_problem, problem
 from mesh.api.routes import BYTES, ROUTES, Call, Route
@@ -49,7 +50,8 @@ def _answering(daemon: "Daemon", route: Route) -> Callable[[web.Request], Awaita
         named = request.match_info.get("job") or getattr(asked, "fits", "") or getattr(asked, "job", "")
         if named:
             await daemon.job_desk.heard_of(named)
-        result = await route.handle(daemon, Call(request, asked))
+        call = Call(request, asked)
+        result = await (route.handle(daemon, call) if route.method == "GET" else audited(daemon, route, call))
         if isinstance(result, web.StreamResponse):
             return result
         if route.answer == BYTES:

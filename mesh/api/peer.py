@@ -14,6 +14,7 @@ from membership.identity import Identity, NodeId, short_id
 from mesh.api.auth import HEADER, sign_request
 from mesh.api.line import MESSAGE_LIMIT, Line
 from mesh.api.wire import Lane, PacedBody, Wire
+from mesh.versions import WIRE
 
 PINS_KEPT = 4096
 CONNECT_TIMEOUT_S = 3.0  # a LAN peer answers in milliseconds; this one is gone
@@ -37,6 +38,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     fingerprint: bytes
     version: str
     disk: bytes = b""  # names its journal (`mesh.jobs.ledger.Seat`)
+    wire: int = WIRE
 
 
 _facts_decoder = msgspec.msgpack.Decoder(Facts)

@@ -24,10 +24,12 @@ class JobQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`job`: of this one, by all who have a part in it; else what this node has seen `after` the event of that id."""
+    """`job`: of this one, by all who have a part in it; else what this node has seen `after` the event of that id; `audit`: of
+    that what is about the node itself: orders, refusals, its owner."""
 
     job: str = ""
     after: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    audit: bool = False
 
 
 class WhyQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -263,7 +263,7 @@ async def control(daemon: "Daemon", call: Call[Nothing]) -> Answer:
 @read("events", "jobs", queries.EventsQuery, {"events": list[dict[str, Any]]})
 async def events(daemon: "Daemon", call: Call[queries.EventsQuery]) -> Answer:
     """What happened to jobs."""
-    return {"events": await daemon.job_desk.events(call.asked.job, call.asked.after)}
+    return {"events": await daemon.job_desk.events(call.asked.job, call.asked.after, call.asked.audit)}
 
 
 @read(

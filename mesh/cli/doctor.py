@@ -27,6 +27,7 @@ from mesh.layout import Layout
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
 MULTICAST_WAIT_S = 1.0
+LOW_DISK = 2 << 30  # a checkpoint of a small model; ours
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -65,6 +66,7 @@ class Facts(msgspec.Struct, frozen=True):
     edge_left: str = ""  # where the edge's switch is, although no daemon runs
     multicast: dict[str, str] = {}  # per address of an interface: "" or what went wrong
     now_unix: float = 0.0
+    free_bytes: int | None = None  # where the state is
 
 
 @click.command()
@@ -126,6 +128,7 @@ def examine(where: Layout, get: Any) -> Facts:
         edge_left=str(where.edge) if status is None and left_at(where.edge) else "",
         multicast=_multicast(settings) if settings.mdns else {},
         now_unix=time.time(),
+        free_bytes=_free(where),
     )
 
 
@@ -134,6 +137,14 @@ def _settings(where: Layout) -> tuple[Settings, str]:
         return load_settings(where.config, {}), ""
     except ConfigError as error:
         return Settings(), str(error)
+
+
+def _free(where: Layout) -> int | None:
+    try:
+        found = os.statvfs(where.root)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 def _policy_problem(where: Layout) -> str:
@@ -248,6 +259,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     if facts.ports and not any(port.taken_by for port in facts.ports):
         numbers = ", ".join(f"{port.number}/{port.protocol}" for port in facts.ports)
         findings.append(Finding("ports", "ok", f"{numbers} are free"))
+    findings += _disk(facts)
     findings += _multicast_findings(facts)
     findings += _lending(facts)
     if facts.status is not None and facts.network is not None:
@@ -369,9 +381,40 @@ def _network(status: dict[str, Any], network: dict[str, Any]) -> list[Finding]:
             ),
         ]
     findings.append(Finding("others", "ok", f"{network['others']} other nodes are here"))
+    findings += _versions(status)
     findings += _reach(status["address"], network["asked"])
     findings.append(_clock(network["clock_offset_s"], network["clock_peers"]))
     return findings
+
+
+def _versions(status: dict[str, Any]) -> list[Finding]:
+    """Two releases in one mesh are meant to be there for as long as an upgrade takes."""
+    others: dict[str, list[str]] = {}
+    for nick, version in status.get("versions", {}).items():
+        others.setdefault(version, []).append(nick)
+    others.pop(status["version"], None)
+    return [
+        Finding(
+            "versions",
+            "warn",
+            f"this node runs {status['version']}; {', '.join(nicks[:5])}{' ...' if len(nicks) > 5 else ''}: {version}",
+            "bring all nodes to one release, one after the other (docs/upgrade.md)",
+        )
+        for version, nicks in sorted(others.items())
+    ]
+
+
+def _disk(facts: Facts) -> list[Finding]:
+    if facts.free_bytes is None or facts.free_bytes >= LOW_DISK:
+        return []
+    return [
+        Finding(
+            "disk",
+            "warn" if facts.free_bytes else "fail",
+            f"{facts.free_bytes / 2**30:.1f} GiB are free where {facts.state} is; checkpoints of others find no room",
+            "free some, `mesh ckpt gc`, `mesh image prune`, or set `store_quota_gib`",
+        )
+    ]
 
 
 def _reach(address: str, asked: list[dict[str, Any]]) -> list[Finding]:

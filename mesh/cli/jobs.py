@@ -378,12 +378,15 @@ def _pull(daemon: Client, path: str, directory: str) -> dict[str, Any]:
 @click.command()
 @click.argument("job", type=JOB, required=False)
 @click.option("-w", "--watch", is_flag=True, help="Go on until the job is over, or Ctrl-C.")
+@click.option("--audit", is_flag=True, help="Of this node itself: who ordered what, whom it refused, its owner.")
 @json_option
 @click.pass_context
-def events(ctx: click.Context, job: str | None, watch: bool, as_json: bool) -> None:
+def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_json: bool) -> None:
     """What happened to JOB, by the signed word of each node that had a part in it; or what this node saw, of any job."""
     daemon, seen, unheard = client(ctx), set(), 0
-    path = "/v1/events" + (f"?job={quote(job)}" if job else "")
+    if job and audit:
+        raise click.UsageError("--audit is about this node, not about a job: choose one")
+    path = "/v1/events" + (f"?job={quote(job)}" if job else "?audit=true" if audit else "")
     while True:
         answer = daemon.get(path)
         if as_json and not watch:
@@ -403,6 +406,7 @@ def events(ctx: click.Context, job: str | None, watch: bool, as_json: bool) -> N
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    at = time.strftime("%H:%M:%S", time.localtime(event["unix_ms"] / 1000))
+    form = "%H:%M:%S" if event["job"] else "%Y-%m-%d %H:%M:%S"
+    at = time.strftime(form, time.localtime(event["unix_ms"] / 1000))
     gap = "  (what it said before this is missing)" if event.get("gap") else ""
     return f"{at}  {event['actor']:<12} {(event['job'] or '-')[:8]:<8}  {event['text']}{gap}"

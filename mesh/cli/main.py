@@ -51,6 +51,7 @@ SECTIONS: dict[str, list[tuple[str, str, str]]] = {
         ("install-service", "mesh.cli.service", "Start this node at every boot, by systemd"),
         ("config", "mesh.cli.config", "This node's settings: ls, get, set, unset"),
         ("doctor", "mesh.cli.doctor", "Find what keeps this machine from being a good node"),
+        ("dump", "mesh.cli.dump", "What tells what went wrong here, in one file, without secrets"),
     ],
     "Found or join a mesh": [
         ("init", "mesh.cli.trust", "Found a mesh"),

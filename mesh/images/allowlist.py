@@ -27,7 +27,7 @@ class ListError(ValueError):
     """Bytes that are no list, or a word that cannot be put on one; the text says why."""
 
 
-class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`config` is the SHA-256 of the image's configuration, which names its layers' hashes: an engine's image id. `manifest` is
     the digest by which a registry knows it, empty if none does. `size` is in bytes, as its engine counted them."""
 
@@ -36,7 +36,7 @@ class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Natural = 0
 
 
-class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`image` is None where the alias is denied (and of `ANYTHING`, which names none)."""
 
     alias: str
@@ -45,7 +45,7 @@ class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image: Image | None = None
 
 
-class SignedList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SignedList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that one signer says. Of two lists of one signer the one with the higher `number` holds."""
 
     number: Natural

@@ -28,7 +28,7 @@ MAX_SIGNERS = 64  # of a mesh; ours
 log = logging.getLogger(__name__)
 
 
-class Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shown(msgspec.Struct, frozen=True):
     """A sealed list, and the certificates of who signed it, for those who have never met him."""
 
     sealed: bytes

@@ -18,7 +18,7 @@ KEPT_FOR_OTHERS = 1024  # jobs that one node keeps for others; ours
 ASKED_IN_ZONE = 3  # of the zone's line, before other zones are asked; ours
 
 
-class Errand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Errand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A job to be brought to its witnesses, as `spec`, which its submitter has sealed. `deputy`, of `zone`, keeps it too; the
     submitter alone says so."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from placement.decision import Decision
 
-Kind = Literal["submitted", "order", "state", "decision", "checkpoint", "attempt", "end", "node"]
+Kind = Literal["submitted", "order", "state", "decision", "checkpoint", "attempt", "end", "node", "audit"]
 MAX_EVENT_BYTES = 2048  # sealed; a reason is cut to REASON_CHARS
 REASON_CHARS = 300
 MAX_TOLD = 64  # events in one message
@@ -21,10 +21,11 @@ class EventError(ValueError):
     """Bytes that are no event."""
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Event(msgspec.Struct, frozen=True):
     """`kind`: it was `submitted`; its user gave an `order` (`new`: cancel, migrate, recover); its `state` here went from
     `old` to `new`; a `decision` gave it to `target`; its `checkpoint` number `number` counts; an `attempt` has ended here; it
-    has come to its `end` (`new`); or something about the `node` itself, of no job. `target` is the node that it is about, if
+    has come to its `end` (`new`); or something about the `node` itself, of no job; or an `audit`: somebody ordered `new` here, or
+    did it. `target` is the node that it is about, if
     that is another one.
     """
 

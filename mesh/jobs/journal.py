@@ -23,7 +23,9 @@ SCHEMA_VERSION = 2  # 2: events are signed
 DISK_BYTES = 8  # of a journal's name: no two of a node's journals are ever called alike
 log = logging.getLogger(__name__)
 
-EVENTS_KEPT = 20_000  # about 4 MB; older ones are dropped
+EVENTS_KEPT = 20_000  # about jobs: 4 MB; older ones are dropped
+AUDIT_KEPT = 20_000  # events of the node itself, so that busy jobs do not push them out; ours
+TRIM_EVERY = 1000  # rows written; ours
 RECEIPTS_KEPT = 20_000  # about 8 MB
 DEPARTURES_KEPT = 500  # of guests: older ones weigh nothing any more (`placement.schedule.FORGET`)
 STAYS_KEPT = 2_000  # about 100 kB: 40 days, after which one counts half, of a node that leaves 50 times a day
@@ -83,6 +85,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._notes: list[tuple[str, tuple[object, ...]]] = []  # statements and rows that are not written yet
         self._writing: asyncio.Task[None] | None = None
+        self._written = 0  # notes since the oldest were dropped
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
@@ -169,6 +172,10 @@ class Journal:
             try:
                 for statement in dict.fromkeys(statement for statement, _ in notes):
                     await self._write(statement, *(row for other, row in notes if other == statement))
+                self._written += len(notes)
+                if self._written >= TRIM_EVERY:
+                    self._written = 0
+                    await self._do(lambda: _trim(self._db))
             except JournalError as error:
                 log.warning("%d events and receipts are lost: %s", len(notes), error)
 
@@ -282,10 +289,7 @@ class Journal:
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
             self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
-            for table, kept in (("events", EVENTS_KEPT), ("receipts", RECEIPTS_KEPT), ("departures", DEPARTURES_KEPT)):
-                connection.execute(f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?", [kept])
-            newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
-            connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])
+            _trim(connection)
         except BaseException:
             connection.close()
             raise
@@ -306,6 +310,20 @@ class Journal:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _trim(connection: sqlite3.Connection) -> None:
+    """Drop the oldest of what grows without end."""
+    for table, which, kept in (
+        ("events", "job != x''", EVENTS_KEPT),
+        ("events", "job = x''", AUDIT_KEPT),
+        ("receipts", "1", RECEIPTS_KEPT),
+        ("departures", "1", DEPARTURES_KEPT),
+    ):
+        oldest = f"SELECT id FROM {table} WHERE {which} ORDER BY id DESC LIMIT 1 OFFSET ?"
+        connection.execute(f"DELETE FROM {table} WHERE {which} AND id <= ({oldest})", [kept])
+    newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
+    connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])
 
 
 def _unix_ms() -> int:

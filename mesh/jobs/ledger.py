@@ -15,7 +15,7 @@ OutcomeKind = Literal["done", "failed", "cancelled"]
 MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a ledger
 
 
-class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One committed checkpoint: `manifest` is its id in the checkpoint store, `holders` the peers that have it on disk. `like`:
     of a system checkpoint, what a node must be to go on from it (placement/likeness.py)."""
 
@@ -29,7 +29,7 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     like: str = ""
 
 
-class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One stay of the job on one node. `reason` says why it ended, empty while it lasts; `fault`: it failed there, and may do
     better elsewhere."""
 
@@ -81,7 +81,7 @@ def avoided(attempts: Sequence[Attempt]) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys([*(attempt.node for attempt in attempts if attempt.fault), *left]))
 
 
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the job ended, for ever. `manifest` holds its log and published files."""
 
     kind: OutcomeKind
@@ -92,7 +92,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ended_unix_ms: int
 
 
-class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     version: int = 0
     commit: Commit | None = None
     attempts: tuple[Attempt, ...] = ()
@@ -152,7 +152,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     disk: bytes
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A witness group. While `previous` is not empty, a quorum needs a majority of both groups."""
 
     number: int

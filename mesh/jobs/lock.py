@@ -7,7 +7,7 @@ from ckptstore.vault import REALM_BYTES
 MOST_SEALED = 256  # of a share
 
 
-class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`realm` names the key; `shares` are sealed, each to the witness at its place in the job's description."""
 
     realm: bytes

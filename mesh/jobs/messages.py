@@ -11,7 +11,7 @@ import msgspec
 from mesh.jobs.ledger import Config, Ledger
 
 
-class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
     job: bytes
 
 

@@ -22,7 +22,7 @@ class RecoveryError(ValueError):
     """There is nothing to recover, or nothing to recover it from; the text says which."""
 
 
-class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the user signs: this group keeps the job's record from this term on."""
 
     job: bytes

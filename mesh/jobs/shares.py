@@ -30,7 +30,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     value: bytes
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Held(msgspec.Struct, frozen=True, array_like=True):
     """What a node has of a job's key: shares of it, or all of it."""
 
     shares: tuple[Share, ...] = ()

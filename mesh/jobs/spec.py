@@ -31,7 +31,7 @@ class SpecError(ValueError):
     """The description cannot be a job; the text says which field and why."""
 
 
-class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a job shows that a checkpoint is complete, and where its replicas go.
 
     `directory` is relative to the working directory; `mode` is one of the commit modes of docs/job-contract.md;
@@ -49,7 +49,7 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every: Every = None
 
 
-class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One of many jobs that were submitted together, told apart by `index`. `place` others come before it; with a `limit`, no
     more than that many are under way at a time."""
 
@@ -63,7 +63,7 @@ class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 HomeRule = Literal["own", "first", "node", "none"]
 
 
-class Homing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Homing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where the job belongs and goes back to: `node`; or that of its first attempt; or its user's own that had to send it away.
     Home must have been free for `settle_s`, and the job elsewhere for as long."""
 
@@ -72,7 +72,7 @@ class Homing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settle_s: float = 60.0  # an owner's pause is longer, and a move costs seconds; ours
 
 
-class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
 
     `chain` holds the submitter's certificates, so that a node that has never met the submitter, or has forgotten it, can

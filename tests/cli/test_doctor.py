@@ -26,6 +26,7 @@ def edge(**changes: Any) -> dict[str, Any]:
 
 def status(**changes: Any) -> dict[str, Any]:
     good = {"nick": "desk", "address": "10.0.0.1:7373", "pid": 1, "problems": {}, "engines": {}, "edge": edge()}
+    good |= {"version": "0.1.0", "versions": {"desk": "0.1.0", "rack": "0.1.0"}}
     return {**good, **changes}
 
 
@@ -108,6 +109,9 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(network=network(clock_offset_s=240.0, clock_peers=1)), "clock", "warn", "too few"),
         (facts(status=status(edge=edge(problem="no clang", next="get it"))), "network edge", "warn", "no clang"),
         (facts(status=status(edge=edge(guests=False, problem="no tc", next="x"))), "network edge", "warn", "no tc"),
+        (facts(status=status(versions={"desk": "0.1.0", "rack": "0.2.0"})), "versions", "warn", "rack: 0.2.0"),
+        (facts(free_bytes=1 << 30), "disk", "warn", "1.0 GiB are free"),
+        (facts(free_bytes=0), "disk", "fail", "0.0 GiB are free"),
         (facts(status=status(problems={"cloned": "another machine"})), "cloned", "fail", "another machine"),
     ],
 )

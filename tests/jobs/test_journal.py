@@ -12,7 +12,7 @@ import pytest
 
 from mesh.jobs.effects import Cell
 from mesh.jobs.events import Event
-from mesh.jobs.journal import DISK_BYTES, Journal, JournalError, OwnStay
+from mesh.jobs.journal import DISK_BYTES, SCHEMA_VERSION, Journal, JournalError, OwnStay
 from tests.jobs.worlds import JOB, A, make_witness
 
 CELL: Cell = make_witness().cell
@@ -99,6 +99,45 @@ async def test_sessions_of_an_older_journal_are_stays(tmp_path: Path) -> None:
             OwnStay(19_900_000, 20_000_000, "reclaimed"),
         ]
         await journal.close()
+
+
+async def test_what_is_about_the_node_outlasts_what_busy_jobs_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, kept in (("EVENTS_KEPT", 3), ("AUDIT_KEPT", 2), ("TRIM_EVERY", 10)):
+        monkeypatch.setattr(f"mesh.jobs.journal.{name}", kept)
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    for number in range(3):
+        journal.record(A, said(None, number), b"node %d" % number)
+    for number in range(20):
+        journal.record(A, said(JOB, number), b"job %d" % number)
+    assert [sealed for _, sealed in await journal.events(b"", 0)] == [b"node 1", b"node 2"], "while it runs"
+    assert [sealed for _, sealed in await journal.events(JOB, 0)] == [b"job 17", b"job 18", b"job 19"]
+    await journal.close()
+
+
+@pytest.mark.parametrize("release", ["schema-1", "schema-2"])
+async def test_a_journal_of_an_older_release_is_brought_up(tmp_path: Path, release: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    with sqlite3.connect(path) as old:
+        old.executescript((Path(__file__).parent / "journals" / f"{release}.sql").read_text())
+    old.close()
+    for _ in range(2):
+        journal = Journal(path)
+        await journal.open()
+        assert await journal.cells() == ([CELL], {}) and await journal.submitted() == {JOB: b"spec"}
+        assert await journal.stays() == [OwnStay(8_997_500, 9_000_000, "reclaimed")]
+        assert await journal.keys() == [b"key"] and await journal.wanted() == {JOB: "/home/ada/out"}
+        # Events of the first schema are signed by nobody, and are dropped.
+        assert len(await journal.events(JOB, 0)) == len(await journal.receipts(None)) == int(release == "schema-2")
+        journal.record(A, said(JOB, 7), b"new")
+        assert (await journal.events(JOB, 0))[-1][1] == b"new"
+        await journal.close()
+        with sqlite3.connect(path) as now:
+            now.execute("DELETE FROM events WHERE sealed = x'6e6577'")
+            assert now.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        now.close()
 
 
 async def test_a_closed_journal_says_so(tmp_path: Path) -> None:

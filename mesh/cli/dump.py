@@ -1,0 +1,259 @@
+"""`mesh dump`: what somebody needs who is to find out what went wrong here, in one file, without secrets."""
+
+import gzip
+import io
+import json
+import os
+import platform
+import shutil
+import sqlite3
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.telling import patience
+from mesh.cli.terminal import client, json_option, layout, print_json
+from mesh.layout import Layout
+from mesh.redaction import redacted, spellings
+
+ANSWERS = {
+    "status": "/v1/status",
+    "nodes": "/v1/nodes",
+    "network": "/v1/network",
+    "zones": "/v1/zones",
+    "jobs": "/v1/jobs",
+    "events": "/v1/events",
+    "audit": "/v1/events?audit=true",
+    "lend": "/v1/lend",
+    "gpus": "/v1/gpus",
+    "usage": "/v1/usage?here=true",
+    "checkpoints": "/v1/checkpoints",
+    "images": "/v1/images",
+    "trust": "/v1/trust",
+}
+FILES = ("config.toml", "policy.toml", "lending.json", "presence.json", "version", "seeds")
+MOST_LOG = 4 << 20  # of the log, its end; ours
+KERNEL_LINES = 400
+KERNEL_WORDS = (
+    "nvrm",
+    "xid",
+    "oom",
+    "out of memory",
+    "killed process",
+    "segfault",
+    "i/o error",
+    "hung",
+    "cgroup",
+    "nvidia",
+)
+PROC = ("meminfo", "loadavg", "uptime", "version", "cmdline", "pressure/memory", "pressure/io", "pressure/cpu")
+PACKAGES = ("aiohttp", "click", "cryptography", "docker", "msgspec", "numpy", "nvidia-ml-py", "pynacl", "zeroconf")
+
+
+@click.command()
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), help="Where to write it (default: here, by name and time)."
+)
+@json_option
+@click.pass_context
+def dump(ctx: click.Context, output: str | None, as_json: bool) -> None:
+    """Gather what tells what went wrong here in one .tar.gz, without secrets.
+
+    Keys, invites, tokens and passwords are taken out, however they are written. Names of users, nodes, jobs and files, and the
+    commands of jobs, stay: look at it before you give it to somebody.
+    """
+    where = layout(ctx)
+    if not where.root.is_dir():
+        raise MeshError(f"there is no node at {where.root}: `mesh --state DIR dump`", ExitCode.NOT_FOUND)
+    target = Path(output or time.strftime("mesh-dump-%Y%m%d-%H%M%S.tar.gz")).absolute()
+    if target.exists():
+        raise MeshError(f"{target} is there already; name another file with -o")
+    with patience("gathering"):
+        secrets, unread = secrets_of(where)
+        bundle = {name: redacted(data, secrets) for name, data in gathered(where, lambda path: client(ctx).get(path))}
+        left_out = [name for name, data in bundle.items() if any(one in data for s in secrets for one in spellings(s))]
+        for name in left_out:  # a last look, apart from what took them out
+            del bundle[name]
+        told = {"files": sorted(bundle), "left_out": left_out, "unread_secrets": unread}
+        bundle["README.txt"] = redacted(_readme(told).encode(), secrets)
+        size = _write(target, bundle)
+    if as_json:
+        print_json({"schema": 1, "file": str(target), "bytes": size, **told})
+        return
+    click.echo(str(target))
+    click.echo(
+        f"{len(bundle)} files, {size} bytes; names and commands are in it: look at it before you send it", err=True
+    )
+    for problem in unread:
+        click.echo(f"mesh: not all secrets could be looked for: {problem}", err=True)
+
+
+def secrets_of(where: Layout) -> tuple[list[bytes], list[str]]:
+    """Every secret that this state directory holds, as bytes; and why some could not be read."""
+    found: list[bytes] = []
+    problems: list[str] = []
+    try:
+        if where.key.exists():
+            found.append(where.key.read_bytes())
+        if where.tls.exists():
+            found += _pem_secrets(where.tls.read_bytes())
+        if where.journal.exists():
+            found += _journal_secrets(where.journal)
+    except (OSError, sqlite3.Error) as error:
+        problems.append(str(error))
+    return list(dict.fromkeys(found)), problems
+
+
+def _pem_secrets(pem: bytes) -> list[bytes]:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
+    try:
+        key = load_pem_private_key(pem, None)
+    except ValueError:
+        return []
+    der = key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
+    return [der, der[-32:]]  # in PKCS #8 the bytes of an Ed25519 or P-256 key are not far from its end
+
+
+def _journal_secrets(path: Path) -> list[bytes]:
+    from mesh.jobs.shares import decode_share
+
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as journal:
+        keys = [bytes(row[0]) for row in journal.execute("SELECT key FROM keys")]
+        rows = [bytes(row[0]) for row in journal.execute("SELECT shares FROM shares")]
+    import msgspec
+
+    shares = []
+    for row in rows:
+        with suppress(msgspec.MsgspecError, ValueError):
+            shares += [decode_share(share).value for share in msgspec.msgpack.decode(row, type=list[bytes])]
+    return keys + shares
+
+
+def gathered(where: Layout, get: Callable[[str], Any]) -> Iterator[tuple[str, bytes]]:
+    """Name and contents of each file, as they are here."""
+    from mesh.cli.doctor import diagnose, examine
+
+    yield "versions.json", _json(_versions())
+    yield "doctor.json", _answer(lambda: [_plain(finding) for finding in diagnose(examine(where, get))])
+    for name, path in ANSWERS.items():
+        yield f"{name}.json", _answer(lambda path=path: get(path))  # type: ignore[misc]
+    for name in FILES:
+        with suppress(OSError):
+            yield name, (where.root / name).read_bytes()
+    with suppress(OSError), where.log.open("rb") as log:
+        log.seek(max(0, where.log.stat().st_size - MOST_LOG))
+        yield "daemon.log", log.read()
+    yield "state.txt", "\n".join(_listing(where.root)).encode()
+    for name in PROC:
+        with suppress(OSError):
+            yield f"proc/{name.replace('/', '-')}", Path("/proc", name).read_bytes()
+    yield "disks.json", _json(_disks(where))
+    yield "kernel.txt", _kernel()
+
+
+def _answer(ask: Callable[[], Any]) -> bytes:
+    try:
+        return _json(ask())
+    except (MeshError, OSError, ValueError, KeyError) as error:
+        return _json({"problem": str(error)})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, default=str).encode()
+
+
+def _plain(value: Any) -> Any:
+    import msgspec
+
+    return msgspec.to_builtins(value)
+
+
+def _versions() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from mesh import __version__
+    from mesh.versions import STATE, WIRE
+
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return {
+        "campus-mesh": __version__,
+        "wire": WIRE,
+        "state": STATE,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "packages": packages,
+    }
+
+
+def _listing(root: Path, depth: int = 2) -> Iterator[str]:
+    """Names, sizes and modes; nothing is opened."""
+    for path in sorted(root.iterdir()):
+        with suppress(OSError):
+            seen = path.lstat()
+            changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.st_mtime))
+            yield f"{seen.st_mode:06o} {seen.st_size:>12} {changed} {path.relative_to(root.parent)}"
+            if depth > 1 and path.is_dir() and not path.is_symlink():
+                yield from _listing(path, depth - 1)
+
+
+def _disks(where: Layout) -> dict[str, Any]:
+    found = {}
+    for path in (where.root, Path("/tmp"), Path("/dev/shm")):
+        with suppress(OSError):
+            found[str(path)] = shutil.disk_usage(path)._asdict()
+    return found
+
+
+def _kernel() -> bytes:
+    """What the kernel says of GPUs, memory and disks, if this user may read it."""
+    try:
+        done = subprocess.run(["dmesg", "--time-format", "iso"], capture_output=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"dmesg: {error}".encode()
+    if done.returncode:
+        return done.stderr
+    lines = [line for line in done.stdout.splitlines() if any(word.encode() in line.lower() for word in KERNEL_WORDS)]
+    return b"\n".join(lines[-KERNEL_LINES:])
+
+
+def _readme(told: dict[str, Any]) -> str:
+    lines = [
+        "What `mesh dump` gathered on a node of campus-mesh. Secrets are replaced by [removed].",
+        "Names of users, nodes, jobs and files, and the commands of jobs, are as they were.",
+        *(f"left out, since a secret could not be taken out of it: {name}" for name in told["left_out"]),
+        *(f"not all secrets could be looked for: {problem}" for problem in told["unread_secrets"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _write(target: Path, bundle: dict[str, bytes]) -> int:
+    """Whole or not at all, for its owner's eyes."""
+    whole = io.BytesIO()
+    now = int(time.time())
+    with gzip.GzipFile(fileobj=whole, mode="wb", filename="") as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, data in bundle.items():
+            entry = tarfile.TarInfo(f"mesh-dump/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), now, 0o600
+            tar.addfile(entry, io.BytesIO(data))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(whole.getvalue())
+        os.link(temporary, target)
+    except OSError as error:
+        raise MeshError(f"{target} cannot be written: {error.strerror}. Name another file with -o") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(whole.getvalue())
