@@ -1,7 +1,10 @@
 """What a real node measures and has lent: told to Prometheus, to its owner, and to the other nodes."""
 
 import http.client
+import json
+import os
 import socket
+import tarfile
 from collections.abc import Callable
 
 import pytest
@@ -82,5 +85,12 @@ def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable
     assert "points ahead" in shown and "BORROWED" in shown and job[:8] in ok(there, "usage", "--runs")
     (month,) = read(there, "usage", "--by", "month", "--here")["rows"]
     assert month["own_slot_h"] > 0
+    ordered = ok(there, "events", "--audit")
+    assert f"reclaim (grace_s=20.0), by uid {os.getuid()} (" in ordered and "running" not in ordered
+    with tarfile.open(
+        json.loads(ok(there, "dump", "-o", str(stack.directory / "dump.tar.gz"), "--json"))["file"]
+    ) as tar:
+        told = json.load(tar.extractfile("mesh-dump/status.json"))  # type: ignore[arg-type]
+    assert told["nick"] == there.nick and told["versions"] == dict.fromkeys([here.nick, there.nick], told["version"])
     bad = mesh(here, "usage", "--since", "yesterday")
     assert bad.returncode == 2 and "duration" in bad.stderr
