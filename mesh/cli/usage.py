@@ -40,7 +40,7 @@ def _show(answer: dict[str, Any], by: str) -> None:
     header = [HEADS[by], "LENT", "BORROWED", "OWN", "MEASURED", "LOST", "RUNS"]
     rows = []
     for row in answer["rows"]:
-        hours = [_hours(row[f"{kind}_gpu_h"], row[f"{kind}_slot_h"]) for kind in ("lent", "borrowed", "own")]
+        hours = [hours(row[f"{kind}_gpu_h"], row[f"{kind}_slot_h"]) for kind in ("lent", "borrowed", "own")]
         rest = [f"{row['measured_gpu_h']:.3g}", f"{row['lost_h']:.3g}", str(row["attempts"])]
         if by == "user":
             known = "fair_points" in row
@@ -55,7 +55,7 @@ def _show(answer: dict[str, Any], by: str) -> None:
         click.echo(f"only their newest receipts are counted: {', '.join(answer['cut'])}", err=True)
 
 
-def _hours(gpu: float, slot: float) -> str:
+def hours(gpu: float, slot: float) -> str:
     return f"{gpu:.3g}" + (f" + {slot:.3g}" if slot >= 0.0005 else "")
 
 

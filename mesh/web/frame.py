@@ -7,7 +7,7 @@ import msgspec
 
 from mesh.web.markup import Markup, element, join
 
-TITLES = {"/": "Nodes", "/jobs": "Jobs", "/week": "Availability", "/lend": "Lend"}
+TITLES = {"/": "Nodes", "/jobs": "Jobs", "/week": "Availability", "/lend": "Lend", "/usage": "Ledger"}
 
 
 class Shown(msgspec.Struct, frozen=True):

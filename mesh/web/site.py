@@ -10,37 +10,30 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from aiohttp import web
 
 from membership.identity import short_id
-from mesh.api.attendance import survival_of
 from mesh.api.errors import ExitCode, MeshError
-from mesh.api.explanation import explanation
-from mesh.api.lending import lend_state, reclaim, set_paused
+from mesh.api.lending import reclaim, set_paused
 from mesh.api.orders import ReclaimOrder
 from mesh.api.problems import problem
-from mesh.web import frame
+from mesh.provider.usage import By
+from mesh.web import frame, views
 from mesh.web.caller import is_ours, user_of
 from mesh.web.frame import Shown, Standing, document
-from mesh.web.jobs import job_page, jobs_page
-from mesh.web.lend import lend_page
 from mesh.web.markup import element
-from mesh.web.nodes import nodes_page, week_page
 from mesh.web.session import Session, Sessions, is_word, objection
 from mesh.web.sheet import sheet
 from mesh.web.stream import Output, Topic
+from mesh.web.views import PATIENCE_S
 
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
 HOST = "127.0.0.1"
 MOST_BODY = 4096  # bytes of a form; ours have two short fields
-PATIENCE_S = (
-    0.12  # for what other nodes have to be asked for, before a page is shown without it; ours, for 300 ms in all
-)
-ASKED_EVERY_S = 3.0
 ORDER_S = 1.0  # for an order to be carried out before the page is shown again
 ANSWERED = (MeshError, OSError, RuntimeError)
 
@@ -104,8 +97,10 @@ class Site:
                 web.get("/jobs/{job}", self._job),
                 web.get("/week", self._week),
                 web.get("/lend", self._lend),
+                web.get("/usage", self._usage),
+                web.get("/usage/{by}", self._usage),
                 web.get("/stream/{page}", self._stream),
-                web.get("/stream/jobs/{job}", self._stream),
+                web.get("/stream/{page}/{of}", self._stream),
                 web.post("/lend/pause", self._pause),
                 web.post("/lend/resume", self._resume),
                 web.post("/lend/reclaim", self._reclaim),
@@ -206,12 +201,18 @@ class Site:
 
     async def _week(self, request: web.Request) -> web.StreamResponse:
         _, standing = self._asker(request)
-        shown = self._render_week(request.query.get("node", ""))
+        shown = views.week(self._daemon, request.query.get("node", ""))
         inside = [element("h1", "Availability"), shown.parts["which"], shown.parts["week"]]
         return _page(200, document(standing, "Availability", "/week", "", *inside))
 
     async def _lend(self, request: web.Request) -> web.StreamResponse:
         return await self._shown(request, ("lend",), "Lend this machine", "/lend")
+
+    async def _usage(self, request: web.Request) -> web.StreamResponse:
+        by = request.match_info.get("by", "user")
+        if by not in get_args(By):
+            raise web.HTTPNotFound
+        return await self._shown(request, ("usage", by), "Lent and borrowed", "/usage")
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
         await self._daemon.job_desk.heard_of(request.match_info["job"])
@@ -241,11 +242,16 @@ class Site:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         session, standing = self._asker(request)
-        what = (request.match_info.get("page", "jobs"), *filter(None, [request.match_info.get("job")]))
-        if what[0] not in {"nodes", "jobs", "lend"}:
-            raise web.HTTPNotFound
-        if len(what) > 1:
-            what = ("jobs", self._daemon.job_desk.show(self._daemon.job_desk.find_job(what[1]))["job"])
+        what = tuple(request.match_info.values())
+        match what:
+            case ("nodes" | "jobs" | "lend",):
+                pass
+            case ("usage", by) if by in get_args(By):
+                pass
+            case ("jobs", job):
+                what = ("jobs", self._daemon.job_desk.show(self._daemon.job_desk.find_job(job))["job"])
+            case _:
+                raise web.HTTPNotFound
         topic = self._topic(what, session, standing)
         await topic.look()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -278,33 +284,16 @@ class Site:
     def _renderer(
         self, what: tuple[str, ...], standing: Standing
     ) -> tuple[Callable[[], Awaitable[Shown]], Output | None]:
-        desk = self._daemon.job_desk
-
-        async def nodes() -> Shown:
-            return nodes_page(self._daemon.desk.nodes())
-
-        async def jobs() -> Shown:
-            return jobs_page(desk.job_list(), standing.user, time.time())
-
-        async def lend() -> Shown:
-            cost = (await reclaim(self._daemon, ReclaimOrder(dry_run=True)))["guests"]
-            return lend_page(
-                standing, lend_state(self._daemon), cost, self._daemon.owner.notice_s, self._under_way(), self._problem
-            )
-
+        daemon = self._daemon
+        if what[0] == "lend":
+            return lambda: views.lend(daemon, standing, self._under_way(), self._problem), None
+        if what[0] == "usage":
+            return views.Ledger(daemon, what[1]).render, None
         if len(what) > 1:
-            return JobView(self._daemon, what[1]).render, lambda: self._daemon.logs.follow_log(what[1], True)
-        return {"nodes": nodes, "jobs": jobs, "lend": lend}[what[0]], None
-
-    def _render_week(self, node: str) -> Shown:
-        rows = self._daemon.desk.nodes()
-        if node:
-            return week_page(rows, {}, survival_of(self._daemon, node))
-        weeks = {}
-        for row in rows:
-            with contextlib.suppress(MeshError):  # it has told nothing yet
-                weeks[row["node"]] = survival_of(self._daemon, row["node"])["week"]
-        return week_page(rows, weeks, None)
+            return views.Job(daemon, what[1]).render, lambda: daemon.logs.follow_log(what[1], True)
+        if what[0] == "jobs":
+            return lambda: views.jobs(daemon, standing), None
+        return lambda: views.nodes(daemon), None
 
     # --- orders
 
@@ -345,37 +334,6 @@ class Site:
             waited = time.monotonic() - self._ordered_at
             return f"Taking it back: waiting for guests to save and move on ({waited:.0f} s)"
         return self._told[:1].upper() + self._told[1:]
-
-
-class JobView:
-    """One job's page. What other nodes have to be asked for is asked for beside, so that it is not waited for long."""
-
-    def __init__(self, daemon: "Daemon", job: str) -> None:
-        self._daemon, self._job = daemon, job
-        self._described: dict[str, Any] | None = None
-        self._reasons: dict[str, Any] | None = None
-        self._stored: list[dict[str, Any]] = []
-        self._asked_at = 0.0
-        self._asking: asyncio.Task[None] | None = None
-
-    async def render(self) -> Shown:
-        if (self._asking is None or self._asking.done()) and time.monotonic() - self._asked_at > ASKED_EVERY_S:
-            self._asking = asyncio.create_task(self._ask(), name="page of a job")
-        if self._described is None and self._asking is not None:
-            await asyncio.wait([self._asking], timeout=PATIENCE_S)
-        desk = self._daemon.job_desk
-        row = desk.show(desk.find_job(self._job))
-        return job_page(row, self._described, self._reasons, self._stored, time.time())
-
-    async def _ask(self) -> None:
-        daemon, job = self._daemon, self._job
-        with contextlib.suppress(*ANSWERED):  # it is shown as far as it is known, and asked for again
-            self._stored = (await daemon.ckpt_desk.stored(job))["checkpoints"]
-        with contextlib.suppress(*ANSWERED):
-            self._described = await daemon.job_desk.describe(job)
-        with contextlib.suppress(*ANSWERED):
-            self._reasons = await explanation(daemon, job)
-        self._asked_at = time.monotonic()
 
 
 class _Stranger(MeshError):

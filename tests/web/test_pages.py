@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mesh.web import sheet
 from mesh.web.frame import Shown, Standing, document, message
 from mesh.web.jobs import job_page, jobs_page
+from mesh.web.ledger import ledger_page
 from mesh.web.lend import lend_page
 from mesh.web.markup import element
 from mesh.web.nodes import DAYS, MOST_SHOWN, nodes_page, together, week_page
@@ -71,6 +72,17 @@ def stored(text: str) -> dict[str, Any]:
     return {"kind": text, "seq": 3, "created_unix": NOW, "bytes": 4096, "use": text, "holders": [text]}
 
 
+def told_of_usage(text: str) -> dict[str, Any]:
+    hours = {f"{kind}_{of}_h": 1.5 for kind in ("lent", "borrowed", "own") for of in ("gpu", "slot")}
+    run = {
+        "job": "q" * 26, "name": text, "user": text, "from_unix_ms": MS, "until_unix_ms": MS + 9000, "gpu_percent": 0, "end": text
+    }  # fmt: skip
+    return {
+        "rows": [{"name": text, "lost_h": 0.0, "attempts": 3, **hours}], "silent": [text], "cut": [text], "runs": [run],
+        "since_unix_ms": MS,
+    }  # fmt: skip
+
+
 def pages(text: str) -> list[Shown]:
     described = {"job": job(text), "events": [{"unix_ms": MS, "actor": text, "text": text}]}
     reasons = {
@@ -87,6 +99,7 @@ def pages(text: str) -> list[Shown]:
         jobs_page([job(text), job("other", user=f"not {text}")], text, NOW),
         job_page(job(text), described, reasons, [stored(text)], NOW),
         job_page(job(text), None, None, [], NOW),
+        ledger_page(told_of_usage(text), "user", True),
         lend_page(STANDING, lending(text), [guest(text)], 30.0, text, text),
     ]
 
