@@ -6,7 +6,9 @@ one), with a session. States of the server: not open, open, closed with its daem
 
 import asyncio
 import contextlib
+import logging
 import os
+import resource
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 MOST_BODY = 4096  # bytes of a form; ours have two short fields
+FILES_KEPT = 512  # open files that viewers leave to the daemon; ours
 ORDER_S = 1.0  # for an order to be carried out before the page is shown again
 ANSWERED = (MeshError, OSError, RuntimeError)
 
@@ -51,6 +54,8 @@ SIGN_IN = (
     "Run `mesh web` on this machine: it prints an address that is good for one visit within ten minutes.",
     "If you have just opened such an address from another page, open this one again in the address bar.",
 )
+log = logging.getLogger(__name__)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -129,7 +134,7 @@ class Site:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not await self._is_ours(request):
+            if not _is_ours(request):
                 return _page(403, frame.message("Not yours", "This page is for the user whose node this is."))
             if words := objection(request.method, request.headers, self.port):
                 return _page(403, frame.message("Refused", f"{words[0].upper()}{words[1:]}."))
@@ -144,20 +149,6 @@ class Site:
             return _page(error.status, frame.message(error.reason, "There is no such page here."))
         except MeshError as error:
             return _page(problem(str(error), error.code).status, frame.message("That did not work", str(error)))
-
-    async def _is_ours(self, request: web.Request) -> bool:
-        """Asked of the kernel once a connection."""
-        transport = request.transport
-        if transport is None:
-            return False
-        protocol: Any = request.protocol
-        known: bool | None = getattr(protocol, "mesh_is_ours", None)
-        if known is None:
-            near, far = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-            known = is_ours(user_of(near, far)) if near and far else False
-            with contextlib.suppress(AttributeError):
-                protocol.mesh_is_ours = known
-        return known
 
     def _session(self, request: web.Request) -> Session | None:
         return self._sessions.find(request.cookies.get(self._cookie, ""), time.monotonic())
@@ -252,8 +243,13 @@ class Site:
                 what = ("jobs", self._daemon.job_desk.show(self._daemon.job_desk.find_job(job))["job"])
             case _:
                 raise web.HTTPNotFound
+        if (
+            sum(topic.viewers for topic in self._topics.values())
+            >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT
+        ):
+            return _page(503, frame.message("Too many look at this page", "Close some, or reload this one by hand."))
         topic = self._topic(what, session, standing)
-        await topic.look()
+        await topic.ready()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         place = request.headers.get("Last-Event-ID") or request.query.get("after", "")
@@ -350,6 +346,16 @@ def _gone(answer: dict[str, Any]) -> str:
     lost = [f"{row['name'] or row['job'][:8]} of {row['user']} lost {row['lost_s']:.1f} s" for row in losers]
     words = f"yours again after {answer['seconds']:.1f} s; {frame.count(gone, 'guest has', 'guests have')} gone"
     return "; ".join([words, *lost])
+
+
+def _is_ours(request: web.Request) -> bool:
+    """Whether the other end is a program of this node's user."""
+    near, far = (request.get_extra_info(name) for name in ("peername", "sockname"))
+    try:
+        return bool(near and far) and is_ours(user_of(near, far))
+    except OSError as error:
+        log.warning("the kernel does not say who asks for the page: %s", error)
+        return False
 
 
 def _page(status: int, text: str) -> web.Response:

@@ -127,6 +127,11 @@ class Topic:
             self._viewers.discard(wake)
             self._left_at = asyncio.get_running_loop().time()
 
+    async def ready(self) -> None:
+        """There is something to tell; what is older than a second is renewed within one."""
+        if not self._parts:
+            await self.look()
+
     async def look(self) -> Shown:
         """As it is now."""
         shown = await self._render()
