@@ -3,17 +3,17 @@
 import os
 import time
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from membership.events import MemberView
-from membership.identity import format_id, parse_id, short_id
+from membership.identity import format_id, short_id
 from membership.trust import ROLES, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.lending import lend_state
+from mesh.api.naming import node_meant
 from mesh.api.orders import ApproveOrder, InviteOrder
 from mesh.api.peer import decode_facts
 from mesh.jobs.spec import format_job
@@ -220,7 +220,7 @@ class Desk:
         return sorted(rows, key=lambda row: (row["nick"], row["node"]))
 
     def revoke(self, text: str, reason: str) -> dict[str, Any]:
-        node = self.find_node(text)
+        node = self.find_node(text, whole=True)  # it cannot be taken back
         if node.node_id in self._daemon.trust.revoked:
             return {"node": format_id(node.node_id), "nick": node.nick, "already": True}
         try:
@@ -230,17 +230,7 @@ class Desk:
         self._daemon.membership.revoke(sealed)
         return {"node": format_id(node.node_id), "nick": node.nick, "already": False}
 
-    def find_node(self, text: str) -> MemberView:
-        members = self._daemon.membership.members()
-        fits = [member for member in members if member.nick == text]
-        if not fits:
-            with suppress(ValueError):
-                wanted = parse_id(text)
-                fits = [member for member in members if member.node_id == wanted]
-        if not fits and text:
-            fits = [member for member in members if format_id(member.node_id).startswith(text.lower())]
-        if len(fits) != 1:
-            known = ", ".join(member.nick for member in members)
-            word = "no node" if not fits else f"{len(fits)} nodes"
-            raise MeshError(f"{word} called {text!r} (known: {known})", ExitCode.NOT_FOUND)
-        return fits[0]
+    def find_node(self, text: str, *, whole: bool = False) -> MemberView:
+        """By nick, id, or the beginning of one; with `whole` not by that of a nick."""
+        members = {format_id(member.node_id): member for member in self._daemon.membership.members()}
+        return members[node_meant(text, {node: member.nick for node, member in members.items()}, whole=whole)]

@@ -17,6 +17,7 @@ from membership.identity import format_id, short_id
 from membership.trust import USER
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.migration import homing_of
+from mesh.api.naming import job_name_meant
 from mesh.api.orders import SubmitOrder
 from mesh.api.peer import PeerError
 from mesh.api.saving import checkpointing_of
@@ -175,7 +176,7 @@ class JobDesk:
             await asyncio.sleep(HEARD_WITHIN_S / 40)
 
     def find_job(self, text: str) -> JobStatus:
-        """By id, prefix of an id, name, or ARRAY_INDEX; MeshError if none or several fit."""
+        """By id, name, the beginning of either, or ARRAY_INDEX; MeshError if none or several fit."""
         fits = self.find_jobs(text)
         if len(fits) > 1 and fits[0].array is not None:
             name = format_job(fits[0].array.array)[:8]
@@ -195,7 +196,8 @@ class JobDesk:
             if wanted and format_job(array.array).startswith(wanted):
                 arrays.setdefault(array.array, []).append(status)
         if not fits and not arrays:
-            named = [status for status in statuses.values() if status.name and status.name == text]
+            name = job_name_meant(text, {status.name for status in statuses.values() if status.name})
+            named = [status for status in statuses.values() if status.name and status.name == name]
             fits = sorted(named, key=lambda status: -status.created_unix_ms)[:1]
             if fits and fits[0].array is not None:
                 arrays, fits = {b"": [s for s in named if s.array and s.array.array == fits[0].array.array]}, []
@@ -204,7 +206,7 @@ class JobDesk:
             raise MeshError(f"no job {text!r} is known here: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
         if len(found) > 1:
             ids = ", ".join(format_job(status.job)[:8] for status, *_ in found)
-            raise MeshError(f"{text!r} fits {len(found)} jobs: give more of the id ({ids})", ExitCode.USAGE)
+            raise MeshError(f"{text!r} is ambiguous: {ids}: give more of the id", ExitCode.USAGE)
         return sorted(found[0], key=lambda status: status.array.place if status.array is not None else 0)
 
     async def job_detail(self, text: str) -> dict[str, Any]:

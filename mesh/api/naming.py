@@ -1,0 +1,32 @@
+"""Which one a person means by a name, an id, or the beginning of either. No I/O."""
+
+from collections.abc import Mapping
+
+from mesh.api.errors import ExitCode, MeshError
+
+
+def node_meant(text: str, nicks: Mapping[str, str], *, whole: bool = False) -> str:
+    """The id of the node that `text` names; `nicks`: what each id's node is called; `whole`: no beginning of a name will do.
+
+    A whole name goes before a whole id, that before beginnings. MeshError if none fits, or several.
+    """
+    fits = [node for node, nick in nicks.items() if nick == text] or [node for node in nicks if node == text.lower()]
+    if not fits and text:
+        begins = [node for node, nick in nicks.items() if nick.startswith(text) and not whole]
+        fits = begins + [node for node in nicks if node.startswith(text.lower()) and node not in begins]
+    if not fits:
+        known = ", ".join(nicks.values())
+        raise MeshError(f"no node called {text!r} (known: {known})", ExitCode.NOT_FOUND)
+    if len(fits) > 1:
+        raise MeshError(
+            f"{text!r} is ambiguous: {', '.join(f'{nicks[node]} ({node[:7]})' for node in fits)}", ExitCode.USAGE
+        )
+    return fits[0]
+
+
+def job_name_meant(text: str, names: set[str]) -> str | None:
+    """The name of a job that `text` is, or begins; None if there is none. MeshError if it begins several."""
+    fits = sorted({text} & names or {name for name in names if text and name.startswith(text)})
+    if len(fits) > 1:
+        raise MeshError(f"{text!r} is ambiguous: {', '.join(fits)}", ExitCode.USAGE)
+    return fits[0] if fits else None
