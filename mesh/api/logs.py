@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from ckptstore.errors import StoreError
 from mesh.api.errors import MeshError
@@ -22,7 +23,7 @@ TAIL_POLL_S = 0.2
 class LogReader:
     def __init__(self, daemon: "Daemon", desk: "JobDesk") -> None:
         self._daemon, self._desk = daemon, desk
-        self._news: dict[bytes, asyncio.Event] = {}  # of the jobs that somebody follows
+        self._news = WeakValueDictionary[bytes, asyncio.Event]()  # of the jobs that somebody follows
         daemon.jobs.board.changed = self._wake
 
     def _wake(self, job: bytes) -> None:

@@ -183,7 +183,8 @@ class Library:
         )
 
     async def surplus(self, bounds: Bounds) -> list[Surplus]:
-        return surplus(self.stored.values(), await self.fetched(), bounds)
+        unused = await self.fetched()
+        return surplus(self.stored.values(), unused, bounds)
 
     async def remove(self, image: StoredImage) -> bool:
         """Whether it has gone from the engine; not if a container is made of it. EngineError."""

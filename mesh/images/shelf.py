@@ -5,7 +5,6 @@ Only what this node has fetched, and nobody has given another name since, is eve
 engine itself refuses to remove what a container uses, running or not.
 """
 
-import os
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -43,9 +42,7 @@ class Shelf:
 
     def used(self, image: bytes) -> None:
         """Now."""
-        mark = self._marks / image.hex()
-        mark.touch(mode=0o600)
-        os.utime(mark)
+        (self._marks / image.hex()).touch(mode=0o600)
 
     def unused(self, images: Collection[bytes]) -> dict[bytes, float]:
         """For how many seconds each of these has not been used. Who is not known begins now; of others nothing is kept."""
@@ -63,9 +60,10 @@ class Shelf:
 
 
 def surplus(images: Iterable[StoredImage], unused: dict[bytes, float], bounds: Bounds) -> list[Surplus]:
-    """What goes, the longest unused first; nothing that was used a moment ago: a job may be about to start from it. Layers that
-    images share are counted with each of them, as the engine does."""
-    fetched = sorted((image for image in images if image.fetched), key=lambda image: (-unused[image.id], image.id))
+    """What goes, the longest unused first; nothing that was used a moment ago: a job may be about to start from it; nor what has
+    come since `unused` was asked. Layers that images share are counted with each of them, as the engine does."""
+    known = (image for image in images if image.fetched and image.id in unused)
+    fetched = sorted(known, key=lambda image: (-unused[image.id], image.id))
     total, found = sum(image.size for image in fetched), list[Surplus]()
     for image in fetched:
         idle_s = unused[image.id]

@@ -47,3 +47,9 @@ def test_when_an_image_was_used_outlasts_the_daemon(tmp_path: Path) -> None:
     assert shelf.unused([two]).keys() == {two} and [path.name for path in (tmp_path / "fetched").iterdir()] == [
         two.hex()
     ]
+
+
+def test_one_that_has_come_since_stays() -> None:
+    """A fetch may end while the others' marks are looked at."""
+    old, new = (StoredImage(bytes([number]) * 32, (), (), 1, True) for number in (1, 2))
+    assert [one.image for one in surplus([old, new], {old.id: 1e9}, Bounds(0, 0.0))] == [old]
