@@ -130,7 +130,8 @@ def _line(words: str) -> str:
 
 
 class Probe:
-    """Asks the machine, and again only once the engine or the criu that is found is another. `allowed`: by the owner. Blocks."""
+    """Asks the machine, and again only once the engine, the criu that is found or its configuration is another. `allowed`: by the
+    owner. Blocks."""
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
@@ -139,7 +140,7 @@ class Probe:
 
     def look(self, engine: str, version: str, experimental: bool) -> SystemCheckpoints:
         path = shutil.which("criu")
-        asked = (engine, version, experimental, path, Path(path).stat().st_mtime_ns if path else 0)
+        asked = (engine, version, experimental, path, _read(RUNC_CONF), Path(path).stat().st_mtime_ns if path else 0)
         if asked != self._asked:
             facts = Facts(self._allowed, os.getuid() == 0, engine, version, experimental)
             self._found, self._asked = judge(_look_at(facts, path)), asked

@@ -25,6 +25,7 @@ import requests
 
 from mesh.edge.edge import Edge
 from mesh.engine import cgroups, dumps, gpusight
+from mesh.engine.apart import apart
 from mesh.engine.bridges import Bridges
 from mesh.engine.criu import Probe
 from mesh.engine.descent import catches, descendants_of, process_of
@@ -126,7 +127,10 @@ class DockerEngine:
             output = await self._socket.attach(container.id)
             try:
                 key = await self._call(lambda: self._switch.enter(entry))
-                entry = await self._call(lambda: self._begin(container, launch, key, entry))
+                if launch.dump is None:
+                    entry = await self._call(lambda: self._begin(container, launch, key, entry))
+                else:
+                    entry = await apart(lambda: self._begin(container, launch, key, entry), "restore")
             except BaseException:
                 output.close()
                 raise
@@ -326,7 +330,7 @@ class DockerGuest:
     async def dump(self, directory: Path) -> str:
         like = self._engine.system.gpu_like if self._has_gpus else self._engine.system.like
         made = dumps.Made(self._container.attrs["Image"], like)
-        await self._engine._call(lambda: self._dump(directory, made))
+        await apart(lambda: self._dump(directory, made), f"dump {self._container.short_id}")
         return like
 
     def allow_until(self, boot_s: float) -> None:

@@ -11,13 +11,14 @@ import http
 import io
 import tarfile
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from threading import Event, Thread
+from threading import Event
 from typing import Any, TypeVar
 
 import msgspec
 
+from mesh.engine.apart import apart
 from mesh.engine.engine import EngineError
 from mesh.images.allowlist import Image, image_hash
 from mesh.images.docket import MAX_CONFIG_BYTES, Docket, Layer, archive_manifest, archive_names, layers_of
@@ -196,18 +197,9 @@ class ImageStore:
 
     async def _stoppable(self, work: Callable[[Event], T]) -> T:
         """Whoever is cancelled while he waits for it stops it."""
-        stop, answer = Event(), Future[T]()
-        answer.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                answer.set_result(work(stop))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        Thread(target=run, name="image", daemon=True).start()
+        stop = Event()
         try:
-            return await self._told(asyncio.wrap_future(answer))
+            return await self._told(apart(lambda: work(stop), "image"))
         finally:
             stop.set()
 

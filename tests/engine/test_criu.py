@@ -156,6 +156,9 @@ def test_the_probe_asks_again_only_when_something_is_new(tmp_path: Path, monkeyp
     write("4.2", 0)
     os.utime(program, ns=(1, 1))
     assert probe.look("Docker", "20.10", True).like.endswith("Docker 20.10, CRIU 4.2")
+    monkeypatch.setattr("mesh.engine.criu.RUNC_CONF", tmp_path / "runc.conf")
+    (tmp_path / "runc.conf").write_text("tcp-close\n")
+    assert probe.look("Docker", "20.10", True).like.endswith("CRIU 4.2, closes connections")
     before = calls.read_text()
     assert Probe(False).look("Docker", "20.10", True).problem.startswith("its owner") and calls.read_text() == before
 
