@@ -26,7 +26,7 @@ def state_cell(state: str) -> Cell:
 NODE_COLUMNS = (
     Column("NODES", 20),
     Column("STATE", 9),
-    Column("LENDS", 20),
+    Column("LENDS", 22),
     Column("GPUS USED", 17, 1),
     Column("JOBS", 5, 0, True),
     Column("SINCE", 7, 2, True),

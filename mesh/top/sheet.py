@@ -1,6 +1,7 @@
 """A table of rows for textual that draws only the lines that are seen, and of those what has changed: hundreds of rows cost
 a look at them, not a drawing."""
 
+from itertools import groupby
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -111,9 +112,11 @@ class Sheet(ScrollView, can_focus=True):
         if not self.size:
             return
         wanted = [self._content(y) for y in range(self.size.height)]
-        for y, content in enumerate(wanted):
-            if y >= len(self._drawn) or self._drawn[y] != content:
-                self.refresh(Region(0, y, self.size.width, 1))
+        drawn = [*self._drawn, *[None] * (len(wanted) - len(self._drawn))]
+        changed = [y for y, content in enumerate(wanted) if drawn[y] != content]
+        for _, run in groupby(enumerate(changed), lambda pair: pair[1] - pair[0]):  # lines below each other at once
+            lines = [y for _, y in run]
+            self.refresh(Region(0, lines[0], self.size.width, len(lines)))
         self._drawn = wanted
 
     def _content(self, y: int) -> tuple[object, ...]:
@@ -149,12 +152,12 @@ class Sheet(ScrollView, can_focus=True):
         if place >= len(table.rows):
             return Strip.blank(width, PLAIN)
         row = table.rows[place]
+        cursor = self._has_cursor(row)
         segments: list[Segment] = []
         for text, tone in self._cells(list(row.cells)):
-            segments += [Segment(GAP, PLAIN)] if segments else []
-            segments.append(Segment(text, TONES[tone]))
-        strip = Strip(segments).adjust_cell_length(width, PLAIN)
-        return strip.apply_style(CURSOR) if self._has_cursor(row) else strip
+            segments += [Segment(GAP, CURSOR if cursor else PLAIN)] if segments else []
+            segments.append(Segment(text, CURSOR if cursor else TONES[tone]))  # no tone can be read in reverse
+        return Strip(segments).adjust_cell_length(width, CURSOR if cursor else PLAIN)
 
     def _cells(self, cells: list[Cell]) -> list[tuple[str, Tone]]:
         assert self.table is not None

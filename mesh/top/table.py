@@ -99,7 +99,8 @@ def widths_of(table: Table, room: int) -> list[int]:
     out until all fit into `room`; the last one is cut before that, while something of it can be read."""
     columns, titles, widths = table.columns, titles_of(table), []
     for place, column in enumerate(columns):
-        widest = max((width_of(row.cells[place].text) for row in table.rows), default=0)
+        texts = {row.cells[place].text for row in table.rows}
+        widest = max(map(width_of, texts), default=0)
         empty = not widest and column.rank and table.rows
         widths.append(0 if empty else min(column.most, max(len(titles[place]), widest)))
 

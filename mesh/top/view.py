@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mesh.amount import amount
 from mesh.duration import lasting
-from mesh.top.answers import Event, Look
+from mesh.top.answers import Look
 from mesh.top.rows import (
     EVENT_COLUMNS,
     GPU_COLUMNS,
@@ -62,7 +62,7 @@ class View:
 
     def __init__(self) -> None:
         self.look: Look | None = None
-        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.events: deque[Row] = deque(maxlen=EVENTS_KEPT)  # the newest first
         self.filter = ""
         self.sortings = {"nodes": NODE_SORTINGS[0], "jobs": JOB_SORTINGS[0]}
         self._said: dict[str, tuple[object, ...]] = {}
@@ -83,8 +83,9 @@ class View:
         changed = {} if first else {key: look.at_unix for key, what in said.items() if self._said.get(key) != what}
         self._news = {key: at for key, at in (self._news | changed).items() if look.at_unix - at < NEWS_S}
         self._said = said
+        self._rows = {key: row for key, row in self._rows.items() if key in said}
         self._rates = self._measured(before, look)
-        self.events.extend(look.events)
+        self.events.extendleft(map(event_row, look.events))
         self.look = look
 
     def _measured(self, before: Look | None, look: Look) -> dict[int, float]:
@@ -135,13 +136,12 @@ class View:
         slots = slots_row(look)
         here = [*(gpu_row(index, gpu, look) for index, gpu in enumerate(look.gpus)), *([slots] if slots else [])]
         sent = [transfer_row(one, self._rates.get(one.id, 0.0)) for one in look.transfers]
-        told = [event_row(event) for event in self.events]
         return {
             "here": Table("here", GPU_COLUMNS, here, None, len(here)),
             "nodes": self._table("nodes", NODE_COLUMNS, self._kept("nodes", nodes, now, node_row), len(nodes)),
             "jobs": self._table("jobs", JOB_COLUMNS, self._kept("jobs", jobs, now, job_row), len(jobs)),
             "transfers": Table("transfers", TRANSFER_COLUMNS, sent, None, len(sent)),
-            "events": self._table("events", EVENT_COLUMNS, told[::-1], len(told)),
+            "events": self._table("events", EVENT_COLUMNS, self.events, len(self.events)),
         }
 
     def _kept(
