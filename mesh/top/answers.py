@@ -300,7 +300,7 @@ class Source:
 
     def cost(self) -> Cost:
         """Of taking the machine back; changes nothing."""
-        return msgspec.convert(self.client.post("/v1/reclaim", {"dry_run": True}), Cost)
+        return understood(msgspec.json.encode(self.client.post("/v1/reclaim", {"dry_run": True})), Cost)
 
     def _ask(self, name: str, kind: type[T]) -> T:
         data = self.client.read(PATHS[name], ANSWER_S)

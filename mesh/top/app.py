@@ -154,6 +154,8 @@ class Top(App[None]):
         """In the last line, for a while."""
         self._said = (time.monotonic(), Cell(harmless(words), tone))
         self._draw_foot()
+        if isinstance(self.screen, JobPage):
+            self.screen.query_one("#keys", Lines).show([[self._said[1]]])
 
     def _draw(self) -> None:
         base = self.screen_stack[0]
@@ -164,7 +166,7 @@ class Top(App[None]):
         for name, table in self.view.tables().items():
             sheet = base.query_one(f"#{name}", Sheet)
             if name == "here":
-                sheet.display = bool(table.rows)
+                sheet.display = bool(table.rows) and not base.has_class("low")
                 if sheet.styles.height is None or sheet.styles.height.value != len(table.rows) + 1:
                     sheet.styles.height = len(table.rows) + 1
             sheet.show(table)
@@ -289,7 +291,7 @@ class Top(App[None]):
     async def _ordered(self, work: Callable[[], str]) -> None:
         try:
             self.say(await in_thread(work))
-        except MeshError as error:
+        except (MeshError, OSError) as error:
             self.say(str(error), "bad")
 
     def _chosen_job(self) -> str | None:

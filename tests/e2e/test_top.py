@@ -22,7 +22,9 @@ async def test_pauses_and_resumes_a_real_node_and_shows_a_real_job(shared: Stack
         state = running_with_checkpoint(node, job)
         top = Top(Source(node.client), lambda: "")
         async with top.run_test(size=(160, 40)) as pilot:
-            await seen(pilot, lambda: re.search(rf"{job[:8]} +for-top +running +{state['node']} ", text(top)), "the job")
+            await seen(
+                pilot, lambda: re.search(rf"{job[:8]} +for-top +running +{state['node']} ", text(top)), "the job"
+            )
             await pilot.press("p")
             await seen(pilot, lambda: "PAUSED" in text(top), "the pause")
             assert read(node, "status")["paused"]
