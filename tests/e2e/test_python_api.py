@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 import mesh
 from mesh.api.errors import MeshError
-from mesh.futures import RemoteTraceback, Terms
+from mesh.futures import RemoteTraceback
+from mesh.parcel import Terms
 from mesh.stack import Stack
 from tests.e2e.commands import running_with_checkpoint, until
 from tests.e2e.test_shares import gpu_world, shares
@@ -60,10 +62,11 @@ class Count:
 
 async def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
     client = mesh.Client(shared.nodes[0].where.root)
-    good, odd, gone, plain = (
+    good, odd, gone, leaves, plain = (
         client.submit(half, 4, name="halves"),
         client.submit(half, 3),
         client.submit(os._exit, 3),
+        client.submit(partial(sys.exit, 4)),
         client.submit(half, 2, results="json"),
     )
     waits = client.submit(half, 8, after=[good], env={"A": "b"})
@@ -79,6 +82,8 @@ async def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> 
     assert "in half" in str(found.value.__cause__) and odd.state == "failed"
     with pytest.raises(mesh.JobFailed, match="exit 3"):
         gone.result(60)
+    with pytest.raises(mesh.JobFailed, match="SystemExit: 4"):  # which would end this program
+        leaves.result(60)
     with pytest.raises(mesh.JobFailed, match="JSON"):  # a tuple would come back as a list
         plain.result(60)
     assert waits.result(60)[0] == {"half": 4}
