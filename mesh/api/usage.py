@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
 TOLD = 2000  # receipts of one node in one answer, about 1 MB; the newest; ours
+OPENED = 100_000  # receipts in all: some ten seconds of checking signatures, in a thread; ours
 ASKED = 256  # nodes; ours
 AT_ONCE = 16
 WITHIN_S = 5.0
@@ -50,16 +51,8 @@ async def usage(daemon: "Daemon", since_s: float, by: By, here: bool) -> dict[st
     if not here:
         answers, silent = await _ask_all(daemon, since_ms)
         books += answers
-    receipts, refused = [], 0
-    for teller, told in books:
-        for sealed in told.receipts[:TOLD]:
-            try:
-                receipt = open_receipt(sealed, daemon.trust.mesh_id)
-            except ReceiptError:
-                refused += 1
-                continue
-            if receipt.node == teller:
-                receipts.append(receipt)
+    most = min(TOLD, OPENED // len(books))
+    receipts, refused = await asyncio.to_thread(_opened, books, most, daemon.trust.mesh_id)
     kept = newest(receipts, now_ms)
     nicks = _nicks(daemon)
     rows = _rows(daemon, kept, since_ms, by, nicks)
@@ -70,7 +63,7 @@ async def usage(daemon: "Daemon", since_s: float, by: By, here: bool) -> dict[st
         "rows": rows,
         "asked": len(books) - 1 + len(silent),
         "silent": [nicks.get(node, short_id(node)) for node in silent],
-        "cut": [nicks.get(node, short_id(node)) for node, told in books if not told.whole],
+        "cut": [nicks.get(node, short_id(node)) for node, told in books if not told.whole or len(told.receipts) > most],
         "refused": refused,
         "half_life_s": HALF_LIFE_S,
         "runs": [_run(one, nicks) for one in runs[:RUNS_SHOWN]],
@@ -93,6 +86,23 @@ async def _ask_all(daemon: "Daemon", since_ms: int) -> tuple[list[tuple[NodeId, 
     answers = await asyncio.gather(*(ask(node) for node in there[:ASKED]))
     silent = [node for node, told in answers if told is None] + there[ASKED:]
     return [(node, told) for node, told in answers if told is not None], silent
+
+
+def _opened(books: list[tuple[NodeId, Told]], most: int, mesh_id: bytes) -> tuple[list[Receipt], int]:
+    """The receipts that each node has told of itself, and how many were none of it."""
+    receipts, refused = [], 0
+    for teller, told in books:
+        for sealed in told.receipts[:most]:
+            try:
+                receipt = open_receipt(sealed, mesh_id)
+            except ReceiptError:
+                refused += 1
+                continue
+            if receipt.node == teller:
+                receipts.append(receipt)
+            else:
+                refused += 1
+    return receipts, refused
 
 
 def _rows(
