@@ -5,8 +5,10 @@ import sys
 import click
 
 SHELLS = ("bash", "zsh", "fish")
-FILES = {"bash": "~/.local/share/bash-completion/completions/mesh", "zsh": "~/.zfunc/_mesh"} | {
-    "fish": "~/.config/fish/completions/mesh.fish"
+FILES = {
+    "bash": "~/.local/share/bash-completion/completions/mesh",
+    "zsh": "~/.zfunc/_mesh",
+    "fish": "~/.config/fish/completions/mesh.fish",
 }
 
 

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +79,8 @@ def _load(ctx: click.Context, parameter: click.Parameter, path: str | None) -> N
 
 def read_job(ctx: click.Context, text: bytes, name: str, base: Path) -> dict[str, Any]:
     """What the file says, by the names of the command's parameters, as words of a command line; UsageError names the line."""
+    from difflib import get_close_matches
+
     import yaml
 
     def wrong(node: Any, words: str) -> click.UsageError:
