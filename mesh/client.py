@@ -14,10 +14,8 @@ from mesh.api.errors import ExitCode, MeshError
 
 LINE_LIMIT = 65_536  # bytes of a line before a body; as http.client's
 PIECE_BYTES = 65_536
-BUSY_S, BUSY_LOOK_S = (
-    2.0,
-    0.02,
-)  # for a daemon to empty a full queue of connections, as it does at each turn of its loop; ours
+BUSY_S = 2.0  # for a daemon to empty a full queue of connections, as it does at each turn of its loop; ours
+BUSY_LOOK_S = 0.02  # ours
 
 
 class BrokenAnswer(ConnectionError):

@@ -37,6 +37,11 @@ class Starts:
 
 async def _undo(starting: "asyncio.Task[G]", job: str) -> None:
     try:
-        await (await starting).kill()
-    except Exception as error:  # it did not come to start, or is its engine's to end
-        log.info("job %s: a start that was given up: %s", job[:8], error)
+        guest = await starting
+    except Exception as error:
+        log.info("job %s: a start that was given up has failed: %s", job[:8], error)
+        return
+    try:
+        await guest.kill()
+    except Exception:
+        log.exception("job %s: a start that was given up is not undone", job[:8])
