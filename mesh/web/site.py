@@ -38,6 +38,7 @@ HOST = "127.0.0.1"
 MOST_BODY = 4096  # bytes of a form; ours have two short fields
 FILES_KEPT = 512  # open files that viewers leave to the daemon; ours
 ORDER_S = 1.0  # for an order to be carried out before the page is shown again
+TOLD_S = 120.0  # for which the page says what became of an order; ours
 ANSWERED = (MeshError, OSError, RuntimeError)
 
 # No script, style, frame or connection but our own, and nothing kept. A form's Origin would be null with no-referrer.
@@ -214,11 +215,9 @@ class Site:
     async def _shown(self, request: web.Request, what: tuple[str, ...], title: str, here: str) -> web.StreamResponse:
         session, standing = self._asker(request)
         topic = self._topic(what, session, standing)
-        shown = await topic.look()
+        shown, _ = await asyncio.gather(topic.look(), topic.read_some(PATIENCE_S))
         parts = list(shown.parts.values())
         if topic.tail is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(topic.tail_read.wait(), PATIENCE_S)
             output = element(
                 "pre",
                 topic.tail.shown(),
@@ -329,7 +328,8 @@ class Site:
         if self._order is not None and not self._order.done():
             waited = time.monotonic() - self._ordered_at
             return f"Taking it back: waiting for guests to save and move on ({waited:.0f} s)"
-        return self._told[:1].upper() + self._told[1:]
+        fresh = time.monotonic() - self._ordered_at < TOLD_S
+        return self._told[:1].upper() + self._told[1:] if fresh else ""
 
 
 class _Stranger(MeshError):

@@ -78,7 +78,7 @@ class Topic:
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         self.tail = LogTail() if output is not None else None
-        self.tail_read = asyncio.Event()  # as far as it was there at first
+        self._tail_read = asyncio.Event()  # as far as it was there at first
         self._left_at = asyncio.get_running_loop().time()
 
     @property
@@ -132,6 +132,12 @@ class Topic:
         if not self._parts:
             await self.look()
 
+    async def read_some(self, patience_s: float) -> None:
+        """The log, as far as it comes in that time; at once if there is none."""
+        if self.tail is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._tail_read.wait(), patience_s)
+
     async def look(self) -> Shown:
         """As it is now."""
         shown = await self._render()
@@ -182,11 +188,11 @@ class Topic:
             async with contextlib.aclosing(self._output()) as pieces:
                 async for piece in pieces:
                     self.tail.add(text.feed(piece))
-                    self.tail_read.set()
+                    self._tail_read.set()
                     self._wake()
         except Exception as error:
             log.warning("a job's output cannot be followed: %s", error)
-        self.tail_read.set()
+        self._tail_read.set()
 
 
 def event(kind: str, data: Any, place: str = "") -> bytes:

@@ -23,7 +23,7 @@ from mesh.web.nodes import nodes_page, week_page
 if TYPE_CHECKING:
     from mesh.daemon import Daemon
 
-PATIENCE_S = 0.12  # before a page is shown without an answer; ours, for 300 ms in all
+PATIENCE_S = 0.08  # before a page is shown without an answer; ours, for 300 ms in all
 JOB_EVERY_S = 3.0
 LEDGER_EVERY_S = 60.0  # which asks every node
 
