@@ -127,7 +127,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
         """For a stay as long as that horizon, by its place in `HORIZONS_S`."""
         return self.stays[horizon] if self.stays else self.weight
 
-    @property
+    @cached_property
     def whole_gpus_free(self) -> int:
         return sum(left.share == WHOLE for left in self.room)
 

@@ -110,15 +110,17 @@ def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[byt
     """
     shape, exclude = request.shape, request.exclude
     tiers: Tiers = {}
-    refused: list[Advert] = []
     for advert in adverts:
         grade = advert.grades.get(shape) or _grade(request, advert)
-        if grade == _REFUSED or (exclude and advert.node in exclude):
-            refused.append(advert)
-        elif grade in tiers:
+        if grade in tiers:
             tiers[grade].append(advert)
         else:
             tiers[grade] = [advert]
+    refused = tiers.pop(_REFUSED, [])
+    if exclude:
+        refused += [advert for tier in tiers.values() for advert in tier if advert.node in exclude]
+        kept = {grade: [advert for advert in tier if advert.node not in exclude] for grade, tier in tiers.items()}
+        tiers = {grade: tier for grade, tier in kept.items() if tier}
     if not request.gpus:
         tiers = _uncrowded(tiers, adverts)
     if homes is not None:

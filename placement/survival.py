@@ -11,6 +11,7 @@ Gamma frailty, since no node is the average of its factors.
 `docs/survival.md` has the formulas, where the constants come from, and how far to trust it. One update is O(1).
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from math import exp, floor, inf, log, sqrt
 
@@ -357,13 +358,13 @@ class Estimator:
         own_blocks: Sequence[float] = _ONES
         if node is not None:
             rate *= node.own.rate * (node.room.regime.rate * self.shares.rates[node.room.level]) ** window.reversion
-            stay = factors.stay_level(node.last_stay_s)
+            stay = bisect_right(factors.STAY_EDGES_S, node.last_stay_s)
             own_ages, own_blocks = node.ages.rates, node.blocks.rates
         rate *= self.stays.rates[stay]
         kappa = window.kappa
         rate = self.mean ** (1 - kappa) * rate**kappa
         ages = self.ages.rates
-        age = age_level(window.start - since)
+        age = bisect_right(AGE_EDGES_S, window.start - since)
         if age >= len(AGE_EDGES_S) or since + AGE_EDGES_S[age] >= window.end:
             total = 0.0
             for block, hours in window.blocks:

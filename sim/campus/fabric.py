@@ -49,9 +49,9 @@ class Fabric:
             found = self._paths[source, targets] = list(uses.items())
         return found
 
-    def left_bps(self, source: int, targets: tuple[int, ...]) -> float:
+    def left_bps(self, source: int, target: int) -> float:
         """What the campus's own traffic leaves of a path, a tenth at least: as one who has sent there lately knows."""
-        return min(max(link.capacity - link.demand, link.capacity / 10) for link, _ in self.path(source, targets))
+        return min([max(link.capacity - link.demand, link.capacity / 10) for link in self._way(source, target)])
 
     def _way(self, source: int, target: int) -> list[Link]:
         if SERVER not in (source, target) and self._buildings[source] == self._buildings[target]:

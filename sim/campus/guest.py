@@ -122,12 +122,13 @@ class Job:
         last = self.attempts[-1]
         self.attempts[-1] = msgspec.structs.replace(last, reason=reason, ended_unix_ms=int(now * 1000))
 
-    def request(self) -> Request:
+    def request(self, user: str | None = None) -> Request:
+        """Of its user, or in the place of that one."""
         left = self.attempts[-1].node if self.attempts else None
         return Request(
             self.order.id,
             len(self.attempts),
-            self.order.user,
+            self.order.user if user is None else user,
             gpus=self.order.gpus,
             vram_mib=self.order.vram_mib,
             avoid=() if left is None else (left,),

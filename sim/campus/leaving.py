@@ -12,7 +12,6 @@ from ckptstore.pacing import AIM
 from placement.advert import HORIZONS_S, WHOLE
 from placement.destination import HORIZON_S, Leaver, Way, stranding, survival, worth
 from placement.destination import plan as plan_destinations
-from sim.campus.carrier import numbers
 from sim.campus.fabric import Fabric
 from sim.campus.guest import Host, Job
 from sim.campus.placing import Placing
@@ -70,7 +69,7 @@ class Leaving:
         return 0.0 if job.keeper is None else self.final_bytes(job) / self._bps(host, job.keeper)
 
     def _bps(self, host: Host, other: Host) -> float:
-        return self._fabric.left_bps(host.number, numbers((other,)))
+        return self._fabric.left_bps(host.number, other.number)
 
     def _in_order(self, host: Host, jobs: list[Job], deadline: float) -> list[Job]:
         if len(jobs) < 2:

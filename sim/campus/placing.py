@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from msgspec.structs import replace
-
 from placement.advert import HORIZONS_S, HOUR, Advert, horizon_of
 from placement.decision import replica_order
 from placement.queue import DEFAULT_PRIORITY, Queue, Waiting
@@ -26,6 +24,7 @@ class Placing:
         self._policy, self._kernel, self._hosts, self._forecast = policy, kernel, hosts, forecast
         self._by_id = {host.id: host for host in hosts}
         self._usage: dict[str, int] = {}
+        self._shapes: dict[tuple[int, int], bytes] = {}  # of requests, by what they ask of a machine
         many = len(hosts) > TWO_LEVEL_PAST
         self._homes = homes(zones([host.advert() for host in hosts], {})) if many else None
 
@@ -52,17 +51,26 @@ class Placing:
                 return job.prefer if job.prefer is not None and job.prefer in able else able[0]
             case "longest":
                 return max(able, key=lambda host: (host.departs_at, -host.number))
-        request = replace(job.request(), user=ANYBODY)
+        request = self._request(job)
         horizon = horizon_of(request.remaining_s)
         best = rank_nodes(request, self.adverts(able, horizon), self._homes).first(1)[0]
         return self._by_id[best.node]
 
     def ranked(self, job: Job, able: Sequence[Host]) -> list[Host]:
         """Those of them that can take it, best first, by the product's ranking."""
-        request = replace(job.request(), user=ANYBODY)
+        request = self._request(job)
         horizon = horizon_of(request.remaining_s)
         ranking = rank_nodes(request, self.adverts(able, horizon), self._homes)
         return [self._by_id[candidate.node] for candidate in ranking]
+
+    def _request(self, job: Job) -> Request:
+        """In nobody's name; its shape is worked out once for all that ask the same of a machine."""
+        request, asks = job.request(ANYBODY), job.order.shape
+        if asks in self._shapes:
+            vars(request)["shape"] = self._shapes[asks]
+        else:
+            self._shapes[asks] = request.shape
+        return request
 
     @property
     def staying(self) -> list[Host]:
@@ -116,7 +124,10 @@ class Placing:
         stale = [host for host in hosts if host.weight_epoch != epoch or host.weighed & wanted != wanted]
         if stale:
             self._weigh(stale, epoch, [horizon for horizon in range(len(HORIZONS_S)) if wanted >> horizon & 1])
-        return [host.advert() for host in hosts]
+        return [
+            last if (last := host.adverts[host.free]) is not None and last.stays is host.weights else host.advert()
+            for host in hosts
+        ]
 
     def _weigh(self, hosts: Sequence[Host], epoch: int, horizons: Iterable[int]) -> None:
         """Foretell anew what has not been in this epoch."""

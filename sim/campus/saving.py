@@ -47,8 +47,9 @@ class Saver:
             return
         now, host = self._kernel.now, job.host
         assert host is not None
-        due = self._policy.schedule.next_checkpoint(now, max(job.since, job.resumes), self._outlook(job, host))
-        if due + self.stall_s(job) < job.resumes + (job.order.work_s - job.base) / self.rate:
+        outlook = self._outlook(job, host)
+        due = self._policy.schedule.next_checkpoint(now, max(job.since, job.resumes), outlook)
+        if due + outlook.stall_s < job.resumes + (job.order.work_s - job.base) / self.rate:
             self._kernel.post(max(0.0, due - now), self.checkpoint, job, job.epoch)
 
     def _outlook(self, job: Job, host: Host) -> Outlook:
@@ -59,7 +60,7 @@ class Saver:
             job.upload_s or whole_s,
             max(job.upload_s, whole_s) * len(host.guests),
             self.lossy if self._policy.notice != "ignore" else 1.0,
-            lambda start: forecast.rates(number, start),
+            partial(forecast.rates, number),
             forecast.mean_rate,
             host.departs_at,
         )
