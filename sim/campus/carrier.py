@@ -5,16 +5,14 @@ from typing import cast
 
 from sim.campus.fabric import SERVER
 from sim.campus.guest import Host, Job
-from sim.campus.network import Flow, Link, Network
+from sim.campus.network import Flow, Network, Path
 
 
 class Carrier:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    def send(
-        self, job: Job, path: Sequence[tuple[Link, float]], count: float, done: Callable[[], None], yields: bool
-    ) -> Flow:
+    def send(self, job: Job, path: Path, count: float, done: Callable[[], None], yields: bool) -> Flow:
         """`done` is called when it is there, unless it was dropped."""
         return self._network.start(path, count, done, yields, job)
 

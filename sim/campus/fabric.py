@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import cos, pi
 
 from sim.campus.churn import DAY_S, Machine
-from sim.campus.network import Link, Network
+from sim.campus.network import Link, Network, Path
 from sim.campus.world import World
 from sim.streams import Streams
 
@@ -29,14 +29,14 @@ class Fabric:
         }
         self._core = Link("core", wire.core_gbps * 1e9 / 8)
         self._server = (Link("server up", wire.server_gbps * 1e9 / 8), Link("server down", wire.server_gbps * 1e9 / 8))
-        self._paths: dict[tuple[int, tuple[int, ...]], list[tuple[Link, float]]] = {}
+        self._paths: dict[tuple[int, tuple[int, ...]], Path] = {}
         self.asked = 0.0  # bytes of the uplinks' own traffic
 
     @property
     def uplinks(self) -> list[Link]:
         return [link for pair in self._uplinks.values() for link in pair]
 
-    def path(self, source: int, targets: tuple[int, ...]) -> list[tuple[Link, float]]:
+    def path(self, source: int, targets: tuple[int, ...]) -> Path:
         """From one machine, or the server, to all of these: each link with the number of copies that cross it."""
         found = self._paths.get((source, targets))
         if found is None:
@@ -46,7 +46,7 @@ class Fabric:
                     uses[link] = uses.get(link, 0.0) + 1.0
             if len(self._paths) >= MOST_PATHS:
                 self._paths.clear()
-            found = self._paths[source, targets] = list(uses.items())
+            found = self._paths[source, targets] = Path(uses.items())
         return found
 
     def left_bps(self, source: int, target: int) -> float:

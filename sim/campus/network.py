@@ -90,6 +90,16 @@ class Link:
         self._short_since, self.short = now, short
 
 
+class Path:
+    """Each link with how often it is crossed; `peak`: bytes a second to each holder, were nobody else there."""
+
+    __slots__ = ("links", "peak")
+
+    def __init__(self, links: Iterable[tuple[Link, float]]) -> None:
+        self.links = tuple(links)
+        self.peak = min([link.capacity / uses for link, uses in self.links], default=inf)
+
+
 class Flow:
     """So many bytes to each holder along a path; `done` is called once all have them. `remaining` holds at `at`; `owner` is whom
     it is for; `over`: it has arrived, or was broken off."""
@@ -98,13 +108,14 @@ class Flow:
 
     def __init__(
         self,
-        path: Sequence[tuple[Link, float]],
+        path: Path,
         count: float,
         done: Callable[[], None],
         yields: bool,
         owner: object = None,
     ) -> None:
-        self.path = path
+        self.path = path.links
+        self.peak = path.peak
         self.bytes = self.remaining = count
         self.done = done
         self.yields = yields
@@ -112,11 +123,6 @@ class Flow:
         self.over = False
         self.rate = self.at = 0.0
         self.number = 0  # of its timer
-        peak = inf
-        for link, uses in path:
-            if link.capacity < peak * uses:
-                peak = link.capacity / uses
-        self.peak = peak
 
 
 class Network:
@@ -126,7 +132,7 @@ class Network:
 
     def start(
         self,
-        path: Sequence[tuple[Link, float]],
+        path: Path,
         count: float,
         done: Callable[[], None],
         yields: bool,
@@ -135,7 +141,7 @@ class Network:
         flow = Flow(path, max(1.0, count), done, yields, owner)
         flow.at = self._kernel.now
         alone, peak = True, flow.peak
-        for link, uses in path:
+        for link, uses in path.links:
             link.flows[flow] = uses
             link.potential += uses * peak
             if link.potential + link.demand > link.limit and alone and (len(link.flows) > 1 or link.demand > 0):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.campus.network import BACKGROUND_FLOWS, Demand, Flow, Link, Network, max_min
+from sim.campus.network import BACKGROUND_FLOWS, Demand, Flow, Link, Network, Path, max_min
 from sim.kernel import Kernel
 
 
@@ -80,7 +80,7 @@ def test_sharing_step_by_step_is_sharing_all_at_once(data: st.DataObject) -> Non
             chosen = data.draw(st.sets(st.integers(0, 3), min_size=1))
             uses = [(links[n], float(data.draw(st.integers(1, 2)))) for n in sorted(chosen)]
             count = float(data.draw(st.integers(1, 1000)))
-            flow = network.start(uses, count, lambda: None, data.draw(st.booleans()))
+            flow = network.start(Path(uses), count, lambda: None, data.draw(st.booleans()))
             flow.done = lambda flow=flow: flows.remove(flow)  # type: ignore[misc]
             flows.append(flow)
         elif step == "stop" and flows:
@@ -125,8 +125,8 @@ def test_bytes_arrive_when_the_shares_say() -> None:
     kernel, network, seen = Kernel(), None, []
     network = Network(kernel)
     link = Link("wire", 10.0, watched=True)
-    network.start([(link, 1.0)], 100.0, lambda: seen.append(("short", kernel.now)), False)
-    network.start([(link, 1.0)], 300.0, lambda: seen.append(("long", kernel.now)), False)
+    network.start(Path([(link, 1.0)]), 100.0, lambda: seen.append(("short", kernel.now)), False)
+    network.start(Path([(link, 1.0)]), 300.0, lambda: seen.append(("long", kernel.now)), False)
     kernel.run(1000.0)
     assert seen == [("short", 20.0), ("long", 40.0)]
     assert link.carried == {0: 400.0} and not link.flows
@@ -137,12 +137,12 @@ def test_who_yields_takes_nothing_from_the_links_own_traffic() -> None:
     network = Network(kernel)
     link = Link("uplink", 10.0)
     network.set_demand(link, 8.0)
-    flow = network.start([(link, 1.0)], 1e6, lambda: None, True)
+    flow = network.start(Path([(link, 1.0)]), 1e6, lambda: None, True)
     assert flow.rate == pytest.approx(2.0)
     kernel.run(100.0)
     network.stop(flow)
     assert link.lost == 0.0
-    flow = network.start([(link, 1.0)], 1e6, lambda: None, False)
+    flow = network.start(Path([(link, 1.0)]), 1e6, lambda: None, False)
     assert flow.rate == pytest.approx(2.0)  # a ninth would be less: it has more than its share of what is asked for
     network.set_demand(link, 10.0)
     assert flow.rate == pytest.approx(10 / 9)
