@@ -178,13 +178,7 @@ class Estimator:
 
     def weights(self, nodes: Iterable[bytes], window: Window) -> list[int]:
         """The advert's integer of each: how likely it stays through this window."""
-        known, integral, start = self.nodes.get, self._integral, window.start
-        found = []
-        for name in nodes:
-            node = known(name)
-            hazard = integral(window, start if node is None or node.since is None else node.since, node)
-            found.append(weight(_stays(hazard)))
-        return found
+        return [weight(_stays(self.hazard(node, window))) for node in nodes]
 
     def rates(self, node: bytes, start: float) -> Iterator[tuple[float, float]]:
         """Departures a second from `start` on, each with until when it holds: it changes with the hour and with the age."""

@@ -20,12 +20,15 @@ class Fabric:
         wire = world.wire
         self._network, self._streams, self._wire = network, streams, wire
         self._buildings = [machine.building for machine in machines]
-        self.up = [Link(f"{machine.name} up", machine.edge_bps, True) for machine in machines]
+        self.sent: dict[int, float] = {}  # by machines, in bytes by hour
+        self.crossed: dict[int, float] = {}  # the uplinks, likewise
+        self.up = [Link(f"{machine.name} up", machine.edge_bps, self.sent) for machine in machines]
         self.down = [Link(f"{machine.name} down", machine.edge_bps) for machine in machines]
         uplink_bps = wire.uplink_gbps * 1e9 / 8
         names = sorted(set(self._buildings))
         self._uplinks = {
-            name: (Link(f"{name} up", uplink_bps, True), Link(f"{name} down", uplink_bps, True)) for name in names
+            name: (Link(f"{name} up", uplink_bps, self.crossed), Link(f"{name} down", uplink_bps, self.crossed))
+            for name in names
         }
         self._core = Link("core", wire.core_gbps * 1e9 / 8)
         self._server = (Link("server up", wire.server_gbps * 1e9 / 8), Link("server down", wire.server_gbps * 1e9 / 8))

@@ -58,7 +58,8 @@ def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[floa
 
 
 class Link:
-    """`capacity` and `demand` in bytes a second, one direction. `carried` are our bytes by hour, where `watched`."""
+    """`capacity` and `demand` in bytes a second, one direction. `carried`: our bytes by hour, where that is
+    watched; of all links that share it."""
 
     __slots__ = (
         "_short_since",
@@ -71,11 +72,10 @@ class Link:
         "name",
         "potential",
         "short",
-        "watched",
     )
 
-    def __init__(self, name: str, capacity: float, watched: bool = False) -> None:
-        self.name, self.capacity, self.watched = name, capacity, watched
+    def __init__(self, name: str, capacity: float, carried: dict[int, float] | None = None) -> None:
+        self.name, self.capacity, self.carried = name, capacity, carried
         self.limit = capacity * (1 + 1e-9)
         self.demand = 0.0
         self.potential = 0.0  # what its flows could use together, each alone
@@ -83,7 +83,6 @@ class Link:
         self.short = 0.0  # of its own traffic's demand, because of us
         self.lost = 0.0  # bytes that its own traffic could not send in time
         self._short_since = 0.0
-        self.carried: dict[int, float] = {}
 
     def fall_short(self, short: float, now: float) -> None:
         self.lost += self.short * (now - self._short_since)
@@ -182,7 +181,7 @@ class Network:
                 near.append(link)
             del flows[flow]
             link.potential = link.potential - uses * flow.peak if flows else 0.0
-            if link.watched:
+            if link.carried is not None:
                 link.carried[hour] = link.carried.get(hour, 0.0) + uses * sent
         if near:
             others = dict.fromkeys(other for link in near for other in link.flows)

@@ -200,13 +200,8 @@ def _hour(campus: Campus, at: float) -> Hour:
 
 def _carried(campus: Campus) -> dict[int, float]:
     """By hour: what checkpoints took of the uplinks."""
-    links = campus.fabric.uplinks
-    whole = sum(link.capacity for link in links) * HOUR_S
-    hours: dict[int, float] = {}
-    for link in links:
-        for hour, count in link.carried.items():
-            hours[hour] = hours.get(hour, 0.0) + count / whole
-    return hours
+    whole = sum(link.capacity for link in campus.fabric.uplinks) * HOUR_S
+    return {hour: count / whole for hour, count in campus.fabric.crossed.items()}
 
 
 def _ask(campus: Campus, at: float, said: list[list[tuple[float, bool]]]) -> None:

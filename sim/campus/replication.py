@@ -1,6 +1,6 @@
 """One replication: a world and a policy under one seed, and the figures of it. docs/simulator.md has the formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import fsum
 
 from sim.campus.campus import Campus
@@ -45,8 +45,8 @@ def figures_of(campus: Campus) -> dict[str, float]:
     overhead = tally.stalled + tally.restoring + tally.redundant
     down = sorted(tally.downtimes)
     uplinks = campus.fabric.uplinks
-    edge_peak, edge_mean = _used(campus.fabric.up, start, end)
-    uplink_peak, uplink_mean = _used(uplinks, start, end)
+    edge_peak, edge_mean = _used(campus.fabric.sent, campus.fabric.up, start, end)
+    uplink_peak, uplink_mean = _used(campus.fabric.crossed, uplinks, start, end)
     return {
         "work_loss": tally.lost * per_hundred,
         "overhead": overhead * per_hundred,
@@ -78,17 +78,11 @@ def figures_of(campus: Campus) -> dict[str, float]:
     }
 
 
-def _used(links: Sequence[Link], start: float, end: float) -> tuple[float, float]:
+def _used(carried: Mapping[int, float], links: Sequence[Link], start: float, end: float) -> tuple[float, float]:
     """Of these links' capacity together: in the busiest hour, and on average."""
-    hours: dict[int, float] = {}
-    for link in links:
-        for hour, count in link.carried.items():
-            if hour * 3600 >= start:
-                hours[hour] = hours.get(hour, 0.0) + count
+    hours = [count for hour, count in carried.items() if hour * 3600 >= start]
     capacity = fsum(link.capacity for link in links)
-    return share(max(hours.values(), default=0.0), capacity * 3600), share(
-        fsum(hours.values()), capacity * (end - start)
-    )
+    return share(max(hours, default=0.0), capacity * 3600), share(fsum(hours), capacity * (end - start))
 
 
 def _gpu_seconds(hosts: Sequence[Host], world: World, start: float, end: float) -> tuple[float, float, float]:

@@ -124,7 +124,7 @@ def test_bytes_arrive_when_the_shares_say() -> None:
     """Two flows of 100 and 300 bytes on a link of 10: both at 5 until the first is there at 20, the other at 40."""
     kernel, network, seen = Kernel(), None, []
     network = Network(kernel)
-    link = Link("wire", 10.0, watched=True)
+    link = Link("wire", 10.0, carried={})
     network.start(Path([(link, 1.0)]), 100.0, lambda: seen.append(("short", kernel.now)), False)
     network.start(Path([(link, 1.0)]), 300.0, lambda: seen.append(("long", kernel.now)), False)
     kernel.run(1000.0)
