@@ -1,5 +1,6 @@
 """Who ordered what on this node: each order by its own socket becomes a signed event of the node (`mesh events --audit`)."""
 
+import asyncio
 import socket
 import struct
 from pathlib import Path
@@ -24,6 +25,9 @@ async def audited(daemon: "Daemon", route: Any, call: Any) -> Any:
         result = await route.handle(daemon, call)
     except MeshError as error:
         daemon.jobs.chronicle.say(None, "audit", f"{words}: refused: {error}", new=route.name)
+        raise
+    except asyncio.CancelledError:
+        daemon.jobs.chronicle.say(None, "audit", f"{words}: who ordered it did not wait for its end", new=route.name)
         raise
     except Exception as error:
         daemon.jobs.chronicle.say(None, "audit", f"{words}: failed: {type(error).__name__}", new=route.name)

@@ -79,7 +79,7 @@ def dump(ctx: click.Context, output: str | None, as_json: bool) -> None:
         secrets, unread = secrets_of(where)
         bundle = {name: redacted(data, secrets) for name, data in gathered(where, lambda path: client(ctx).get(path))}
         left_out = [name for name, data in bundle.items() if any(one in data for s in secrets for one in spellings(s))]
-        for name in left_out:  # a last look, apart from what took them out
+        for name in left_out:  # taking one out may have brought the halves of another together
             del bundle[name]
         told = {"files": sorted(bundle), "left_out": left_out, "unread_secrets": unread}
         bundle["README.txt"] = redacted(_readme(told).encode(), secrets)
