@@ -212,7 +212,7 @@ def _saved(row: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[
         lines.append(("Would go to", f"{row['heir']}, which {has} its last checkpoint"))
     made = [element("h2", "Checkpoints"), pairs(lines) if lines else element("p", "None yet.", class_="muted")]
     if stored:
-        newest = sorted(stored, key=lambda one: -one["created_unix"])[:STORED_SHOWN]
+        newest = sorted(stored, key=lambda one: (-one["created_unix"], -one["seq"]))[:STORED_SHOWN]
         rows = [
             [
                 f"{one['kind']} {one['seq']}",
