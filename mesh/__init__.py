@@ -1,7 +1,6 @@
 """campus-mesh: lend and borrow lab GPUs on a campus LAN. No server, no admin."""
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers know it; `typing` itself would take two milliseconds
 if TYPE_CHECKING:
     from mesh.futures import Client as Client
     from mesh.futures import Executor as Executor
@@ -20,7 +19,7 @@ _PARTS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _PARTS:
         raise AttributeError(f"module 'mesh' has no attribute {name!r}")
     from importlib import import_module

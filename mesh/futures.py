@@ -38,7 +38,7 @@ FETCH_TRIES = 5  # for a result whose holders do not answer just now; ours
 FEW = 8  # jobs that are asked for one by one; ours
 RECEIPT_LOOKS = 10  # for the receipt of what has just ended; ours
 LOG_TAIL = 2000  # characters of it in an error; ours
-UNKNOWN_LOOKS = 20  # at a job that the daemon does not know, which takes it two seconds each; ours
+UNKNOWN_S = 60.0  # for a daemon that was restarted to hear of a job again; ours
 
 
 class JobFailed(MeshError):
@@ -61,7 +61,7 @@ class Job(concurrent.futures.Future[T], Generic[T]):
     def __init__(self, client: "Client", id: str) -> None:
         super().__init__()
         self.client, self.id = client, id
-        self.unknown = 0  # looks, one after the other, at which the daemon did not know it
+        self.known_s = time.monotonic()  # when the daemon last knew it
         self._ending = threading.RLock()  # who cancels here may meet who hears that it was cancelled
 
     def __repr__(self) -> str:
@@ -202,6 +202,8 @@ class Client:
                 self._settle(watched)
             except MeshError:  # its daemon is restarted, or will be: the jobs go on without it
                 pause = AWAY_S
+                for job in watched:
+                    job.known_s = time.monotonic()
             except Exception as error:  # no future may wait for a thread that is gone
                 for job in watched:
                     _end(job, error)
@@ -212,8 +214,9 @@ class Client:
         states = self._states(list(watched))
         for job, how in watched.items():
             state = states.get(job.id)
-            job.unknown = 0 if state is not None else job.unknown + 1
-            if job.unknown > UNKNOWN_LOOKS:
+            if state is not None:
+                job.known_s = time.monotonic()
+            elif time.monotonic() - job.known_s > UNKNOWN_S:
                 _end(job, JobFailed(f"job {job.id[:8]} is not known to the daemon any more"))
             if state is None or state["outcome"] is None or job.done():
                 continue
