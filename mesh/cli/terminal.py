@@ -53,7 +53,9 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False) -> None:
-    """Columns as wide as they need to be; the last one is cut to the terminal's width, or goes on below if `whole`."""
+    """Columns as wide as they need to be; the last one is cut to the terminal's width, or goes on below if `whole`. What others
+    chose to be called cannot do anything to the terminal."""
+    rows = [[cell if cell.isascii() and cell.isprintable() else _harmless(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     import shutil
 
@@ -70,6 +72,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = Fa
             line = "  ".join([*cells, end]).rstrip()
             click.echo(click.style(line, bold=True) if number == 0 and _coloured() else line)
             cells = [" " * width for width in widths[:-1]]
+
+
+def _harmless(text: str) -> str:
+    from mesh.harmless import harmless
+
+    return harmless(text)
 
 
 def ago(unix_ms: float) -> str:

@@ -15,8 +15,8 @@ from textual.widgets import Input
 
 from mesh.api.errors import MeshError
 from mesh.duration import lasting
+from mesh.harmless import harmless
 from mesh.top.answers import Cost, Look, Source
-from mesh.top.harmless import harmless
 from mesh.top.lines import Lines
 from mesh.top.page import JobPage
 from mesh.top.question import Help, Question

@@ -11,8 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from mesh.api.errors import MeshError
+from mesh.harmless import harmless
 from mesh.top.answers import Described, Source
-from mesh.top.harmless import harmless
 from mesh.top.lines import Lines
 from mesh.top.rows import ATTEMPT_COLUMNS, EVENT_COLUMNS, attempts, event_row, job_lines
 from mesh.top.sheet import Sheet

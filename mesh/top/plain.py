@@ -1,6 +1,6 @@
 """What `mesh top` shows, as lines of text: for a pipe, a log, a script."""
 
-from mesh.top.harmless import cut, harmless
+from mesh.harmless import cut, harmless
 from mesh.top.table import GAP, Table, titles_of, widths_of
 from mesh.top.view import View
 

@@ -2,8 +2,8 @@
 
 from mesh.amount import amount
 from mesh.duration import lasting
+from mesh.harmless import harmless
 from mesh.top.answers import Cost, Described, Event, Gpu, Job, Look, Node, Transfer
-from mesh.top.harmless import harmless
 from mesh.top.table import Cell, Column, Row, Sorting, Tone, age, bar, clock, coming
 
 OVER = frozenset({"done", "failed", "cancelled"})

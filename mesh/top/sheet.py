@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from mesh.top.harmless import cut
+from mesh.harmless import cut
 from mesh.top.table import GAP, Cell, Row, Table, Tone, titles_of, widths_of
 
 # The terminal's own colours: they can be read on its background, be that dark or light. No state is told by colour alone.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from mesh.duration import lasting
-from mesh.top.harmless import width_of
+from mesh.harmless import width_of
 
 Tone = Literal["", "dim", "good", "warn", "bad", "bold"]
 BAR_CELLS = 8

@@ -1,6 +1,8 @@
 """Durations, sizes, tables and patience."""
 
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 
 import click
 import pytest
@@ -109,6 +111,14 @@ def test_a_table_is_as_wide_as_the_terminal(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("a          xxx") and lines[1].endswith("…") and max(map(len, lines)) == 30
     assert lines[2] == "long-name  y"
+
+
+@given(st.text(max_size=40))
+def test_what_others_are_called_does_nothing_to_the_terminal(name: str) -> None:
+    with redirect_stdout(StringIO()) as shown:
+        table(["NODE", "USER"], [[name, "ada"], ["desk\x1b[2J", name]])
+    lines = shown.getvalue().split("\n")
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)
 
 
 def test_ages_are_short() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from mesh.api.errors import MeshError
+from mesh.harmless import cut, harmless
 from mesh.top.answers import Events, Gpus, Jobs, Look, Nodes, Status, Transfer, Transfers, understood
-from mesh.top.harmless import cut, harmless
 from mesh.top.plain import plain
 from mesh.top.rows import JOB_SORTINGS, OVER
 from mesh.top.table import LEAST, Cell, Column, Row, Table, bar, clock, titles_of, widths_of
