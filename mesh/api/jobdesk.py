@@ -431,7 +431,9 @@ class JobDesk:
         cell = await self._cell(status)
         attempts = cell.ledger.attempts if cell is not None and cell.ledger.attempts else status.attempts
         whole = msgspec.structs.replace(status, attempts=attempts)
-        wanted = msgspec.to_builtins(spec)
+        wanted = {
+            name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(spec).items()
+        }  # defaults too
         hidden = {
             "submitter",
             "chain",
