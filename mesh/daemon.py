@@ -288,6 +288,8 @@ class Daemon:
         self.peer_api = PeerApi(self, Gatekeeper(self.me, self.trust.mesh_id, self.trust))
         port = await self._serve_peers(context)
         await asyncio.to_thread(self.edge.open)
+        if self.journal.moved_aside is not None:
+            self.jobs.chronicle.say(None, "node", f"damaged journal moved to {self.journal.moved_aside}")
         await self._serve_local()
         if settings.metrics_port:
             self._runners.append(await self.metrics.serve(settings.metrics_address, settings.metrics_port))
@@ -297,8 +299,6 @@ class Daemon:
         await self._refresh_engines()
         await self.owner.look()
         self.refresh_advert(force=True)
-        if self.journal.moved_aside is not None:
-            self.jobs.chronicle.say(None, "node", f"damaged journal moved to {self.journal.moved_aside}")
 
     async def run(self) -> None:
         """Until somebody asks to go down; then leave, in order or at once."""

@@ -17,6 +17,7 @@ from typing import Any
 from mesh.engine.image import python_root
 
 REPOSITORY = "campus-mesh/test-busybox"
+JUPYTER = Path("/opt/jupyter")  # not where it is here: a container covers /tmp with a fresh one
 NAMES = (
     "sh",
     "sleep",
@@ -136,8 +137,11 @@ def jupyter_image(python: Path) -> Iterator[str]:
     client: Any = docker.from_env(timeout=300)
     name, tag = "campus-mesh/test-jupyter", os.urandom(6).hex()
     with tempfile.NamedTemporaryFile(suffix=".tar") as tar:
-        python_root(Path(tar.name), [], sorted(files))
-        changes = [f"ENV PATH={environment}/bin:/usr/local/bin:/usr/bin:/bin"]
+        python_root(Path(tar.name), [], [])
+        with tarfile.open(tar.name, "a") as root:
+            for path in sorted(files):
+                _move(root, path, environment)
+        changes = [f"ENV PATH={JUPYTER}/bin:/usr/local/bin:/usr/bin:/bin"]
         client.api.import_image_from_data(tar.read(), repository=name, tag=tag, changes=changes)
     try:
         yield f"{name}:{tag}"
@@ -165,9 +169,19 @@ def _needed(program: Path) -> list[str]:
     return re.findall(r"(/\S+) \(0x", told)
 
 
-def _file(tar: tarfile.TarFile, path: str, content: bytes) -> None:
+def _move(tar: tarfile.TarFile, path: Path, environment: Path) -> None:
+    """What lies in the environment, into the image's, with programs that name their interpreter there."""
+    placed = str(JUPYTER / path.relative_to(environment))
+    if path.parent == environment / "bin" and not path.is_symlink():
+        first, rest = path.read_bytes().split(b"\n", 1)
+        _file(tar, placed, first.replace(str(environment).encode(), str(JUPYTER).encode()) + b"\n" + rest, 0o755)
+    else:
+        tar.add(path, placed, recursive=False)
+
+
+def _file(tar: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644) -> None:
     info = tarfile.TarInfo(path)
-    info.size = len(content)
+    info.size, info.mode = len(content), mode
     tar.addfile(info, io.BytesIO(content))
 
 

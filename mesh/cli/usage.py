@@ -40,12 +40,12 @@ def _show(answer: dict[str, Any], by: str) -> None:
     header = [HEADS[by], "LENT", "BORROWED", "OWN", "MEASURED", "LOST", "RUNS"]
     rows = []
     for row in answer["rows"]:
-        hours = [hours(row[f"{kind}_gpu_h"], row[f"{kind}_slot_h"]) for kind in ("lent", "borrowed", "own")]
+        kinds = [hours(row[f"{kind}_gpu_h"], row[f"{kind}_slot_h"]) for kind in ("lent", "borrowed", "own")]
         rest = [f"{row['measured_gpu_h']:.3g}", f"{row['lost_h']:.3g}", str(row["attempts"])]
         if by == "user":
             known = "fair_points" in row
             rest.append(f"{row['decayed_gpu_h']:.3g} GPU h: {row['fair_points']} points ahead" if known else "-")
-        rows.append([row["name"], *hours, *rest])
+        rows.append([row["name"], *kinds, *rest])
     table([*header, "FAIR SHARE"] if by == "user" else header, rows)
     if not rows:
         click.echo("nothing has run yet in that time")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore.store import Store
 from membership.envelope import seal
-from membership.identity import Identity, NodeId
+from membership.identity import Identity, NodeId, short_id
 from membership.node import MembershipNode
 from membership.trust import TrustStore
 from mesh.api.peer import PeerClient
@@ -585,7 +585,7 @@ class JobService:
     def note(self, job: bytes, kind: Kind, reason: str, **fields: Any) -> None:
         attempt = self.attempts.get(job)
         event = self.chronicle.say(job, kind, reason, attempt=attempt.number if attempt is not None else None, **fields)
-        log.info("job %s: %s", format_job(job)[:8], words(event))
+        log.info("job %s: %s", format_job(job)[:8], words(event, short_id(event.target) if event.target else ""))
 
     def _look(self, at: Instant) -> list[Directed | Submitted]:
         begun = time.monotonic()

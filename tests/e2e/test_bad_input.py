@@ -127,7 +127,7 @@ def test_help_is_one_page_for_a_newcomer() -> None:
     text = ok(None, "--help")
     for word in ("run", "submit", "why", "reclaim", "demo", "The owner always wins", "Exit codes"):
         assert word in text
-    assert len(text.splitlines()) < 75
+    assert len(text.splitlines()) <= 80
     for name in ("run", "up", "reclaim", "why"):
         assert "Usage: mesh " in ok(None, name, "--help")
 

@@ -54,6 +54,16 @@ def row(node: StackNode, alias: str = "tool") -> dict[str, object]:
     return next((row for row in read(node, "image", "ls")["images"] if row["alias"] == alias), {})
 
 
+def names(node: StackNode) -> set[str]:
+    """Of images that run by name somewhere."""
+    return {row["name"] for row in read(node, "image", "ls")["by_name"]}
+
+
+def paused(seen_by: StackNode, node: StackNode) -> bool:
+    (row,) = [row for row in read(seen_by, "nodes")["nodes"] if row["nick"] == node.nick]
+    return bool(row["paused"])
+
+
 def fails(node: StackNode, code: int, words: str, *arguments: str) -> None:
     done = mesh(node, *arguments)
     assert done.returncode == code and words in done.stderr, done
@@ -147,6 +157,7 @@ def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stoppe
     ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
     until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
     ok(one, "pause")
+    until(lambda: paused(two, one), "the pause to be heard")
     # Its source is stopped while it gives: the job waits for its image, in so many words, and its owner need not.
     until(lambda: mesh(one, "image", "pull", "tool").returncode == 0, "it to be there")
     stack_source = one.process
@@ -183,9 +194,8 @@ def test_an_owner_without_a_say_allows_on_his_own_node(stack: Stack, hosts: tupl
         lambda: mesh(one, "run", "--no-workdir", "--image", "mine:1", "--", "true").returncode == 0, "it to be offered"
     )
     ok(two, "image", "deny", "mine:1")
-    until(
-        lambda: mesh(one, "run", "--no-workdir", "--image", "mine:1", "--", "true").returncode == 5, "it to be denied"
-    )
+    until(lambda: "mine:1" not in names(one), "the denial to be heard")
+    fails(one, 5, "mine:1", "run", "--no-workdir", "--image", "mine:1", "--", "true")
     # It all outlives the daemons.
     assert two.process is not None
     ok(two, "down", "--now")

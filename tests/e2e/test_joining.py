@@ -291,7 +291,7 @@ def test_a_full_and_a_read_only_disk_stop_the_daemon_in_words_and_lose_no_state(
         assert again.returncode == 1 and "read-only" in again.stderr.lower() and "--state" in again.stderr, again.stderr
         inside(keeper.pid, "mount", "-o", "remount,rw", str(disk))
         assert run("up", *LOCAL).returncode == 0
-        assert job in run("ps", "-a", "--json").stdout, "no state was lost"
+        until(lambda: job in run("ps", "-a", "--json").stdout, "the job: no state was lost")
         assert run("down", "--now").returncode == 0
     finally:
         keeper.kill()
@@ -325,7 +325,7 @@ def test_settings_of_the_file_hold_and_the_command_line_wins(home: Path) -> None
         return next(row for row in read(state, "nodes")["nodes"] if row["me"])
 
     ok(state, "up")
-    assert (row()["slots"], row()["zone"], row()["lending"]) == (3, "east", True)
+    until(lambda: (row()["slots"], row()["zone"], row()["lending"]) == (3, "east", True), "its advert")
     ok(state, "down")
     ok(state, "up", "--slots", "5")
-    assert row()["slots"] == 5
+    until(lambda: row()["slots"] == 5, "its advert")
