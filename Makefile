@@ -1,8 +1,9 @@
 # `make demo` and `make test` are all that a newcomer needs; each sets up what it uses.
 PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
-# Suites run side by side; those that need the same engine or kernel stay together (tests/conftest.py).
-WORKERS ?= 2
+# Suites run side by side, three on two cores, since daemons wait more than they compute; those that need the same engine or kernel
+# stay together (tests/conftest.py).
+WORKERS ?= 3
 
 .PHONY: demo test venv frameworks lint docs bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
 

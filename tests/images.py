@@ -137,7 +137,7 @@ def jupyter_image(python: Path) -> Iterator[str]:
     client: Any = docker.from_env(timeout=300)
     name, tag = "campus-mesh/test-jupyter", os.urandom(6).hex()
     with tempfile.NamedTemporaryFile(suffix=".tar") as tar:
-        python_root(Path(tar.name), [], [])
+        python_root(Path(tar.name), [], [], linked=files)
         with tarfile.open(tar.name, "a") as root:
             for path in sorted(files):
                 _move(root, path, environment)
@@ -173,8 +173,8 @@ def _move(tar: tarfile.TarFile, path: Path, environment: Path) -> None:
     """What lies in the environment, into the image's, with programs that name their interpreter there."""
     placed = str(JUPYTER / path.relative_to(environment))
     if path.parent == environment / "bin" and not path.is_symlink():
-        first, rest = path.read_bytes().split(b"\n", 1)
-        _file(tar, placed, first.replace(str(environment).encode(), str(JUPYTER).encode()) + b"\n" + rest, 0o755)
+        script = path.read_bytes().split(b"\n", 1)[1]
+        _file(tar, placed, f"#!{JUPYTER}/bin/python\n".encode() + script, 0o755)
     else:
         tar.add(path, placed, recursive=False)
 

@@ -24,8 +24,9 @@ class ImageError(RuntimeError):
     """The image could not be made; the text says why."""
 
 
-def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path]) -> None:
-    """Write a root file system as a tar: Python at its own path, `python3` on PATH, packages and single files beside it.
+def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path], linked: Iterable[Path] = ()) -> None:
+    """Write a root file system as a tar: Python at its own path, `python3` on PATH, packages and single files beside it, and the
+    libraries of all of them and of `linked`.
 
     What comes from this environment's site-packages goes to `PACKAGES`, which the image has on PYTHONPATH: a virtual environment
     may lie below /tmp, which a container covers with a fresh one, and Debian's Python has no site-packages of its own.
@@ -50,7 +51,7 @@ def python_root(destination: Path, packages: Iterable[str], files: Iterable[Path
             if libraries.is_dir():
                 chosen.update(_tree(libraries))
         chosen.update(files)
-        binaries = [path for path in chosen if path == executable or ".so" in path.name]
+        binaries = [path for path in {*chosen, *linked} if path == executable or ".so" in path.name]
         for library in sorted(_shared_libraries(binaries) - chosen):
             tar.add(library.resolve(), str(library), recursive=False)
         for path in sorted(chosen):
