@@ -142,6 +142,7 @@ def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, An
     return {
         **row,
         "share_now": round(tenant.shares_now()[place], 1),
+        "memory_by_nvml": tenant.held_now(place),
         "gate": "closed" if tenant.gate_closed else "open",
         "closed_by": sorted(tenant.closed_by),
         "suspended": bool(tenant.suspended),

@@ -36,6 +36,7 @@ from mesh.engine.session import FULL_BYTES, SessionError
 
 STREAM_HEADER = 8  # stream, three of nothing, four of length
 HANG_UP_S = 2.0  # between SIGHUP and SIGKILL; ours, as in session_agent
+START_LOOKS, START_EVERY_S = 250, 0.02  # at a session that has begun, until the engine knows its process
 EXIT_LOOKS, EXIT_EVERY_S = 100, 0.05  # at a session whose output has ended, until the engine knows its exit
 MAX_HEAD_BYTES = 16 * 1024
 
@@ -184,9 +185,15 @@ class DockerSession:
         return {pid, *descendants_of(pid)} if pid else set()
 
     async def _first(self) -> int:
-        found = await self._inspect()
-        pid = int(found.get("Pid") or 0) if found is not None and found.get("Running") else 0
-        return pid if pid and self._is_inside(pid) else 0
+        """The command's number, 0 once it has ended. The engine hands output over before it knows the number itself."""
+        for _ in range(START_LOOKS):
+            found = await self._inspect()
+            if found is None or (not found.get("Running") and found.get("ExitCode") is not None):
+                break
+            if pid := int(found.get("Pid") or 0):
+                return pid if self._is_inside(pid) else 0
+            await asyncio.sleep(START_EVERY_S)
+        return 0
 
     def _is_inside(self, pid: int) -> bool:
         """The number may be somebody else's by now."""

@@ -119,22 +119,27 @@ class Agent:
 
     def _signal(self, name: str) -> None:
         """To the command and what it started; with a terminal, to what is in the foreground there."""
-        group = self._command
+        group = 0
         with contextlib.suppress(OSError):
-            group = os.tcgetpgrp(self._terminal) if self._terminal >= 0 else group
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.Signals[f"SIG{name}"])
+            group = os.tcgetpgrp(self._terminal) if self._terminal >= 0 else 0
+        self._tell(group or self._command, signal.Signals[f"SIG{name}"])
+
+    def _tell(self, group: int, number: signal.Signals) -> None:
+        """The command leads its group once it has been scheduled for the first time; until then it is told by itself."""
+        with contextlib.suppress(PermissionError):
+            try:
+                os.killpg(group, number)
+            except ProcessLookupError:
+                os.kill(self._command, number)  # this one reaps it, so the number is still its own
 
     def _hang_up(self, watched: int) -> None:
         """Nobody listens any more."""
         for number in (signal.SIGHUP, signal.SIGCONT):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._command, number)
+            self._tell(self._command, number)
         for descriptor in {self._sink, *self._sources} - {-1}:
             os.close(descriptor)
         select.select([watched], [], [], HANG_UP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._command, signal.SIGKILL)
+        self._tell(self._command, signal.SIGKILL)
 
     # --- what goes back and forth
 

@@ -108,8 +108,9 @@ class Tally:
         self._now = now
         self._memory = [0.0] * devices
         self._byte_s = [0.0] * devices
-        self._nvml_memory: list[float] = [0.0] * devices
-        self._nvml_byte_s: list[float | None] = [None] * devices
+        self._nvml_at = [now] * devices  # when NVML told of its memory last
+        self._nvml_memory: list[int | None] = [None] * devices
+        self._nvml_byte_s = [0.0] * devices
         self._nvml_s: list[float | None] = [None] * devices
 
     def advance(self, now: float, usage: Sequence[Usage], held: Sequence[Held | None] = ()) -> None:
@@ -120,13 +121,19 @@ class Tally:
             self._memory[place] = use.memory
         for place, has in enumerate(held):
             if has is not None and has.memory is not None:
-                mean = (self._nvml_memory[place] + has.memory) / 2
-                self._nvml_byte_s[place] = (self._nvml_byte_s[place] or 0.0) + passed * mean
-                self._nvml_memory[place] = has.memory
+                mean = ((self._nvml_memory[place] or 0) + has.memory) / 2
+                self._nvml_byte_s[place] += (now - self._nvml_at[place]) * mean
+                self._nvml_at[place], self._nvml_memory[place] = now, has.memory
             if has is not None and has.busy is not None:
                 self._nvml_s[place] = (self._nvml_s[place] or 0.0) + passed * has.busy / 100
 
+    def held_now(self, place: int) -> int | None:
+        """Bytes on a device, as NVML told them last; None before it has."""
+        return self._nvml_memory[place]
+
     def uses(self, usage: Sequence[Usage]) -> tuple[DeviceUse, ...]:
+        """Up to the last look. What NVML told before it is taken to have been held until then: it cannot be asked about
+        processes that are gone."""
         return tuple(
             DeviceUse(
                 uuid=use.uuid,
@@ -135,9 +142,9 @@ class Tally:
                 launches=use.launches,
                 peak=use.peak,
                 nvml_ns=_whole(self._nvml_s[place], 1e9),
-                nvml_byte_s=_whole(self._nvml_byte_s[place], 1),
+                nvml_byte_s=None if held is None else round(self._nvml_byte_s[place] + held * (self._now - told)),
             )
-            for place, use in enumerate(usage)
+            for place, (use, held, told) in enumerate(zip(usage, self._nvml_memory, self._nvml_at, strict=True))
         )
 
 

@@ -115,6 +115,10 @@ class Tenant:
         if not self.released:
             self._tally.advance(time.monotonic(), self.usage(), held)
 
+    def held_now(self, place: int) -> int | None:
+        """Bytes on one of its devices, as NVML told them last; None before it has."""
+        return self._tally.held_now(place)
+
     def is_new(self, finding: Finding) -> bool:
         """Whether nothing of this kind was found of that process before; it is kept."""
         known = any((one.kind, one.uuid, one.pid) == (finding.kind, finding.uuid, finding.pid) for one in self.findings)

@@ -32,6 +32,7 @@ from mesh.layout import save_membership
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import command, job_state, mesh, ok, read, start, until
 from tests.e2e.test_hostile import Insider
+from tests.engine.bench import processes_with
 from tests.images import REPOSITORY, busybox_image
 
 pytestmark = pytest.mark.e2e
@@ -170,8 +171,9 @@ def test_on_a_terminal_it_has_one_too(going: tuple[StackNode, str, StackNode]) -
     terminal.resize(40, 120)
     terminal.type(b"while [ \"$(stty size)\" != '40 120' ]; do sleep 0.1; done; echo big''ger\r")
     terminal.until_seen(b"bigger")
-    terminal.type(b"echo star''ted; sleep 1000\r")
-    terminal.until_seen(b"started")
+    mark = f"7{time.time_ns()}"[-9:]
+    terminal.type(b"sleep %s\r" % mark.encode())
+    until(lambda: processes_with(mark), "what an interrupt is for to run")
     terminal.type(b"\x03")
     terminal.until_seen(b"^C")
     terminal.type(b"echo af''ter\r")

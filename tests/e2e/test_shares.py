@@ -178,6 +178,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     assert ok(node, "gpus", "resume", job) == "it goes on\n" and world.used() > 0
     until(lambda: on_gpus(node)[0]["launches"] > before, "it to go on")
     assert mesh(node, "gpus", "pause", "nobody").returncode == 4
+    until(lambda: on_gpus(node)[0]["memory_by_nvml"], "NVML to have been asked since")
 
     assert read(node, "reclaim", "--now")["reclaimed"] == [job]
     for words in (

@@ -183,6 +183,14 @@ async def test_a_signal_reaches_what_it_runs_and_not_the_job(bench: Bench) -> No
     assert await guest.pids()
 
 
+async def test_a_signal_right_after_its_start_is_not_lost(bench: Bench) -> None:
+    guest = await going(bench)
+    for _ in range(5):
+        session = await guest.open_session(Order(("sleep", "1000")))
+        await session.send(Signal("TERM"))
+        assert (await to_the_end(session)).end == Exit(128 + signal.SIGTERM)
+
+
 async def test_when_nobody_listens_any_more_it_is_hung_up_and_killed(bench: Bench) -> None:
     guest = await going(bench)
     mark = f"7{time.time_ns()}"[-9:]

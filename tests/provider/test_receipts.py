@@ -81,7 +81,17 @@ def test_a_tally_integrates_over_uneven_looks() -> None:
     tally.advance(14.5, usage(2 * GIB))
     (use,) = tally.uses(usage(2 * GIB, 2.25))
     assert (use.gpu_ns, use.byte_s, use.launches, use.peak) == (2_250_000_000, int(9.5 * GIB), 3, 2 * GIB)
-    assert (use.nvml_ns, use.nvml_byte_s) == (2_500_000_000, 5 * GIB)
+    assert (use.nvml_ns, use.nvml_byte_s) == (2_500_000_000, int(12.5 * GIB)), "its last figure until the end"
+    assert tally.held_now(0) == 5 * GIB
+
+
+def test_what_nvml_did_not_tell_for_a_while_is_not_left_out() -> None:
+    tally = Tally(1, 0.0)
+    tally.advance(1.0, usage(GIB), (Held(GIB, None),))
+    tally.advance(2.0, usage(GIB), (Held(None, None),))
+    tally.advance(3.0, usage(GIB), (Held(3 * GIB, None),))
+    (use,) = tally.uses(usage(GIB))
+    assert use.nvml_byte_s == int(4.5 * GIB)
 
 
 def test_without_nvml_a_tally_says_nothing_of_it() -> None:
@@ -89,6 +99,7 @@ def test_without_nvml_a_tally_says_nothing_of_it() -> None:
     tally.advance(1.0, usage(GIB), (Held(None, None),))
     (use,) = tally.uses(usage(GIB))
     assert (use.byte_s, use.nvml_ns, use.nvml_byte_s, use.discrepancy) == (GIB // 2, None, None, None)
+    assert tally.held_now(0) is None
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 10), st.integers(0, 2**40)), min_size=1, max_size=20))
