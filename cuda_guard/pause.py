@@ -93,7 +93,10 @@ def available(driver: Path) -> str | None:
 
 def _run(driver: Path, order: str, pids: tuple[int, ...], timeout: float) -> dict:  # type: ignore[type-arg]
     command = [sys.executable, "-I", "-S", __file__, order, str(driver), *map(str, pids)]
-    helper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        helper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        return {"steps": [], "error": f"the helper cannot be started: {error}"}
     try:
         answer, trouble = helper.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

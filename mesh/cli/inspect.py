@@ -13,6 +13,7 @@ from mesh.cli.names import JOB
 from mesh.cli.telling import patience
 from mesh.cli.terminal import client, job_path, json_option, print_json, quote, table
 from mesh.duration import lasting
+from mesh.words import HEEDS, WHY
 
 
 @click.command()
@@ -61,15 +62,6 @@ def _checkpoint(state: dict[str, Any]) -> str:
     return f"number {kept['seq']}{step}, {_clock(kept['created_unix_ms'])}, on {', '.join(kept['holders']) or 'its host alone'}"
 
 
-WHY = {
-    "hazard": "by how likely this node is to leave",
-    "least": "no oftener, whatever the risk",
-    "most": "the longest time between two",
-    "upload": "once the one before is there",
-    "asked": "as its user asks",
-}
-
-
 def _next(state: dict[str, Any]) -> str:
     due = state["next_checkpoint"]
     if due is None:
@@ -78,11 +70,6 @@ def _next(state: dict[str, Any]) -> str:
     return f"due {_clock(due['due_unix'] * 1000)}, {why}; {due['loss_s']:.1f} s of work expected to be lost until then"
 
 
-HEEDS = {
-    None: "-",
-    True: "it catches SIGTERM, or reads its notices: it can save before it goes",
-    False: "it does not catch SIGTERM: it is killed at a notice, and loses what is at risk",
-}
 LONGEST = 60  # characters of one value; ours
 SHOWN_ELSEWHERE = {
     "argv",

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from mesh.amount import part
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.jobfile import JobCommand, job_file, printed_file
 from mesh.cli.listing import listing, show
@@ -34,13 +35,13 @@ POLL_S = 0.3
 WATCH_S = 0.5
 UNHEARD_LOOKS = 10  # at the events of a job that is over, for the word of whoever ended it
 CANCEL_S = 15.0
-ARRIVING_S = 2.0  # between two looks at how far a job's files are; ours
+ARRIVING_S = 2.0  # between two looks at how far files are; ours
 MOVE_S = 90.0  # the usual grace, a restore, and some
 
 
 def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: Any) -> dict[str, Any]:
     order = {**make_order(command, options), **more}
-    with patience("packing the working directory and copying it to other nodes"):
+    with packing(daemon):
         answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
     if answer["warning"]:
         click.echo(f"mesh: {answer['warning']}", err=True)
@@ -117,6 +118,28 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, print_
         answer = _pull(daemon, f"/v1/jobs/{job}", out)
         click.echo(f"{answer['files']} files in {answer['destination']}", err=True)
     ctx.exit(exit_code(state))
+
+
+def packing(daemon: Client) -> AbstractContextManager[None]:
+    """Tells how far the working directory is that is being submitted."""
+    begun = time.monotonic()
+
+    def look() -> str:
+        passed_s = time.monotonic() - begun
+        try:
+            rows = daemon.get("/v1/transfers")["transfers"]
+        except MeshError:
+            rows = []
+        copies = [
+            f"{part(row['sent'], row['bytes'])} to {row['to']}"
+            for row in rows
+            if row["kind"] == "workdir" and row["bytes"] and row["seconds"] <= passed_s
+        ]
+        if copies:
+            return f"copying the working directory to other nodes: {', '.join(copies)}"
+        return f"packing the working directory ... {passed_s:.0f} s"
+
+    return telling(look, ARRIVING_S)
 
 
 def arriving(daemon: Client, job: str) -> AbstractContextManager[None]:

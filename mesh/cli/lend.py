@@ -1,14 +1,12 @@
 """`mesh lend`, `pause`, `resume`, `reclaim`: what this machine's owner lends, and how he takes it back."""
 
-import time
 from typing import Any
 
 import click
 
-from mesh.amount import amount
 from mesh.cli.telling import patience
 from mesh.cli.terminal import DURATION, client, json_option, print_json, table
-from mesh.duration import lasting
+from mesh.words import COST, cost_cells, lend_lines
 
 GPU_OPTION = click.option("--gpu", metavar="N", help="One GPU only: its number here, or the beginning of its UUID.")
 
@@ -41,46 +39,6 @@ def lend(ctx: click.Context, word: str | None, hours: tuple[str, ...], as_json: 
         click.echo(line)
     for warning in [*filter(None, [answer["problem"]]), *answer["warnings"]]:
         click.echo(f"mesh: {warning}", err=True)
-
-
-def lend_lines(answer: dict[str, Any]) -> list[str]:
-    """For `mesh lend` and `mesh status`."""
-    if answer["paused"]:
-        lines = ["paused (`mesh resume`)"]
-    elif not answer["lending"]:
-        lines = ["not lending (`mesh lend on`)"]
-    else:
-        lines = ["lending" if answer["now"] else "not lent now"]
-    lines[0] += _scope(answer["machine"], answer["guests"])
-    if answer["hours"] != "always":
-        change = answer["hours_change_unix"]
-        at = "" if change is None else f", next change {time.strftime('%a %H:%M', time.localtime(change))}"
-        lines.append(f"  hours: {answer['hours']}{at}")
-    if answer["typed_s"] is not None:
-        lines.append(f"  last typed {lasting(answer['typed_s'])} ago (seen by {', '.join(answer['typing_seen_by'])})")
-    if answer["load"] is not None:
-        lines.append(f"  {answer['load']:.1f} cores used by others than guests")
-    for gpu in answer["gpus"]:
-        programs = ", ".join(f"{one['name']} ({one['pid']})" for one in gpu["programs"])
-        words = f": taken back (`mesh resume --gpu {gpu['index']}`)" if gpu["withheld"] else ""
-        words += _scope(gpu, answer["guests"]) + (f" [{programs}]" if programs else "")
-        if words:
-            lines.append(f"  GPU {gpu['index']}{words}")
-    return lines
-
-
-def _scope(stand: dict[str, Any], guests: int) -> str:
-    """Of the machine, or of a GPU."""
-    left = "" if stand["next_s"] is None else f" in {lasting(stand['next_s'])}"
-    match stand["level"]:
-        case "suspend":
-            return f": {stand['why']}" + (f"; guests stand still, and are asked to leave{left}" if guests else "")
-        case "vacate":
-            asked = "; guests are asked to leave" if guests else ""
-            return f": {stand['why']}{asked}" + (f"; lent again{left} if it stays quiet" if left else "")
-        case "calm":
-            return f": guests go on, new ones come{left or ' later'}; before: {stand['why']}"
-    return ""
 
 
 @click.command()
@@ -150,27 +108,11 @@ def _show_cost(guests: list[dict[str, Any]]) -> None:
         click.echo("nobody is here: it costs nothing")
         return
     rows = [
-        [
-            row["name"] or row["job"][:8],
-            row["user"],
-            lasting(row["ran_s"]),
-            str(len(row["gpus"])) if row["gpus"] else "-",
-            lasting(row["at_risk_s"]) if row["leads"] else "-",
-            _seconds(row["save_s"]),
-            _seconds(row["ship_s"]),
-            "?" if row["ship_bytes"] is None else amount(row["ship_bytes"]),
-            "?" if row["chance"] is None else f"{row['chance']:.0%}",
-            row["goes_to"] or "-",
-            row["loses"] or "nothing",
-        ]
+        [row["name"] or row["job"][:8], row["user"], str(len(row["gpus"])) if row["gpus"] else "-", *cost_cells(row)]
         for row in guests
     ]
-    table(["JOB", "USER", "RAN", "GPUS", "AT RISK", "SAVING", "SHIPPING", "BYTES", "IN TIME", "GOES TO", "LOSES"], rows)
+    table(["JOB", "USER", "GPUS", *(name.upper() for name in COST)], rows)
     for row in guests:
         if row["sent_to"] and row["sent_to"] != row["goes_to"]:
             click.echo(f"{row['name'] or row['job'][:8]} {row['plan']}")
     click.echo("nothing was changed", err=True)
-
-
-def _seconds(value: float | None) -> str:
-    return "?" if value is None else f"{value:.1f}s"

@@ -9,11 +9,11 @@ import click
 
 from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
-from mesh.cli.lend import lend_lines
 from mesh.cli.listing import listing, show
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
 from mesh.engine.descent import process_of
 from mesh.launcher import daemon_command, start_daemon, wait_ready
+from mesh.words import lend_lines
 
 ZONE_NODES_SHOWN = 6
 

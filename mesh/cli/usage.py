@@ -8,6 +8,7 @@ import click
 from mesh.cli.telling import patience
 from mesh.cli.terminal import DURATION, client, json_option, print_json, table
 from mesh.duration import lasting
+from mesh.words import hours
 
 HEADS = {"user": "USER", "node": "NODE", "zone": "ZONE", "month": "MONTH"}
 
@@ -53,10 +54,6 @@ def _show(answer: dict[str, Any], by: str) -> None:
         click.echo(f"not counted, as they did not answer: {', '.join(answer['silent'])}", err=True)
     if answer["cut"]:
         click.echo(f"only their newest receipts are counted: {', '.join(answer['cut'])}", err=True)
-
-
-def hours(gpu: float, slot: float) -> str:
-    return f"{gpu:.3g}" + (f" + {slot:.3g}" if slot >= 0.0005 else "")
 
 
 def _show_runs(answer: dict[str, Any]) -> None:

@@ -11,15 +11,17 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ckptstore.errors import SaveTorn, StoreError
 from ckptstore.store import Store
 from ckptstore.vault import Vault
+from mesh.chores import Chores
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.engine.notice import give_notice
@@ -107,7 +109,7 @@ class Attempt:
         self._until = 0.0
         self._held_at = 0.0
         self._allowed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores(log, self._chore_failed)
         self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn, spec.priority)
         self.cadence = Cadence(spec, base / "ctl", self._stake)
         self.deposits = Deposits(job, spec, store, courier, seal, custody, self._stake, self.cadence, say)
@@ -214,9 +216,7 @@ class Attempt:
         self._closing = True
         self._abandon()
         await self.kill_guest()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._chores.close()
         await asyncio.to_thread(shutil.rmtree, self.base, True)
 
     # --- starting
@@ -542,16 +542,12 @@ class Attempt:
         self._read_progress()
         return self.progress is not None
 
-    def _spawn(self, work: object, name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         if self._closing:
-            return
-        task: asyncio.Task[None] = asyncio.create_task(work, name=f"{name} {format_job(self.job)[:8]}")  # type: ignore[arg-type]
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
+            work.close()
+        else:
+            self._chores.start(work, f"{name} {format_job(self.job)[:8]}")
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed", task.get_name(), exc_info=task.exception())
-            if not self._started:
-                self._tell(GuestFailed(f"internal error: {task.exception()!r}", elsewhere=True))
+    def _chore_failed(self, error: BaseException) -> None:
+        if not self._started:
+            self._tell(GuestFailed(f"internal error: {error!r}", elsewhere=True))

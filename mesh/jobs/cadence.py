@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from ckptstore.pacing import MOST_SHARE
+from mesh.jobs.contract import VACATED
 from mesh.jobs.ctlfiles import put_file, read_file
 from mesh.jobs.journal import Journal
 from mesh.jobs.spec import Every, JobSpec
@@ -29,7 +30,6 @@ from placement.survival import BASE_EVENTS, BASE_HOURS
 LOOK_S = 15.0  # between two looks at what nothing has happened to; ours
 GUESS_STALL_S = 2.0  # where nothing shows it: a few GB to a page cache; ours
 MAX_STALL_BYTES = 256
-DEPARTED = "vacated: "  # as an attempt's reason begins
 FIRST_RATE = BASE_EVENTS / BASE_HOURS / 3600
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class Cadences:
     def left(self, guest: Guest, reason: str) -> None:
         """Its attempt has ended here: if it had to go, learn whether a notice saved its work. Of one that saves nothing, or heeds
         no notice, nothing can be learnt of the others."""
-        if reason.startswith(DEPARTED) and guest.cadence.saves and guest.heeds_notice is not False:
+        if reason.startswith(VACATED) and guest.cadence.saves and guest.heeds_notice is not False:
             covered = "notice" in guest.rungs and not guest.lost().words
             self.cover = self.cover.after(covered)
             self._journal.note_departure(covered)

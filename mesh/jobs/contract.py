@@ -17,6 +17,8 @@ _TERMINATED = frozenset({143, 137})  # 128 + SIGTERM, 128 + SIGKILL
 
 MAX_PROGRESS_BYTES = 4096  # a step and a total; a guest that writes more says nothing
 
+VACATED = "vacated: "  # as the reason of an attempt that had to leave begins
+
 Verdict = Literal["done", "vacated", "checkpointed", "elsewhere", "failed"]
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import msgspec
 
+from mesh.jobs.contract import VACATED
 from mesh.jobs.ledger import Attempt, Ledger
 from mesh.jobs.spec import JobSpec, attempt_request, waiting_place
 from mesh.jobs.view import Instant, View
@@ -19,7 +20,7 @@ from placement.request import Request
 
 USER_MOVES = "its user moves it"
 GOES_HOME = "its home is free again"
-MOVED, WENT_HOME = f"vacated: {USER_MOVES}", f"vacated: {GOES_HOME}"  # how such an attempt ends
+MOVED, WENT_HOME = VACATED + USER_MOVES, VACATED + GOES_HOME  # how such an attempt ends
 HOME_MAX_S = 3600.0  # for which a home has to be free, however often it was left at once; ours
 
 
@@ -106,4 +107,4 @@ def home_wait_s(settle_s: float, home: bytes, attempts: Sequence[Attempt]) -> fl
 
 def _displaced(attempt: Attempt) -> bool:
     """Whether its node sent it away."""
-    return attempt.reason.startswith("vacated: ") and attempt.reason not in {MOVED, WENT_HOME}
+    return attempt.reason.startswith(VACATED) and attempt.reason not in {MOVED, WENT_HOME}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from mesh.jobs.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, ExitFacts, describe_exit, judge
+from mesh.jobs.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, VACATED, ExitFacts, describe_exit, judge
 from mesh.jobs.effects import (
     Committed,
     Concluded,
@@ -441,7 +441,7 @@ class Runner:
         self._vacate_reason = reason
         self._prefer(to)
         if self.state in {"acquiring", "gathering"}:
-            return self._release("vacated: " + reason, at)
+            return self._release(VACATED + reason, at)
         if self.state not in GUEST_RUNS:
             return [Kill(reason)] if self.state == "restoring" else []
         self.state = "vacating"
@@ -488,7 +488,7 @@ class Runner:
                 self.state = "asking"
                 return []
             if self._gang.broken:
-                return self._release(f"vacated: {self._gang.broken}", at)
+                return self._release(VACATED + self._gang.broken, at)
             if self._gang.failed:  # which of them was the first cannot be told
                 own = [] if self._mate_failed else [(self.attempt.nick, exited.code)]
                 failed = [*own, *self._gang.failed]
@@ -509,7 +509,7 @@ class Runner:
                 self._ending = "done"
                 return [self._result()]
             case "vacated":
-                return self._release(f"vacated: {self._vacate_reason}", at)
+                return self._release(VACATED + self._vacate_reason, at)
             case "checkpointed":
                 return self._release("checkpointed", at)
             case "elsewhere":
@@ -541,7 +541,7 @@ class Runner:
             self._ending = "cancelled" if self._cancelled else f"failed ({reason})"
             return [self._result()]
         self._amend_attempt(fault=not self._vacate_reason)
-        words = f"vacated: {self._vacate_reason}" if self._vacate_reason else f"could not start: {reason}"
+        words = VACATED + self._vacate_reason if self._vacate_reason else f"could not start: {reason}"
         return self._release(words, at)
 
     def _result(self) -> SaveResult:

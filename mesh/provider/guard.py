@@ -15,6 +15,7 @@ from cuda_guard.build import BuildError, libraries
 from cuda_guard.driver import Driver, find_driver
 from cuda_guard.guard import Guard
 from cuda_guard.page import ALONE_WINDOW_MS, Quota
+from mesh.chores import Chores
 from mesh.engine.engine import EngineError, Injection, Launch
 from mesh.provider.audit import Audit
 from mesh.provider.pausing import Pausing
@@ -39,7 +40,7 @@ class Lent(Protocol):
         """How long that takes at most."""
         ...
 
-    async def look(self, tenants: Sequence[Tenant], tasks: asyncio.TaskGroup) -> None: ...
+    async def look(self, tenants: Sequence[Tenant], chores: Chores) -> None: ...
 
 
 class NodeGuard:
@@ -70,7 +71,7 @@ class NodeGuard:
         self._guard: Guard | None = None
         self._audit: Audit | None = None
         self._pausing: Pausing | None = None
-        self._tasks: asyncio.TaskGroup | None = None
+        self._chores = Chores(log)
         self._problem = "there is no guard yet"
         self._tenants: list[Tenant] = []
         self._numbers = count()
@@ -91,10 +92,12 @@ class NodeGuard:
             self._changed("")
         if self._audit.problem and not guarded:
             return
-        async with asyncio.TaskGroup() as self._tasks:
+        try:
             while True:
                 await asyncio.sleep(LOOK_S)
-                await self._look(self._audit, self._tasks)
+                await self._look(self._audit)
+        finally:
+            await self._chores.close()
 
     async def _make_guard(self, driver: Driver | None, uuids: tuple[str, ...]) -> bool:
         """Whether there is one."""
@@ -112,38 +115,38 @@ class NodeGuard:
     async def pause(self, tenant: Tenant, by: PausingHand = "owner") -> str:
         """Keep it off its GPUs until it is resumed, and free what it has there if the driver can. Why that stays; empty if it
         does not. What has begun is done, also if nobody waits for it any more."""
-        if self._pausing is None or self._tasks is None:
+        if self._pausing is None:
             return self._problem
-        return await asyncio.shield(self._tasks.create_task(self._pausing.pause(tenant, by), name="pause"))
+        return await asyncio.shield(self._chores.start(self._pausing.pause(tenant, by), "pause"))
 
     async def resume(self, tenant: Tenant, by: PausingHand = "owner") -> str:
         """Let it go on, whether its owner paused it or it was stopped as past the guard; or let go of it by another hand of his.
         Why it cannot; empty if it does."""
-        if self._pausing is None or self._tasks is None:
+        if self._pausing is None:
             return self._problem
-        return await asyncio.shield(self._tasks.create_task(self._pausing.resume(tenant, by), name="resume"))
+        return await asyncio.shield(self._chores.start(self._pausing.resume(tenant, by), "resume"))
 
     @property
     def pause_problem(self) -> str:
         """Why the memory of a guest that is paused stays on the GPU; empty if it does not."""
         return self._pausing.problem if self._pausing is not None else self._problem
 
-    async def _look(self, audit: Audit, kills: asyncio.TaskGroup) -> None:
+    async def _look(self, audit: Audit) -> None:
         for tenant in self.tenants:
             for name in tenant.new_unguarded_calls():
                 self._warn(f"guard degraded: a program of job {tenant.job[:8]} may use {name}, unknown to the guard")
         for tenant, finding in await audit.look(self.tenants):
             if tenant.is_new(finding) and not tenant.released:
-                self._act(tenant, finding, kills)
+                self._act(tenant, finding)
         for uuid, foreign in audit.foreign.items():
             if self._guard is not None:
                 self._guard.set_foreign(uuid, foreign.memory)
         if self.lent is not None:
-            await self.lent.look(self.tenants, kills)
+            await self.lent.look(self.tenants, self._chores)
         if self.looked is not None and not audit.problem:
             await self.looked(audit.strangers)
 
-    def _act(self, tenant: Tenant, finding: Finding, kills: asyncio.TaskGroup) -> None:
+    def _act(self, tenant: Tenant, finding: Finding) -> None:
         """By the owner's word: what is past the guard does not heed a gate."""
         done = {"warn": "its node's owner is told", "pause": "it is stopped", "kill": "it is ended"}[self._bypass]
         self._warn(f"job {tenant.job[:8]} is past the guard: {finding.detail}: {done}")
@@ -153,7 +156,7 @@ class NodeGuard:
         if self._bypass == "pause":
             tenant.keeper.freeze("it is past the guard")
         elif self._bypass == "kill":
-            kills.create_task(tenant.keeper.kill(), name="kill past the guard")
+            self._chores.start(tenant.keeper.kill(), "kill past the guard")
 
     @property
     def foreign(self) -> dict[str, Foreign]:
@@ -206,8 +209,8 @@ class NodeGuard:
         begun = time.monotonic()
         if tenant.guarded.has_room:
             return
-        if self.lent is not None and self._tasks is not None:
-            await self.lent.look(self.tenants, self._tasks)
+        if self.lent is not None:
+            await self.lent.look(self.tenants, self._chores)
         patience_s = ROOM_MARGIN_S + (0.0 if self.lent is None else self.lent.patience_s())
         while not tenant.guarded.has_room:
             if not wanted():

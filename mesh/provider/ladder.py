@@ -12,13 +12,15 @@ Each rung leaves a line in the log with what it took.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from mesh.chores import Chores
 from mesh.engine.alarm import boot_s
 from mesh.jobs.attempt import Attempt
+from mesh.jobs.contract import VACATED
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import format_job
 from mesh.provider.guard import NodeGuard
@@ -29,7 +31,6 @@ AGAIN_S = 5.0  # before a guest that could not go on is tried again; ours
 NOT_BACK = "its GPU memory could not be brought back for it to save"
 LATE_S = 0.5  # after its time, which its runner ends to the second; ours
 TOLD_KEPT = 256  # attempts that were taken back; ours
-VACATED = "vacated: "
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Ladder:
         self._jobs, self._guard = jobs, guard
         self._owner, self._nick = owner, nick
         self._guests: dict[bytes, _Guest] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._chores = Chores(log)
         self.told: dict[bytes, dict[str, Any]] = {}
         self.reclaimed: Callable[[dict[str, float]], None] = lambda rungs_s: None  # each rung's seconds from the order
         jobs.left = self._left
@@ -95,7 +96,7 @@ class Ladder:
             else:  # also one that was given notice by somebody else: it may save, and is gone soon
                 self._let_go(job, guest)
         for asked, jobs in leaving.items():
-            self._spawn(self.leave(jobs, asked), f"leave {', '.join(format_job(job)[:8] for job in jobs)}")
+            self._chores.start(self.leave(jobs, asked), f"leave {', '.join(format_job(job)[:8] for job in jobs)}")
 
     async def leave(self, jobs: Sequence[bytes], leave: Leave) -> list[bytes]:
         """Ask these to go, each to where one plan for all of them sends it, and wait until they have gone (or were killed)."""
@@ -133,9 +134,7 @@ class Ladder:
         return await self._jobs.kill(reason, jobs)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._chores.close()
 
     # --- the rungs
 
@@ -154,7 +153,9 @@ class Ladder:
         """Whoever gave it notice before, and for however long."""
         if self._guests.get(job) is guest and "exited" not in guest.attempt.rungs:
             name = format_job(job)[:8]
-            self._spawn(self._jobs.kill(f"{leave.reason}; it had notice, and its time is over", [job]), f"end {name}")
+            self._chores.start(
+                self._jobs.kill(f"{leave.reason}; it had notice, and its time is over", [job]), f"end {name}"
+            )
 
     def _stop(self, job: bytes, guest: _Guest, why: str, memory: bool, rung: str) -> None:
         frees = memory and not guest.tried_memory and self._can_free(job)
@@ -171,7 +172,9 @@ class Ladder:
             return  # it is being let go, and is stopped when that is done
         if guest.state == "free":
             guest.state = "still"
-        guest.work = self._spawn(self._stopped(job, guest, why, rung, frees, begun), f"{rung} {format_job(job)[:8]}")
+        guest.work = self._chores.start(
+            self._stopped(job, guest, why, rung, frees, begun), f"{rung} {format_job(job)[:8]}"
+        )
 
     async def _stopped(self, job: bytes, guest: _Guest, why: str, rung: str, frees: bool, begun: float) -> None:
         attempt, words = guest.attempt, ""
@@ -192,7 +195,7 @@ class Ladder:
 
     def _let_go(self, job: bytes, guest: _Guest) -> None:
         if guest.state == "still" and not guest.busy and boot_s() >= guest.again_at:
-            guest.work = self._spawn(self._go_on(job, guest), f"go on {format_job(job)[:8]}")
+            guest.work = self._chores.start(self._go_on(job, guest), f"go on {format_job(job)[:8]}")
 
     async def _go_on(self, job: bytes, guest: _Guest) -> bool:
         """Whether it goes on where it stood."""
@@ -268,14 +271,3 @@ class Ladder:
         if guest is None or guest.attempt is not attempt:
             guest = self._guests[job] = _Guest(attempt)
         return guest
-
-    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed", task.get_name(), exc_info=task.exception())

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from mesh.chores import Chores
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import parse_job
 from mesh.provider.guard import NodeGuard
@@ -32,7 +33,13 @@ class _Debt:
 
     def __init__(self, owed: int, now: float) -> None:
         self.owed, self.since = owed, now
-        self.acted = False
+        self.pressed: asyncio.Task[None] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Nothing is done about it yet, or that has failed."""
+        task = self.pressed
+        return task is None or (task.done() and not task.cancelled() and task.exception() is not None)
 
 
 class Recall:
@@ -48,13 +55,12 @@ class Recall:
         """How long it takes at most until what is needed is there."""
         return GIVE_BACK_S + self._notice_s()
 
-    async def look(self, tenants: Sequence[Tenant], tasks: asyncio.TaskGroup) -> None:
+    async def look(self, tenants: Sequence[Tenant], chores: Chores) -> None:
         """Once a second, and when somebody comes for whom there is no room yet."""
         now = time.monotonic()
         here = {tenant.name: tenant for tenant in tenants}
-        needed = set[str]().union(
-            *(tenant.lacks() for tenant in tenants)
-        )  # who is over and harms nobody only gets no more
+        # Who has more than its guarantee and harms nobody only gets no more.
+        needed = set[str]().union(*(tenant.lacks() for tenant in tenants))
         for name in self._debts.keys() - here.keys():
             self._settled(name, "it is gone", now)
         for name, tenant in here.items():
@@ -66,14 +72,13 @@ class Recall:
             if debt is None:
                 self._debts[name] = _Debt(owed, now)
                 self._notice(tenant, owed)
-            elif not debt.acted and now - debt.since >= GIVE_BACK_S:
-                debt.acted = True
-                tasks.create_task(self._press(tenant, needed), name=f"recall {tenant.job[:8]}")
+            elif debt.is_due and now - debt.since >= GIVE_BACK_S:
+                debt.pressed = chores.start(self._press(tenant, needed), f"recall {tenant.job[:8]}")
         away = [tenant for tenant in tenants if "lender" in tenant.closed_by]
         if away and now >= self._again_at:
             self._again_at = now + AGAIN_S
             for tenant in away:
-                tasks.create_task(self._bring_back(tenant), name=f"bring back {tenant.job[:8]}")
+                chores.start(self._bring_back(tenant), f"bring back {tenant.job[:8]}")
 
     def _notice(self, tenant: Tenant, owed: int) -> None:
         words = f"{owed / 2**20:.0f} MiB of its GPU memory were lent to it and are needed: it gets no more"

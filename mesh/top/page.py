@@ -12,12 +12,12 @@ from textual.screen import Screen
 
 from mesh.api.errors import MeshError
 from mesh.harmless import harmless
+from mesh.logtext import LogText, lines
 from mesh.top.answers import Described, Source
 from mesh.top.lines import Lines
 from mesh.top.rows import ATTEMPT_COLUMNS, EVENT_COLUMNS, attempts, event_row, job_lines
 from mesh.top.sheet import Sheet
 from mesh.top.table import Cell, Column, Row, Table
-from mesh.web.logtext import LogText, lines
 
 DESCRIBE_S = 2.0  # every job's witnesses are asked for what they saw; ours
 LOG_S = 0.25  # between two drawings of what came; ours

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mesh.amount import amount
-from mesh.cli.inspect import HEEDS, WHY
 from mesh.duration import lasting
 from mesh.web.frame import Shown, badge, clock, count, pairs, table
 from mesh.web.markup import Markup, cut, element, join
+from mesh.words import HEEDS, WHY
 
 BAR = 100  # width of a timeline's own coordinates
 MOST_SHOWN = 50  # jobs of a list, the newest; ours

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from mesh.cli.usage import hours
 from mesh.duration import lasting
 from mesh.provider.usage import By
 from mesh.web.frame import Shown, bar, clock, count, table
 from mesh.web.markup import Markup, element, join
+from mesh.words import hours
 
 MOST_SHOWN = 100  # rows; ours
 RUNS_SHOWN = 20

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mesh.amount import amount
-from mesh.cli.lend import lend_lines
 from mesh.duration import lasting
 from mesh.web.frame import Shown, Standing, count, form, table
 from mesh.web.markup import Markup, element
+from mesh.words import COST, cost_cells, lend_lines
 
 
 def lend_page(
@@ -69,24 +68,5 @@ def _at_once(standing: Standing, state: Mapping[str, Any]) -> Markup:
 def _cost(rows: Sequence[Mapping[str, Any]], notice_s: float) -> list[Markup]:
     if not rows:
         return [element("p", "Nobody is here: it costs nothing.")]
-    header = ("Job", "User", "Ran", "At risk", "Saving", "Shipping", "Size", "In time", "Goes to", "Loses")
-    body = [
-        [
-            row["name"] or row["job"][:8],
-            row["user"],
-            lasting(row["ran_s"]),
-            lasting(row["at_risk_s"]) if row["leads"] else "-",
-            _seconds(row["save_s"]),
-            _seconds(row["ship_s"]),
-            "?" if row["ship_bytes"] is None else amount(row["ship_bytes"]),
-            "?" if row["chance"] is None else f"{row['chance']:.0%}",
-            row["goes_to"] or "-",
-            row["loses"] or "nothing",
-        ]
-        for row in rows
-    ]
-    return [table(f"Whose work it is, with a notice of {lasting(notice_s)}", header, body)]
-
-
-def _seconds(value: float | None) -> str:
-    return "?" if value is None else f"{value:.1f} s"
+    body = [[row["name"] or row["job"][:8], row["user"], *cost_cells(row)] for row in rows]
+    return [table(f"Whose work it is, with a notice of {lasting(notice_s)}", ("Job", "User", *COST), body)]

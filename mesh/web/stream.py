@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+from mesh.logtext import MOST, LogText, lines
 from mesh.web.frame import Shown
-from mesh.web.logtext import MOST, LogText, lines
 
 TICK_S = 1.0
 BEAT_TICKS = 15  # after which a silent stream says that it is there; proxies and browsers close those that do not

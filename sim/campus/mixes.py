@@ -13,14 +13,13 @@ import msgspec
 
 from placement.stays import TraceError
 from placement.traces import each_line, read_swf
-from sim.campus.traces import sealed
+from sim.campus.traces import number, sealed
 from sim.campus.world import Mix, WorldError
 
 PHILLY, OPENB_HEADER = (
     "runtime",
     "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time",
 )
-LATEST = 2.0**40
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -58,7 +57,7 @@ def jobs_of(mix: Mix) -> tuple[Ran, ...]:
 
 def read_philly(text: str) -> list[Ran]:
     jobs: list[Ran] = []
-    _each_row(text, "list of run times", PHILLY, lambda fields: jobs.append(Ran(0.0, _number(fields[0]), 0)))
+    _each_row(text, "list of run times", PHILLY, lambda fields: jobs.append(Ran(0.0, number(fields[0]), 0)))
     return jobs
 
 
@@ -67,12 +66,12 @@ def read_openb(text: str) -> list[Ran]:
     jobs: list[Ran] = []
 
     def read(fields: list[str]) -> None:
-        gpus, created = _number(fields[3]), _number(fields[8])
+        gpus, created = number(fields[3]), number(fields[8])
         if gpus != int(gpus) or gpus > 64:
             raise ValueError(f"{gpus:g} GPUs")
         if not fields[10] or not fields[9] or not gpus:
             return
-        deleted, placed = _number(fields[9]), _number(fields[10])
+        deleted, placed = number(fields[9]), number(fields[10])
         if deleted < placed or placed < created:
             raise ValueError("it ends before it begins")
         jobs.append(Ran(created, deleted - placed, int(gpus)))
@@ -107,13 +106,3 @@ def _each_row(text: str, what: str, header: str, read: Callable[[list[str]], Non
         read(fields)
 
     each_line(text, what, row)
-
-
-def _number(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        raise ValueError(f"{word[:40]!r} is no number") from None
-    if not 0 <= value < LATEST:
-        raise ValueError(f"{word[:40]!r} is out of all bounds")
-    return value

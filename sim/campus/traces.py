@@ -128,7 +128,7 @@ def _line(line: str) -> tuple[str, Away]:
     words = [word.strip() for word in line.split(",")]
     if len(words) != len(HEADER):
         raise ValueError(f"{len(words)} fields instead of {len(HEADER)}")
-    node, start, end = words[0], _number(words[1]), _number(words[2])
+    node, start, end = words[0], number(words[1]), number(words[2])
     if not node:
         raise ValueError("no node")
     if words[3] != "away":
@@ -140,7 +140,8 @@ def _line(line: str) -> tuple[str, Away]:
     return node, Away(start, end, KINDS[words[4]])
 
 
-def _number(word: str) -> float:
+def number(word: str) -> float:
+    """A field of a file; ValueError saying what is wrong with it."""
     try:
         value = float(word)
     except ValueError:

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from mesh.cli import lend
 from mesh.cli.nodes import _held
+from mesh.words import lend_lines
 
 QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
 
@@ -44,7 +45,7 @@ def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
     ],
 )
 def test_how_the_machine_stands(changes: dict[str, Any], line: str) -> None:
-    assert lend.lend_lines(answer(**changes)) == [line]
+    assert lend_lines(answer(**changes)) == [line]
 
 
 def test_hours_typing_load_and_gpus_have_their_lines() -> None:
@@ -53,7 +54,7 @@ def test_hours_typing_load_and_gpus_have_their_lines() -> None:
         {"index": 1, "withheld": False, "programs": [{"pid": 7, "name": "python"}], **machine("vacate")},
         {"index": 2, "withheld": False, "programs": [], **QUIET},
     ]
-    lines = lend.lend_lines(answer(hours="never", typed_s=12.0, typing_seen_by=["USB"], load=1.52, gpus=gpus))
+    lines = lend_lines(answer(hours="never", typed_s=12.0, typing_seen_by=["USB"], load=1.52, gpus=gpus))
     assert lines[1:] == [
         "  hours: never",
         "  last typed 12s ago (seen by USB)",

@@ -1,13 +1,16 @@
 """A node whose uplink has a small budget leaves: what must go with it does not keep to that."""
 
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from mesh.stack import Stack
-from tests.e2e.commands import finished, ok, read, running_with_checkpoint, send, until
+from tests.e2e.commands import finished, mesh, ok, read, running_with_checkpoint, send, until
 
 pytestmark = pytest.mark.e2e
 BALLAST = 64_000_000  # more than the budget lets through in the grace and the half minute after it
@@ -29,3 +32,12 @@ def test_a_last_checkpoint_leaves_by_its_deadline_whatever_the_budget(make_stack
     assert f"saved {back}" in lines
     events = read(submitter, "events", job)["events"]
     assert not [event for event in events if event.get("new") == "late"], "nothing was known of the link"
+
+
+def test_whoever_submits_much_sees_how_far_it_is(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    node = make_stack(2, upload_mbps=8).nodes[0]
+    (tmp_path / "data").write_bytes(os.urandom(5_000_000))
+    done = mesh(node, "submit", "--workdir", str(tmp_path), "--", "true")
+    assert done.returncode == 0
+    assert re.search(r"copying the working directory to other nodes: \d\.\d of 4\.8 MiB to node2\n", done.stderr), done
+    assert finished(node, done.stdout.strip())["state"] == "done"

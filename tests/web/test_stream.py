@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mesh.logtext import MOST
 from mesh.web import stream
 from mesh.web.frame import Shown
-from mesh.web.logtext import MOST
 from mesh.web.markup import element
 from mesh.web.stream import LogTail, Topic
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.web.logtext import LogText, lines
+from mesh.logtext import LogText, lines
 
 ORDERS = [b"\x1b[31m", b"\x1b[0m", b"\x1b]0;title\x07", b"\x1b[2K", b"\r", b"\n", b"\r\n", b"\x1bPq\x1b\\", b"\xc3\xa4"]
 PRINTED = st.lists(st.sampled_from(ORDERS) | st.binary(max_size=8)).map(b"".join)
