@@ -63,7 +63,7 @@ bench-slurm: venv
 bench-ckptstore: venv frameworks
 	$(PYTHON) tests/bench/ckptstore.py $(BENCH_ARGS)
 
-# Needs a C compiler. Four minutes; `BENCH_ARGS="--seconds 5"` is shorter.
+# Needs a C compiler. Five minutes; `BENCH_ARGS="--seconds 5"` is shorter.
 bench-guard: venv
 	$(PYTHON) tests/bench/guard.py $(BENCH_ARGS)
 
