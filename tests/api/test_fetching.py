@@ -71,6 +71,7 @@ class Holder:
             if self.manner == "never ends":
                 while True:
                     await response.write(piece)
+                    await asyncio.sleep(0)  # writing to a connection that was shut may neither wait nor fail
         await response.write_eof()
         return response
 

@@ -89,10 +89,23 @@ def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any
         time.sleep(0.1)
 
 
+UNHEARD: dict[str, Any] = {
+    "state": "",
+    "detail": "",
+    "node": None,
+    "heir": None,
+    "step": None,
+    "of": None,
+    "checkpoint": None,
+    "gpu_portions": [],
+    "attempts": [],
+}
+
+
 def job_state(node: StackNode, job: str) -> dict[str, Any]:
-    """The job as this node sees it; empty while it does not know it."""
+    """The job as this node sees it; `UNHEARD` while it does not know it."""
     found = [row for row in read(node, "ps", "-a")["jobs"] if row["job"] == job]
-    return found[0] if found else {}
+    return found[0] if found else UNHEARD
 
 
 def submit_count(node: StackNode, steps: int, *options: str, pace_s: float = 0.02) -> str:

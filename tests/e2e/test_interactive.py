@@ -321,7 +321,7 @@ async def test_only_the_jobs_own_user_comes_in_and_only_where_the_owner_allows_i
     mine, theirs = two_users.nodes
     job = submit(mine, "--engine", "process", "--", "sh", "-c", WAITING)
     assert running(mine, job)["node"] == mine.nick
-    until(lambda: job_state(theirs, job), "the other node to know")
+    until(lambda: job_state(theirs, job)["state"], "the other node to know")
     for words in (["exec", job, "true"], ["forward", job, "80"], ["jupyter", "--job", job]):
         done = await asyncio.to_thread(mesh, theirs, *words, timeout_s=20.0)
         assert done.returncode == 5 and "not yours" in done.stderr, done
