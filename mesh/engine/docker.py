@@ -22,6 +22,7 @@ import docker
 import docker.errors
 import msgspec
 import requests
+from docker.models.containers import ContainerCollection
 
 from mesh.edge.edge import Edge
 from mesh.engine import cgroups, dumps, gpusight
@@ -46,10 +47,18 @@ THREADS = 8  # for calls
 CALL_TIMEOUT_S = 30.0
 ENGINE_TELLS_S = 3.0  # for an engine to say how a container has ended, by the kernel's word; it takes 0.1 s; ours
 ATTACH_AGAIN_S = 1.0  # from the end of its output to its own, before the engine is taken to be away; ours
+NOT_HERE = "image {0} is not on this node: see `docker images`, or `docker pull {0}` first"
 REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Unseen(ContainerCollection):  # type: ignore[misc]  # the SDK has no types
+    """Makes containers, and does not inspect each of them before it has begun, as the SDK would: its id is all that is needed."""
+
+    def get(self, container_id: str) -> Any:
+        return self.client.containers.prepare_model({"Id": container_id})
 
 
 class DockerEngine:
@@ -185,7 +194,7 @@ class DockerEngine:
 
     def _create(self, launch: Launch) -> tuple[Any, str]:
         """A container, and the network that is its own."""
-        image = self._image(launch.image_id or launch.image or "")
+        image = launch.image_id or self._image(launch.image or "")
         made = dumps.made_of(Path(launch.dump)) if launch.dump is not None else None
         if made is not None and made.image != image:
             raise BadImage(f"its system checkpoint is of image {made.image[:19]}, {launch.image} is {image[:19]} here")
@@ -193,11 +202,13 @@ class DockerEngine:
         network = self._bridges.make(self._client)
         try:
             chosen = arguments(launch, self._node, network, self._traits)
-            container = self._client.containers.create(image, **chosen)
+            container = Unseen(self._client).create(image, **chosen)
             self._live.add(container.id)
             return container, network
         except (docker.errors.APIError, requests.RequestException) as error:
             self._bridges.remove(self._client, network)
+            if isinstance(error, docker.errors.ImageNotFound):
+                raise BadImage(NOT_HERE.format(launch.image)) from error
             text = error.explanation if isinstance(error, docker.errors.APIError) else error
             raise EngineError(f"Docker could not create the container: {text}") from error
 
@@ -249,9 +260,7 @@ class DockerEngine:
         try:
             return str(self._client.images.get(name).id)
         except docker.errors.ImageNotFound as error:
-            raise BadImage(
-                f"image {name} is not on this node: see `docker images`, or `docker pull {name}` first"
-            ) from error
+            raise BadImage(NOT_HERE.format(name)) from error
         except docker.errors.APIError as error:
             raise BadImage(f"image {name!r} cannot be used: {error.explanation}") from error
 

@@ -45,9 +45,15 @@ def interleave(subjects: Mapping[str, Callable[[], None]], rounds: int, warmup: 
     return taken
 
 
+def installed() -> dict[str, str]:
+    """The environment of a command as its users have it: what pip installs has its bytecode. A developer's setting may keep
+    this tree from having it, and then each start would compile the sources anew."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def command(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Callable[[], None]:
     """A whole process, which must succeed."""
-    environment = {**os.environ, **(env or {})}
+    environment = {**installed(), **(env or {})}
 
     def run() -> None:
         subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True, env=environment)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.stack import Stack, StackNode
-from tests.bench.harness import not_run, row
+from tests.bench.harness import installed, not_run, row
 from tests.images import busybox_image, remove_images
 from tests.tiers import docker_problem
 
@@ -117,4 +117,5 @@ def finish(node: StackNode, job: str) -> None:
 
 
 def run(*words: str) -> None:
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    subprocess.run(words, check=True, stdout=quiet, stderr=quiet, env=installed())
