@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 
 from cuda_guard.page import HOST
-from tests.cuda_guard.allocations import OUT_OF_MEMORY, AllocationProp
-from tests.cuda_guard.guests import MIB, Bench
+from tests.cuda_guard.allocations import OUT_OF_MEMORY, AllocationProp, PoolProps
+from tests.cuda_guard.guests import CONTEXT, MIB, Bench
 from tests.fake.client import CudaError, Driver
 
 pytestmark = pytest.mark.cc
 
 LIMIT = 64 * MIB
-OF_THE_HOST = (2, 0)  # CU_MEM_LOCATION_TYPE_HOST
+Location = tuple[int, int]
+OF_THE_HOST, OF_A_NUMA_NODE, OF_ITS_NUMA_NODE = (
+    (2, 0),
+    (3, 0),
+    (4, 0),
+)  # CU_MEM_LOCATION_TYPE_HOST, _NUMA, _NUMA_CURRENT
 PAGE = 4096
 
 
@@ -62,6 +67,63 @@ def test_each_kind_counts_and_is_refused_beyond_the_limit(
     machine.run(job, work)
     job.sweep()
     assert job.pages.memory_used(HOST) == 0 and job.pages.job.uses[HOST].refused == 1
+
+
+def created(driver: Driver, location: Location) -> int:
+    return driver.out("cuMemPoolCreate", ctypes.byref(PoolProps(type=1, location=location)))
+
+
+def default(driver: Driver, location: Location) -> int:
+    return driver.out("cuMemGetDefaultMemPool", (ctypes.c_int * 2)(*location), 1)
+
+
+def current(driver: Driver, location: Location) -> int:
+    """One that the program has put in the default's place."""
+    own = created(driver, location)
+    driver.cuMemSetMemPool((ctypes.c_int * 2)(*location), 1, own)
+    assert driver.out("cuMemGetMemPool", (ctypes.c_int * 2)(*location), 1) == own
+    return own
+
+
+@pytest.mark.parametrize("pool", [created, default, current])
+def test_pools_of_the_host_count_what_they_have_reserved(
+    make_bench: Callable[..., Bench], pool: Callable[[Driver, Location], int]
+) -> None:
+    """However a program comes to one, wherever it is, and in whatever stream it takes from it; its device is charged nothing."""
+    machine = make_bench(pool_chunk=2 * MIB)
+    job = machine.job(host_memory=LIMIT)
+
+    def use(driver: Driver, location: Location, form: str) -> None:
+        own = pool(driver, location)
+
+        def take(size: int) -> int:
+            return driver.out(f"cuMemAllocFromPoolAsync{form}", size, own, 0)
+
+        def give(*pointers: int) -> int:
+            for pointer in pointers:
+                driver.call(f"cuMemFreeAsync{form}", pointer, 0)
+            driver.call(f"cuStreamSynchronize{form}", 0)
+            return job.pages.memory_used(HOST)
+
+        first, second = take(LIMIT - 2 * MIB), take(1)
+        assert job.pages.memory_used(HOST) == LIMIT
+        with pytest.raises(CudaError) as refusal:
+            take(2 * MIB)
+        assert refusal.value.code == OUT_OF_MEMORY and job.pages.memory_used(HOST) == LIMIT
+        third = take(MIB)  # what the pool has is the job's already
+        assert give(first) == 2 * MIB
+        fourth = take(LIMIT - 2 * MIB)
+        assert give(second) == LIMIT and give(third, fourth) == 0
+        assert job.pages.memory_used(0) == CONTEXT == machine.world.memory(os.getpid())
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        for location in (OF_THE_HOST, OF_A_NUMA_NODE, OF_ITS_NUMA_NODE):
+            for form in ("", "_ptsz"):
+                use(driver, location, form)
+
+    machine.run(job, work)
+    assert job.pages.job.uses[HOST].refused == 6
 
 
 def test_eight_processes_that_race_for_it_and_are_killed(make_bench: Callable[..., Bench]) -> None:

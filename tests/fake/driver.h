@@ -120,6 +120,7 @@ struct chunk {
   struct chunk *next;
   bool whole; /* for one allocation alone */
 };
+enum { HEAP_HOST = WORLD_DEVICES }; /* the device of a heap of the host's memory, of which no world keeps account */
 struct heap {
   int device;
   uint64_t chunk_size, limit, keep; /* limit: 0 is none; keep: what stays reserved at a synchronisation */

@@ -1,4 +1,4 @@
-/* Memory of a device, and the addresses that it is known by.
+/* Memory of a device, or of the host for devices, and the addresses that it is known by.
  *
  * Addresses come out of one reserved stretch of the process's own, so that small copies can really be made: a page of it takes
  * memory of the host once it is touched, and not before. */
@@ -108,9 +108,12 @@ static struct block *new_block(struct chunk *chunk, uint64_t address, uint64_t s
 static struct chunk *new_chunk(struct heap *heap, uint64_t size) {
   if (heap->limit != 0 && heap->reserved + size > heap->limit) return NULL;
   uint64_t address = heap_address(size, PAGE);
-  world_lock(driver_world);
-  bool taken = address != 0 && world_take(driver_world, driver_self, heap->device, size);
-  world_unlock(driver_world);
+  bool taken = address != 0;
+  if (taken && heap->device != HEAP_HOST) {
+    world_lock(driver_world);
+    taken = world_take(driver_world, driver_self, heap->device, size);
+    world_unlock(driver_world);
+  }
   if (!taken) {
     if (address != 0) heap_vacate(address, size);
     return NULL;
@@ -132,9 +135,11 @@ static void drop_chunk(struct chunk *chunk) {
       *c = chunk->next;
       break;
     }
-  world_lock(driver_world);
-  world_give(driver_world, driver_self, heap->device, chunk->size);
-  world_unlock(driver_world);
+  if (heap->device != HEAP_HOST) {
+    world_lock(driver_world);
+    world_give(driver_world, driver_self, heap->device, chunk->size);
+    world_unlock(driver_world);
+  }
   own(NULL, chunk->address, chunk->size);
   heap_vacate(chunk->address, chunk->size);
   heap->reserved -= chunk->size;
@@ -160,7 +165,7 @@ static struct block *fit(struct heap *heap, uint64_t size, uint32_t lane) {
 
 struct block *heap_allocate(struct heap *heap, uint64_t bytes, uint32_t lane) {
   uint64_t size = up(bytes, UNIT);
-  if (size < bytes || size > driver_world->devices[heap->device].memory) return NULL;
+  if (size < bytes || (heap->device != HEAP_HOST && size > driver_world->devices[heap->device].memory)) return NULL;
   bool whole = !heap->pooled && size > SMALL;
   struct block *block = whole ? NULL : fit(heap, size, lane);
   if (block == NULL) {

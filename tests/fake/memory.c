@@ -85,8 +85,8 @@ static CUresult attribute(void *data, int which, CUdeviceptr pointer) {
   const struct block *block = heap_containing(pointer);
   REFUSE_IF(data == NULL || block == NULL, CUDA_ERROR_INVALID_VALUE);
   switch (which) {
-    case 2: /* type of memory: the device's */
-      *(unsigned int *)data = 2;
+    case 2: /* type of memory: the host's or the device's */
+      *(unsigned int *)data = block->chunk->heap->device == HEAP_HOST ? 1 : 2;
       return CUDA_SUCCESS;
     case 3: /* as the device knows it */
       *(CUdeviceptr *)data = pointer;
@@ -95,6 +95,7 @@ static CUresult attribute(void *data, int which, CUdeviceptr pointer) {
       *(unsigned char *)data = block->managed;
       return CUDA_SUCCESS;
     case 9:
+      REFUSE_IF(block->chunk->heap->device == HEAP_HOST, CUDA_ERROR_NOT_SUPPORTED);
       *(int *)data = block->chunk->heap->device;
       return CUDA_SUCCESS;
     case 11:

@@ -1,10 +1,10 @@
-/* Stream-ordered memory. A pool grows by whole chunks, and keeps what is freed until a synchronisation finds more than its
- * threshold. */
+/* Stream-ordered memory, of a device or of the host. A pool grows by whole chunks, and keeps what is freed until a
+ * synchronisation finds more than its threshold. */
 #include "driver.h"
 
 #include <stdlib.h>
 
-static struct pool *pools, *defaults[WORLD_DEVICES], *chosen[WORLD_DEVICES];
+static struct pool *pools, *defaults[WORLD_DEVICES + 1], *chosen[WORLD_DEVICES + 1]; /* the last are the host's */
 
 static struct pool *new_pool(int device, uint64_t limit) {
   struct pool *pool = calloc(1, sizeof *pool);
@@ -26,7 +26,7 @@ static struct pool *chosen_of(int device) { return chosen[device] != NULL ? chos
 void pool_synchronized(int device) {
   LOCKED;
   for (struct pool *pool = pools; pool != NULL; pool = pool->next)
-    if (pool->heap.device == device) heap_trim(&pool->heap, pool->heap.keep);
+    if (pool->heap.device == device || pool->heap.device == HEAP_HOST) heap_trim(&pool->heap, pool->heap.keep);
 }
 
 static CUresult allocate(CUdeviceptr *out, size_t bytes, struct pool *pool, CUstream handle, CUstream implied) {
@@ -38,6 +38,7 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes, struct pool *pool, CUst
   LOCKED;
   if (pool == NULL) pool = chosen_of(stream->context->device);
   REFUSE_IF(!IS(pool, POOL), CUDA_ERROR_INVALID_VALUE);
+  REFUSE_IF(capturing && pool->heap.device == HEAP_HOST, CUDA_ERROR_NOT_SUPPORTED);
   if (capturing) return capture_allocate(stream, pool->heap.device, bytes, out);
   struct block *block = heap_allocate(&pool->heap, bytes, stream->lane);
   REFUSE_IF(block == NULL, CUDA_ERROR_OUT_OF_MEMORY);
@@ -74,13 +75,32 @@ static CUresult release(CUdeviceptr pointer, CUstream handle, CUstream implied) 
 
 STREAM_CALL(cuMemFreeAsync, (CUdeviceptr pointer, CUstream stream), release(pointer, stream, implied))
 
+static bool is_device(CUdevice device) { return device >= 0 && (uint32_t)device < driver_world->config.devices; }
+
+/* Of one NUMA node, which this host has, or of any. */
+static CUresult place_of(const CUmemLocation *location, int *place) {
+  *place = HEAP_HOST;
+  switch (location->type) {
+    case CU_MEM_LOCATION_TYPE_HOST:
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT:
+      return CUDA_SUCCESS;
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA:
+      return location->id == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    case CU_MEM_LOCATION_TYPE_DEVICE:
+      *place = location->id;
+      return is_device(location->id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+}
+
 CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props) {
+  int place;
   CALL(cuMemPoolCreate);
   REFUSE_IF(out == NULL || props == NULL || props->allocType != 1, CUDA_ERROR_INVALID_VALUE);
-  REFUSE_IF(props->location.type != CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_NOT_SUPPORTED);
-  REFUSE_IF(props->location.id < 0 || (uint32_t)props->location.id >= driver_world->config.devices, CUDA_ERROR_INVALID_DEVICE);
+  TRY(place_of(&props->location, &place));
   LOCKED;
-  *out = (CUmemoryPool)new_pool(props->location.id, world_granules(driver_world, props->maxSize));
+  *out = (CUmemoryPool)new_pool(place, world_granules(driver_world, props->maxSize));
   return CUDA_SUCCESS;
 }
 
@@ -164,8 +184,6 @@ CUresult cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute which, v
 
 /* The pool that cuMemAllocAsync takes from. */
 
-static bool is_device(CUdevice device) { return device >= 0 && (uint32_t)device < driver_world->config.devices; }
-
 CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *out, CUdevice device) {
   CALL(cuDeviceGetDefaultMemPool);
   REFUSE_IF(out == NULL, CUDA_ERROR_INVALID_VALUE);
@@ -195,35 +213,37 @@ CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool) {
 
 /* The same by location and kind of memory, which here is always pinned. */
 
-static CUresult at(const CUmemLocation *location, int type) {
+static CUresult at(const CUmemLocation *location, int type, int *place) {
   REFUSE_IF(location == NULL || type != 1, CUDA_ERROR_INVALID_VALUE);
-  REFUSE_IF(location->type != CU_MEM_LOCATION_TYPE_DEVICE, CUDA_ERROR_NOT_SUPPORTED);
-  return is_device(location->id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+  return place_of(location, place);
 }
 
 CUresult cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *location, CUmemAllocationType type) {
+  int place;
   CALL(cuMemGetDefaultMemPool);
   REFUSE_IF(out == NULL, CUDA_ERROR_INVALID_VALUE);
-  TRY(at(location, type));
+  TRY(at(location, type, &place));
   LOCKED;
-  *out = (CUmemoryPool)default_of(location->id);
+  *out = (CUmemoryPool)default_of(place);
   return CUDA_SUCCESS;
 }
 
 CUresult cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *location, CUmemAllocationType type) {
+  int place;
   CALL(cuMemGetMemPool);
   REFUSE_IF(out == NULL, CUDA_ERROR_INVALID_VALUE);
-  TRY(at(location, type));
+  TRY(at(location, type, &place));
   LOCKED;
-  *out = (CUmemoryPool)chosen_of(location->id);
+  *out = (CUmemoryPool)chosen_of(place);
   return CUDA_SUCCESS;
 }
 
 CUresult cuMemSetMemPool(CUmemLocation *location, int type, CUmemoryPool pool) {
+  int place;
   CALL(cuMemSetMemPool);
-  TRY(at(location, type));
-  REFUSE_IF(!IS(pool, POOL) || ((struct pool *)pool)->heap.device != location->id, CUDA_ERROR_INVALID_VALUE);
+  TRY(at(location, type, &place));
+  REFUSE_IF(!IS(pool, POOL) || ((struct pool *)pool)->heap.device != place, CUDA_ERROR_INVALID_VALUE);
   LOCKED;
-  chosen[location->id] = (struct pool *)pool;
+  chosen[place] = (struct pool *)pool;
   return CUDA_SUCCESS;
 }
