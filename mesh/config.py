@@ -60,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_pids: int = 4096
     shm_gib: float | None = None  # without it, half of the job's memory
     max_disk_gib: float | None = None  # without it, half of what is free when a job starts
+    max_log_gib: float = 1.0  # of what a job prints; the rest is not kept
     egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
     egress_allow: tuple[str, ...] = ()
     system_checkpoints: bool = (
@@ -172,7 +173,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
 
 
 def _check_ceilings(path: Path, settings: Settings) -> None:
-    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib"):
+    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib", "max_log_gib"):
         ceiling = getattr(settings, label)
         if ceiling is not None and not 0.01 <= ceiling < 2**20:
             raise ConfigError(f"{path}: {label} must be a number from 0.01, not {ceiling}")

@@ -167,14 +167,7 @@ class Daemon:
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)
         await self.peers.open()
         gpus = await asyncio.to_thread(gpu_inventory)
-        self.ceilings = ceilings_of(
-            machine_mib(),
-            settings.max_memory_gib,
-            settings.max_cpus,
-            settings.max_pids,
-            settings.shm_gib,
-            settings.max_disk_gib,
-        )
+        self.ceilings = ceilings_of(machine_mib(), settings)
         self.guard = NodeGuard(
             page_directory(self.me),
             gpus,

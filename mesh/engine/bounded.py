@@ -1,5 +1,6 @@
 """An engine within its owner's ceilings: what a job asks for beyond them is refused, what it does not ask for is set, and what it
-writes is bounded by looking. A system checkpoint that would not fit besides is not made.
+writes is bounded by looking: a log that is too long is cut, a guest that has written too much is ended. A system checkpoint that
+would not fit besides is not made.
 
 Looking is no quota of a file system: between two looks a fast disk takes some gigabytes more. A container's root is read-only,
 and its /tmp and /dev/shm are memory, so its directories and its log are all that it can fill.
@@ -21,11 +22,11 @@ from mesh.engine import cgroups
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
 from mesh.engine.process import HOME
+from mesh.engine.room import NoRoom, Room, blocks, tree_bytes
 from mesh.engine.wrapped import WrappedGuest
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
 FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
-BLOCK = 512  # bytes of st_blocks (inode(7))
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
@@ -35,6 +36,7 @@ class BoundedEngine:
         is better left alone there."""
         self.name, self.own_root = engine.name, engine.own_root
         self._engine, self._ceilings, self._sets = engine, ceilings, sets
+        self._room = Room()  # on the disk where all attempts have their directories
 
     async def availability(self) -> Availability:
         return await self._engine.availability()
@@ -45,7 +47,7 @@ class BoundedEngine:
             raise EngineError(refusal)
         limit = await asyncio.to_thread(self._disk_limit, launch)
         bounded = self._ceilings.applied(launch) if self._sets() else launch
-        return BoundedGuest(await self._engine.start(bounded), launch, limit)
+        return BoundedGuest(await self._engine.start(bounded), launch, limit, self._ceilings.log_mib << 20, self._room)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -57,11 +59,13 @@ class BoundedEngine:
 
 
 class BoundedGuest(WrappedGuest):
-    """Ended once it has written more than `limit` bytes."""
+    """Ended once it has written more than `limit` bytes; its log is cut at `log_limit`."""
 
-    def __init__(self, guest: Guest, launch: Launch, limit: int) -> None:
+    def __init__(self, guest: Guest, launch: Launch, limit: int, log_limit: int, room: Room) -> None:
         super().__init__(guest)
-        self._launch, self._limit = launch, limit
+        self._launch, self._limit, self._room = launch, limit, room
+        self._log, self._log_limit = Path(launch.log_path), log_limit
+        self._log_cut = False
         self._over = ""
         self._watch = asyncio.create_task(self._look(), name=f"disk {launch.job[:8]}")
 
@@ -70,11 +74,14 @@ class BoundedGuest(WrappedGuest):
         if not self._over:
             self._watch.cancel()
         await asyncio.wait([self._watch])  # one that has ended it says so in the log first
+        if not self._over:
+            await self._keep_log_short()
         return msgspec.structs.replace(end, detail=self._over) if self._over else end
 
     async def dump(self, directory: Path) -> str:
-        """EngineError where it would take more than is left to the guest: before anything is written, or when it is made, for
-        only then is it known how large it is."""
+        """EngineError where it would take more than is left to the guest, or than is free and promised to no other checkpoint:
+        before anything is written, or when it is made, for only then is it known how large it is. Room is kept for it until the
+        directory is gone that `directory` is in, where its files are copied to."""
         await asyncio.to_thread(self._see_that_it_fits, directory, await self._memory())
         like = await self._guest.dump(directory)
         await asyncio.to_thread(self._see_that_it_fits, directory, 0)
@@ -92,43 +99,55 @@ class BoundedGuest(WrappedGuest):
         files = sum(tree_bytes(part, _length) for part in parts(self._launch))
         more, used = memory + files, used_bytes(self._launch)
         takes, left = more + tree_bytes(directory), max(0, self._limit - used)
-        free = shutil.disk_usage(directory.parent).free
-        if takes > left or more > free:
-            words = f"{amount(left)} of {amount(self._limit)} are left to it on this node, {amount(free)} of the disk are free"
-            raise EngineError(f"a system checkpoint of it takes about {amount(takes)}: {words}")
+        words = f"a system checkpoint of it takes about {amount(takes)}"
+        if takes > left:
+            raise EngineError(f"{words}: {amount(left)} of {amount(self._limit)} are left to it on this node")
+        try:
+            self._room.promise(directory.parent, more)
+        except NoRoom as error:
+            raise EngineError(f"{words}: {error}") from error
 
     async def kill(self) -> None:
         await self._guest.kill()
         await self.wait()
 
     async def _look(self) -> None:
+        due = 0.0
         while True:
+            await self._keep_log_short()
             begun = time.monotonic()
-            used = await asyncio.to_thread(used_bytes, self._launch)
-            if used > self._limit:
-                self._over = f"it wrote {amount(used)}, and may have {amount(self._limit)} on this node"
-                await self._guest.kill()
-                with contextlib.suppress(OSError):
-                    await asyncio.to_thread(_add_line, self._launch.log_path, f"mesh: ended: {self._over}\n")
-                return
-            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (time.monotonic() - begun)))
+            if begun >= due:
+                used = await asyncio.to_thread(used_bytes, self._launch)
+                if used > self._limit:
+                    await self._end(used)
+                    return
+                due = begun + LOOK_SHARE * (time.monotonic() - begun)
+            await asyncio.sleep(LOOK_S)
+
+    async def _end(self, used: int) -> None:
+        self._over = f"it wrote {amount(used)}, and may have {amount(self._limit)} on this node"
+        await self._guest.kill()
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(_add_line, self._launch.log_path, f"mesh: ended: {self._over}\n")
+
+    async def _keep_log_short(self) -> None:
+        """It may print on; told once."""
+        words = f"log cut at {amount(self._log_limit)}: what it prints from here on is not kept"
+        line = f"\nmesh: {words}\n".encode()
+        if await asyncio.to_thread(_cut, self._log, self._log_limit, line) and not self._log_cut:
+            self._log_cut = True
+            self._launch.say(words, "log cut")
 
 
 def used_bytes(launch: Launch) -> int:
     """On disk, of its directories, its home and its log. What cannot be looked at counts nothing; what is linked to elsewhere
     neither."""
     home = Path(launch.work_dir).parent / HOME
-    return _blocks(Path(launch.log_path)) + sum(map(tree_bytes, (*parts(launch), home)))
+    return blocks(Path(launch.log_path)) + sum(map(tree_bytes, (*parts(launch), home)))
 
 
 def parts(launch: Launch) -> tuple[Path, ...]:
     return tuple(map(Path, (launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)))
-
-
-def tree_bytes(root: Path, of: Callable[[Path], int] | None = None) -> int:
-    """`of` its files: on disk, if nothing else is asked."""
-    size = of or _blocks
-    return sum(size(Path(directory, name)) for directory, _, files in os.walk(root) for name in files)
 
 
 def _resident(pids: Iterable[int]) -> int:
@@ -138,13 +157,6 @@ def _resident(pids: Iterable[int]) -> int:
         with contextlib.suppress(OSError, ValueError, IndexError):
             found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     return found
-
-
-def _blocks(path: Path) -> int:
-    try:
-        return path.lstat().st_blocks * BLOCK
-    except OSError:
-        return 0
 
 
 def _length(path: Path) -> int:
@@ -159,3 +171,17 @@ def _length(path: Path) -> int:
 def _add_line(path: str, line: str) -> None:
     with Path(path).open("a") as file:
         file.write(line)
+
+
+def _cut(log: Path, most: int, line: bytes) -> bool:
+    """Whether it was too long: then what is beyond is gone, and the line is its last. Who writes, goes on at its end."""
+    try:
+        if log.stat().st_size <= most + len(line):
+            return False
+        with log.open("r+b") as file:
+            file.seek(most)
+            file.write(line)  # over what is there, so that nothing comes between
+            file.truncate()
+    except OSError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from mesh.config import Settings
 from mesh.engine.engine import Launch
 
 GIB = 1024  # MiB
@@ -11,16 +12,18 @@ KEPT_SHARE, KEPT_MIB = (
 )  # of the memory, one part in so many, at least that, stays the owner's if he says nothing; ours
 SHM_SHARE = 2  # of a guest's memory, one part in so many may be shared memory: what Linux gives a tmpfs (tmpfs(5))
 PIDS = 4096  # processes and threads; a PyTorch loader has a hundred; ours
+LOG_MIB = GIB  # of what an attempt prints: as much as is kept of all that have ended (`joblogs.py`); ours
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """`cpus` and `disk_mib` None: no ceiling is set. `disk_mib` is of its directories and its log together."""
+    """`cpus` and `disk_mib` None: no ceiling is set. `disk_mib` is of its directories and its log together, `log_mib` of that."""
 
     memory_mib: int
     pids: int = PIDS
     cpus: float | None = None
     shm_mib: int | None = None
     disk_mib: int | None = None
+    log_mib: int = LOG_MIB
 
     def refusal(self, memory_mib: int | None, cpus: float | None) -> str:
         """Why a job that asks for this cannot have it here; empty if it can."""
@@ -38,16 +41,9 @@ class Ceilings(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(launch, memory_mib=memory, cpus=cpus, pids=self.pids, shm_mib=max(1, shm))
 
 
-def ceilings_of(
-    machine_mib: int,
-    memory_gib: float | None,
-    cpus: float | None,
-    pids: int,
-    shm_gib: float | None,
-    disk_gib: float | None,
-) -> Ceilings:
-    """From the owner's settings, on a machine with so much memory."""
-    kept = max(KEPT_MIB, machine_mib // KEPT_SHARE)
-    memory = max(1, machine_mib - kept) if memory_gib is None else min(machine_mib, int(memory_gib * GIB))
-    shm, disk = (None if gib is None else int(gib * GIB) for gib in (shm_gib, disk_gib))
-    return Ceilings(memory, pids, cpus, shm, disk)
+def ceilings_of(machine_mib: int, settings: Settings) -> Ceilings:
+    """As the owner has set them, on a machine with so much memory."""
+    kept, most = max(KEPT_MIB, machine_mib // KEPT_SHARE), settings.max_memory_gib
+    memory = max(1, machine_mib - kept) if most is None else min(machine_mib, int(most * GIB))
+    shm, disk = (None if gib is None else int(gib * GIB) for gib in (settings.shm_gib, settings.max_disk_gib))
+    return Ceilings(memory, settings.max_pids, settings.max_cpus, shm, disk, int(settings.max_log_gib * GIB))

@@ -2,7 +2,8 @@
 
 dump/images    CRIU's own files, of root            dump/made.json  what they can be restored on (`Made`)
 
-A dump leaves the container as it was. A restore needs a new container with the same image and settings: Docker has CRIU put the
+A dump leaves the container as it was, also one that takes too long: whoever ordered it removes its directory, so CRIU has nowhere
+to write. A restore needs a new container with the same image and settings: Docker has CRIU put the
 processes into it, with its own mounts, control groups and pipes. Docker reads images only from a directory of its own, so they
 are copied there. What CRIU does with images it does as root and unquestioned: see docs/isolation.md.
 """
@@ -23,7 +24,7 @@ from mesh.engine.engine import EngineError
 NAME = "mesh"  # of the one checkpoint that a container of ours has with its engine
 IMAGES, MADE = "images", "made.json"
 MAX_MADE_BYTES = 4096
-LONG_S = 600.0  # a call writes or reads the container's memory: 60 GB at a disk's 100 MB/s; ours
+LONG_S = 600.0  # a call writes or reads the container's memory, which stands still: 60 GB at a disk's 100 MB/s; ours
 LOG_BYTES = 1 << 20  # of CRIU's own, from its end
 
 
@@ -88,6 +89,8 @@ def _post(container: Any, what: str, **options: Any) -> None:
 
 def reason(error: Exception) -> str:
     """In CRIU's own words, where its log can be read."""
+    if isinstance(error, requests.Timeout):
+        return f"it takes longer than {LONG_S / 60:g} minutes"
     text = str(error.explanation) if isinstance(error, docker.errors.APIError) else str(error)
     named = re.search(r"(?:path=|log file:)\s*(/\S+?\.log)", text)
     if named is not None:

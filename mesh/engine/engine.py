@@ -44,7 +44,8 @@ class Launch(msgspec.Struct, frozen=True):
     image, `image_id` what the engine does (`sha256:...`). `gpus` are the portions it was given, of which it may have up to
     `gpu_share_limit` per cent of the time and `vram_limit_mib` (0: no more) of the memory. `pids` bounds its processes and
     threads, `shm_mib` its /dev/shm, which is part of its memory. `until`: see `Guest.allow_until`. `wanted` is asked now
-    and then while its start waits for something: whether it is to start still.
+    and then while its start waits for something: whether it is to start still. `say` tells its user something while it runs, in
+    words and what it is about.
     """
 
     job: str
@@ -73,6 +74,7 @@ class Launch(msgspec.Struct, frozen=True):
     shm_mib: int = 64
     until: float = math.inf
     wanted: Callable[[], bool] = lambda: True
+    say: Callable[[str, str], None] = lambda words, about: None
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:

@@ -263,6 +263,7 @@ class Attempt:
             cpus=self.spec.cpus,
             until=self._may_run_until,
             wanted=lambda: not self._unwanted,
+            say=self._say,
         )
         if self._unwanted:
             self._tell(GuestFailed("it was stopped before it began", elsewhere=True))
@@ -430,12 +431,23 @@ class Attempt:
                 self._store_checkpoint(order) if self._dumps is None else self._store_dump(order, self._dumps)
             )
         except (StoreError, EngineError, OSError) as error:
-            self.note = str(error)
-            self.cadence.failed(boot_s())
-            self._tell(CheckpointFailed(str(error)))
+            await self._not_saved(order, str(error))
+        except Exception as error:  # or its end would wait for it for ever
+            await self._not_saved(order, f"internal error: {error!r}")
+            raise
         else:
             self.note = self.note if stored.manifest is None else self.deposits.note
             self._tell(stored)
+
+    async def _not_saved(self, order: SaveCheckpoint, why: str) -> None:
+        """The one before it stands; of the last one, which nothing follows, its user is told in the log too."""
+        self.note = why
+        self.cadence.failed(boot_s())
+        if order.final:
+            stands = "the one before it stands" if order.parent is not None else "there is none before it"
+            await asyncio.to_thread(self.log_line, f"its last checkpoint could not be stored: {why}; {stands}")
+            self._say(f"its last checkpoint could not be stored; {stands}: {why}", "not stored")
+        self._tell(CheckpointFailed(why))
 
     async def _store_checkpoint(self, order: SaveCheckpoint) -> CheckpointStored:
         for remaining in reversed(range(TORN_RETRIES)):
@@ -522,9 +534,11 @@ class Attempt:
         try:
             await dumps.part(guest)
             self.mark("saved")
-            await asyncio.to_thread(self.log_line, f"{reason}: all of it is saved, to go on elsewhere")
+            await asyncio.to_thread(self.log_line, f"{reason}: all of it is saved here, and now stored elsewhere")
         except (EngineError, OSError) as error:
-            self._say(f"no system checkpoint at the notice: {error}; the last one stands", "late")
+            words = f"no system checkpoint at the notice: {error}; the last one stands"
+            await asyncio.to_thread(self.log_line, words)
+            self._say(words, "late")
         await self.kill_guest()
 
     def log_line(self, text: str) -> None:

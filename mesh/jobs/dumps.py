@@ -3,7 +3,7 @@
 dumps/N/dump   what the engine saved       dumps/N/work, ckpt, out, ctl   the job's files, as they were then
 
 A dump has the names and lengths of open files, not what is in them: so the files are copied while the guest stands still, and
-stored with it. One that could not be stored is dropped; the last that was committed stands.
+stored with it. One that could not be stored is dropped, and its user told; the last that was committed stands.
 """
 
 import asyncio

@@ -1,11 +1,14 @@
 """What an owner lets a job have: ceilings, addresses, and what becomes of one that writes too much."""
 
 import asyncio
+import contextlib
 import mmap
 import os
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from mesh.api.errors import ConfigError
-from mesh.config import load_settings
-from mesh.engine import bounded, cgroups
+from mesh.config import Settings, load_settings
+from mesh.engine import bounded, cgroups, room
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings, ceilings_of
 from mesh.engine.egress import CAMPUS, chain_of, policy_of, rules
@@ -22,6 +25,7 @@ from mesh.engine.engine import EngineError, Launch
 from mesh.engine.gpusight import missing
 from mesh.engine.hardening import cdi_devices
 from mesh.engine.process import ProcessEngine
+from mesh.engine.room import NoRoom, Room
 from mesh.engine.wrapped import WrappedGuest
 from tests.engine.bench import LOOP, WAIT_S, Bench
 
@@ -30,11 +34,12 @@ LAUNCH = Launch("j", 0, ("true",), {}, "w", "c", "o", "t", "l", "n", 1.0)
 
 
 def test_an_eighth_of_the_memory_stays_its_owners_unless_he_says_more() -> None:
-    assert ceilings_of(64 << 10, None, None, 100, None, None).memory_mib == 56 << 10
-    assert ceilings_of(2 << 10, None, None, 100, None, None).memory_mib == 1 << 10
-    assert ceilings_of(512, None, None, 100, None, None).memory_mib == 1
-    assert ceilings_of(64 << 10, 128.0, None, 100, None, None).memory_mib == 64 << 10
-    assert ceilings_of(64 << 10, 1.5, 2.5, 100, 0.25, 3.0) == Ceilings(1536, 100, 2.5, 256, 3072)
+    assert ceilings_of(64 << 10, Settings()) == Ceilings(56 << 10, 4096, log_mib=1024)
+    assert ceilings_of(2 << 10, Settings()).memory_mib == 1 << 10
+    assert ceilings_of(512, Settings()).memory_mib == 1
+    assert ceilings_of(64 << 10, Settings(max_memory_gib=128.0)).memory_mib == 64 << 10
+    said = Settings(max_memory_gib=1.5, max_cpus=2.5, max_pids=100, shm_gib=0.25, max_disk_gib=3.0, max_log_gib=0.01)
+    assert ceilings_of(64 << 10, said) == Ceilings(1536, 100, 2.5, 256, 3072, 10)
 
 
 numbers = some.none() | some.integers(1, 1 << 20)
@@ -61,6 +66,7 @@ def test_nothing_that_is_let_in_is_above_a_ceiling(
         ("max_cpus = nan", "max_cpus must be a number"),
         ("shm_gib = -1", "shm_gib must be"),
         ("max_disk_gib = inf", "max_disk_gib must be"),
+        ("max_log_gib = 0", "max_log_gib must be"),
         ("max_pids = 1", "max_pids must be 16"),
         ('egress = "all"', "egress"),
         ('egress = "list"', "needs egress_allow"),
@@ -126,6 +132,27 @@ async def test_one_that_writes_too_much_is_ended_and_told(
             await asyncio.sleep(0.02)
 
 
+async def test_a_log_that_is_too_long_is_cut_and_told_once_and_its_guest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.engine.bounded.LOOK_S", 0.05)
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, log_mib=1)), tmp_path, None)
+    said: list[tuple[str, str]] = []
+    prints = "head -c 3000000 /dev/zero"
+    guest = await bench.shell(
+        f"{prints}; until [ -e $MESH_CTL_DIR/go ]; do sleep 0.02; done; {prints}; echo last; exit 3",
+        say=lambda words, about: said.append((words, about)),
+    )
+    async with asyncio.timeout(WAIT_S):
+        while not said:
+            await asyncio.sleep(0.02)
+        (tmp_path / "ctl" / "go").touch()
+        end = await guest.wait()
+    words = "log cut at 1.0 MiB: what it prints from here on is not kept"
+    assert (end.code, end.detail) == (3, "") and said == [(words, "log cut")]
+    assert (tmp_path / "log").read_bytes() == bytes(MIB) + f"\nmesh: {words}\n".encode()
+
+
 class Saves(WrappedGuest):
     """A real process, and a fake dump of it: `size` bytes."""
 
@@ -145,10 +172,11 @@ async def test_a_system_checkpoint_that_would_not_fit_is_not_made(
     bench = Bench(ProcessEngine(), tmp_path, None)
     inner = await bench.shell(f"dd if=/dev/zero bs=1M count=2 of=$MESH_OUT_DIR/big; echo written; {LOOP}")
     await bench.until_logged("written")
-    saves, where = Saves(inner), tmp_path / "dump"
+    saves, where = Saves(inner), tmp_path / "dumps" / "0" / "dump"
+    where.parent.mkdir(parents=True)
     assert bounded._resident(await inner.pids()) > 0
     monkeypatch.setattr(bounded, "_resident", lambda pids: MIB)
-    guest = bounded.BoundedGuest(saves, bench.launch(), 16 * MIB)
+    guest = bounded.BoundedGuest(saves, bench.launch(), 16 * MIB, 16 * MIB, Room())
     assert await guest.dump(where) == "alike"
     shutil.rmtree(where)
     saves.size = 13 * MIB
@@ -165,6 +193,57 @@ async def test_a_system_checkpoint_that_would_not_fit_is_not_made(
         await guest.dump(where)
     assert not where.exists(), "it is not even begun"
     await guest.kill()
+
+
+def test_several_checkpoints_at_once_are_not_promised_the_same_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a disk with 10 MiB."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    monkeypatch.setattr(room, "blocks", lambda path: path.stat().st_size)  # whatever this disk makes of them
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 * MIB - room.tree_bytes(tmp_path)))
+    disk = Room()
+    disk.promise(one, 6 * MIB)
+    with pytest.raises(NoRoom, match=r"10\.0 MiB of the disk are free, 6\.0 MiB of them for other checkpoints"):
+        disk.promise(other, 5 * MIB)
+    disk.promise(other, 4 * MIB)
+    (one / "images").write_bytes(bytes(2 * MIB))
+    disk.promise(one, 4 * MIB)  # what is written of it is not kept free besides
+    with pytest.raises(NoRoom):
+        disk.promise(one, 5 * MIB)
+    disk.promise(other, 8 * MIB)  # nothing is kept any more for the one that was refused
+    shutil.rmtree(other)
+    disk.promise(one, 8 * MIB)
+
+
+@given(orders=some.lists(some.tuples(some.integers(0, 3), some.integers(0, 12), some.integers(0, 12)), max_size=12))
+def test_promises_together_never_exceed_the_disk(orders: list[tuple[int, int, int]]) -> None:
+    """`written` of each, in MiB; what was refused writes nothing."""
+    written: dict[Path, int] = {}
+    most = 16
+
+    def tree(path: Path) -> int:
+        return written[path] * MIB
+
+    with TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        places = [Path(root, str(number)) for number in range(4)]
+        for place in places:
+            place.mkdir()
+            written[place] = 0
+        patch.setattr(room, "tree_bytes", tree)
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=(most - sum(written.values())) * MIB))
+        disk, kept = Room(), dict.fromkeys(places, 0)
+        for number, more, writes in orders:
+            place = places[number]
+            with contextlib.suppress(NoRoom):
+                disk.promise(place, more * MIB)
+                kept[place] = written[place] + more
+                written[place] += min(writes, more)
+                assert sum(max(kept[one], written[one]) for one in places) <= most
+                continue
+            kept[place] = written[place]
 
 
 @pytest.mark.skipif(cgroups.memory_of(os.getpid()) is None, reason="no control group of memory is to be seen here")

@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +21,7 @@ from mesh.engine.criu import (
     last_words,
     version_of,
 )
-from mesh.engine.dumps import IMAGES, MADE, Made, _copy, made_of, reason
+from mesh.engine.dumps import IMAGES, MADE, Made, _copy, dump, made_of, reason, restore
 from mesh.engine.engine import EngineError
 
 GOOD = Facts(True, True, "Docker", "20.10.24", True, "4.2", "", "6.18.44-fc", "x86_64 0a1b2c3d")
@@ -133,6 +136,21 @@ def test_the_first_errors_of_a_log_tell_why() -> None:
     )
     assert last_words(said) == "inet: Connected TCP socket; Dumping FAILED."
     assert last_words("no such thing") == "no such thing"
+
+
+def test_one_that_takes_too_long_is_told_in_words(tmp_path: Path) -> None:
+    def post(url: str, timeout: float, **options: Any) -> None:
+        raise requests.ReadTimeout(f"HTTPConnectionPool: Read timed out. (read timeout={timeout})")
+
+    container: Any = SimpleNamespace(
+        id="c", client=SimpleNamespace(api=SimpleNamespace(post=post, base_url="", api_version=""))
+    )
+    with pytest.raises(EngineError, match=r"could not be saved: it takes longer than 10 minutes$"):
+        dump(container, tmp_path / "dump", Made("sha256:1", "alike"))
+    (tmp_path / "saved" / IMAGES).mkdir(parents=True)
+    with pytest.raises(EngineError, match=r"could not be restored: it takes longer than 10 minutes$"):
+        restore(container, tmp_path / "saved", tmp_path / "engine")
+    assert not (tmp_path / "engine/containers/c/checkpoints/mesh").exists(), "what was copied for it is gone"
 
 
 def test_the_probe_asks_again_only_when_something_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
