@@ -2,6 +2,7 @@
 
 TYPE_CHECKING = False  # as type checkers know it; `typing` itself would take two milliseconds
 if TYPE_CHECKING:
+    from mesh import aio as aio
     from mesh.futures import Client as Client
     from mesh.futures import Executor as Executor
     from mesh.futures import Job as Job
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 # Imported when they are asked for: each command of `mesh` begins with this module.
 _PARTS = {
+    "aio": "mesh.aio",
     **dict.fromkeys(("Client", "Executor", "Job", "JobFailed", "submit"), "mesh.futures"),
     **dict.fromkeys(("Call", "checkpoint"), "mesh.remote"),
 }
@@ -24,7 +26,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'mesh' has no attribute {name!r}")
     from importlib import import_module
 
-    found = globals()[name] = getattr(import_module(_PARTS[name]), name)
+    module = import_module(_PARTS[name])
+    found = globals()[name] = module if module.__name__ == f"mesh.{name}" else getattr(module, name)
     return found
 
 

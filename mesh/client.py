@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ LINE_LIMIT = 65_536  # bytes of a line before a body; as http.client's
 PIECE_BYTES = 65_536
 BUSY_S = 2.0  # for a daemon to empty a full queue of connections, as it does at each turn of its loop; ours
 BUSY_LOOK_S = 0.02  # ours
+
+# Is told of each connection that is made in its context: another thread that shuts one down ends the call.
+opened: ContextVar[Callable[[socket.socket], None]] = ContextVar("opened", default=lambda connection: None)
 
 
 class BrokenAnswer(ConnectionError):
@@ -90,10 +94,9 @@ class Client:
     def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0) -> Any:
         return self._call("POST", path, body or {}, timeout_s)
 
-    def stream(self, path: str, opened: Callable[[socket.socket], None] = lambda connection: None) -> Iterator[bytes]:
-        """`opened` is given its connection: another thread ends the stream by shutting that down."""
+    def stream(self, path: str) -> Iterator[bytes]:
+        """The same, as it comes."""
         with self._connect(None) as connection:
-            opened(connection)
             try:
                 yield from self._answer(connection, "GET", path, None).pieces()
             except ConnectionError as error:
@@ -131,6 +134,7 @@ class Client:
                         raise
                     time.sleep(BUSY_LOOK_S)
                 else:
+                    opened.get()(connection)
                     return connection
         except OSError as error:
             connection.close()

@@ -1,4 +1,5 @@
-"""Python functions as jobs of the mesh: `mesh.submit`, `mesh.Client`, `mesh.Job`, `mesh.Executor`. docs/python-api.md.
+"""Python functions as jobs of the mesh: `mesh.submit`, `mesh.Client`, `mesh.Job`, `mesh.Executor`; mesh/aio.py has them for
+coroutines. docs/python-api.md.
 
 >>> import mesh
 >>> job = mesh.submit(sum, [1, 2, 3])
@@ -16,7 +17,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,7 @@ FEW = 8  # jobs that are asked for one by one; ours
 RECEIPT_LOOKS = 10  # for the receipt of what has just ended; ours
 LOG_TAIL = 2000  # characters of it in an error; ours
 UNKNOWN_S = 60.0  # for a daemon that was restarted to hear of a job again; ours
+SHUT_DOWN = "cannot schedule new futures after shutdown"  # as concurrent.futures says it
 
 
 class JobFailed(MeshError):
@@ -56,7 +58,7 @@ class RemoteTraceback(Exception):
 
 
 class Job(concurrent.futures.Future[T], Generic[T]):
-    """A job of the mesh as a future: `result`, `exception`, `done`, `add_done_callback`, `concurrent.futures.wait`, `await`."""
+    """A job of the mesh as a future: `result`, `exception`, `done`, `add_done_callback`, `concurrent.futures.wait`."""
 
     def __init__(self, client: "Client", id: str) -> None:
         super().__init__()
@@ -83,8 +85,11 @@ class Job(concurrent.futures.Future[T], Generic[T]):
     def wait(self, timeout: float | None = None) -> str:
         """Until it is over: its state then. TimeoutError after `timeout` seconds."""
         if not concurrent.futures.wait([self], timeout).done:
-            raise TimeoutError(f"job {self.id[:8]} is not over after {timeout:g} s")
+            raise self.late(timeout)
         return self.state
+
+    def late(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"job {self.id[:8]} is not over after {timeout:g} s")
 
     def cancel(self) -> bool:
         """End it. False if it is over already."""
@@ -102,7 +107,7 @@ class Job(concurrent.futures.Future[T], Generic[T]):
             if not self.done() and super().cancel():
                 self.set_running_or_notify_cancel()
 
-    def logs(self, follow: bool = False) -> Iterator[str]:
+    def logs(self, follow: bool = False) -> Generator[str, None, None]:
         """Its output over all its attempts, in pieces; with `follow` until it is over."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for piece in self.client.agent.stream(f"/v1/jobs/{self.id}/log" + ("?follow=1" if follow else "")):
@@ -117,11 +122,6 @@ class Job(concurrent.futures.Future[T], Generic[T]):
         """Move it to a node, or to the best other one."""
         answer: dict[str, Any] = self.client.agent.post(f"/v1/jobs/{self.id}/migrate", {"to": to})
         return answer
-
-    def __await__(self) -> Generator[Any, None, T]:
-        import asyncio
-
-        return asyncio.wrap_future(self).__await__()
 
 
 class _Watched(NamedTuple):
@@ -267,16 +267,22 @@ class Executor(concurrent.futures.Executor):
         self._max_workers = max_workers or max(1, sum(row["slots"] for row in self._client.nodes()))  # which Dask reads
         self._jobs: list[Job[Any]] = []
         self._closed = False
+        self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Job[T]:
         if self._closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+            raise RuntimeError(SHUT_DOWN)
         job: Job[T] = self._client.submit_call(Call(fn, *args, **kwargs), self._terms)
-        self._jobs = [*(one for one in self._jobs if not one.done()), job]
-        return job
+        with self._lock:
+            if not self._closed:
+                self._jobs = [*(one for one in self._jobs if not one.done()), job]
+                return job
+        job.cancel()  # another thread has shut this down meanwhile, and did not see it
+        raise RuntimeError(SHUT_DOWN)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for job in self._jobs if cancel_futures else []:
             job.cancel()
         if wait:

@@ -19,6 +19,7 @@ from mesh.size import parse_size
 
 CARRIED = ".mesh-call"  # in the job's working directory
 CKPT = "mesh-checkpoints"
+PACKAGES = {"site-packages", "dist-packages"}  # of any Python, as the one that a virtual environment is made of
 _packing = threading.Lock()  # what goes by value is a setting of the whole process
 
 _LAUNCH = f"""import os, sys
@@ -173,7 +174,8 @@ def _own_modules(call: Call, workdir: str | Path | None) -> list[ModuleType]:
         file = getattr(module, "__file__", None)
         if module is None or file is None or module.__name__ == "__main__":
             continue
-        if not any(Path(file).resolve().is_relative_to(place) for place in installed):
+        path = Path(file).resolve()
+        if not PACKAGES & set(path.parts) and not any(path.is_relative_to(place) for place in installed):
             found[module.__name__] = module
     return list(found.values())
 

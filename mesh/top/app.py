@@ -2,10 +2,9 @@
 that keys are heard while it hangs; each is a daemon thread, so that leaving waits for none."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,6 +13,7 @@ from textual.events import Resize
 from textual.widgets import Input
 
 from mesh.api.errors import MeshError
+from mesh.caller import in_thread
 from mesh.duration import lasting
 from mesh.harmless import harmless
 from mesh.top.answers import Cost, Look, Source
@@ -30,34 +30,6 @@ SAID_S = 8.0  # that an answer to a key is shown; ours
 WIDE = 140  # columns from which panels stand beside each other; ours
 LOW = 20  # lines below which there is room for jobs and nodes only; ours
 KEYS = "p pause  u resume  r reclaim  R now  c cancel  ⏎ job  / find  s sort  ? help"
-
-T = TypeVar("T")
-
-
-def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
-    """`asyncio.to_thread`, but that the program does not wait for it at its end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failed = None, None
-        try:
-            result = work()
-        except BaseException as error:  # the one who waits is told
-            failed = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failed)
-
-    threading.Thread(target=run, daemon=True, name="asks the daemon").start()
-    return future
 
 
 class Top(App[None]):

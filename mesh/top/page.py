@@ -11,6 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from mesh.api.errors import MeshError
+from mesh.caller import in_thread
+from mesh.client import opened
 from mesh.harmless import harmless
 from mesh.logtext import LogText, lines
 from mesh.top.answers import Described, Source
@@ -41,8 +43,9 @@ class Log:
         self._thread.start()
 
     def _follow(self) -> None:
+        opened.set(self._opened)
         try:
-            for piece in self._source.client.stream(self._path, self._opened):
+            for piece in self._source.client.stream(self._path):
                 self._text = (self._text + self._cleaner.feed(piece))[-LOG_KEPT:]
                 self.changed = True
         except (MeshError, OSError) as error:
@@ -105,8 +108,6 @@ class JobPage(Screen[None]):
             self.log_end.close()
 
     async def _describe_on(self) -> None:
-        from mesh.top.app import in_thread
-
         while True:
             try:
                 described = await in_thread(lambda: self.source.describe(self.job))

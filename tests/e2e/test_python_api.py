@@ -7,20 +7,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import joblib
 import pytest
 
 import mesh
 from mesh.api.errors import MeshError
 from mesh.futures import RemoteTraceback
+from mesh.integrations.joblib import Backend
 from mesh.parcel import Terms
 from mesh.stack import Stack
 from tests.e2e.commands import running_with_checkpoint, until
 from tests.e2e.test_shares import gpu_world, shares
+from tests.test_caller import asking, nobody_asks
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -35,7 +38,7 @@ class Odd(Exception):
 
 
 def half(number: int) -> Any:
-    print("halving", number, flush=True)
+    print("halving", number, os.environ.get("CALLED", ""), flush=True)
     if number % 2:
         raise Odd(number)
     return {"half": number // 2}, os.environ["MESH_NODE"]
@@ -57,52 +60,105 @@ class Count:
         return self
 
     def checkpoint(self, pace_s: float) -> mesh.Call:
-        return mesh.Call(self, pace_s / 4)
+        return mesh.Call(self, 0)  # where it goes on
 
 
-async def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
+def tick() -> None:
+    for number in range(6000):
+        print("tick", number, flush=True)
+        time.sleep(0.1)
+
+
+def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
     client = mesh.Client(shared.nodes[0].where.root)
-    good, odd, gone, leaves, plain = (
-        client.submit(half, 4, name="halves"),
-        client.submit(half, 3),
+    good = client.submit(half, 4, name="halves")
+    gone, leaves, plain = (
         client.submit(os._exit, 3),
         client.submit(partial(sys.exit, 4)),
-        client.submit(half, 2, results="json"),
+        client.submit(half, 2, results="json", after=[good], env={"CALLED": "plain"}),
     )
-    waits = client.submit(half, 8, after=[good], env={"A": "b"})
-    endless = client.submit(time.sleep, 600)
-    value, node = await good
+    value, node = good.result(60)
     assert value == {"half": 2} and node in {node.nick for node in shared.nodes}
     assert good.wait() == "done" and good.done() and "halving 4" in "".join(good.logs())
     assert {"submitted", "attempt", "end"} <= {event["kind"] for event in good.events()}
     assert client.job("halves").result(30) == (value, node)
-    with pytest.raises(Odd, match="3 is odd") as found:
-        odd.result(60)
-    assert found.value.number == 3 and isinstance(found.value.__cause__, RemoteTraceback)
-    assert "in half" in str(found.value.__cause__) and odd.state == "failed"
     with pytest.raises(mesh.JobFailed, match="exit 3"):
         gone.result(60)
     with pytest.raises(mesh.JobFailed, match="SystemExit: 4"):  # which would end this program
         leaves.result(60)
     with pytest.raises(mesh.JobFailed, match="JSON"):  # a tuple would come back as a list
         plain.result(60)
-    assert waits.result(60)[0] == {"half": 4}
-    until(endless.running, "it to run")
-    assert endless.cancel() and endless.cancelled() and endless.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await endless
-    with pytest.raises(concurrent.futures.CancelledError):
-        endless.result()
-    assert until(lambda: client.job(endless.id).wait(30) == "cancelled", "its end")
+    assert plain.state == "failed" and "halving 2 plain" in "".join(plain.logs())
+    assert good.info()["attempts"][-1]["ended_unix_ms"] <= plain.info()["attempts"][0]["running_unix_ms"]
     with pytest.raises(TypeError, match=r"functools\.partial"):
         client.submit(half, number=3)  # type: ignore[call-arg]
     with pytest.raises(MeshError, match="no job"):
         client.job("nosuchjob")
 
 
+async def test_coroutines_follow_jobs_and_cancel_them(shared: Stack) -> None:
+    """What is cancelled here leaves the job as it is; a submission leaves none (tests/test_caller.py has the rest)."""
+    client = mesh.aio.Client(shared.nodes[0].where.root)
+    ticking = await client.submit(tick)
+    heard: asyncio.Queue[str] = asyncio.Queue()
+
+    async def listen() -> None:
+        async for piece in ticking.logs(follow=True):
+            heard.put_nowait(piece)
+
+    listener, text = asyncio.create_task(listen()), ""
+    while "tick 1\n" not in text:
+        text += await heard.get()
+    listener.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await listener
+    assert nobody_asks()
+    while not await ticking.running():
+        await asyncio.sleep(0.1)
+    unwanted = asyncio.create_task(client.submit(time.sleep, 600, name="unwanted"))
+    while not asking():
+        await asyncio.sleep(0)
+    unwanted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unwanted
+    assert await (await client.job("unwanted")).wait(60) == "cancelled"
+    assert len(await client.nodes()) == 4 and ticking.id in {row["job"] for row in await client.jobs()}
+    assert "submitted" in {event["kind"] for event in await ticking.events()}
+    assert await ticking.cancel() and ticking.cancelled() and await ticking.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        await ticking
+    assert await (await client.job(ticking.id)).wait(60) == "cancelled"
+
+
+def interrupted() -> Iterator[Any]:
+    """Ctrl-C, once two of its calls are jobs."""
+    yield from [joblib.delayed(time.sleep)(600)] * 2
+    raise KeyboardInterrupt
+
+
+def test_joblib_raises_what_a_job_raised_and_ends_those_of_an_interrupted_call(shared: Stack) -> None:
+    """One that ends well is on the page."""
+    client = mesh.Client(shared.nodes[1].where.root)
+    backend = Backend(client=client, name="batch")
+    assert 2 <= backend.effective_n_jobs(-1) <= 16 and Backend(client=client, gpus=1).effective_n_jobs(-1) == 2
+    with joblib.parallel_config(backend=backend):
+        with pytest.raises(Odd, match="3 is odd") as found:
+            joblib.Parallel(n_jobs=2)([joblib.delayed(half)(3)])
+        assert found.value.number == 3 and isinstance(found.value.__cause__, RemoteTraceback)
+        assert "in half" in str(found.value.__cause__)
+        with pytest.raises(KeyboardInterrupt):
+            joblib.Parallel(n_jobs=2)(interrupted())
+
+    def outcomes() -> list[str]:
+        rows = [row for row in client.jobs() if row["name"] == "batch"]
+        return sorted(row["outcome"]["kind"] for row in rows) if all(row["outcome"] for row in rows) else []
+
+    assert until(outcomes, "all of them to be over") == ["cancelled", "cancelled", "failed"]
+
+
 def test_an_object_goes_on_elsewhere_from_its_checkpoint(shared: Stack) -> None:
     client = mesh.Client(shared.nodes[1].where.root)
-    job = client.submit(Count(600), 0.04, grace="10s", checkpoint_every=1)
+    job = client.submit(Count(600), 0.1, grace="10s", checkpoint_every=1)
     before = running_with_checkpoint(shared.nodes[1], job.id)
     job.migrate()
     counted = job.result(60)
@@ -149,7 +205,6 @@ def test_auto_asks_for_what_the_same_code_has_needed(
 
 def test_it_is_an_executor(shared: Stack) -> None:
     with mesh.Executor(mesh.Client(shared.nodes[2].where.root), retries=1) as executor:
-        assert list(executor.map(pow, [2, 3], [5, 2], timeout=60)) == [32, 9]
         assert executor.submit(int, "11", base=2).result(60) == 3
         assert executor._max_workers == 16
     with pytest.raises(RuntimeError, match="after shutdown"):
@@ -171,6 +226,6 @@ def test_importing_it_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['mesh']"
-    assert {"submit", "Client", "Job", "checkpoint"} <= set(dir(mesh))
+    assert {"submit", "Client", "Job", "checkpoint", "aio"} <= set(dir(mesh))
     with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
         _ = mesh.sumbit

@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_architecture import imported, modules
 
-FRAMEWORKS = {"torch", "transformers", "lightning", "accelerate"}
+FRAMEWORKS = {"torch", "transformers", "lightning", "accelerate", "joblib"}
 OWN = {"hf": {"transformers"}, "lightning": {"lightning", "torch", "numpy"}}
 
 

@@ -1,0 +1,83 @@
+"""Blocking calls of the daemon for coroutines: each has a thread while it lasts, and a cancelled one ends with its connection."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+from mesh.client import opened
+
+T = TypeVar("T")
+
+THREAD = "asks the daemon"
+
+
+def in_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
+    """`asyncio.to_thread`, but that none waits for another to begin, and that the program does not wait for it at its end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = work()
+        except BaseException as error:  # the one who waits is told
+            failed = error
+        with suppress(RuntimeError):  # its loop is closed
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=copy_context().run, args=(run,), daemon=True, name=THREAD).start()
+    return future
+
+
+async def settled(future: "asyncio.Future[Any]") -> None:
+    """Until it is over, however often this is cancelled: what it does is not left to itself."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    future.exception()  # whatever it was, it has been seen
+
+
+class Caller:
+    """Makes calls one after the other, as those that read one stream."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._cancelled = False
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """What `work` gives or raises. Cancelled, it shuts the connection of `work` down and waits until that has ended."""
+        answer = in_thread(lambda: self._connected(work))
+        try:
+            await asyncio.wait([answer])
+        except asyncio.CancelledError:
+            self._cancelled = True
+            self._shut_down()
+            await settled(answer)
+            raise
+        return answer.result()
+
+    def _connected(self, work: Callable[[], T]) -> T:
+        opened.set(self._opened)
+        return work()
+
+    def _opened(self, connection: socket.socket) -> None:
+        self._connection = connection
+        if self._cancelled:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._connection is not None:
+            with suppress(OSError):  # it is closed
+                self._connection.shutdown(socket.SHUT_RDWR)

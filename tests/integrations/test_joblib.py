@@ -1,0 +1,59 @@
+"""What joblib asks its backend without a daemon; with one: tests/e2e/test_python_api.py."""
+
+from pathlib import Path
+from typing import Any
+
+import joblib
+import pytest
+
+import mesh
+from mesh.api.errors import MeshError
+from mesh.integrations.joblib import Backend, places, register
+from mesh.parcel import Terms
+
+ROW = {
+    "state": "alive",
+    "lending": True,
+    "slots_free": 3,
+    "gpus_free": 5,
+    "gpu_room": [{"uuid": "a", "share": 100}, {"uuid": "b", "share": 70}],
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "terms", "count"),
+    [
+        ({}, {}, 3),
+        ({}, {"gpus": 0, "memory": "4g"}, 3),
+        ({}, {"gpus": 2, "vram": "6g"}, 2),
+        ({}, {"gpus": "auto"}, 5),
+        ({}, {"gpu_share": 30}, 5),
+        ({"lending": False}, {}, 0),
+        ({"state": "dead"}, {"gpus": 1}, 0),
+    ],
+)
+def test_a_node_has_places_by_what_a_job_asks_for(row: dict[str, Any], terms: Terms, count: int) -> None:
+    assert places(ROW | row, terms) == count
+
+
+def test_as_many_at_once_as_joblib_is_told(tmp_path: Path) -> None:
+    backend = Backend(client=mesh.Client(tmp_path))
+    assert [backend.effective_n_jobs(number) for number in (7, 1, None)] == [7, 1, 1]
+    with pytest.raises(ValueError, match="no meaning"):
+        backend.effective_n_jobs(0)
+    with pytest.raises(MeshError, match="no daemon runs here"):
+        backend.effective_n_jobs(-1)
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "words"), [({}, MeshError, "no daemon runs here"), ({"gpu": 1}, TypeError, "no such term: gpu")]
+)
+def test_what_cannot_be_submitted_is_raised(
+    tmp_path: Path, terms: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    register()
+    with (
+        joblib.parallel_config(backend="mesh", client=mesh.Client(tmp_path), **terms),
+        pytest.raises(error, match=words),
+    ):
+        joblib.Parallel(n_jobs=2)(joblib.delayed(pow)(2, number) for number in range(4))
