@@ -160,3 +160,7 @@ def hour_level(hours: int) -> int:
 def block_of(hour: int) -> int:
     """The four hours that one of `hour_level` lies in."""
     return hour % 24 // 4 + (6 if hour >= 24 else 0)
+
+
+# Of the hours of a week, from the epoch's: each hour's level, and the four hours that it lies in.
+WEEK = tuple((hour_level(hours), block_of(hour_level(hours))) for hours in range(7 * 24))

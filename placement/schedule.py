@@ -9,7 +9,7 @@ late: the rate is taken as much later. `docs/schedule.md` derives all of it.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from math import inf, sqrt
 
 import msgspec
@@ -100,9 +100,7 @@ def expected_loss_s(since: float, at: float, cost: Cost, lossy: float, rates: Ra
 def _pieces(rates: Rates, start: float, length_s: float) -> Iterator[tuple[float, float, float]]:
     """(from, until, rate) in seconds after `start`, whatever `rates` gives; the last rate holds for what is left."""
     begun = rate = 0.0
-    told = rates(start)
-    for _ in range(STEPS):
-        until, found = next(told, (inf, rate))
+    for until, found in islice(rates(start), STEPS):
         rate = _within(0.0, found, MOST_RATE)
         end = until - start
         if not end < length_s:  # or it is no number

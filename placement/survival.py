@@ -186,6 +186,7 @@ class Estimator:
         since = start if known is None or known.since is None else known.since
         own_ages, own_blocks = (_ONES, _ONES) if known is None else (known.ages.rates, known.blocks.rates)
         kappa, offset_s, edges = self.belief.kappa, self.utc_offset_s, AGE_EDGES_S
+        ages, hours = self.ages.rates, self.hours.rates
         steady, fading = self.rate * self.stays.rates[0], 1.0
         if known is not None:
             steady = self.rate * self.stays.rates[factors.stay_level(known.last_stay_s)] * known.own.rate
@@ -194,16 +195,16 @@ class Estimator:
         age, hour = age_level(start - since), floor((start + offset_s) / HOUR_S)
         while True:
             until = (hour + 1) * HOUR_S - offset_s
-            level = hour_level(hour)
-            aged = self.ages.rates[age] * own_ages[factors.OWN_AGE_OF[age]]
+            level, block = factors.WEEK[hour % len(factors.WEEK)]
+            aged = ages[age] * own_ages[factors.OWN_AGE_OF[age]]
             if age < len(edges) and since + edges[age] <= until:
                 until = since + edges[age]
                 age += 1
             else:
                 hour += 1
             if until > start:
-                factor = steady * fading ** _reversion(until - start) * aged * own_blocks[block_of(level)]
-                yield until, common * (factor * self.hours.rates[level]) ** kappa
+                factor = steady * fading ** _reversion(until - start) * aged * own_blocks[block]
+                yield until, common * (factor * hours[level]) ** kappa
                 start = until
 
     def survivals(self, nodes: Iterable[bytes], now: float, horizon_s: float) -> list[float]:
@@ -409,4 +410,4 @@ def weights(estimator: Estimator, node: bytes, ahead: Iterable[Window], until: f
 
 def weight(probability: float) -> int:
     """The advert's integer weight, 1 to 64, in steps that do not flutter."""
-    return max(1, min(MAX_WEIGHT, round(MAX_WEIGHT * probability / 4) * 4))
+    return round(MAX_WEIGHT // 4 * probability) * 4 or 1

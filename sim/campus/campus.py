@@ -14,7 +14,7 @@ from sim.campus.demand import Order, orders
 from sim.campus.detection import quantiles_s
 from sim.campus.fabric import SERVER, Fabric
 from sim.campus.forecast import Forecast
-from sim.campus.guest import Host, Job
+from sim.campus.guest import Host, Job, fitting
 from sim.campus.leaving import Leaving
 from sim.campus.network import Network
 from sim.campus.placing import Placing
@@ -148,6 +148,7 @@ class Campus:
         now = kernel.now
         self.log.add(now, "leave", host.machine.name, absence.kind, len(host.guests))
         host.lent = host.leaving = False
+        host.weight_epoch = -1  # it tells so at once
         host.stay += 1
         self.forecast.left(host.number, now)
         self._departed += 1
@@ -171,6 +172,7 @@ class Campus:
     def _back(self, host: Host) -> None:
         now = self.kernel.now
         host.lent = host.reachable = True
+        host.weight_epoch = -1
         host.free = host.machine.gpus
         self.forecast.lent(host.number, now)
         self.log.add(now, "back", host.machine.name)
@@ -403,7 +405,7 @@ class Campus:
             return
         if job.came_back is None or now - job.came_back > BACK_WITHIN_S:
             return
-        if job.state == "running" and home.fits(job.order) and job.host is not None and not job.host.leaving:
+        if job.state == "running" and fitting([home], job.order) and job.host is not None and not job.host.leaving:
             self._vacate(job, job.host, GOES_HOME, home)
             job.reason = WENT_HOME
         elif job.state == "away" or job in self.waiting:

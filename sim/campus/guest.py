@@ -1,5 +1,7 @@
 """A job and a machine, as the campus sees them while it runs."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from mesh.jobs.ledger import Attempt
@@ -9,7 +11,7 @@ from sim.campus.churn import Absence, Machine
 from sim.campus.demand import Order
 from sim.campus.network import Flow
 
-WEIGHT_EPOCH_S = 900.0  # a node changes its advert's weight at most so often
+WEIGHT_EPOCH_S = 900.0  # as mesh/provider/attendance.py: a node tells new weights as the quarter of an hour begins
 STORE_MIB = 1 << 24
 UNLIKELY = (1,) * len(HORIZONS_S)  # to stay: said of those who are not lent
 ALL_HORIZONS = (1 << len(HORIZONS_S)) - 1
@@ -227,5 +229,12 @@ class Host:
         self.adverts[self.free] = found
         return found
 
-    def fits(self, order: Order) -> bool:
-        return self.free >= order.gpus and self.lent and not self.leaving and self.machine.vram_mib >= order.vram_mib
+
+def fitting(hosts: Iterable[Host], order: Order) -> list[Host]:
+    """Those of them who can take it now."""
+    gpus, vram_mib = order.gpus, order.vram_mib
+    return [
+        host
+        for host in hosts
+        if host.free >= gpus and host.lent and not host.leaving and host.machine.vram_mib >= vram_mib
+    ]

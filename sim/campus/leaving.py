@@ -9,7 +9,7 @@ from math import fsum
 from ckptstore.bandwidth import PRIOR_SPREAD
 from ckptstore.deadline import Upload, feasible, plan
 from ckptstore.pacing import AIM
-from placement.advert import HORIZONS_S, WHOLE
+from placement.advert import WHOLE, horizon_of
 from placement.destination import HORIZON_S, Leaver, Way, stranding, survival, worth
 from placement.destination import plan as plan_destinations
 from sim.campus.fabric import Fabric
@@ -106,7 +106,7 @@ class Leaving:
         able = set(places)
         takers = list(dict.fromkeys([*places, *others]))
         ways = []
-        for other, advert in zip(takers, self._placing.adverts(takers, *range(len(HORIZONS_S))), strict=True):
+        for other, advert in zip(takers, self._placing.adverts(takers, horizon_of(horizon_s)), strict=True):
             count = there if other in kept or job.is_warm(other) else job.order.state_bytes
             stays = survival(advert, horizon_s)
             favour = stranding(request, advert)

@@ -58,8 +58,8 @@ def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[floa
 
 
 class Link:
-    """`capacity` and `demand` in bytes a second, one direction. `carried`: our bytes by hour, where that is
-    watched; of all links that share it."""
+    """`capacity` and `demand` in bytes a second, one direction; `spare`: what its own traffic leaves. `carried`: our bytes by
+    hour, where that is watched; of all links that share it."""
 
     __slots__ = (
         "_short_since",
@@ -72,17 +72,23 @@ class Link:
         "name",
         "potential",
         "short",
+        "spare",
     )
 
     def __init__(self, name: str, capacity: float, carried: dict[int, float] | None = None) -> None:
         self.name, self.capacity, self.carried = name, capacity, carried
-        self.limit = capacity * (1 + 1e-9)
+        self.limit = self.spare = capacity * (1 + 1e-9)
         self.demand = 0.0
         self.potential = 0.0  # what its flows could use together, each alone
         self.flows: dict[Flow, float] = {}
         self.short = 0.0  # of its own traffic's demand, because of us
         self.lost = 0.0  # bytes that its own traffic could not send in time
         self._short_since = 0.0
+
+    @property
+    def contended(self) -> bool:
+        """Whether its flows and its own traffic could fill it, were they all as fast as they can be; alone one cannot do harm."""
+        return self.potential > self.spare and (self.demand > 0 or len(self.flows) > 1)
 
     def fall_short(self, short: float, now: float) -> None:
         self.lost += self.short * (now - self._short_since)
@@ -141,9 +147,10 @@ class Network:
         flow.at = self._kernel.now
         alone, peak = True, flow.peak
         for link, uses in path.links:
-            link.flows[flow] = uses
-            link.potential += uses * peak
-            if link.potential + link.demand > link.limit and alone and (len(link.flows) > 1 or link.demand > 0):
+            flows = link.flows
+            flows[flow] = uses
+            link.potential = potential = link.potential + uses * peak
+            if potential > link.spare and (link.demand > 0 or len(flows) > 1):  # as `contended`, without the way there
                 alone = False
         if alone:
             flow.rate, flow.number = peak, 1
@@ -160,11 +167,11 @@ class Network:
 
     def set_demand(self, link: Link, demand: float) -> None:
         """The link's own traffic changes."""
-        contended = _contended(link)
-        link.demand = demand
-        if link.flows and (contended or _contended(link)):
+        contended = link.contended
+        link.demand, link.spare = demand, link.limit - demand
+        if link.flows and (contended or link.contended):
             self._share(list(link.flows))
-        if link.short and (not link.flows or not _contended(link)):
+        if link.short and (not link.flows or not link.contended):
             link.fall_short(0.0, self._kernel.now)
 
     # --- inside
@@ -173,20 +180,20 @@ class Network:
         flow.number += 1
         flow.over = True
         near: list[Link] = []
-        sent = flow.bytes - flow.remaining
+        sent, peak = flow.bytes - flow.remaining, flow.peak
         hour = int(self._kernel.now // HOUR_S)
         for link, uses in flow.path:
-            flows = link.flows
-            if link.potential + link.demand > link.limit and (len(flows) > 1 or link.demand > 0):
+            flows, potential, carried = link.flows, link.potential, link.carried
+            if potential > link.spare and (link.demand > 0 or len(flows) > 1):
                 near.append(link)
             del flows[flow]
-            link.potential = link.potential - uses * flow.peak if flows else 0.0
-            if link.carried is not None:
-                link.carried[hour] = link.carried.get(hour, 0.0) + uses * sent
+            link.potential = potential - uses * peak if flows else 0.0
+            if carried is not None:
+                carried[hour] = carried.get(hour, 0.0) + uses * sent
         if near:
             others = dict.fromkeys(other for link in near for other in link.flows)
             for link in near:
-                if link.short and (not link.flows or not _contended(link)):
+                if link.short and (not link.flows or not link.contended):
                     link.fall_short(0.0, self._kernel.now)
             if others:
                 self._share(list(others))
@@ -198,7 +205,7 @@ class Network:
         queue = list(found)
         while queue:
             for link, _ in queue.pop().path:
-                if link not in links and _contended(link):
+                if link.potential > link.spare and link not in links and link.contended:
                     links[link] = len(links)
                     for other in link.flows:
                         if other not in found:
@@ -247,8 +254,7 @@ class Network:
 
     @staticmethod
     def _demand(flow: Flow, links: dict[Link, int]) -> Demand:
-        path = tuple((links[link], uses) for link, uses in flow.path if link in links)
-        return Demand(path, 1.0, flow.peak)
+        return Demand(tuple([(links[link], uses) for link, uses in flow.path if link in links]), 1.0, flow.peak)
 
     def _run_at(self, flow: Flow, rate: float) -> None:
         if rate == flow.rate and rate > 0:
@@ -269,10 +275,3 @@ class Network:
             flow.at, flow.remaining = self._kernel.now, 0.0
             self._leave(flow)
             flow.done()
-
-
-def _contended(link: Link) -> bool:
-    """Whether its flows and its own traffic could fill it, were they all as fast as they can be; alone one cannot do harm."""
-    if link.potential + link.demand <= link.limit:
-        return False
-    return len(link.flows) > 1 or link.demand > 0

@@ -10,7 +10,7 @@ from placement.request import Request
 from placement.zones import TWO_LEVEL_PAST, homes, zones
 from sim.campus.demand import Order
 from sim.campus.forecast import Forecast
-from sim.campus.guest import ALL_HORIZONS, STORE_MIB, UNLIKELY, WEIGHT_EPOCH_S, Host, Job
+from sim.campus.guest import ALL_HORIZONS, STORE_MIB, UNLIKELY, WEIGHT_EPOCH_S, Host, Job, fitting
 from sim.campus.policies import Policy
 from sim.kernel import Kernel
 
@@ -34,7 +34,7 @@ class Placing:
     def line(self, waiting: Iterable[Job]) -> list[Job]:
         """Those for whom there is room, in the order in which they are served: the product's queue, or first come first."""
         asked = {job.order.shape: job.order for job in waiting}
-        able = {shape for shape, order in asked.items() if any(host.fits(order) for host in self._hosts)}
+        able = {shape for shape, order in asked.items() if fitting(self._hosts, order)}
         waiting = [job for job in waiting if job.order.shape in able]
         if self._policy.place != "rendezvous":
             return sorted(waiting, key=lambda job: (job.order.at, job.order.number))
@@ -53,8 +53,7 @@ class Placing:
                 return max(able, key=lambda host: (host.departs_at, -host.number))
         request = self._request(job)
         horizon = horizon_of(request.remaining_s)
-        best = rank_nodes(request, self.adverts(able, horizon), self._homes).first(1)[0]
-        return self._by_id[best.node]
+        return self._by_id[next(iter(rank_nodes(request, self.adverts(able, horizon), self._homes))).node]
 
     def ranked(self, job: Job, able: Sequence[Host]) -> list[Host]:
         """Those of them that can take it, best first, by the product's ranking."""
@@ -88,17 +87,11 @@ class Placing:
         return self.choose(job, able) if able else None
 
     def able(self, order: Order, but: Host | None = None) -> list[Host]:
-        """Those who can take it now: as `Host.fits`, asked of all at once."""
-        gpus, vram_mib = order.gpus, order.vram_mib
-        return [
-            host
-            for host in self._hosts
-            if host.free >= gpus
-            and host.lent
-            and not host.leaving
-            and host.machine.vram_mib >= vram_mib
-            and host is not but
-        ]
+        """Those who can take it now."""
+        able = fitting(self._hosts, order)
+        if but in able:
+            able.remove(but)
+        return able
 
     def heir(self, job: Job, host: Host) -> Host | None:
         """Who would get it now that it has to leave this one; its home counts from then on as preferred."""
@@ -110,7 +103,7 @@ class Placing:
     def holders(self, job: Job, not_these: Sequence[Host], count: int) -> list[Host]:
         """More machines for its checkpoints, best first."""
         adverts = self.adverts([host for host in self._hosts if host.reachable and not host.leaving])
-        there = [host.id for host in not_these]
+        there = {host.id for host in not_these}
         need_mib = min(STORE_MIB - 1, int(job.order.state_bytes / (1 << 20)))
         order = replica_order(job.order.id, adverts, there, need_mib, there, count)
         return [self._by_id[node] for node in order]
@@ -130,7 +123,7 @@ class Placing:
         ]
 
     def _weigh(self, hosts: Sequence[Host], epoch: int, horizons: Iterable[int]) -> None:
-        """Foretell anew what has not been in this epoch."""
+        """Foretell anew what has not been in this epoch: as of its beginning, as the product does."""
         for host in hosts:
             if host.weight_epoch != epoch:
                 host.weight_epoch = epoch
@@ -139,7 +132,7 @@ class Placing:
                     host.weights, host.weighed = UNLIKELY, ALL_HORIZONS
         for horizon in horizons:
             some = [host for host in hosts if not host.weighed >> horizon & 1]
-            fresh = self._forecast.weights([host.number for host in some], self._kernel.now, horizon)
+            fresh = self._forecast.weights([host.number for host in some], epoch * WEIGHT_EPOCH_S, horizon)
             for host, weight in zip(some, fresh, strict=True):
                 host.weighed |= 1 << horizon
                 if host.weights[horizon] != weight:

@@ -6,7 +6,7 @@ from functools import partial
 from sim.campus.carrier import Carrier, numbers
 from sim.campus.fabric import Fabric
 from sim.campus.forecast import Forecast
-from sim.campus.guest import Host, Job
+from sim.campus.guest import Host, Job, fitting
 from sim.campus.placing import Placing
 from sim.campus.policies import Policy
 from sim.campus.schedules import Never, Outlook
@@ -99,19 +99,22 @@ class Saver:
         there = numbers(targets)
         path = self._fabric.path(host.number, there)
         count = job.order.state_bytes * (job.order.changed if job.sent_to == there else 1.0)
-        arrived = partial(self._saved, job, epoch, done, targets, self._kernel.now)
+        arrived = partial(self._saved, job, epoch, done, targets, there, self._kernel.now)
         job.upload = self._carrier.send(job, path, count, arrived, self._policy.yields)
 
     def _targets(self, job: Job, host: Host) -> tuple[Host, ...] | None:
         """Who is to hold it: those who do while they are there, filled up by the product's order; None if nobody can."""
         if self._policy.keeps == "server":
             return ()
-        kept = tuple(holder for holder in job.holders if holder.reachable and holder is not host)[: self._policy.copies]
-        if len(kept) == self._policy.copies:
+        copies = self._policy.copies
+        kept = tuple([holder for holder in job.holders if holder.reachable and holder is not host][:copies])
+        if len(kept) == copies:
             return kept
-        return (*kept, *self._placing.holders(job, (*kept, host), self._policy.copies - len(kept))) or None
+        return (*kept, *self._placing.holders(job, (*kept, host), copies - len(kept))) or None
 
-    def _saved(self, job: Job, epoch: int, done: float, targets: tuple[Host, ...], since: float) -> None:
+    def _saved(
+        self, job: Job, epoch: int, done: float, targets: tuple[Host, ...], there: tuple[int, ...], since: float
+    ) -> None:
         job.upload = None
         if epoch != job.epoch:
             return
@@ -119,7 +122,7 @@ class Saver:
         job.safe = done
         job.upload_s = self._kernel.now - since
         self.hold(job, targets)
-        job.sent_to = numbers(targets)
+        job.sent_to = there
         self._bring(job)
         if job.due_late:
             job.due_late = False
@@ -131,7 +134,8 @@ class Saver:
         if self._policy.notice != "migrate" or self._policy.keeps != "peers" or job.warming is not None or host is None:
             return
         before = None if job.warm is None else job.warm[0]
-        heir = before if before is not None and before.fits(job.order) else self._placing.next_place(job, host)
+        still = before is not None and fitting([before], job.order)
+        heir = before if still else self._placing.next_place(job, host)
         if heir is None:
             return
         if heir in job.holders:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sim.campus.campus import Campus
 from sim.campus.churn import Absence
 from sim.campus.detection import detected_after_s, quantiles_s
-from sim.campus.guest import Host
+from sim.campus.guest import Host, fitting
 from sim.campus.policies import POLICIES, Detection, delay_s
 from sim.campus.replication import figures_of, replicate
 from sim.campus.study import code_digest
@@ -205,7 +205,7 @@ def test_ranking_only_those_who_can_take_it_changes_no_choice() -> None:
     campus.hosts[5].free = 0
     orders = [job for job in _jobs(campus) if job.order.gpus <= 2][:20]
     for job in orders:
-        able = [host for host in campus.hosts if host.fits(job.order)]
+        able = fitting(campus.hosts, job.order)
         everybody = rank_nodes(job.request(), [host.advert() for host in campus.hosts if host.free])
         chosen = campus.placing.choose(job, able)
         assert {candidate.node for candidate in everybody.candidates} == {host.id for host in able}
@@ -261,10 +261,10 @@ def test_detection_is_what_the_membership_protocol_does() -> None:
 def test_machines_that_fit_are_lent_not_leaving_and_large_enough() -> None:
     campus = small("mesh", None)
     host, order = campus.hosts[0], next(iter(_jobs(campus))).order
-    assert isinstance(host, Host) and host.fits(order)
+    assert isinstance(host, Host) and fitting([host], order) == [host]
     for field, value in (("free", 0), ("lent", False), ("leaving", True)):
         before = getattr(host, field)
         setattr(host, field, value)
-        assert not host.fits(order)
+        assert not fitting([host], order)
         setattr(host, field, before)
     assert isinstance(campus.world, World)
