@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.advert import HORIZONS_S
 from sim.campus.campus import Campus
 from sim.campus.churn import Absence
 from sim.campus.detection import detected_after_s, quantiles_s
-from sim.campus.guest import Host, fitting
+from sim.campus.guest import UNLIKELY, WEIGHT_EPOCH_S, Host, fitting
 from sim.campus.policies import POLICIES, Detection, delay_s
 from sim.campus.replication import figures_of, replicate
 from sim.campus.study import code_digest
@@ -256,6 +257,32 @@ def test_detection_is_what_the_membership_protocol_does() -> None:
     rng = Streams(1).get("x", "y")
     assert 20.0 <= delay_s(Detection(20.0, 10.0), quantiles, rng) <= 30.0
     assert delay_s(Detection(0.0, measured=True), quantiles, rng) >= quantiles[0]
+
+
+def stays(campus: Campus, at: float) -> list[tuple[int, ...]]:
+    """What the machines' adverts foretell when somebody looks then."""
+    campus.begin()
+    campus.kernel.run(at)
+    return [advert.stays for advert in campus.placing.adverts(campus.hosts, *range(len(HORIZONS_S)))]
+
+
+def test_adverts_foretell_from_the_quarter_hours_beginning_whenever_they_are_looked_at() -> None:
+    for quarter in range(3):
+        begun = quarter * WEIGHT_EPOCH_S
+        assert stays(small("mesh", None), begun + 5) == stays(small("mesh", None), begun + WEIGHT_EPOCH_S - 5)
+    assert stays(small("mesh", None), 5) != stays(small("mesh", None), 2 * WEIGHT_EPOCH_S + 5)
+
+
+def test_a_machine_tells_at_once_that_it_is_taken_back_and_lent_again() -> None:
+    """Both within one quarter of an hour, in which it was looked at before."""
+    campus = small("mesh", Absence(HOUR + 60, HOUR + 120, "noticed", 5.0))
+    lent = stays(campus, HOUR + 30)
+    gone = next(number for number, host in enumerate(campus.hosts) if host.absences)
+    for at, unlikely in ((HOUR + 90, True), (HOUR + 150, False)):
+        campus.kernel.run(at)
+        now = [advert.stays for advert in campus.placing.adverts(campus.hosts, *range(len(HORIZONS_S)))]
+        assert (now[gone] == UNLIKELY) == unlikely
+    assert now[gone] != lent[gone], "its stay begins anew"
 
 
 def test_machines_that_fit_are_lent_not_leaving_and_large_enough() -> None:
