@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.bench.harness import not_run, row
 from tests.dockerd import Dockerd, dockerd
-from tests.engine.test_killswitch import Place, fresh_mark
+from tests.engine.place import Place, fresh_mark
 from tests.images import import_busybox
 from tests.tiers import dockerd_problem
 

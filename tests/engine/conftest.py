@@ -1,11 +1,13 @@
-"""The engine that a suite runs on: each of them, where a test file has none of its own."""
+"""The engine that a suite runs on: each of them, where a test file has none of its own; and somebody who is not meant."""
 
 import os
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from mesh.engine.descent import Process, process_of
 from mesh.engine.docker import DockerEngine
 from mesh.engine.engine import Engine
 from mesh.engine.process import ProcessEngine
@@ -29,3 +31,13 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     for guest in bench.guests:
         await guest.kill()
     await engine.close()
+
+
+@pytest.fixture
+def bystander() -> Iterator[Process]:
+    child = subprocess.Popen(["sleep", "600"])
+    process = process_of(child.pid)
+    assert process is not None
+    yield process
+    child.kill()
+    child.wait()

@@ -1,0 +1,217 @@
+"""The warden: containers are held to their leases and end with their daemon, also while their engine hangs or is away."""
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.engine import warden
+from mesh.engine.alarm import boot_s
+from mesh.engine.alone import alone
+from mesh.engine.descent import Process, lives
+from mesh.engine.docker import DockerEngine
+from mesh.engine.killswitch import BY_OWNER, KillSwitch
+from mesh.engine.register import Register
+from mesh.engine.turns import Turns
+from tests.dockerd import Dockerd, dockerd
+from tests.engine.bench import WAIT_S, Bench, containers, processes_with, wait_until
+from tests.engine.place import Place, entry, fresh_mark
+from tests.images import import_busybox
+
+
+@pytest.fixture(scope="module")
+def engine_of_its_own() -> Iterator[Dockerd]:
+    with dockerd(live=True) as engine:
+        yield engine
+
+
+@pytest.fixture
+def own_dockerd(engine_of_its_own: Dockerd, monkeypatch: pytest.MonkeyPatch) -> Dockerd:
+    """One that a test may stop, and start again."""
+    monkeypatch.setenv("DOCKER_HOST", engine_of_its_own.host)
+    return engine_of_its_own
+
+
+@pytest.mark.dockerd
+async def test_guests_end_while_their_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    place = Place(tmp_path, "docker", import_busybox())
+    mark = fresh_mark()
+    try:
+        await place.guest(mark + "1")
+        await place.guest(mark + "2")
+        place.bench.guests[1].allow_until(0.0)
+        async with asyncio.timeout(WAIT_S):
+            while not await place.bench.guests[1].stands_still():
+                await asyncio.sleep(0.01)
+        with own_dockerd.hanging():
+            killed = await asyncio.to_thread(place.press)
+            assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
+            assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
+            async with asyncio.timeout(WAIT_S):
+                ends = [await guest.wait() for guest in place.bench.guests]
+            assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, "also while the engine hangs"
+        await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
+    finally:
+        await place.bench.engine.close()
+        place.switch.close()
+
+
+@pytest.mark.dockerd
+async def test_a_lease_holds_while_the_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    place = Place(tmp_path, "docker", import_busybox())
+    ticks = tmp_path / "attempt" / "work" / "ticks"  # what it prints comes by the engine
+    guest = await place.bench.shell("while :; do echo >> ticks; sleep 0.02; done")
+
+    async def until_it_runs() -> None:
+        before = ticks.stat().st_size if ticks.exists() else 0
+        while not ticks.exists() or ticks.stat().st_size < before + 3:
+            await asyncio.sleep(0.02)
+
+    async def until_it_stands_still() -> None:
+        while not await guest.stands_still():
+            await asyncio.sleep(0.02)
+        before = ticks.stat().st_size
+        await asyncio.sleep(0.2)
+        assert ticks.stat().st_size == before
+
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await until_it_runs()
+            with own_dockerd.hanging():
+                for _ in range(2):
+                    guest.allow_until(boot_s() + 0.1)
+                    await until_it_stands_still()
+                    guest.allow_until(math.inf)
+                    await until_it_runs()
+            guest.allow_until(0.0)
+            await until_it_stands_still()
+            guest.allow_until(math.inf)
+            await until_it_runs()
+            await guest.kill()
+    finally:
+        await place.bench.engine.close()
+        place.switch.close()
+
+
+def test_one_that_nobody_can_pause_ends_with_its_lease(
+    tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is away, and no group of the guest's may be frozen."""
+    monkeypatch.setattr(warden, "SILENT_S", 0.2)
+    register = Register(tmp_path)
+    register.keep("key", entry(engine="docker", container="c" * 64, head=bystander))
+    ward = warden.Ward(str(tmp_path / "none"), register, Turns())
+    ward.read(f"until {'c' * 64} {boot_s() + 60}\n".encode())
+    ward.enforce()
+    assert lives(bystander), "its lease is not over"
+    ward.read(f"until {'c' * 64} 1.0\n".encode())
+    ward.enforce()
+    assert lives(bystander), "the engine has a moment to come back"
+
+    def ended() -> bool:
+        ward.enforce()
+        return not lives(bystander)
+
+    wait_until(ended, "it to be ended")
+
+
+DUMPS = """
+turns = turns.Turns(int(sys.argv[1]))
+with turns.own(sys.argv[2], 60):
+    print("dumps", flush=True)
+    sys.stdin.read(1)
+print("done", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_one_that_is_being_dumped_is_left_alone_and_none_is_dumped_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bystander: Process
+) -> None:
+    """No engine answers: past its lease this one would be ended, for it has no group that could be frozen."""
+    monkeypatch.setattr(warden, "SILENT_S", 0.0)
+    container = "c" * 64
+    register = Register(tmp_path)
+    register.keep("key", entry(engine="docker", container=container, head=bystander))
+    ward_turns = Turns()
+    ward = warden.Ward(str(tmp_path / "none"), register, ward_turns)
+    ward.read(f"until {container} 1.0\n".encode())
+    command = [*alone("turns", DUMPS), str(ward_turns.descriptor), container]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(ward_turns.descriptor,)
+    ) as daemon:
+        assert daemon.stdin is not None and daemon.stdout is not None
+        assert daemon.stdout.readline() == "dumps\n"
+        for _ in range(3):
+            ward.enforce()
+        assert lives(bystander), "it is being dumped"
+        print(file=daemon.stdin, flush=True)
+        assert daemon.stdout.readline() == "done\n"
+        wait_until(lambda: bool(ward.enforce() or not lives(bystander)), "its lease to be kept again")
+        asks = [*alone("turns", "sys.exit(not turns.Turns(int(sys.argv[1])).take(sys.argv[2]))")]
+        asks += [str(ward_turns.descriptor), container]
+        assert subprocess.run(asks, pass_fds=(ward_turns.descriptor,), check=False).returncode == 1, "it is in doubt"
+        ward.read(f"gone {container}\n".encode())
+        assert subprocess.run(asks, pass_fds=(ward_turns.descriptor,), check=False).returncode == 0
+        daemon.stdin.close()
+
+
+DAEMON = """
+import asyncio, sys
+from pathlib import Path
+from mesh.engine.docker import DockerEngine
+from mesh.engine.killswitch import open_switch
+from mesh.engine.register import Register
+from tests.dockerd import Dockerd, dockerd
+from tests.engine.bench import LOOP, Bench
+async def main():
+    root = Path(sys.argv[1])
+    switch = open_switch(Register(root / "guests"), root / "kill.sock")
+    bench = Bench(DockerEngine(sys.argv[2], switch), root, sys.argv[3])
+    await bench.shell(f"trap '' TERM HUP; sleep 8{sys.argv[4]} & echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.dockerd
+def test_when_the_daemon_dies_while_its_engine_hangs_its_containers_end(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    mark, label = fresh_mark(), f"orphan-{os.getpid()}"
+    command = [sys.executable, "-c", DAEMON, str(tmp_path), label, import_busybox(), mark]
+    daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert daemon.stdout is not None and daemon.stdout.readline() == "ready\n" and processes_with(mark)
+    with own_dockerd.hanging():
+        daemon.kill()
+        daemon.wait()
+        daemon.stdout.close()
+        wait_until(lambda: not processes_with(mark), "the warden to end it")
+    wait_until(lambda: not containers(label), "the warden to remove it")
+
+
+@pytest.mark.dockerd
+async def test_an_engine_that_is_away_for_a_while_ends_nobody(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    engine = DockerEngine(f"away-{os.getpid()}", KillSwitch())
+    bench = Bench(engine, tmp_path, import_busybox())
+    try:
+        guest = await bench.shell("echo ready; while test ! -e go; do sleep 0.05; done; echo back; exit 4")
+        await bench.until_logged("ready")
+        followed = guest._output  # type: ignore[attr-defined]
+        own_dockerd.stop()
+        assert not (await engine.availability()).ok
+        await asyncio.to_thread(own_dockerd.start)
+        assert (await engine.availability()).ok and await guest.pids()
+        async with asyncio.timeout(WAIT_S):
+            while guest._output is followed:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.02)
+            (tmp_path / "work" / "go").touch()
+            assert (await guest.wait()).code == 4
+        assert "back" in bench.log
+    finally:
+        await engine.close()
