@@ -46,6 +46,7 @@ from placement.likeness import SystemCheckpoints
 THREADS = 8  # for calls
 CALL_TIMEOUT_S = 30.0
 ENGINE_TELLS_S = 3.0  # for an engine to say how a container has ended, by the kernel's word; it takes 0.1 s; ours
+ENGINE_ASKED = 10  # times whether it is there at all, for it may only be slow; ours
 ATTACH_AGAIN_S = 1.0  # from the end of its output to its own, before the engine is taken to be away; ours
 NOT_HERE = "image {0} is not on this node: see `docker images`, or `docker pull {0}` first"
 REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
@@ -301,6 +302,8 @@ class DockerGuest:
         self._network = network
         self._has_gpus = has_gpus
         self._gpu_watch: asyncio.Task[None] | None = None
+        self._patience: asyncio.Task[None] | None = None
+        self._killed = False
         self._fault = ""
         self._output, self._warden, self._switch, self._socket = output, warden, switch, engine_socket
         self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -346,6 +349,7 @@ class DockerGuest:
         self._warden.allow_until(self._container.id, boot_s)
 
     async def kill(self) -> None:
+        self._killed = True
         await self._switch.killed(self._key)
         await self.wait()
 
@@ -381,8 +385,9 @@ class DockerGuest:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
             self._conclude(Exit(code=137, detail="nobody follows it any more"))
-            if self._gpu_watch is not None:
-                self._gpu_watch.cancel()
+            for beside in (self._gpu_watch, self._patience):
+                if beside is not None:
+                    beside.cancel()
         self._warden.gone(self._container.id)
         await self._engine._call(lambda: self._engine._remove(self._container, self._network))
 
@@ -415,12 +420,16 @@ class DockerGuest:
         return Exit(code=code, oom=oom)
 
     def _head_ended(self, descriptor: int) -> None:
-        """By the kernel's account. Its engine is given a moment to say how."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(descriptor)
-        loop.call_later(ENGINE_TELLS_S, self._give_up)
+        """By the kernel's account."""
+        asyncio.get_running_loop().remove_reader(descriptor)
+        self._patience = asyncio.create_task(self._wait_for_engine(), name=f"patience {self._container.short_id}")
 
-    def _give_up(self) -> None:
+    async def _wait_for_engine(self) -> None:
+        """To say how it ended: for a moment, and longer if it is there, but slow; how one that we killed ended is known."""
+        for _ in range(ENGINE_ASKED):
+            _, there = await asyncio.gather(asyncio.sleep(ENGINE_TELLS_S), self._socket.answers(ENGINE_TELLS_S))
+            if not there or self._killed or self._exit.done():
+                break
         if not self._exit.done():
             fault = self._switch.leave(self._key) or self._fault or "its container engine does not answer"
             self._conclude(Exit(code=137, fault=fault))

@@ -60,6 +60,14 @@ class EngineSocket:
                 pass
             await asyncio.sleep(AGAIN_S)
 
+    async def answers(self, within_s: float) -> bool:
+        """Whether the engine is there."""
+        try:
+            async with asyncio.timeout(within_s), self._opened().get("http://engine/_ping") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):  # which a timeout is
+            return False
+
     async def execute(self, container: str, argv: tuple[str, ...], path: str) -> tuple[int, str]:
         """Run a program inside, looked for in `path`: its exit code and what it said. 127 if it is not there; OSError if nothing
         could be run."""
