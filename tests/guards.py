@@ -11,7 +11,7 @@ from mesh.provider.guard import Bypass, NodeGuard
 from mesh.provider.receipts import DeviceUse
 from placement.advert import Gpu
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def gpu(uuid: UUID, vram_mib: int = 16_384) -> Gpu:

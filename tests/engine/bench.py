@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mesh.engine.engine import Engine, Guest, Launch
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 LOOP = "while :; do sleep 0.05; done"
 COUNT = "while :; do echo step >> $MESH_OUT_DIR/steps; sleep 0.01; done"
 

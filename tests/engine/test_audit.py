@@ -180,13 +180,15 @@ async def test_what_a_job_has_used_is_told_when_it_has_ended(open_lab: OpenLab) 
 
 
 SUMS = (
+    "from itertools import count\n"
     "at = driver.out('cuMemAlloc_v2', 1 << 20); total = 0\n"
-    "for n in range(60):\n"
+    "for n in count():\n"
+    "    if n >= 10 and os.path.exists('end'): break\n"
     "    driver.launch(kernel); driver.cuMemcpyHtoD_v2(at, n.to_bytes(8, 'little'), 8)\n"
     "    print('step', flush=True); time.sleep(0.02)\n"
     "    back = __import__('ctypes').create_string_buffer(8); driver.cuMemcpyDtoH_v2(back, at, 8)\n"
     "    total += int.from_bytes(back.raw, 'little')\n"
-    "print('total', total)"
+    "print('total', n, total)"
 )
 
 
@@ -205,10 +207,12 @@ async def test_its_owner_pauses_it_in_place_has_the_memory_and_lets_it_go_on(
         assert lab.world.used() == 0 and tenant.gate_closed and tenant.suspended
         lab.guests[-1].allow_until(float("inf"))  # its lease goes on, and opens nothing
         steps = await lab.stands_still()
-        assert 5 < steps < 60 and tenant.gate_closed and not await lab.guests[-1].stands_still(), "it lives"
+        assert steps > 5 and tenant.gate_closed and not await lab.guests[-1].stands_still(), "it lives"
         assert await guard.pause(tenant) == "", "again is no error"
         assert await guard.resume(tenant) == "" and lab.world.used() > CONTEXT
-        assert f"total {sum(range(60))}\n" in await lab.end()
+        (lab.root / "work" / "end").touch()
+        count, total = (await lab.end()).split()[-2:]
+        assert int(count) >= steps and int(total) == sum(range(int(count)))
         assert lab.watched.found == [] and not tenant.gate_closed
     said = "\n".join(caplog.messages)
     freed = r"GPU memory of 1 processes freed: lock of \d+ \d+ ms, checkpoint of \d+ \d+ ms; its gate closed \d+ ms ago"

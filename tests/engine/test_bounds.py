@@ -248,11 +248,15 @@ def test_promises_together_never_exceed_the_disk(orders: list[tuple[int, int, in
 
 @pytest.mark.skipif(cgroups.memory_of(os.getpid()) is None, reason="no control group of memory is to be seen here")
 def test_a_groups_memory_is_what_is_not_on_disk(tmp_path: Path) -> None:
-    before = cgroups.memory_of(os.getpid())
-    kept = mmap.mmap(-1, 512 * MIB)
-    for place in range(0, len(kept), 4096):
-        kept[place] = 1
-    after = cgroups.memory_of(os.getpid())
-    kept.close()
-    assert before is not None and after is not None and after - before > 256 * MIB, "others run beside us"
+    def grown() -> int:
+        before = cgroups.memory_of(os.getpid())
+        kept = mmap.mmap(-1, 512 * MIB)
+        for place in range(0, len(kept), 4096):
+            kept[place] = 1
+        after = cgroups.memory_of(os.getpid())
+        kept.close()
+        assert before is not None and after is not None
+        return after - before
+
+    assert any(grown() > 256 * MIB for _ in range(5)), "others run beside us, and some may end just then"
     assert cgroups.memory_of(2**22 + 1) is None

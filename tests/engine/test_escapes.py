@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from mesh.engine.docker import DockerEngine, tag_of
 from mesh.engine.egress import Policy, policy_of
 from mesh.engine.engine import EngineError
 from mesh.engine.killswitch import KillSwitch
-from tests.engine.bench import WAIT_S, Bench, processes_with
+from tests.engine.bench import WAIT_S, Bench, processes_with, wait_until
 from tests.images import busybox_image
 
 pytestmark = pytest.mark.docker
@@ -203,6 +204,12 @@ class Elsewhere:
             subprocess.run(words.split(), check=True, capture_output=True)
         server = ["busybox", "nc", "-ll", "-p", "8077", "-e", "echo", "elsewhere"]
         self.server = subprocess.Popen(["ip", "netns", "exec", self.name, *server], start_new_session=True)
+        wait_until(self._answers, "the server there to answer")
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection((self.CAMPUS, 8077), timeout=1.0) as connection:
+            return connection.recv(100) == b"elsewhere\n"
+        return False
 
     def close(self) -> None:
         self.server.kill()
