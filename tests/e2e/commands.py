@@ -3,20 +3,24 @@
 import hashlib
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
 from mesh.cli.main import cli
-from mesh.stack import StackNode
+from mesh.stack import LOOPBACK, StackNode
 
 WAIT_S = 60.0
+ENDLESS = 1_000_000  # steps, of a fiftieth of a second each
 PROJECT = Path(__file__).parent / "project"
 Done = subprocess.CompletedProcess[str]
 
@@ -109,9 +113,33 @@ def job_state(node: StackNode, job: str) -> dict[str, Any]:
 
 
 def submit_count(node: StackNode, steps: int, *options: str, pace_s: float = 0.02) -> str:
-    """Submit the counting job; its id."""
+    """Submit the counting job; its id. What is done to it must take less time than it does: see `submit_endless`."""
     order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", *options)
     return ok(node, *order, "--", sys.executable, "count.py", str(steps), str(pace_s)).strip()
+
+
+def submit_endless(node: StackNode, end: Path, *options: str) -> str:
+    """Submit a counting job that ends once there is a file `end`; its id."""
+    return submit_count(node, ENDLESS, "--env", f"UNTIL={end}", *options)
+
+
+def count_of(node: StackNode, job: str) -> tuple[int, str]:
+    """How far one has counted that was ended so, and its digest."""
+    *_, counted, digest = ok(node, "logs", job).splitlines()
+    return int(counted.removeprefix("counted ")), digest.removeprefix("digest ")
+
+
+def exact(node: StackNode, job: str) -> bool:
+    """Whether it has ended so with what an undisturbed count ends with."""
+    steps, digest = count_of(node, job)
+    return digest == count_digest(steps)
+
+
+def free_port() -> int:
+    """None of those that the kernel gives out by itself (Linux: from 32768 on), so that nobody is given it before it is used."""
+    while True:
+        with suppress(OSError), socket.create_server((LOOPBACK, secrets.choice(range(20_000, 32_000)))) as free:
+            return int(free.getsockname()[1])
 
 
 def count_digest(steps: int) -> str:

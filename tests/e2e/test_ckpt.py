@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from mesh.stack import Stack, StackNode
-from tests.e2e.commands import finished, mesh, ok, read, running_with_checkpoint, send, submit_count, until
+from tests.e2e.commands import (
+    finished,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    send,
+    submit_count,
+    submit_endless,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +32,7 @@ def test_what_is_kept_is_shown_checked_mended_fetched_and_removed(
 ) -> None:
     stack = make_stack(3)
     node = stack.nodes[0]
-    job = submit_count(node, 200, "--replicas", "2", pace_s=0.05)
+    job = submit_endless(node, tmp_path / "end", "--replicas", "2")
     host = stack.node(running_with_checkpoint(node, job)["node"])
     text = until(lambda: "committed" in (t := ok(host, "ckpt", "ls", job)) and t, "it to be told as committed")
     assert "on this disk" in text and "node" in text
@@ -45,6 +55,7 @@ def test_what_is_kept_is_shown_checked_mended_fetched_and_removed(
     assert "files" in there and list((tmp_path / "pulled").rglob("*"))
     again = mesh(node, "ckpt", "pull", job, str(tmp_path / "pulled"))
     assert again.returncode == 2 and "new directory" in again.stderr
+    (tmp_path / "end").touch()
     state = finished(node, job)
     last = state["checkpoint"]
 

@@ -4,23 +4,36 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh.stack import Stack, StackNode
-from tests.e2e.commands import finished, job_state, mesh, ok, read, running_with_checkpoint, send, until
+from tests.e2e.commands import (
+    ENDLESS,
+    count_of,
+    finished,
+    job_state,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    send,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
-STEPS = 200
 
 
-def submit(node: StackNode, nodes: str, *arguments: str, steps: int = STEPS) -> str:
-    order = ("submit", "--nodes", nodes, "--ckpt", "ckpts", "--ckpt-mode", "rename", "--grace", "10s")
+def submit(node: StackNode, nodes: str, *arguments: str, steps: int, end: Path | None = None) -> str:
+    """`end`: it ends once there is that file."""
+    order = ["submit", "--nodes", nodes, "--ckpt", "ckpts", "--ckpt-mode", "rename", "--grace", "10s"]
+    order += ["--env", f"UNTIL={end}"] if end is not None else []
     return ok(node, *order, "--", sys.executable, "together.py", str(steps), "0.03", *arguments).strip()
 
 
-def digest(steps: int = STEPS) -> str:
+def digest(steps: int) -> str:
     """What it ends with, on however many nodes."""
     text = ""
     for step in range(1, steps + 1):
@@ -63,7 +76,8 @@ def test_a_mate_that_dies_costs_the_steps_since_the_checkpoint_and_one_that_leav
     stack = make_stack(4)
     user = stack.nodes[0]
     ok(user, "pause")
-    job = submit(user, "2..3")
+    end_of = stack.directory / "end"
+    job = submit(user, "2..3", steps=ENDLESS, end=end_of)
     state = running_with_checkpoint(user, job)
     assert len(state["mates"]) == 2
     dead = stack.node(state["mates"][0])
@@ -74,8 +88,11 @@ def test_a_mate_that_dies_costs_the_steps_since_the_checkpoint_and_one_that_leav
     assert len(after["mates"]) == 1 and dead.nick not in crew(after), "two are enough"
     ok(stack.node(after["mates"][0]), "reclaim")
     ok(user, "resume")
+    running_with_checkpoint_again(user, job, attempt=2)
+    end_of.touch()
     end = finished(user, job)
-    assert end["state"] == "done" and last_line(user, job) == f"digest {digest()}"
+    steps, found = count_of(user, job)
+    assert end["state"] == "done" and found == digest(steps)
     second, third = end["attempts"][1:3]
     assert "took the machine back" in second["reason"]
     assert second["last_step"] == third["resumed_step"], "not a step is done twice"
@@ -104,7 +121,7 @@ def test_a_mate_that_fails_is_the_jobs_failure(make_stack: Callable[..., Stack])
 def test_a_cancel_ends_all_of_them(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(3)
     user = stack.nodes[0]
-    job = submit(user, "3")
+    job = submit(user, "3", steps=ENDLESS)
     running_with_checkpoint(user, job)
     ok(user, "cancel", job)
     until(lambda: free(user) == 3, "every place to be free again")

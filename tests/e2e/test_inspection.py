@@ -9,6 +9,8 @@ import pytest
 
 from mesh.stack import Stack
 from tests.e2e.commands import (
+    ENDLESS,
+    WAIT_S,
     finished,
     job_state,
     mesh,
@@ -17,7 +19,7 @@ from tests.e2e.commands import (
     running_with_checkpoint,
     send,
     start,
-    submit_count,
+    submit_endless,
     until,
 )
 
@@ -26,16 +28,16 @@ pytestmark = pytest.mark.e2e
 
 def test_all_about_a_job_from_any_node_while_it_runs_and_after(shared: Stack, tmp_path: Path) -> None:
     node, other = shared.nodes[:2]
-    job = submit_count(node, 300, "--name", "counted", "--out", str(tmp_path / "home"), pace_s=0.05)
+    job = submit_endless(node, tmp_path / "end", "--name", "counted", "--out", str(tmp_path / "home"))
     watch = start(other, "events", job, "-w")
     assert watch.stdout is not None
     running_with_checkpoint(other, job)
-    assert read(other, "ps")["jobs"][0]["at_risk_s"] < 60
+    assert job_state(other, job)["at_risk_s"] < 60
 
     text = until(
         lambda: "can save before" in (t := ok(other, "describe", "counted")) and t, "its guest to be looked at"
     )
-    for word in ("counted", "count.py 300", "kept by", "under way", "at step", "checkpoints"):
+    for word in ("counted", f"count.py {ENDLESS}", "kept by", "under way", "at step", "checkpoints"):
         assert word in text
     ok(other, "cp", f"{job}:count.py", str(tmp_path / "copied.py"))
     assert (tmp_path / "copied.py").read_text() == (Path(__file__).parent / "project" / "count.py").read_text()
@@ -45,8 +47,9 @@ def test_all_about_a_job_from_any_node_while_it_runs_and_after(shared: Stack, tm
         refused = mesh(other, "cp", f"{job}:{path}", str(tmp_path / "x"))
         assert refused.returncode == 4 and word in refused.stderr
 
+    (tmp_path / "end").touch()
     assert finished(node, job)["state"] == finished(other, job)["state"] == "done"
-    heard, _ = watch.communicate(timeout=30)
+    heard, _ = watch.communicate(timeout=WAIT_S)
     assert watch.returncode == 0
     for word in (
         "submitted: by",

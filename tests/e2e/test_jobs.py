@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.stack import Stack
 from tests.e2e.commands import (
     PROJECT,
+    WAIT_S,
     count_digest,
+    exact,
     finished,
     job_state,
     mesh,
@@ -20,6 +23,7 @@ from tests.e2e.commands import (
     running_with_checkpoint,
     start,
     submit_count,
+    submit_endless,
     until,
 )
 
@@ -136,10 +140,14 @@ def test_why_ranks_every_node_with_reasons_alike_on_every_node(shared: Stack) ->
 def test_checkpoints_go_to_the_nodes_the_user_chose(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 100_000, "--ckpt-to", "node2,node4")
     state = running_with_checkpoint(shared.nodes[0], job)
-    if state["node"] in {"node2", "node4"}:
-        assert set(state["checkpoint"]["holders"]) >= {"node2", "node4"} - {state["node"]}
-    else:
-        assert sorted(state["checkpoint"]["holders"]) == ["node2", "node4"]
+    chosen = {"node2", "node4"} - {state["node"]}
+
+    def there() -> bool:
+        """Another may stand in for a slow one, for a while."""
+        holders = set(job_state(shared.nodes[0], job)["checkpoint"]["holders"])
+        return holders == chosen if len(chosen) == 2 else holders >= chosen
+
+    until(there, "its checkpoints to be where it wants them")
     ok(shared.nodes[0], "cancel", job)
 
 
@@ -167,13 +175,21 @@ def test_events_tell_what_happened_here(shared: Stack) -> None:
     host = shared.node(state["attempts"][0]["node"])
     texts = [event["text"] for event in read(host, "events", job)["events"]]
     assert any(text.startswith("running") for text in texts) and any("committed" in text for text in texts)
-    assert ok(host, "events", job).count("\n") == len(texts)
+    until(
+        lambda: ok(host, "events", job).count("\n") == len(read(host, "events", job)["events"]),
+        "as many lines as events",
+    )
 
 
 def test_nodes_and_status(shared: Stack) -> None:
-    rows = read(shared.nodes[0], "nodes")["nodes"]
+    def all_lend() -> list[dict[str, Any]]:
+        """What other tests did to them is over."""
+        rows: list[dict[str, Any]] = read(shared.nodes[0], "nodes")["nodes"]
+        return rows if all(row["lending"] and row["slots_free"] == 4 for row in rows) else []
+
+    rows = until(all_lend, "all to lend all that they have")
     assert sorted(row["nick"] for row in rows) == ["node1", "node2", "node3", "node4"]
-    assert all(row["state"] == "alive" and row["lending"] and row["engines"] == ["process"] for row in rows)
+    assert all(row["state"] == "alive" and row["engines"] == ["process"] for row in rows)
     assert [row["nick"] for row in rows if row["me"]] == ["node1"]
     table = ok(shared.nodes[0], "nodes")
     assert "node1 *" in table and "4/4 slots" in table
@@ -194,9 +210,11 @@ def interrupted(shared: Stack, times: int) -> tuple[subprocess.Popen[str], str, 
         process.send_signal(signal.SIGINT)
         if number == 0:
             while "Ctrl-C once more" not in heard:
-                heard += process.stderr.readline()
+                line = process.stderr.readline()
+                assert line, heard
+                heard += line
     rest = process.stderr.read()
-    process.wait(30)
+    process.wait(WAIT_S)
     process.stdout.close()
     process.stderr.close()
     return process, heard, rest
@@ -224,16 +242,18 @@ def test_wait_ends_with_the_first_code_that_is_not_zero(shared: Stack) -> None:
     assert mesh(node, "wait", slow).returncode == 103
 
 
-def test_a_job_moves_where_its_user_wants_it_and_loses_nothing(shared: Stack) -> None:
+def test_a_job_moves_where_its_user_wants_it_and_loses_nothing(shared: Stack, tmp_path: Path) -> None:
     user = shared.nodes[0]
-    job = submit_count(user, 300)
+    job = submit_endless(user, tmp_path / "end")
     before = running_with_checkpoint(user, job)
     there = next(node.nick for node in shared.nodes if node.nick not in {user.nick, before["node"]})
     assert "already" in mesh(user, "migrate", job, "--to", before["node"]).stderr
     told = ok(user, "migrate", job, "--to", there)
     assert f"left {before['node']} and goes on on {there}, from step" in told
+    running_with_checkpoint(user, job)
+    (tmp_path / "end").touch()
     end = finished(user, job)
-    assert end["state"] == "done" and ok(user, "logs", job).splitlines()[-1] == f"digest {count_digest(300)}"
+    assert end["state"] == "done" and exact(user, job)
     assert [attempt["node"] for attempt in end["attempts"]] == [before["node"], there]
     assert end["attempts"][0]["reason"] == "vacated: its user moves it"
     assert end["attempts"][0]["last_step"] == end["attempts"][1]["resumed_step"], "not a step is done twice"

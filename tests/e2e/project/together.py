@@ -1,7 +1,7 @@
 """A job on several nodes that keeps the contract: each step sums what all have computed; the first of them checkpoints.
 
 Its last line is a hash over every step, whoever computed which part of it: the same on one node and on three. With `fail N`,
-the last of them fails at step N.
+the last of them fails at step N. With a file named by UNTIL it ends once that is there, as count.py does.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 STEPS, EVERY, PACE_S, PARTS = int(sys.argv[1]), 10, float(sys.argv[2]), 6
+UNTIL = os.environ.get("UNTIL")
 FAILS_AT = int(sys.argv[3]) if len(sys.argv) > 3 else 0
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -42,7 +43,7 @@ def lead():
     print(f"attempt {os.environ['MESH_ATTEMPT']}: {size} of us, from step {step}", flush=True)
     with socket.create_server(address) as server:
         mates = [server.accept()[0].makefile("rw") for _ in range(size - 1)]
-    while step < STEPS:
+    while step < STEPS and not (UNTIL and Path(UNTIL).exists()):
         step += 1
         for mate in mates:
             print(step, file=mate, flush=True)
@@ -56,6 +57,8 @@ def lead():
         time.sleep(PACE_S)
     for mate in mates:
         print("", file=mate, flush=True)
+    if UNTIL:
+        print(f"counted {step}")
     print(f"digest {digest}", flush=True)
 
 
