@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
@@ -12,7 +12,7 @@ LEFT_OUT = "tier "  # how the reason of such a skip begins
 _left_out: Counter[str] = Counter()
 
 # How long an example takes says how busy the machine is, and nothing else.
-settings.register_profile("mesh", deadline=None)
+settings.register_profile("mesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mesh")
 
 

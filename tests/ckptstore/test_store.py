@@ -62,7 +62,7 @@ def possible(files: dict[str, bytes]) -> bool:
     return not any(a != b and b.startswith(a + "/") for a in files for b in files)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40)
 @given(TREES.filter(possible))
 def test_a_restored_tree_is_the_saved_one(tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]) -> None:
     root = tmp_path_factory.mktemp("tree")

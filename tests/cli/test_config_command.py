@@ -91,7 +91,9 @@ def test_a_crash_leaves_the_old_file_or_the_new_one(state: Path, monkeypatch: py
     assert (state / "config.toml").is_symlink() and "slots = 4" in elsewhere.read_text()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.sampled_from(Settings.__struct_fields__), st.lists(st.text(max_size=8), min_size=1, max_size=3))
 def test_after_any_change_the_file_can_be_used(state: Path, key: str, values: list[str]) -> None:
     before = (state / "config.toml").read_text()

@@ -45,7 +45,7 @@ def pages_of(make_pages: Callable[..., Pages], world: World, share: float) -> Pa
     return pages
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     share=st.integers(2, 95),
     kernels=st.lists(st.sampled_from([20, 50, 100, 300, 1000, 3000]), min_size=1, max_size=8).map(tuple),

@@ -173,7 +173,7 @@ json_values = st.recursive(
 ).map(lambda value: json.dumps(value).encode())
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(path=st.sampled_from(BODIES), body=st.one_of(st.binary(max_size=100), json_values))
 def test_hostile_bodies_on_the_local_socket(shared: Stack, path: str, body: bytes) -> None:
     if path in {"/v1/pause", "/v1/reclaim", "/v1/lend"}:
@@ -248,7 +248,7 @@ def test_unsigned_foreign_and_replayed_calls_change_nothing_and_are_counted(shar
     assert peer.state() == state
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     call=st.sampled_from(
         [
@@ -295,9 +295,14 @@ def test_noise_on_the_gossip_port_is_counted_and_changes_nothing(shared: Stack) 
     host, port = read(peer.node, "status")["address"].rsplit(":", 1)
     state, before = peer.state(), sum(peer.refused().values())
     draw = random.Random(5)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as noise:
-        for _ in range(200):
-            noise.sendto(draw.randbytes(draw.randrange(1, 1400)), (host, int(port)))
+
+    def counted() -> bool:
+        """More of it, of which the kernel may drop what nobody has time to read; whether that was enough."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as noise:
+            for _ in range(20):
+                noise.sendto(draw.randbytes(draw.randrange(1, 1400)), (host, int(port)))
+        return sum(peer.refused().values()) >= before + 100
+
     for data in (b"", b"\0" * 64, draw.randbytes(4000), b"\xff\xff\xff\xff"):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(data)
@@ -305,5 +310,5 @@ def test_noise_on_the_gossip_port_is_counted_and_changes_nothing(shared: Stack) 
             connection.settimeout(10)
             with contextlib.suppress(OSError):
                 connection.recv(10)
-    until(lambda: sum(peer.refused().values()) >= before + 100, "the noise to be counted")
+    until(counted, "the noise to be counted")
     assert peer.state() == state

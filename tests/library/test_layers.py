@@ -67,7 +67,7 @@ def test_a_fetch_goes_on_where_it_was_left_also_after_a_restart(store: LayerStor
     assert b"".join(again.blocks(layer)) == CONTENT
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, len(CONTENT)), st.binary(max_size=2000)), max_size=4), st.booleans())
 def test_whatever_a_crash_leaves_of_a_part_only_right_pieces_count(
     store: LayerStore, damage: list[tuple[int, bytes]], cut: bool
