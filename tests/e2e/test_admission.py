@@ -8,7 +8,7 @@ import pytest
 from membership.identity import Identity
 from membership.trust import accept_invite, parse_invite
 from mesh.layout import Layout, save_membership
-from tests.e2e.commands import mesh, ok, read, start, until
+from tests.e2e.commands import WAIT_S, mesh, ok, read, start, until
 from tests.e2e.test_joining import LOCAL, alive
 
 pytestmark = pytest.mark.e2e
@@ -42,7 +42,7 @@ def test_whoever_knocks_waits_until_somebody_approves_on_any_node_that_may(home:
     assert mesh(founder, "approve", "nobody").returncode == 4
     told = ok(founder, "approve", row["node"][:9], "--nick", "laptop", "--user", "cyd", "--role", "user")
     assert told.startswith("let in laptop (user cyd")
-    out, err = knocking.communicate(timeout=30)
+    out, err = knocking.communicate(timeout=WAIT_S)
     assert knocking.returncode == 0 and "joined mesh 'lab'" in out and row["node"][:7] in err
     ok(third, "up", *LOCAL)
     until(lambda: alive(founder) == {"desk", "rack", "laptop"}, "all to see all")
@@ -60,7 +60,7 @@ def test_an_interrupted_knock_goes_on_with_the_same_key(home: Path, founder: Pat
     knocking = start(second, "join", address(founder), "--nick", "rack")
     until(lambda: read(founder, "pending")["pending"], "the knock")
     knocking.send_signal(signal.SIGINT)
-    _, err = knocking.communicate(timeout=20)
+    _, err = knocking.communicate(timeout=WAIT_S)
     assert knocking.returncode == 5 and "still waits" in err
     ok(founder, "approve", "rack")
     assert "joined mesh 'lab'" in ok(second, "join", address(founder), "--nick", "rack")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mesh.layout import Layout
-from tests.e2e.commands import mesh, ok, read, start, until
+from tests.e2e.commands import WAIT_S, mesh, ok, read, start, until
 
 pytestmark = pytest.mark.e2e
 LOCAL = ("--bind", "127.0.0.1", "--port", "0", "--api-port", "0", "--profile", "local")
@@ -311,7 +311,7 @@ def test_in_the_foreground_ctrl_c_leaves_in_order(home: Path) -> None:
     process = start(state, "up", *LOCAL, "--foreground")
     until(lambda: mesh(state, "status").returncode == 0, "the daemon to answer")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0 and "leaving" in err and not (state / "mesh.sock").exists()
 
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from mesh.stack import Stack, StackNode
 from mesh.telemetry.metrics import METRICS
-from tests.e2e.commands import mesh, ok, read, running_with_checkpoint, submit_count, until
+from tests.e2e.commands import free_port, mesh, ok, read, running_with_checkpoint, submit_count, until
 
 pytestmark = pytest.mark.e2e
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -35,8 +35,7 @@ def on_socket(node: StackNode) -> Samples:
 
 
 def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable[..., Stack]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     stack = make_stack(2)
     here, there = stack.nodes
     ok(there, "down", "--now")

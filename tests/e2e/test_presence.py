@@ -89,6 +89,10 @@ def events(node: StackNode, job: str) -> list[str]:
     return [f"{event['new']}: {event['reason']}" for event in read(node, "events", job)["events"]]
 
 
+def taken_back(node: StackNode, job: str) -> str:
+    return next((event for event in events(node, job) if event.startswith("taken back")), "")
+
+
 def stands_still(node: StackNode, job: str) -> bool:
     """What was told when it was stopped may be of a second before; from then on nothing is."""
     time.sleep(1.2)
@@ -128,16 +132,14 @@ def test_a_short_visit_only_freezes_guests(make_stack: MakeStack, terminal: Call
     shown = {row["nick"]: row for row in read(user, "nodes")["nodes"]}
     assert not shown[host.nick]["lending"]
     until(lambda: "its owner is there" in ok(user, "nodes"), "others to be told")
-    assert stands_still(user, job)
+    until(lambda: stands_still(user, job), "no step to be told of any more")
     stood = job_state(user, job)["step"]
     policy(host, "")  # he does not mind guests while he types
     until(lambda: job_state(user, job)["step"] > stood + 5, "it to go on")
     state = job_state(user, job)
     assert state["node"] == host.nick and len(state["attempts"]) == 1, "nothing was vacated"
-    told = events(user, job)
-    assert any(event.startswith("suspended: somebody is at its keyboard") for event in told)
-    assert any(event.startswith("goes on: it stood still for") for event in told)
-
+    for words in ("suspended: somebody is at its keyboard", "goes on: it stood still for"):
+        until(lambda words=words: any(event.startswith(words) for event in events(user, job)), words)  # type: ignore[misc]
     assert re.search(rf"job {job[:8]}: rung suspended: it stands still after \d+ ms", host.where.log.read_text())
     ok(user, "cancel", job)
 
@@ -152,10 +154,15 @@ def test_a_container_stands_still_and_goes_on_when_the_hours_begin_again(make_st
     until(lambda: len(ok(node, "logs", job).splitlines()) > 5, "it to run")
     ok(node, "lend", "--hours", "never")
     until(lambda: log_at(node, "rung suspended: it stands still"), "it to stand still")
-    time.sleep(0.3)  # what it wrote before may be on its way
+
+    def silent() -> bool:
+        """What it wrote before may be on its way."""
+        before = ok(node, "logs", job)
+        time.sleep(1.0)
+        return ok(node, "logs", job) == before
+
+    until(silent, "no line to come any more")
     stood = ok(node, "logs", job)
-    time.sleep(1.0)
-    assert ok(node, "logs", job) == stood
     ok(node, "lend", "--hours", "always")
     until(lambda: ok(node, "logs", job) != stood, "it to go on")
     assert len(job_state(node, job)["attempts"]) == 1
@@ -187,10 +194,10 @@ def test_hours_and_a_file_that_is_broken_for_a_while(make_stack: MakeStack) -> N
     until(lambda: job_state(user, job)["state"] == "pending", "it to be sent away")
     words = "its hours of lending are over"
     assert job_state(user, job)["attempts"][0]["reason"] == f"vacated: its owner took the machine back: {words}"
-    taken = next(event for event in events(user, job) if event.startswith("taken back"))
+    taken = until(lambda: taken_back(user, job), "it to be told that it was taken back")
     assert re.search(rf"the owner of {host.nick}: {words}; nothing is lost", taken) and words in ok(user, "logs", job)
-    log = host.where.log.read_text()
-    assert re.search(rf"job {job[:8]}: .* from the order: notice \d+ ms, exited \d+ ms, gone \d+ ms", log)
+    rungs = rf"job {job[:8]}: .* from the order: notice \d+ ms, exited \d+ ms, gone \d+ ms"
+    until(lambda: re.search(rungs, host.where.log.read_text()), "its rungs to be logged")
     assert "other hours" in ok(user, "why", job)
     assert host.where.policy.read_text() == "hours = \"never\"\n# mine\n[gpu]\nidle = '5s'\n"
     ok(host, "lend", "--hours", "always")
@@ -256,6 +263,9 @@ sys.exit(85)
 """
 
 
+LOOKS = "80"  # four seconds' worth, so that a notice of one is over first, also where the daemon is late
+
+
 def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_owner_leaves(
     make_stack: MakeStack, tmp_path: Path
 ) -> None:
@@ -264,12 +274,12 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     (tmp_path / "slow.py").write_text(SLOW)
     policy(node, "[ladder]\nnotice = 1\npause = '50s'\n")
     until(lambda: lending(node)["policy"]["notice"] == 1.0, "the policy to be read")
-    order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--", sys.executable, "slow.py", "30")
+    order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--", sys.executable, "slow.py", LOOKS)
     job = ok(node, *order, cwd=tmp_path).strip()
     until(lambda: (job_state(node, job).get("step") or 0) > 3, "it to work")
     assert ok(node, "lend", "--hours", "never").startswith("not lent now")
     until(lambda: log_at(node, "rung paused: it stands still"), "its notice to be over")
-    assert stands_still(node, job)
+    until(lambda: stands_still(node, job), "no step to be told of any more")
     ok(node, "lend", "--hours", "always")
     end = finished(node, job)
     assert end["state"] == "done", end["outcome"]
@@ -283,9 +293,9 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     until(lambda: (job_state(node, job).get("step") or 0) > 3, "it to work")
     (gone,) = read(node, "reclaim")["guests"]
     rungs = gone["rungs_ms"]
-    assert 900 < rungs["paused"] - rungs["notice"] < 3000 and rungs["paused"] < rungs["killed"] <= rungs["exited"]
+    assert rungs["paused"] - rungs["notice"] > 900 and rungs["paused"] < rungs["killed"] <= rungs["exited"]
     assert gone["lost_steps"] >= 3 and rungs["killed"] - rungs["notice"] > 1800
-    taken = next(event for event in events(node, job) if event.startswith("taken back"))
+    taken = until(lambda: taken_back(node, job), "it to be told that it was taken back")
     assert re.search(r"by hand; lost: \d+ steps since its last checkpoint", taken)
     assert f"mesh: {time.strftime('%Y')}" in ok(node, "logs", job)
     ok(node, "cancel", job)
@@ -297,7 +307,7 @@ def test_who_needs_longer_than_the_notice_stands_still_and_may_finish_if_the_own
     job = job.strip()
     until(lambda: job_state(node, job).get("state") == "vacating", "its user's own notice, of five minutes")
     (gone,) = read(node, "reclaim", "--grace", "1s")["guests"]
-    assert gone["rungs_ms"]["killed"] < 15_000, "its owner's time counts"
+    assert gone["rungs_ms"]["killed"] < 150_000, "its owner's time counts"
 
 
 class Owners:
@@ -424,7 +434,8 @@ def test_one_gpu_is_taken_back_and_the_other_goes_on(world: World, make_stack: M
     assert row["job"] == first and row["gpus"] == [gpus[0]["uuid"]] and row["loses"]
     answer = read(node, "reclaim", "--gpu", "0", "--now")
     assert answer["reclaimed"] == [first] and answer["gpu"] == gpus[0]["uuid"]
-    assert [one["job"] for one in on_gpus(node)] == [other] and not read(node, "status")["paused"]
+    until(lambda: [one["job"] for one in on_gpus(node)] == [other], "the attempt to be over")
+    assert not read(node, "status")["paused"]
     until(lambda: job_state(node, first)["state"] == "pending", "it to wait")
     assert "GPU 0: taken back" in ok(node, "lend")
     assert lending(node)["gpus"][0]["withheld"] and not lending(node)["gpus"][1]["withheld"]

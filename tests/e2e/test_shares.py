@@ -132,6 +132,11 @@ def shares(node: StackNode) -> bool:
     return bool(read(node, "nodes")["nodes"][0]["gpu_shares"])
 
 
+def new_of(node: StackNode, job: str) -> list[str]:
+    """What has happened to it, in a word each."""
+    return [event["new"] for event in read(node, "events", job)["events"]]
+
+
 def on_gpus(node: StackNode) -> list[dict[str, Any]]:
     return [job for gpu in read(node, "gpus")["gpus"] for job in gpu["jobs"]]
 
@@ -194,7 +199,10 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     assert used["nvml_ns"] and used["nvml_byte_s"] and job[:8] in ok(node, "gpus", "--receipts")
     sealed = b64decode(receipt["sealed"])
     assert open_receipt(sealed, TrustStore(node.where.genesis.read_bytes()).mesh_id).devices[0].uuid == uuid
-    assert any(event["reason"].startswith("used ") for event in read(node, "events", job)["events"])
+    until(
+        lambda: any(event["reason"].startswith("used ") for event in read(node, "events", job)["events"]),
+        "its user to be told",
+    )
     ok(node, "cancel", job)
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
@@ -219,12 +227,9 @@ def test_memory_is_lent_and_comes_back_for_who_is_guaranteed_it(world: World, ma
     until(lambda: on_gpus(node)[0]["gate"] == "open" and on_gpus(node)[0]["memory_now"] == 8 * GIB, "it to go on")
     before = on_gpus(node)[0]["launches"]
     until(lambda: on_gpus(node)[0]["launches"] > before, "it to work")
-    told = [event["new"] for event in read(node, "events", borrower)["events"]]
-    assert [new for new in told if new in {"memory recalled", "gpu paused", "goes on"}] == [
-        "memory recalled",
-        "gpu paused",
-        "goes on",
-    ]
+    until(lambda: "goes on" in new_of(node, borrower), "its user to be told")
+    told = [new for new in new_of(node, borrower) if new in {"memory recalled", "gpu paused", "goes on"}]
+    assert told == ["memory recalled", "gpu paused", "goes on"]
     assert job_state(node, borrower)["attempts"][0]["reason"] == "" and len(job_state(node, borrower)["attempts"]) == 1
     log = node.where.log.read_text()
     assert re.search(rf"job {needs[:8]}: the memory it is guaranteed was lent, and is there after \d+ ms", log)
@@ -262,7 +267,10 @@ def test_one_past_the_guard_is_stopped_told_of_and_let_go_on(world: World, make_
     stopped = until(lambda: next((row for row in on_gpus(node) if row.get("findings")), None), "it to be found")
     assert stopped["findings"][0]["kind"] == "unguarded" and stopped["closed_by"] == ["audit"]
     assert "without the guard" in mesh(node, "gpus").stderr
-    (told,) = [event for event in read(node, "events", job)["events"] if event["new"] == "bypass"]
+    (told,) = until(
+        lambda: [event for event in read(node, "events", job)["events"] if event["new"] == "bypass"],
+        "its user to be told",
+    )
     assert told["reason"].endswith("without the guard: it is stopped")
     foreign = read(node, "gpus")["gpus"][0]["foreign"]
     assert foreign == {"processes": 0, "memory": 0}, "it is the job's, and no program of the owner's"

@@ -1,6 +1,7 @@
 """Real nodes over real UDP and TCP on loopback."""
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +29,7 @@ from membership.wire import Left, Ping, encode
 LOOPBACK = "127.0.0.1"
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -247,8 +248,8 @@ async def test_a_node_whose_clock_all_others_contradict_says_so_and_they_do_not(
     await wrong.start()
     mesh.nodes.append(wrong)
     await until(lambda: all(alive(n) == 4 for n in mesh.nodes), "all to see all")
-    await until(lambda: "clock" in wrong.problems, "it to notice", 40.0)
-    assert "100 s ahead of" in wrong.problems["clock"] or "101 s ahead of" in wrong.problems["clock"]
+    await until(lambda: "clock" in wrong.problems, "it to notice")
+    assert re.search(r"\b(9[6-9]|10[0-4]) s ahead of", wrong.problems["clock"]), "by how long its messages take"
     assert not any("clock" in node.problems for node in mesh.nodes[:3])
     assert wrong.clock_offset_s is not None and wrong.clock_offset_s < -95
 

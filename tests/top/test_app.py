@@ -18,7 +18,7 @@ from mesh.top.question import Help, Question
 from mesh.top.sheet import Sheet
 from tests.top.recorded import Recorded, daemon
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 @pytest.fixture(autouse=True)

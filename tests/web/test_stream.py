@@ -77,6 +77,9 @@ async def test_a_thousand_viewers_lose_nothing(monkeypatch: pytest.MonkeyPatch) 
         text += line
         job.printed.put_nowait(line.encode())
         if number == 7:
+            async with asyncio.timeout(30):
+                while not viewers[1].place:
+                    await asyncio.sleep(0.01)
             await viewers[1].leave()
             viewers[1] = again = Viewer(topic, viewers[1].place)
             again.log = text[: int(again.place.partition(".")[2])]
@@ -99,7 +102,7 @@ async def test_nothing_is_computed_while_nobody_looks(monkeypatch: pytest.Monkey
     job, over = Job(), asyncio.Event()
     topic = Topic(job.render, job.output, over.set)
     topic.open()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await over.wait()
     assert job.renders == 0
 
@@ -119,7 +122,7 @@ async def test_a_page_that_cannot_be_shown_once_is_shown_later(
     topic = Topic(render, None, lambda: None)
     topic.open()
     viewer = Viewer(topic)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not viewer.parts:
             await asyncio.sleep(0.005)
     assert caplog.text.count("a page cannot be shown") == 3
