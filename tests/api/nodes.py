@@ -80,7 +80,7 @@ class Keeper:
 
     async def close(self) -> None:
         await self._runner.cleanup()
-        async with asyncio.timeout(10):  # what came of a broken stream is kept by a thread
+        async with asyncio.timeout(60):  # what came of a broken stream is kept by a thread
             while any((self.store.root / "tmp").iterdir()):
                 await asyncio.sleep(0.01)
         self.store.close()

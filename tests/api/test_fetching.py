@@ -161,7 +161,7 @@ async def test_a_fetch_that_is_given_up_leaves_nothing_open(world: World) -> Non
         await asyncio.sleep(0.01)
     fetch.cancel()
     await asyncio.gather(fetch, return_exceptions=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while list((world.root / "ours" / "tmp").iterdir()):
             await asyncio.sleep(0.01)
     assert not world.ours.has(saved.id)

@@ -97,7 +97,7 @@ async def test_what_arrived_whole_of_a_broken_stream_is_not_sent_again(
     with pytest.raises((aiohttp.ClientError, ConnectionResetError)):
         await put(taker, broken())
     assert isinstance(await taker.ends.get(), str)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(missing := taker.store.missing(saved.manifest.chunks)) != 1:
             await asyncio.sleep(0.01)
     assert not list((taker.store.root / "tmp").iterdir())
@@ -162,7 +162,7 @@ class Watched(Receiver):
     def feed(self, data: Bytes) -> int:
         self.fed = getattr(self, "fed", 0) + 1
         for _ in range(2 if self.fed == 1 else 1):
-            assert self.pieces.asked.acquire(timeout=10), "the connection waits for the disk"
+            assert self.pieces.asked.acquire(timeout=60), "the connection waits for the disk"
         return super().feed(data)
 
 

@@ -129,13 +129,15 @@ async def test_the_heavier_checkpoint_overtakes_one_that_is_on_its_way(world: Wo
 
 async def test_of_a_copy_that_is_cut_off_nothing_shows_and_the_next_try_goes_on(world: World) -> None:
     keeper = world.keepers[PEER]
+    keeper.link = link = Link(1000 * MB)
     courier = await world.courier(Wire(10 * MB))
     saved = world.checkpoint(40 * MB)
     cut = asyncio.create_task(courier.replicate(saved.id, [PEER], [], 1))
-    await asyncio.sleep(2.0)
+    while link.carried < 20 * MB:
+        await asyncio.sleep(0.01)
     cut.cancel()
     await asyncio.gather(cut, return_exceptions=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(keeper.store.missing(saved.manifest.chunks)) == len(saved.manifest.chunks):
             await asyncio.sleep(0.05)
     assert keeper.torn() == 0 and not keeper.manifests

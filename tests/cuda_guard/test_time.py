@@ -33,7 +33,7 @@ def busy(kernel: str, stream: bool = False) -> Callable[[Driver], Any]:
     return work
 
 
-def until(ready: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
+def until(ready: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := ready()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"

@@ -204,6 +204,11 @@ def all_see(hosts: Sequence[Host], nicks: set[str], state: str = "alive") -> boo
     return all({nick for nick, seen in host.sees().items() if seen == state} == nicks for host in hosts)
 
 
+def offered(host: Host) -> int:
+    """How many nodes' offers it has heard."""
+    return len([row for row in host.client.get("/v1/nodes")["nodes"] if row["engines"]])
+
+
 def office(lan: Lan, count: int, **settings: Any) -> list[Host]:
     """Machines on one switch, of one mesh, all up; they must find each other by multicast alone."""
     lan.switch("br0")
@@ -214,4 +219,6 @@ def office(lan: Lan, count: int, **settings: Any) -> list[Host]:
     for host in hosts:
         host.up(**settings)
     until(lambda: all_see(hosts, {host.name for host in hosts}), "all to find each other")
+    if settings.get("lend"):
+        until(lambda: all(offered(host) == len(hosts) for host in hosts), "all to hear what the others lend")
     return hosts

@@ -197,7 +197,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     words = ["run", "gpunion-11", "--seeds", "5000", "--workers", "2", "--keep", str(file), "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "mesh.cli", "sim", *words],
+        ["env", "--default-signal=INT", sys.executable, "-m", "mesh.cli", "sim", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -206,7 +206,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (file.exists() and file.read_bytes().count(b"\n") >= 3):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr
             time.sleep(0.05)
