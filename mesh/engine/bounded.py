@@ -9,7 +9,6 @@ and its /tmp and /dev/shm are memory, so its directories and its log are all tha
 import asyncio
 import contextlib
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable
@@ -22,20 +21,22 @@ from mesh.engine import cgroups
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
 from mesh.engine.process import HOME
-from mesh.engine.room import NoRoom, Room, blocks, tree_bytes
+from mesh.engine.room import NoRoom, Quotas, Room, blocks, tree_bytes
 from mesh.engine.wrapped import WrappedGuest
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
-FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class BoundedEngine:
-    def __init__(self, engine: Engine, ceilings: Ceilings, sets: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, engine: Engine, ceilings: Ceilings, sets: Callable[[], bool] = lambda: True, quotas: Quotas | None = None
+    ) -> None:
         """`sets`: whether what a job does not ask for is set too. An engine that can bound no more than each process's own memory
-        is better left alone there."""
+        is better left alone there. `quotas`: shared with other engines of the node."""
         self.name, self.own_root = engine.name, engine.own_root
         self._engine, self._ceilings, self._sets = engine, ceilings, sets
+        self._quotas = quotas or Quotas()
         self._room = Room()  # on the disk where all attempts have their directories
 
     async def availability(self) -> Availability:
@@ -47,7 +48,12 @@ class BoundedEngine:
             raise EngineError(refusal)
         limit = await asyncio.to_thread(self._disk_limit, launch)
         bounded = self._ceilings.applied(launch) if self._sets() else launch
-        return BoundedGuest(await self._engine.start(bounded), launch, limit, self._ceilings.log_mib << 20, self._room)
+        try:
+            guest = await self._engine.start(bounded)
+        except BaseException:
+            self._quotas.end(Path(launch.work_dir))
+            raise
+        return BoundedGuest(guest, launch, limit, self._ceilings.log_mib << 20, self._quotas, self._room)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -55,15 +61,16 @@ class BoundedEngine:
     def _disk_limit(self, launch: Launch) -> int:
         if self._ceilings.disk_mib is not None:
             return self._ceilings.disk_mib << 20
-        return used_bytes(launch) + shutil.disk_usage(launch.work_dir).free // FREE_SHARE
+        return used_bytes(launch) + self._quotas.grant(Path(launch.work_dir))
 
 
 class BoundedGuest(WrappedGuest):
     """Ended once it has written more than `limit` bytes; its log is cut at `log_limit`."""
 
-    def __init__(self, guest: Guest, launch: Launch, limit: int, log_limit: int, room: Room) -> None:
+    def __init__(self, guest: Guest, launch: Launch, limit: int, log_limit: int, quotas: Quotas, room: Room) -> None:
         super().__init__(guest)
-        self._launch, self._limit, self._room = launch, limit, room
+        self._launch, self._limit = launch, limit
+        self._quotas, self._room = quotas, room
         self._log, self._log_limit = Path(launch.log_path), log_limit
         self._log_cut = False
         self._over = ""
@@ -74,6 +81,7 @@ class BoundedGuest(WrappedGuest):
         if not self._over:
             self._watch.cancel()
         await asyncio.wait([self._watch])  # one that has ended it says so in the log first
+        self._quotas.end(Path(self._launch.work_dir))
         if not self._over:
             await self._keep_log_short()
         return msgspec.structs.replace(end, detail=self._over) if self._over else end
@@ -118,6 +126,7 @@ class BoundedGuest(WrappedGuest):
             begun = time.monotonic()
             if begun >= due:
                 used = await asyncio.to_thread(used_bytes, self._launch)
+                self._quotas.has_left(Path(self._launch.work_dir), self._limit - used)
                 if used > self._limit:
                     await self._end(used)
                     return

@@ -2,10 +2,10 @@
 
 dump/images    CRIU's own files, of root            dump/made.json  what they can be restored on (`Made`)
 
-A dump leaves the container as it was, also one that takes too long: whoever ordered it removes its directory, so CRIU has nowhere
-to write. A restore needs a new container with the same image and settings: Docker has CRIU put the
-processes into it, with its own mounts, control groups and pipes. Docker reads images only from a directory of its own, so they
-are copied there. What CRIU does with images it does as root and unquestioned: see docs/isolation.md.
+A dump leaves the container as it was. One that takes too long is given up: whoever ordered it removes its directory, and the
+container goes on when the engine is done with it. A restore needs a new container with the same image and settings: Docker has
+CRIU put the processes into it, with its own mounts, control groups and pipes. Docker reads images only from a directory of its
+own, so they are copied there. What CRIU does with images it does as root and unquestioned: see docs/isolation.md.
 """
 
 import os

@@ -1,6 +1,5 @@
-"""Room on the disk for system checkpoints, promised before one is made, so that several at once are not each given the same.
-
-What is promised and not written yet counts as taken. A promise is over when its directory is gone.
+"""Room on the disk: for what guests write, and for system checkpoints. It is promised beforehand, so that several at once are not
+each given the same; what is promised and not written yet counts as taken.
 """
 
 import os
@@ -12,14 +11,41 @@ from pathlib import Path
 from mesh.amount import amount
 
 BLOCK = 512  # bytes of st_blocks (inode(7))
+FREE_SHARE = 2  # of what is free and promised to nobody, one part in so many is a guest's; ours
 
 
 class NoRoom(OSError):
     """The text says how much is free, and promised to others."""
 
 
+class Quotas:
+    """Of a node's guests: what each may still write, where its owner has not said. Calls may come from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[Path, int] = {}  # bytes, by the directory that a guest works in
+
+    def grant(self, directory: Path) -> int:
+        """What a guest that is about to start may write, in bytes."""
+        with self._lock:
+            others = sum(left for one, left in self._left.items() if one != directory)
+            self._left[directory] = max(0, shutil.disk_usage(directory).free - others) // FREE_SHARE
+            return self._left[directory]
+
+    def has_left(self, directory: Path, left: int) -> None:
+        with self._lock:
+            if directory in self._left:
+                self._left[directory] = max(0, left)
+
+    def end(self, directory: Path) -> None:
+        """It writes no more."""
+        with self._lock:
+            self._left.pop(directory, None)
+
+
 class Room:
-    """Of one disk. Its calls look at files, and may come from any thread."""
+    """Of one disk, for system checkpoints: a promise is over when its directory is gone. Its calls look at files, and may come
+    from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

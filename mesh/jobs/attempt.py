@@ -235,7 +235,7 @@ class Attempt:
             return
         finally:
             self.preparing = ""
-        resume = await asyncio.to_thread(self._resume, ledger.commit)
+        resume = await asyncio.to_thread(self._resume, ledger.commit) if ledger.commit is not None else None
         while boot_s() >= self._until:  # fetching its files can outlast the lease
             self._allowed.clear()
             await self._allowed.wait()
@@ -329,9 +329,9 @@ class Attempt:
             env["MESH_ARRAY_COUNT"] = str(array.of)
         return env if post is None else env | gang_env(post)
 
-    def _resume(self, commit: Commit | None) -> str | None:
+    def _resume(self, commit: Commit) -> str | None:
         """Which of the restored entries the guest is to go on from: the one that was the newest when they were saved."""
-        if commit is None or self.spec.checkpointing is None or self._dumps is not None:
+        if self.spec.checkpointing is None or self._dumps is not None:
             return None
         newest = self._store.manifest(commit.manifest).open(self.deposits.vault).note.get("resume", "")
         inside = newest not in {".", ".."} and "/" not in newest and (self.base / "ckpt" / newest).exists()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_job_has_what_its_host_lends_and_no_more(make_stack: Callable[..., Stack]) -> None:
-    stack = make_stack(1, max_memory_gib=1.0, max_cpus=2.0, max_disk_gib=0.05)
+    stack = make_stack(1, max_memory_gib=1.0, max_cpus=2.0, max_disk_gib=0.05, max_log_gib=0.01)
     (node,) = stack.nodes
     done = mesh(node, "run", "--no-workdir", "--memory", "2g", "--", "true")
     assert done.returncode == 6 and "lends 1024 MiB of memory to a job, 2048 asked" in done.stderr
@@ -26,3 +26,8 @@ def test_a_job_has_what_its_host_lends_and_no_more(make_stack: Callable[..., Sta
         r"^mesh: ended: (it wrote \d+\.\d MiB), and may have 51\.0 MiB on this node$", ok(node, "logs", job), re.M
     )
     assert wrote is not None and wrote[1] in ok(node, "events", job)
+
+    job = ok(node, *order, "--", "sh", "-c", "head -c 12000000 /dev/zero | tr '\\0' x").strip()
+    assert finished(node, job)["state"] == "done"
+    words = "log cut at 10.0 MiB: what it prints from here on is not kept"
+    assert ok(node, "logs", job).endswith(f"xx\nmesh: {words}\n") and words in ok(node, "events", job)

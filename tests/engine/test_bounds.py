@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from mesh.api.errors import ConfigError
@@ -25,7 +25,7 @@ from mesh.engine.engine import EngineError, Launch
 from mesh.engine.gpusight import missing
 from mesh.engine.hardening import cdi_devices
 from mesh.engine.process import ProcessEngine
-from mesh.engine.room import NoRoom, Room
+from mesh.engine.room import NoRoom, Quotas, Room
 from mesh.engine.wrapped import WrappedGuest
 from tests.engine.bench import LOOP, WAIT_S, Bench
 
@@ -153,6 +153,28 @@ async def test_a_log_that_is_too_long_is_cut_and_told_once_and_its_guest_goes_on
     assert (tmp_path / "log").read_bytes() == bytes(MIB) + f"\nmesh: {words}\n".encode()
 
 
+async def test_guests_of_a_node_are_not_each_given_half_of_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a disk with 16 MiB: the second has half of what the first may not have, and one that does not start nothing."""
+    monkeypatch.setattr("mesh.engine.bounded.LOOK_S", 0.05)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * MIB))
+    quotas, benches = Quotas(), []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        benches.append(Bench(BoundedEngine(ProcessEngine(), Ceilings(1024), quotas=quotas), tmp_path / name, None))
+    first, second = benches
+    with pytest.raises(EngineError):
+        await first.start("no-such-program")
+    idle = await first.shell(LOOP)
+    guest = await second.shell("dd if=/dev/zero bs=1M count=6 of=$MESH_OUT_DIR/big; sleep 60")
+    async with asyncio.timeout(WAIT_S):
+        end = await guest.wait()
+    assert "and may have 4.0 MiB on this node" in end.detail
+    await idle.kill()
+    assert quotas.grant(tmp_path) == 8 * MIB, "those that have ended keep nothing"
+
+
 class Saves(WrappedGuest):
     """A real process, and a fake dump of it: `size` bytes."""
 
@@ -176,7 +198,7 @@ async def test_a_system_checkpoint_that_would_not_fit_is_not_made(
     where.parent.mkdir(parents=True)
     assert bounded._resident(await inner.pids()) > 0
     monkeypatch.setattr(bounded, "_resident", lambda pids: MIB)
-    guest = bounded.BoundedGuest(saves, bench.launch(), 16 * MIB, 16 * MIB, Room())
+    guest = bounded.BoundedGuest(saves, bench.launch(), 16 * MIB, 16 * MIB, Quotas(), Room())
     assert await guest.dump(where) == "alike"
     shutil.rmtree(where)
     saves.size = 13 * MIB
@@ -218,6 +240,7 @@ def test_several_checkpoints_at_once_are_not_promised_the_same_room(
     disk.promise(one, 8 * MIB)
 
 
+@settings(max_examples=40)
 @given(orders=some.lists(some.tuples(some.integers(0, 3), some.integers(0, 12), some.integers(0, 12)), max_size=12))
 def test_promises_together_never_exceed_the_disk(orders: list[tuple[int, int, int]]) -> None:
     """`written` of each, in MiB; what was refused writes nothing."""

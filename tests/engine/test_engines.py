@@ -304,6 +304,9 @@ async def test_an_image_that_is_not_there_is_told_with_the_next_step(tmp_path: P
     try:
         with pytest.raises(BadImage):
             await bench.start("true")
+        with pytest.raises(BadImage, match="image gone is not on this node"):  # since it was looked at
+            await bench.start("true", image="gone", image_id=f"sha256:{'0' * 64}")
+        assert containers(f"test-{os.getpid()}") == []
     finally:
         await engine.close()
 
