@@ -7,7 +7,7 @@ ends the guests itself, by the register in the state directory (`mesh/engine/reg
 import json
 import socket
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import click
@@ -21,6 +21,7 @@ from mesh.engine.register import Register
 from mesh.layout import Layout
 
 ANSWER_S = 0.1  # for a switch to have ended every guest; it takes it some 10 ms; ours
+LATE_S = 2.0  # for one that is only slow to say whom it ended, when nobody is left to be ended from here; ours
 MAY_STAND_STILL = "tT"  # states of a process that answers nobody
 
 
@@ -37,12 +38,11 @@ def killall(ctx: click.Context, as_json: bool) -> None:
         raise MeshError(f"no node has its state in {where.root}: name its directory with --state", ExitCode.NO_DAEMON)
     begun = time.monotonic()
     struck, problems = _end_guests(where)
-    told = _press(where, ANSWER_S)  # what the daemon has begun since, and that nothing is to begin
+    with closing(Pressed(where)) as switch:  # what the daemon has begun since, and that nothing is to begin
+        told = switch.told(ANSWER_S)
     if told is None:
         problems += _pause(where)
-    jobs = {one.job for one in struck if one.processes}
-    struck += [one for one in told or () if one.job not in jobs]
-    _tell(ctx, struck, problems, "the daemon was not needed", begun, as_json)
+    _tell(ctx, _together(struck, told or []), problems, "the daemon was not needed", begun, as_json)
 
 
 def take_back(ctx: click.Context, as_json: bool) -> None:
@@ -55,36 +55,57 @@ def take_back(ctx: click.Context, as_json: bool) -> None:
 def strike(where: Layout) -> tuple[list[Struck], list[str], str]:
     """End every guest at once, by the daemon's switch or, where that does not answer, from here: who was struck, what went wrong,
     and by whom, in words."""
-    problems: list[str] = []
-    struck, by = _press(where, ANSWER_S), "by the daemon"
-    if struck is None:
+    with closing(Pressed(where)) as switch:
+        struck = switch.told(ANSWER_S)
+        if struck is not None:
+            return struck, [], "by the daemon"
         if not where.kill_socket.exists() and not where.guests.is_dir():
             raise MeshError(f"no daemon runs here ({where.root}): start it with `mesh up`", ExitCode.NO_DAEMON)
         struck, problems = _end_guests(where)
         problems += _pause(where)
-        by = "without the daemon, which did not answer"
-    return struck, problems, by
+        own = any(one.processes for one in struck)
+        late = switch.told(ANSWER_S if own else LATE_S) or []
+    by = "without the daemon, which did not answer" if own or not late else "by the daemon"
+    return _together(struck, late), problems, by
 
 
-def _press(where: Layout, answer_s: float) -> list[Struck] | None:
-    """Press the daemon's switch. None if it does not answer; one that stands still is not waited for, but will read it."""
-    with suppress(OSError, ValueError, TypeError, KeyError), socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(answer_s)
-        connection.connect(str(where.kill_socket))
-        connection.send(b"kill\n")
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        found = stat_of(int.from_bytes(peer[:4], "little"))
-        if found is None or found.state in MAY_STAND_STILL:
-            return None
-        deadline, heard = time.monotonic() + answer_s, b""
-        while not heard.endswith(b"\n"):
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = connection.recv(1 << 16)
-            if not piece:
-                return None
-            heard += piece
-        return [Struck(**{**one, "left": tuple(one["left"])}) for one in json.loads(heard)["killed"]]
-    return None
+def _together(struck: list[Struck], told: list[Struck]) -> list[Struck]:
+    """Who was ended from here and who by the switch, each once."""
+    jobs = {one.job for one in struck if one.processes}
+    return [*struck, *(one for one in told if one.job not in jobs)]
+
+
+class Pressed:
+    """The daemon's switch, pressed. One that stands still is not waited for, but will read it."""
+
+    def __init__(self, where: Layout) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._heard = b""
+        self._there = False
+        with suppress(OSError):
+            self._connection.settimeout(ANSWER_S)
+            self._connection.connect(str(where.kill_socket))
+            self._connection.send(b"kill\n")
+            peer = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            found = stat_of(int.from_bytes(peer[:4], "little"))
+            self._there = found is not None and found.state not in MAY_STAND_STILL
+
+    def told(self, within_s: float) -> list[Struck] | None:
+        """Whom it has ended; None if it does not say so in this time. It may be asked again."""
+        deadline = time.monotonic() + within_s
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            while self._there and not self._heard.endswith(b"\n"):
+                self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+                piece = self._connection.recv(1 << 16)
+                self._there = bool(piece)
+                self._heard += piece
+            if self._there:
+                killed = json.loads(self._heard)["killed"]
+                return [Struck(**{**one, "left": tuple(one["left"])}) for one in killed]
+        return None
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def _end_guests(where: Layout) -> tuple[list[Struck], list[str]]:

@@ -11,14 +11,17 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mesh.engine import hunt
+from mesh.cli import seize
+from mesh.engine import hunt, killswitch
 from mesh.engine.descent import Process, lives, process_of
 from mesh.engine.engine import EngineError
 from mesh.engine.killswitch import BY_OWNER, KillSwitch, open_switch
 from mesh.engine.register import Register
+from mesh.layout import Layout
 from tests.engine.bench import LOOP, WAIT_S, containers, processes_with, wait_until
 from tests.engine.place import Place, entry, fresh_mark
 
@@ -211,6 +214,33 @@ def test_a_guest_that_hangs_does_not_delay_another(bystander: Process, monkeypat
     monkeypatch.setattr(hunt, "GIVE_UP_S", 0.0)
     (left,) = first.result(WAIT_S)
     assert left.left == (os.getpid(),) and "does not end" in str(left)
+    switch.close()
+
+
+def test_one_that_is_slow_to_answer_still_tells_whom_it_has_ended(
+    tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer comes when nobody is left whom `mesh reclaim --now` could end from here."""
+    where, looked = Layout(tmp_path), threading.Event()
+    answer, end_guests = killswitch._answer, seize._end_guests
+
+    def late(*told: Any) -> None:
+        assert looked.wait(WAIT_S)
+        answer(*told)
+
+    def look(where: Layout) -> Any:
+        wait_until(lambda: not lives(bystander), "the switch to end it")
+        found = end_guests(where)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(killswitch, "_answer", late)
+    monkeypatch.setattr(seize, "_end_guests", look)
+    monkeypatch.setattr(seize, "LATE_S", WAIT_S)
+    switch = open_switch(Register(where.guests), where.kill_socket)
+    switch.enter(entry(head=bystander))
+    struck, problems, by = seize.strike(where)
+    assert [one.job for one in struck if one.processes == 1] == ["j" * 26] and (problems, by) == ([], "by the daemon")
     switch.close()
 
 
