@@ -1,5 +1,5 @@
 """`python -m mesh.cli`, the same as `mesh`."""
 
-from mesh.cli.main import main
+from mesh.cli.entry import main
 
 main()

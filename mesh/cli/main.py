@@ -1,5 +1,6 @@
 """`mesh`: the group of all commands, in the order in which a newcomer meets them."""
 
+import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,9 @@ class Mesh(click.Group):
             for name, module, _ in rows:
                 if name == cmd_name:
                     command = getattr(import_module(module), name.replace("-", "_"))
+                    if not gc.isenabled():  # as `entry` leaves it: all is loaded now
+                        gc.freeze()
+                        gc.enable()
                     assert isinstance(command, click.Command)
                     return command
         return None
