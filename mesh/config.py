@@ -25,7 +25,7 @@ Profile = Literal["lan", "local"]
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One node's settings. `profile` picks the gossip timings: `lan`, or `local` for many daemons on one machine."""
 
-    nick: str = ""
+    nick: str = ""  # with which it founds or joins a mesh; from then on its certificate has it
     bind: str = "0.0.0.0"
     advertise: str = ""
     port: int = GOSSIP_PORT

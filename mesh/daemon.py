@@ -163,6 +163,11 @@ class Daemon:
         self.store.user = self.membership.standing.user
         if settings.lend and PROVIDER not in self.membership.standing.roles:
             self.membership.problems["role"] = "this node may not lend: its certificate says so (`mesh trust ls`)"
+        if settings.nick not in {"", self.membership.standing.nick}:
+            self.membership.problems["nick"] = (
+                f"config.toml says nick = {settings.nick!r}, but this node has joined as {self.membership.standing.nick!r}, "
+                "and its certificate keeps that: take the setting out (`mesh config unset nick`)"
+            )
         self.me = self.identity.node_id
         self.wire = Wire(settings.upload_mbps * 1e6 / 8 or None)
         self.peers = PeerClient(self.identity, self.trust.mesh_id, self._lookup, self.wire)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
+from mesh.cli.listing import show_again, watch_option
 from mesh.cli.names import JOB
 from mesh.cli.telling import patience
 from mesh.cli.terminal import client, job_path, json_option, print_json, quote, table
@@ -18,14 +19,24 @@ from mesh.words import HEEDS, WHY
 
 @click.command()
 @click.argument("job", type=JOB)
+@watch_option
 @json_option
 @click.pass_context
-def describe(ctx: click.Context, job: str, as_json: bool) -> None:
+def describe(ctx: click.Context, job: str, watch: bool, as_json: bool) -> None:
     """All about one JOB: what it asks for, where it was, what it saved, what happened."""
-    answer = client(ctx).get(f"{job_path(job)}/describe")
-    if as_json:
-        print_json(answer)
-        return
+    daemon = client(ctx)
+
+    def once() -> None:
+        answer = daemon.get(f"{job_path(job)}/describe")
+        if as_json:
+            print_json(answer)
+        else:
+            _tell(answer)
+
+    show_again(once, watch, as_json)
+
+
+def _tell(answer: dict[str, Any]) -> None:
     state, asked = answer["job"], answer["asked"]
     rows = [
         ("job", state["job"] + (f"  ({state['name']})" if state["name"] else "")),

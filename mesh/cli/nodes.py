@@ -9,7 +9,7 @@ import click
 
 from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
-from mesh.cli.listing import listing, show
+from mesh.cli.listing import listing, show, show_again, watch_option
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
 from mesh.engine.descent import process_of
 from mesh.launcher import daemon_command, start_daemon, wait_ready
@@ -119,21 +119,33 @@ def down(ctx: click.Context, grace: float | None, now: bool) -> None:
 
 
 @click.command()
+@watch_option
 @json_option
 @click.option("--log", is_flag=True, help="Show the end of the daemon's log instead.")
 @click.pass_context
-def status(ctx: click.Context, as_json: bool, log: bool) -> None:
+def status(ctx: click.Context, watch: bool, as_json: bool, log: bool) -> None:
     """This node: who it is, what it lends, whom it has refused."""
     if log:
+        if watch:
+            raise click.UsageError("-w shows this node's state again and again, --log what was logged: choose one")
         path = layout(ctx).log
         if not path.exists():
             raise MeshError(f"there is no log yet at {path}")
         click.echo("\n".join(path.read_text(errors="replace").splitlines()[-50:]))
         return
-    answer = client(ctx).get("/v1/status")
-    if as_json:
-        print_json(answer)
-        return
+    daemon = client(ctx)
+
+    def once() -> None:
+        answer = daemon.get("/v1/status")
+        if as_json:
+            print_json(answer)
+        else:
+            _tell(answer)
+
+    show_again(once, watch, as_json)
+
+
+def _tell(answer: dict[str, Any]) -> None:
     click.echo(f"{answer['nick']} ({answer['node']})")
     click.echo(f"  user {answer['user']}, mesh {answer['mesh']!r}, {answer['address']}, {lending_words(answer)}")
     click.echo(f"  {answer['alive']} nodes alive, {len(answer['guests'])} guests here")

@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 KNOCK_AGAIN_S = 2.0
 
 
-def default_nick() -> str:
-    return socket.gethostname().split(".")[0][:40] or "node"
+def _nick(where: Layout, given: str | None) -> str:
+    """How this node is to be called: as its owner says, here or in config.toml, else as its host."""
+    from mesh.config import load_settings
+
+    try:
+        return given or load_settings(where.config, {}).nick or socket.gethostname().split(".")[0][:40] or "node"
+    except ConfigError as error:
+        raise MeshError(str(error), ExitCode.USAGE) from error
 
 
 def refuse_member(where: Layout) -> None:
@@ -35,7 +41,7 @@ def refuse_member(where: Layout) -> None:
 
 @click.command()
 @click.argument("name")
-@click.option("--nick", help="This node's name for people (default: the host's).")
+@click.option("--nick", help="This node's name for people (default: `nick` in config.toml, else the host's).")
 @click.option("--user", help="Your name in the mesh (default: your login).")
 @click.pass_context
 def init(ctx: click.Context, name: str, nick: str | None, user: str | None) -> None:
@@ -47,7 +53,7 @@ def init(ctx: click.Context, name: str, nick: str | None, user: str | None) -> N
     refuse_member(where)
     identity = _own_identity(where)
     try:
-        genesis, chain = found_mesh(identity, name, nick or default_nick(), user or getpass.getuser(), time.time())
+        genesis, chain = found_mesh(identity, name, _nick(where, nick), user or getpass.getuser(), time.time())
     except TrustError as error:
         raise MeshError(str(error), ExitCode.USAGE) from error
     save_membership(where, genesis, chain, ())
@@ -78,7 +84,7 @@ def invite(ctx: click.Context, ttl: float, roles: tuple[str, ...], user: str) ->
 
 @click.command()
 @click.argument("where_to", metavar="INVITE|HOST[:PORT]")
-@click.option("--nick", help="This node's name for people (default: the host's).")
+@click.option("--nick", help="This node's name for people (default: `nick` in config.toml, else the host's).")
 @click.option("--user", help="Your name in the mesh (default: your login).")
 @click.option("--mesh-id", default="", help="With HOST: join only the mesh with this id, or beginning of one.")
 @click.pass_context
@@ -105,7 +111,7 @@ def _join_by_invite(where: Layout, text: str, nick: str | None, user: str | None
         identity = _own_identity(where)
         store = TrustStore(invite_read.genesis)
         name = user or store.invited_user(invite_read) or getpass.getuser()
-        chain = accept_invite(invite_read, identity.node_id, nick or default_nick(), name, time.time())
+        chain = accept_invite(invite_read, identity.node_id, _nick(where, nick), name, time.time())
     except TrustError as error:
         raise MeshError(str(error), ExitCode.REFUSED) from error
     save_membership(where, invite_read.genesis, chain, invite_read.seeds)
@@ -128,7 +134,7 @@ def _join_by_knocking(where: Layout, text: str, nick: str | None, user: str | No
             f"{text!r} is neither an invite (they begin with mesh1-) nor an address: {error}", ExitCode.USAGE
         ) from error
     identity = _own_identity(where)
-    name, login = nick or default_nick(), user or getpass.getuser()
+    name, login = _nick(where, nick), user or getpass.getuser()
     told = False
     try:
         while True:

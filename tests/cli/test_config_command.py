@@ -1,6 +1,7 @@
 """`mesh config`: the owner's file is changed in one place, keeps what else is in it, and never holds what the daemon refuses."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import membership.durable
+from membership.trust import TrustStore
 from mesh.cli.main import cli
 from mesh.config import Settings, load_settings
+from mesh.layout import Layout
 
 OWN = '# the lab\'s second desk\nnick = "desk"   # as on its sticker\n\nslots = 2\n'
 
@@ -35,6 +38,12 @@ def test_a_change_keeps_comments_and_order(state: Path) -> None:
     assert run(state, "unset", "slots").output == "slots = 1 (the default)\n"
     assert run(state, "unset", "slots").exit_code == 0, "again does no harm"
     assert load_settings(state / "config.toml", {}) == Settings(nick="desk", accepts=("ada", "lin"), lend=True)
+
+
+def test_a_node_founds_its_mesh_by_the_name_that_the_file_gives_it(state: Path) -> None:
+    assert CliRunner().invoke(cli, ["--state", str(state), "init", "lab"]).exit_code == 0
+    where = Layout(state)
+    assert TrustStore(where.genesis.read_bytes()).check_chain(where.chain.read_bytes(), time.time()).nick == "desk"
 
 
 def test_what_is_written_is_told_from_defaults(state: Path) -> None:
