@@ -83,6 +83,7 @@ from mesh.versions import claim_state
 from placement.advert import AdvertError, decode_advert, encode_advert
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.web.site import Site
 
 FACTS_TTL_S = 3600.0
@@ -340,7 +341,7 @@ class Daemon:
         self.store.close()
         self.layout.socket.unlink(missing_ok=True)
 
-    async def invite_to_page(self) -> dict[str, Any]:
+    async def invite_to_page(self) -> "answers.owner.Page":
         """Where its page is, for one visit; MeshError if its owner has none."""
         if not self.settings.web:
             raise MeshError("this node has no page: config.toml says `web = false`", ExitCode.REFUSED)
@@ -349,7 +350,7 @@ class Daemon:
         self.site = self.site or Site(self, self.settings.web_port)
         return await self.site.invite()
 
-    def ask_down(self, grace_s: float | None, now: bool) -> dict[str, Any]:
+    def ask_down(self, grace_s: float | None, now: bool) -> "answers.owner.Leaving":
         assert self._down is not None
         if not self._down.done():
             self._down.set_result((self.owner.notice_s if grace_s is None else grace_s, now))

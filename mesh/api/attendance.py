@@ -1,4 +1,4 @@
-"""`mesh survive NODE`: how long a node is likely to stay, and its week; the answer is plain JSON values."""
+"""`mesh survive NODE`: how long a node is likely to stay, and its week."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,13 @@ from placement.summary import UNIT, UNSEEN
 from placement.survival import Survival, weight
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 HORIZONS_MIN = (15, 60, 240, 720, 1440)
 
 
-def survival_of(daemon: "Daemon", text: str) -> dict[str, Any]:
+def survival_of(daemon: "Daemon", text: str) -> "answers.mesh.Survival":
     """By this node's own stays, or by what the other one tells of its own."""
     member = daemon.desk.find_node(text)
     attendance, now = daemon.attendance, time.time()
@@ -32,7 +33,7 @@ def survival_of(daemon: "Daemon", text: str) -> dict[str, Any]:
         attendance.meet(member.node_id, summary, now)
     known = attendance.estimator.nodes[member.node_id]
     until = summary.until_unix or None
-    rows = []
+    rows: list[answers.mesh.Stays] = []
     for horizon in HORIZONS_MIN:
         stays = (
             attendance.estimator.survival(member.node_id, now, horizon * 60, until)
@@ -67,10 +68,10 @@ def survival_of(daemon: "Daemon", text: str) -> dict[str, Any]:
     }
 
 
-def _curve(stays: Any) -> list[dict[str, float]]:
+def _curve(stays: Any) -> "list[answers.mesh.Quantile]":
     """Kaplan and Meier's, of this node's own stays, at the quarters."""
     curve = kaplan_meier(spans_of(stays))
-    found = []
+    found: list[answers.mesh.Quantile] = []
     for part in (0.75, 0.5, 0.25):
         reached = next((length for length, there in curve if there <= part), None)
         if reached is not None:

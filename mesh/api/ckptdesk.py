@@ -3,7 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptstore.checker import verify
 from ckptstore.errors import StoreError
@@ -15,6 +15,7 @@ from mesh.jobs.spec import format_job
 from mesh.jobs.status import JobStatus
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 ASKED = 16  # for what is damaged here
@@ -25,7 +26,7 @@ class CkptDesk:
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
 
-    async def stored(self, job: str | None) -> dict[str, Any]:
+    async def stored(self, job: str | None) -> "answers.checkpoints.Store":
         """What is in this node's store, of one job or of all, and how much of its room is used."""
         store = self._daemon.store
         wanted = self._daemon.job_desk.find_job(job).job if job else None
@@ -39,7 +40,7 @@ class CkptDesk:
             "foreign_quota_bytes": store.foreign_quota_bytes,
         }
 
-    def _show(self, info: ManifestInfo, status: JobStatus | None) -> dict[str, Any]:
+    def _show(self, info: ManifestInfo, status: JobStatus | None) -> "answers.checkpoints.Stored":
         use, holders = _use(info, status)
         nicks = {member.node_id: member.nick for member in self._daemon.membership.members()}
         return {
@@ -58,11 +59,12 @@ class CkptDesk:
             "holders": [nicks.get(node, node.hex()[:8]) for node in holders],
         }
 
-    async def verify(self) -> dict[str, Any]:
+    async def verify(self) -> "answers.checkpoints.Verified":
         """Read everything back; what is damaged is put away, and fetched again from who has it."""
         store = self._daemon.store
         report = await asyncio.to_thread(verify, store)
-        repaired, lost = [], {}
+        repaired: list[str] = []
+        lost: dict[str, str] = {}
         for identity in report.damaged_manifests:
             try:
                 manifest = await asyncio.to_thread(store.manifest, identity)
@@ -79,7 +81,7 @@ class CkptDesk:
             "lost": lost,
         }
 
-    async def pull(self, text: str, seq: int | None, destination: str) -> dict[str, Any]:
+    async def pull(self, text: str, seq: int | None, destination: str) -> "answers.checkpoints.CheckpointPulled":
         """Write the files of a job's checkpoint (the last committed one, or one by number) to a new directory."""
         store, target = self._daemon.store, Path(destination)
         await must_be_free(target)
@@ -113,7 +115,7 @@ class CkptDesk:
             "bytes": report.bytes,
         }
 
-    async def remove(self, names: list[str], force: bool) -> dict[str, Any]:
+    async def remove(self, names: list[str], force: bool) -> "answers.checkpoints.Removed":
         """Forget manifests of this store; their bytes go with the next collection."""
         infos = await asyncio.to_thread(self._daemon.store.manifests)
         statuses = self._daemon.job_desk.statuses()
@@ -130,7 +132,7 @@ class CkptDesk:
             await asyncio.to_thread(self._daemon.store.forget, info.id)
         return {"removed": [info.id.hex() for info in chosen]}
 
-    async def collect(self, min_age_s: float) -> dict[str, Any]:
+    async def collect(self, min_age_s: float) -> "answers.checkpoints.Collected":
         done = await asyncio.to_thread(
             lambda: self._daemon.store.collect(min_age_s=min_age_s, now_unix=time.time()),
         )

@@ -1,17 +1,16 @@
-"""What a person at this node can ask and order, in terms of the daemon's parts; the answers are plain JSON values."""
+"""What a person at this node can ask and order, in terms of the daemon's parts."""
 
 import os
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from membership.events import MemberView
 from membership.identity import format_id, short_id
 from membership.trust import ROLES, TrustError, make_invite, make_revocation
 from mesh import __version__
 from mesh.api.errors import ExitCode, MeshError
+from mesh.api.gpudesk import device, room
 from mesh.api.lending import lend_state
 from mesh.api.naming import node_meant
 from mesh.api.orders import ApproveOrder, InviteOrder
@@ -21,6 +20,7 @@ from mesh.versions import WIRE
 from placement.zones import zone_of
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 
@@ -28,7 +28,7 @@ class Desk:
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> "answers.mesh.Status":
         """`mesh status`."""
         members = self._daemon.membership.members()
         return {
@@ -51,8 +51,8 @@ class Desk:
             "lend": lend_state(self._daemon),
             "leaving": self._daemon.leaving,
             "alive": sum(member.state == "alive" for member in members),
-            "edge": msgspec.to_builtins(self._daemon.edge.standing()),
-            "engines": {name: msgspec.to_builtins(found) for name, found in self._daemon.engine_states.items()},
+            "edge": self._daemon.edge.standing(),
+            "engines": dict(self._daemon.engine_states),
             "guests": [format_job(job) for job in self._daemon.jobs.participant.hosted],
             "certificate_ends_unix": self._daemon.membership.standing.not_after,
             "clock_offset_s": self._daemon.membership.clock_offset_s,
@@ -76,7 +76,7 @@ class Desk:
         counters["refused_job_messages"] += self._daemon.jobs.participant.refused
         return counters
 
-    def _reached_by(self) -> list[dict[str, Any]]:
+    def _reached_by(self) -> "list[answers.mesh.Reach]":
         """What other nodes said of reaching this one at its address."""
         nicks = {member.node_id: member.nick for member in self._daemon.membership.members()}
         return [
@@ -90,13 +90,13 @@ class Desk:
             for node, answer in self._daemon.membership.reached.items()
         ]
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> "list[answers.mesh.Node]":
         adverts = {advert.node: advert for advert in self._daemon.jobs.outlook.adverts()}
         running: dict[bytes, int] = {}
         for status in self._daemon.jobs.board.all().values():
             if status.runner is not None and status.outcome is None:
                 running[status.runner] = running.get(status.runner, 0) + 1
-        rows = []
+        rows: list[answers.mesh.Node] = []
         for member in self._daemon.membership.members():
             advert = adverts.get(member.node_id)
             rows.append(
@@ -113,9 +113,9 @@ class Desk:
                     "paused": bool(advert and advert.lending and advert.paused),
                     "held_by": advert.held_by if advert else "",
                     "back_unix": advert.back_unix if advert else 0,
-                    "gpus": [msgspec.to_builtins(gpu) for gpu in advert.gpus] if advert else [],
+                    "gpus": [device(gpu) for gpu in advert.gpus] if advert else [],
                     "gpus_free": advert.whole_gpus_free if advert else 0,
-                    "gpu_room": [msgspec.structs.asdict(left) for left in advert.room] if advert else [],
+                    "gpu_room": [room(left) for left in advert.room] if advert else [],
                     "gpu_pauses": bool(advert and advert.gpu_pauses),
                     "gpu_shares": bool(advert and advert.guards and advert.gpu_sharing),
                     "slots": advert.slots if advert else 0,
@@ -129,13 +129,19 @@ class Desk:
             )
         return rows
 
-    def _path(self, node: bytes) -> dict[str, Any] | None:
+    def _path(self, node: bytes) -> "answers.mesh.Path | None":
         """How fast that node takes what this one sends, as far as is known."""
         if node == self._daemon.me:
             return None
         zone = zone_of(node, self._daemon.jobs.outlook.last.hierarchy.zones)
         path = self._daemon.jobs.leaving.path(node, zone.nodes if zone is not None else ())
-        return {**msgspec.structs.asdict(path), "bps": round(path.bps), "spread": round(path.spread, 3)}
+        return {
+            "bps": round(path.bps),
+            "spread": round(path.spread, 3),
+            "source": path.source,
+            "transfers": path.transfers,
+            "age_s": path.age_s,
+        }
 
     def invite(self, order: InviteOrder) -> str:
         if not 60 <= order.ttl_s <= 365 * 86_400:
@@ -157,12 +163,20 @@ class Desk:
         except TrustError as error:
             raise MeshError(str(error), ExitCode.REFUSED) from error
 
-    async def network(self) -> dict[str, Any]:
+    async def network(self) -> "answers.mesh.Network":
         """How this node stands in the network, as it and others see it now; for `mesh doctor`."""
-        seen: dict[str, Any] = msgspec.to_builtins(await self._daemon.membership.examine())
-        return seen
+        seen = await self._daemon.membership.examine()
+        return {
+            "others": seen.others,
+            "asked": seen.asked,
+            "mdns_problem": seen.mdns_problem,
+            "neighbours": seen.neighbours,
+            "neighbours_by_mdns": seen.neighbours_by_mdns,
+            "clock_offset_s": seen.clock_offset_s,
+            "clock_peers": seen.clock_peers,
+        }
 
-    def pending(self) -> list[dict[str, Any]]:
+    def pending(self) -> "list[answers.trust.Waiting]":
         """Who has knocked, anywhere in the mesh, and waits to be let in."""
         waiting = sorted(self._daemon.membership.waiting().values(), key=lambda entry: entry.since_unix)
         return [
@@ -176,7 +190,7 @@ class Desk:
             for entry in waiting
         ]
 
-    def approve(self, order: ApproveOrder) -> dict[str, Any]:
+    def approve(self, order: ApproveOrder) -> "answers.trust.Approved":
         waiting = self._daemon.membership.waiting()
         text = order.node.lower()
         fits = [
@@ -196,11 +210,11 @@ class Desk:
             raise MeshError(str(error), ExitCode.REFUSED) from error
         return {"node": format_id(entry.node), "nick": nick, "user": user}
 
-    def trusted(self) -> list[dict[str, Any]]:
+    def trusted(self) -> "list[answers.trust.Member]":
         """Everybody with a certificate that this node has seen, and every key that was shut out."""
         trust, now = self._daemon.trust, time.time()
         seen = trust.seen()
-        rows = []
+        rows: list[answers.trust.Member] = []
         for node in {*seen, *trust.revocations}:
             standing, (revocation, _) = seen.get(node), trust.revocations.get(node, (None, b""))
             rows.append(
@@ -219,7 +233,7 @@ class Desk:
             )
         return sorted(rows, key=lambda row: (row["nick"], row["node"]))
 
-    def revoke(self, text: str, reason: str) -> dict[str, Any]:
+    def revoke(self, text: str, reason: str) -> "answers.trust.Revoked":
         node = self.find_node(text, whole=True)  # it cannot be taken back
         if node.node_id in self._daemon.trust.revoked:
             return {"node": format_id(node.node_id), "nick": node.nick, "already": True}

@@ -1,7 +1,7 @@
 """`mesh why JOB [--would]`: the ranking for a job's next attempt, how its last place was decided, and what would let it start."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from membership.identity import short_id
 from mesh.api.zones import placing
@@ -15,10 +15,11 @@ from placement.would import Running, nearest
 from placement.zones import Hierarchy
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 
-async def explanation(daemon: "Daemon", text: str, would: bool = False) -> dict[str, Any]:
+async def explanation(daemon: "Daemon", text: str, would: bool = False) -> "answers.jobs.Why":
     """Computed from this node's adverts, as anybody would; with `would`, also the nearest changes that would let it start."""
     desk = daemon.job_desk
     status = desk.find_job(text)
@@ -36,9 +37,15 @@ async def explanation(daemon: "Daemon", text: str, would: bool = False) -> dict[
     adverts = [vacated(ad, own) if own is not None and ad.node == own.node else ad for ad in hierarchy.adverts]
     ranking = hierarchy.rank(request, adverts)
     shown = desk.show(status)
-    kept = ("job", "state", "detail", "node", "witnesses", "heir", "warm", "attempts")
     return {
-        **{name: shown[name] for name in kept},
+        "job": shown["job"],
+        "state": shown["state"],
+        "detail": shown["detail"],
+        "node": shown["node"],
+        "witnesses": shown["witnesses"],
+        "heir": shown["heir"],
+        "warm": shown["warm"],
+        "attempts": shown["attempts"],
         "placement": placing(daemon, hierarchy, ranking),
         "submitted_by": daemon.deputy.words(status.job),
         "explanation": [*daemon.image_desk.objections(spec), *explain(request, ranking)],
@@ -53,7 +60,7 @@ async def explanation(daemon: "Daemon", text: str, would: bool = False) -> dict[
     }
 
 
-async def _decided(daemon: "Daemon", status: JobStatus, hierarchy: Hierarchy) -> dict[str, Any] | None:
+async def _decided(daemon: "Daemon", status: JobStatus, hierarchy: Hierarchy) -> "answers.jobs.Decision | None":
     """The last decision of a steward that is known: what it saw, and which of those adverts have changed since."""
     told = await daemon.job_desk.told(status)
     decided = [(actor, event) for actor, event, _ in told if event.decision is not None]
@@ -83,7 +90,7 @@ async def _decided(daemon: "Daemon", status: JobStatus, hierarchy: Hierarchy) ->
     }
 
 
-def _would(daemon: "Daemon", request: Request, adverts: list[Advert]) -> list[dict[str, Any]]:
+def _would(daemon: "Daemon", request: Request, adverts: list[Advert]) -> "list[answers.jobs.Change]":
     now = time.time()
     running = [
         Running(stay, f"job {format_job(stay.job)[:8]}", _left_s(daemon.jobs.board.get(stay.job), now))

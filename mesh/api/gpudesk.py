@@ -1,44 +1,52 @@
-"""`mesh gpus`: this node's GPUs, who is on them, and what the guard knows of that; the answers are plain JSON values."""
+"""`mesh gpus`: this node's GPUs, who is on them, and what the guard knows of that."""
 
 from base64 import b64encode
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from membership.identity import format_id
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.orders import ShareOrder
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.spec import format_job
-from mesh.provider.receipts import ReceiptError, open_receipt
+from mesh.provider.receipts import DeviceUse, ReceiptError, open_receipt
 from mesh.provider.tenant import Tenant
-from placement.advert import WHOLE, Portion
+from placement.advert import WHOLE, Gpu, Portion
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 
-def gpu_list(daemon: "Daemon") -> dict[str, Any]:
+def device(gpu: Gpu) -> "answers.gpus.Device":
+    return {"uuid": gpu.uuid, "model": gpu.model, "vram_mib": gpu.vram_mib, "capability": gpu.capability}
+
+
+def room(portion: Portion) -> "answers.gpus.Room":
+    return {"uuid": portion.uuid, "share": portion.share, "vram_mib": portion.vram_mib}
+
+
+def gpu_list(daemon: "Daemon") -> "answers.gpus.Gpus":
     """Every GPU with what is left of it and the jobs on it."""
     advert = daemon.inventory.advert()
-    room = {left.uuid: left for left in advert.room}
-    rows = []
+    free = {left.uuid: left for left in advert.room}
+    rows: list[answers.gpus.Gpu] = []
     for gpu in advert.gpus:
-        left = room.get(gpu.uuid, Portion(gpu.uuid, 0, 0))
+        left = free.get(gpu.uuid, Portion(gpu.uuid, 0, 0))
         jobs = [
             _on_gpu(attempt, daemon.guard.tenant(format_job(job)), place)
             for job, attempt in daemon.jobs.attempts.items()
             for place, portion in enumerate(attempt.portions)
             if portion.uuid == gpu.uuid
         ]
-        foreign = daemon.guard.foreign.get(gpu.uuid)
-        told = {
-            "share_free": left.share,
-            "vram_free_mib": left.vram_mib,
-            "foreign": None if foreign is None else msgspec.structs.asdict(foreign),
-            "jobs": jobs,
-        }
-        rows.append({**msgspec.structs.asdict(gpu), **told})
+        rows.append(
+            {
+                **device(gpu),
+                "share_free": left.share,
+                "vram_free_mib": left.vram_mib,
+                "foreign": daemon.guard.foreign.get(gpu.uuid),
+                "jobs": jobs,
+            }
+        )
     problem = daemon.membership.problems.get("guard", "")
     return {
         "guards": advert.guards,
@@ -50,27 +58,50 @@ def gpu_list(daemon: "Daemon") -> dict[str, Any]:
     }
 
 
-async def receipt_list(daemon: "Daemon", text: str | None) -> dict[str, Any]:
+async def receipt_list(daemon: "Daemon", text: str | None) -> "answers.gpus.Receipts":
     """What attempts of this job, or of all, have used here, oldest first; each with the bytes that this node has signed."""
     job = daemon.job_desk.find_job(text).job if text else None
-    rows = []
+    rows: list[answers.gpus.Receipt] = []
     for sealed in await daemon.journal.receipts(job):
         try:
             receipt = open_receipt(sealed, daemon.trust.mesh_id)
         except ReceiptError:  # of a mesh that this node belonged to before
             continue
-        told = {name: value for name, value in msgspec.structs.asdict(receipt).items() if name != "devices"}
-        devices = [{**msgspec.structs.asdict(use), "discrepancy": use.discrepancy} for use in receipt.devices]
-        signed = {
-            "node": format_id(receipt.node),
-            "submitter": format_id(receipt.submitter) if receipt.submitter else "",
-            "sealed": b64encode(sealed).decode(),
-        }
-        rows.append({**told, "devices": devices, **signed})
+        rows.append(
+            {
+                "job": receipt.job,
+                "attempt": receipt.attempt,
+                "node": format_id(receipt.node),
+                "user": receipt.user,
+                "from_unix_ms": receipt.from_unix_ms,
+                "until_unix_ms": receipt.until_unix_ms,
+                "name": receipt.name,
+                "submitter": format_id(receipt.submitter) if receipt.submitter else "",
+                "engine": receipt.engine,
+                "gpu_percent": receipt.gpu_percent,
+                "reason": receipt.reason,
+                "lost_ms": receipt.lost_ms,
+                "devices": [_use(use) for use in receipt.devices],
+                "sealed": b64encode(sealed).decode(),
+            }
+        )
     return {"receipts": rows}
 
 
-def change_share(daemon: "Daemon", text: str, order: ShareOrder) -> dict[str, Any]:
+def _use(use: DeviceUse) -> "answers.gpus.Use":
+    return {
+        "uuid": use.uuid,
+        "gpu_ns": use.gpu_ns,
+        "byte_s": use.byte_s,
+        "launches": use.launches,
+        "peak": use.peak,
+        "nvml_ns": use.nvml_ns,
+        "nvml_byte_s": use.nvml_byte_s,
+        "discrepancy": use.discrepancy,
+    }
+
+
+def change_share(daemon: "Daemon", text: str, order: ShareOrder) -> "answers.gpus.Shared":
     """Give a job that has shares of this node's GPUs other ones, while it runs."""
     job = daemon.job_desk.find_job(text).job
     attempt, tenant = daemon.jobs.attempts.get(job), daemon.guard.tenant(format_job(job))
@@ -106,7 +137,7 @@ def change_share(daemon: "Daemon", text: str, order: ShareOrder) -> dict[str, An
     return {"job": format_job(job), "share": share, "limit": limit, "vram_mib": vram_mib, "vram_limit_mib": vram_limit}
 
 
-async def pause_job(daemon: "Daemon", text: str, paused: bool) -> dict[str, Any]:
+async def pause_job(daemon: "Daemon", text: str, paused: bool) -> "answers.gpus.GpuPaused":
     """Take a guarded job off this node's GPUs where it is, alive, or let it go on. It keeps what it was given there."""
     job = daemon.job_desk.find_job(text).job
     tenant = daemon.guard.tenant(format_job(job))
@@ -124,9 +155,9 @@ async def pause_job(daemon: "Daemon", text: str, paused: bool) -> dict[str, Any]
     return {"job": format_job(job), "paused": paused, "freed": paused and not problem, "problem": problem}
 
 
-def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, Any]:
+def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> "answers.gpus.Tenant":
     portion = attempt.portions[place]
-    row: dict[str, Any] = {
+    row: answers.gpus.Tenant = {
         "job": format_job(attempt.job),
         "name": attempt.spec.name,
         "user": attempt.spec.user,
@@ -139,6 +170,7 @@ def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, An
     }
     if tenant is None:
         return row
+    use = tenant.usage()[place]
     return {
         **row,
         "share_now": round(tenant.shares_now()[place], 1),
@@ -147,6 +179,12 @@ def _on_gpu(attempt: Attempt, tenant: Tenant | None, place: int) -> dict[str, An
         "closed_by": sorted(tenant.closed_by),
         "suspended": bool(tenant.suspended),
         "unguarded_calls": tenant.unguarded_calls(),
-        "findings": [msgspec.structs.asdict(one) for one in tenant.findings if one.uuid == portion.uuid],
-        **{name: value for name, value in msgspec.structs.asdict(tenant.usage()[place]).items() if name != "uuid"},
+        "findings": [one for one in tenant.findings if one.uuid == portion.uuid],
+        "gpu_s": use.gpu_s,
+        "launches": use.launches,
+        "memory": use.memory,
+        "peak": use.peak,
+        "refused": use.refused,
+        "processes": use.processes,
+        "memory_now": use.memory_now,
     }

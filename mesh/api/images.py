@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -25,6 +25,7 @@ from mesh.jobs.spec import JobSpec
 from placement.images import SHORT
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
     from mesh.images.library import Library
 
@@ -108,8 +109,6 @@ class ImageApi:
 
 
 class ImageDesk:
-    """The answers are plain JSON values."""
-
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
 
@@ -146,7 +145,7 @@ class ImageDesk:
 
     # --- what there is
 
-    async def all(self) -> dict[str, Any]:
+    async def all(self) -> "answers.images.Images":
         """`mesh image ls`."""
         unused = await self._library.fetched()
         library, rules = self._library, self._library.rules
@@ -180,7 +179,7 @@ class ImageDesk:
 
     def _listed(
         self, alias: str, said: Said, nicks: dict[NodeId, str], holders: dict[bytes, list[NodeId]]
-    ) -> dict[str, Any]:
+    ) -> "answers.images.Listed":
         library, image = self._library, said.word.image
         state = how_far(library, image.config) if image is not None else Fetching(False)
         having = holders.get(image.config[:SHORT], []) if image is not None else []
@@ -200,12 +199,12 @@ class ImageDesk:
 
     # --- what does not stay
 
-    async def prune(self, order: PruneImages) -> dict[str, Any]:
+    async def prune(self, order: PruneImages) -> "answers.images.AllPruned":
         """Remove what was fetched and is not used. `words`: why it goes, or why it could not."""
         library, bounds = self._library, self._library.bounds
         if order.unused_s is not None:
             bounds = msgspec.structs.replace(bounds, unused_s=order.unused_s)
-        rows = []
+        rows: list[answers.images.Pruned] = []
         try:
             for one in await library.surplus(bounds):
                 gone = order.dry_run or await library.remove(one.image)
@@ -215,12 +214,12 @@ class ImageDesk:
             raise MeshError(str(error)) from error
         return {"dry_run": order.dry_run, "images": rows}
 
-    def _named(self, image: StoredImage) -> dict[str, Any]:
+    def _named(self, image: StoredImage) -> "answers.images.Named":
         return {"alias": self._library.name_of(image.id), "id": f"sha256:{image.id.hex()}", "bytes": image.size}
 
     # --- what may be run
 
-    async def allow(self, order: AllowImage) -> dict[str, Any]:
+    async def allow(self, order: AllowImage) -> "answers.images.Allowed":
         library = self._library
         first = library.rules.listed is None and not order.here
         try:
@@ -245,8 +244,7 @@ class ImageDesk:
 
     def _allowed(
         self, alias: str, image: Image | None, here: bool = False, first: bool = False, by_list: bool = False
-    ) -> dict[str, Any]:
-        """`first`: it begins the mesh's list; `by_list`: that decides here again, what the owner denied."""
+    ) -> "answers.images.Allowed":
         library = self._library
         return {
             "alias": alias,
@@ -284,7 +282,7 @@ class ImageDesk:
         self._library.stored[found.id] = found
         return Image(found.id, found.manifests[0] if found.manifests else b"", found.size)
 
-    async def deny(self, order: DenyImage) -> dict[str, Any]:
+    async def deny(self, order: DenyImage) -> "answers.images.Denied":
         library, rules = self._library, self._library.rules
         said = (rules.listed or {}).get(order.alias)
         try:
@@ -316,7 +314,7 @@ class ImageDesk:
 
     # --- bringing them
 
-    async def pull(self, alias: str) -> dict[str, Any]:
+    async def pull(self, alias: str) -> "answers.images.ImagePulled":
         """Begin to bring it here; `mesh image ls` says how far it is."""
         image = self._wanted(alias)
         try:
@@ -327,16 +325,16 @@ class ImageDesk:
             raise MeshError(str(error)) from error
         return {"alias": alias, "here": pull is None, "words": "" if pull is None else pull.words, **_digests(image)}
 
-    async def push(self, order: PushImage) -> dict[str, Any]:
+    async def push(self, order: PushImage) -> "answers.images.Pushed":
         """Ask nodes to fetch it, or how far they are."""
         image = self._wanted(order.alias)
         nodes = [self._daemon.desk.find_node(name) for name in dict.fromkeys(order.nodes)]
         if not nodes:
             raise MeshError("name the nodes that are to have it: `mesh nodes` lists them", ExitCode.USAGE)
-        answers = await asyncio.gather(*(self._ask(node, image, order.look) for node in nodes))
-        rows = [
+        told = await asyncio.gather(*(self._ask(node, image, order.look) for node in nodes))
+        rows: list[answers.images.Fetching] = [
             {"node": node.nick, "here": answer.here, "words": answer.words, "failed": answer.failed}
-            for node, answer in zip(nodes, answers, strict=True)
+            for node, answer in zip(nodes, told, strict=True)
         ]
         return {"alias": order.alias, "nodes": rows}
 
@@ -386,7 +384,7 @@ def how_far(library: "Library", config: bytes) -> Fetching:
     return Fetching(False, str(error) if error is not None else "it was removed again", True)
 
 
-def _digests(image: Image | None) -> dict[str, Any]:
+def _digests(image: Image | None) -> "answers.images.Digests":
     """Empty where none is meant."""
     return {
         "id": f"sha256:{image.config.hex()}" if image is not None else "",

@@ -1,4 +1,4 @@
-"""What a user at this node can ask and order of jobs, in terms of the daemon's parts; the answers are plain JSON values."""
+"""What a user at this node can ask and order of jobs, in terms of the daemon's parts."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +16,7 @@ from membership.envelope import seal
 from membership.identity import format_id, short_id
 from membership.trust import USER
 from mesh.api.errors import ExitCode, MeshError
+from mesh.api.gpudesk import room
 from mesh.api.migration import homing_of
 from mesh.api.naming import job_name_meant
 from mesh.api.orders import SubmitOrder
@@ -47,6 +48,7 @@ from mesh.jobs.workdir import collect_files
 from placement.decision import cannot_ever, replica_order, witness_order
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 WORKDIR_REPLICAS = 2
@@ -67,7 +69,7 @@ class JobDesk:
     def statuses(self) -> dict[bytes, JobStatus]:
         return self._daemon.jobs.board.all()
 
-    def job_list(self, fits: str = "") -> list[dict[str, Any]]:
+    def job_list(self, fits: str = "") -> "list[answers.jobs.Job]":
         """All jobs, or those that `fits` names."""
         found = self.find_jobs(fits) if fits else self.statuses().values()
         ordered = sorted(found, key=lambda status: (status.created_unix_ms, status.array.place if status.array else 0))
@@ -80,7 +82,7 @@ class JobDesk:
         nicks = {member.node_id: member.nick for member in members}
         return nicks, {member.node_id for member in members if member.present}, self._daemon.jobs.outlook.disks()
 
-    def show(self, status: JobStatus, around: _Around | None = None) -> dict[str, Any]:
+    def show(self, status: JobStatus, around: _Around | None = None) -> "answers.jobs.Job":
         nicks, present, disks = around or self._around()
         state, detail = status.state, status.detail
         seats = {
@@ -93,10 +95,10 @@ class JobDesk:
             gone = [nicks.get(node, short_id(node)) for node in status.witnesses if node not in left]
             state, detail = "stranded", _stranded(gone, len(status.witnesses))
 
-        def nick(node: bytes | None) -> str | None:
-            return None if node is None else nicks.get(node, short_id(node))
+        def nick(node: bytes) -> str:
+            return nicks.get(node, short_id(node))
 
-        commit, outcome = status.commit, status.outcome
+        commit, outcome, due = status.commit, status.outcome, status.next_checkpoint
         return {
             "job": format_job(status.job),
             "name": status.name,
@@ -110,24 +112,24 @@ class JobDesk:
             "created_unix_ms": status.created_unix_ms,
             "state": state,
             "detail": detail,
-            "node": nick(status.runner),
+            "node": None if status.runner is None else nick(status.runner),
             "mates": [nick for _, nick in status.attempts[-1].mates] if status.runner is not None else [],
-            "heir": nick(status.heir),
+            "heir": None if status.heir is None else nick(status.heir),
             "warm": status.warm,
             "gpus": status.gpus,
             "gpu_share": status.gpu_share,
             "gpu_share_limit": status.gpu_share_limit,
             "vram_mib": status.vram_mib,
             "vram_limit_mib": status.vram_limit_mib or status.vram_mib,
-            "gpu_portions": [msgspec.structs.asdict(portion) for portion in status.portions],
+            "gpu_portions": [room(portion) for portion in status.portions],
             "witnesses": [nick(node) for node in status.witnesses],
             "step": status.step,
             "of": status.of,
             "at_risk_s": status.at_risk_s(time.time() * 1000),
             "heeds_notice": status.heeds_notice,
             "next_checkpoint": None
-            if status.next_checkpoint is None
-            else msgspec.structs.asdict(status.next_checkpoint),
+            if due is None
+            else {"due_unix": due.due_unix, "interval_s": due.interval_s, "loss_s": due.loss_s, "why": due.why},
             "checkpoint": None
             if commit is None
             else {
@@ -209,18 +211,18 @@ class JobDesk:
             raise MeshError(f"{text!r} is ambiguous: {ids}: give more of the id", ExitCode.USAGE)
         return sorted(found[0], key=lambda status: status.array.place if status.array is not None else 0)
 
-    async def job_detail(self, text: str) -> dict[str, Any]:
+    async def job_detail(self, text: str) -> "answers.jobs.OneJob":
         return {"job": self.show(self.find_job(text))}
 
-    async def events(self, job: str | None, after: int, audit: bool = False) -> list[dict[str, Any]]:
+    async def events(self, job: str | None, after: int, audit: bool = False) -> "list[answers.jobs.Event]":
         """What all who have a part in a job say of it; or, of no job, what this node has seen, after the event of that id;
         `audit`: of that what is about the node itself."""
         chronicle, status = self._daemon.jobs.chronicle, self.find_job(job) if job else None
         own = await self._daemon.journal.events(status.job if status is not None else b"" if audit else None, after)
         if status is None:
             found = [(number, *chronicle.open(sealed)) for number, sealed in own]
-            return [self._event(actor, event, id=number) for number, actor, event in found]
-        return [self._event(actor, event, gap=gap) for actor, event, gap in await self.told(status, own)]
+            return [{"id": number, **self._event(actor, event)} for number, actor, event in found]
+        return [{"gap": gap, **self._event(actor, event)} for actor, event, gap in await self.told(status, own)]
 
     async def told(self, status: JobStatus, own: Sequence[tuple[int, bytes]] | None = None) -> list[Telling]:
         """What its runner, its witnesses and this node say of a job: who, what, and whether something before it is missing."""
@@ -239,11 +241,10 @@ class JobDesk:
         except (PeerError, msgspec.MsgspecError, UnicodeDecodeError):
             return []
 
-    def _event(self, actor: bytes, event: Event, **more: Any) -> dict[str, Any]:
+    def _event(self, actor: bytes, event: Event) -> "answers.jobs.Event":
         nicks = self._around()[0]
         target = nicks.get(event.target, short_id(event.target)) if event.target is not None else ""
         return {
-            **more,
             "unix_ms": event.unix_ms,
             "job": format_job(event.job) if event.job else None,
             "actor": nicks.get(actor, short_id(actor)),
@@ -262,7 +263,7 @@ class JobDesk:
 
     # --- what it does
 
-    async def submit(self, order: SubmitOrder) -> dict[str, Any]:
+    async def submit(self, order: SubmitOrder) -> "answers.jobs.Submitted":
         if USER not in self._daemon.membership.standing.roles:
             raise MeshError("this node may lend, but not submit: its certificate says so", ExitCode.REFUSED)
         chosen = tuple(self._daemon.desk.find_node(name).node_id for name in order.ckpt_to)
@@ -388,9 +389,9 @@ class JobDesk:
         copies = await self._daemon.jobs.courier.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
         return saved.id, (self._daemon.me, *copies.holders), saved.manifest.total_bytes
 
-    async def cancel(self, text: str) -> dict[str, Any]:
+    async def cancel(self, text: str) -> "answers.jobs.AllCancelled":
         found = self.find_jobs(text)
-        rows = []
+        rows: list[answers.jobs.Cancelled] = []
         for status in found:
             over = status.outcome is not None
             if not over:
@@ -424,7 +425,7 @@ class JobDesk:
         except SpecError as error:
             raise MeshError(f"a witness gave a damaged job description: {error}") from error
 
-    async def describe(self, text: str) -> dict[str, Any]:
+    async def describe(self, text: str) -> "answers.jobs.Described":
         """Everything about one job: what was asked for, and all that its witnesses remember."""
         status = self.find_job(text)
         spec = await self.spec_of(status)
@@ -478,7 +479,7 @@ class JobDesk:
                 )
         return None
 
-    async def pull(self, text: str, destination: str) -> dict[str, Any]:
+    async def pull(self, text: str, destination: str) -> "answers.jobs.Pulled":
         """Bring a finished job's published files here."""
         status = self.find_job(text)
         if status.outcome is None or status.outcome.manifest is None:

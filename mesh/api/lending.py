@@ -1,8 +1,8 @@
-"""`mesh lend`, `pause`, `resume`, `reclaim`: the owner's word on what is lent; the answers are plain JSON values."""
+"""`mesh lend`, `pause`, `resume`, `reclaim`: the owner's word on what is lent."""
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,29 +15,29 @@ from mesh.engine.killswitch import BY_OWNER
 from mesh.jobs.spec import format_job
 from mesh.provider.inventory import Lending
 from mesh.provider.ladder import Leave
-from mesh.provider.policy import PolicyError, policy_json, with_hours
-from mesh.provider.presence import MACHINE
+from mesh.provider.policy import Policy, PolicyError, with_hours
+from mesh.provider.presence import MACHINE, Stand
 from placement.advert import WHOLE
 from placement.allotment import percent
 from placement.destination import LIKELY
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 BY_HAND = "its owner took the machine back"
 
 
-def lend_state(daemon: "Daemon") -> dict[str, Any]:
+def lend_state(daemon: "Daemon") -> "answers.owner.Lend":
     """What is lent now, by whose word, and what the owner's policy has seen."""
     owner, lending = daemon.owner, daemon.inventory.lending
-    stands = {scope: {**msgspec.structs.asdict(stand), "why": stand.why} for scope, stand in owner.stands.items()}
-    gpus = [
+    gpus: list[answers.owner.LentGpu] = [
         {
             "index": index,
             "uuid": gpu.uuid,
             "model": gpu.model,
             "withheld": gpu.uuid in lending.withheld,
-            **stands[gpu.uuid],
+            **_stand(owner.stands[gpu.uuid]),
             "programs": [{"pid": pid, "name": name} for pid, name in owner.programs.get(gpu.uuid, [])],
         }
         for index, gpu in enumerate(daemon.inventory.gpus)
@@ -47,21 +47,47 @@ def lend_state(daemon: "Daemon") -> dict[str, Any]:
         "paused": lending.paused,
         "now": lending.lending and not lending.paused and not daemon.inventory.presence.held_by,
         "guests": len(daemon.jobs.participant.hosted),
-        "machine": stands[MACHINE],
+        "machine": _stand(owner.stands[MACHINE]),
         "gpus": gpus,
         "hours": str(owner.policy.hours),
         "hours_change_unix": owner.opens_at(),
         "typed_s": owner.typed_s,
         "typing_seen_by": list(owner.console.sources),
         "load": owner.load,
-        "policy": policy_json(owner.policy),
+        "policy": _policy(owner.policy),
         "policy_file": str(daemon.layout.policy),
         "problem": daemon.membership.problems.get("policy", ""),
         "warnings": owner.warnings(),
     }
 
 
-async def lend(daemon: "Daemon", order: LendOrder) -> dict[str, Any]:
+def _stand(stand: Stand) -> "answers.owner.Stand":
+    return {
+        "level": stand.level,
+        "causes": stand.causes,
+        "pressing": stand.pressing,
+        "next_s": stand.next_s,
+        "why": stand.why,
+    }
+
+
+def _policy(policy: Policy) -> "answers.owner.Policy":
+    return {
+        "hours": str(policy.hours),
+        "gpu": policy.gpu,
+        "ignore": policy.ignore,
+        "keyboard": policy.keyboard,
+        "load": policy.load,
+        "notice": policy.notice,
+        "pause": policy.pause,
+        "gpu_clocks": policy.gpu_clocks,
+        "keyboard_clocks": policy.keyboard_clocks,
+        "load_clocks": policy.load_clocks,
+        "calendar_clocks": policy.calendar_clocks,
+    }
+
+
+async def lend(daemon: "Daemon", order: LendOrder) -> "answers.owner.Lend":
     """Lend or not, and in which hours."""
     if order.hours is not None:
         await asyncio.to_thread(_write_hours, daemon, tuple(order.hours))
@@ -82,7 +108,7 @@ def _write_hours(daemon: "Daemon", texts: tuple[str, ...]) -> None:
     write_durably(path, changed.encode())
 
 
-async def set_paused(daemon: "Daemon", paused: bool, gpu: str | None = None) -> dict[str, Any]:
+async def set_paused(daemon: "Daemon", paused: bool, gpu: str | None = None) -> "answers.owner.Paused":
     """The machine, or one GPU of it. Lending the machine again lends all of it."""
     before = daemon.inventory.lending
     if not paused:
@@ -120,12 +146,23 @@ def find_gpu(daemon: "Daemon", text: str) -> str:
     return fits[0]
 
 
-async def reclaim(daemon: "Daemon", order: ReclaimOrder) -> dict[str, Any]:
+def rehearsed(daemon: "Daemon", order: ReclaimOrder) -> "answers.owner.Rehearsed":
+    """What that would cost; it changes nothing."""
+    uuid = None if order.gpu is None else find_gpu(daemon, order.gpu)
+    return {
+        "dry_run": True,
+        "gpu": uuid,
+        "guests": _costs(daemon, uuid, 0.0 if order.now else _notice_s(daemon, order)),
+    }
+
+
+def _notice_s(daemon: "Daemon", order: ReclaimOrder) -> float:
+    return daemon.owner.notice_s if order.grace_s is None else order.grace_s
+
+
+async def reclaim(daemon: "Daemon", order: ReclaimOrder) -> "answers.owner.Reclaimed":
     """Take the machine back, or one GPU of it: no new work there, and every guest of it gone when this returns."""
     uuid = None if order.gpu is None else find_gpu(daemon, order.gpu)
-    notice_s = daemon.owner.notice_s if order.grace_s is None else order.grace_s
-    if order.dry_run:
-        return {"dry_run": True, "gpu": uuid, "guests": _rehearsed(daemon, uuid, 0.0 if order.now else notice_s)}
     begun = time.monotonic()
     if order.now and uuid is None:
         daemon.switch.strike()
@@ -136,7 +173,7 @@ async def reclaim(daemon: "Daemon", order: ReclaimOrder) -> dict[str, Any]:
     if order.now:
         jobs = await daemon.ladder.kill(guests, f"{reason} at once", f"{why}, at once")
     else:
-        leave = Leave(notice_s, daemon.owner.policy.pause, reason, why, by_hand=True)
+        leave = Leave(_notice_s(daemon, order), daemon.owner.policy.pause, reason, why, by_hand=True)
         jobs = await daemon.ladder.leave(guests, leave)
     return _told(daemon, jobs, uuid, begun)
 
@@ -150,9 +187,21 @@ async def settle_strike(daemon: "Daemon") -> list[bytes]:
     return jobs
 
 
-def _told(daemon: "Daemon", jobs: list[bytes], uuid: str | None, begun: float) -> dict[str, Any]:
+def _told(daemon: "Daemon", jobs: list[bytes], uuid: str | None, begun: float) -> "answers.owner.Reclaimed":
     seconds = round(time.monotonic() - begun, 3)
-    told = [daemon.ladder.told[job] for job in jobs if job in daemon.ladder.told]
+    told: list[answers.owner.Gone] = [
+        {
+            "job": format_job(job),
+            "user": gone.user,
+            "name": gone.name,
+            "reason": gone.reason,
+            "lost_s": round(gone.lost.seconds, 3),
+            "lost_steps": gone.lost.steps,
+            "rungs_ms": gone.rungs_ms,
+        }
+        for job in jobs
+        if (gone := daemon.ladder.told.get(job)) is not None
+    ]
     return {"reclaimed": [format_job(job) for job in jobs], "gpu": uuid, "seconds": seconds, "guests": told}
 
 
@@ -163,7 +212,7 @@ def _guests_of(daemon: "Daemon", uuid: str | None) -> list[bytes]:
     return [job for job in hosted if any(portion.uuid == uuid for portion in daemon.inventory.portions_of(job))]
 
 
-def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict[str, Any]]:
+def _costs(daemon: "Daemon", uuid: str | None, notice_s: float) -> "list[answers.owner.Cost]":
     """Whose work would go, where, and what that would cost, by what is known now: the plan that a reclaim would follow."""
     nicks = {member.node_id: member.nick for member in daemon.membership.members()}
     leaving = daemon.jobs.leaving
@@ -173,7 +222,7 @@ def _rehearsed(daemon: "Daemon", uuid: str | None, notice_s: float) -> list[dict
     planned, found = leaving.plan(_guests_of(daemon, uuid), window_s)
     plans = {place.job: (guest, place) for guest, place in zip(planned, found.destinations, strict=True)}
     turns = {found.destinations[place].job: turn for turn, place in enumerate(found.order)}
-    rows = []
+    rows: list[answers.owner.Cost] = []
     for job in _guests_of(daemon, uuid):
         attempt, runner = daemon.jobs.attempts.get(job), daemon.jobs.participant.runners.get(job)
         if attempt is None:

@@ -54,7 +54,7 @@ def _answering(daemon: "Daemon", route: Route) -> Callable[[web.Request], Awaita
         result = await (route.handle(daemon, call) if route.method == "GET" else audited(daemon, route, call))
         if isinstance(result, web.StreamResponse):
             return result
-        if route.answer == BYTES:
+        if route.content == BYTES:
             return await _streamed(request, result)
         return web.Response(body=msgspec.json.encode({"schema": SCHEMA, **result}), content_type="application/json")
 

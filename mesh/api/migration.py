@@ -1,7 +1,7 @@
 """Where a job is to go: `mesh migrate`, with what stands against it, told before anybody gives notice; and `--home`."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -9,6 +9,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.jobs.spec import Homing, attempt_request, format_job
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 LOCAL_SETTLE_S = 3.0  # with the local gossip profile: who plays with a mesh on one machine does not wait for a minute
@@ -25,7 +26,7 @@ def homing_of(daemon: "Daemon", home: str | None) -> Homing:
     return msgspec.structs.replace(homing, rule="node", node=daemon.desk.find_node(home).node_id)
 
 
-async def migrate(daemon: "Daemon", text: str, to: str, force: bool) -> dict[str, Any]:
+async def migrate(daemon: "Daemon", text: str, to: str, force: bool) -> "answers.jobs.Migrating":
     """Ask for it; the answer says from where, and which node is first in line now."""
     status = daemon.job_desk.find_job(text)
     name, user = format_job(status.job)[:8], daemon.membership.standing.user

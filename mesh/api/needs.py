@@ -1,6 +1,6 @@
 """What a job that is over has needed: by the receipts of the nodes that ran it. For who asks for as much the next time."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -10,12 +10,13 @@ from mesh.jobs.spec import format_job
 from mesh.provider.receipts import Receipt, ReceiptError, open_receipt
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 MIB = 1 << 20
 
 
-async def needs(daemon: "Daemon", text: str) -> dict[str, Any]:
+async def needs(daemon: "Daemon", text: str) -> "answers.jobs.Needs":
     """`vram_mib`: the most that it held of one GPU, None where no guard measured it; `receipts`: of how many attempts that is."""
     status = daemon.job_desk.find_job(text)
     job, since_ms = format_job(status.job), status.created_unix_ms

@@ -1,12 +1,13 @@
-"""The agent's API as an OpenAPI 3.1 document, made from the routes and the structs that they take."""
+"""The agent's API as an OpenAPI 3.1 document, made from the routes, the structs that they take and what they answer."""
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from mesh import __version__
+from mesh.api import answers
 from mesh.api.problems import CONTENT_TYPE, Problem
 from mesh.api.queries import Nothing
 from mesh.api.routes import DOCUMENT, FRAMES, ROUTES, Route
@@ -33,6 +34,7 @@ DESCRIPTION = (
     "command would end with."
 )
 _REFERENCE = "#/components/schemas/{name}"
+_VERSIONED = {"type": "object", "properties": {"schema": {"type": "integer"}}, "required": ["schema"]}
 _ERRORS = {
     "400": "The request is not understood.",
     "403": "It is not allowed.",
@@ -50,8 +52,10 @@ def encoded() -> bytes:
 
 def document() -> dict[str, Any]:
     """Plain JSON values, the same for the same code."""
-    structs = list(dict.fromkeys([Problem, *(route.asked for route in ROUTES if route.method == "POST")]))
-    _, components = msgspec.json.schema_components(structs, ref_template=_REFERENCE)
+    bodies = [route.asked for route in ROUTES if route.method == "POST"]
+    told = [kind for route in ROUTES for kind in answers_of(route)]
+    types = list(dict.fromkeys([Problem, *bodies, *told]))
+    _, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     paths: dict[str, Any] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -111,19 +115,22 @@ def _schema(asked: type[Any]) -> dict[str, Any]:
 
 
 def _success(route: Route) -> dict[str, Any]:
-    if route.answer == FRAMES:
+    if route.content == FRAMES:
         return {"101": {"description": "A WebSocket of frames."}}
-    if isinstance(route.answer, str):
-        schema: dict[str, Any] = {"type": "object"} if route.answer == DOCUMENT else {}
-        return {"200": {"description": route.title, "content": {route.answer: {"schema": schema}}}}
-    fields = {"schema": int, **route.answer}
-    types, _ = msgspec.json.schema_components(list(fields.values()), ref_template=_REFERENCE)
-    answer = {
-        "type": "object",
-        "properties": dict(zip(fields, types, strict=True)),
-        "required": list(fields),
-    }
+    if route.content:
+        schema: dict[str, Any] = {"type": "object"} if route.content == DOCUMENT else {}
+        return {"200": {"description": route.title, "content": {route.content: {"schema": schema}}}}
+    told = [{"$ref": _REFERENCE.format(name=kind.__name__)} for kind in answers_of(route)]
+    answer = {"allOf": [_VERSIONED, told[0] if len(told) == 1 else {"anyOf": told}]}
     return {"200": {"description": route.title, "content": {"application/json": {"schema": answer}}}}
+
+
+def answers_of(route: Route) -> tuple[Any, ...]:
+    """The kinds of JSON objects that it answers, as its function is declared; none if it answers something else."""
+    if route.content:
+        return ()
+    declared = get_type_hints(route.handle, localns={"answers": answers, "Daemon": object})["return"]
+    return get_args(declared) or (declared,)
 
 
 def _error(text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`mesh recover`: asks every node for its record of a job, says what is left, and, if told to, goes on from it."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,10 +17,11 @@ from mesh.jobs.service import instant
 from mesh.jobs.spec import SpecError, format_job
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 
-async def recover(daemon: "Daemon", text: str, go: bool) -> dict[str, Any]:
+async def recover(daemon: "Daemon", text: str, go: bool) -> "answers.jobs.Recovered":
     """What would be lost; with `go`, do it."""
     status = daemon.job_desk.find_job(text)
     daemon.job_desk.check_owner(status)
@@ -42,7 +43,7 @@ async def recover(daemon: "Daemon", text: str, go: bool) -> dict[str, Any]:
             raise MeshError(f"the new group did not take the record: {problem}. Try again, or see `mesh nodes`.")
         if vault is not None:
             await keyring.share(status.job, vault, plan.mandate.config)
-    return {"job": format_job(status.job), "done": go, "locked_out": locked_out, **_shown(daemon, plan)}
+    return _shown(daemon, plan, go, locked_out)
 
 
 async def _records(daemon: "Daemon", job: bytes) -> dict[NodeId, Cell]:
@@ -62,7 +63,7 @@ async def _records(daemon: "Daemon", job: bytes) -> dict[NodeId, Cell]:
     return found | ({daemon.me: own.cell} if own is not None else {})
 
 
-def _shown(daemon: "Daemon", plan: Plan) -> dict[str, Any]:
+def _shown(daemon: "Daemon", plan: Plan, done: bool, locked_out: str) -> "answers.jobs.Recovered":
     nicks = {member.node_id: member.nick for member in daemon.membership.members()}
 
     def names(nodes: tuple[bytes, ...]) -> list[str]:
@@ -70,6 +71,9 @@ def _shown(daemon: "Daemon", plan: Plan) -> dict[str, Any]:
 
     commit = plan.ledger.commit
     return {
+        "job": format_job(plan.mandate.job),
+        "done": done,
+        "locked_out": locked_out,
         "lost": names(plan.lost),
         "kept": names(plan.kept),
         "witnesses": names(plan.mandate.config.nodes),

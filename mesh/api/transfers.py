@@ -1,19 +1,21 @@
-"""What this node sends to others now: checkpoints, working directories, images; the answers are plain JSON values."""
+"""What this node sends to others now: checkpoints, working directories, images."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from membership.identity import short_id
 from mesh.jobs.spec import format_job
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 
-def transfer_list(daemon: "Daemon") -> dict[str, Any]:
+def transfer_list(daemon: "Daemon") -> "answers.mesh.Transfers":
     """Each stream under way, oldest first: bytes that the other node has acknowledged, of how many, since when."""
     nicks = {member.node_id: member.nick for member in daemon.membership.members()}
-    names, now, rows = {job: status.name for job, status in daemon.job_desk.statuses().items()}, time.monotonic(), []
+    names, now = {job: status.name for job, status in daemon.job_desk.statuses().items()}, time.monotonic()
+    rows: list[answers.mesh.Transfer] = []
     for lane in daemon.wire.open:
         cargo = lane.cargo
         rows.append(

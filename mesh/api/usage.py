@@ -1,9 +1,9 @@
-"""`mesh usage`: hours lent and borrowed, by this node's receipts and those that others tell; the answer is plain JSON values."""
+"""`mesh usage`: hours lent and borrowed, by this node's receipts and those that others tell."""
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +14,7 @@ from mesh.provider.usage import Account, By, accounts, by_month, newest
 from placement.queue import HALF_LIFE_S, fair_points, mean_of
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 TOLD = 2000  # receipts of one node in one answer, about 1 MB; the newest; ours
@@ -41,7 +42,7 @@ async def told_to_peer(daemon: "Daemon", since_ms: int) -> bytes:
     return msgspec.msgpack.encode(Told(tuple(sealed[:TOLD]), len(sealed) <= TOLD))
 
 
-async def usage(daemon: "Daemon", since_s: float, by: By, here: bool) -> dict[str, Any]:
+async def usage(daemon: "Daemon", since_s: float, by: By, here: bool) -> "answers.mesh.Usage":
     """`here`: by this node's own receipts alone, nobody is asked."""
     now_ms = time.time_ns() // 1_000_000
     since_ms = max(0, now_ms - round(since_s * 1000))
@@ -107,7 +108,7 @@ def _opened(books: list[tuple[NodeId, Told]], most: int, mesh_id: bytes) -> tupl
 
 def _rows(
     daemon: "Daemon", receipts: list[Receipt], since_ms: int, by: By, nicks: dict[NodeId, str]
-) -> list[dict[str, Any]]:
+) -> "list[answers.mesh.Account]":
     users = {member.node_id: member.user for member in daemon.membership.members()}
     zones = {advert.node: advert.zone for advert in daemon.jobs.outlook.adverts()}
 
@@ -123,26 +124,34 @@ def _rows(
         found = by_month(receipts, since_ms, daemon.me, daemon.membership.standing.user)
     else:
         found = accounts(receipts, since_ms, *names[by])
-    shares = _shares(daemon) if by == "user" else {}
-    for user in shares:
+    # What counts of each user's use in the queue, of the jobs that this node still knows, halved every half-life.
+    had = daemon.jobs.board.usage(time.time()) if by == "user" else {}
+    for user in had:
         found.setdefault(user, Account())
-    return [
-        {"name": name, **{k: round(v, 6) for k, v in msgspec.structs.asdict(account).items()}, **shares.get(name, {})}
-        for name, account in sorted(found.items())
-    ]
-
-
-def _shares(daemon: "Daemon") -> dict[str, dict[str, Any]]:
-    """What counts of each user's use in the queue, of the jobs that this node still knows, halved every half-life."""
-    had = daemon.jobs.board.usage(time.time())
     mean = mean_of(had)
+    rows = {name: _row(name, account) for name, account in sorted(found.items())}
+    for user, used in had.items():
+        rows[user]["decayed_gpu_h"] = round(used / PERCENT_S_OF_GPU_H, 6)
+        rows[user]["fair_points"] = fair_points(used, mean)
+    return list(rows.values())
+
+
+def _row(name: str, account: Account) -> "answers.mesh.Account":
     return {
-        user: {"decayed_gpu_h": round(used / PERCENT_S_OF_GPU_H, 6), "fair_points": fair_points(used, mean)}
-        for user, used in had.items()
+        "name": name,
+        "lent_gpu_h": round(account.lent_gpu_h, 6),
+        "lent_slot_h": round(account.lent_slot_h, 6),
+        "borrowed_gpu_h": round(account.borrowed_gpu_h, 6),
+        "borrowed_slot_h": round(account.borrowed_slot_h, 6),
+        "own_gpu_h": round(account.own_gpu_h, 6),
+        "own_slot_h": round(account.own_slot_h, 6),
+        "measured_gpu_h": round(account.measured_gpu_h, 6),
+        "lost_h": round(account.lost_h, 6),
+        "attempts": account.attempts,
     }
 
 
-def _run(receipt: Receipt, nicks: dict[NodeId, str]) -> dict[str, Any]:
+def _run(receipt: Receipt, nicks: dict[NodeId, str]) -> "answers.mesh.Run":
     submitter = receipt.submitter
     return {
         "job": receipt.job,

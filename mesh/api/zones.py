@@ -1,19 +1,20 @@
-"""`mesh nodes --zones`, and what `mesh why` says of zones and of who submits a job; the answers are plain JSON values."""
+"""`mesh nodes --zones`, and what `mesh why` says of zones and of who submits a job."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from membership.identity import short_id
 from placement.ranking import Ranking
 from placement.zones import Hierarchy, zone_of
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 
-def zone_list(daemon: "Daemon") -> dict[str, Any]:
+def zone_list(daemon: "Daemon") -> "answers.mesh.Zones":
     """Every zone with its nodes, who coordinates it and what is done there now."""
     hierarchy, nicks, told = daemon.jobs.outlook.hierarchy(), _nicks(daemon), daemon.deputy.told()
-    rows = []
+    rows: list[answers.mesh.Zone] = []
     for zone in hierarchy.zones:
         submits = {nicks[node]: told[node].count for node in zone.nodes if node in told}
         rows.append(
@@ -30,7 +31,7 @@ def zone_list(daemon: "Daemon") -> dict[str, Any]:
     return {"placement": _mode(hierarchy), "two_level_since": hierarchy.since, "zones": rows}
 
 
-def placing(daemon: "Daemon", hierarchy: Hierarchy, ranking: Ranking) -> dict[str, Any]:
+def placing(daemon: "Daemon", hierarchy: Hierarchy, ranking: Ranking) -> "answers.jobs.Placing":
     """How `ranking` came about: flat, or by zone first, and then which zone and who coordinates it."""
     zone = zone_of(ranking.candidates[0].node, hierarchy.zones) if hierarchy.since and ranking.candidates else None
     coordinator = zone.coordinator if zone is not None else None

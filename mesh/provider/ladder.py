@@ -23,6 +23,7 @@ from mesh.jobs.attempt import Attempt
 from mesh.jobs.contract import VACATED
 from mesh.jobs.service import JobService
 from mesh.jobs.spec import format_job
+from mesh.jobs.stake import Lost
 from mesh.provider.guard import NodeGuard
 from mesh.provider.presence import Stand
 
@@ -43,6 +44,16 @@ class Leave(msgspec.Struct, frozen=True):
     reason: str
     why: str
     by_hand: bool = False
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """How a guest that was taken back has left. `rungs_ms`: from the order until it was there, by rung."""
+
+    user: str
+    name: str
+    reason: str
+    lost: Lost
+    rungs_ms: dict[str, float]
 
 
 class _Guest:
@@ -72,7 +83,7 @@ class Ladder:
         self._owner, self._nick = owner, nick
         self._guests: dict[bytes, _Guest] = {}
         self._chores = Chores(log)
-        self.told: dict[bytes, dict[str, Any]] = {}
+        self.told: dict[bytes, Gone] = {}
         self.reclaimed: Callable[[dict[str, float]], None] = lambda rungs_s: None  # each rung's seconds from the order
         jobs.left = self._left
 
@@ -253,15 +264,7 @@ class Ladder:
         self.told.pop(job, None)
         while len(self.told) >= TOLD_KEPT:
             self.told.pop(next(iter(self.told)))
-        self.told[job] = {
-            "job": format_job(job),
-            "user": attempt.spec.user,
-            "name": attempt.spec.name,
-            "reason": reason,
-            "lost_s": round(lost.seconds, 3),
-            "lost_steps": lost.steps,
-            "rungs_ms": rungs,
-        }
+        self.told[job] = Gone(attempt.spec.user, attempt.spec.name, reason, lost, rungs)
 
     def _can_free(self, job: bytes) -> bool:
         return self._guard.tenant(format_job(job)) is not None and not self._guard.pause_problem

@@ -7,7 +7,7 @@ long it has to be gone before they go on; `idle`, before the machine is lent to 
 
 import re
 import tomllib
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -220,9 +220,3 @@ def _watched(policy: Policy) -> list[Source]:
     if policy.load is not None:
         watched.append("load")
     return watched
-
-
-def policy_json(policy: Policy) -> dict[str, Any]:
-    """For `mesh lend --json`: seconds, and hours as they are written."""
-    told: dict[str, Any] = msgspec.to_builtins(policy)
-    return {**told, "hours": str(policy.hours)}

@@ -32,6 +32,7 @@ from mesh.web.stream import Output, Topic
 from mesh.web.views import PATIENCE_S
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 HOST = "127.0.0.1"
@@ -75,7 +76,7 @@ class Site:
         self._problem = ""
         self.port = 0
 
-    async def invite(self) -> dict[str, Any]:
+    async def invite(self) -> "answers.owner.Page":
         """Where the page is, for one visit. It is served from now on."""
         async with self._opening:
             if self._runner is None:

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mesh.api.attendance import survival_of
 from mesh.api.errors import MeshError
 from mesh.api.explanation import explanation
-from mesh.api.lending import lend_state, reclaim
+from mesh.api.lending import lend_state, rehearsed
 from mesh.api.orders import ReclaimOrder
 from mesh.api.queries import UsageQuery
 from mesh.api.usage import usage
@@ -21,6 +21,7 @@ from mesh.web.lend import lend_page
 from mesh.web.nodes import nodes_page, week_page
 
 if TYPE_CHECKING:
+    from mesh.api import answers
     from mesh.daemon import Daemon
 
 PATIENCE_S = 0.08  # before a page is shown without an answer; ours, for 300 ms in all
@@ -64,7 +65,7 @@ async def jobs(daemon: "Daemon", standing: Standing) -> Shown:
 
 
 async def lend(daemon: "Daemon", standing: Standing, under_way: str, problem: str) -> Shown:
-    cost = (await reclaim(daemon, ReclaimOrder(dry_run=True)))["guests"]
+    cost = rehearsed(daemon, ReclaimOrder())["guests"]
     return lend_page(standing, lend_state(daemon), cost, daemon.owner.notice_s, under_way, problem)
 
 
@@ -83,9 +84,9 @@ def week(daemon: "Daemon", node: str) -> Shown:
 class Job:
     def __init__(self, daemon: "Daemon", job: str) -> None:
         self._daemon, self._job = daemon, job
-        self._stored: Asked[dict[str, Any]] = Asked(lambda: daemon.ckpt_desk.stored(job), JOB_EVERY_S)
-        self._described: Asked[dict[str, Any]] = Asked(lambda: daemon.job_desk.describe(job), JOB_EVERY_S)
-        self._reasons: Asked[dict[str, Any]] = Asked(lambda: explanation(daemon, job), JOB_EVERY_S)
+        self._stored: Asked[answers.checkpoints.Store] = Asked(lambda: daemon.ckpt_desk.stored(job), JOB_EVERY_S)
+        self._described: Asked[answers.jobs.Described] = Asked(lambda: daemon.job_desk.describe(job), JOB_EVERY_S)
+        self._reasons: Asked[answers.jobs.Why] = Asked(lambda: explanation(daemon, job), JOB_EVERY_S)
 
     async def render(self) -> Shown:
         stored, described, reasons = await asyncio.gather(
@@ -100,12 +101,12 @@ class Ledger:
     def __init__(self, daemon: "Daemon", by: str) -> None:
         self._daemon, self._by = daemon, cast(By, by)
         since_s = UsageQuery().since_s
-        self._own: Asked[dict[str, Any]] = Asked(lambda: usage(daemon, since_s, self._by, True), LEDGER_EVERY_S)
-        self._all: Asked[dict[str, Any]] = Asked(lambda: usage(daemon, since_s, self._by, False), LEDGER_EVERY_S)
+        self._own: Asked[answers.mesh.Usage] = Asked(lambda: usage(daemon, since_s, self._by, True), LEDGER_EVERY_S)
+        self._all: Asked[answers.mesh.Usage] = Asked(lambda: usage(daemon, since_s, self._by, False), LEDGER_EVERY_S)
 
     async def render(self) -> Shown:
         told = await self._all.answer()
-        answer = (
+        answer: Mapping[str, Any] = (
             told or await self._own.answer() or {"rows": [], "silent": [], "cut": [], "runs": [], "since_unix_ms": 0}
         )
         return ledger_page(answer, self._by, told is None)

@@ -1,6 +1,8 @@
 """The agent's API and its document are one: same calls, same terms, errors as problems."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -34,6 +36,33 @@ def test_it_is_an_openapi_document_that_others_can_read() -> None:
     schema = schemathesis.openapi.from_dict(json.loads(CliRunner().invoke(cli, ["api"]).output))
     schema.validate()
     assert {found.ok().label for found in schema.get_all_operations()} == {f"{r.method} {r.path}" for r in ROUTES}
+
+
+def test_every_field_of_an_answer_is_described() -> None:
+    """But for what a job was submitted with: whatever it was."""
+
+    def bare(schema: dict[str, Any], where: str) -> Iterator[str]:
+        parts = [schema.get("items"), schema.get("additionalProperties"), *schema.get("anyOf", [])]
+        inside = [part for part in [*parts, *schema.get("prefixItems", [])] if isinstance(part, dict)]
+        fields = schema.get("properties", {})
+        if (
+            not inside
+            and not fields
+            and not {"$ref", "enum"} & set(schema)
+            and schema.get("type") in {None, "object", "array"}
+        ):
+            yield where
+        for part in inside:
+            yield from bare(part, where)
+        for name, field in fields.items():
+            yield from bare(field, f"{where}.{name}")
+
+    components = document()["components"]["schemas"]
+    assert all(name.isidentifier() for name in components), "two kinds of one name are told apart by their modules"
+    found = [place for name, schema in components.items() for place in bare(schema, name)]
+    assert [place for place in found if place != "Nothing"] == ["Described.asked"]
+    nodes = document()["paths"]["/v1/nodes"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert {"$ref": "#/components/schemas/Nodes"} in nodes["allOf"]
 
 
 @pytest.mark.parametrize(
@@ -79,4 +108,4 @@ async def test_errors_are_problems(method: str, path: str, body: bytes, status: 
 def test_only_what_is_a_websocket_answers_no_200() -> None:
     for route in ROUTES:
         answers = document()["paths"][route.path][route.method.lower()]["responses"]
-        assert ("101" in answers) == (route.answer == FRAMES) != ("200" in answers)
+        assert ("101" in answers) == (route.content == FRAMES) != ("200" in answers)

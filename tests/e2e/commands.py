@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from click.testing import CliRunner
 
 from mesh.cli.main import cli
@@ -196,3 +197,16 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def as_documented(node: StackNode, job: str) -> int:
+    """Every read that answers JSON answers what the API's document says of it; how many there are."""
+    from mesh.api.openapi import answers_of
+    from mesh.api.routes import ROUTES
+
+    there = {"job": job, "node": node.nick}
+    reads = [route for route in ROUTES if route.method == "GET" and "{name}" not in route.path and answers_of(route)]
+    for route in reads:
+        (answer,) = answers_of(route)
+        msgspec.json.decode(node.client.read(route.path.format_map(there)), type=answer)
+    return len(reads)

@@ -12,7 +12,16 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from mesh.stack import Stack, StackNode
 from mesh.telemetry.metrics import METRICS
-from tests.e2e.commands import free_port, mesh, ok, read, running_with_checkpoint, submit_count, until
+from tests.e2e.commands import (
+    as_documented,
+    free_port,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    submit_count,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -39,7 +48,7 @@ def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable
     stack = make_stack(2)
     here, there = stack.nodes
     ok(there, "down", "--now")
-    there.where.config.write_text(f"metrics_port = {port}\n")
+    there.where.config.write_text(f'metrics_port = {port}\nnick = "another"\n')
     stack.start(there)
     until(lambda: there.where.socket.exists() and Stack.sees(here, 2) and Stack.sees(there, 2), "it to be back")
     ok(here, "pause")
@@ -56,6 +65,8 @@ def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable
     assert {name for name, _ in during} <= {
         metric.name + end for metric in METRICS for end in ("", "_bucket", "_sum", "_count")
     }
+    as_documented(here, job)
+    assert "has joined as 'node2'" in read(there, "status")["problems"]["nick"]
     (mine,) = [row for row in read(here, "usage")["rows"] if row["attempts"]]
     assert mine["own_slot_h"] > 0, "what runs now counts, and one user has both machines"
 

@@ -15,7 +15,7 @@ import pytest
 from membership.trust import TrustStore
 from mesh.provider.receipts import open_receipt
 from mesh.stack import Stack, StackNode
-from tests.e2e.commands import finished, job_state, mesh, ok, read, until
+from tests.e2e.commands import as_documented, finished, job_state, mesh, ok, read, until
 from tests.fake import client
 from tests.fake.build import build
 from tests.fake.world import World
@@ -184,6 +184,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     until(lambda: on_gpus(node)[0]["launches"] > before, "it to go on")
     assert mesh(node, "gpus", "pause", "nobody").returncode == 4
     until(lambda: on_gpus(node)[0]["memory_by_nvml"], "NVML to have been asked since")
+    assert as_documented(node, job) > 15
 
     assert read(node, "reclaim", "--now")["reclaimed"] == [job]
     for words in (
