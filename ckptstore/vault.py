@@ -9,8 +9,6 @@ import os
 
 import msgspec
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
@@ -36,6 +34,10 @@ class Vault:
     """`realm` names the key, and can be shown to anybody."""
 
     def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import (
+            AESGCM,
+        )  # 6 MiB, which a node without sealed state need not have
+
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         self.key = key
@@ -68,10 +70,9 @@ class Vault:
         view = memoryview(stored)
         if bytes(view[:REALM_BYTES]) != self.realm:
             raise Locked("a chunk is sealed with another key")
-        nonce, hidden = bytes(view[FRONT_BYTES : FRONT_BYTES + NONCE_BYTES]), view[FRONT_BYTES + NONCE_BYTES :]
         try:
-            return self._cipher.decrypt(nonce, hidden, meaning)
-        except (InvalidTag, ValueError) as error:
+            return self._decrypted(view[FRONT_BYTES:], meaning)
+        except ValueError as error:
             raise CorruptChunk("a sealed chunk is not what was sealed") from error
 
     def hide(self, purpose: bytes, data: bytes) -> bytes:
@@ -82,9 +83,18 @@ class Vault:
     def show(self, purpose: bytes, hidden: bytes) -> bytes:
         """ValueError if it was not hidden with this key for this purpose."""
         try:
-            return self._cipher.decrypt(hidden[:NONCE_BYTES], hidden[NONCE_BYTES:], purpose)
-        except (InvalidTag, ValueError) as error:
+            return self._decrypted(memoryview(hidden), purpose)
+        except ValueError as error:
             raise ValueError("sealed with another key, or damaged") from error
+
+    def _decrypted(self, sealed: memoryview, associated: bytes) -> bytes:
+        """ValueError if this is not what was encrypted."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._cipher.decrypt(bytes(sealed[:NONCE_BYTES]), sealed[NONCE_BYTES:], associated)
+        except InvalidTag as error:
+            raise ValueError("its tag does not fit") from error
 
 
 def check_sealed(identity: bytes, meaning: bytes, stored: Bytes) -> bytes:

@@ -3,10 +3,13 @@
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from membership.durable import write_durably
 from mesh.api.errors import ConfigError
+
+if TYPE_CHECKING:
+    from membership.identity import Identity
 
 CLOSED = 0o700  # of the state directory
 
@@ -173,10 +176,16 @@ class Layout(NamedTuple):
         return blake2b(os.fsencode(self.root), digest_size=8).hexdigest()
 
 
-def save_membership(where: Layout, genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
-    """The three files that make a node a member; the genesis last, since it is what says that there is one."""
-    for path, data in ((where.seeds, "\n".join(seeds).encode()), (where.chain, chain), (where.genesis, genesis)):
-        write_durably(path, data)
+def save_membership(where: Layout, identity: "Identity", genesis: bytes, chain: bytes, seeds: tuple[str, ...]) -> None:
+    """The files that make a node a member; the genesis last, since it is what says that there is one."""
+    from membership.identity import short_id
+    from mesh.api.tls import make_certificate
+
+    write_durably(where.seeds, "\n".join(seeds).encode())
+    write_durably(where.chain, chain)
+    if not where.tls.exists():
+        make_certificate(where.tls, identity.seed, short_id(identity.node_id))
+    write_durably(where.genesis, genesis)
 
 
 def _user(number: int) -> str:

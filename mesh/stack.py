@@ -77,7 +77,7 @@ class Stack:
             identity = founder if number == 0 else Identity.generate()
             identity.save(node.where.key)
             own = chain if number == 0 else accept_invite(invite, identity.node_id, node.nick, user, now)
-            save_membership(node.where, genesis, own, ())
+            save_membership(node.where, identity, genesis, own, ())
 
     def start(self, node: StackNode) -> None:
         node.process = start_daemon(node.where, self._overrides, node.within)

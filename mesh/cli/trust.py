@@ -56,7 +56,7 @@ def init(ctx: click.Context, name: str, nick: str | None, user: str | None) -> N
         genesis, chain = found_mesh(identity, name, _nick(where, nick), user or getpass.getuser(), time.time())
     except TrustError as error:
         raise MeshError(str(error), ExitCode.USAGE) from error
-    save_membership(where, genesis, chain, ())
+    save_membership(where, identity, genesis, chain, ())
     click.echo(f"founded mesh {name!r}; this node is {format_id(identity.node_id)}")
     click.echo("next: `mesh up --lend` here, then `mesh invite` prints the line for other machines", err=True)
 
@@ -114,7 +114,7 @@ def _join_by_invite(where: Layout, text: str, nick: str | None, user: str | None
         chain = accept_invite(invite_read, identity.node_id, _nick(where, nick), name, time.time())
     except TrustError as error:
         raise MeshError(str(error), ExitCode.REFUSED) from error
-    save_membership(where, invite_read.genesis, chain, invite_read.seeds)
+    save_membership(where, identity, invite_read.genesis, chain, invite_read.seeds)
     click.echo(f"joined mesh {store.genesis.name!r}; this node is {format_id(identity.node_id)}")
 
 
@@ -178,7 +178,7 @@ def _join_by_knocking(where: Layout, text: str, nick: str | None, user: str | No
         raise MeshError(str(error), ExitCode.REFUSED) from error
     except KeyboardInterrupt:
         raise MeshError("it still waits, for an hour: run the same command again to go on", ExitCode.REFUSED) from None
-    save_membership(where, answer.genesis, answer.granted, (f"{host}:{port}",))
+    save_membership(where, identity, answer.genesis, answer.granted, (f"{host}:{port}",))
     click.echo(f"joined mesh {store.genesis.name!r}; this node is {format_id(identity.node_id)}")
 
 

@@ -143,7 +143,7 @@ def test_it_names_an_ended_certificate_and_the_way_back(tmp_path: Path) -> None:
     where.root.mkdir()
     identity = Identity.generate()
     identity.save(where.key)
-    save_membership(where, genesis, accept_invite(invite, identity.node_id, "rack", "bob", old), ())
+    save_membership(where, identity, genesis, accept_invite(invite, identity.node_id, "rack", "bob", old), ())
     answer = mesh(where.root, "doctor", "--json")
     assert answer.returncode == 1
     assert "has ended" in answer.stdout and "mesh invite" in answer.stdout

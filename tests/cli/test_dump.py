@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from membership.identity import Identity
 from membership.trust import found_mesh, make_invite
-from mesh.api.tls import server_context
 from mesh.cli.dump import secrets_of
 from mesh.cli.main import cli
 from mesh.jobs.journal import Journal
@@ -94,9 +93,8 @@ async def planted(where: Layout) -> list[bytes]:
     where.make()
     identity, now = Identity.generate(), time.time()
     genesis, chain = found_mesh(identity, "m", "n", "ada", now)
-    save_membership(where, genesis, chain, ("10.0.0.7:7373",))
+    save_membership(where, identity, genesis, chain, ("10.0.0.7:7373",))
     identity.save(where.key)
-    server_context(where.tls, identity.seed, "n")
     journal = Journal(where.journal)
     await journal.open()
     realm_key, share = os.urandom(32), os.urandom(32)

@@ -129,7 +129,7 @@ def test_a_certificate_is_renewed_by_whoever_may_admit_and_outlives_its_invite(h
     identity = Identity.generate()
     identity.save(second.key)
     chain = accept_invite(invite, identity.node_id, "rack", "bob", time.time())
-    save_membership(second, invite.genesis, chain, invite.seeds)
+    save_membership(second, identity, invite.genesis, chain, invite.seeds)
     ok(second.root, "up", *LOCAL)
     day = 86_400
     until(

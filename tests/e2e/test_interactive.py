@@ -315,7 +315,7 @@ def two_users(make_stack: Callable[..., Stack]) -> Stack:
     invite = parse_invite(make_invite(founder, mine.where.chain.read_bytes(), genesis, (), 3600, now), now)
     identity = Identity.load(theirs.where.key)
     chain = accept_invite(invite, identity.node_id, "theirs", "mallory", now)
-    save_membership(theirs.where, genesis, chain, ())
+    save_membership(theirs.where, identity, genesis, chain, ())
     make_stack.stacks.append(stack)  # type: ignore[attr-defined]
     stack.start_all()
     return stack

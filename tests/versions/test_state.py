@@ -41,7 +41,7 @@ def test_what_is_no_version_is_left_alone(tmp_path_factory: pytest.TempPathFacto
 def test_a_daemon_refuses_the_state_of_a_newer_one_in_words_and_touches_nothing(tmp_path: Path) -> None:
     where = Layout(tmp_path)
     identity = Identity.generate()
-    save_membership(where, *found_mesh(identity, "m", "n", "ada", 1e9), ())
+    save_membership(where, identity, *found_mesh(identity, "m", "n", "ada", 1e9), ())
     identity.save(where.key)
     where.version.write_text(f"{STATE + 1}\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
