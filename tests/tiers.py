@@ -76,6 +76,18 @@ def browser_problem() -> str:
 
 
 @cache
+def zsh_problem() -> str:
+    """Why completion cannot be tried in zsh; empty if it can."""
+    return "" if shutil.which("zsh") else "zsh is not installed (Debian: apt-get install zsh)"
+
+
+@cache
+def fish_problem() -> str:
+    """Why completion cannot be tried in fish; empty if it can."""
+    return "" if shutil.which("fish") else "fish is not installed (Debian: apt-get install fish)"
+
+
+@cache
 def jupyter_problem() -> str:
     """Why there is no JupyterLab to test with; empty if there is one."""
     if shutil.which("ss") is None:
@@ -145,6 +157,8 @@ PROBES = {
     "bpf": bpf_problem,
     "browser": browser_problem,
     "jupyter": jupyter_problem,
+    "zsh": zsh_problem,
+    "fish": fish_problem,
 }
 
 

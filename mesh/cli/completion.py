@@ -22,6 +22,10 @@ def completion(shell: str) -> None:
         click.echo(f"next: mesh completion {shell} > {FILES[shell]}{zsh}", err=True)
 
 
+# How click's script knows that zsh has loaded it as a function: true at its first call only, so the next Tab completes nothing.
+CLICKS_AUTOLOADED, AUTOLOADED = "$zsh_eval_context[-1] == loadautofunc", "$funcstack[1] == _mesh"
+
+
 def script(shell: str) -> str:
     """As click makes it: the script asks `mesh` itself."""
     from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
@@ -30,4 +34,4 @@ def script(shell: str) -> str:
 
     kinds: dict[str, type[ShellComplete]] = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
     made = kinds[shell](cli, {}, "mesh", "_MESH_COMPLETE")
-    return str(made.source_template % made.source_vars())
+    return str(made.source_template % made.source_vars()).replace(CLICKS_AUTOLOADED, AUTOLOADED)

@@ -14,6 +14,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import mesh.cli.listing
+import mesh.cli.names
 from mesh.cli.main import SECTIONS, cli
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
@@ -97,7 +98,8 @@ def completed(words: list[str], incomplete: str) -> list[str]:
     return [item.value for item in items]
 
 
-def test_names_complete_themselves(state: Path) -> None:
+def test_names_complete_themselves(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh.cli.names, "ANSWER_S", 60.0)
     here = ["--state", str(state)]
     assert completed([*here, "logs"], "7k") == ["7kq2abcd", "7kzzabcd"] and completed([*here, "why"], "be") == ["bert"]
     assert completed([*here, "cancel"], "") == ["7kq2abcd", "bert", "7kzzabcd"]
