@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mesh.stack import Stack  # noqa: E402
-from tests.bench.harness import row, write  # noqa: E402
+from tests.bench.harness import cpu_s, row, write  # noqa: E402
 
 READS = ("/v1/status", "/v1/nodes", "/v1/jobs", "/v1/lend", "/v1/openapi.json")
 ROUNDS, ROUND_S = 5, 2.0
@@ -99,9 +98,9 @@ def main() -> None:
                 ours, theirs, work = [], [], []
                 assert node.process is not None
                 for _ in range(ROUNDS):
-                    before = _cpu_s(node.process.pid)
+                    before = cpu_s(node.process.pid)
                     ours.append(probe.per_second(ROUND_S))
-                    spent = _cpu_s(node.process.pid) - before
+                    spent = cpu_s(node.process.pid) - before
                     work.append(ours[-1] * ROUND_S / spent)
                     theirs.append(beside.per_second(ROUND_S))
                 beside.close()
@@ -118,11 +117,6 @@ def main() -> None:
     if importlib.util.find_spec("tests.bench.web") is not None:
         rows += importlib.import_module("tests.bench.web").rows()
     write("api", rows)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

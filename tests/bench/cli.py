@@ -1,7 +1,6 @@
-"""How fast the command line answers: `mesh --help`, and `mesh ps` against a running daemon, beside a bare interpreter; and what
-the daemon takes while it has nothing to do."""
+"""How fast the command line answers: `mesh --help`, and `mesh ps` against a running daemon, beside a bare interpreter; what
+the daemon takes while it has nothing to do, and what `mesh top` takes."""
 
-import os
 import shutil
 import statistics
 import sys
@@ -13,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mesh.stack import Stack  # noqa: E402
-from tests.bench.harness import command, interleave, row, write  # noqa: E402
+from tests.bench import top  # noqa: E402
+from tests.bench.harness import command, cpu_s, interleave, resident_mib, row, write  # noqa: E402
 from tests.tiers import docker_problem  # noqa: E402
 
 ROUNDS = 30
@@ -29,27 +29,19 @@ def idle_rows() -> list[dict[str, Any]]:
         stack.start_all()
         process = stack.nodes[0].process
         assert process is not None
-        proc = Path("/proc") / str(process.pid)
         time.sleep(SETTLE_S)
         percents, mebibytes = [], []
         for _ in range(SLICES):
-            before = _cpu_s(proc)
+            before = cpu_s(process.pid)
             begun = time.monotonic()
             time.sleep(IDLE_S / SLICES)
-            percents.append(100 * (_cpu_s(proc) - before) / (time.monotonic() - begun))
-            pages = int((proc / "statm").read_text().split()[1])
-            mebibytes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+            percents.append(100 * (cpu_s(process.pid) - before) / (time.monotonic() - begun))
+            mebibytes.append(resident_mib(process.pid))
     cpu, memory = statistics.median(percents), max(mebibytes)
     return [
         row("idle daemon, memory", mebibytes, "MiB", goal=f"<= {IDLE_MIB:g} MiB", met=memory <= IDLE_MIB),
         row("idle daemon, CPU of one core", percents, "%", goal=f"<= {IDLE_PERCENT:g} %", met=cpu <= IDLE_PERCENT),
     ]
-
-
-def _cpu_s(proc: Path) -> float:
-    """User and system time: fields 14 and 15 of proc_pid_stat(5)."""
-    fields = (proc / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -75,6 +67,7 @@ def main() -> None:
         met = statistics.median(taken[name]) < GOAL_MS
         rows.append(row(name, taken[name], "ms", goal=f"< {GOAL_MS:g} ms", met=met, peer=peer, peer_values=taken[peer]))
     rows += idle_rows()
+    rows += top.rows()
     write("cli", rows)
 
 

@@ -61,6 +61,18 @@ def command(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> C
     return run
 
 
+def cpu_s(pid: int) -> float:
+    """User and system time of a process: fields 14 and 15 of proc_pid_stat(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(pid: int) -> float:
+    """What a process has in memory, libraries that it shares with others included (proc_pid_statm(5))."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def row(
     measure: str,
     values: Sequence[float],
