@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
 from mesh import futures
-from mesh.caller import Caller, in_thread, settled
+from mesh.api.errors import MeshError
+from mesh.caller import Caller, settled
 from mesh.needs import Needs
 from mesh.parcel import Terms
 
@@ -119,7 +120,7 @@ class Client:
     async def submit(self, function: Callable[..., T], /, *args: Any, **terms: Unpack[Terms]) -> Job[T]:
         """Run `function(*args)` on the mesh. Arguments by keyword: `functools.partial`, or `mesh.Call`.
 
-        Cancelled, it waits until the daemon has taken the job, and cancels that.
+        Cancelled, it waits until the daemon has taken the job, and cancels that; cancelled again, it does not wait.
         """
         return await _submitted(lambda: self._client.submit(function, *args, **terms))
 
@@ -146,13 +147,19 @@ async def submit(function: Callable[..., T], /, *args: Any, **terms: Unpack[Term
 
 
 async def _submitted(work: Callable[[], futures.Job[T]]) -> Job[T]:
-    """Cancelled, it leaves no job that nobody knows of."""
-    made = in_thread(work)
+    """Cancelled, it leaves no job that nobody knows of, unless it is cancelled again."""
+    caller = Caller()
+    made = caller.begin(work)
     try:
         await asyncio.wait([made])
     except asyncio.CancelledError:
+        try:
+            await asyncio.wait([made])
+        except asyncio.CancelledError:  # the daemon may hang
+            caller.hang_up()
         await settled(made)
         if made.exception() is None:
-            await settled(in_thread(made.result().cancel))
+            with suppress(MeshError):
+                await Caller().call(made.result().cancel)
         raise
     return Job(made.result())

@@ -50,34 +50,38 @@ async def settled(future: "asyncio.Future[Any]") -> None:
 
 
 class Caller:
-    """Makes calls one after the other, as those that read one stream."""
+    """Makes calls one after the other, as those that read one stream, until it hangs up."""
 
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
-        self._cancelled = False
+        self._hung_up = False
 
     async def call(self, work: Callable[[], T]) -> T:
-        """What `work` gives or raises. Cancelled, it shuts the connection of `work` down and waits until that has ended."""
-        answer = in_thread(lambda: self._connected(work))
+        """What `work` gives or raises. Cancelled, it hangs up and waits until `work` has ended by that."""
+        answer = self.begin(work)
         try:
             await asyncio.wait([answer])
         except asyncio.CancelledError:
-            self._cancelled = True
-            self._shut_down()
+            self.hang_up()
             await settled(answer)
             raise
         return answer.result()
 
-    def _connected(self, work: Callable[[], T]) -> T:
-        opened.set(self._opened)
-        return work()
+    def begin(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        def connected() -> T:
+            opened.set(self._opened)
+            return work()
 
-    def _opened(self, connection: socket.socket) -> None:
-        self._connection = connection
-        if self._cancelled:
-            self._shut_down()
+        return in_thread(connected)
 
-    def _shut_down(self) -> None:
+    def hang_up(self) -> None:
+        """Shut down the connection of what was begun, now or when it is made."""
+        self._hung_up = True
         if self._connection is not None:
             with suppress(OSError):  # it is closed
                 self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _opened(self, connection: socket.socket) -> None:
+        self._connection = connection
+        if self._hung_up:
+            self.hang_up()

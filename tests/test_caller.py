@@ -46,7 +46,7 @@ async def accepted(server: socket.socket) -> AsyncIterator[socket.socket]:
     loop = asyncio.get_running_loop()
     connection, _ = await loop.sock_accept(server)
     with connection:
-        assert (await loop.sock_recv(connection, 4096)).startswith(b"GET /v1/jobs")
+        assert (await loop.sock_recv(connection, 4096)).startswith((b"GET /v1/jobs", b"POST /v1/jobs"))
         yield connection
         while await loop.sock_recv(connection, 4096):
             pass
@@ -86,6 +86,19 @@ async def test_a_call_that_is_cancelled_before_it_connects_ends_when_it_does(
     with pytest.raises(asyncio.CancelledError):
         await call
     assert failed and nobody_asks()
+
+
+async def test_a_submission_waits_for_the_daemon_until_it_is_cancelled_again(
+    silent: socket.socket, tmp_path: Path
+) -> None:
+    made = asyncio.create_task(aio.Client(tmp_path).submit(pow, 2, 3))
+    async with accepted(silent):
+        made.cancel()
+        assert not (await asyncio.wait([made], timeout=0.1))[0]
+        made.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await made
+        assert nobody_asks()
 
 
 @pytest.fixture

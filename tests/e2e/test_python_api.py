@@ -115,6 +115,7 @@ async def test_coroutines_follow_jobs_and_cancel_them(shared: Stack) -> None:
     assert nobody_asks()
     while not await ticking.running():
         await asyncio.sleep(0.1)
+    assert nobody_asks()
     unwanted = asyncio.create_task(client.submit(time.sleep, 600, name="unwanted"))
     while not asking():
         await asyncio.sleep(0)
