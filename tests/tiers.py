@@ -76,6 +76,12 @@ def browser_problem() -> str:
 
 
 @cache
+def promtool_problem() -> str:
+    """Why Prometheus's own tool cannot be asked; empty if it can."""
+    return "" if shutil.which("promtool") else "promtool is not installed (Debian: apt-get install prometheus)"
+
+
+@cache
 def zsh_problem() -> str:
     """Why completion cannot be tried in zsh; empty if it can."""
     return "" if shutil.which("zsh") else "zsh is not installed (Debian: apt-get install zsh)"
@@ -157,6 +163,7 @@ PROBES = {
     "bpf": bpf_problem,
     "browser": browser_problem,
     "jupyter": jupyter_problem,
+    "promtool": promtool_problem,
     "zsh": zsh_problem,
     "fish": fish_problem,
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,29 @@ def test_the_dashboard_shows_only_what_there_is() -> None:
         assert labels <= {"le", "instance", "job", *(each for name in names for each in labels_of(name, known))}
     shown = {name for expression in found for name in known if name in expression}
     assert len(shown) > 0.6 * len(known), f"missing: {sorted(set(known) - shown)}"
+
+
+@pytest.mark.promtool
+def test_prometheus_itself_takes_what_is_told_and_what_the_dashboard_asks(tmp_path: Path) -> None:
+    sheet, histogram = Sheet(METRICS), Histogram((0.1, 1.0))
+    for metric in METRICS:
+        labels = dict.fromkeys(metric.labels, "x")
+        if metric.kind == "histogram":
+            sheet.put_histogram(metric.name, histogram, **labels)
+        else:
+            sheet.put(metric.name, 1.0, **labels)
+    told = subprocess.run(
+        ["promtool", "check", "metrics"], input=sheet.text(), capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, told.stderr) == (0, "")
+    asked = [
+        {"record": f"asked:{number}", "expr": expression.replace("$__rate_interval", "1m")}
+        for number, expression in enumerate(expressions(json.loads(DASHBOARD.read_text())["panels"]))
+    ]
+    rules = tmp_path / "rules.json"  # which YAML is, too
+    rules.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": asked}]}))
+    read = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True, check=False)
+    assert read.returncode == 0 and f"{len(asked)} rules found" in read.stdout, read.stderr
 
 
 def labels_of(name: str, known: dict[str, Metric]) -> tuple[str, ...]:
