@@ -36,19 +36,21 @@ Outcome = concurrent.futures.Future[list[Struck]]
 
 @dataclass
 class _Order:
-    """Hunts that are answered for together."""
+    """Hunts that are answered for together. `tell`: once their first signals are sent."""
 
     hunts: list[Hunt]
     done: Outcome
     said: str
     begun: float = field(default_factory=time.monotonic)
+    tell: Callable[[], object] | None = None
     pause_s: float = PAUSE_S
     due: float = 0.0
 
 
 class KillSwitch:
     """`first` is called before the signals of an owner's order, in the switch's thread: it must not wait (a gate to shut, a flag
-    in a map). `struck` is called then too, to let the rest of the daemon know; also from that thread."""
+    in a map). `struck` is called after them, to let the rest of the daemon know; also from that thread. Not before: who is told
+    may clear guests away, and nobody would know any more that they were ended."""
 
     def __init__(self, register: Register | None = None, socket_path: Path | None = None) -> None:
         """Without a register, guests are known to this process alone, as in tests of an engine."""
@@ -175,15 +177,12 @@ class KillSwitch:
     def _strike(self, done: Outcome) -> None:
         begun = time.monotonic()
         self.holding = True
-        for action in (*self.first, self.struck):
-            try:
-                action()
-            except Exception as error:  # whatever it is, guests are ended
-                threading.Thread(target=log.error, args=("before a kill: %s", error), daemon=True).start()
+        for action in self.first:
+            _do(action)
         with self._lock:
             self._by_owner |= self._guests.keys()
             hunts = [Hunt(entry, begun) for entry in self._guests.values()]
-            self._orders.append(_Order(hunts, done, "killed for the owner", begun))
+            self._orders.append(_Order(hunts, done, "killed for the owner", begun, self.struck))
         self._run()
         self._wake()
 
@@ -249,7 +248,11 @@ class KillSwitch:
             if time.monotonic() < order.due:
                 continue
             waiting = [hunt for hunt in order.hunts if hunt.outcome is None]
-            if all([hunt.press() for hunt in waiting]):
+            over = all([hunt.press() for hunt in waiting])
+            if order.tell is not None:
+                _do(order.tell)
+                order.tell = None
+            if over:
                 with self._lock:
                     self._orders.remove(order)
                 struck = [hunt.outcome for hunt in order.hunts if hunt.outcome is not None]
@@ -258,6 +261,13 @@ class KillSwitch:
             else:
                 order.due = time.monotonic() + order.pause_s
                 order.pause_s = min(2 * order.pause_s, LONGEST_PAUSE_S)
+
+
+def _do(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception as error:  # whatever it is, guests are ended
+        threading.Thread(target=log.error, args=("at a kill: %s", error), daemon=True).start()
 
 
 def open_switch(register: Register, socket_path: Path) -> KillSwitch:

@@ -201,6 +201,16 @@ def test_what_fails_before_the_signals_does_not_keep_them(tmp_path: Path, bystan
     switch.close()
 
 
+def test_it_tells_whom_it_has_ended_though_the_daemon_clears_them_away_at_once(bystander: Process) -> None:
+    switch = KillSwitch()
+    key = switch.enter(entry(head=bystander))
+    left: list[str] = []
+    switch.struck = lambda: left.append(switch.leave(key))
+    (struck,) = switch.strike().result(WAIT_S)
+    assert struck.processes == 1 and left == [BY_OWNER]
+    switch.close()
+
+
 def test_a_guest_that_hangs_does_not_delay_another(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the kernel does not end (here: one that nobody is told to end)."""
     monkeypatch.setattr(hunt, "GIVE_UP_S", 600.0)
