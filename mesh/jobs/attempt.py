@@ -27,7 +27,7 @@ from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
 from mesh.engine.notice import give_notice
 from mesh.jobs.cadence import Cadence
 from mesh.jobs.commits import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
-from mesh.jobs.contract import MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
+from mesh.jobs.contract import EXIT_CHECKPOINTED, MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
 from mesh.jobs.courier import Courier, FetchError
 from mesh.jobs.ctlfiles import put_file, read_file
 from mesh.jobs.custody import Custody
@@ -115,7 +115,7 @@ class Attempt:
         self.deposits = Deposits(job, spec, store, courier, seal, custody, self._stake, self.cadence, say)
         self._saved_key: object = None
         self._found_key: object = None
-        self._exit_was_clean = False
+        self._exit_was_clean = self._yielded = False
         self._started = self._unwanted = False
         self.began_unix_ms = 0  # when its guest started
         self._have_image = have_image
@@ -374,7 +374,7 @@ class Attempt:
         if self.held:
             self._stood_still()
         self._read_progress()
-        self._exit_was_clean = end.code < 128
+        self._exit_was_clean, self._yielded = end.code < 128, end.code == EXIT_CHECKPOINTED
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
             self._tell(Progressed(self.progress.step))
@@ -454,6 +454,8 @@ class Attempt:
             self._hear_progress()  # a program tells its step before it saves it
             tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean)
             if tree is None or tree.key == self._saved_key:
+                if order.final and self._yielded:
+                    self._stake.yielded(self.rungs["exited"])
                 return CheckpointStored(None, (), None)
             step = self.progress.step if self.progress is not None else None
             logs = await asyncio.to_thread(still_logs, self.base, self.log_path)

@@ -1,5 +1,6 @@
 """What a job would lose if it ended now, and by when it has to be saved. Pure."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,7 @@ class Stake:
         self._since_s = 0.0
         self._step: int | None = None
         self._saved = False
+        self._noticed_s = math.inf
         self._deadline_s: float | None = None
         self.share = 1.0  # of the wire beside other checkpoints in the background
         self._listening: list[Callable[[Urgency], None]] = []
@@ -59,6 +61,7 @@ class Stake:
 
     def noticed(self, now: float, grace_s: float) -> None:
         """It must be elsewhere in that time."""
+        self._noticed_s = min(self._noticed_s, now)
         self._deadline_s = now + grace_s
         for hurry in list(self._listening):
             hurry(self._urgency(now, self._deadline_s))
@@ -77,6 +80,12 @@ class Stake:
     def stored(self, since_s: float, step: int | None) -> None:
         """What it had computed until then is on other nodes."""
         self.began(since_s, True, step)
+
+    def yielded(self, now: float) -> None:
+        """It has ended as one that has saved, and there is nothing newer than what was stored. If that was since the notice, it
+        did nothing afterwards but end, however long that took."""
+        if self._since_s >= self._noticed_s:
+            self._since_s = max(self._since_s, now)
 
     def _urgency(self, now: float, deadline_s: float) -> Urgency:
         return Urgency(deadline_s, worth(now - self._since_s, self._percent, self._priority), self._tell)

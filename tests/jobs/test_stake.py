@@ -21,6 +21,22 @@ def test_work_is_lost_since_what_others_hold() -> None:
     assert job.lost(130.0, 12) == Lost(5.0), "of a checkpoint without a step nobody knows how many"
 
 
+def test_of_one_that_yields_nothing_is_lost_after_what_it_saved_at_its_notice() -> None:
+    job = stake()
+    job.began(100.0, False, None)
+    job.stored(110.0, None)
+    job.yielded(120.0)
+    assert job.lost(120.0, None) == Lost(10.0), "there was no notice"
+    job.noticed(130.0, 60.0)
+    job.yielded(140.0)
+    assert job.lost(140.0, None) == Lost(30.0), "it did not save for it"
+    job.stored(141.0, 5)
+    job.yielded(145.0)
+    assert job.lost(145.0, 7) == Lost(0.0, 2), "but for steps that it told itself"
+    job.yielded(141.0)
+    assert job.lost(145.0, None).seconds == 0.0
+
+
 def test_it_is_told_in_steps_or_else_in_seconds() -> None:
     assert Lost(9.0, 0).words == "" and Lost(0.05).words == ""
     assert Lost(9.0, 1).words == "1 step since its last checkpoint"
