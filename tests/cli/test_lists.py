@@ -93,6 +93,23 @@ def test_watching_prints_what_has_changed_until_ctrl_c(state: Path, monkeypatch:
     assert [len(json.loads(line)["members"]) for line in done.stdout.splitlines()] == [2, 1]
 
 
+@pytest.mark.parametrize(("words", "path"), [(["status"], "/v1/status"), (["describe", "x"], "/v1/jobs/x/describe")])
+def test_what_is_no_list_is_watched_too(
+    tmp_path: Path, words: list[str], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {path: {"looks": 1}}
+
+    def sleep(seconds: float) -> None:
+        said[path]["looks"] += 1
+        if said[path]["looks"] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mesh.cli.listing.time, "sleep", sleep)
+    with daemon(tmp_path / "s", said):
+        done = run(tmp_path / "s", *words, "-w", "--json")
+    assert [json.loads(line)["looks"] for line in done.stdout.splitlines()] == [1, 2] and done.exit_code == 130
+
+
 def completed(words: list[str], incomplete: str) -> list[str]:
     items = ShellComplete(cli, {}, "mesh", "_MESH_COMPLETE").get_completions(words, incomplete)
     return [item.value for item in items]
