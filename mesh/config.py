@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_cpus: float | None = None
     max_pids: int = 4096
     shm_gib: float | None = None  # without it, half of the job's memory
-    max_disk_gib: float | None = None  # without it, half of what is free and promised to no job
+    max_disk_gib: float | None = None  # without it, half of what is free when a job starts
     max_log_gib: float = 1.0  # of what a job prints; the rest is not kept
     egress: Literal["none", "campus", "list"] = "none"  # what containers may reach
     egress_allow: tuple[str, ...] = ()

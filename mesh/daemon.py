@@ -55,7 +55,7 @@ from mesh.engine.guarded import GuardedEngine
 from mesh.engine.killswitch import open_switch
 from mesh.engine.process import ProcessEngine
 from mesh.engine.register import Register
-from mesh.engine.room import Quotas
+from mesh.engine.room import Writers
 from mesh.engine.seclusion import Seclusion
 from mesh.images.catalogue import SECTION as IMAGES
 from mesh.images.library import Library
@@ -471,16 +471,16 @@ class Daemon:
 
     def _make_engines(self) -> dict[str, GuardedEngine]:
         made: list[Engine] = []
-        quotas = Quotas()
+        writers = Writers()
         if "process" in self.settings.engines:
             process = ProcessEngine(self.switch, network=self.settings.process_network, seclusion=self._seclusion())
-            made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory, quotas))
+            made.append(BoundedEngine(process, self.ceilings, lambda: process.bounds_memory, writers))
         if "docker" in self.settings.engines:
             from mesh.engine.docker import DockerEngine  # the SDK is 19 MiB and 0.1 s
 
             policy = policy_of(self.settings.egress, self.settings.egress_allow)
             docker = DockerEngine(format_id(self.me), self.switch, policy, self.edge, self.settings.system_checkpoints)
-            made.append(BoundedEngine(docker, self.ceilings, quotas=quotas))
+            made.append(BoundedEngine(docker, self.ceilings, writers=writers))
         return {engine.name: GuardedEngine(engine, self.guard) for engine in made}
 
     def _seclusion(self) -> Seclusion | None:

@@ -9,10 +9,12 @@ and its /tmp and /dev/shm are memory, so its directories and its log are all tha
 import asyncio
 import contextlib
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,22 +23,27 @@ from mesh.engine import cgroups
 from mesh.engine.ceilings import Ceilings
 from mesh.engine.engine import Availability, Engine, EngineError, Exit, Guest, Launch
 from mesh.engine.process import HOME
-from mesh.engine.room import NoRoom, Quotas, Room, blocks, tree_bytes
+from mesh.engine.room import NoRoom, Room, Writers, blocks, tree_bytes
 from mesh.engine.wrapped import WrappedGuest
 
 LOOK_S, LOOK_SHARE = 2.0, 20  # a look every so often, and at most one part in so many of the time; ours
+FREE_SHARE = 2  # without a ceiling, one part in so many of what is free when it starts; ours
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class BoundedEngine:
     def __init__(
-        self, engine: Engine, ceilings: Ceilings, sets: Callable[[], bool] = lambda: True, quotas: Quotas | None = None
+        self,
+        engine: Engine,
+        ceilings: Ceilings,
+        sets: Callable[[], bool] = lambda: True,
+        writers: Writers | None = None,
     ) -> None:
         """`sets`: whether what a job does not ask for is set too. An engine that can bound no more than each process's own memory
-        is better left alone there. `quotas`: shared with other engines of the node."""
+        is better left alone there. `writers`: of all engines of the node."""
         self.name, self.own_root = engine.name, engine.own_root
         self._engine, self._ceilings, self._sets = engine, ceilings, sets
-        self._quotas = quotas or Quotas()
+        self._writers = Writers() if writers is None else writers
         self._room = Room()  # on the disk where all attempts have their directories
 
     async def availability(self) -> Availability:
@@ -46,34 +53,36 @@ class BoundedEngine:
         refusal = self._ceilings.refusal(launch.memory_mib, launch.cpus)
         if refusal:
             raise EngineError(refusal)
-        limit = await asyncio.to_thread(self._disk_limit, launch)
+        bounds = await asyncio.to_thread(self._bounds, launch)
         bounded = self._ceilings.applied(launch) if self._sets() else launch
-        try:
-            guest = await self._engine.start(bounded)
-        except BaseException:
-            self._quotas.end(Path(launch.work_dir))
-            raise
-        return BoundedGuest(guest, launch, limit, self._ceilings.log_mib << 20, self._quotas, self._room)
+        return BoundedGuest(await self._engine.start(bounded), launch, bounds, self._writers, self._room)
 
     async def close(self) -> None:
         await self._engine.close()
 
-    def _disk_limit(self, launch: Launch) -> int:
-        if self._ceilings.disk_mib is not None:
-            return self._ceilings.disk_mib << 20
-        return used_bytes(launch) + self._quotas.grant(Path(launch.work_dir))
+    def _bounds(self, launch: Launch) -> "Bounds":
+        before, ceiling = used_bytes(launch), self._ceilings.disk_mib
+        most = before + shutil.disk_usage(launch.work_dir).free // FREE_SHARE if ceiling is None else ceiling << 20
+        return Bounds(before, most, self._ceilings.log_mib << 20)
+
+
+class Bounds(NamedTuple):
+    """Bytes: what it has on disk when it starts, what it may have there at most, and of that its log."""
+
+    before: int
+    most: int
+    log: int
 
 
 class BoundedGuest(WrappedGuest):
-    """Ended once it has written more than `limit` bytes; its log is cut at `log_limit`."""
+    """Ended once it has written too much, by its bounds or for its node's disk; its log is cut."""
 
-    def __init__(self, guest: Guest, launch: Launch, limit: int, log_limit: int, quotas: Quotas, room: Room) -> None:
+    def __init__(self, guest: Guest, launch: Launch, bounds: Bounds, writers: Writers, room: Room) -> None:
         super().__init__(guest)
-        self._launch, self._limit = launch, limit
-        self._quotas, self._room = quotas, room
-        self._log, self._log_limit = Path(launch.log_path), log_limit
+        self._launch, self._bounds, self._writers, self._room = launch, bounds, writers, room
+        self._log, self._place = Path(launch.log_path), Path(launch.work_dir)
         self._log_cut = False
-        self._over = ""
+        self._over: dict[str, str] = {}  # what that makes of its exit
         self._watch = asyncio.create_task(self._look(), name=f"disk {launch.job[:8]}")
 
     async def wait(self) -> Exit:
@@ -81,10 +90,10 @@ class BoundedGuest(WrappedGuest):
         if not self._over:
             self._watch.cancel()
         await asyncio.wait([self._watch])  # one that has ended it says so in the log first
-        self._quotas.end(Path(self._launch.work_dir))
+        self._writers.ended(self._place)
         if not self._over:
             await self._keep_log_short()
-        return msgspec.structs.replace(end, detail=self._over) if self._over else end
+        return msgspec.structs.replace(end, **self._over)
 
     async def dump(self, directory: Path) -> str:
         """EngineError where it would take more than is left to the guest, or than is free and promised to no other checkpoint:
@@ -106,10 +115,10 @@ class BoundedGuest(WrappedGuest):
         """With what of it is written already. Its files are copied beside it, and have no holes then."""
         files = sum(tree_bytes(part, _length) for part in parts(self._launch))
         more, used = memory + files, used_bytes(self._launch)
-        takes, left = more + tree_bytes(directory), max(0, self._limit - used)
+        takes, left = more + tree_bytes(directory), max(0, self._bounds.most - used)
         words = f"a system checkpoint of it takes about {amount(takes)}"
         if takes > left:
-            raise EngineError(f"{words}: {amount(left)} of {amount(self._limit)} are left to it on this node")
+            raise EngineError(f"{words}: {amount(left)} of {amount(self._bounds.most)} are left to it on this node")
         try:
             self._room.promise(directory.parent, more)
         except NoRoom as error:
@@ -126,24 +135,27 @@ class BoundedGuest(WrappedGuest):
             begun = time.monotonic()
             if begun >= due:
                 used = await asyncio.to_thread(used_bytes, self._launch)
-                self._quotas.has_left(Path(self._launch.work_dir), self._limit - used)
-                if used > self._limit:
-                    await self._end(used)
-                    return
+                written = max(0, used - self._bounds.before)
+                if used > self._bounds.most:
+                    words = f"it wrote {amount(used)}, and may have {amount(self._bounds.most)} on this node"
+                    return await self._end({"detail": words})
+                if self._writers.wrote(self._place, written):
+                    words = f"its node's disk is nearly full, and no guest there wrote more than its {amount(written)}"
+                    return await self._end({"fault": words})
                 due = begun + LOOK_SHARE * (time.monotonic() - begun)
             await asyncio.sleep(LOOK_S)
 
-    async def _end(self, used: int) -> None:
-        self._over = f"it wrote {amount(used)}, and may have {amount(self._limit)} on this node"
+    async def _end(self, why: dict[str, str]) -> None:
+        self._over = why
         await self._guest.kill()
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(_add_line, self._launch.log_path, f"mesh: ended: {self._over}\n")
+            await asyncio.to_thread(_add_line, self._launch.log_path, f"mesh: ended: {', '.join(why.values())}\n")
 
     async def _keep_log_short(self) -> None:
         """It may print on; told once."""
-        words = f"log cut at {amount(self._log_limit)}: what it prints from here on is not kept"
+        words = f"log cut at {amount(self._bounds.log)}: what it prints from here on is not kept"
         line = f"\nmesh: {words}\n".encode()
-        if await asyncio.to_thread(_cut, self._log, self._log_limit, line) and not self._log_cut:
+        if await asyncio.to_thread(_cut, self._log, self._bounds.log, line) and not self._log_cut:
             self._log_cut = True
             self._launch.say(words, "log cut")
 

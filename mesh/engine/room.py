@@ -1,5 +1,5 @@
-"""Room on the disk: for what guests write, and for system checkpoints. It is promised beforehand, so that several at once are not
-each given the same; what is promised and not written yet counts as taken.
+"""Room on the disk: what guests together have taken of it; and for system checkpoints, which is promised beforehand, so that
+several at once are not each given the same. What is promised and not written yet counts as taken.
 """
 
 import os
@@ -11,36 +11,33 @@ from pathlib import Path
 from mesh.amount import amount
 
 BLOCK = 512  # bytes of st_blocks (inode(7))
-FREE_SHARE = 2  # of what is free and promised to nobody, one part in so many is a guest's; ours
+LEFT_SHARE = 8  # of what guests found free, one part in so many is left by all of them together; ours
 
 
 class NoRoom(OSError):
     """The text says how much is free, and promised to others."""
 
 
-class Quotas:
-    """Of a node's guests: what each may still write, where its owner has not said. Calls may come from any thread."""
+class Writers:
+    """The guests of a node, and how much each has written since it began: together they leave its owner some of the disk."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._left: dict[Path, int] = {}  # bytes, by the directory that a guest works in
+        self._wrote: dict[Path, int] = {}  # bytes, by the directory that a guest works in
+        self._leaving: dict[Path, int] = {}  # of those that have ended, until they are cleared away
 
-    def grant(self, directory: Path) -> int:
-        """What a guest that is about to start may write, in bytes."""
-        with self._lock:
-            others = sum(left for one, left in self._left.items() if one != directory)
-            self._left[directory] = max(0, shutil.disk_usage(directory).free - others) // FREE_SHARE
-            return self._left[directory]
+    def wrote(self, directory: Path, size: int) -> bool:
+        """So much by now. Whether it has to end: too little is left, and nobody has written more."""
+        self._wrote[directory] = size
+        self._leaving = {one: wrote for one, wrote in self._leaving.items() if one.exists()}
+        try:
+            free = shutil.disk_usage(directory).free + sum(self._leaving.values())
+        except OSError:  # it is being cleared away
+            return False
+        return LEFT_SHARE * free < free + sum(self._wrote.values()) and size == max(self._wrote.values())
 
-    def has_left(self, directory: Path, left: int) -> None:
-        with self._lock:
-            if directory in self._left:
-                self._left[directory] = max(0, left)
-
-    def end(self, directory: Path) -> None:
-        """It writes no more."""
-        with self._lock:
-            self._left.pop(directory, None)
+    def ended(self, directory: Path) -> None:
+        if directory in self._wrote:
+            self._leaving[directory] = self._wrote.pop(directory)
 
 
 class Room:

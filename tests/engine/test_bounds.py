@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from mesh.engine.engine import EngineError, Launch
 from mesh.engine.gpusight import missing
 from mesh.engine.hardening import cdi_devices
 from mesh.engine.process import ProcessEngine
-from mesh.engine.room import NoRoom, Quotas, Room
+from mesh.engine.room import NoRoom, Room, Writers
 from mesh.engine.wrapped import WrappedGuest
 from tests.engine.bench import LOOP, WAIT_S, Bench
 
@@ -153,26 +154,47 @@ async def test_a_log_that_is_too_long_is_cut_and_told_once_and_its_guest_goes_on
     assert (tmp_path / "log").read_bytes() == bytes(MIB) + f"\nmesh: {words}\n".encode()
 
 
-async def test_guests_of_a_node_are_not_each_given_half_of_its_disk(
+async def test_of_guests_that_together_fill_a_disk_the_one_that_wrote_most_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a disk with 16 MiB: the second has half of what the first may not have, and one that does not start nothing."""
+    """Of a disk that had 16 MiB free, and has less than 2 then. Each wrote less than the 8 that it may have."""
     monkeypatch.setattr("mesh.engine.bounded.LOOK_S", 0.05)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=16 * MIB))
-    quotas, benches = Quotas(), []
+    writers, looks = Writers(), 0
+    benches: list[Bench] = []
+
+    def usage(path: object) -> SimpleNamespace:
+        nonlocal looks
+        looks += 1
+        return SimpleNamespace(free=16 * MIB - sum(room.tree_bytes(bench.root) for bench in benches))
+
+    async def until(ready: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not ready():
+                await asyncio.sleep(0.02)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        benches.append(Bench(BoundedEngine(ProcessEngine(), Ceilings(1024), quotas=quotas), tmp_path / name, None))
+        benches.append(Bench(BoundedEngine(ProcessEngine(), Ceilings(1024), writers=writers), tmp_path / name, None))
     first, second = benches
-    with pytest.raises(EngineError):
-        await first.start("no-such-program")
-    idle = await first.shell(LOOP)
-    guest = await second.shell("dd if=/dev/zero bs=1M count=6 of=$MESH_OUT_DIR/big; sleep 60")
+    writes = "until [ -e $MESH_CTL_DIR/go ]; do sleep 0.02; done; dd if=/dev/zero bs=1K count={} of=$MESH_OUT_DIR/big"
+    less = await first.shell(f"{writes.format(7000)}; echo wrote; {LOOP}")
+    most = await second.shell(f"{writes.format(7700)}; echo wrote; {LOOP}")
+    (second.root / "ctl" / "go").touch()
+    await second.until_logged("wrote")
+    (first.root / "ctl" / "go").touch()
     async with asyncio.timeout(WAIT_S):
-        end = await guest.wait()
-    assert "and may have 4.0 MiB on this node" in end.detail
-    await idle.kill()
-    assert quotas.grant(tmp_path) == 8 * MIB, "those that have ended keep nothing"
+        end = await most.wait()
+    assert end.code == 137 and end.detail == "" and "disk is nearly full, and no guest there wrote more" in end.fault
+    assert "mesh: ended: its node's disk is nearly full" in second.log
+    seen = looks
+    await until(lambda: looks > seen + 3)
+    assert await less.pids(), "the other goes on, also before what that one wrote is cleared away"
+    shutil.rmtree(second.root)
+    seen = looks
+    await until(lambda: looks > seen + 3)
+    assert await less.pids()
+    await less.kill()
 
 
 class Saves(WrappedGuest):
@@ -198,7 +220,7 @@ async def test_a_system_checkpoint_that_would_not_fit_is_not_made(
     where.parent.mkdir(parents=True)
     assert bounded._resident(await inner.pids()) > 0
     monkeypatch.setattr(bounded, "_resident", lambda pids: MIB)
-    guest = bounded.BoundedGuest(saves, bench.launch(), 16 * MIB, 16 * MIB, Quotas(), Room())
+    guest = bounded.BoundedGuest(saves, bench.launch(), bounded.Bounds(0, 16 * MIB, 16 * MIB), Writers(), Room())
     assert await guest.dump(where) == "alike"
     shutil.rmtree(where)
     saves.size = 13 * MIB
