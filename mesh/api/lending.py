@@ -162,6 +162,7 @@ def _notice_s(daemon: "Daemon", order: ReclaimOrder) -> float:
 
 async def reclaim(daemon: "Daemon", order: ReclaimOrder) -> "answers.owner.Reclaimed":
     """Take the machine back, or one GPU of it: no new work there, and every guest of it gone when this returns."""
+    assert not order.dry_run, "that is `rehearsed`"
     uuid = None if order.gpu is None else find_gpu(daemon, order.gpu)
     begun = time.monotonic()
     if order.now and uuid is None:
