@@ -199,8 +199,8 @@ def test_auto_asks_for_what_the_same_code_has_needed(
 
 
 def test_it_is_an_executor(shared: Stack) -> None:
-    with mesh.Executor(mesh.Client(shared.nodes[2].where.root), retries=1) as executor:
-        assert executor.submit(int, "11", base=2).result(60) == 3
+    """Its jobs are on the page."""
+    with mesh.Executor(mesh.Client(shared.nodes[2].where.root)) as executor:
         assert executor._max_workers == 16
     with pytest.raises(RuntimeError, match="after shutdown"):
         executor.submit(pow, 2, 2)
