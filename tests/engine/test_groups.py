@@ -10,7 +10,7 @@ import pytest
 
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings
-from mesh.engine.guestgroup import make_group, remove_groups
+from mesh.engine.guestgroup import GuestGroup, make_group, remove_groups
 from mesh.engine.process import ProcessEngine
 from tests.engine.bench import WAIT_S, Bench, processes_with
 
@@ -76,6 +76,19 @@ async def test_one_without_a_network_talks_to_itself_alone(tmp_path: Path) -> No
 async def test_where_it_cannot_be_cut_off_it_does_not_start(tmp_path: Path) -> None:
     answer = await ProcessEngine(network="none", namespaces=False).availability()
     assert not answer.ok and "cannot be kept from the network" in answer.detail
+
+
+def test_more_time_than_the_daemon_itself_may_have_is_no_error() -> None:
+    """Where groups are of version 1, the kernel refuses it."""
+    outer = make_group()
+    if outer is None or "cpu" not in outer.kinds:
+        pytest.skip("this machine lets nobody make control groups of processors")
+    outer.limit(None, 0.5, 64)
+    inner = Path(outer.plain()["cpu"], "inner")
+    inner.mkdir()
+    GuestGroup({"cpu": inner}).limit(None, 2.0, 64)
+    inner.rmdir()
+    remove_groups(outer.directories)
 
 
 def test_making_and_removing_are_no_trouble_side_by_side() -> None:
