@@ -413,6 +413,8 @@ class DockerGuest:
             code = await ended
         except NoContainer:
             return Exit(code=137, fault="its container was removed by somebody else")
+        if code < 0:  # as Podman says it
+            return Exit(code=137, fault="its container engine does not know how it ended")
         oom = False
         with contextlib.suppress(docker.errors.APIError, requests.RequestException):
             await self._engine._call(self._container.reload)

@@ -296,6 +296,27 @@ async def test_an_engine_that_is_slow_to_say_how_one_has_ended_is_waited_for(
 
 
 @pytest.mark.docker
+async def test_an_engine_that_does_not_know_how_one_has_ended_is_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman on a busy machine says -1."""
+
+    async def unknown(engine: EngineSocket, container: str) -> int:
+        return -1
+
+    monkeypatch.setattr(EngineSocket, "ended", unknown)
+    engine = DockerEngine(f"unknown-{os.getpid()}")
+    try:
+        assert (await engine.availability()).ok
+        guest = await Bench(engine, tmp_path, busybox_image()).shell("exit 3")
+        async with asyncio.timeout(WAIT_S):
+            end = await guest.wait()
+        assert end.code == 137 and "does not know how it ended" in end.fault
+    finally:
+        await engine.close()
+
+
+@pytest.mark.docker
 @pytest.mark.parametrize("image", ["no/such:image", "not a name", None])
 async def test_an_image_that_is_not_there_is_told_with_the_next_step(tmp_path: Path, image: str | None) -> None:
     engine = DockerEngine(f"test-{os.getpid()}")
