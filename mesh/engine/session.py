@@ -72,6 +72,8 @@ class ProcessSession:
         while isinstance(frame, Opened):
             frame = await self._next()
         self._over = isinstance(frame, Exit | Failed)
+        if self._over:
+            self._writer.transport.abort()  # which its other end waits for
         return frame
 
     async def _next(self) -> Frame:

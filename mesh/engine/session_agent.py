@@ -13,6 +13,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import struct
 import sys
 import termios
@@ -24,6 +25,7 @@ from mesh.engine.sessionwire import TooLong, Unframer, framed
 INPUT, OUTPUT, ERRORS, CONTROL = 0, 1, 2, 3  # as in mesh.engine.frames, which is not for the standard library alone
 PIECE_BYTES, MAX_FRAME_BYTES = 32 * 1024, 256 * 1024
 FULL_BYTES = 64 * 1024  # of what waits to be taken, in either direction; ours
+LINGER_S = 5.0  # for the daemon to read the last words; ours
 HANG_UP_S = 2.0  # between a hang-up and the kill; ours
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 END_OF_INPUT = b"\x04"  # to a terminal
@@ -84,6 +86,15 @@ class Agent:
         os.set_blocking(self._connection, True)
         while self._out:
             self._flush()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Until the daemon has heard all and hangs up: if it sent to a closed connection, it would lose what it has not read."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection)) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(LINGER_S)
+            while connection.recv(FULL_BYTES):
+                pass
 
     def _first_frames(self) -> tuple[Spec, list[bytes]]:
         frames: list[bytes] = []

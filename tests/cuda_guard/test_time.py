@@ -42,8 +42,8 @@ def until(ready: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
 
 
 def is_kept(has: list[float], shares: list[float], more: float = 6) -> bool:
-    """Nobody has more than his share. A busy test machine may keep him from using it all, as a program that has no processor cannot
-    launch anything; some of it he gets there too."""
+    """Nobody has more than his share. A busy machine may keep him from using it all: who has no processor launches
+    nothing. Some of it he gets there too."""
     return all(share / 10 < part < share + more for part, share in zip(has, shares, strict=True))
 
 
