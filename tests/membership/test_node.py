@@ -161,7 +161,16 @@ async def test_unsigned_foreign_and_replayed_messages_change_nothing_and_are_cou
     carrier = seal_to(peer, mesh_id, "swim", me, encode(Ping(3, b"", (("member", forged),))))
     misdirected = seal_to(peer, mesh_id, "swim", stranger.node_id, encode(Ping(5, b"", ())))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        for data in (b"junk", genuine[:-1] + b"x", other_mesh, foreign, genuine, genuine, carrier, misdirected):
+        for data in (
+            b"junk",
+            genuine[:-1] + bytes([genuine[-1] ^ 1]),
+            other_mesh,
+            foreign,
+            genuine,
+            genuine,
+            carrier,
+            misdirected,
+        ):
             sender.sendto(data, (LOOPBACK, target.port))
     # Junk, altered, another mesh's, the forged farewell, and what was meant for somebody else.
     await until(lambda: target.counters["refused_unsigned"] == 5, "the packets to be read")
