@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.listing import show_again, watch_option
+from mesh.cli.listing import show_answer, watch_option
 from mesh.cli.names import JOB
 from mesh.cli.telling import patience
-from mesh.cli.terminal import client, job_path, json_option, print_json, quote, table
+from mesh.cli.terminal import client, job_path, json_option, quote, table
 from mesh.duration import lasting
 from mesh.words import HEEDS, WHY
 
@@ -25,15 +25,7 @@ from mesh.words import HEEDS, WHY
 def describe(ctx: click.Context, job: str, watch: bool, as_json: bool) -> None:
     """All about one JOB: what it asks for, where it was, what it saved, what happened."""
     daemon = client(ctx)
-
-    def once() -> None:
-        answer = daemon.get(f"{job_path(job)}/describe")
-        if as_json:
-            print_json(answer)
-        else:
-            _tell(answer)
-
-    show_again(once, watch, as_json)
+    show_answer(lambda: daemon.get(f"{job_path(job)}/describe"), _tell, watch, as_json)
 
 
 def _tell(answer: dict[str, Any]) -> None:

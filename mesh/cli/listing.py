@@ -40,28 +40,25 @@ def show(
     if form["quiet"] and form["as_json"]:
         raise click.UsageError("-q prints ids and --json everything: choose one")
 
-    def once() -> None:
-        answer = ask()
-        if form["as_json"]:
-            print_json(answer)
-        elif form["quiet"]:
-            for identity in ids(answer):
-                click.echo(identity)
-        else:
-            draw(answer)
+    def draw_ids(answer: dict[str, Any]) -> None:
+        for identity in ids(answer):
+            click.echo(identity)
 
-    show_again(once, form["watch"], form["as_json"])
+    show_answer(ask, draw_ids if form["quiet"] else draw, form["watch"], form["as_json"])
 
 
-def show_again(once: Callable[[], None], watch: bool, as_json: bool) -> None:
-    """Print what `once` prints; to `watch`, again and again: on a terminal in place, on a pipe when it has changed."""
+def show_answer(
+    ask: Callable[[], dict[str, Any]], draw: Callable[[dict[str, Any]], None], watch: bool, as_json: bool
+) -> None:
+    """Print what `ask` answers; to `watch`, again and again: on a terminal in place, on a pipe when it has changed."""
+    answered = print_json if as_json else draw
     if not watch:
-        once()
+        answered(ask())
         return
     shown = None
     while True:
         with redirect_stdout(StringIO()) as page:
-            once()
+            answered(ask())
         text = page.getvalue()
         if sys.stdout.isatty():
             click.echo(HOME_AND_CLEAR + text, nl=False)

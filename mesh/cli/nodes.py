@@ -9,7 +9,7 @@ import click
 
 from mesh.api.errors import ConfigError, MeshError
 from mesh.cli.edge import edge_words
-from mesh.cli.listing import listing, show, show_again, watch_option
+from mesh.cli.listing import listing, show, show_answer, watch_option
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
 from mesh.engine.descent import process_of
 from mesh.launcher import daemon_command, start_daemon, wait_ready
@@ -134,15 +134,7 @@ def status(ctx: click.Context, watch: bool, as_json: bool, log: bool) -> None:
         click.echo("\n".join(path.read_text(errors="replace").splitlines()[-50:]))
         return
     daemon = client(ctx)
-
-    def once() -> None:
-        answer = daemon.get("/v1/status")
-        if as_json:
-            print_json(answer)
-        else:
-            _tell(answer)
-
-    show_again(once, watch, as_json)
+    show_answer(lambda: daemon.get("/v1/status"), _tell, watch, as_json)
 
 
 def _tell(answer: dict[str, Any]) -> None:
