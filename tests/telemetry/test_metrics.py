@@ -9,6 +9,9 @@ from typing import Any
 
 import pynvml
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard, prometheus, stat, timeseries
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parsed
@@ -72,7 +75,7 @@ def test_all_are_documented_with_their_labels() -> None:
 
 def expressions(value: Any) -> list[str]:
     if isinstance(value, dict):
-        own = [value[key] for key in ("expr", "definition") if isinstance(value.get(key), str)]
+        own = [value[key] for key in ("expr", "query") if isinstance(value.get(key), str) and "refId" in value]
         return own + [found for child in value.values() for found in expressions(child)]
     return [found for child in value for found in expressions(child)] if isinstance(value, list) else []
 
@@ -94,6 +97,34 @@ def test_the_dashboard_shows_only_what_there_is() -> None:
         assert labels <= {"le", "instance", "job", *(each for name in names for each in labels_of(name, known))}
     shown = {name for expression in found for name in known if name in expression}
     assert len(shown) > 0.6 * len(known), f"missing: {sorted(set(known) - shown)}"
+
+
+def lost(value: Any, other: Any, path: str = "") -> list[str]:
+    """Where something of the first is missing in the second, or is another there."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        parts = [lost(value[key], other.get(key), f"{path}/{key}") for key in value]
+    elif isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        parts = [lost(*pair, f"{path}/{number}") for number, pair in enumerate(zip(value, other, strict=True))]
+    else:
+        parts = [] if value == other else [[f"{path}: {value!r}, not {other!r}"]]
+    return [where for part in parts for where in part]
+
+
+def test_grafanas_own_types_read_all_of_the_dashboard() -> None:
+    register_default_plugins()
+    board = json.loads(DASHBOARD.read_text())
+    read = dashboard.Dashboard.from_json(board)
+    assert lost(board, json.loads(json.dumps(read, cls=JSONEncoder))) == [], "they know no such field"
+    kinds = {"stat": stat.Options, "timeseries": timeseries.FieldConfig}
+    for panel in read.panels or []:
+        assert isinstance(panel, dashboard.Panel) and panel.targets, panel.title
+        assert all(isinstance(target, prometheus.Dataquery) for target in panel.targets), "not as one of Prometheus"
+        assert panel.field_config is not None
+        shown = panel.options if panel.type_val == "stat" else panel.field_config.defaults.custom
+        assert isinstance(shown, kinds[panel.type_val]), f"{panel.title}: not as a {panel.type_val}"
+    changed = json.loads(DASHBOARD.read_text().replace('"unit"', '"units"', 1))
+    again = json.dumps(dashboard.Dashboard.from_json(changed), cls=JSONEncoder)
+    assert len(lost(changed, json.loads(again))) == 1, "a field of another name would not be missed"
 
 
 @pytest.mark.promtool
