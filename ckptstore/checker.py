@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from ckptstore.errors import CorruptChunk, StoreError
+from ckptstore.errors import CorruptChunk, NotFound, StoreError
 from ckptstore.manifest import decode_manifest
 from ckptstore.pack import HEADER_BYTES, ObjectHeader, PackWriter, check_stored, is_foreign, open_chunk, scan_pack
 
@@ -39,6 +39,8 @@ def verify(store: "Store") -> VerifyReport:
             _, manifest = decode_manifest(store.sealed(identity), store.unseal)
             if store.index.missing(manifest.chunks):
                 damaged.append(identity)
+        except NotFound:
+            continue  # it has been removed meanwhile
         except (ValueError, StoreError):
             path.rename(store.quarantine / path.name)
             quarantined.append(path.name)
@@ -75,6 +77,8 @@ def _inspect(store: "Store", path: Path) -> tuple[int, int, bool]:
                     good += 1
                 else:
                     wrong += 1
+    except FileNotFoundError:
+        return 0, 0, True  # it has been collected meanwhile
     except CorruptChunk:
         return good, wrong + 1, False
     return good, wrong, True

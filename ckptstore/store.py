@@ -442,7 +442,11 @@ class Store:
             return places[0] if places else None
 
     def stored_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.packs.glob("*.pack"))
+        size = 0
+        for path in self.packs.glob("*.pack"):
+            with suppress(FileNotFoundError):  # it has just been collected
+                size += path.stat().st_size
+        return size
 
     def foreign_bytes(self) -> int:
         """Of them, what is of other users' jobs."""

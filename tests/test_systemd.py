@@ -158,7 +158,7 @@ def cgroup2() -> Path:
 
 def remove(cgroup: Path) -> None:
     """A cgroup and those in it, once their processes have gone."""
-    until(lambda: not (cgroup / "cgroup.procs").read_text(), "the session's processes to end")
+    until(lambda: "populated 0" in (cgroup / "cgroup.events").read_text(), "all of the session's processes to end")
     for path in sorted(cgroup.glob("**/"), key=lambda path: len(path.parts), reverse=True):
         path.rmdir()
 

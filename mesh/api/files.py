@@ -125,11 +125,20 @@ def _read_itself(path: Path) -> bytes:
         return file.read()
 
 
+def _below(top: Path) -> Iterator[Path]:
+    """All that is in a directory, each after what it is in. Its job goes on: what it removes meanwhile is left out."""
+    if top.is_symlink():
+        return
+    for directory, inner, files in os.walk(top):
+        inner.sort()
+        yield from (Path(directory, name) for name in sorted([*inner, *files]))
+
+
 def _tar_pieces(path: Path) -> Iterator[bytes]:
     """A tar whose one top entry is named as the path. What changes while it is read comes as it is then."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for found in [path, *(sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [])]:
+        for found in (path, *_below(path)):
             try:
                 info = tar.gettarinfo(found, arcname=(Path(path.name) / found.relative_to(path)).as_posix())
                 content = _read_itself(found) if info.isreg() else b""

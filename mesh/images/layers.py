@@ -183,7 +183,11 @@ class LayerStore:
             )
 
     def stored_bytes(self) -> int:
-        return sum(path.stat().st_blocks * 512 for path in self._layers.iterdir())
+        size = 0
+        for path in self._layers.iterdir():
+            with suppress(FileNotFoundError):  # it has just been completed, or has gone
+                size += path.stat().st_blocks * 512
+        return size
 
     def trim(self) -> None:
         """Down to the bound, the longest unused first; but nothing that was used a moment ago."""

@@ -369,6 +369,18 @@ def test_a_pack_whose_first_bytes_are_damaged_is_put_away(place: int, tmp_path: 
     store.close()
 
 
+def test_what_goes_while_it_is_looked_at_is_no_trouble(tmp_path: Path) -> None:
+    """A link that leads nowhere is what is listed, and gone when it is opened."""
+    write_tree(tmp_path / "in", {"a": os.urandom(500)})
+    store = open_store(tmp_path / "store")
+    save(store, tmp_path / "in")
+    before = store.stored_bytes(), verify(store)
+    for gone in (store.packs / f"{'0' * 32}.pack", store.manifest_files / ("0" * 64)):
+        gone.symlink_to(tmp_path / "nowhere")
+    assert (store.stored_bytes(), verify(store)) == before
+    store.close()
+
+
 def test_the_index_is_only_a_cache(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"a": b"A" * 500})
     store = open_store(tmp_path / "store")

@@ -1,5 +1,6 @@
 """Real daemons on loopback: one stack that is only read and used, others for tests that take nodes away."""
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,5 +59,6 @@ def make_stack() -> Iterator[Callable[..., Stack]]:
 def home(tmp_path: Path) -> Iterator[Path]:
     """A directory for state directories; every daemon below it is ended by its pid."""
     yield tmp_path
-    for socket_path in tmp_path.rglob("mesh.sock"):
-        mesh(socket_path.parent, "down", "--now")
+    # Not `rglob`, which ends with an error where a daemon removes a directory meanwhile.
+    for directory in [directory for directory, _, names in os.walk(tmp_path) if "mesh.sock" in names]:
+        mesh(Path(directory), "down", "--now")
