@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mesh.amount import amount
+from mesh.amount import amount, part
 from mesh.duration import lasting
 
 HEEDS = {
@@ -19,6 +19,24 @@ WHY = {  # a checkpoint is due
     "upload": "once the one before is there",
     "asked": "as its user asks",
 }
+
+
+def doing(detail: str, saving: Mapping[str, Any] | None) -> str:
+    """What is to be said of a job beside its state."""
+    return "; ".join(filter(None, [detail, saving_words(saving)]))
+
+
+def saving_words(saving: Mapping[str, Any] | None) -> str:
+    """How far it is with what a job has saved."""
+    if saving is None:
+        return ""
+    what = f"{saving['kind']} {saving['seq']}" if saving["kind"] == "checkpoint" else str(saving["kind"])
+    if not saving["bytes"]:
+        return f"{what} is being stored"
+    nodes = "1 node" if saving["nodes"] == 1 else f"{saving['nodes']} nodes"
+    return f"{what}: {part(saving['sent'], saving['bytes'])} sent to {nodes}"
+
+
 COST = "Ran", "At risk", "Saving", "Shipping", "Size", "In time", "Goes to", "Loses"  # of a guest, if it had to leave
 
 

@@ -98,7 +98,7 @@ class JobDesk:
         def nick(node: bytes) -> str:
             return nicks.get(node, short_id(node))
 
-        commit, outcome, due = status.commit, status.outcome, status.next_checkpoint
+        commit, outcome, due, saving = status.commit, status.outcome, status.next_checkpoint, status.saving
         return {
             "job": format_job(status.job),
             "name": status.name,
@@ -130,6 +130,16 @@ class JobDesk:
             "next_checkpoint": None
             if due is None
             else {"due_unix": due.due_unix, "interval_s": due.interval_s, "loss_s": due.loss_s, "why": due.why},
+            "saving": None
+            if saving is None
+            else {
+                "kind": saving.kind,
+                "seq": saving.seq,
+                "since_unix_ms": saving.since_unix_ms,
+                "sent": saving.sent,
+                "bytes": saving.size,
+                "nodes": saving.nodes,
+            },
             "checkpoint": None
             if commit is None
             else {

@@ -14,7 +14,7 @@ from mesh.cli.names import JOB
 from mesh.cli.telling import patience
 from mesh.cli.terminal import client, job_path, json_option, quote, table
 from mesh.duration import lasting
-from mesh.words import HEEDS, WHY
+from mesh.words import HEEDS, WHY, saving_words
 
 
 @click.command()
@@ -40,6 +40,7 @@ def _tell(answer: dict[str, Any]) -> None:
         ("runs on", ", ".join([state["node"], *state["mates"]]) if state["node"] else "-"),
         ("record", f"kept by {', '.join(state['witnesses'])} (group {answer['group']})"),
         ("checkpoint", _checkpoint(state)),
+        ("saving", saving_words(state["saving"]) or "-"),
         ("next", _next(state)),
         ("notice", HEEDS[state["heeds_notice"]]),
         ("at risk", lasting(state["at_risk_s"]) if state["at_risk_s"] else "-"),

@@ -29,6 +29,7 @@ from mesh.cli.terminal import (
 )
 from mesh.client import Client
 from mesh.duration import lasting
+from mesh.words import doing, saving_words
 
 OVER = {"done", "failed", "cancelled"}
 POLL_S = 0.3
@@ -99,7 +100,7 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, print_
     job = submit_job(daemon, command, options)["job"]
     click.echo(f"job {job[:8]} submitted", err=True)
     try:
-        with arriving(daemon, job):
+        with under_way(daemon, job):
             follow_log(daemon, job)
     except KeyboardInterrupt:
         try:
@@ -142,16 +143,18 @@ def packing(daemon: Client) -> AbstractContextManager[None]:
     return telling(look, ARRIVING_S)
 
 
-def arriving(daemon: Client, job: str) -> AbstractContextManager[None]:
-    """Tells how far what the job needs has come, while it waits for it: its image, its files, its checkpoint."""
+def under_way(daemon: Client, job: str) -> AbstractContextManager[None]:
+    """Tells how far it is with what the job waits for: its image, its files, its checkpoint before it starts; what it has saved
+    when it ends or has to leave."""
 
     def look() -> str:
         try:
             state = daemon.get(f"/v1/jobs/{job}")["job"]
         except MeshError:
             return ""
-        coming = state["state"] == "starting" and state["detail"].startswith("preparing:")
-        return str(state["detail"]) if coming else ""
+        if state["state"] == "starting" and state["detail"].startswith("preparing:"):
+            return str(state["detail"])
+        return "" if state["state"] == "running" else saving_words(state["saving"])
 
     return telling(look, ARRIVING_S)
 
@@ -224,7 +227,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
                 progress,
                 kept,
                 lasting(row["at_risk_s"]) if row["at_risk_s"] else "-",
-                row["detail"] or row["command"],
+                doing(row["detail"], row["saving"]) or row["command"],
             ]
         )
     table(["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "AT RISK", "COMMAND"], rows)
@@ -238,7 +241,9 @@ def logs(ctx: click.Context, job: str, follow: bool) -> None:
     """Show a job's output, over all its attempts, wherever it ran."""
     daemon = client(ctx)
     if follow:
-        follow_log(daemon, daemon.get(job_path(job))["job"]["job"])
+        whole = daemon.get(job_path(job))["job"]["job"]
+        with under_way(daemon, whole):
+            follow_log(daemon, whole)
         return
     for piece in daemon.stream(f"{job_path(job)}/log"):
         sys.stdout.buffer.write(piece)

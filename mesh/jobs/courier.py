@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from typing import NamedTuple
 
 import msgspec
 
@@ -54,6 +55,14 @@ class Replicated(msgspec.Struct, frozen=True):
     stand_ins: tuple[StandIn, ...]
 
 
+class Sent(NamedTuple):
+    """Of how many bytes, to how many nodes."""
+
+    sent: int = 0
+    size: int = 0
+    nodes: int = 0
+
+
 class Way:
     """One copy to one peer: in the background, or as a part of a departure."""
 
@@ -63,6 +72,7 @@ class Way:
         self._lane: Lane | None = None
         self._stream: Stream | None = None
         self._size = 0
+        self._came = False
         self._promised_bps: float | None = None
 
     @property
@@ -75,6 +85,13 @@ class Way:
     def stood_aside(self) -> bool:
         return self._stream is not None and self._stream.stood_aside
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Of how many bytes; both 0 before its stream begins, and once that has failed."""
+        if self._lane is not None:
+            return min(self._lane.sent, self._size), self._size
+        return (self._size, self._size) if self._came else (0, 0)
+
     @contextmanager
     def lane(self, wire: Wire, cargo: Cargo, promised_bps: float | None) -> Iterator[Lane]:
         """Its stream begins: to a peer that has nearly always taken so many bytes a second."""
@@ -83,6 +100,7 @@ class Way:
             with self._stack:
                 self._lane = wire.lane(self._pace(0), cargo)
                 yield self._lane
+            self._came = True
         finally:
             self._lane = self._stream = None
 
@@ -135,6 +153,11 @@ class Copies:
                 way.hurry(self._departure)
 
     @property
+    def sent(self) -> Sent:
+        parts = [way.sent for way in self.ways.values() if way.sent[1]]
+        return Sent(sum(sent for sent, _ in parts), sum(size for _, size in parts), len(parts))
+
+    @property
     def over(self) -> bool:
         """Whether its deadline has passed."""
         return self._departure is not None and boot_s() >= self._departure.urgency.deadline_s
@@ -161,8 +184,9 @@ class Courier:
         want: int,
         gone: Mapping[NodeId, str] | None = None,
         stake: Stake | None = None,
+        tell: Callable[[Sent], None] = lambda sent: None,
     ) -> Replicated:
-        """Get a checkpoint onto `want` peers' disks, the user's choice first but for those who are gone.
+        """Get a checkpoint onto `want` peers' disks, the user's choice first but for those who are gone; and tell how far it is.
 
         In the background, until notice is given to the job with this `stake`.
         """
@@ -171,9 +195,11 @@ class Courier:
         with Copies(self.departures, share) as copies, ExitStack() as stack:
             if stake is not None:
                 stack.enter_context(stake.heard_by(copies.hurry, boot_s()))
-            return await self._replicate(plan, manifest, copies)
+            return await self._replicate(plan, manifest, copies, tell)
 
-    async def _replicate(self, plan: Replication, manifest: bytes, copies: Copies) -> Replicated:
+    async def _replicate(
+        self, plan: Replication, manifest: bytes, copies: Copies, tell: Callable[[Sent], None]
+    ) -> Replicated:
         size = (await asyncio.to_thread(self._store.manifest, manifest)).total_bytes
         patience_s = SLOW_AFTER_S + size / SLOW_BYTES_S
         clock = asyncio.get_running_loop().time
@@ -191,6 +217,7 @@ class Courier:
                     slow_at[action.peer] = clock() + patience_s
                 pause = max(0.0, min((at - clock() for at in slow_at.values()), default=LOOK_S))
                 done, _ = await asyncio.wait(running, timeout=min(LOOK_S, pause), return_when=asyncio.FIRST_COMPLETED)
+                tell(copies.sent)
                 actions = []
                 for task in done:
                     peer = running.pop(task)

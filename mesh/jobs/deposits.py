@@ -3,8 +3,11 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import msgspec
 
 from ckptstore.effort import Effort
 from ckptstore.errors import StoreError
@@ -13,14 +16,16 @@ from ckptstore.store import SavedManifest, Store
 from ckptstore.vault import Vault
 from mesh.engine.alarm import boot_s
 from mesh.jobs.cadence import Cadence
-from mesh.jobs.courier import Courier
+from mesh.jobs.courier import Courier, Sent
 from mesh.jobs.custody import Custody
 from mesh.jobs.effects import SaveCheckpoint, SaveResult
 from mesh.jobs.reports import CheckpointStored
 from mesh.jobs.spec import JobSpec
 from mesh.jobs.stake import Stake
+from mesh.jobs.status import Saving
 
 RESULT_REPLICAS = 2
+TOLD_AFTER_S = 2.0  # what is kept faster is not news; ours
 
 
 class Deposits:
@@ -50,6 +55,25 @@ class Deposits:
         self._effort = Effort()
         self._holders: tuple[bytes, ...] = ()  # of its last checkpoint
         self._stood_in = ""
+        self._saving: Saving | None = None
+
+    @property
+    def saving(self) -> Saving | None:
+        """What is being kept, and how far that is, if it takes long."""
+        now = self._saving
+        return None if now is None or time.time() - now.since_unix_ms / 1000 < TOLD_AFTER_S else now
+
+    @contextmanager
+    def _tells(self, kind: Kind, seq: int) -> Iterator[None]:
+        self._saving = Saving(kind, seq, time.time_ns() // 1_000_000)
+        try:
+            yield
+        finally:
+            self._saving = None
+
+    def _sends(self, sent: Sent) -> None:
+        if self._saving is not None:
+            self._saving = msgspec.structs.replace(self._saving, sent=sent.sent, size=sent.size, nodes=sent.nodes)
 
     async def checkpoint(
         self, roots: dict[str, Path], order: SaveCheckpoint, since_s: float, step: int | None, resume: str | None = None
@@ -60,14 +84,15 @@ class Deposits:
         idle_cores = (os.cpu_count() or 1) - os.getloadavg()[0]
         encoding = self._effort.pays(self._courier.bandwidth.mean_bps(self._holders), idle_cores)
         begun = time.monotonic()
-        saved = await self._keep("checkpoint", roots, order, custody, resume, encoding)
-        self.last_save = (saved.new_bytes, time.monotonic() - begun)
-        self.state_bytes = saved.manifest.total_bytes
-        if encoding:
-            self._effort.learn(saved.raw_bytes, saved.new_bytes, time.monotonic() - begun, idle_cores)
-        copies = await self._courier.replicate(
-            saved.id, rules.to, custody.fallback, rules.replicas, custody.gone, self._stake
-        )
+        with self._tells("checkpoint", order.seq):
+            saved = await self._keep("checkpoint", roots, order, custody, resume, encoding)
+            self.last_save = (saved.new_bytes, time.monotonic() - begun)
+            self.state_bytes = saved.manifest.total_bytes
+            if encoding:
+                self._effort.learn(saved.raw_bytes, saved.new_bytes, time.monotonic() - begun, idle_cores)
+            copies = await self._courier.replicate(
+                saved.id, rules.to, custody.fallback, rules.replicas, custody.gone, self._stake, self._sends
+            )
         self._holders = copies.holders
         if not copies.holders and rules.replicas and custody.fallback:
             raise StoreError(f"no other node took it: {copies.short}")
@@ -83,11 +108,12 @@ class Deposits:
     async def result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
         """Its manifest, and who else holds it. StoreError, OSError."""
         custody, rules = self._custody(), self._spec.checkpointing
-        saved = await self._keep("result", roots, order, custody)
         chosen = rules.to if rules is not None else ()
-        copies = await self._courier.replicate(
-            saved.id, chosen, custody.fallback, RESULT_REPLICAS, custody.gone, self._stake
-        )
+        with self._tells("result", order.seq):
+            saved = await self._keep("result", roots, order, custody)
+            copies = await self._courier.replicate(
+                saved.id, chosen, custody.fallback, RESULT_REPLICAS, custody.gone, self._stake, self._sends
+            )
         return saved.id, copies.holders
 
     async def _keep(

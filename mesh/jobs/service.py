@@ -554,8 +554,9 @@ class JobService:
             waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
         warm = runner is not None and self.warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
         heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
-        due, detail = attempt.cadence.next if attempt is not None else None, preparing or detail or note
-        return status_of(job, witness, runner, state, detail, progress, waiting, heeds, warm, portions, due)
+        due, saving = (attempt.cadence.next, attempt.deposits.saving) if attempt is not None else (None, None)
+        detail = preparing or detail or note
+        return status_of(job, witness, runner, state, detail, progress, waiting, heeds, warm, portions, due, saving)
 
     def _publish(self, job: bytes) -> None:
         """Take note of how this node sees the job now; and tell the others, if it is this node that speaks for it."""

@@ -37,6 +37,18 @@ class NextCheckpoint(msgspec.Struct, frozen=True):
     why: str
 
 
+class Saving(msgspec.Struct, frozen=True):
+    """What is being kept now: its checkpoint or result of that number. `sent` of `size` bytes to so many `nodes`; none of these
+    are known while it is written to its host's own store."""
+
+    kind: str
+    seq: int
+    since_unix_ms: int
+    sent: int = 0
+    size: int = 0
+    nodes: int = 0
+
+
 class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """`rank` orders views: a finished one first, then by term, ledger version and who acts: runner, steward, onlooker."""
 
@@ -71,6 +83,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     of: int | None = None
     heeds_notice: bool | None = None  # whether the guest would save at a notice, as far as can be seen from outside
     next_checkpoint: NextCheckpoint | None = None
+    saving: Saving | None = None
 
     def at_risk_s(self, unix_ms: float) -> float:
         """GPU-seconds (or seconds of a slot) that are lost if its host dies then: since its last checkpoint that others hold."""
@@ -118,6 +131,7 @@ def status_of(
     warm: bool = False,
     portions: tuple[Portion, ...] = (),
     next_checkpoint: NextCheckpoint | None = None,
+    saving: Saving | None = None,
 ) -> JobStatus:
     """This node's view: the runner's if the job runs here, else the witness's; `state` is empty if its steward only watches."""
     if runner is not None:
@@ -168,6 +182,7 @@ def status_of(
         of=progress.of if progress is not None else None,
         heeds_notice=heeds_notice,
         next_checkpoint=next_checkpoint if outcome is None else None,
+        saving=saving if outcome is None else None,
     )
 
 
@@ -193,4 +208,5 @@ def best_of(views: Collection[JobStatus]) -> JobStatus:
         warm=told.heir is not None and ((same and told.warm) or told.heir in holders),
         heeds_notice=told.heeds_notice,
         next_checkpoint=told.next_checkpoint,
+        saving=told.saving,
     )

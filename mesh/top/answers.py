@@ -104,6 +104,14 @@ class Due(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+class Saving(msgspec.Struct, frozen=True):
+    kind: str = ""
+    seq: int = 0
+    sent: int = 0
+    bytes: int = 0
+    nodes: int = 0
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     seq: int = 0
     step: int | None = None
@@ -143,6 +151,7 @@ class Job(msgspec.Struct, frozen=True):
     of: int | None = None
     at_risk_s: float | None = None
     next_checkpoint: Due | None = None
+    saving: Saving | None = None
     checkpoint: Checkpoint | None = None
     attempts: list[Attempt] = []
 

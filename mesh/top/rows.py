@@ -1,10 +1,15 @@
 """What `mesh top` shows of a node, a job, a GPU, a stream: a row each. What others chose comes out of here harmless."""
 
+from typing import Any
+
+import msgspec
+
 from mesh.amount import amount
 from mesh.duration import lasting
 from mesh.harmless import harmless
 from mesh.top.answers import Cost, Described, Event, Gpu, Job, Look, Node, Transfer
 from mesh.top.table import Cell, Column, Row, Sorting, Tone, age, bar, clock, coming
+from mesh.words import doing, saving_words
 
 OVER = frozenset({"done", "failed", "cancelled"})
 STATE_TONES: dict[str, Tone] = {
@@ -145,9 +150,13 @@ def job_row(job: Job, now: float, news: bool) -> Row:
             Cell(due),
             Cell(harmless(job.user)),
             Cell("-" if not job.gpus else f"{job.gpus * job.gpu_share / 100:g}"),
-            Cell(harmless(job.detail or job.command), "dim"),
+            Cell(harmless(doing(job.detail, _saving(job)) or job.command), "dim"),
         ),
     )
+
+
+def _saving(job: Job) -> dict[str, Any] | None:
+    return None if job.saving is None else msgspec.structs.asdict(job.saving)
 
 
 # --- this node's GPUs and guests
@@ -288,6 +297,8 @@ def job_lines(described: Described, now: float) -> list[list[Cell]]:
         saved = f"checkpoint {kept.seq}{step}, {lasting(now - kept.created_unix_ms / 1000)} ago, on {holders}"
     if due is not None and job.state not in OVER:
         saved += f"; next {'due ' if due.due_unix <= now else 'in '}{coming(due.due_unix - now)}"
+    if job.saving is not None:
+        saved += f"; {saving_words(_saving(job))}"
     risk = job.at_risk_s or 0
     title = f"{short(job)}  {harmless(job.name)}".rstrip()
     where = f"  on {harmless(job.node)}" if job.node else ""

@@ -7,7 +7,7 @@ from mesh.amount import amount
 from mesh.duration import lasting
 from mesh.web.frame import Shown, badge, clock, count, pairs, table
 from mesh.web.markup import Markup, cut, element, join
-from mesh.words import HEEDS, WHY
+from mesh.words import HEEDS, WHY, doing, saving_words
 
 BAR = 100  # width of a timeline's own coordinates
 MOST_SHOWN = 50  # jobs of a list, the newest; ours
@@ -59,7 +59,8 @@ def _row(row: Mapping[str, Any], now_unix: float) -> list[str]:
     link = element("a", row["name"] or short, href=f"/jobs/{row['job']}")
     what = element("span", cut(" ".join(row["command"].split()), LONGEST), class_="muted")
     first = join(link, f" {short}" if row["name"] else "", element("br"), what)
-    detail = join(element("br"), element("span", cut(row["detail"], LONGEST), class_="muted")) if row["detail"] else ""
+    words = doing(row["detail"], row["saving"])
+    detail = join(element("br"), element("span", cut(words, LONGEST), class_="muted")) if words else ""
     return [
         first,
         join(_state(row), detail),
@@ -204,6 +205,8 @@ def _saved(row: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[
         step = f" at step {kept['step']}" if kept["step"] is not None else ""
         lines.append(("Last", join(f"number {kept['seq']}{step}, ", clock(kept["created_unix_ms"]))))
         lines.append(("Its replicas", ", ".join(kept["holders"]) or "on its host alone"))
+    if row["saving"] is not None:
+        lines.append(("Under way", _far(row["saving"])))
     if due is not None:
         lines.append(("Next", join("due ", clock(due["due_unix"] * 1000), f", {WHY.get(due['why'], due['why'])}")))
         lines.append(("Expected loss", f"{due['loss_s']:.1f} s of work until then"))
@@ -231,6 +234,13 @@ def _saved(row: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[
             )
         )
     return made
+
+
+def _far(saving: Mapping[str, Any]) -> Markup:
+    words = saving_words(saving)
+    if not saving["bytes"]:
+        return join(words)
+    return join(element("progress", value=saving["sent"], max=saving["bytes"], aria_label=words), f" {words}")
 
 
 def _why(row: Mapping[str, Any], reasons: Mapping[str, Any] | None) -> list[Markup]:

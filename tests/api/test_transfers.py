@@ -12,10 +12,17 @@ from ckptstore.store import SavedManifest, Store
 from mesh.api.wire import Wire
 from mesh.engine.alarm import boot_s
 from mesh.jobs import courier as courier_module
+from mesh.jobs import deposits as deposits_module
+from mesh.jobs.cadence import Cadence
 from mesh.jobs.courier import Courier
+from mesh.jobs.custody import Custody
+from mesh.jobs.deposits import Deposits
+from mesh.jobs.effects import SaveCheckpoint
 from mesh.jobs.stake import Stake
+from mesh.jobs.status import Saving
 from tests.api.nodes import Keeper, Link, client_of, leaving
-from tests.ckptstore.worlds import open_store, save, write_tree
+from tests.ckptstore.worlds import fake_seal, open_store, save, write_tree
+from tests.jobs.worlds import make_spec
 
 MB = 10**6
 PEER, OTHER = b"p" * 32, b"o" * 32
@@ -57,6 +64,31 @@ async def test_a_copy_in_the_background_keeps_to_the_budget_and_promises_nothing
     assert courier.bandwidth.promised_bps(PEER) is None, "the link may carry more"
     assert courier.bandwidth.mean_bps([PEER]) is not None
     assert world.keepers[PEER].torn() == 0
+
+
+async def test_who_saves_is_told_how_far_it_is(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    courier, spec = await world.courier(Wire(10 * MB)), make_spec()
+    write_tree(tmp_path / "new", {"noise": os.urandom(8 * MB)})
+    custody, stake = Custody(0, 0, (PEER,)), Stake(100, lambda text: None)
+    cadence = Cadence(spec, tmp_path, stake)
+    deposits = Deposits(
+        b"j" * 16, spec, world.store, courier, fake_seal, lambda: custody, stake, cadence, lambda *said: None
+    )
+    saving = asyncio.create_task(
+        deposits.checkpoint({"ckpt": tmp_path / "new"}, SaveCheckpoint(7, None, False), boot_s(), 3)
+    )
+    while not world.peers.wire.owners:
+        assert deposits.saving is None, "what is kept at once is no news"
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(deposits_module, "TOLD_AFTER_S", 0.0)
+    seen: list[Saving] = []
+    while not saving.done():
+        seen += [deposits.saving] if deposits.saving is not None else []
+        await asyncio.sleep(0.01)
+    assert {(one.kind, one.seq) for one in seen} == {("checkpoint", 7)} and deposits.saving is None
+    sizes = [one.sent for one in seen]
+    assert sizes == sorted(sizes) and any(0 < one.sent < one.size and one.nodes == 1 for one in seen)
+    assert 8 * MB < seen[-1].size < 9 * MB and (await saving).holders == (PEER,)
 
 
 async def test_a_copy_that_this_node_holds_back_is_not_called_slow(

@@ -94,10 +94,25 @@ def test_what_a_job_has_of_gpus_is_described(
     gpus = dict(zip(("gpus", "gpu_share", "gpu_share_limit", "vram_mib", "vram_limit_mib"), asked, strict=True))
     state: dict[str, Any] = {name: "" for name in ("job", "name", "user", "submitter", "state", "detail", "node")}
     state |= {"created_unix_ms": 0, "witnesses": [], "checkpoint": None, "heeds_notice": None, "at_risk_s": 0}
-    state["next_checkpoint"] = None
+    state["next_checkpoint"] = state["saving"] = None
     state |= {"attempts": [], **gpus, "gpu_portions": [{"uuid": uuid, "share": 1, "vram_mib": 1} for uuid in has]}
     answer = {"job": state, "asked": {"argv": [], **gpus}, "group": 0, "events": []}
     text = shown(monkeypatch, inspect, inspect.describe, "job", answer=answer)
+    assert "saving      -\n" in text
+    state["saving"] = {
+        "kind": "checkpoint",
+        "seq": 4,
+        "since_unix_ms": 0,
+        "sent": 1 << 20,
+        "bytes": 3 << 20,
+        "nodes": 2,
+    }
+    far = shown(monkeypatch, inspect, inspect.describe, "job", answer=answer)
+    assert "saving      checkpoint 4: 1.0 of 3.0 MiB sent to 2 nodes\n" in far
+    state["saving"] |= {"bytes": 0}
+    assert "saving      checkpoint 4 is being stored\n" in shown(
+        monkeypatch, inspect, inspect.describe, "job", answer=answer
+    )
     assert f"GPUs        {words}\n" in text and "share" not in text.replace(words, "")
 
 

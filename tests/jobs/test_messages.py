@@ -26,7 +26,7 @@ from mesh.jobs.messages import (
     encode_message,
 )
 from mesh.jobs.postman import open_mail
-from mesh.jobs.status import best_of, decode_status, encode_status, status_of
+from mesh.jobs.status import Saving, best_of, decode_status, encode_status, status_of
 from tests.jobs.worlds import DISK, JOB, A, B, C, D, make_spec, make_witness, seats
 
 CONFIG = Config(number=1, term=2, members=seats(A, B, C), previous=seats(A, B, D))
@@ -130,3 +130,6 @@ def test_the_most_advanced_view_of_a_job_is_shown() -> None:
     said = msgspec.structs.replace(told, detail="b holds checkpoints in place of c", heeds_notice=True)
     assert best_of([said, newer]).detail == said.detail and best_of([newer, said]).heeds_notice, "a witness cannot know"
     assert best_of([told, ended]) == ended
+    far = msgspec.structs.replace(told, saving=Saving("checkpoint", 4, 1_000, 5, 10, 2))
+    assert decode_status(encode_status(far)) == far and best_of([newer, far]).saving == far.saving
+    assert best_of([far, ended]).saving is None

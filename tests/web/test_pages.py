@@ -47,6 +47,7 @@ def job(text: str, **more: Any) -> dict[str, Any]:
         "state": "running", "detail": text, "node": text, "mates": [text], "heir": text, "warm": False, "gpus": 1,
         "gpu_share": 30, "witnesses": [text], "step": 9, "of": 20, "at_risk_s": 12.5, "heeds_notice": False,
         "next_checkpoint": {"due_unix": NOW + 9, "interval_s": 9.0, "loss_s": 2.0, "why": text},
+        "saving": {"kind": text, "seq": 4, "since_unix_ms": MS, "sent": 2, "bytes": 4, "nodes": 1},
         "checkpoint": {"seq": 3, "step": 7, "manifest": "", "holders": [text], "created_unix_ms": MS},
         "attempts": [attempt(text, 0, text), attempt(text, 1)], "outcome": None, **more,
     }  # fmt: skip

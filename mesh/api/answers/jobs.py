@@ -35,6 +35,18 @@ class NextCheckpoint(TypedDict):
     why: str
 
 
+class Saving(TypedDict):
+    """What is being kept for more than two seconds: its checkpoint or result number `seq`. `sent` of `bytes` to so many
+    `nodes`, 0 while it is written to its host's own store."""
+
+    kind: str
+    seq: int
+    since_unix_ms: int
+    sent: int
+    bytes: int
+    nodes: int
+
+
 class Checkpoint(Kept):
     """`manifest`: its id in the store; `holders`: who has it on disk."""
 
@@ -96,6 +108,7 @@ class Job(TypedDict):
     at_risk_s: float
     heeds_notice: bool | None
     next_checkpoint: NextCheckpoint | None
+    saving: Saving | None
     checkpoint: Checkpoint | None
     attempts: list[Attempt]
     outcome: Outcome | None
