@@ -279,6 +279,12 @@ class ImageDesk:
         if found is None:
             assert given is not None
             return Image(given)
+        if self._library.problem and not order.here:
+            raise MeshError(
+                f"image {name} cannot be signed from here: {self._library.problem}. Allow it where another engine has it, by its "
+                f"--id, or on this node alone, by --here",
+                ExitCode.REFUSED,
+            )
         self._library.stored[found.id] = found
         return Image(found.id, found.manifests[0] if found.manifests else b"", found.size)
 

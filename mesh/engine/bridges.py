@@ -43,7 +43,11 @@ class Bridges:
             self._firewall.shut(name)
         except EgressError as error:
             raise EngineError(f"nothing here would keep it to {self.words}: {error}") from error
-        options = {"com.docker.network.bridge.name": name, "com.docker.network.bridge.enable_icc": "false"}
+        options = {
+            "com.docker.network.bridge.name": name,
+            "com.docker.network.bridge.enable_icc": "false",
+            "com.docker.network.enable_ipv6": "false",  # the rules are IPv4's; its daemon.json may say otherwise from Docker 27 on
+        }
         try:
             client.networks.create(name, driver="bridge", options=options, labels={LABEL_NODE: self._node})
         except (docker.errors.APIError, requests.RequestException) as error:

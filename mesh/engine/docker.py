@@ -49,6 +49,7 @@ ENGINE_TELLS_S = 3.0  # for an engine to say how a container has ended, by the k
 ENGINE_ASKED = 10  # times whether it is there at all, for it may only be slow; ours
 ATTACH_AGAIN_S = 1.0  # from the end of its output to its own, before the engine is taken to be away; ours
 NOT_HERE = "image {0} is not on this node: see `docker images`, or `docker pull {0}` first"
+NO_PROGRAM = ("not found", "no such file", "permission denied", "is a directory")  # what runc says of one, which it names
 REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ class DockerEngine:
             if not isinstance(error, docker.errors.APIError):
                 raise EngineError(f"Docker did not start the container: {error}") from error
             text = str(error.explanation)
-            if "not found" in text or "no such file" in text or "permission denied" in text:
+            if no_program(launch.argv[0], text):
                 raise BadCommand(f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}") from error
             raise EngineError(f"Docker could not start the container: {text}") from error
         return entry
@@ -479,6 +480,11 @@ def _socket_path() -> str:
     if not host.startswith("unix://"):
         raise OSError(f"DOCKER_HOST is {host}: only an engine of this machine will do, by its socket (unix://...)")
     return host.removeprefix("unix://")
+
+
+def no_program(name: str, told: str) -> bool:
+    """Whether an engine that did not start a container says that this program is none there; else the node is at fault."""
+    return f'"{name}"' in told and any(words in told for words in NO_PROGRAM)
 
 
 def _reason(error: Exception) -> str:

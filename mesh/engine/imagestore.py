@@ -1,7 +1,7 @@
 """The images on this node's Docker engine: which there are, their layers as tars, and putting one there.
 
 An image goes by the SHA-256 of its configuration, which is its id where the engine keeps images in its own store. (Docker with
-containerd's image store numbers them by manifest; images there are only found if the list knows that digest.) Nothing is ever
+containerd's image store numbers them by manifest: what it has is run if the list knows that digest, and no more.) Nothing is ever
 pulled from a registry. Saving and loading take minutes: each has a thread of its own, for which no exit waits. The SDK (19 MiB,
 0.1 s) is imported with the first question, for where there is no engine nobody asks.
 """
@@ -29,6 +29,11 @@ ASK_S = 30.0  # as the engine's other calls
 SILENT_S = 1800.0  # an engine that saves a large image says nothing for a while; ours
 BLOCK_BYTES = 1 << 20
 TAG = "campus-mesh/fetched"  # a name on the engine keeps an image from `docker image prune`
+BY_MANIFEST = (
+    "the engine keeps images in containerd's image store, where they have other ids than elsewhere: such a node runs what it has, "
+    'and neither gives, takes nor signs images ("features": {"containerd-snapshotter": false} in Docker\'s daemon.json; '
+    "docs/images.md)"
+)
 
 T = TypeVar("T")
 
@@ -48,18 +53,43 @@ class StoredImage(msgspec.Struct, frozen=True):
         return self.id == image.config or (bool(image.manifest) and self.id == image.manifest)
 
 
+class Habits(msgspec.Struct, frozen=True):
+    """How an engine keeps images. `by_manifest`: they have ids that no other store has; `whole`: it loads no image of which it is
+    to find a layer itself."""
+
+    by_manifest: bool = False
+    whole: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Why its images cannot be exchanged with other nodes; empty if they can."""
+        return BY_MANIFEST if self.by_manifest else ""
+
+
+def habits_of(info: dict[str, Any]) -> Habits:
+    """Of an engine whose `GET /info` says so."""
+    status = [tuple(row) for row in info.get("DriverStatus") or ()]
+    return Habits(("driver-type", "io.containerd.snapshotter.v1") in status, "BuildahVersion" in info)
+
+
 class Stopped(Exception):
     """Somebody has asked for it not to go on."""
 
 
 class ImageStore:
     def __init__(self) -> None:
+        self.habits = Habits()
+        self._known = False  # the habits: asked again once the engine has been away
         self._clients: dict[float, Any] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
 
     async def images(self) -> list[StoredImage]:
-        """All that are there; EngineError if the engine does not answer."""
-        return await self._call(self._images)
+        """All that are there; from then on `habits` are the engine's. EngineError if it does not answer."""
+        try:
+            return await self._call(self._images)
+        except EngineError:
+            self._known = False
+            raise
 
     async def find(self, name: str) -> StoredImage | None:
         """By a name on the engine, or `sha256:...`."""
@@ -70,7 +100,7 @@ class ImageStore:
         return await self._call(lambda: self._remove(image))
 
     async def layers(self) -> list[tuple[bytes, ...]]:
-        """The layers of each image, lowest first."""
+        """The layers of each image, lowest first, which one that is loaded need not bring."""
         return await self._call(self._all_layers)
 
     async def save(self, image: StoredImage, store: LayerStore, told: Callable[[int], None]) -> Docket:
@@ -89,6 +119,8 @@ class ImageStore:
     # --- in threads
 
     def _images(self) -> list[StoredImage]:
+        if not self._known:
+            self.habits, self._known = habits_of(self._api.info()), True
         return [_stored(row) for row in self._api.images() if image_hash(str(row["Id"])) is not None]
 
     def _find(self, name: str) -> StoredImage | None:
@@ -108,7 +140,7 @@ class ImageStore:
 
         try:
             for name in self._api.inspect_image(_id(image.id)).get("RepoTags") or ():
-                if name.startswith(f"{TAG}:"):
+                if _familiar(str(name)).startswith(f"{TAG}:"):
                     self._api.remove_image(name)  # without force: the engine knows who uses it
         except docker.errors.ImageNotFound:
             return True
@@ -122,7 +154,7 @@ class ImageStore:
         import docker.errors
 
         found = []
-        for image in self._images():
+        for image in () if self.habits.whole else self._images():
             try:
                 rootfs = self._api.inspect_image(_id(image.id)).get("RootFS") or {}
             except docker.errors.ImageNotFound:
@@ -152,8 +184,7 @@ class ImageStore:
                         found[digest] = layer
             if not config or digests.keys() - found.keys():
                 raise EngineError(
-                    "the engine does not give the image's layers as they were hashed (compressed, or in containerd's image "
-                    "store?): this node cannot give it to others"
+                    "the engine does not give the image's layers as they were hashed: this node cannot give it to others"
                 )
             docket = Docket(config, tuple(found[digest] for digest in dict.fromkeys(layers_of(config))))
             store.keep(image.id, docket)
@@ -175,10 +206,7 @@ class ImageStore:
         if other is not None:
             self._api.remove_image(tag, force=True)
         there = "nothing" if other is None else _id(other.id)
-        raise EngineError(
-            f"after loading, the engine has {there} in place of {_id(wanted.config)}: it is removed again. Docker with "
-            "containerd's image store numbers images otherwise (docs/images.md)"
-        )
+        raise EngineError(f"after loading, the engine has {there} in place of {_id(wanted.config)}: it is removed again")
 
     @property
     def _api(self) -> Any:
@@ -272,7 +300,7 @@ def _member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
 
 def _stored(row: dict[str, Any]) -> StoredImage:
     digests = (str(text).rpartition("@")[2] for text in row.get("RepoDigests") or ())
-    all_names = {str(name) for name in row.get("RepoTags") or () if "<none>" not in str(name)}
+    all_names = {_familiar(str(name)) for name in row.get("RepoTags") or () if "<none>" not in str(name)}
     names = tuple(sorted(name for name in all_names if not name.startswith(f"{TAG}:")))
     return StoredImage(
         id=image_hash(str(row["Id"])) or b"",
@@ -281,6 +309,13 @@ def _stored(row: dict[str, Any]) -> StoredImage:
         size=max(0, int(row.get("Size") or 0)),
         fetched=bool(all_names) and not names,
     )
+
+
+def _familiar(name: str) -> str:
+    """As Docker writes it: Podman adds where it would look for it."""
+    for host in ("docker.io/library/", "docker.io/", "localhost/"):
+        name = name.removeprefix(host)
+    return name
 
 
 def _id(digest: bytes) -> str:

@@ -105,6 +105,8 @@ class Giving:
         image = self._stored(config)
         if image is None:
             raise NotGiven("this node does not give that image")
+        if self._engine.habits.problem:
+            raise NotGiven(f"this node gives no image: {self._engine.habits.problem}")
         return image
 
     def _running(self) -> list[Saving]:

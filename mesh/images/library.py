@@ -114,6 +114,11 @@ class Library:
                 return
         self.stored = {image.id: image for image in found}
 
+    @property
+    def problem(self) -> str:
+        """Why this node exchanges no images with others; empty if it does."""
+        return self._engine.habits.problem if self._engine_ok else ""
+
     def here(self, image: Image) -> StoredImage | None:
         """The image, if the engine has it."""
         found = self.stored.get(image.config) or self.stored.get(image.manifest)
@@ -127,7 +132,7 @@ class Library:
         has = {config for config, image in rules.images.items() if self.here(image) is not None}
         fetches: set[bytes] = set()
         lacks = rules.shared.keys() - has
-        if lacks and self._engine_ok and self._fetches:
+        if lacks and self._engine_ok and self._fetches and not self.problem:
             elsewhere = {one for advert in self._adverts() if advert.node != self._me for one in advert.image_ids}
             fetches = {config for config in lacks if config[:SHORT] in elsewhere}
         denials = [*rules.own.denied, *(config[:SHORT].hex() for config in rules.denied_hashes)]
@@ -217,7 +222,7 @@ class Library:
                 raise BadImage(verdict.words)
             image = await self._find(name, verdict)
         if image is None:
-            raise BadImage(_not_here(name, verdict))
+            raise BadImage(_not_here(name, verdict, self.problem))
         if image.id in self.rules.denied_hashes:
             raise BadImage(f"this node's owner denies image {name} (`mesh image deny`)")
         if image.fetched:
@@ -250,6 +255,8 @@ class Library:
             raise EngineError("no container engine answers on this node: `mesh status`")
         if await self._find(name, Verdict("", image=image)) is not None:
             return None
+        if self.problem:
+            raise BadImage(f"image {name} ({short(image.config)}) cannot be fetched: {self.problem}")
         if not self._may_fetch(image):
             raise BadImage(f"image {name} is not on the mesh's list, so no node gives it to another")
         pull = self.supply.begin(image, name)
@@ -257,7 +264,7 @@ class Library:
         return pull
 
     def _may_fetch(self, image: Image) -> bool:
-        return self._fetches and image.config in self.rules.shared
+        return self._fetches and not self.problem and image.config in self.rules.shared
 
     def _given(self, config: bytes) -> StoredImage | None:
         """An image that this node has, and gives to others."""
@@ -359,7 +366,7 @@ def _advert_of(record: Record) -> Advert | None:
         return None
 
 
-def _not_here(name: str, verdict: Verdict) -> str:
+def _not_here(name: str, verdict: Verdict, problem: str) -> str:
     if verdict.image is None:
         return f"image {name} is not on this node: see `docker images`, or `docker pull {name}` first"
-    return f"image {name} ({short(verdict.image.config)}) is not on this node, and no node may give it"
+    return f"image {name} ({short(verdict.image.config)}) is not on this node, and {problem or 'no node may give it'}"

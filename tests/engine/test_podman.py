@@ -11,15 +11,19 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import docker
 import pytest
 
 from mesh.engine.docker import DockerEngine
 from mesh.engine.egress import policy_of
 from mesh.engine.engine import BadImage
+from mesh.engine.imagestore import ImageStore
 from mesh.engine.killswitch import BY_OWNER, open_switch
 from mesh.engine.register import Register
+from mesh.images.allowlist import Image
+from mesh.images.layers import LayerStore
 from tests.engine.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
-from tests.images import import_busybox
+from tests.images import import_busybox, layered_image
 
 pytestmark = pytest.mark.podman
 CONFIGURATION = """
@@ -129,6 +133,27 @@ async def test_memory_beyond_its_limit_ends_it(bench: Bench) -> None:
     async with asyncio.timeout(60):
         end = await guest.wait()
     assert end.oom or end.code == 137
+
+
+async def test_it_gives_and_takes_images(podman: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", podman[0])
+    engine, layers = ImageStore(), LayerStore(tmp_path, 1 << 40)
+    client = docker.from_env()
+    try:
+        made = layered_image(client, "lab/tool:1", b"first" * 1000, b"second")
+        stored = await engine.find("lab/tool:1")
+        assert stored is not None and stored.names == ("lab/tool:1",), "as Docker writes it, and users"
+        docket = await engine.save(stored, layers, lambda read: None)
+        assert await engine.images() and len(docket.layers) == 3
+        assert await engine.layers() == [], "it loads no archive in which a layer is left out"
+        client.images.remove(made, force=True)
+        assert await engine.find("lab/tool:1") is None
+        loaded = await engine.load(docket, docket.layers, layers, Image(stored.id))
+        assert loaded.id == stored.id and loaded.fetched and loaded.names == (), "so it need not stay"
+        assert await engine.remove(loaded) and await engine.find(made) is None
+    finally:
+        client.close()
+        engine.close()
 
 
 async def test_it_offers_no_network_that_it_could_not_keep(

@@ -1,0 +1,38 @@
+"""What engines answer, word for word as they were heard: Docker 20.10 and 26.1, Podman 4.3."""
+
+import pytest
+
+from mesh.engine.docker import no_program
+from mesh.engine.imagestore import Habits, habits_of
+
+STARTED = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"DriverStatus": [["Backing Filesystem", "extfs"], ["userxattr", "false"]]}, Habits()),
+        ({"DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}, Habits(by_manifest=True)),
+        ({"DriverStatus": [["Using metacopy", "false"]], "BuildahVersion": "1.28.2"}, Habits(whole=True)),
+        ({"DriverStatus": None}, Habits()),
+    ],
+)
+def test_how_an_engine_keeps_images(told: dict[str, object], expected: Habits) -> None:
+    assert habits_of(told) == expected
+    assert bool(expected.problem) == expected.by_manifest
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("nope", STARTED + 'unable to start container process: exec: "nope": executable file not found in $PATH: unknown'),
+        ("/bin", 'runc: runc create failed: unable to start container process: exec: "/bin": permission denied'),
+    ],
+)
+def test_a_program_that_is_none_is_the_jobs_fault(program: str, told: str) -> None:
+    assert no_program(program, told)
+
+
+def test_an_engine_whose_runtime_is_broken_is_the_nodes_fault() -> None:
+    told = STARTED + "unable to retrieve OCI runtime error (open /run/docker/log.json: no such file or directory): unknown"
+    assert not no_program("true", told)
