@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 class Dockerd:
     """`host`: its DOCKER_HOST. With `live`, its containers go on while it is stopped; else they end with it. They have no
-    network, so that it touches nothing of this machine's."""
+    network, and it has a network namespace of its own: on the machine's, an engine without a bridge removes `docker0`."""
 
     def __init__(self, live: bool = False, *options: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
@@ -32,7 +32,10 @@ class Dockerd:
         alone += self._options
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                ["dockerd", "-H", self.host, *places, *alone], stdout=log, stderr=log, start_new_session=True
+                ["unshare", "--net", "dockerd", "-H", self.host, *places, *alone],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         deadline = time.monotonic() + WAIT_S
         while not self._answers():

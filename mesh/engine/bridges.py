@@ -46,7 +46,7 @@ class Bridges:
         options = {
             "com.docker.network.bridge.name": name,
             "com.docker.network.bridge.enable_icc": "false",
-            "com.docker.network.enable_ipv6": "false",  # the rules are IPv4's; its daemon.json may say otherwise from Docker 27 on
+            "com.docker.network.enable_ipv6": "false",  # the rules are IPv4's; from Docker 27 on daemon.json may say otherwise
         }
         try:
             client.networks.create(name, driver="bridge", options=options, labels={LABEL_NODE: self._node})

@@ -49,7 +49,12 @@ ENGINE_TELLS_S = 3.0  # for an engine to say how a container has ended, by the k
 ENGINE_ASKED = 10  # times whether it is there at all, for it may only be slow; ours
 ATTACH_AGAIN_S = 1.0  # from the end of its output to its own, before the engine is taken to be away; ours
 NOT_HERE = "image {0} is not on this node: see `docker images`, or `docker pull {0}` first"
-NO_PROGRAM = ("not found", "no such file", "permission denied", "is a directory")  # what runc says of one, which it names
+NO_PROGRAM = (
+    "not found",
+    "no such file",
+    "permission denied",
+    "is a directory",
+)  # what runc says of one, which it names
 REMOVED_S = 5.0  # for containers that have ended to be removed, when the engine is closed; the next start sweeps; ours
 
 log = logging.getLogger(__name__)

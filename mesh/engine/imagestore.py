@@ -30,8 +30,8 @@ SILENT_S = 1800.0  # an engine that saves a large image says nothing for a while
 BLOCK_BYTES = 1 << 20
 TAG = "campus-mesh/fetched"  # a name on the engine keeps an image from `docker image prune`
 BY_MANIFEST = (
-    "the engine keeps images in containerd's image store, where they have other ids than elsewhere: such a node runs what it has, "
-    'and neither gives, takes nor signs images ("features": {"containerd-snapshotter": false} in Docker\'s daemon.json; '
+    "the engine keeps images in containerd's image store, where they have other ids than elsewhere: such a node runs what it "
+    'has, and neither gives, takes nor signs images ("features": {"containerd-snapshotter": false} in Docker\'s daemon.json; '
     "docs/images.md)"
 )
 
@@ -206,7 +206,9 @@ class ImageStore:
         if other is not None:
             self._api.remove_image(tag, force=True)
         there = "nothing" if other is None else _id(other.id)
-        raise EngineError(f"after loading, the engine has {there} in place of {_id(wanted.config)}: it is removed again")
+        raise EngineError(
+            f"after loading, the engine has {there} in place of {_id(wanted.config)}: it is removed again"
+        )
 
     @property
     def _api(self) -> Any:

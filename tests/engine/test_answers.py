@@ -25,7 +25,10 @@ def test_how_an_engine_keeps_images(told: dict[str, object], expected: Habits) -
 @pytest.mark.parametrize(
     ("program", "told"),
     [
-        ("nope", STARTED + 'unable to start container process: exec: "nope": executable file not found in $PATH: unknown'),
+        (
+            "nope",
+            STARTED + 'unable to start container process: exec: "nope": executable file not found in $PATH: unknown',
+        ),
         ("/bin", 'runc: runc create failed: unable to start container process: exec: "/bin": permission denied'),
     ],
 )
@@ -34,5 +37,7 @@ def test_a_program_that_is_none_is_the_jobs_fault(program: str, told: str) -> No
 
 
 def test_an_engine_whose_runtime_is_broken_is_the_nodes_fault() -> None:
-    told = STARTED + "unable to retrieve OCI runtime error (open /run/docker/log.json: no such file or directory): unknown"
+    told = (
+        STARTED + "unable to retrieve OCI runtime error (open /run/docker/log.json: no such file or directory): unknown"
+    )
     assert not no_program("true", told)

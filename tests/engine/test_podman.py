@@ -135,7 +135,9 @@ async def test_memory_beyond_its_limit_ends_it(bench: Bench) -> None:
     assert end.oom or end.code == 137
 
 
-async def test_it_gives_and_takes_images(podman: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_gives_and_takes_images(
+    podman: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DOCKER_HOST", podman[0])
     engine, layers = ImageStore(), LayerStore(tmp_path, 1 << 40)
     client = docker.from_env()
