@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["unguarded", "memory", "utilisation"]
+Kind = Literal["unguarded", "memory", "utilisation", "page"]
 
 UNGUARDED_LOOKS = 2  # a process may begin or end while NVML and the pages are read
 OVER_S = 10.0  # past a quota or share for so long is no accident of sampling
@@ -57,7 +57,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A job's program is past the guard: `unguarded` uses a device without it; `memory`, `utilisation`: more than the job may."""
+    """A job's program is past the guard: `unguarded` uses a device without it; `memory`, `utilisation`: more than the job may;
+    `page`: has spoilt what it tells the guard."""
 
     kind: Kind
     job: str
@@ -151,7 +152,8 @@ class Auditor:
             if self._unguarded[key] >= UNGUARDED_LOOKS:
                 found.append(self._finding("unguarded", claim, seen.pid, f"{_used(seen)} without the guard"))
         has, largest = held(claim, device), _largest(claim, device)
-        most = None if claim.limit is None else claim.limit + CONTEXT_MOST * max(1, len(claim.charged))
+        contexts = sum(seen.pid in claim.charged for seen in of(claim, device))  # who is not on the device has none
+        most = None if claim.limit is None else claim.limit + CONTEXT_MOST * max(1, contexts)
         if self._is_over("memory", claim, has.memory, most, now):
             detail = f"{_mib(has.memory or 0)} of a device where it may have {_mib(claim.limit or 0)}"
             found.append(self._finding("memory", claim, largest, detail))

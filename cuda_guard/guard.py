@@ -11,7 +11,7 @@ import msgspec
 from cuda_guard.build import Libraries
 from cuda_guard.driver import CUDA, NVML, Driver
 from cuda_guard.host import Host
-from cuda_guard.page import NO_LIMIT, PPM, UNIT, Pages, Quota
+from cuda_guard.page import NO_LIMIT, PPM, SLOTS, UNIT, UNITS_MOST, Pages, Quota
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ GUARD_AT = Path("/opt/mesh/guard")
 DRIVER_AT = Path("/opt/mesh/driver")
 PRELOAD_AT = Path("/etc/ld.so.preload")
 PRELOAD = "preload"  # the file of that name beside the pages
+LAUNCHES_MOST = 2**53  # that any number of ours can tell
 PAGES_ENV = "MESH_GUARD_DIR"  # for jobs of the process engine, which see the machine's own files
 
 
@@ -59,6 +60,7 @@ class GuardedJob:
         self._devices = devices
         self._libraries = libraries
         self._host = host
+        self._began_ns = time.monotonic_ns()
 
     def process_env(self) -> dict[str, str]:
         """For a job that runs as a process of this machine. Cooperative: it can do without these variables."""
@@ -140,15 +142,17 @@ class GuardedJob:
         return max(0, min(self.pages.memory_used(place), most) - max(now, least))
 
     def usage(self) -> tuple[Usage, ...]:
+        """Of each device. The job can write anything to its page: nothing is told that cannot be."""
         job = self.pages.job
         pids = [slot.pid for slot in job.table]
+        most_ns = SLOTS * (time.monotonic_ns() - self._began_ns)
         return tuple(
             Usage(
                 uuid=quota.uuid,
-                gpu_s=job.uses[place].busy_ns / 1e9,
-                launches=job.uses[place].launches,
+                gpu_s=min(job.uses[place].busy_ns, most_ns) / 1e9,
+                launches=min(job.uses[place].launches, LAUNCHES_MOST),
                 memory=self.pages.memory_used(place),
-                peak=job.uses[place].peak * UNIT,
+                peak=min(job.uses[place].peak, UNITS_MOST) * UNIT,
                 refused=job.uses[place].refused,
                 memory_now=self.memory_limit(place),
                 processes=sum(1 for n, pid in enumerate(pids) if n and pid and job.table[n].used[place]),

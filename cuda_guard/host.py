@@ -19,6 +19,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "host_away": (_bool, [_pointer, _u32, _pointer, _bool]),
     "host_tune": (None, [_pointer, _u32, _u32, _i64]),
     "host_claim": (_bool, [_pointer, _int, _u32]),
+    "host_forget": (None, [_pointer]),
     "host_correct": (_bool, [_pointer, _u32, _i64]),
     "host_allowed": (_i64, [_pointer, _u32, _i64]),
     "host_wait": (_i64, [_pointer, _pointer, _u32, _i64]),
@@ -79,7 +80,9 @@ class Host:
         return bool(self._library.host_away(self._host, device, _address(pages.policy), away))
 
     def leave(self, pages: Pages) -> None:
+        """Before its pages are closed."""
         self._library.host_leave(self._host, _address(pages.policy))
+        self._library.host_forget(_address(pages.job))
 
     def trim(self, pages: Pages, device: int, factor: float) -> None:
         """Let the job's share of the device be `factor` times what was agreed, for what NVML sees and events do not."""

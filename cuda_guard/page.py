@@ -19,6 +19,7 @@ SLOTS = 256
 UNIT = 512
 AUDITS = 32
 NAME = 64
+UNITS_MOST = 2**38 - 1  # that a counter can tell; native/ledger.c
 PPM = 1_000_000
 GATE_CLOSED = 1
 NO_LIMIT = 2**63
@@ -180,6 +181,13 @@ class Pages:
             with os.fdopen(file, "wb") as stream:
                 stream.write(bytes(page))
         return cls(directory)
+
+    def restore_length(self) -> bool:
+        """Whether the job had made the page's file shorter or longer; it is as long as a page again. What was cut is zeros."""
+        if os.fstat(self.job_file).st_size == ctypes.sizeof(JobPage):
+            return False
+        os.ftruncate(self.job_file, ctypes.sizeof(JobPage))
+        return True
 
     def audited(self) -> list[str]:
         """Calls that look like memory or work and that the guard did not know: it may have been passed by."""

@@ -61,6 +61,7 @@ typedef enum {
   CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT = 4,
 } CUmemLocationType;
 typedef enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1 } CUmemAllocationType;
+typedef enum { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1 } CUmemAllocationHandleType;
 typedef enum { CU_GRAPH_NODE_TYPE_GRAPH = 4, CU_GRAPH_NODE_TYPE_MEM_ALLOC = 10 } CUgraphNodeType;
 typedef enum {
   CU_AD_FORMAT_UNSIGNED_INT8 = 0x01,

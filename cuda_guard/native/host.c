@@ -2,7 +2,9 @@
 #include "host.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "bucket.h"
 #include "clock.h"
@@ -22,6 +24,43 @@ struct host {
   bool ends;
   struct arbiter devices[GUARD_DEVICES];
 };
+
+/* --- pages that are cut off
+ *
+ * A job can make the file of its page shorter, and whoever touches what is missing gets a SIGBUS: the daemon, too. Then it has zeros
+ * of its own there from now on. */
+
+static struct guard_job *_Atomic shielded[GUARD_DEVICES * ARBITER_CONTENDERS];
+static struct sigaction before_us;
+
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+  uintptr_t at = (uintptr_t)info->si_addr;
+  for (unsigned i = 0; i < sizeof shielded / sizeof *shielded; i++) {
+    struct guard_job *job = atomic_load(&shielded[i]);
+    if (job == NULL || at < (uintptr_t)job || at >= (uintptr_t)(job + 1)) continue;
+    if (mmap(job, sizeof *job, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == job) return;
+  }
+  if (before_us.sa_flags & SA_SIGINFO)
+    before_us.sa_sigaction(number, info, context);
+  else if (before_us.sa_handler != SIG_DFL && before_us.sa_handler != SIG_IGN)
+    before_us.sa_handler(number);
+  else
+    (void)signal(number, SIG_DFL); /* it comes again */
+}
+
+static void stand_by(void) {
+  struct sigaction ours = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+  (void)sigaction(SIGBUS, &ours, &before_us);
+}
+
+static void shield(struct guard_job *from, struct guard_job *to) {
+  for (unsigned i = 0; i < sizeof shielded / sizeof *shielded; i++) {
+    struct guard_job *there = from;
+    if (atomic_compare_exchange_strong(&shielded[i], &there, to)) return;
+  }
+}
+
+void host_forget(struct guard_job *job) { shield(job, NULL); }
 
 static void sweep(struct host *host) {
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
@@ -55,6 +94,8 @@ static void *run(void *argument) {
 }
 
 struct host *host_start(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  (void)pthread_once(&once, stand_by);
   struct host *host = calloc(1, sizeof *host);
   if (host == NULL) return NULL;
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
@@ -173,7 +214,10 @@ void host_tune(struct host *host, uint32_t device, uint32_t cap_ppm, int64_t tur
   unlock(host);
 }
 
-bool host_claim(struct guard_job *job, int file, uint32_t pid) { return ledger_claim_slot(job, file, 0, pid); }
+bool host_claim(struct guard_job *job, int file, uint32_t pid) {
+  shield(NULL, job);
+  return ledger_claim_slot(job, file, 0, pid);
+}
 
 bool host_correct(struct guard_job *job, uint32_t place, int64_t units) {
   int64_t change;

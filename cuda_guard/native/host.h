@@ -35,8 +35,10 @@ bool host_away(struct host *host, uint32_t device, const struct guard_policy *po
 /* How much of a device may be lent in all, and how long a turn is. */
 void host_tune(struct host *host, uint32_t device, uint32_t cap_ppm, int64_t turn_ns);
 
-/* Takes the daemon's slot of a job; false if somebody has it. */
+/* Takes the daemon's slot of a job; false if somebody has it. From now on the page can be looked at whatever the job does to its
+ * file, until host_forget. */
 bool host_claim(struct guard_job *job, int file, uint32_t pid);
+void host_forget(struct guard_job *job);
 
 /* What the daemon charges a job with on a device beside what its processes do, from now on: units, below 0 if they charge too much. */
 bool host_correct(struct guard_job *job, uint32_t place, int64_t units);

@@ -142,6 +142,7 @@ CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const 
   do {                                                                           \
     bool was_ = meter_is_captured(stream);                                       \
     CUresult result_ = (call);                                                   \
+    was_ = was_ && !meter_is_captured(stream); /* else it was not this stream's, or thread's, to end */ \
     if (was_) meter_capture_ended();                                             \
     if (was_ && result_ == CUDA_SUCCESS && (out) != NULL) memory_captured(*(out)); \
     return result_;                                                              \

@@ -9,6 +9,10 @@
 #define SEQ_MASK ((UINT64_C(1) << SEQ_BITS) - 1)
 #define UNITS_MAX ((UINT64_C(1) << 38) - 1)
 
+/* Of a word that somebody writes to without end: it is no ledger, and the daemon waits for nobody. 256 processes at once need fewer. */
+#define TRIES 20000
+#define FEW_TRIES 16
+
 /* pending word: 1 | place (5) | 0 (10) | number of the change (48) */
 #define PENDING (UINT64_C(1) << 63)
 #define NUMBER_MASK ((UINT64_C(1) << 48) - 1)
@@ -34,7 +38,7 @@ uint64_t ledger_used(const struct guard_job *job, unsigned place) { return word_
 static void note_done(struct guard_job *job, uint64_t word) {
   _Atomic uint64_t *done = &job->table[word_slot(word)].done;
   uint64_t known = atomic_load(done);
-  for (;;) {
+  for (int i = 0; i < FEW_TRIES; i++) {
     uint64_t ahead = (word - known) & SEQ_MASK;
     if (ahead == 0 || ahead > SEQ_MASK / 2) return; /* known, or long since passed */
     if (atomic_compare_exchange_weak(done, &known, known + ahead)) return;
@@ -62,10 +66,11 @@ bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t
   atomic_store(&mine->pending, pending_of(place, number));
   CRASH_POINT(3);
   uint64_t word = atomic_load(&use->memory), sum;
+  int tries = 0;
   do {
     uint64_t used = word_units(word);
     sum = units < 0 && -(uint64_t)units > used ? 0 : used + (uint64_t)units;
-    if (units > 0 && (sum > limit || sum > UNITS_MAX)) {
+    if ((units > 0 && (sum > limit || sum > UNITS_MAX)) || tries++ == TRIES) {
       atomic_store(&mine->pending, 0);
       return false;
     }
@@ -78,7 +83,7 @@ bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t
   atomic_store(&mine->pending, 0);
   CRASH_POINT(7);
   uint64_t peak = atomic_load(&use->peak);
-  while (sum > peak && !atomic_compare_exchange_weak(&use->peak, &peak, sum)) {
+  for (int i = 0; i < TRIES && sum > peak && !atomic_compare_exchange_weak(&use->peak, &peak, sum); i++) {
   }
   return true;
 }
@@ -132,7 +137,8 @@ int ledger_claim(struct guard_job *job, int file, unsigned pid) {
 }
 
 /* The sweeper acts in the dead process's name, so should it die too, the next one finds what it was at like any other change. */
-static void bury(struct guard_job *job, unsigned slot) {
+/* False if it cannot be now. */
+static bool bury(struct guard_job *job, unsigned slot) {
   struct guard_slot *dead = &job->table[slot];
   uint64_t pending = atomic_load(&dead->pending);
   if (pending != 0 && took_place(job, slot, pending))
@@ -141,7 +147,7 @@ static void bury(struct guard_job *job, unsigned slot) {
   atomic_store(&dead->pending, 0);
   for (unsigned place = 0; place < GUARD_PLACES; place++) {
     int64_t held = atomic_load(&dead->used[place]);
-    (void)ledger_change(job, slot, place, held == INT64_MIN ? INT64_MAX : -held, UNITS_MAX);
+    if (!ledger_change(job, slot, place, held == INT64_MIN ? INT64_MAX : -held, UNITS_MAX) && held > 0) return false;
   }
   for (unsigned device = 0; device < GUARD_DEVICES; device++) {
     atomic_store(&dead->under_way[device], 0);
@@ -149,6 +155,7 @@ static void bury(struct guard_job *job, unsigned slot) {
   }
   CRASH_POINT(9);
   atomic_store(&dead->pid, 0);
+  return true;
 }
 
 int ledger_sweep(struct guard_job *job, int file, int slot) {
@@ -156,7 +163,7 @@ int ledger_sweep(struct guard_job *job, int file, int slot) {
   int count = 0;
   for (unsigned i = 1; i < GUARD_SLOTS; i++) {
     if ((int)i == slot || atomic_load(&job->table[i].pid) == 0 || is_taken(file, i)) continue;
-    bury(job, i);
+    if (!bury(job, i)) break;
     count++;
   }
   let_go(file, -1);

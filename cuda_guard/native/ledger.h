@@ -18,7 +18,8 @@ static inline uint64_t units_of(uint64_t bytes) { return bytes / GUARD_UNIT + (b
 /* Units of a place in use by the whole job. */
 uint64_t ledger_used(const struct guard_job *job, unsigned place);
 
-/* Adds `units` (less than zero: gives back) for the process in `slot`; false if the job would then hold more than `limit` units.
+/* Adds `units` (less than zero: gives back) for the process in `slot`; false if the job would then hold more than `limit` units, or
+ * if somebody writes to the counter without end.
  * Not to be called by two threads at once for one slot. */
 bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t units, uint64_t limit);
 

@@ -86,6 +86,11 @@ static void forked(void) {
   meter_forked();
 }
 
+/* A driver's function that has two names is ours by both. */
+static void also_named(const struct call *one, struct call *other) {
+  if (one->real != NULL && one->real == other->real && other->entry == NULL) other->entry = one->entry;
+}
+
 static void load(void) {
   void *driver = pages_map() ? open_driver() : NULL;
   for (size_t i = 0; i < CALLS; i++) {
@@ -95,6 +100,8 @@ static void load(void) {
   }
   if (guard_policy != NULL) guard_gate = &guard_policy->gate;
   qsort(calls, CALLS, sizeof *calls, by_address);
+  for (size_t i = 1; i < CALLS; i++) also_named(&calls[i - 1], &calls[i]);
+  for (size_t i = CALLS; i-- > 1;) also_named(&calls[i], &calls[i - 1]);
   (void)pthread_atfork(NULL, NULL, forked);
 }
 

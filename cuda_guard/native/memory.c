@@ -279,6 +279,19 @@ CUresult cuImportExternalMemory(CUexternalMemory *out, const CUDA_EXTERNAL_MEMOR
   THEN(REAL(cuImportExternalMemory)(out, what), borrowed());
 }
 
+/* What this process has made and shared itself may come back as the handle that it has: one more to be released. */
+static void imported(CUmemGenericAllocationHandle handle) {
+  struct entry entry = table_count(&handles, handle, 1);
+  if (entry.key != 0)
+    (void)table_count(&pieces, entry.link, 1);
+  else
+    borrowed();
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *shared, CUmemAllocationHandleType type) {
+  THEN(REAL(cuMemImportFromShareableHandle)(out, shared, type), imported(*out));
+}
+
 CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
   THEN(REAL(cuIpcOpenMemHandle)(out, handle, flags), borrowed());
 }

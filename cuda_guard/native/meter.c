@@ -375,14 +375,18 @@ static struct open_batch *open_batch(struct thread *thread, CUstream stream) {
   return open;
 }
 
+static void count_unmeasured(const struct context *context, int64_t cost_ns) {
+  atomic_fetch_add(&use_of(context)->busy_ns, (uint64_t)cost_ns);
+  atomic_fetch_add(&use_of(context)->launches, 1);
+  atomic_store(&use_of(context)->last_launch_ns, now_ns());
+}
+
 /* Beside a capture no event may be asked about, so what is under way is not known: a launch is charged by what was predicted. */
 static void go_unmeasured(const struct context *context, int64_t cost_ns) {
   do guard_wait();
   while (!may_go_on(context) || gate_is_closed());
   spend(context, cost_ns);
-  atomic_fetch_add(&use_of(context)->busy_ns, (uint64_t)cost_ns);
-  atomic_fetch_add(&use_of(context)->launches, 1);
-  atomic_store(&use_of(context)->last_launch_ns, now_ns());
+  count_unmeasured(context, cost_ns);
 }
 
 /* The long way: a portion is used up, or this launch is to be measured, or something is in the way. */
@@ -408,7 +412,12 @@ bool meter_enter(CUstream stream, const void *key, uint64_t blocks) {
   if (thread->credit_ns < cost || gate_is_closed() || !is_turn(atomic_load(thread->turn))) grant(thread, cost);
   if (due) meter_leave(stream); /* what came before is not in it */
   struct open_batch *open = open_batch(thread, stream);
-  if (open == NULL) return false;
+  if (open == NULL) { /* no events are to be had there */
+    cost = foreseen ? cost : GUESS_NS;
+    thread->credit_ns -= cost;
+    count_unmeasured(thread->context, cost);
+    return false;
+  }
   use_credit(thread, open, cost);
   if (due) {
     open->batch->sample = prediction;
@@ -427,10 +436,11 @@ void meter_leave(CUstream stream) {
 
 /* --- ends */
 
-/* Closes what is open on a stream, whichever thread's it is. */
+/* Closes what is open on a stream, whichever thread's it is; by the name that each thread has for its own, only this one's. */
 static void end_stream(struct context *context, CUstream stream) {
   (void)pthread_mutex_lock(&context->mutex);
-  for (struct thread *thread = context->threads; thread != NULL; thread = thread->next) close_stream(thread, stream);
+  for (struct thread *thread = context->threads; thread != NULL; thread = thread->next)
+    if (stream != CU_STREAM_PER_THREAD || thread == &meter_thread) close_stream(thread, stream);
   (void)pthread_mutex_unlock(&context->mutex);
 }
 

@@ -13,6 +13,7 @@
 #define PAGES "/run/mesh/guard"    /* where an engine mounts them, out of the job's hands */
 #define PAGES_ENV "MESH_GUARD_DIR" /* for jobs without a mount, who could do without the guard anyway */
 #define FILE_FROM 100              /* programs close the low descriptors of theirs */
+#define FILE_TO 1124
 
 const struct guard_policy *guard_policy;
 struct guard_job *guard_job;
@@ -27,6 +28,16 @@ void pages_say(const char *what, const char *why) {
   if (write(STDERR_FILENO, line, strlen(line)) < 0) return;
 }
 
+/* The job page's descriptor, if another library of ours in this process has one: with the first of a file's descriptors that a
+ * process closes it loses all of its locks on the file, its place in the job with them. */
+static int opened_before(const char *path) {
+  struct stat wanted, have;
+  if (stat(path, &wanted) != 0) return -1;
+  for (int file = FILE_FROM; file < FILE_TO; file++)
+    if (fstat(file, &have) == 0 && have.st_dev == wanted.st_dev && have.st_ino == wanted.st_ino) return file;
+  return -1;
+}
+
 /* A page by its name in `directory`, mapped; NULL with errno when it cannot be had. */
 static void *map(const char *directory, const char *name, size_t size, bool writable, int *file_out) {
   char path[GUARD_PATH + 16];
@@ -37,7 +48,8 @@ static void *map(const char *directory, const char *name, size_t size, bool writ
   }
   memcpy(path, directory, length);
   memcpy(path + length, name, strlen(name) + 1);
-  int file = open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+  int before = writable ? opened_before(path) : -1;
+  int file = before >= 0 ? before : open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
   if (file < 0) return NULL;
   struct stat state;
   void *page = MAP_FAILED;
@@ -45,7 +57,11 @@ static void *map(const char *directory, const char *name, size_t size, bool writ
     page = mmap(NULL, size, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, file, 0);
   else
     errno = EINVAL;
-  if (page != MAP_FAILED && file_out != NULL) {
+  if (before >= 0) {
+    *file_out = before;
+    return page == MAP_FAILED ? NULL : page;
+  }
+  if (page != MAP_FAILED && writable) {
     *file_out = fcntl(file, F_DUPFD_CLOEXEC, FILE_FROM);
     if (*file_out < 0) *file_out = dup(file);
   }

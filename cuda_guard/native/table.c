@@ -91,7 +91,4 @@ void table_each(struct table *table, void (*each)(struct entry *entry, void *wit
   (void)pthread_mutex_unlock(&table->mutex);
 }
 
-void table_clear(struct table *table) {
-  free(table->entries);
-  *table = (struct table)TABLE_EMPTY;
-}
+void table_clear(struct table *table) { *table = (struct table)TABLE_EMPTY; }

@@ -43,6 +43,7 @@ struct entry table_count(struct table *table, uint64_t key, int32_t change);
 /* Calls `each` for every entry, under the lock. */
 void table_each(struct table *table, void (*each)(struct entry *entry, void *with), void *with);
 
+/* Empties it in a forked child. What another of the parent's threads was at may be half done, so nothing of it is freed. */
 void table_clear(struct table *table);
 
 #endif

@@ -135,7 +135,8 @@ class NodeGuard:
         for tenant in self.tenants:
             for name in tenant.new_unguarded_calls():
                 self._warn(f"guard degraded: a program of job {tenant.job[:8]} may use {name}, unknown to the guard")
-        for tenant, finding in await audit.look(self.tenants):
+        spoilt = [(tenant, finding) for tenant in self.tenants if (finding := tenant.spoilt_page()) is not None]
+        for tenant, finding in [*spoilt, *await audit.look(self.tenants)]:
             if tenant.is_new(finding) and not tenant.released:
                 self._act(tenant, finding)
         for uuid, foreign in audit.foreign.items():

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from cuda_guard.auditor import Finding, Held
 from cuda_guard.guard import GuardedJob, Usage, share_of
+from cuda_guard.page import AUDITS
 from mesh.engine.engine import Injection, Launch
 from mesh.provider.receipts import DeviceUse, Tally
 from mesh.provider.whereabouts import Whereabouts
@@ -159,9 +160,16 @@ class Tenant:
             return 0
         return sum(self.guarded.over(place) for place, portion in enumerate(self.portions) if portion.uuid in needed)
 
+    def spoilt_page(self) -> Finding | None:
+        """Its programs have cut or lengthened the file of its page, which lies in the owner's memory."""
+        if self.released or not self.guarded.pages.restore_length():
+            return None
+        detail = "its programs have changed the length of the page that they share with the guard"
+        return Finding("page", self.name, self.portions[0].uuid, 0, detail)
+
     def new_unguarded_calls(self) -> list[str]:
-        """Since this was asked last."""
-        fresh = [name for name in self.unguarded_calls() if name not in self._named]
+        """Since this was asked last; no more in all than a page has room for, for its programs can write new ones for ever."""
+        fresh = [name for name in self.unguarded_calls() if name not in self._named][: AUDITS - len(self._named)]
         self._named.update(fresh)
         return fresh
 

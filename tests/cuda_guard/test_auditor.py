@@ -183,3 +183,11 @@ def test_only_a_share_that_held_its_job_is_trimmed() -> None:
     for second in range(5):  # its own trim is no change of what was agreed
         factor = pace.step(second, second * 0.3, 30 * pace.trim.factor, 33)
     assert 0.9 <= factor < 0.95
+
+
+def test_processes_that_are_not_on_the_device_allow_no_memory() -> None:
+    """Each context may take something beside the quota; who only has a place in the page has none."""
+    watch = Watch()
+    large, idle = Seen(1, 8 * GIB), dict.fromkeys(range(2, 200), 0)
+    found = watch.look(look(large), claim({1: 8 * GIB, **idle}), times=int(OVER_S) + 2).findings
+    assert [finding.kind for finding in found] == ["memory"]

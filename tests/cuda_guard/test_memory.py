@@ -104,6 +104,29 @@ def test_nvml_says_what_the_driver_says(make_bench: Callable[..., Bench]) -> Non
     other.wait()
 
 
+def test_both_libraries_in_a_process_have_one_place_in_the_job(make_bench: Callable[..., Bench]) -> None:
+    """It holds its place by a lock, which a process loses with the first descriptor of the file that it closes."""
+    machine = make_bench()
+    job = machine.job()
+    reading, writing = os.pipe()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        driver.out("cuMemAlloc_v2", 100 * MIB)
+        assert ctypes.CDLL(str(machine.libraries.nvml)).nvmlInit_v2() == 0
+        os.write(writing, b"\n")
+        time.sleep(600)
+
+    guest = machine.start(job, work)
+    os.read(reading, 1)
+    job.sweep()
+    assert (list(job.charges()), job.pages.memory_used(0)) == ([guest.pid], CONTEXT + 100 * MIB)
+    guest.kill(signal.SIGKILL)
+    guest.wait()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_what_graphs_allocate_counts_too(make_bench: Callable[..., Bench]) -> None:
     """By a node and by a capture: held back before the launch, then what the driver has reserved; trimmed, it is back."""
     machine = make_bench()

@@ -17,6 +17,8 @@ from cuda_guard.guard import GuardedJob, share_of
 from tests.cuda_guard.guests import Bench, Guest
 from tests.fake.client import Driver
 
+UNMATCHED = 903  # CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+
 pytestmark = pytest.mark.cc
 
 
@@ -301,6 +303,50 @@ def test_nothing_is_done_inside_a_capture(make_bench: Callable[..., Bench]) -> N
     executed = machine.run(job, work)
     assert executed == pytest.approx(150e6, rel=0.1)
     assert job.usage()[0].gpu_s == pytest.approx(0.16, rel=0.3)
+
+
+def test_a_capture_ends_only_where_it_began(make_bench: Callable[..., Bench]) -> None:
+    """A stream that has joined it cannot end it: it is still under way, and nothing is asked that would spoil it."""
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        origin, joined, other = (driver.out("cuStreamCreate", 1) for _ in range(3))
+        function, graph, event = driver.kernel("k_100us"), ctypes.c_uint64(), driver.out("cuEventCreate", 0)
+        driver.cuStreamBeginCapture_v2(origin, 0)
+        driver.cuEventRecord(event, origin)
+        driver.cuStreamWaitEvent(joined, event, 0)
+        assert driver.code("cuStreamEndCapture", joined, ctypes.byref(graph)) == UNMATCHED
+        asked = machine.world.calls("cuEventQuery")
+        for _ in range(100):
+            driver.launch(function, other)
+        assert machine.world.calls("cuEventQuery") == asked
+        driver.cuEventRecord(event, joined)
+        driver.cuStreamWaitEvent(origin, event, 0)
+        driver.cuStreamEndCapture(origin, ctypes.byref(graph))
+        for _ in range(100):
+            driver.launch(function, other)
+        driver.cuCtxSynchronize()
+        assert machine.world.calls("cuEventQuery") > asked, "and afterwards everything is measured again"
+
+    machine.run(job, work)
+    assert job.usage()[0].launches == 200
+
+
+def test_what_cannot_be_measured_is_charged_as_predicted(make_bench: Callable[..., Bench]) -> None:
+    machine = make_bench()
+    job = machine.job()
+
+    def work(driver: Driver) -> None:
+        driver.start()
+        function = driver.kernel("k_100us")
+        for _ in range(3):
+            driver.launch(function)
+        driver.cuCtxSynchronize()
+
+    machine.run(job, work, fail="cuEventCreate:1=2")
+    assert job.usage()[0].launches == 3 and job.usage()[0].gpu_s >= 0.0003
 
 
 def test_graph_launch_is_charged(runners: Runners) -> None:
