@@ -73,6 +73,7 @@ def labelled(node: str) -> list[Any]:
 
     client = docker.from_env()
     try:
-        return list(client.containers.list(all=True, filters={"label": f"campus-mesh.node={node}"}))
+        mine = {"label": f"campus-mesh.node={node}"}
+        return list(client.containers.list(all=True, filters=mine, ignore_removed=True))
     finally:
         client.close()
