@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.aftermath import aftermath
 from tests.images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
@@ -49,9 +50,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish() -> None:
     remove_images()
+    aftermath().close()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     unknown = required() - PROBES.keys()
     if unknown:
         raise pytest.UsageError(f"{REQUIRE} names tiers that do not exist: {', '.join(sorted(unknown))}")
+    aftermath()

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.aftermath import aftermath
+
 WAIT_S = 60.0
 
 
@@ -22,6 +24,8 @@ class Dockerd:
     def __init__(self, live: bool = False, *options: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
         self._live, self._options = live, options
+        unmount = f"grep -o ' {self._root}/[^ ]*' /proc/mounts | sort -r | xargs -r umount -l"
+        aftermath().undo("sh", "-c", f"{unmount}; rm -rf {self._root}")
         self.host = f"unix://{self._root}/s"
         self.start()
 
@@ -63,7 +67,7 @@ class Dockerd:
         if self._process.poll() is None:
             if self._live:
                 with client_of(self.host) as client:
-                    for container in client.containers.list(all=True):
+                    for container in client.containers.list(all=True, ignore_removed=True):
                         container.remove(force=True)
             self.stop()
         _unmount(self._root)

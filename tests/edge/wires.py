@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from types import TracebackType
 
-from tests.netns.lan import run
+from tests.netns.lan import make_namespace, run
 
 CLONE_NEWNET = 0x40000000
 WAIT_S = 30.0
@@ -45,7 +45,7 @@ class Wires:
 
     def __init__(self, guests: int = 1, link_mbps: float = 0.0) -> None:
         Wires._made += 1
-        tag = f"me{os.getpid() % 10_000}{chr(96 + Wires._made % 26)}"
+        tag = f"me{os.getpid()}-{Wires._made}"
         self.machine, self.neighbour = f"{tag}-machine", f"{tag}-far"
         self.guests = [f"{tag}-guest{number}" for number in range(guests)]
         self.switch = f"{tag}-switch"
@@ -54,8 +54,7 @@ class Wires:
     def __enter__(self) -> "Wires":
         try:
             for namespace in (self.machine, self.neighbour, *self.guests):
-                run("ip", "netns", "add", namespace)
-                run("ip", "-n", namespace, "link", "set", "lo", "up")
+                make_namespace(namespace)
             if self._link_mbps:
                 self._by_switch()
             else:
@@ -89,7 +88,7 @@ class Wires:
             run("ip", "-n", namespace, "link", "set", name, "up")
 
     def _by_switch(self) -> None:
-        run("ip", "netns", "add", self.switch)
+        make_namespace(self.switch)
         run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
         run("ip", "-n", self.switch, "link", "set", "br0", "up")
         for number, (namespace, name, own) in enumerate(

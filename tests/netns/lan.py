@@ -15,6 +15,7 @@ from typing import Any
 from mesh.client import Client
 from mesh.launcher import start_daemon
 from mesh.layout import Layout
+from tests.aftermath import aftermath
 from tests.e2e.commands import mesh, ok, until
 
 
@@ -22,6 +23,13 @@ def run(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
     return done.stdout
+
+
+def make_namespace(name: str) -> None:
+    """It goes with the test that made it, and after a run that was killed."""
+    run("ip", "netns", "add", name)
+    aftermath().undo("ip", "netns", "del", name)
+    run("ip", "-n", name, "link", "set", "lo", "up")
 
 
 class Host:
@@ -34,8 +42,7 @@ class Host:
         self.state = lan.directory / name
         self.daemon: subprocess.Popen[bytes] | None = None
         self.addresses: list[str] = []
-        run("ip", "netns", "add", self.namespace)
-        self.run("ip", "link", "set", "lo", "up")
+        make_namespace(self.namespace)
 
     @property
     def within(self) -> tuple[str, ...]:
@@ -49,15 +56,12 @@ class Host:
 
     def plug(self, switch: str, address: str, interface: str = "eth0") -> None:
         """Connect to a switch, with this address (`10.77.0.2/24`)."""
-        number = self.lan.next_number()
-        near, far = f"v{self.lan.tag}n{number}", f"v{self.lan.tag}f{number}"
-        run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
-        run("ip", "link", "set", near, "netns", self.namespace)
-        run("ip", "link", "set", far, "netns", self.lan.switch_namespace)
-        self.run("ip", "link", "set", near, "name", interface)
+        port = self.lan.next_port()
+        peer = ("type", "veth", "peer", "name", port, "netns", self.lan.switch_namespace)
+        run("ip", "-n", self.namespace, "link", "add", interface, *peer)
         self.run("ip", "address", "add", address, "dev", interface)
         self.run("ip", "link", "set", interface, "up")
-        self.lan.in_switch("ip", "link", "set", far, "master", switch, "up")
+        self.lan.in_switch("ip", "link", "set", port, "master", switch, "up")
         self.addresses.append(address.partition("/")[0])
 
     @property
@@ -149,12 +153,11 @@ class Lan:
     def __init__(self, directory: Path) -> None:
         Lan._made += 1
         self.directory = directory
-        self.tag = f"{os.getpid() % 10_000}{chr(96 + Lan._made % 26)}"
-        self.prefix = f"mt{self.tag}"
+        self.prefix = f"mt{os.getpid()}-{Lan._made}"
         self.switch_namespace = f"{self.prefix}-switch"
         self.hosts: list[Host] = []
-        self._number = 0
-        run("ip", "netns", "add", self.switch_namespace)
+        self._ports = 0
+        make_namespace(self.switch_namespace)
 
     def __enter__(self) -> "Lan":
         return self
@@ -167,9 +170,10 @@ class Lan:
         for namespace in [*(host.namespace for host in self.hosts), self.switch_namespace]:
             run("ip", "netns", "del", namespace)
 
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
+    def next_port(self) -> str:
+        """The name of the next cable's end at a switch: `p1`, `p2`, ..."""
+        self._ports += 1
+        return f"p{self._ports}"
 
     def in_switch(self, *words: str) -> str:
         return run("ip", "netns", "exec", self.switch_namespace, *words)

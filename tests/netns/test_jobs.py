@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.aftermath import aftermath
 from tests.e2e.commands import ENDLESS, count_digest, descendants, state_of, until
 from tests.netns.lan import Host, Lan, office, run
 
@@ -137,6 +138,7 @@ def test_a_host_whose_disk_fills_up_gives_the_job_away_and_does_not_blame_it(lan
 def small_disk(directory: Path, mebibytes: int) -> Iterator[Path]:
     directory.mkdir(parents=True)
     run("mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "none", str(directory))
+    aftermath().undo("umount", "-l", str(directory))
     try:
         yield directory
     finally:

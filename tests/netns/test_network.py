@@ -74,7 +74,7 @@ def test_blocked_multicast_is_named_and_an_address_helps(lan: Lan) -> None:
     hosts = [lan.host(f"h{number}") for number in range(2)]
     for number, host in enumerate(hosts):
         host.plug("br0", f"10.77.0.{number + 1}/24")
-        lan.in_switch("ip", "link", "set", f"v{lan.tag}f{number + 1}", "type", "bridge_slave", "mcast_flood", "off")
+        lan.in_switch("ip", "link", "set", f"p{number + 1}", "type", "bridge_slave", "mcast_flood", "off")
     found(*hosts)
     hosts[0].up()
     hosts[1].up(join=["10.77.0.1:7373"])
