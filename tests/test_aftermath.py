@@ -1,7 +1,6 @@
 """What a run leaves that is killed goes; what one leaves that ends by itself is its own affair."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,22 +33,24 @@ def start(directory: Path, ends: str) -> subprocess.Popen[str]:
 
 def test_of_a_run_that_is_killed_nothing_goes_on(tmp_path: Path) -> None:
     with start(tmp_path, "") as run:
-        assert run.stdout is not None
-        pid = int(run.stdout.readline())
-        mark = next(
-            word for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if word.startswith(f"{MARK}=")
-        )
-        run.send_signal(signal.SIGKILL)
+        try:
+            assert run.stdout is not None
+            daemon = Path("/proc", run.stdout.readline().strip())
+            # A program has its environment a moment after it has been started.
+            (mark,) = until(lambda: [word for word in _words(daemon) if word.startswith(f"{MARK}=")], "it to be marked")
+        finally:
+            run.kill()
     undone = tmp_path / "undone"
     until(lambda: undone.exists() and undone.read_text() == "second\nfirst\n", "all to be undone, the last first")
-    assert not [path for path in Path("/proc").glob("[0-9]*") if _has(path, mark)], "nor what it had started"
+    assert not [path for path in Path("/proc").glob("[0-9]*") if mark in _words(path)], "nor what it had started"
 
 
-def _has(process: Path, word: str) -> bool:
+def _words(process: Path) -> list[str]:
+    """Its environment; none of one that has ended."""
     try:
-        return word in (process / "environ").read_text(errors="replace").split("\0")
+        return (process / "environ").read_text(errors="replace").split("\0")
     except OSError:
-        return False
+        return []
 
 
 def test_a_run_that_ends_has_cleaned_up_itself(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def docker_problem() -> str:
     import docker.errors
 
     try:
-        client = docker.from_env(timeout=10)
+        client = docker.from_env(timeout=60)
         client.ping()
         client.close()
     except (docker.errors.DockerException, OSError) as error:

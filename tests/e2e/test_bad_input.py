@@ -134,12 +134,12 @@ def test_help_is_one_page_for_a_newcomer() -> None:
 
 class Unix(http.client.HTTPConnection):
     def __init__(self, path: Path) -> None:
-        super().__init__("mesh", timeout=20)
+        super().__init__("mesh", timeout=60)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         self.sock.connect(str(self._path))
 
 
@@ -206,7 +206,7 @@ class Peer:
     def call(self, method: str, path: str, body: bytes, header: str | None) -> int:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(self.host, self.port, context=context, timeout=20)
+        connection = http.client.HTTPSConnection(self.host, self.port, context=context, timeout=60)
         try:
             connection.request(method, path, body, {HEADER: header} if header is not None else {})
             response = connection.getresponse()
@@ -304,7 +304,7 @@ def test_noise_on_the_gossip_port_is_counted_and_changes_nothing(shared: Stack) 
         return sum(peer.refused().values()) >= before + 100
 
     for data in (b"", b"\0" * 64, draw.randbytes(4000), b"\xff\xff\xff\xff"):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             connection.settimeout(10)

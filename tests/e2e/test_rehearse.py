@@ -30,7 +30,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def rehearse(*arguments: str) -> tuple[int, str, str]:
-    done = mesh(None, "rehearse", *arguments, timeout_s=120)
+    done = mesh(None, "rehearse", *arguments, timeout_s=240)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 

@@ -47,12 +47,12 @@ async def test_one_slow_peer_holds_up_nobody_else_and_loses_its_oldest() -> None
     for number in range(QUEUE_LIMIT + 50):
         postman.post(PEER, msgspec.msgpack.encode(number))
     postman.post(OTHER, b"x")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not road.arrived[OTHER]:
             await asyncio.sleep(0)
     assert postman.dropped == 50
     road.gate.set()
-    await postman.flush(5)
+    await postman.flush(60)
     assert msgspec.msgpack.decode(road.arrived[PEER][-1]) == QUEUE_LIMIT + 49
     await postman.close()
 
