@@ -410,18 +410,18 @@ class Daemon:
 
     async def _watch_membership(self) -> None:
         events = self.membership.subscribe()
-        self.jobs.hear_all()
+        self.jobs.hearing.all()
         self.jobs.views_changed()
         while True:
             event = await events.get()
             if isinstance(event, EventsLost):
-                self.jobs.hear_all()
+                self.jobs.hearing.all()
                 self.library.hear_all()
             section = getattr(event, "section", "advert")
             if section in {"advert", "facts"}:
                 self.jobs.views_changed()
             elif isinstance(event, RecordChanged) and section.startswith("jobs/"):
-                self.jobs.job_changed(event.node, section)
+                self.jobs.hearing.section(event.node, section)
             elif isinstance(event, RecordChanged) and section.partition("/")[0] == IMAGES:
                 self.library.hear(event.node, section)
 

@@ -420,7 +420,7 @@ class JobDesk:
 
     async def sealed_spec(self, job: bytes) -> bytes | None:
         witness = self._daemon.jobs.participant.witnesses.get(job)
-        return witness.cell.spec if witness is not None else (await self._daemon.journal.submitted()).get(job)
+        return witness.cell.spec if witness is not None else await self._daemon.journal.submitted(job)
 
     async def spec_of(self, status: JobStatus) -> JobSpec:
         sealed = await self.sealed_spec(status.job)

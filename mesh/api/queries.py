@@ -11,10 +11,13 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Neither a body nor a query."""
 
 
-class FitsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`fits`: a job's id, the beginning of one, a name, or an array; empty for all."""
+class JobsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`fits`: a job's id, the beginning of one, a name, or an array; empty for all. `over`: those too that are. `since_s`: of
+    those, also those put away that were not over so many seconds ago."""
 
     fits: str = ""
+    over: bool = True
+    since_s: Annotated[float, msgspec.Meta(gt=0, lt=1e10)] | None = None
 
 
 class JobQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

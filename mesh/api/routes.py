@@ -158,10 +158,10 @@ async def pause_gpu(daemon: "Daemon", call: Call[orders.GpuPauseOrder]) -> "answ
 # --- jobs
 
 
-@read("jobs", "jobs", queries.FitsQuery)
-async def jobs(daemon: "Daemon", call: Call[queries.FitsQuery]) -> "answers.jobs.Jobs":
-    """All jobs that are known here, or those that fit."""
-    return {"jobs": daemon.job_desk.job_list(call.asked.fits)}
+@read("jobs", "jobs", queries.JobsQuery)
+async def jobs(daemon: "Daemon", call: Call[queries.JobsQuery]) -> "answers.jobs.Jobs":
+    """All jobs that are at hand here, or those that fit."""
+    return await daemon.job_desk.jobs(call.asked)
 
 
 @order("jobs", "jobs", orders.SubmitOrder)

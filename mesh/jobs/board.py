@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from mesh.jobs.ledger import OutcomeKind
-from mesh.jobs.status import JobStatus, best_of
+from mesh.jobs.spec import ArrayPlace
+from mesh.jobs.status import JobStatus, PastJob, best_of
 from placement.advert import Advert
 from placement.preemption import Stay
 from placement.queue import Queue, Waiting, decayed
@@ -13,6 +14,7 @@ from placement.request import Request
 
 Teller = bytes  # a node's id; this node's own view has b""
 OWN: Teller = b""
+DAY_S = 86_400
 
 
 class Board:
@@ -25,6 +27,8 @@ class Board:
         self._waiting: dict[bytes, Waiting] = {}
         self._ends: dict[bytes, OutcomeKind] = {}
         self._array_ends: dict[bytes, set[int]] = {}
+        self._put_away: set[bytes] = set()
+        self._used_before: Counter[tuple[str, int]] = Counter()  # of these: by user and day of their end
 
     def tell(self, teller: Teller, job: bytes, view: JobStatus | None) -> bool:
         """`teller` says this of a job, or nothing any more; whether others may have waited for it: it is over, or queues."""
@@ -43,12 +47,19 @@ class Board:
             self.changed(job)
         self._waiting.pop(job, None)
         if best.outcome is not None:
-            self._ends[job] = best.outcome.kind
-            if best.array is not None:
-                self._array_ends.setdefault(best.array.array, set()).add(best.array.place)
+            self._over(job, best.outcome.kind, best.array)
         elif best.waiting is not None and best.waiting.job == job:
             self._waiting[job] = best.waiting
         return best.outcome is not None and (before is None or before.outcome is None)
+
+    def put_away(self, past: PastJob) -> None:
+        """Nothing but this is known of it at hand any more; the same when it has been taken out for a while."""
+        if past.job not in self._put_away:
+            self._put_away.add(past.job)
+            self._used_before[past.user, past.ended_unix_ms // 1000 // DAY_S] += past.used
+        self._over(past.job, past.kind, past.array)
+        if past.job in self._views:
+            self.tell(OWN, past.job, None)
 
     def get(self, job: bytes) -> JobStatus | None:
         return self._best.get(job)
@@ -107,11 +118,19 @@ class Board:
         for status in self._best.values():
             if status.job in self._waiting:
                 usage[status.user] += 0
-            for attempt in status.attempts:
+            for attempt in () if status.job in self._put_away else status.attempts:
                 if attempt.running_unix_ms:
                     ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
                     usage[status.user] += decayed(attempt.ran_s, status.gpu_percent, ago_s)
+        for (user, day), used in self._used_before.items():
+            if left := decayed(used, 1, now_unix - day * DAY_S):
+                usage[user] += left
         return usage
+
+    def _over(self, job: bytes, kind: OutcomeKind, array: ArrayPlace | None) -> None:
+        self._ends[job] = kind
+        if array is not None:
+            self._array_ends.setdefault(array.array, set()).add(array.place)
 
     def _forget(self, job: bytes) -> None:
         del self._views[job]

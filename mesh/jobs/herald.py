@@ -36,6 +36,11 @@ class Herald:
         self._publish(f"jobs/{format_job(status.job)}", encode_status(status), TTL_S, news)
 
 
+    def forget(self, job: bytes) -> None:
+        """There is nothing to tell of it any more."""
+        self._told.pop(job, None)
+
+
 def _may_wait_s(told: JobStatus, status: JobStatus) -> float:
     """How long after it was last told of a job the mesh can do without what is new."""
     outdated = status.rank[1] != told.rank[1] or status.rank[3] != told.rank[3]  # to those who are in its group

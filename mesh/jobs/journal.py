@@ -9,8 +9,9 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ import msgspec
 
 from mesh.jobs.effects import Cell, decode_cell
 from mesh.jobs.events import Event
+from mesh.jobs.spec import format_job
+from mesh.jobs.status import PastJob
 
 SCHEMA_VERSION = 2  # 2: events are signed
 DISK_BYTES = 8  # of a journal's name: no two of a node's journals are ever called alike
@@ -32,6 +35,10 @@ STAYS_KEPT = 2_000  # about 100 kB: 40 days, after which one counts half, of a n
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cells (job BLOB PRIMARY KEY, cell BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS past (
+    job BLOB PRIMARY KEY, id TEXT NOT NULL, array_id TEXT NOT NULL, name TEXT NOT NULL, ended_ms INTEGER NOT NULL,
+    past BLOB NOT NULL
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, unix_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS errands (job BLOB PRIMARY KEY, errand BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -50,6 +57,7 @@ CREATE TABLE IF NOT EXISTS departures (id INTEGER PRIMARY KEY, covered INTEGER N
 _KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
 _KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
 _KEEP_DEPARTURE = "INSERT INTO departures (covered) VALUES (?)"
+_PUT_AWAY = "INSERT OR REPLACE INTO past VALUES (?, ?, ?, ?, ?, ?)"
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
 # Stays were kept without their beginning until 0.1.0 was out.
@@ -62,6 +70,7 @@ COMMIT;
 """
 
 T = TypeVar("T")
+_decode_past = msgspec.msgpack.Decoder(PastJob).decode
 
 
 class OwnStay(msgspec.Struct, frozen=True):
@@ -109,8 +118,10 @@ class Journal:
         await self._write("INSERT OR REPLACE INTO cells VALUES (?, ?)", *rows)
 
     async def cells(self) -> tuple[list[Cell], dict[bytes, str]]:
-        """Every readable cell, and what is wrong with those that are not, by job: they are left alone."""
-        rows = await self._do(lambda: self._db.execute("SELECT job, cell FROM cells").fetchall())
+        """Every readable cell of a job that is not put away, and what is wrong with those that are not, by job: they are left
+        alone."""
+        query = "SELECT job, cell FROM cells WHERE job NOT IN (SELECT job FROM past)"
+        rows = await self._do(lambda: self._db.execute(query).fetchall())
         cells: list[Cell] = []
         damaged: dict[bytes, str] = {}
         for job, data in rows:
@@ -120,11 +131,66 @@ class Journal:
                 damaged[job] = str(error)
         return cells, damaged
 
+    async def put_away(self, jobs: Sequence[PastJob]) -> None:
+        """The cells of these, which are over, need not be read at a start any more (`past.py`)."""
+        rows = [
+            (
+                past.job,
+                format_job(past.job),
+                format_job(past.array.array) if past.array is not None else "",
+                past.name,
+                past.ended_unix_ms,
+                msgspec.msgpack.encode(past),
+            )
+            for past in jobs
+        ]
+        await self._write(_PUT_AWAY, *rows)
+
+    async def past(self) -> list[PastJob]:
+        """All that are put away."""
+        rows = await self._do(lambda: self._db.execute("SELECT past FROM past").fetchall())
+        return [_decode_past(past) for (past,) in rows]
+
+    async def past_like(self, text: str, most: int) -> list[bytes]:
+        """Those of them whose id, or whose array's, begins so, each array whole; else the newest of that name, or of each name that
+        begins so. `most`: ids, or names, that are looked at."""
+        begin, (array, _, _) = text.lower(), text.lower().partition("_")
+
+        def find() -> list[bytes]:
+            def ask(where: str, *values: object) -> list[tuple[bytes, str]]:
+                return self._db.execute(f"SELECT job, array_id FROM past WHERE {where}", values).fetchall()
+
+            found = ask("substr(id, 1, ?) = ? LIMIT ?", len(begin), begin, most)
+            found += ask("array_id <> '' AND substr(array_id, 1, ?) = ? GROUP BY array_id LIMIT ?", len(array), array, most)
+            found = found or ask("name = ? ORDER BY ended_ms DESC LIMIT 1", text)
+            found = found or ask(
+                "name <> '' AND substr(name, 1, ?) = ? GROUP BY name HAVING max(ended_ms) LIMIT ?", len(text), text, most
+            )
+            arrays = {array_id for _, array_id in found if array_id}
+            whole = [job for array_id in sorted(arrays) for job, _ in ask("array_id = ?", array_id)]
+            return [*(job for job, array_id in found if not array_id), *whole]
+
+        return await self._do(find) if text else []
+
+    async def past_cells(self, jobs: Iterable[bytes]) -> list[Cell]:
+        """The cells of those among these that are put away, but for damaged ones."""
+        query = "SELECT cell FROM cells JOIN past USING (job) WHERE job = ?"
+        rows = await self._do(lambda: [row for job in jobs for row in self._db.execute(query, [job])])
+        return await asyncio.to_thread(_readable, rows)
+
+    async def past_cells_since(self, unix_ms: int) -> list[Cell]:
+        """The same of all that have ended since then."""
+        query = "SELECT cell FROM cells JOIN past USING (job) WHERE ended_ms >= ?"
+        rows = await self._do(lambda: self._db.execute(query, [unix_ms]).fetchall())
+        return await asyncio.to_thread(_readable, rows)
+
     async def save_submitted(self, job: bytes, spec: bytes) -> None:
         await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", (job, spec, _unix_ms()))
 
-    async def submitted(self) -> dict[bytes, bytes]:
-        return dict(await self._do(lambda: self._db.execute("SELECT job, spec FROM submitted").fetchall()))
+    async def submitted(self, job: bytes) -> bytes | None:
+        """What was submitted here, sealed."""
+        row = await self._do(lambda: self._db.execute("SELECT spec FROM submitted WHERE job = ?", [job]).fetchone())
+        return row[0] if row is not None else None
 
     async def save_errand(self, job: bytes, errand: bytes) -> None:
         """A job to be brought to its witnesses (`errands.py`)."""
@@ -310,6 +376,14 @@ class Journal:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _readable(rows: Iterable[tuple[bytes]]) -> list[Cell]:
+    cells = []
+    for (data,) in rows:
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            cells.append(decode_cell(data))
+    return cells
 
 
 def _trim(connection: sqlite3.Connection) -> None:

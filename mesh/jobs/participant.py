@@ -108,12 +108,14 @@ class _Submission:
 
 
 class Participant:
-    """`disk` names the journal of this node; jobs in `forgotten` had a cell on it that cannot be read any more."""
+    """`disk` names the journal of this node; jobs in `forgotten` had a cell on it that cannot be read any more, those `away`
+    have one that is not in memory: whoever has a message for them restores it first."""
 
     def __init__(self, me: bytes, disk: bytes, nick: str, rules: Rules, rng: Random) -> None:
         self.me = me
         self.disk = disk
         self.forgotten: set[bytes] = set()
+        self.away: set[bytes] = set()
         self.nick = nick
         self.witnesses: dict[bytes, Witness] = {}
         self.stewards: dict[bytes, Steward] = {}
@@ -140,6 +142,7 @@ class Participant:
     def restore(self, cell_witness: Witness, at: Instant) -> list[Directed | Submitted]:
         """A cell read back from the journal after a restart. This node's own guest ended with the run before."""
         cell = cell_witness.cell
+        self.away.discard(cell.job)
         self.witnesses[cell.job] = cell_witness
         self.stewards[cell.job] = Steward(cell_witness, cell_witness.spec, self._rng)
         sends: list[Effect] = []
@@ -147,6 +150,12 @@ class Participant:
             released = Released(job=cell.job, term=cell.promised)
             sends = [Send(node, released) for node in cell.config.nodes]
         return self._from(cell.job, "witness", sends) + self._steward_looks(cell.job, at)
+
+    def put_away(self, job: bytes) -> None:
+        """A job that is over, and whose cell is on disk."""
+        assert self.witnesses[job].finished
+        del self.witnesses[job], self.stewards[job]
+        self.away.add(job)
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed | Submitted]:
         config = Config(number=0, term=0, members=spec.witnesses)
@@ -435,7 +444,7 @@ class Participant:
         return self._from(job, "submitter", [*submission.proposer.propose(at.now), timer])
 
     def _disk_for(self, job: bytes) -> bytes:
-        return b"" if job in self.forgotten else self.disk
+        return b"" if job in self.forgotten or job in self.away else self.disk
 
     def _steward_looks(self, job: bytes, at: Instant) -> list[Directed | Submitted]:
         return self._from(job, "steward", self.stewards[job].act(at))

@@ -46,6 +46,7 @@ from mesh.jobs.effects import (
     StateChanged,
 )
 from mesh.jobs.events import Kind, words
+from mesh.jobs.hearing import Hearing
 from mesh.jobs.herald import Herald, speaks_for
 from mesh.jobs.joblogs import JobLogs
 from mesh.jobs.journal import Journal
@@ -57,6 +58,7 @@ from mesh.jobs.mending import Mending
 from mesh.jobs.messages import AnyMessage, Cancel, Enlist, Migrate, Start, Told, decode_message, encode_message
 from mesh.jobs.outlook import Outlook
 from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
+from mesh.jobs.past import Past
 from mesh.jobs.postman import Postman
 from mesh.jobs.recovery import Plan
 from mesh.jobs.rendezvous import meeting_place
@@ -70,7 +72,7 @@ from mesh.jobs.spec import (
     placement_request,
     waiting_place,
 )
-from mesh.jobs.status import JobStatus, decode_status, status_of
+from mesh.jobs.status import JobStatus, status_of
 from mesh.jobs.timers import Timers
 from mesh.jobs.view import Instant, Timer
 from mesh.jobs.warming import Warming
@@ -144,9 +146,10 @@ class JobService:
         self._cell_saved = asyncio.Event()
         self.board = Board()
         self.chronicle = Chronicle(identity, trust, journal)
+        self.past = Past(journal, self.participant, self.board, self._take_up, self._publish, self._put_away)
         self._log_copies = LogCopies(peers)
         self._herald = Herald(membership.publish)
-        self._sections: dict[tuple[NodeId, str], bytes] = {}  # of which job each speaks
+        self.hearing = Hearing(self._me, membership, self.board, self.views_changed)
         self.outlook = Outlook(self._me, membership, self.board)
         self._view_changed = asyncio.Event()
         self._looked_s = 0.0  # how long that last took
@@ -161,10 +164,14 @@ class JobService:
         """Take up the cells of an earlier run, before anybody can ask about them."""
         await self.keyring.restore()
         await self.cadences.restore()
+        await self.past.restore()
         cells, damaged = await self.journal.cells()
         self.participant.forgotten = set(damaged)
         for job, problem in damaged.items():
             self.chronicle.say(job, "state", f"a damaged witness cell was skipped: {problem}")
+        await self._take_up(cells)
+
+    async def _take_up(self, cells: Sequence[Cell]) -> None:
         for cell in cells:
             try:
                 spec = self._authority.read_spec(cell.job, cell.spec)
@@ -188,7 +195,7 @@ class JobService:
         self._timers.stop()
         await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
         await asyncio.gather(*self._endings, return_exceptions=True)
-        await asyncio.gather(self.keyring.close(), self.warming.close(), self.mending.close())
+        await asyncio.gather(self.keyring.close(), self.warming.close(), self.mending.close(), self.past.close())
         await self._postman.close()
 
     # --- for the API
@@ -202,7 +209,7 @@ class JobService:
             return True
         if self._inputs.qsize() >= REMOTE_LIMIT:
             return False
-        self._feed(lambda at: self.participant.receive(sender, message, at))
+        self.past.at_hand(message.job, lambda: self._feed(lambda at: self.participant.receive(sender, message, at)))
         return True
 
     async def submit(self, spec: JobSpec) -> tuple[bytes, bytes, str | None]:
@@ -273,29 +280,6 @@ class JobService:
     def views_changed(self) -> None:
         self._view_changed.set()
 
-    def job_changed(self, node: NodeId, section: str) -> None:
-        """Somebody says something new of a job; others may have waited for its end."""
-        record = self.membership.record(node, section)
-        status = decode_status(record.body) if record is not None else None
-        before = self._sections.pop((node, section), None)
-        if before is not None and (status is None or status.job != before):
-            self.board.tell(node, before, None)
-        if status is None or node == self._me:
-            return
-        self._sections[node, section] = status.job
-        if self.board.tell(node, status.job, status):
-            self.views_changed()
-
-    def hear_all(self) -> None:
-        """Read every section about jobs anew: at the start, and when news were missed."""
-        tellers: dict[bytes, list[NodeId]] = {}
-        for record in self.membership.records("jobs/"):
-            self.job_changed(record.node, record.section)
-            job = self._sections.get((record.node, record.section))
-            if job is not None:
-                tellers.setdefault(job, []).append(record.node)
-        self.board.keep_only(tellers)
-
     # --- inputs
 
     async def _answered(self, job: bytes, item: Input) -> str | None:
@@ -335,7 +319,7 @@ class JobService:
         collect_at = time.monotonic() + COLLECT_EVERY_S
         while True:
             await asyncio.sleep(1.0)
-            for job in self.leaving.slowest_first({*self.participant.witnesses, *self.participant.runners}):
+            for job in self.leaving.slowest_first({*self.past.present(time.time()), *self.participant.runners}):
                 runner = self.participant.runners.get(job)
                 self.warming.follow(job, runner)
                 self.keyring.follow(job, runner)
@@ -348,6 +332,7 @@ class JobService:
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
                 await asyncio.to_thread(self._collect, self.board.all())
+                await self.past.put_away({*self.attempts, *self._submissions}, time.time())
 
     async def _copy_logs(self) -> None:
         while True:
@@ -573,6 +558,10 @@ class JobService:
                 self._waits.forget(job)
         if status is not None and self._speaks_for(status):
             self._herald.tell(status)
+
+    def _put_away(self, job: bytes) -> None:
+        self.states.pop(job, None)
+        self._herald.forget(job)
 
     def _speaks_for(self, status: JobStatus) -> bool:
         steward = self.participant.stewards.get(status.job)

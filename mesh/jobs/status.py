@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from mesh.jobs.contract import Progress
-from mesh.jobs.ledger import Attempt, Commit, Config, Outcome
+from mesh.jobs.ledger import Attempt, Commit, Config, Outcome, OutcomeKind
 from mesh.jobs.runner import Runner
 from mesh.jobs.spec import ArrayPlace
 from mesh.jobs.witness import Witness
@@ -102,6 +102,26 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     def gpu_percent(self) -> int:
         """What it uses of one node, in per cent of a GPU."""
         return percent(self.gpus, self.gpu_share)
+
+
+class PastJob(msgspec.Struct, frozen=True):
+    """What stays at hand of a job that has long been over. `used`: seconds times per cent of a GPU, in all."""
+
+    job: bytes
+    name: str
+    user: str
+    array: ArrayPlace | None
+    kind: OutcomeKind
+    ended_unix_ms: int
+    used: int
+
+
+def past_of(status: JobStatus) -> PastJob:
+    """Of a job that is over."""
+    assert status.outcome is not None
+    used = sum(int(attempt.ran_s) for attempt in status.attempts) * status.gpu_percent
+    ended = status.outcome.ended_unix_ms
+    return PastJob(status.job, status.name, status.user, status.array, status.outcome.kind, ended, used)
 
 
 _decoder = msgspec.msgpack.Decoder(JobStatus)

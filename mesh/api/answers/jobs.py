@@ -115,7 +115,10 @@ class Job(TypedDict):
 
 
 class Jobs(TypedDict):
+    """`put_away`: how many more this node remembers that have long been over."""
+
     jobs: list[Job]
+    put_away: int
 
 
 class OneJob(TypedDict):
