@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from mesh.api.migration import homing_of
 from mesh.api.naming import job_name_meant
 from mesh.api.orders import SubmitOrder
 from mesh.api.peer import PeerError
+from mesh.api.queries import JobsQuery
 from mesh.api.saving import checkpointing_of
 from mesh.jobs.authority import Authority
 from mesh.jobs.courier import FetchError
@@ -70,8 +71,21 @@ class JobDesk:
         return self._daemon.jobs.board.all()
 
     def job_list(self, fits: str = "") -> "list[answers.jobs.Job]":
-        """All jobs, or those that `fits` names."""
-        found = self.find_jobs(fits) if fits else self.statuses().values()
+        """All jobs that are at hand, or those that `fits` names."""
+        return self._rows(self.find_jobs(fits) if fits else self.statuses().values())
+
+    async def jobs(self, asked: JobsQuery) -> "answers.jobs.Jobs":
+        """Those that are asked for, also of what is put away."""
+        past, statuses = self._daemon.jobs.past, self.find_jobs(asked.fits) if asked.fits else self.statuses().values()
+        if asked.since_s is not None:
+            since = int((time.time() - asked.since_s) * 1000)
+            away = [] if asked.fits else await past.ended_since(since)
+            recent = [status for status in statuses if status.outcome is None or status.outcome.ended_unix_ms >= since]
+            statuses = {status.job: status for status in [*away, *recent]}.values()
+        rows = self._rows(statuses if asked.over else [status for status in statuses if status.outcome is None])
+        return {"jobs": rows, "put_away": past.count}
+
+    def _rows(self, found: Iterable[JobStatus]) -> "list[answers.jobs.Job]":
         ordered = sorted(found, key=lambda status: (status.created_unix_ms, status.array.place if status.array else 0))
         around = self._around()
         return [self.show(status, around) for status in ordered]
@@ -176,8 +190,14 @@ class JobDesk:
         }
 
     async def heard_of(self, text: str) -> None:
-        """Give a job that was submitted elsewhere a moment ago, and is named by its whole id, the time to be heard of; all of an
-        array."""
+        """Have the job at hand that is named: if it is put away; or was submitted elsewhere a moment ago, and is named by its
+        whole id, so that it is given the time to be heard of; all of an array."""
+        try:
+            found = self.find_jobs(text)
+        except MeshError:
+            found = []
+        if not found or (found[0].name != text and found[0].name.startswith(text)):
+            await self._daemon.jobs.past.find(text, whole=bool(found))
         deadline = time.monotonic() + HEARD_WITHIN_S
         while len(text) == JOB_ID_LENGTH and time.monotonic() < deadline:
             with suppress(MeshError):

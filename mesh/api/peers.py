@@ -176,23 +176,29 @@ class PeerApi:
             raise web.HTTPNotFound(text=str(error)) from error
         return web.Response(body=sealed)
 
+    async def _job(self, request: web.Request) -> bytes:
+        """The job that is meant, its record at hand."""
+        job = _hex(request.match_info["job"], 16)
+        await self._daemon.jobs.past.take_out((job,))
+        return job
+
     async def _spec(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        sealed = await self._daemon.job_desk.sealed_spec(_hex(request.match_info["job"], 16))
+        sealed = await self._daemon.job_desk.sealed_spec(await self._job(request))
         if sealed is None:
             raise web.HTTPNotFound(text="this node does not know the job")
         return web.Response(body=sealed)
 
     async def _cell(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        witness = self._daemon.jobs.participant.witnesses.get(_hex(request.match_info["job"], 16))
+        witness = self._daemon.jobs.participant.witnesses.get(await self._job(request))
         if witness is None:
             raise web.HTTPNotFound(text="this node has no record of the job")
         return web.Response(body=msgspec.msgpack.encode(witness.cell))
 
     async def _key(self, request: web.Request) -> web.Response:
         standing, _ = await self._admit(request)
-        held = await self._daemon.jobs.keyring.held_for(_hex(request.match_info["job"], 16), standing)
+        held = await self._daemon.jobs.keyring.held_for(await self._job(request), standing)
         if held is None:
             self._refusals.count("foreign", standing.node_id, "it asked for the key of a job that it does not run")
             raise web.HTTPForbidden(text="a job's key is for its user and for who runs it")
@@ -201,7 +207,7 @@ class PeerApi:
     async def _take_share(self, request: web.Request) -> web.Response:
         standing, body = await self._admit(request)
         share = self._read(decode_share, body)
-        if not await self._daemon.jobs.keyring.take(_hex(request.match_info["job"], 16), standing, share):
+        if not await self._daemon.jobs.keyring.take(await self._job(request), standing, share):
             self._refusals.count(
                 "foreign", standing.node_id, "it brought a share of the key of a job that is not its own"
             )

@@ -192,18 +192,28 @@ def follow_log(
 
 @click.command()
 @click.argument("job", type=JOB, required=False)
-@click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too, but for those that are put away.")
+@click.option(
+    "--since", type=DURATION, help="Ended jobs too: all that this node remembers and that ended so lately (30d)."
+)
 @listing
 @click.pass_context
-def ps(ctx: click.Context, /, job: str | None, everything: bool, **form: bool) -> None:
-    """List jobs, as this node knows them; or only JOB, or the jobs of an array, ended or not."""
+def ps(ctx: click.Context, /, job: str | None, everything: bool, since: float | None, **form: bool) -> None:
+    """List jobs, as this node knows them; or only JOB, or the jobs of an array, ended or not.
+
+    What is over for a day is put away when there are over a thousand such jobs. By its id or name it is found all the same.
+    """
     daemon = client(ctx)
+    path = f"/v1/jobs?over={'true' if everything or job or since else 'false'}&fits={quote(job or '')}"
+    if since:
+        path += f"&since_s={since:.3f}"
 
-    def ask() -> dict[str, Any]:
-        answer = daemon.get("/v1/jobs" + (f"?fits={quote(job)}" if job else ""))
-        return {**answer, "jobs": [row for row in answer["jobs"] if everything or job or row["state"] not in OVER]}
+    def draw(answer: dict[str, Any]) -> None:
+        _draw_jobs(answer)
+        if everything and not since and answer["put_away"]:
+            click.echo(f"and {answer['put_away']} that were over before: `mesh ps --since 30d`", err=True)
 
-    show(form, ask, lambda answer: [row["job"] for row in answer["jobs"]], _draw_jobs)
+    show(form, lambda: daemon.get(path), lambda answer: [row["job"] for row in answer["jobs"]], draw)
 
 
 def _draw_jobs(answer: dict[str, Any]) -> None:

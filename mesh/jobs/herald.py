@@ -35,7 +35,6 @@ class Herald:
         news = outcome is not None and ended_s < NEWS_S and (before is None or before.outcome is None)
         self._publish(f"jobs/{format_job(status.job)}", encode_status(status), TTL_S, news)
 
-
     def forget(self, job: bytes) -> None:
         """There is nothing to tell of it any more."""
         self._told.pop(job, None)

@@ -39,6 +39,7 @@ CREATE TABLE IF NOT EXISTS past (
     job BLOB PRIMARY KEY, id TEXT NOT NULL, array_id TEXT NOT NULL, name TEXT NOT NULL, ended_ms INTEGER NOT NULL,
     past BLOB NOT NULL
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS past_names ON past (name);
 CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, unix_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS errands (job BLOB PRIMARY KEY, errand BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -151,25 +152,32 @@ class Journal:
         rows = await self._do(lambda: self._db.execute("SELECT past FROM past").fetchall())
         return [_decode_past(past) for (past,) in rows]
 
-    async def past_like(self, text: str, most: int) -> list[bytes]:
-        """Those of them whose id, or whose array's, begins so, each array whole; else the newest of that name, or of each name that
-        begins so. `most`: ids, or names, that are looked at."""
-        begin, (array, _, _) = text.lower(), text.lower().partition("_")
+    async def past_like(self, text: str, whole: bool, most: int) -> list[bytes]:
+        """Those of them whose id, or whose array's, begins so, each array whole; else the newest of that name, or else, if that
+        need not be `whole`, of each name that begins so. `most`: ids, or names, that are looked at."""
+        begin, array = text.lower(), text.lower().partition("_")[0]
+
+        def ask(where: str, *values: object) -> list[tuple[bytes, str]]:
+            return self._db.execute(f"SELECT job, array_id FROM past WHERE {where}", values).fetchall()
 
         def find() -> list[bytes]:
-            def ask(where: str, *values: object) -> list[tuple[bytes, str]]:
-                return self._db.execute(f"SELECT job, array_id FROM past WHERE {where}", values).fetchall()
-
-            found = ask("substr(id, 1, ?) = ? LIMIT ?", len(begin), begin, most)
-            found += ask("array_id <> '' AND substr(array_id, 1, ?) = ? GROUP BY array_id LIMIT ?", len(array), array, most)
-            found = found or ask("name = ? ORDER BY ended_ms DESC LIMIT 1", text)
-            found = found or ask(
-                "name <> '' AND substr(name, 1, ?) = ? GROUP BY name HAVING max(ended_ms) LIMIT ?", len(text), text, most
+            by_id = "substr(id, 1, ?) = ? LIMIT ?"
+            by_array = "array_id <> '' AND substr(array_id, 1, ?) = ? GROUP BY array_id LIMIT ?"
+            by_beginning = (
+                "name <> '' AND substr(name, 1, ?) = ? GROUP BY name HAVING max(ended_ms) LIMIT ?"  # the newest of each
             )
+            found = ask(by_id, len(begin), begin, most) + ask(by_array, len(array), array, most)
+            found = found or ask("name = ? ORDER BY ended_ms DESC LIMIT 1", text)
+            if not found and not whole:
+                found = ask(by_beginning, len(text), text, most)
             arrays = {array_id for _, array_id in found if array_id}
-            whole = [job for array_id in sorted(arrays) for job, _ in ask("array_id = ?", array_id)]
-            return [*(job for job, array_id in found if not array_id), *whole]
+            members = [job for array_id in sorted(arrays) for job, _ in ask("array_id = ?", array_id)]
+            return [*(job for job, array_id in found if not array_id), *members]
 
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # nothing is called by bytes that are no text
+            return []
         return await self._do(find) if text else []
 
     async def past_cells(self, jobs: Iterable[bytes]) -> list[Cell]:

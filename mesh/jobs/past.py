@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from mesh.chores import Chores
 from mesh.jobs.board import Board
@@ -15,31 +16,33 @@ from mesh.jobs.effects import Cell
 from mesh.jobs.herald import ENDED_TOLD_S
 from mesh.jobs.journal import Journal
 from mesh.jobs.participant import Participant
-from mesh.jobs.spec import format_job
-from mesh.jobs.status import JobStatus, past_of
+from mesh.jobs.spec import JobSpec, SpecError, format_job
+from mesh.jobs.status import JobStatus, past_of, status_of
+from mesh.jobs.witness import Witness
 
 AT_HAND = 1000  # jobs that are over and in memory, 13 kB each (own measurement)
-TAKEN_OUT_S = 600.0  # for which one stays in memory that somebody has asked for; ours
+TAKEN_OUT_S = 3600.0  # for which one stays in memory that somebody has asked for; ours
 MOST_FOUND = 20  # that begin alike: nobody means so many; ours
 
 log = logging.getLogger(__name__)
 
 
 class Past:
-    """`take_up` gives the parts of these cells back to the participant, `show` a job to the board; `left` hears of each job that
-    is put away."""
+    """`read_spec` opens a job's description; `take_up` gives the parts of these cells back to the participant, `show` a job to
+    the board; `left` hears of each job that is put away."""
 
     def __init__(
         self,
         journal: Journal,
         participant: Participant,
         board: Board,
+        read_spec: Callable[[bytes, bytes], JobSpec],
         take_up: Callable[[Sequence[Cell]], Awaitable[None]],
         show: Callable[[bytes], None],
         left: Callable[[bytes], None],
     ) -> None:
         self._journal, self._participant, self._board = journal, participant, board
-        self._take_up, self._show, self._left = take_up, show, left
+        self._read_spec, self._take_up, self._show, self._left = read_spec, take_up, show, left
         self._taken_out: dict[bytes, float] = {}  # when last
         self._taking = asyncio.Lock()  # none is taken out twice, which would lose what happened in between
         self._chores = Chores(log)
@@ -112,9 +115,21 @@ class Past:
         for cell in cells:
             self._show(cell.job)
 
-    async def find(self, text: str) -> None:
-        """The same with those that `text` may mean: an id or a name, or the beginning of one."""
-        await self.take_out(await self._journal.past_like(text, MOST_FOUND))
+    async def find(self, text: str, whole: bool) -> None:
+        """The same with those that `text` may mean: an id, or its beginning, or a name, or, if that need not be `whole`, the
+        beginning of one."""
+        await self.take_out(await self._journal.past_like(text, whole, MOST_FOUND))
+
+    async def ended_since(self, unix_ms: int) -> list[JobStatus]:
+        """All that are put away and were not over before then, and stay where they are."""
+        cells = await self._journal.past_cells_since(unix_ms)
+        return await asyncio.to_thread(lambda: list(self._statuses(cells)))
+
+    def _statuses(self, cells: Iterable[Cell]) -> Iterator[JobStatus]:
+        for cell in cells:
+            with suppress(SpecError):
+                witness = Witness.restored(cell, self._read_spec(cell.job, cell.spec), 0.0)
+                yield status_of(cell.job, witness, None, "", "", None)
 
     def at_hand(self, job: bytes, then: Callable[[], None]) -> None:
         """Do this with the job in memory: now, or soon."""

@@ -146,7 +146,9 @@ class JobService:
         self._cell_saved = asyncio.Event()
         self.board = Board()
         self.chronicle = Chronicle(identity, trust, journal)
-        self.past = Past(journal, self.participant, self.board, self._take_up, self._publish, self._put_away)
+        self.past = Past(
+            journal, self.participant, self.board, judges.read_spec, self._take_up, self._publish, self._put_away
+        )
         self._log_copies = LogCopies(peers)
         self._herald = Herald(membership.publish)
         self.hearing = Hearing(self._me, membership, self.board, self.views_changed)
