@@ -9,7 +9,7 @@ from mesh.jobs.status import JobStatus, encode_status
 TTL_S = 3600.0
 REPEAT_S = 600.0
 NEWS_S = 30.0  # that an end is told at once; later it is history, as after a restart
-ENDED_TOLD_S = 86_400.0  # for which the mesh is told of a job that is over; its witnesses know it for ever
+ENDED_TOLD_S = 86_400.0  # for which the mesh is told of a job that is over; its witnesses know it for ever (`past.py`)
 SAME_S, COMMITS_S = 5.0, 0.5  # between two tellings of a job whose state, or checkpoint, is as it was; ours
 PASSING = {"pending", "starting", "saving", "releasing"}  # states that soon become another
 

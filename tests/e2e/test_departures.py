@@ -1,5 +1,6 @@
 """A job's hosts, submitter and witnesses leave, die, and come back: real daemons, real signals."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -8,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from mesh.jobs.journal import Journal
+from mesh.jobs.spec import parse_job
+from mesh.jobs.status import PastJob
 from mesh.stack import Stack, StackNode
 from tests.e2e.commands import (
     descendants,
@@ -133,18 +137,39 @@ def test_a_witness_that_leaves_is_replaced_before_it_goes(make_stack: MakeStack)
     until(lambda: rows(host)[leaver]["state"] == "left", "its farewell to be heard")
 
 
+async def put_away(path: Path, job: str) -> bool:
+    """As a daemon does once it has been over for long, and a thousand others after it; whether this one has heard of its end."""
+    journal = Journal(path)
+    await journal.open()
+    past = [
+        PastJob(cell.job, "long-ago", "", None, cell.ledger.outcome.kind, cell.ledger.outcome.ended_unix_ms, 60)
+        for cell in (await journal.cells())[0]
+        if cell.final and cell.ledger.outcome is not None and cell.job == parse_job(job)
+    ]
+    await journal.put_away(past)
+    await journal.close()
+    return bool(past)
+
+
 def test_after_a_power_cut_of_the_whole_mesh_every_job_goes_on(make_stack: MakeStack) -> None:
     stack = make_stack(3)
     done = ok(stack.nodes[0], "submit", "--no-workdir", "--", "true").strip()
-    finished(stack.nodes[0], done)
+    past = ok(stack.nodes[0], "submit", "--no-workdir", "--name", "long-ago", "--", "echo", "so long").strip()
+    for job in (done, past):
+        finished(stack.nodes[0], job)
     job = submit_endless(stack.nodes[0], end_of(stack))
     state = running_with_checkpoint(stack.nodes[0], job)
     for node in stack.nodes:
         send(signal.SIGKILL, node)
     for node in stack.nodes:
         ended(node)
+    first, *_ = [node for node in stack.nodes if asyncio.run(put_away(node.where.journal, past))]
     stack.start_all()
     until(lambda: job_state(stack.nodes[1], done).get("state") == "done", "a restarted daemon to know its jobs")
+    assert "and 1 that were over before" in mesh(first, "ps", "-a").stderr
+    assert {done, past} <= {row["job"] for row in read(first, "ps", "--since", "1d")["jobs"]}
+    assert "the job is over: done" in ok(first, "describe", past[:12]), "it is found when it is named"
+    assert ok(first, "logs", "long-ago") == "so long\n" and mesh(first, "wait", past).returncode == 0
     end = counted(stack, stack.nodes[2], job)
     assert end["attempts"][-1]["resumed_step"] >= state["checkpoint"]["step"]
 
