@@ -204,9 +204,9 @@ def ps(ctx: click.Context, /, job: str | None, everything: bool, since: float | 
     What is over for a day is put away when there are over a thousand such jobs. By its id or name it is found all the same.
     """
     daemon = client(ctx)
-    path = f"/v1/jobs?over={'true' if everything or job or since else 'false'}&fits={quote(job or '')}"
-    if since:
-        path += f"&since_s={since:.3f}"
+    path = f"/v1/jobs?over={'true' if everything or job or since else 'false'}"
+    path += f"&fits={quote(job)}" if job else ""
+    path += f"&since_s={since:.3f}" if since else ""
 
     def draw(answer: dict[str, Any]) -> None:
         _draw_jobs(answer)

@@ -18,15 +18,15 @@ import mesh.cli.names
 from mesh.cli.main import SECTIONS, cli
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
+JOBS = [
+    {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py"},
+    {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true"},
+]
 SAID: dict[str, dict[str, Any]] = {
     "/v1/trust": {"schema": 1, "members": [MEMBER, {**MEMBER, "nick": "lab", "node": "def567"}]},
-    "/v1/jobs": {
-        "schema": 1,
-        "jobs": [
-            {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py"},
-            {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true"},
-        ],
-    },
+    "/v1/jobs": {"schema": 1, "jobs": JOBS, "put_away": 0},
+    "/v1/jobs?over=true": {"schema": 1, "jobs": JOBS, "put_away": 0},
+    "/v1/jobs?over=false": {"schema": 1, "jobs": JOBS[:1], "put_away": 0},
     "/v1/nodes": {"nodes": [{"nick": nick, "state": "alive", "user": "ada"} for nick in ("desk", "den", "lab")]},
     "/v1/images": {"images": [{"alias": "torch", "by": "desk"}], "by_name": []},
 }
