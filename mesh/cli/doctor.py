@@ -21,7 +21,6 @@ from mesh.cli.edge import edge_words
 from mesh.cli.telling import patience
 from mesh.cli.terminal import client, json_option, layout, print_json, system_words
 from mesh.config import Settings, load_settings
-from mesh.edge.edge import left_at
 from mesh.layout import Layout
 
 State = Literal["ok", "warn", "fail"]
@@ -63,7 +62,7 @@ class Facts(msgspec.Struct, frozen=True):
     status: dict[str, Any] | None = None
     network: dict[str, Any] | None = None
     ports: tuple[Port, ...] = ()
-    edge_left: str = ""  # where the edge's switch is, although no daemon runs
+    left: str = ""  # by a daemon that was killed, although none runs
     multicast: dict[str, str] = {}  # per address of an interface: "" or what went wrong
     now_unix: float = 0.0
     free_bytes: int | None = None  # where the state is
@@ -125,11 +124,17 @@ def examine(where: Layout, get: Any) -> Facts:
         status=status,
         network=network,
         ports=tuple(ports),
-        edge_left=str(where.edge) if status is None and left_at(where.edge) else "",
+        left=_left(where) if status is None else "",
         multicast=_multicast(settings) if settings.mdns else {},
         now_unix=time.time(),
         free_bytes=_free(where),
     )
+
+
+def _left(where: Layout) -> str:
+    from mesh.engine.leftovers import find
+
+    return find(where).words
 
 
 def _settings(where: Layout) -> tuple[Settings, str]:
@@ -487,9 +492,9 @@ def _edge(facts: Facts) -> list[Finding]:
     if facts.status is not None:
         edge = facts.status["edge"]
         return [Finding("network edge", "warn" if edge["problem"] else "ok", edge_words(edge), edge["next"])]
-    if facts.edge_left:
-        text = f"a daemon that was killed has left it on this machine ({facts.edge_left})"
-        return [Finding("network edge", "warn", text, "`mesh up` puts that right, `mesh down` then takes it away")]
+    if facts.left:
+        text = f"a daemon that was killed has left on this machine: {facts.left}"
+        return [Finding("leftovers", "warn", text, "`mesh up` puts that right; `mesh down` takes it away")]
     return []
 
 

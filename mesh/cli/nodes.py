@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import ConfigError, MeshError
+from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.edge import edge_words
 from mesh.cli.listing import listing, show, show_answer, watch_option
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
@@ -103,8 +103,17 @@ def lending_words(status: dict[str, Any]) -> str:
 @click.option("--now", is_flag=True, help="Kill guests at once.")
 @click.pass_context
 def down(ctx: click.Context, grace: float | None, now: bool) -> None:
-    """Leave the mesh: guests save, their state is shipped, the node says farewell, the daemon ends."""
-    answer = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
+    """Leave the mesh: guests save, their state is shipped, the node says farewell, the daemon ends.
+
+    Where a daemon was killed, takes away what it has left on this machine: containers, their networks and rules, the network
+    edge.
+    """
+    try:
+        answer = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
+    except MeshError as error:
+        if error.code != ExitCode.NO_DAEMON or not _took_away(ctx):
+            raise
+        return
     pid, guests = answer["pid"], answer["guests"]
     if guests:
         click.echo(f"{guests} guests {'are killed' if now else 'save and move on'} ...", err=True)
@@ -116,6 +125,22 @@ def down(ctx: click.Context, grace: float | None, now: bool) -> None:
     except KeyboardInterrupt:
         raise MeshError("it goes on leaving in the background; `mesh down --now` hurries it") from None
     click.echo("down")
+
+
+def _took_away(ctx: click.Context) -> bool:
+    """Whether there was anything that a killed daemon had left."""
+    from mesh.engine.leftovers import remove
+
+    where = layout(ctx)
+    if not where.genesis.exists():
+        return False
+    before, still = remove(where)
+    if not before.words:
+        return False
+    if still.words:
+        raise MeshError(f"a daemon that was killed has left {before.words}; still there: {still.words} (as root?)")
+    click.echo(f"no daemon ran here; what a killed one had left is gone: {before.words}", err=True)
+    return True
 
 
 @click.command()

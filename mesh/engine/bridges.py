@@ -11,6 +11,7 @@ from mesh.edge.edge import Edge
 from mesh.edge.tc import EdgeError
 from mesh.engine.egress import EgressError, Firewall
 from mesh.engine.engine import EngineError
+from mesh.engine.leftovers import sweep_networks
 from mesh.engine.warden import LABEL_NODE
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,5 @@ class Bridges:
         self._firewall.repair()
 
     def sweep(self, client: Any) -> None:
-        for network in client.networks.list(filters={"label": f"{LABEL_NODE}={self._node}"}):
-            if not self._firewall.keeps(network.name):
-                with contextlib.suppress(docker.errors.APIError):
-                    network.remove()
+        sweep_networks(client, self._node, self._firewall.bridges)
         self._firewall.sweep()

@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -31,16 +30,17 @@ from mesh.engine.bridges import Bridges
 from mesh.engine.criu import Probe
 from mesh.engine.descent import catches, descendants_of, process_of
 from mesh.engine.dockersession import DockerSession, open_docker_session
-from mesh.engine.egress import EgressError, Firewall, Policy
+from mesh.engine.egress import EgressError, Firewall, Policy, tag_of
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
 from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
 from mesh.engine.frames import Order
 from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
+from mesh.engine.leftovers import sweep_containers
 from mesh.engine.register import Entry, boot_id
 from mesh.engine.session import Session
 from mesh.engine.starts import Starts
-from mesh.engine.warden import DOUBT_S, LABEL_NODE, Warden
+from mesh.engine.warden import DOUBT_S, Warden
 from placement.likeness import SystemCheckpoints
 
 THREADS = 8  # for calls
@@ -273,13 +273,7 @@ class DockerEngine:
 
     def _sweep(self) -> None:
         """Remove what an earlier, crashed daemon of this node left. What runs stays where it is only the engine that was away."""
-        mine = {"label": f"{LABEL_NODE}={self._node}"}
-        for container in self._client.containers.list(all=True, filters=mine, ignore_removed=True):
-            if container.id in self._live:
-                continue
-            log.warning("removing a container that an earlier run left: %s", container.short_id)
-            with contextlib.suppress(docker.errors.APIError):
-                container.remove(force=True)
+        sweep_containers(self._client, self._node, frozenset(self._live))
         self._bridges.sweep(self._client)
 
     async def _call(self, work: Callable[[], T]) -> T:
@@ -472,11 +466,6 @@ class DockerGuest:
         if self._head is None or process_of(self._head.pid) != self._head:
             return frozenset()
         return frozenset({self._head.pid, *descendants_of(self._head.pid)})
-
-
-def tag_of(node: str) -> str:
-    """Six letters and digits for the names of a node's bridges."""
-    return blake2b(node.encode(), digest_size=3).hexdigest()
 
 
 def _socket_path() -> str:

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import threading
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -54,6 +55,11 @@ def policy_of(kind: Kind, listed: tuple[str, ...]) -> Policy:
     if kind != "list" and listed:
         raise ValueError('egress_allow is for egress = "list" only')
     return Policy(kind, {"none": (), "campus": CAMPUS, "list": listed}[kind])
+
+
+def tag_of(node: str) -> str:
+    """Six letters and digits for the names of a node's bridges."""
+    return blake2b(node.encode(), digest_size=3).hexdigest()
 
 
 def chain_of(bridge: str) -> str:
@@ -117,9 +123,10 @@ class Firewall:
             self._bridges.discard(bridge)
             self._take(bridge)
 
-    def keeps(self, bridge: str) -> bool:
-        """Whether it is one of those that are shut now."""
-        return bridge in self._bridges
+    @property
+    def bridges(self) -> frozenset[str]:
+        """Those that are shut now."""
+        return frozenset(self._bridges)
 
     def repair(self) -> None:
         """Put back what somebody flushed. EgressError if that cannot be."""
@@ -134,9 +141,13 @@ class Firewall:
         if shutil.which("iptables") is None or os.getuid() != 0:
             return
         with self._lock, contextlib.suppress(EgressError):
-            found = set(re.findall(rf"-N MESH-(m{self._tag}[0-9a-f]{{8}})\b", self._call("-S")))
-            for bridge in found - self._bridges:
+            for bridge in self.left():
                 self._take(bridge)
+
+    def left(self) -> list[str]:
+        """Bridges of an earlier run that have rules still. EgressError if that cannot be seen."""
+        found = set(re.findall(rf"-N MESH-(m{self._tag}[0-9a-f]{{8}})\b", self._call("-S")))
+        return sorted(found - self._bridges)
 
     def _put(self, bridge: str) -> None:
         self._call("-N", chain_of(bridge))

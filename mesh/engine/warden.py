@@ -195,10 +195,12 @@ def end_guests(register: Register) -> None:
 
 
 def remove_containers(docker_socket: str, node: str) -> None:
-    """Every one of this node, running or not."""
+    """Every one of this node, running or not, and then their networks."""
     filters = urllib.parse.quote(json.dumps({"label": [f"{LABEL_NODE}={node}"]}))
     for container in json.loads(_call(docker_socket, "GET", f"/containers/json?all=1&filters={filters}")[1]):
         _call(docker_socket, "DELETE", f"/containers/{container['Id']}?force=1")
+    for network in json.loads(_call(docker_socket, "GET", f"/networks?filters={filters}")[1]):
+        _call(docker_socket, "DELETE", f"/networks/{network['Id']}")
 
 
 def remove_when_it_answers(docker_socket: str, node: str) -> None:

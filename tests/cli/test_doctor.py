@@ -8,13 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from membership.identity import Identity
+from membership.identity import Identity, format_id
 from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
+from mesh.api.errors import ExitCode
 from mesh.cli.doctor import Facts, Finding, Port, diagnose
 from mesh.cli.edge import edge_words
 from mesh.edge.edge import Standing
+from mesh.engine.egress import tag_of
+from mesh.engine.leftovers import Leftovers, find
+from mesh.engine.warden import LABEL_NODE
 from mesh.layout import Layout, save_membership
+from mesh.stack import Stack
+from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import mesh, read
+from tests.images import import_busybox
 
 NOW = 1_800_000_000.0
 
@@ -158,9 +165,24 @@ def test_its_json_is_versioned(tmp_path: Path) -> None:
         read(tmp_path / "x", "doctor")
 
 
-def test_what_a_killed_daemon_left_at_the_edge_is_named() -> None:
-    left = facts(status=None, network=None, daemon_problem="none runs", edge_left="/run/x")
-    assert next(found.next for found in diagnose(left) if found.check == "network edge").startswith("`mesh up`")
+@pytest.mark.dockerd
+def test_what_a_killed_daemon_left_is_named_and_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stack(1, directory=tmp_path) as stack, dockerd() as engine, client_of(engine.host) as client:
+        monkeypatch.setenv("DOCKER_HOST", engine.host)
+        where = stack.nodes[0].where
+        node = format_id(Identity.load(where.key).node_id)
+        assert mesh(where.root, "down").returncode == ExitCode.NO_DAEMON, "nothing is left"
+        for name in (node, "another node's"):
+            client.api.create_container(import_busybox(), "true", labels={LABEL_NODE: name})
+            client.networks.create(tag_of(name), labels={LABEL_NODE: name})
+        told = mesh(where.root, "doctor").stdout
+        assert "leftovers: a daemon that was killed has left on this machine: 1 container, 1 network" in told
+        assert "`mesh down` takes it away" in told
+        taken = mesh(where.root, "down")
+        assert taken.returncode == 0 and "is gone: 1 container, 1 network" in taken.stderr
+        assert find(where) == Leftovers() and "leftovers" not in mesh(where.root, "doctor").stdout
+        (other,) = client.containers.list(all=True)
+        assert other.labels[LABEL_NODE] == "another node's" and client.networks.list(names=[tag_of("another node's")])
 
 
 @pytest.mark.parametrize(

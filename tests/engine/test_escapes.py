@@ -16,8 +16,8 @@ import pytest
 from mesh.edge.edge import Edge
 from mesh.engine.bounded import BoundedEngine
 from mesh.engine.ceilings import Ceilings
-from mesh.engine.docker import DockerEngine, tag_of
-from mesh.engine.egress import Policy, policy_of
+from mesh.engine.docker import DockerEngine
+from mesh.engine.egress import Policy, policy_of, tag_of
 from mesh.engine.engine import EngineError
 from mesh.engine.killswitch import KillSwitch
 from tests.engine.bench import WAIT_S, Bench, processes_with, wait_until
