@@ -67,7 +67,8 @@ bench-ckptstore: venv frameworks
 bench-guard: venv
 	$(PYTHON) tests/bench/guard.py $(BENCH_ARGS)
 
-# On a machine with an NVIDIA GPU, and PyTorch or CuPy in the Python that runs it (`make frameworks`); elsewhere it says so.
+# On a machine with an NVIDIA GPU; what needs PyTorch or CuPy is measured where the machine's Python or `make frameworks` has it with
+# CUDA. Elsewhere it says so. `BENCH_ARGS="--seconds 5"` takes about ten minutes, `BENCH_ARGS="--only gate"` one part of it.
 bench-guard-gpu: venv
 	$(PYTHON) tests/bench/guard_gpu.py $(BENCH_ARGS)
 

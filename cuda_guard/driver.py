@@ -51,6 +51,13 @@ def _in_cache(name: str) -> list[Path]:
 
 def _usual(name: str) -> list[Path]:
     multiarch = f"/usr/lib/{platform.machine()}-linux-gnu"
-    return [
-        Path(directory) / name for directory in (multiarch, "/usr/lib64", "/usr/lib", f"{multiarch}/nvidia/current")
-    ]
+    nvidia = f"{multiarch}/nvidia/current"  # Debian
+    places = (
+        multiarch,
+        "/usr/lib64",
+        "/usr/lib",
+        nvidia,
+        "/usr/local/nvidia/lib64",
+        "/usr/lib/wsl/lib",
+    )  # containers, WSL
+    return [Path(directory) / name for directory in places]

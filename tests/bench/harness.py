@@ -115,12 +115,18 @@ def not_run(measure: str, unit: str, goal: str, why: str) -> dict[str, Any]:
     }
 
 
-def write(area: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the area's report and show it."""
+def save(area: str, rows: Sequence[Mapping[str, Any]], **about: str) -> Path:
+    """Write the area's report, with more about where it was made."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    report = {"area": area, "commit": commit(), "machine": machine(), "rows": list(rows)}
+    report = {"area": area, "commit": commit(), "machine": machine(), **about, "rows": list(rows)}
     path = BUILD / f"{area}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
+    return path
+
+
+def write(area: str, rows: Sequence[Mapping[str, Any]], **about: str) -> None:
+    """Write the area's report and show it."""
+    path = save(area, rows, **about)
     for line in rows:
         verdict = {True: "met", False: "NOT MET", None: "not run" if line["value"] is None else "-"}[line["met"]]
         beside = f", {line['peer']} {line['peer_value']}" if line["peer_value"] is not None else ""
@@ -128,4 +134,4 @@ def write(area: str, rows: Sequence[Mapping[str, Any]]) -> None:
             f"{line['measure']}: {line['value']} {line['unit']} ({line['min']} to {line['max']}, n={line['n']}{beside}); "
             f"goal {line['goal']}: {verdict}"
         )
-    print(path.relative_to(ROOT))
+    print(os.path.relpath(path, ROOT))

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,36 +12,17 @@ import pytest
 
 from cuda_guard.build import NATIVE, Libraries, find_compiler
 from tests.cuda_guard.guests import Bench
-from tests.fake.build import exports, typedefs
+from tests.cuda_guard.resolution import misresolved, pairs
+from tests.fake.build import exports
 from tests.fake.client import Driver
 
 pytestmark = pytest.mark.cc
-HOOKED = set(re.findall(r"^(?:HOOK|GATE|DENY)\((\w+)", (NATIVE / "hooks.def").read_text(), re.MULTILINE))
 
 
 def test_the_guard_exports_what_the_driver_exports(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     ours = machine.run(machine.job(), lambda driver: {name for name in exports() if driver.export(name)})
     assert len(ours) == len(exports()) > 700
-
-
-def pairs() -> set[tuple[str, int]]:
-    """Every form of every call that cuda.h knows."""
-    return {(name, version) for name, version, _ in typedefs()}
-
-
-def misresolved(driver: Driver, fake: Path) -> list[tuple[str, int, int]]:
-    """The queries whose answer is not what it should be, or whose status is not the driver's."""
-    real = Driver(fake)
-    by_address = {real.export(name): name for name in exports()}
-    wrong = []
-    for name, version, flags in ((*pair, flags) for pair in sorted(pairs()) for flags in (0, 1, 2)):
-        status, address = real.address(name, version, flags)
-        symbol = by_address.get(address)
-        hooked = driver.export(symbol) if symbol in HOOKED else address
-        if driver.address(name, version, flags) != (status, hooked) or (address and not symbol):
-            wrong.append((name, version, flags))
-    return wrong
 
 
 def test_every_name_version_and_flag_resolves_to_the_right_call(make_bench: Callable[..., Bench]) -> None:

@@ -1,15 +1,24 @@
-"""Work for a real GPU, by PyTorch or else CuPy, in whatever Python has one: the process that `guard_gpu.py` measures.
+"""Work for a GPU, by PyTorch or else CuPy or else the driver alone: the process that `guard_gpu.py` measures.
 
 gpu.py WORKLOAD SECONDS   warms up, says "ready", waits for a line, works for so long, and tells what it did as JSON
+gpu.py hold GIGABYTES     has so much memory until there is a line
+gpu.py depth 0            tells how many launches the driver takes at once
+gpu.py gate 0             launches without end; at each line, tells when its work had ended after which none began
 """
 
 import importlib.util
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from spin import Spinner
+
+QUIET_S = 0.02  # without a launch: they wait at the gate
+SLOW_S = 125e-6  # of a launch: half of the kernel before it
+MOST_LAUNCHES = 4096
 Step = Callable[[], Any]
 
 
@@ -22,7 +31,7 @@ def torch_steps(workload: str) -> tuple[Step, Step]:
     import torch
 
     if not torch.cuda.is_available():
-        raise Missing("PyTorch finds no GPU")
+        raise Missing("PyTorch finds no GPU (it may be built without CUDA)")
     x = torch.randn(4096, 1024, device="cuda")
 
     def matmul() -> Step:
@@ -71,45 +80,81 @@ def cupy_steps(workload: str) -> tuple[Step, Step]:
     raise Missing(f"CuPy does no {workload}")
 
 
-def steps_of(workload: str) -> tuple[Step, Step]:
-    for name, make in (("torch", torch_steps), ("cupy", cupy_steps)):
-        if importlib.util.find_spec(name) is not None:
-            return make(workload)
-    raise Missing("neither PyTorch nor CuPy is installed")
+def driver_steps(workload: str) -> tuple[Step, Step]:
+    spinner = Spinner()
+    if workload == "small kernels":
+        return spinner.kernel("k_20us"), spinner.wait
+    if workload == "CUDA graphs":
+        return spinner.graph(), spinner.wait
+    raise Missing(f"the driver alone does no {workload}")
 
 
-def hold(gigabytes: float) -> Any:
-    """Memory that stays."""
-    if importlib.util.find_spec("torch") is not None:
-        import torch
+def steps_of(workload: str) -> tuple[Step, Step, str]:
+    """With what does them."""
+    why = []
+    for name, make in (("torch", torch_steps), ("cupy", cupy_steps), ("", driver_steps)):
+        if name and importlib.util.find_spec(name) is None:
+            why.append(f"no {name} in {sys.executable}")
+            continue
+        try:
+            return *make(workload), name or "the driver"
+        except Missing as error:
+            why.append(str(error))
+    raise Missing("; ".join(why))
 
-        return torch.ones(int(gigabytes * 2**30), dtype=torch.uint8, device="cuda")
-    import cupy
 
-    return cupy.ones(int(gigabytes * 2**30), dtype=cupy.uint8)
+def gate() -> None:
+    spinner, launched = Spinner(), 0
+    launch = spinner.kernel("k_250us")
+
+    def launches() -> None:
+        nonlocal launched
+        spinner.driver.cuCtxSetCurrent(spinner.context)
+        while True:
+            launch()
+            launched += 1
+
+    threading.Thread(target=launches, daemon=True).start()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        ended, before = 0, -1
+        while launched != before or not ended or time.monotonic_ns() - ended < QUIET_S * 1e9:
+            if launched != before or not spinner.is_idle():
+                ended, before = 0, launched
+            elif not ended:
+                ended = time.monotonic_ns()
+        print(ended, flush=True)
 
 
-def depth(step: Step, wait: Step) -> int:
-    """How many launches the driver takes before one has to wait for room."""
-    count, longest = 0, 0.0
-    wait()
-    while count < 20_000 and longest < 0.002:
+def depth() -> int:
+    """How many launches the driver takes before one has to wait until another has ended; the most that is tried, if none has."""
+    spinner = Spinner()
+    launch, slow, count = spinner.kernel("k_250us"), 0, 0
+    launch()
+    spinner.wait()
+    while count < MOST_LAUNCHES and slow < 2:  # one may have waited for a processor
         begun = time.perf_counter()
-        step()
-        longest = time.perf_counter() - begun
+        launch()
+        slow = slow + 1 if time.perf_counter() - begun > SLOW_S else 0
         count += 1
-    return count
+    return count - slow
 
 
 def main() -> None:
     workload, seconds = sys.argv[1], float(sys.argv[2])
+    if workload == "gate":
+        gate()
+        return
     if workload == "hold":
-        kept = hold(seconds)
+        Spinner().hold(int(seconds * 2**30))
         print("ready", flush=True)
         sys.stdin.readline()
-        print(json.dumps({"bytes": kept.nbytes}))
+        print("{}")
         return
-    step, wait = steps_of(workload)
+    if workload == "depth":
+        print(json.dumps({"depth": depth()}))
+        return
+    step, wait, by = steps_of(workload)
     for _ in range(100):
         step()
     wait()
@@ -117,7 +162,6 @@ def main() -> None:
     for _ in range(200):
         step()
     latency_us = (time.perf_counter() - begun) / 200 * 1e6
-    deep = depth(step, wait)
     wait()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -130,7 +174,7 @@ def main() -> None:
             wait()
     wait()
     took = time.perf_counter() - begun
-    print(json.dumps({"rate": units / took, "latency_us": latency_us, "depth": deep}))
+    print(json.dumps({"rate": units / took, "latency_us": latency_us, "by": by}))
 
 
 if __name__ == "__main__":
@@ -138,3 +182,5 @@ if __name__ == "__main__":
         main()
     except Missing as error:
         sys.exit(str(error))
+    except Exception as error:  # of whatever framework: one line that says what it was
+        sys.exit(f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}")

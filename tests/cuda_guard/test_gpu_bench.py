@@ -1,0 +1,57 @@
+"""The bench for real GPUs, on the double: its parts work, and each that cannot be measured says why while the others go on."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_guard.build import Libraries
+from tests.fake.world import World
+
+pytestmark = pytest.mark.cc
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from tests.bench import guard_gpu, harness
+harness.BUILD, guard_gpu.CLOSINGS = Path(sys.argv.pop(1)), 5
+guard_gpu.shutil.which = lambda program: None  # this machine may have an MPS of its own
+if "LD_LIBRARY_PATH" not in os.environ:
+    guard_gpu.find_driver = lambda: None
+guard_gpu.main()
+"""
+PARTS = ("pairs", "driver exports", "gate closed", "of 1 GiB", "of 64 GiB", "small kernels, MPS", "Triton, ours hard")
+
+
+def report(directory: Path, environment: dict[str, str], *options: str) -> dict[str, Any]:
+    inherited = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    env = {**inherited, **environment, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", PROGRAM, str(directory), "--seconds", "0.1", "--python", sys.executable, *options]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {row["measure"]: row for row in json.loads((directory / "guard-gpu.json").read_text())["rows"]}
+
+
+def test_a_first_run_measures_what_it_can(make_world: Callable[..., World], built: Libraries, tmp_path: Path) -> None:
+    world = make_world()
+    driver = {**world.environment(), "LD_LIBRARY_PATH": str(world.fakes.cuda.parent)}
+    rows = report(tmp_path, driver, *(word for part in PARTS for word in ("--only", part)))
+    missing = {measure: row["why"] for measure, row in rows.items() if row["value"] is None}
+    assert rows["(name, version) pairs resolved right, by the real driver"]["met"]
+    assert rows["calls that the driver exports and the guard does not"]["names"] == []
+    assert rows["gate closed, last kernel done, kernels of 250 us"]["n"] == 5
+    assert rows["driver's checkpoint of 1 GiB: lock and checkpoint"]["freed_bytes"] >= 1 << 30
+    assert "too little memory" in missing["driver's checkpoint of 64 GiB: restore and unlock"]
+    assert "not installed" in missing["shares 45/30/15, small kernels, MPS"]
+    assert "the driver alone does no Triton" in missing["shares 45/30/15, Triton, ours hard"] and len(missing) == 4
+
+
+def test_without_a_driver_every_line_says_so(tmp_path: Path) -> None:
+    rows = report(tmp_path, {})
+    assert len(rows) > 30 and {row["why"] for row in rows.values()} == {"no NVIDIA driver"}
