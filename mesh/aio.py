@@ -11,6 +11,8 @@ Over mesh/futures.py, which does all of it: here each call has a thread while it
 """
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -71,8 +73,13 @@ class Job(Generic[T]):
 
     async def wait(self, timeout: float | None = None) -> str:
         """Until it is over: its state then. TimeoutError after `timeout` seconds."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
         await self._over(timeout)
-        return await self.state()
+        while (told := await self.info())["outcome"] is None:  # one that was cancelled ends after its future
+            if time.monotonic() >= until:
+                raise self.future.late(timeout)
+            await asyncio.sleep(futures.LOOK_S)
+        return str(told["state"])
 
     async def cancel(self) -> bool:
         """End it. False if it is over already."""

@@ -11,6 +11,7 @@ import codecs
 import concurrent.futures
 import io
 import json
+import math
 import pickle
 import sqlite3
 import tarfile
@@ -84,9 +85,14 @@ class Job(concurrent.futures.Future[T], Generic[T]):
 
     def wait(self, timeout: float | None = None) -> str:
         """Until it is over: its state then. TimeoutError after `timeout` seconds."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
         if not concurrent.futures.wait([self], timeout).done:
             raise self.late(timeout)
-        return self.state
+        while (told := self.info())["outcome"] is None:  # one that was cancelled ends after its future
+            if time.monotonic() >= until:
+                raise self.late(timeout)
+            time.sleep(LOOK_S)
+        return str(told["state"])
 
     def late(self, timeout: float | None) -> TimeoutError:
         return TimeoutError(f"job {self.id[:8]} is not over after {timeout:g} s")
@@ -144,6 +150,8 @@ class Client:
 
     def submit(self, function: Callable[..., T], /, *args: Any, **terms: Unpack[Terms]) -> Job[T]:
         """Run `function(*args)` on the mesh. Arguments by keyword: `functools.partial`, or `mesh.Call`."""
+        if not callable(function):
+            raise TypeError(f"{function!r} is not callable: submit(function, *args), with terms of the job by keyword")
         call = function if isinstance(function, Call) else Call(function, *args)
         return self.submit_call(call, terms)
 

@@ -127,6 +127,8 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
     if able:
         return None
     most = max(lenders, key=lambda advert: len(advert.gpus))
+    if request.gpus and not most.gpus:
+        return f"no node that lends has a GPU, and it needs {request.gpus}: see `mesh nodes`"
     if len(most.gpus) < request.gpus:
         return (
             f"no node has {request.gpus} GPUs; the largest, {most.nick}, has {len(most.gpus)}. "

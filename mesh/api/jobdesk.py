@@ -98,7 +98,7 @@ class JobDesk:
 
     def show(self, status: JobStatus, around: _Around | None = None) -> "answers.jobs.Job":
         nicks, present, disks = around or self._around()
-        state, detail = status.state, status.detail
+        state, detail = status.state, status.detail if status.detail != status.state else ""
         seats = {
             seat
             for seat in status.config.everyone

@@ -34,7 +34,7 @@ def _draw(answer: dict[str, Any]) -> None:
         [
             [
                 row["id"][:12],
-                row["name"] or row["job"][:8],
+                row["name"] or (row["job"][:8] if row["job"].strip("a") else "-"),  # many may share a working directory
                 row["kind"],
                 str(row["seq"]),
                 amount(row["bytes"]),
@@ -45,6 +45,7 @@ def _draw(answer: dict[str, Any]) -> None:
             ]
             for row in answer["checkpoints"]
         ],
+        spare=["FILES", "NUMBER", "SAVED", "KIND"],
     )
     quota = f" of {amount(answer['quota_bytes'])}" if answer["quota_bytes"] is not None else ""
     theirs = f", {amount(answer['foreign_bytes'])} of it of other users" if answer["foreign_bytes"] else ""

@@ -70,7 +70,7 @@ def get(ctx: click.Context, key: str, as_json: bool) -> None:
     click.echo(_words(row["value"]))
 
 
-@config.command("set")
+@config.command("set", context_settings={"ignore_unknown_options": True})  # -1 is a value
 @click.argument("key", type=KEY)
 @click.argument("values", metavar="VALUE...", nargs=-1, required=True)
 @json_option

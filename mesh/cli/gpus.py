@@ -29,7 +29,11 @@ def gpus(ctx: click.Context, /, receipts: bool, **form: bool) -> None:
 
 def _draw(answer: dict[str, Any]) -> None:
     rows = [row for gpu in answer["gpus"] for row in _rows(gpu)]
-    table(["GPU", "MODEL", "FREE", "JOB", "SHARE (now)", "MEMORY", "GPU TIME", "REFUSED"], rows)
+    table(
+        ["GPU", "MODEL", "FREE", "JOB", "SHARE (now)", "MEMORY", "GPU TIME", "REFUSED"],
+        rows,
+        spare=["GPU TIME", "MODEL"],
+    )
     for problem in _problems(answer):
         click.echo(f"mesh: {problem}", err=True)
 

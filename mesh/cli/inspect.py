@@ -52,6 +52,7 @@ def _tell(answer: dict[str, Any]) -> None:
     table(
         ["ATTEMPT", "NODE", "BEGAN", "RAN", "FROM STEP", "TO STEP", "ENDED"],
         [_attempt(row) for row in state["attempts"]],
+        spare=["FROM STEP", "TO STEP"],
     )
     click.echo()
     for event in answer["events"]:
@@ -85,6 +86,7 @@ SHOWN_ELSEWHERE = {
     "gpu_share_limit",
     "vram_mib",
     "vram_limit_mib",
+    "lock",  # for those who hold its keys
 }
 
 
@@ -106,7 +108,7 @@ def _gpus(state: dict[str, Any], asked: dict[str, Any]) -> str:
 def _asked(asked: dict[str, Any]) -> str:
     words = []
     for name, value in asked.items():
-        if name in SHOWN_ELSEWHERE or value in (0, [], {}):
+        if name in SHOWN_ELSEWHERE or value in (0, [], {}, [0, 0]) or (name.endswith("_nodes") and value == 1):
             continue
         inner = ", ".join(f"{key} {_short(part)}" for key, part in value.items()) if isinstance(value, dict) else value
         words.append(f"{name.replace('_', ' ')} {inner}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from mesh.amount import part
+from mesh.amount import amount, part
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.jobfile import JobCommand, job_file, printed_file
 from mesh.cli.listing import listing, show
@@ -69,12 +69,10 @@ def submit(
         return
     click.echo(answer["job"])
     short = answer["job"][:8]
-    size = f" with {answer['workdir_bytes'] / 2**20:.1f} MiB of files" if answer["workdir_bytes"] else ""
+    size = f" with {amount(answer['workdir_bytes'])} of files" if answer["workdir_bytes"] else ""
     what = f"submitted {len(answer['jobs'])} jobs" if options["array"] else "submitted"
-    click.echo(
-        f"{what}{size}; {answer['witnesses']} nodes keep {'each' if options['array'] else 'its'} record. Next:",
-        err=True,
-    )
+    who = f"{answer['witnesses']} nodes keep" if answer["witnesses"] != 1 else "one node keeps"
+    click.echo(f"{what}{size}; {who} {'each' if options['array'] else 'its'} record. Next:", err=True)
     if options["array"]:
         first = f"{short}_{options['array'][0][0]}"
         for line in (f"mesh ps {short}", f"mesh logs -f {first}", f"mesh wait {short}", f"mesh cancel {short}"):
@@ -240,7 +238,8 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
                 doing(row["detail"], row["saving"]) or row["command"],
             ]
         )
-    table(["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "AT RISK", "COMMAND"], rows)
+    header = ["JOB", "NAME", "USER", "STATE", "NODE", "MOVES", "STEP", "CHECKPOINT", "AT RISK", "COMMAND"]
+    table(header, rows, spare=["MOVES", "USER", "STEP", "CHECKPOINT", "NODE"])
 
 
 @click.command()
@@ -292,6 +291,8 @@ def cancel(ctx: click.Context, job: str) -> None:
 def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Wait until all JOBS, or arrays, are over. Exits with the code of the first that did not end well."""
     daemon = client(ctx)
+    for job in jobs:
+        job_path(job)  # an empty one would fit all
 
     def look() -> list[dict[str, Any]]:
         return [state for job in jobs for state in daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"]]

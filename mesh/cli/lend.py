@@ -111,7 +111,7 @@ def _show_cost(guests: list[dict[str, Any]]) -> None:
         [row["name"] or row["job"][:8], row["user"], str(len(row["gpus"])) if row["gpus"] else "-", *cost_cells(row)]
         for row in guests
     ]
-    table(["JOB", "USER", "GPUS", *(name.upper() for name in COST)], rows)
+    table(["JOB", "USER", "GPUS", *(name.upper() for name in COST)], rows, spare=["GPUS", "SIZE", "SHIPPING", "SAVING"])
     for row in guests:
         if row["sent_to"] and row["sent_to"] != row["goes_to"]:
             click.echo(f"{row['name'] or row['job'][:8]} {row['plan']}")

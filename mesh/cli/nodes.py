@@ -225,7 +225,8 @@ def _draw_nodes(answer: dict[str, Any]) -> None:
                 node["address"],
             ]
         )
-    table(["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"], rows)
+    header = ["NODE", "STATE", "SINCE", "LENDS (free)", "JOBS", "ENGINES", "USER", "ADDRESS"]
+    table(header, rows, spare=["ENGINES", "SINCE", "USER", "JOBS"])
 
 
 def _held(node: dict[str, Any]) -> str:

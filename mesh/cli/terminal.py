@@ -18,6 +18,7 @@ from mesh.layout import Layout, state_directory
 from mesh.size import SizeError, parse_size
 
 LEAST = 24  # columns for words that go on below: on a narrower terminal its own line breaks serve; ours
+LAST = 12  # of a last column, before others are left out for it; ours
 
 
 def layout(ctx: click.Context) -> Layout:
@@ -52,19 +53,23 @@ def print_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps({"schema": SCHEMA, **value}, indent=2))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False) -> None:
-    """Columns as wide as they need to be; the last one is cut to the terminal's width, or goes on below if `whole`. What others
-    chose to be called cannot do anything to the terminal."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False, spare: Sequence[str] = ()) -> None:
+    """Columns as wide as they need to be. On a terminal that is too narrow those named in `spare` are left out, the first first,
+    and the last one is cut, or goes on below if `whole`. What others chose to be called cannot do anything to the terminal."""
     rows = [[cell if cell.isascii() and cell.isprintable() else _harmless(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    import shutil
-
-    room = shutil.get_terminal_size((100, 24)).columns
-    last = max(8, room - sum(widths[:-1]) - 2 * (len(widths) - 1))
-    for number, row in enumerate([header, *rows]):
+    room, kept = _room(), list(range(len(header)))
+    for name in spare:
+        if room is None or sum(widths[c] + 2 for c in kept[:-1]) + min(LAST, widths[kept[-1]]) <= room:
+            break
+        kept.remove(header.index(name))
+    widths = [widths[column] for column in kept]
+    last = widths[-1] if room is None else max(8, room - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    for number, all_cells in enumerate([header, *rows]):
+        row = [all_cells[column] for column in kept]
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
         ends = [row[-1] if len(row[-1]) <= last else row[-1][: last - 1] + "…"]
-        if whole:
+        if whole and room is not None:
             import textwrap
 
             ends = textwrap.wrap(row[-1], max(last, LEAST)) or [""]
@@ -72,6 +77,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = Fa
             line = "  ".join([*cells, end]).rstrip()
             click.echo(click.style(line, bold=True) if number == 0 and _coloured() else line)
             cells = [" " * width for width in widths[:-1]]
+
+
+def _room() -> int | None:
+    """Columns of the terminal; None where words go to a file or a program, and none need be left out."""
+    import shutil
+
+    return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def _harmless(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.api.errors import ConfigError, ExitCode, MeshError
+from mesh.api.naming import node_meant
 from mesh.cli.listing import listing, show
 from mesh.cli.names import NODE, WAITING
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, table
@@ -226,9 +227,12 @@ def approve(ctx: click.Context, node: str, nick: str, user: str, roles: tuple[st
 @click.pass_context
 def revoke(ctx: click.Context, node: str, reason: str, yes: bool) -> None:
     """Shut NODE out of the mesh for good, by its key. On the node that founded the mesh; cannot be taken back."""
+    daemon = client(ctx)
     if not yes:
-        click.confirm(f"shut {node} out for good?", abort=True)
-    answer = client(ctx).post("/v1/revoke", {"node": node, "reason": reason})
+        nicks = {row["node"]: row["nick"] for row in daemon.get("/v1/nodes")["nodes"]}
+        meant = node_meant(node, nicks, whole=True)
+        click.confirm(f"shut {nicks[meant]} ({meant}) out for good?", abort=True)
+    answer = daemon.post("/v1/revoke", {"node": node, "reason": reason})
     word = "is shut out already" if answer["already"] else "is shut out"
     click.echo(f"{answer['nick']} ({answer['node']}) {word}")
     click.echo("invites that are still good admit new keys: `mesh trust ls` shows who comes", err=True)
@@ -260,8 +264,8 @@ def _draw_members(answer: dict[str, Any]) -> None:
         if member["revoked_unix"] is not None:
             day = time.strftime("%Y-%m-%d %H:%M", time.localtime(member["revoked_unix"]))
             standing = f"revoked {day}" + (f": {member['reason']}" if member["reason"] else "")
-        rows.append([member["nick"], member["user"], _role(member), member["node"], standing])
-    table(["NODE", "USER", "ROLE", "KEY", "STANDING"], rows)
+        rows.append([member["nick"], member["user"], _role(member), standing, member["node"]])
+    table(["NODE", "USER", "ROLE", "STANDING", "KEY"], rows, spare=["USER"])
 
 
 def _role(member: dict[str, Any]) -> str:

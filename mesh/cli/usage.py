@@ -47,7 +47,7 @@ def _show(answer: dict[str, Any], by: str) -> None:
             known = "fair_points" in row
             rest.append(f"{row['decayed_gpu_h']:.3g} GPU h: {row['fair_points']} points ahead" if known else "-")
         rows.append([row["name"], *kinds, *rest])
-    table([*header, "FAIR SHARE"] if by == "user" else header, rows)
+    table([*header, "FAIR SHARE"] if by == "user" else header, rows, spare=["MEASURED", "LOST"])
     if not rows:
         click.echo("nothing has run yet in that time")
     if answer["silent"]:

@@ -32,7 +32,7 @@ from mesh.engine.descent import catches, descendants_of, process_of
 from mesh.engine.dockersession import DockerSession, open_docker_session
 from mesh.engine.egress import EgressError, Firewall, Policy, tag_of
 from mesh.engine.engine import Availability, BadCommand, BadImage, EngineError, Exit, Guest, Launch
-from mesh.engine.enginesocket import EngineSocket, NoContainer, Output
+from mesh.engine.enginesocket import EngineSocket, NoContainer, Output, why_silent
 from mesh.engine.frames import Order
 from mesh.engine.hardening import Traits, arguments, give_files, traits_of
 from mesh.engine.killswitch import KillSwitch
@@ -105,7 +105,7 @@ class DockerEngine:
             self.system = await self._call(lambda: self._probe.look(traits.name, traits.version, traits.experimental))
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
             self._client = None
-            return Availability(ok=False, detail=f"no Docker engine answers ({_reason(error)})")
+            return Availability(ok=False, detail=f"no Docker engine answers ({why_silent(error)})")
         if problem:
             return Availability(ok=False, detail=problem)
         rights = "a container: no capabilities, no new privileges, read-only root, not root"
@@ -479,15 +479,3 @@ def _socket_path() -> str:
 def no_program(name: str, told: str) -> bool:
     """Whether an engine that did not start a container says that this program is none there; else the node is at fault."""
     return f'"{name}"' in told and any(words in told for words in NO_PROGRAM)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    for sign, words in (
-        ("FileNotFoundError", "its socket does not exist"),
-        ("PermissionError", "this user may not use its socket: add it to the group docker"),
-        ("ConnectionRefusedError", "its socket refuses: is dockerd running?"),
-    ):
-        if sign in text:
-            return words
-    return text[:200]

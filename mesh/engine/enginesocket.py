@@ -124,3 +124,16 @@ class Output:
                     rest, left = rest[left:], max(0, left - len(rest))
                 if found:
                     yield bytes(found)
+
+
+def why_silent(error: Exception) -> str:
+    """In words, where it is a common one."""
+    text = str(error)
+    for sign, words in (
+        ("FileNotFoundError", "its socket does not exist"),
+        ("PermissionError", "this user may not use its socket: add it to the group docker"),
+        ("ConnectionRefusedError", "its socket refuses: is dockerd running?"),
+    ):
+        if sign in text:
+            return words
+    return text[:200]

@@ -20,6 +20,7 @@ import msgspec
 
 from mesh.engine.apart import apart
 from mesh.engine.engine import EngineError
+from mesh.engine.enginesocket import why_silent
 from mesh.images.allowlist import Image, image_hash
 from mesh.images.docket import MAX_CONFIG_BYTES, Docket, Layer, archive_manifest, archive_names, layers_of
 from mesh.images.layers import LayerStore
@@ -245,7 +246,7 @@ class ImageStore:
         try:
             return await answer
         except (docker.errors.DockerException, requests.RequestException) as error:
-            raise EngineError(f"the container engine: {str(error)[:200]}") from error
+            raise EngineError(f"the container engine: {why_silent(error)}") from error
         except tarfile.TarError as error:
             raise EngineError(f"what the engine saves cannot be read: {error}") from error
 

@@ -33,9 +33,9 @@ def lend_page(
             element("p", under_way, class_="say") if under_way else "",
             id="order",
         ),
-        "cost": element("section", element("h2", "What taking it back costs now"), *_cost(cost, notice_s), id="cost"),
         "buttons": element("div", *_buttons(standing, state, notice_s), class_="big", id="buttons"),
         "at-once": _at_once(standing, state),
+        "cost": element("section", element("h2", "What taking it back costs now"), *_cost(cost, notice_s), id="cost"),
     }
     facts = {"lend": lines[0].strip(), "order": problem or under_way}
     return Shown(parts, {name: words for name, words in facts.items() if words})

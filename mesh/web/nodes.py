@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from mesh.duration import lasting
@@ -71,20 +72,30 @@ def _lends(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _gpus(row: Mapping[str, Any]) -> list[Markup]:
+    """A line for each, those that are alike below one name."""
     room = {left["uuid"]: left for left in row["gpu_room"]}
     lines = []
-    for gpu in row["gpus"][:MOST_GPUS]:
-        left = room.get(gpu["uuid"], {"share": 0, "vram_mib": 0})
-        has = f"{left['share']} % free, {left['vram_mib'] / 1024:.3g} of {gpu['vram_mib'] / 1024:.3g} GiB"
-        lines.append(_line(gpu["model"].removeprefix("NVIDIA "), has, 1 - left["share"] / 100))
+    for (model, vram_mib), alike in groupby(row["gpus"][:MOST_GPUS], lambda gpu: (gpu["model"], gpu["vram_mib"])):
+        gpus = list(alike)
+        name = f"{model.removeprefix('NVIDIA ')}, {vram_mib / 1024:.3g} GiB"
+        lines.append(element("p", f"{len(gpus)} × {name}" if len(gpus) > 1 else name, class_="model"))
+        for gpu in gpus:
+            left = room.get(gpu["uuid"], {"share": 0, "vram_mib": 0})
+            lines.append(_line("", _free(left["share"], left["vram_mib"], vram_mib), 1 - left["share"] / 100))
     if len(row["gpus"]) > MOST_GPUS:
         lines.append(element("p", f"and {count(len(row['gpus']) - MOST_GPUS, 'more GPU')}", class_="muted"))
     return lines
 
 
+def _free(share: int, vram_mib: int, of_mib: int) -> str:
+    if not share:
+        return "taken"
+    return "free" if share == 100 and vram_mib == of_mib else f"{share} %, {vram_mib / 1024:.3g} GiB free"
+
+
 def _line(name: str, has: str, used: float) -> Markup:
-    words = element("div", element("span", name), element("span", has), class_="words")
-    return element("div", words, bar(used, USED), class_="gpu")
+    head = element("span", name) if name else ""
+    return element("div", head, bar(used, USED), element("span", has, class_="has"), class_="gpu")
 
 
 # --- the week

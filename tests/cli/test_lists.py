@@ -27,7 +27,12 @@ SAID: dict[str, dict[str, Any]] = {
     "/v1/jobs": {"schema": 1, "jobs": JOBS, "put_away": 0},
     "/v1/jobs?over=true": {"schema": 1, "jobs": JOBS, "put_away": 0},
     "/v1/jobs?over=false": {"schema": 1, "jobs": JOBS[:1], "put_away": 0},
-    "/v1/nodes": {"nodes": [{"nick": nick, "state": "alive", "user": "ada"} for nick in ("desk", "den", "lab")]},
+    "/v1/nodes": {
+        "nodes": [
+            {"nick": nick, "node": node, "state": "alive", "user": "ada"}
+            for nick, node in (("desk", "abc234"), ("den", "bcd345"), ("lab", "def567"))
+        ]
+    },
     "/v1/images": {"images": [{"alias": "torch", "by": "desk"}], "by_name": []},
 }
 
@@ -74,6 +79,21 @@ def test_a_list_is_a_table_or_ids_or_json(state: Path) -> None:
     assert answer["schema"] == 1 and len(answer["members"]) == 2
     both = run(state, "ps", "-q", "--json")
     assert both.exit_code == 2 and "choose one" in both.stderr
+
+
+def test_nobody_is_shut_out_by_mistake(state: Path) -> None:
+    for words, code, said in (
+        (["nobody"], 4, "no node called 'nobody'"),
+        (["la"], 4, "la"),
+        (["lab"], 1, "shut lab ("),
+    ):
+        done = CliRunner().invoke(cli, ["--state", str(state), "revoke", *words], prog_name="mesh", input="n\n")
+        assert done.exit_code == code and said in done.output, words
+
+
+def test_no_name_is_not_every_name(state: Path) -> None:
+    done = run(state, "wait", "")
+    assert done.exit_code == 4 and "no job is named" in done.stderr
 
 
 def test_watching_prints_what_has_changed_until_ctrl_c(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

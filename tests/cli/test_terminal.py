@@ -113,6 +113,25 @@ def test_a_table_is_as_wide_as_the_terminal(
     assert lines[2] == "long-name  y"
 
 
+@pytest.mark.parametrize(
+    ("columns", "left"), [("200", "JOB USER MOVES COMMAND"), ("30", "JOB USER COMMAND"), ("24", "JOB COMMAND")]
+)
+def test_a_narrow_terminal_has_fewer_columns_and_no_broken_lines(
+    columns: str, left: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    table(["JOB", "USER", "MOVES", "COMMAND"], [["7kq2abcd", "ada", "0", "python3 train.py"]], spare=["MOVES", "USER"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == left.split() and all(len(line) <= int(columns) for line in lines)
+
+
+def test_a_program_gets_whole_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError("no terminal")))
+    table(["JOB", "COMMAND"], [["a", "x" * 300]], spare=["JOB"])
+    assert capsys.readouterr().out.splitlines()[1] == "a    " + "x" * 300
+
+
 @given(st.text(max_size=40))
 def test_what_others_are_called_does_nothing_to_the_terminal(name: str) -> None:
     with redirect_stdout(StringIO()) as shown:

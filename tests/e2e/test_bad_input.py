@@ -74,7 +74,7 @@ SHARE = ("--gpu-share", "30", "--vram", "6g")
             "choose a smaller --vram, or a --vram-limit that",
         ),
         (("run", "--no-workdir", "--gpus", "1", "--vram-limit", "6g", "--", "x"), 2, "add --gpu-share, or leave out"),
-        (("run", "--no-workdir", *SHARE, "--", "x"), 6, "no node has 1 GPUs"),
+        (("run", "--no-workdir", *SHARE, "--", "x"), 6, "no node that lends has a GPU"),
         (("run", "--no-workdir", "--image", "no/such:image", "--", "x"), 6, "no/such:image"),
         (("run", "--no-workdir", "--engine", "docker", "--image", "a b", "--", "x"), 6, "a b"),
         (("run", "--no-workdir", "--", "a" * 300_000), 1, "rgument"),

@@ -88,6 +88,8 @@ def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
         client.submit(half, number=3)  # type: ignore[call-arg]
     with pytest.raises(MeshError, match="no job"):
         client.job("nosuchjob")
+    with pytest.raises(TypeError, match="not callable"):
+        client.submit(7)  # type: ignore[arg-type]
 
 
 async def test_coroutines_follow_jobs_and_cancel_them(shared: Stack) -> None:
@@ -122,7 +124,7 @@ async def test_coroutines_follow_jobs_and_cancel_them(shared: Stack) -> None:
     assert await ticking.cancel() and ticking.cancelled() and await ticking.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         await ticking
-    assert await (await client.job(ticking.id)).wait(60) == "cancelled"
+    assert await ticking.wait(60) == ticking.future.wait(60) == "cancelled", "the job is over, not the future alone"
 
 
 def interrupted() -> Iterator[Any]:

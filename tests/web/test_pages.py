@@ -108,6 +108,19 @@ def pages(text: str) -> list[Shown]:
 STANDING = Standing("node1", "lab", "alice", "word")
 
 
+def test_gpus_that_are_alike_stand_below_one_name() -> None:
+    gpus = [{"uuid": str(number), "model": "NVIDIA A6000", "vram_mib": 49_152} for number in range(3)]
+    room = [{**gpus[0], "share": 100}, {**gpus[1], "share": 20, "vram_mib": 28_672}, {**gpus[2], "share": 0}]
+    text = nodes_page([node("desk", gpus=gpus, gpu_room=room)]).parts["nodes"]
+    assert text.count("A6000") == 1 and "3 × A6000, 48 GiB" in text
+    assert re.findall('class="has">([^<]*)', text) == ["free", "20 %, 28 GiB free", "taken", "1 of 2 free"]
+
+
+def test_the_button_comes_before_what_it_costs() -> None:
+    parts = list(lend_page(STANDING, lending("x"), [guest("x")] * 30, 30.0, "", "").parts)
+    assert parts.index("buttons") < parts.index("cost")
+
+
 def whole(shown: Shown, text: str) -> str:
     named = Standing(text, text, text, "word")
     return document(named, text, "/", "/stream/nodes", element("h1", text), *shown.parts.values())
