@@ -4,6 +4,7 @@
 `native/exports.def`, where they are passed on.
 """
 
+import mmap
 import re
 import struct
 import sys
@@ -27,10 +28,14 @@ def known() -> set[str]:
 def unknown_to_the_guard(library: Path) -> list[str]:
     """Calls that the driver exports and the guard does not: a program that looks one up by name is told that there is none.
     Debuggers' calls do not count. ValueError if it is no 64-bit ELF library."""
-    return sorted(name for name in exported(library.read_bytes()) - known() if not name.startswith("cudbg"))
+    with (
+        library.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):  # a driver's are 100 MB
+        return sorted(name for name in exported(data) - known() if not name.startswith("cudbg"))
 
 
-def exported(library: bytes) -> set[str]:
+def exported(library: bytes | mmap.mmap) -> set[str]:
     """The functions `cu*` that an ELF library defines for others. ValueError if it cannot be read as one."""
     try:
         return set(_functions(library))
@@ -38,7 +43,7 @@ def exported(library: bytes) -> set[str]:
         raise ValueError(f"not an ELF library: {error}") from error
 
 
-def _functions(data: bytes) -> list[str]:
+def _functions(data: bytes | mmap.mmap) -> list[str]:
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF library")
     (offset,) = struct.unpack_from("<Q", data, 40)

@@ -15,6 +15,7 @@ from cuda_guard.build import BuildError, libraries
 from cuda_guard.driver import Driver, find_driver
 from cuda_guard.guard import Guard
 from cuda_guard.page import ALONE_WINDOW_MS, Quota
+from cuda_guard.symbols import unknown_to_the_guard
 from mesh.chores import Chores
 from mesh.engine.engine import EngineError, Injection, Launch
 from mesh.provider.audit import Audit
@@ -26,6 +27,7 @@ from placement.advert import WHOLE, Gpu, Portion
 NO_DRIVER = "GPUs cannot be shared: no libcuda.so.1 and libnvidia-ml.so.1 of NVIDIA's where libraries are looked for"
 ROOM_LOOK_S = 0.01  # between two looks at whether what was lent is back; ours
 ROOM_MARGIN_S = 10.0  # beyond what those who have it are given: to be killed, and for their contexts to end; ours
+NAMED = 5  # of the driver's calls that the guard does not know, in a line of the log; ours
 LOOK_S = 1.0  # between two looks at what tenants do; NVML's own samples are of up to a second
 
 Bypass = Literal["warn", "pause", "kill"]  # what happens to a job of which a program is past the guard
@@ -89,6 +91,7 @@ class NodeGuard:
             self._pausing = Pausing(driver.cuda, self._audit.holders)
             await self._pausing.open()
             log.info("GPUs can be shared: guard ready in %s", self._directory)
+            await self._compare(driver)
             self._changed("")
         if self._audit.problem and not guarded:
             return
@@ -111,6 +114,20 @@ class NodeGuard:
             log.warning("no guard: %s", error)
             self._changed(self._problem)
         return self._guard is not None
+
+    async def _compare(self, driver: Driver) -> None:
+        """With a driver newer than the guard."""
+        try:
+            names = await asyncio.to_thread(unknown_to_the_guard, driver.cuda)
+        except (OSError, ValueError) as error:
+            log.warning("which calls the driver has is not known: %s", error)
+            return
+        if names:
+            some = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+            self._warn(
+                f"the GPU driver has {len(names)} calls that the guard does not know ({some}): "
+                "programs that look for one by dlsym are told that there is none"
+            )
 
     async def pause(self, tenant: Tenant, by: PausingHand = "owner") -> str:
         """Keep it off its GPUs until it is resumed, and free what it has there if the driver can. Why that stays; empty if it

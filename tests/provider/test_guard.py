@@ -1,5 +1,6 @@
 """Whether a node has a guard, and what it says where it has none."""
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from cuda_guard.build import BuildError
+from cuda_guard.build import BuildError, find_compiler
 from mesh.engine.engine import EngineError, Launch
 from mesh.provider.guard import NodeGuard, page_directory
 from placement.advert import Portion
@@ -94,6 +95,16 @@ async def test_a_call_past_the_guard_is_named_once(driver: Path, tmp_path: Path)
             ["cuMemAllocNext"],
             [],
         ) and tenant.unguarded_calls() == ["cuMemAllocNext"]
+
+
+async def test_what_a_newer_driver_has_is_named(driver: Path, tmp_path: Path) -> None:
+    names = [f"cuTomorrow{n}" for n in range(7)]
+    source = "".join(f"int {name}(void) {{ return 0; }}\n" for name in names)
+    command = [*find_compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", str(driver / "libcuda.so.1")]
+    subprocess.run(command, input=source, text=True, check=True)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        (warning,) = watched.warned
+        assert "has 7 calls" in warning and "cuTomorrow4, ...)" in warning
 
 
 def test_two_daemons_of_a_machine_have_pages_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
