@@ -2,6 +2,7 @@
 #include "memory.h"
 
 static struct table contexts = TABLE_EMPTY; /* context, or PRIMARY of a device -> units; count: how often retained */
+static struct table greens = TABLE_EMPTY;   /* green context -> link: the context made from it */
 static pthread_mutex_t context_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static int64_t context_units(int device) { return units_for(atomic_load(&guard_policy->allowances[device].context_bytes)); }
@@ -94,7 +95,19 @@ static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
 CUresult cuCtxDestroy(CUcontext context) { return destroy(REAL(cuCtxDestroy), context); }
 CUresult cuCtxDestroy_v2(CUcontext context) { return destroy(REAL(cuCtxDestroy_v2), context); }
 
+/* A context for a part of a device's processors; what it allocates is the primary context's. */
+CUresult cuCtxFromGreenCtx(CUcontext *out, CUgreenCtx green) {
+  THEN(REAL(cuCtxFromGreenCtx)(out, green), (void)table_put(&greens, (struct entry){.key = id(green), .link = id(*out)}));
+}
+
+CUresult cuGreenCtxDestroy(CUgreenCtx green) {
+  struct entry entry = table_take(&greens, id(green));
+  if (entry.key != 0) meter_context_ends((CUcontext)(uintptr_t)entry.link);
+  return REAL(cuGreenCtxDestroy)(green);
+}
+
 void contexts_forked(void) {
   table_clear(&contexts);
+  table_clear(&greens);
   (void)pthread_mutex_init(&context_mutex, NULL);
 }

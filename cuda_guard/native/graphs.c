@@ -99,6 +99,8 @@ void memory_captured(CUgraph graph) {
   if (units > 0 && guard_current(&device) == CUDA_SUCCESS) graph_allocates(graph, device, units);
 }
 
+void memory_recaptured(CUgraph graph) { (void)table_take(&graphs, id(graph)); }
+
 /* Held until the driver says what it has reserved: all of it, unless the graph has run before and its memory is there. */
 CUresult memory_before_graph(CUgraphExec exec, struct graph_hold *hold) {
   *hold = (struct graph_hold){.device = -1};

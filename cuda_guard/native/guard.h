@@ -92,6 +92,9 @@ void memory_after_graph(CUgraphExec exec, struct graph_hold hold, CUresult resul
 /* The allocations that the capture that ends here has put into `graph`. */
 void memory_captured(CUgraph graph);
 
+/* Those that it had are being captured again. */
+void memory_recaptured(CUgraph graph);
+
 /* In a forked child: nothing of the parent's is ours. */
 void memory_forked(void);
 

@@ -138,6 +138,30 @@ CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const 
   CAPTURE(own_stream(stream), REAL(cuStreamBeginCaptureToGraph_ptsz)(stream, graph, after, edges, count, mode));
 }
 
+/* What it allocates is told once more. */
+static CUresult recaptured(CUgraph graph, CUresult result) {
+  if (result == CUDA_SUCCESS) memory_recaptured(graph);
+  return result;
+}
+
+CUresult cuStreamBeginRecaptureToGraph(CUstream stream, CUstreamCaptureMode mode, CUgraph graph, CUgraphRecaptureCallback differs,
+                                       void *data) {
+  CAPTURE(legacy_stream(stream), recaptured(graph, REAL(cuStreamBeginRecaptureToGraph)(stream, mode, graph, differs, data)));
+}
+
+CUresult cuStreamBeginRecaptureToGraph_ptsz(CUstream stream, CUstreamCaptureMode mode, CUgraph graph, CUgraphRecaptureCallback differs,
+                                            void *data) {
+  CAPTURE(own_stream(stream), recaptured(graph, REAL(cuStreamBeginRecaptureToGraph_ptsz)(stream, mode, graph, differs, data)));
+}
+
+CUresult cuStreamBeginCaptureToCig(CUstream stream, CUstreamCigCaptureParams *params) {
+  CAPTURE(legacy_stream(stream), REAL(cuStreamBeginCaptureToCig)(stream, params));
+}
+
+CUresult cuStreamBeginCaptureToCig_ptsz(CUstream stream, CUstreamCigCaptureParams *params) {
+  CAPTURE(own_stream(stream), REAL(cuStreamBeginCaptureToCig_ptsz)(stream, params));
+}
+
 #define CAPTURED(stream, out, call)                                              \
   do {                                                                           \
     bool was_ = meter_is_captured(stream);                                       \
@@ -154,4 +178,13 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *out) {
 
 CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *out) {
   CAPTURED(own_stream(stream), out, REAL(cuStreamEndCapture_ptsz)(stream, out));
+}
+
+#define NO_GRAPH ((CUgraph *)NULL)
+CUresult cuStreamEndCaptureToCig(CUstream stream) {
+  CAPTURED(legacy_stream(stream), NO_GRAPH, REAL(cuStreamEndCaptureToCig)(stream));
+}
+
+CUresult cuStreamEndCaptureToCig_ptsz(CUstream stream) {
+  CAPTURED(own_stream(stream), NO_GRAPH, REAL(cuStreamEndCaptureToCig_ptsz)(stream));
 }
