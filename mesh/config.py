@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: float = 30.0
     store_quota_gib: float | None = None
     foreign_quota_gib: float | None = None
+    keep_days: float = 7.0  # for which what a job has left here stays once it is over, however short room gets
     encrypt: bool = True
     max_memory_gib: float | None = (
         None  # of one job, as all up to `egress`; without it, an eighth of the memory stays the owner's
@@ -150,8 +151,9 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
-    if not 0 <= settings.image_keep_days < 2**20:
-        raise ConfigError(f"{path}: image_keep_days must be a number of days from 0, not {settings.image_keep_days:g}")
+    for label, days in (("image_keep_days", settings.image_keep_days), ("keep_days", settings.keep_days)):
+        if not 0 <= days < 2**20:
+            raise ConfigError(f"{path}: {label} must be a number of days from 0, not {days:g}")
     _check_ceilings(path, settings)
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")

@@ -232,6 +232,7 @@ class Daemon:
             random.Random(),
             self.refresh_advert,
             self.library.ready,
+            settings.keep_days * DAY_S,
         )
         self.accounts = Accounts(self.identity, self.trust.mesh_id, self.journal, self.jobs)
         self.attendance = Attendance(

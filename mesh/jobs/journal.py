@@ -40,6 +40,7 @@ CREATE TABLE IF NOT EXISTS past (
     past BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS past_names ON past (name);
+CREATE TABLE IF NOT EXISTS over (job BLOB PRIMARY KEY, heard_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, unix_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS errands (job BLOB PRIMARY KEY, errand BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -191,6 +192,15 @@ class Journal:
         query = "SELECT cell FROM cells JOIN past USING (job) WHERE ended_ms >= ?"
         rows = await self._do(lambda: self._db.execute(query, [unix_ms]).fetchall())
         return await asyncio.to_thread(_readable, rows)
+
+    async def over(self) -> dict[bytes, int]:
+        """Jobs of others of which something is kept here, and when it was heard that they are over (`remains.py`)."""
+        return dict(await self._do(lambda: self._db.execute("SELECT job, heard_ms FROM over").fetchall()))
+
+    async def note_over(self, heard: Sequence[bytes], gone: Sequence[bytes], unix_ms: int) -> None:
+        """Add these, as heard of now; nothing is kept of those any more, or they go on."""
+        await self._write("INSERT OR IGNORE INTO over VALUES (?, ?)", *((job, unix_ms) for job in heard))
+        await self._write("DELETE FROM over WHERE job = ?", *((job,) for job in gone))
 
     async def save_submitted(self, job: bytes, spec: bytes) -> None:
         await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", (job, spec, _unix_ms()))

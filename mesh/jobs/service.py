@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,6 +62,7 @@ from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
 from mesh.jobs.past import Past
 from mesh.jobs.postman import Postman
 from mesh.jobs.recovery import Plan
+from mesh.jobs.remains import Remains
 from mesh.jobs.rendezvous import meeting_place
 from mesh.jobs.reports import KillWanted, Recopied, RunnerEvent
 from mesh.jobs.spec import (
@@ -87,8 +89,6 @@ BATCH = 256  # inputs that are worked off together, so that their cells share on
 LOOK_SHARE = 10  # looking around takes at most one part in so many of a node's time; ours
 MAIL_WITHIN_S = 3.0  # what is not delivered by then is sent again by the cores: `steward.ANSWER_S`
 COLLECT_EVERY_S = 60.0
-COMMITTED_KEPT = 2  # the committed checkpoint and the one before it, should the newer one be damaged everywhere; ours
-COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
 
 TIMERS = ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "crew", "kept", "ask")
 
@@ -113,6 +113,7 @@ class JobService:
         rng: Random,
         places_changed: Callable[[], None] = lambda: None,
         have_image: HaveImage | None = None,
+        keep_s: float = inf,
     ) -> None:
         self.membership = membership
         self.journal = journal
@@ -149,6 +150,7 @@ class JobService:
         self.past = Past(
             journal, self.participant, self.board, judges.read_spec, self._take_up, self._publish, self._put_away
         )
+        self._remains = Remains(store, journal, keep_s)
         self._log_copies = LogCopies(peers)
         self._herald = Herald(membership.publish)
         self.hearing = Hearing(self._me, membership, self.board, self.views_changed)
@@ -167,6 +169,7 @@ class JobService:
         await self.keyring.restore()
         await self.cadences.restore()
         await self.past.restore()
+        await self._remains.restore()
         cells, damaged = await self.journal.cells()
         self.participant.forgotten = set(damaged)
         for job, problem in damaged.items():
@@ -333,7 +336,8 @@ class JobService:
                 self.views_changed()
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
-                await asyncio.to_thread(self._collect, self.board.all())
+                await self._remains.tidy(self.board.all(), time.time())
+                await asyncio.to_thread(self.logs.trim, set(self.attempts))
                 await self.past.put_away({*self.attempts, *self._submissions}, time.time())
 
     async def _copy_logs(self) -> None:
@@ -346,12 +350,6 @@ class JobService:
                     if job in self.participant.runners
                 }
             )
-
-    def _collect(self, statuses: dict[bytes, JobStatus]) -> None:
-        for status in statuses.values():
-            self.store.prune(status.job, status.settled, COMMITTED_KEPT)
-        self.logs.trim(set(self.attempts))
-        self.store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
 
     # --- effects
 

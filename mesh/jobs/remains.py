@@ -1,0 +1,89 @@
+"""What jobs have left in this node's store: what nobody will need goes at once, and what jobs that are over have left when
+room is short.
+
+Of these the longest over goes first, and none that has not been over for some days: who submitted it may still want its
+result. That it is over is counted from when this node heard so, by its own clock, and only while nobody says that it goes on.
+"""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from ckptstore.store import ManifestInfo, Store
+from mesh.jobs.journal import Journal
+from mesh.jobs.spec import format_job
+from mesh.jobs.status import JobStatus
+
+COMMITTED_KEPT = 2  # the committed checkpoint and the one before it, should the newer one be damaged everywhere; ours
+COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
+FULL_SHARE = 0.9  # of what the store may take, or of its disk; ours
+
+log = logging.getLogger(__name__)
+
+
+class Remains:
+    """`keep_s`: for which what a job has left stays in any case once it is over."""
+
+    def __init__(self, store: Store, journal: Journal, keep_s: float) -> None:
+        self._store, self._journal, self._keep_s = store, journal, keep_s
+        self._over: dict[bytes, float] = {}  # since when (Unix time), of jobs of which something is here
+
+    async def restore(self) -> None:
+        self._over = {job: unix_ms / 1000 for job, unix_ms in (await self._journal.over()).items()}
+
+    async def tidy(self, statuses: Mapping[bytes, JobStatus], now_unix: float) -> None:
+        """Make room; `statuses`: all that is known of jobs."""
+        infos = await asyncio.to_thread(self._store.manifests)
+        await self._note(statuses, {info.job for info in infos}, now_unix)
+        await asyncio.to_thread(self._remove, statuses, infos, now_unix)
+
+    async def _note(self, statuses: Mapping[bytes, JobStatus], here: set[bytes], now_unix: float) -> None:
+        known = [statuses[job] for job in here if job in statuses]
+        over = [status.job for status in known if status.outcome is not None and status.job not in self._over]
+        new = [job for job in over if await self._journal.submitted(job) is None]  # its own user's stay with him
+        goes_on = {status.job for status in known if status.outcome is None}
+        gone = [job for job in self._over if job in goes_on or job not in here]
+        if new or gone:
+            await self._journal.note_over(new, gone, int(now_unix * 1000))
+        self._over = {job: at for job, at in self._over.items() if job not in gone} | dict.fromkeys(new, now_unix)
+
+    def _remove(self, statuses: Mapping[bytes, JobStatus], infos: Sequence[ManifestInfo], now_unix: float) -> None:
+        for job in {info.job for info in infos} & statuses.keys():
+            self._store.prune(job, statuses[job].settled, COMMITTED_KEPT)
+        excess = excess_bytes(self._store)
+        if excess > 0:
+            since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
+            for info in longest_over(infos, since, excess):
+                days = (now_unix - since[info.job]) / 86_400
+                words = "%s %d of job %s, over for %.0f days, is removed: the store's room is nearly used up"
+                log.info(words, info.kind, info.seq, format_job(info.job)[:8], days)
+                self._store.forget(info.id)
+        self._store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
+
+
+def longest_over(infos: Iterable[ManifestInfo], since: Mapping[bytes, float], excess: int) -> Iterator[ManifestInfo]:
+    """All of the job that has been over for longest, then of the next, until they make up for `excess` bytes. What is alike is
+    kept once, so fewer bytes may come free: then the next look finds more to remove."""
+    kept: dict[bytes, list[ManifestInfo]] = {}
+    for info in infos:
+        if info.job in since:
+            kept.setdefault(info.job, []).append(info)
+    for job in sorted(kept, key=lambda job: (since[job], job)):
+        if excess <= 0:
+            return
+        excess -= sum(info.total_bytes for info in kept[job])
+        yield from kept[job]
+
+
+def excess_bytes(store: Store, disk: Callable[..., tuple[int, int, int]] = shutil.disk_usage) -> int:
+    """By how much the store is over a tenth short of what it may take; 0 or less where there is room."""
+    stored = store.stored_bytes()
+    total, _, free = disk(store.root)
+    over = [min(stored, int(total * (1 - FULL_SHARE)) - free)]
+    if store.quota_bytes is not None:
+        over.append(stored - int(store.quota_bytes * FULL_SHARE))
+    if store.foreign_quota_bytes is not None:
+        over.append(store.foreign_bytes() - int(store.foreign_quota_bytes * FULL_SHARE))
+    return max(over)
