@@ -34,12 +34,15 @@ class Dockerd:
         places = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
         alone = ["--bridge=none", "--iptables=false", "--ip6tables=false", *(["--live-restore"] if self._live else ())]
         alone += self._options
+        temporary = root / "tmp"  # what an engine leaves there goes with it
+        temporary.mkdir(exist_ok=True)
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 ["unshare", "--net", "dockerd", "-H", self.host, *places, *alone],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, "TMPDIR": str(temporary)},
             )
         deadline = time.monotonic() + WAIT_S
         while not self._answers():

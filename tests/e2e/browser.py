@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,7 @@ class Page:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": str(self._profile), "HOME": str(self._profile)},  # it leaves things in both
         )
         self._session = aiohttp.ClientSession()
         try:
