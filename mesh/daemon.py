@@ -34,7 +34,7 @@ from mesh.api.errors import ExitCode, MeshError
 from mesh.api.homecoming import Homecoming
 from mesh.api.images import ImageDesk
 from mesh.api.jobdesk import JobDesk
-from mesh.api.lending import settle_strike
+from mesh.api.lending import end_pauses, settle_strike
 from mesh.api.logs import LogReader
 from mesh.api.metrics import Metrics
 from mesh.api.peer import READ_BYTES, Address, Facts, PeerClient, decode_facts
@@ -398,6 +398,7 @@ class Daemon:
             group.create_task(keep(self.edge, self.wire, self.jobs.courier.departures, self._note), name="edge")
             group.create_task(self._heed_switch(), name="kill-switch")
             group.create_task(self.owner.run(), name="owner")
+            group.create_task(end_pauses(self, self._note), name="pauses")
 
     async def _heed_switch(self) -> None:
         """Its thread ends the guests; the rest of a reclaim follows here."""

@@ -37,6 +37,7 @@ def saving_words(saving: Mapping[str, Any] | None) -> str:
     return f"{what}: {part(saving['sent'], saving['bytes'])} sent to {nodes}"
 
 
+SOON_S = 6 * 86_400  # for which the day of the week is enough
 COST = "Ran", "At risk", "Saving", "Shipping", "Size", "In time", "Goes to", "Loses"  # of a guest, if it had to leave
 
 
@@ -63,10 +64,17 @@ def hours(gpu: float, slot: float) -> str:
     return f"{gpu:.3g}" + (f" + {slot:.3g}" if slot >= 0.0005 else "")
 
 
+def when(unix_s: float) -> str:
+    """A moment to come, by this machine's clock."""
+    form = "%a %H:%M" if unix_s - time.time() < SOON_S else "%Y-%m-%d %H:%M"
+    return time.strftime(form, time.localtime(unix_s))
+
+
 def lend_lines(answer: dict[str, Any]) -> list[str]:
     """For `mesh lend` and `mesh status`."""
     if answer["paused"]:
-        lines = ["paused (`mesh resume`)"]
+        end = answer["paused_until_unix"]
+        lines = [f"paused{f' until {when(end)}' if end else ''} (`mesh resume`)"]
     elif not answer["lending"]:
         lines = ["not lending (`mesh lend on`)"]
     else:
@@ -74,7 +82,7 @@ def lend_lines(answer: dict[str, Any]) -> list[str]:
     lines[0] += _scope(answer["machine"], answer["guests"])
     if answer["hours"] != "always":
         change = answer["hours_change_unix"]
-        at = "" if change is None else f", next change {time.strftime('%a %H:%M', time.localtime(change))}"
+        at = "" if change is None else f", next change {when(change)}"
         lines.append(f"  hours: {answer['hours']}{at}")
     if answer["typed_s"] is not None:
         lines.append(f"  last typed {lasting(answer['typed_s'])} ago (seen by {', '.join(answer['typing_seen_by'])})")

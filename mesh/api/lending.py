@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,7 @@ from mesh.engine.killswitch import BY_OWNER
 from mesh.jobs.spec import format_job
 from mesh.provider.inventory import Lending
 from mesh.provider.ladder import Leave
+from mesh.provider.owner import LOOK_S
 from mesh.provider.policy import Policy, PolicyError, with_hours
 from mesh.provider.presence import MACHINE, Stand
 from placement.advert import WHOLE
@@ -45,6 +47,7 @@ def lend_state(daemon: "Daemon") -> "answers.owner.Lend":
     return {
         "lending": lending.lending,
         "paused": lending.paused,
+        "paused_until_unix": lending.until_unix if lending.paused else 0,
         "now": lending.lending and not lending.paused and not daemon.inventory.presence.held_by,
         "guests": len(daemon.jobs.participant.hosted),
         "machine": _stand(owner.stands[MACHINE]),
@@ -108,20 +111,38 @@ def _write_hours(daemon: "Daemon", texts: tuple[str, ...]) -> None:
     write_durably(path, changed.encode())
 
 
-async def set_paused(daemon: "Daemon", paused: bool, gpu: str | None = None) -> "answers.owner.Paused":
-    """The machine, or one GPU of it. Lending the machine again lends all of it."""
+async def set_paused(
+    daemon: "Daemon", paused: bool, gpu: str | None = None, for_s: float | None = None
+) -> "answers.owner.Paused":
+    """The machine, or one GPU of it; the machine perhaps for so long only. Lending the machine again lends all of it."""
     before = daemon.inventory.lending
-    if not paused:
-        daemon.switch.release()
-        daemon.edge.restore()
+    if for_s is not None and (gpu is not None or not paused):
+        raise MeshError("only a pause of the machine ends by itself", ExitCode.USAGE)
     if gpu is not None:
         uuid = find_gpu(daemon, gpu)
         others = [each for each in before.withheld if each != uuid]
         after = msgspec.structs.replace(before, withheld=tuple([*others, uuid] if paused else others))
     elif paused:
-        after = msgspec.structs.replace(before, paused=True)
+        after = msgspec.structs.replace(before, paused=True, until_unix=int(time.time() + for_s) if for_s else 0)
     else:
         after = Lending(lending=True)
+    return await _take(daemon, after, not paused)
+
+
+async def end_pauses(daemon: "Daemon", say: Callable[[str], None]) -> None:
+    """Those that were to end by themselves, each at its time, also after a restart."""
+    while True:
+        lending = daemon.inventory.lending
+        if lending.paused and 0 < lending.until_unix <= time.time():
+            say("its owner's pause is over")
+            await _take(daemon, msgspec.structs.replace(lending, paused=False, until_unix=0), True)
+        await asyncio.sleep(LOOK_S)
+
+
+async def _take(daemon: "Daemon", after: Lending, lends: bool) -> "answers.owner.Paused":
+    if lends:
+        daemon.switch.release()
+        daemon.edge.restore()
     daemon.inventory.lending = after
     daemon.refresh_advert(force=True)
     try:
@@ -131,7 +152,13 @@ async def set_paused(daemon: "Daemon", paused: bool, gpu: str | None = None) -> 
         words = f"{daemon.layout.lending} cannot be written ({error.strerror}): a restart forgets what you said"
         daemon.membership.problems["lending"] = words
     guests = len(daemon.jobs.participant.hosted)
-    return {"paused": after.paused, "lending": after.lending, "withheld": list(after.withheld), "guests": guests}
+    return {
+        "paused": after.paused,
+        "lending": after.lending,
+        "withheld": list(after.withheld),
+        "guests": guests,
+        "until_unix": after.until_unix,
+    }
 
 
 def find_gpu(daemon: "Daemon", text: str) -> str:

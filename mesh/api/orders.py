@@ -12,6 +12,7 @@ Role = Literal["provider", "user"]
 # The daemon has a working directory of its own, which nobody means. PATH_MAX of Linux.
 AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+LONGEST_PAUSE_S = 366 * 86_400.0  # that ends by itself; ours
 
 
 class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,10 +116,11 @@ class GpuPauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`gpu`: one only."""
+    """`gpu`: one only; `for_s`: until a pause of the machine ends by itself."""
 
     paused: bool
     gpu: str | None = None
+    for_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_PAUSE_S)] | None = None
 
 
 class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

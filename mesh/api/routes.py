@@ -354,7 +354,7 @@ async def change_lending(daemon: "Daemon", call: Call[orders.LendOrder]) -> "ans
 @order("pause", "owner", orders.PauseOrder)
 async def pause(daemon: "Daemon", call: Call[orders.PauseOrder]) -> "answers.owner.Paused":
     """Take no new guests, or take them again; the machine, or one GPU of it."""
-    return await lending.set_paused(daemon, call.asked.paused, call.asked.gpu)
+    return await lending.set_paused(daemon, call.asked.paused, call.asked.gpu, call.asked.for_s)
 
 
 @order("reclaim", "owner", orders.ReclaimOrder)

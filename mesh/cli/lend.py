@@ -6,7 +6,7 @@ import click
 
 from mesh.cli.telling import patience
 from mesh.cli.terminal import DURATION, client, json_option, print_json, table
-from mesh.words import COST, cost_cells, lend_lines
+from mesh.words import COST, cost_cells, lend_lines, when
 
 GPU_OPTION = click.option("--gpu", metavar="N", help="One GPU only: its number here, or the beginning of its UUID.")
 
@@ -42,11 +42,14 @@ def lend(ctx: click.Context, word: str | None, hours: tuple[str, ...], as_json: 
 
 
 @click.command()
+@click.argument("duration", type=DURATION, required=False)
 @click.pass_context
-def pause(ctx: click.Context) -> None:
-    """Take no new guests; those that run stay. Remembered over restarts."""
-    guests = client(ctx).post("/v1/pause", {"paused": True})["guests"]
-    click.echo("paused" + (f"; {guests} guests still run (`mesh reclaim` sends them away)" if guests else ""))
+def pause(ctx: click.Context, duration: float | None) -> None:
+    """Take no new guests, for DURATION (as 30m) or until `mesh resume`; those that run stay. Remembered over restarts."""
+    answer = client(ctx).post("/v1/pause", {"paused": True, "for_s": duration})
+    guests, until = answer["guests"], f" until {when(answer['until_unix'])}" if answer["until_unix"] else ""
+    here = "1 guest still runs" if guests == 1 else f"{guests} guests still run"
+    click.echo(f"paused{until}" + (f"; {here} (`mesh reclaim` sends them away)" if guests else ""))
 
 
 @click.command()

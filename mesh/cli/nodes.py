@@ -2,7 +2,6 @@
 
 import os
 import select
-import time
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from mesh.cli.listing import listing, show, show_answer, watch_option
 from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
 from mesh.engine.descent import process_of
 from mesh.launcher import daemon_command, start_daemon, wait_ready
-from mesh.words import lend_lines
+from mesh.words import lend_lines, when
 
 ZONE_NODES_SHOWN = 6
 
@@ -233,8 +232,8 @@ def _held(node: dict[str, Any]) -> str:
     """Why it lends nothing now."""
     if not node.get("paused"):
         return "-"
-    if node["held_by"] == "hours" and node["back_unix"]:
-        return f"from {time.strftime('%a %H:%M', time.localtime(node['back_unix']))}"
+    if node["back_unix"]:
+        return f"from {when(node['back_unix'])}"
     return {"owner": "its owner is there", "hours": "other hours"}.get(node["held_by"], "paused")
 
 

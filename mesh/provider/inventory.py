@@ -20,11 +20,12 @@ from placement.request import Request
 
 class Lending(msgspec.Struct, frozen=True):
     """The owner's present decision; kept on disk (`lending.json`) so that a restart does not lend what was paused. `withheld`:
-    GPUs that he has taken back one by one."""
+    GPUs that he has taken back one by one; `until_unix`: when a pause ends by itself, 0 if it does not."""
 
     lending: bool
     paused: bool = False
     withheld: tuple[str, ...] = ()
+    until_unix: int = 0
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -124,6 +125,12 @@ class Inventory:
         """What it has of each of its GPUs."""
         return self._given.get(job, ())
 
+    def _back_unix(self) -> int:
+        """When it is lent again, if that is known: after its owner's pause, and in his hours."""
+        ends = [self.lending.until_unix] if self.lending.paused else []
+        ends += [self.presence.back_unix] if self.presence.held_by else []
+        return 0 if self.draining else max(ends) if ends and all(ends) else 0
+
     def advert(self) -> Advert:
         """The present offer; its version grows only when something in it changed."""
         fresh = Advert(
@@ -138,8 +145,8 @@ class Inventory:
             up_since_unix=self.up_since_unix,
             lending=self.lending.lending,
             paused=self.lending.paused or self.draining or bool(self.presence.held_by),
-            held_by=self.presence.held_by,
-            back_unix=self.presence.back_unix,
+            held_by="" if self.lending.paused else self.presence.held_by,
+            back_unix=self._back_unix(),
             gpus=self.gpus,
             room=self._room(),
             guards=self.guards,

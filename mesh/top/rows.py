@@ -63,7 +63,7 @@ def lends(node: Node) -> str:
         return ", ".join(parts) or "-"
     if not node.paused:
         return "-"
-    if node.held_by == "hours" and node.back_unix:
+    if node.back_unix:
         return f"from {clock(node.back_unix, '%a %H:%M')}"
     return {"owner": "its owner is there", "hours": "other hours"}.get(node.held_by, "paused")
 

@@ -9,6 +9,7 @@ from mesh.duration import lasting
 from mesh.web.frame import Shown, badge, bar, count
 from mesh.web.markup import Markup, element, join
 from mesh.web.palette import LEVELS
+from mesh.words import when
 
 MOST_SHOWN = 80  # nodes on a page, so that it stays light; ours
 MOST_GPUS = 8  # drawn one by one, of a node; ours
@@ -62,7 +63,7 @@ def _node(row: Mapping[str, Any]) -> Markup:
 
 def _lends(row: Mapping[str, Any]) -> tuple[str, str]:
     """In words, and how that looks."""
-    back = f", back {time.strftime('%a %H:%M', time.localtime(row['back_unix']))}" if row["back_unix"] else ""
+    back = f", back {when(row['back_unix'])}" if row["back_unix"] else ""
     if row["lending"]:
         return "lending", "good"
     if row["paused"]:
@@ -164,7 +165,7 @@ def _stays(one: Mapping[str, Any]) -> list[Markup]:
         return [element("p", f"{one['nick']} is not lent now.")]
     words = f"{one['nick']} has been lent for {lasting(time.time() - one['lent_since_unix'])}."
     if one["until_unix"]:
-        words += f" Its owner takes it back {time.strftime('%a %H:%M', time.localtime(one['until_unix']))}."
+        words += f" Its owner takes it back {when(one['until_unix'])}."
     chances = [
         element(
             "li",

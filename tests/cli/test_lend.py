@@ -1,5 +1,7 @@
 """How lending is shown."""
 
+import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +16,19 @@ QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    bare = {"paused": False, "lending": True, "now": True, "guests": 2, "hours": "always", "hours_change_unix": None}
+    bare: dict[str, Any] = {"paused": False, "paused_until_unix": 0}
+    bare |= {"lending": True, "now": True, "guests": 2, "hours": "always", "hours_change_unix": None}
     seen: dict[str, Any] = {"typed_s": None, "typing_seen_by": [], "load": None, "machine": QUIET, "gpus": []}
     return {**bare, **seen, "problem": "", "warnings": [], **changes}
+
+
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as here:
+        here.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
@@ -28,6 +40,7 @@ def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
     [
         ({}, "lending"),
         ({"paused": True}, "paused (`mesh resume`)"),
+        ({"paused": True, "paused_until_unix": 4_000_000_000}, "paused until 2096-10-02 07:06 (`mesh resume`)"),
         ({"lending": False}, "not lending (`mesh lend on`)"),
         (
             {"now": False, "machine": machine("suspend", 100)},
@@ -44,7 +57,7 @@ def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
         ),
     ],
 )
-def test_how_the_machine_stands(changes: dict[str, Any], line: str) -> None:
+def test_how_the_machine_stands(changes: dict[str, Any], line: str, utc: None) -> None:
     assert lend_lines(answer(**changes)) == [line]
 
 
@@ -86,10 +99,11 @@ def test_warnings_are_said_and_what_was_asked_is_sent(monkeypatch: pytest.Monkey
         ({}, "-"),
         ({"paused": False, "held_by": "owner", "back_unix": 0}, "-"),
         ({"paused": True, "held_by": "", "back_unix": 0}, "paused"),
+        ({"paused": True, "held_by": "", "back_unix": 4_000_000_000}, "from 2096-10-02 07:06"),
         ({"paused": True, "held_by": "owner", "back_unix": 0}, "its owner is there"),
         ({"paused": True, "held_by": "hours", "back_unix": 0}, "other hours"),
     ],
 )
-def test_why_a_node_lends_nothing_now(node: dict[str, Any], words: str) -> None:
+def test_why_a_node_lends_nothing_now(node: dict[str, Any], words: str, utc: None) -> None:
     assert _held(node) == words
     assert _held({"paused": True, "held_by": "hours", "back_unix": 1_800_000_000}).startswith("from ")

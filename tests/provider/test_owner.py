@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from cuda_guard.auditor import Seen
 from mesh.api.errors import MeshError
-from mesh.api.lending import find_gpu
+from mesh.api.lending import end_pauses, find_gpu, set_paused
 from mesh.provider.inventory import Inventory, Lending, Presence, load_lending
 from mesh.provider.memory import Moment, load_memories, save_memories
 from mesh.provider.owner import Owner, works
@@ -93,6 +94,46 @@ def test_a_gpu_goes_by_its_number_or_the_beginning_of_its_name(text: str, found:
 def test_no_gpu_is_guessed(text: str) -> None:
     with pytest.raises(MeshError, match="0: GPU-aaaa, 1: GPU-bbbb"):
         find_gpu(SimpleNamespace(inventory=lender()), text)  # type: ignore[arg-type]
+
+
+class Node:
+    """As much of a daemon as the owner's word needs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.inventory, self.layout = lender(), SimpleNamespace(lending=directory / "lending.json")
+        self.membership = SimpleNamespace(problems={})
+        self.jobs = SimpleNamespace(participant=SimpleNamespace(hosted={}))
+        self.opened: list[str] = []
+        self.switch = SimpleNamespace(release=lambda: self.opened.append("guests"))
+        self.edge = SimpleNamespace(restore=lambda: self.opened.append("packets"))
+
+    def refresh_advert(self, force: bool) -> None:
+        pass
+
+
+async def test_a_pause_ends_by_itself_at_its_time_and_after_a_restart(tmp_path: Path) -> None:
+    node, said = Node(tmp_path), list[str]()
+    daemon: Any = node
+    node.inventory.lending = Lending(lending=True, withheld=("GPU-aaaa",))
+    told = await set_paused(daemon, True, for_s=3600.0)
+    until, advert = told["until_unix"], node.inventory.advert()
+    assert advert.paused and advert.back_unix == until == pytest.approx(time.time() + 3600, abs=30)
+    assert load_lending(node.layout.lending, True) == node.inventory.lending and not node.opened
+    for presence, back in ((Presence("hours", until + 60), until + 60), (Presence("owner"), 0), (Presence(), until)):
+        node.inventory.presence = presence
+        assert (node.inventory.advert().back_unix, node.inventory.advert().held_by) == (back, "")
+    node.inventory.lending = msgspec.structs.replace(load_lending(node.layout.lending, True), until_unix=1)
+    ending = asyncio.create_task(end_pauses(daemon, said.append))
+    while node.inventory.lending.paused or load_lending(node.layout.lending, True).paused:
+        await asyncio.sleep(0)
+    ending.cancel()
+    assert node.inventory.lending == Lending(lending=True, withheld=("GPU-aaaa",)), "a GPU is not given back with it"
+    assert node.opened == ["guests", "packets"] and said == ["its owner's pause is over"]
+    await set_paused(daemon, True, for_s=60.0)
+    await set_paused(daemon, True)
+    assert node.inventory.lending.until_unix == 0, "the last word counts"
+    with pytest.raises(MeshError, match="of the machine"):
+        await set_paused(daemon, True, "0", 60.0)
 
 
 def test_who_only_draws_a_little_is_not_at_work() -> None:

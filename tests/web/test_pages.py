@@ -56,7 +56,8 @@ def job(text: str, **more: Any) -> dict[str, Any]:
 def lending(text: str, **more: Any) -> dict[str, Any]:
     calm = {"level": "calm", "why": text, "causes": [text], "next_s": 3.0}
     return {
-        "lending": True, "paused": False, "now": False, "guests": 1, "machine": calm, "hours": text, "hours_change_unix": NOW,
+        "lending": True, "paused": False, "paused_until_unix": 0, "now": False, "guests": 1, "machine": calm, "hours": text,
+        "hours_change_unix": NOW,
         "gpus": [{"index": 0, "withheld": True, "programs": [{"pid": 7, "name": text}], **calm}], "typed_s": 3.0,
         "typing_seen_by": [text], "load": 1.0, "problem": text, "warnings": [text], **more,
     }  # fmt: skip

@@ -49,11 +49,12 @@ class Policy(TypedDict):
 
 
 class Lend(TypedDict):
-    """`lending`, `paused`: its owner's word; `now`: whether it takes guests now. `typed_s`: since somebody typed; `load`: cores
-    that others than guests use; None where that is not looked at."""
+    """`lending`, `paused`: its owner's word; `paused_until_unix`: when a pause ends by itself, else 0; `now`: whether it takes
+    guests now. `typed_s`: since somebody typed; `load`: cores that others than guests use; None where that is not looked at."""
 
     lending: bool
     paused: bool
+    paused_until_unix: int
     now: bool
     guests: int
     machine: Stand
@@ -70,12 +71,13 @@ class Lend(TypedDict):
 
 
 class Paused(TypedDict):
-    """`withheld`: UUIDs of GPUs that are taken back one by one."""
+    """`withheld`: UUIDs of GPUs that are taken back one by one; `until_unix`: when a pause ends by itself, else 0."""
 
     lending: bool
     paused: bool
     withheld: list[str]
     guests: int
+    until_unix: int
 
 
 class Kept(TypedDict):
