@@ -16,6 +16,7 @@ UNGUARDED_LOOKS = 2  # a process may begin or end while NVML and the pages are r
 OVER_S = 10.0  # past a quota or share for so long is no accident of sampling
 SHARE_MARGIN = 10.0  # per cent of the device: NVML's samples are of 1/6 s to 1 s
 CONTEXT_MOST = 1 << 30  # bytes that no process's contexts and modules need; twice what large ones take (cuDNN and all)
+CONTEXT_LEAST = 16 << 20  # what one takes at least; ours
 STEADY_LOOKS = 3
 
 
@@ -135,10 +136,15 @@ class Auditor:
             charged = claim.charged.get(seen.pid, 0)
             last = self._excess.setdefault((claim.job, claim.uuid, seen.pid), deque(maxlen=STEADY_LOOKS))
             if charged is not None and seen.memory is not None:
-                last.append(max(0, seen.memory - charged))
-            total += max(last, default=0)
-            if claim.context == 0 and seen.pid in claim.charged and len(last) == STEADY_LOOKS and max(last) > 0:
-                self.contexts[claim.uuid] = min(max(last), self.contexts.get(claim.uuid, CONTEXT_MOST))
+                last.append(seen.memory - charged)
+            nearest = max(last, default=0)
+            total += max(0, nearest)
+            if seen.pid not in claim.charged or len(last) < STEADY_LOOKS:
+                continue
+            if claim.context == 0 and nearest >= CONTEXT_LEAST:
+                self.contexts[claim.uuid] = min(nearest, self.contexts.get(claim.uuid, CONTEXT_MOST))
+            elif claim.context > 0 and nearest < 0:  # it was learned from a job that lied
+                self.contexts.pop(claim.uuid, None)
         return total
 
     def _find(self, claim: Claim, device: DeviceLook, now: float) -> list[Finding]:

@@ -32,6 +32,7 @@ struct contender {
   int64_t credible_ns;
   int64_t memory, memory_most; /* bytes guaranteed, ALL_MEMORY without a quota; at most, while no guarantee needs them */
   int64_t is_away;             /* the driver has brought to the host what it had */
+  int64_t sweep_ns;            /* when to look for its dead next */
 };
 
 /* One device. */

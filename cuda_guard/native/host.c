@@ -17,6 +17,8 @@
 #define DRAIN_NS 100000000
 #define SWEEP_NS 250000000 /* a dead process's work under way makes its job look busy until then */
 
+#define SWEEP_PART 100 /* of the time, at most, goes into the sweeps of one job */
+
 struct host {
   pthread_t thread;
   pthread_mutex_t mutex;
@@ -62,10 +64,16 @@ static void shield(struct guard_job *from, struct guard_job *to) {
 
 void host_forget(struct guard_job *job) { shield(job, NULL); }
 
-static void sweep(struct host *host) {
+/* A job that has thousands of locks on its page makes a look at them long: it is looked at the less often. */
+static void sweep(struct host *host, int64_t now) {
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
-    for (uint32_t j = 0; j < host->devices[i].count; j++)
-      (void)ledger_sweep(host->devices[i].contenders[j].job, host->devices[i].contenders[j].file, 0);
+    for (uint32_t j = 0; j < host->devices[i].count; j++) {
+      struct contender *contender = &host->devices[i].contenders[j];
+      if (now < contender->sweep_ns) continue;
+      int64_t begun = now_ns();
+      (void)ledger_sweep(contender->job, contender->file, 0);
+      contender->sweep_ns = now + SWEEP_PART * (now_ns() - begun);
+    }
 }
 
 static void *run(void *argument) {
@@ -75,7 +83,7 @@ static void *run(void *argument) {
   while (!host->ends) {
     int64_t next = INT64_MAX, now = now_ns();
     if (now - swept >= SWEEP_NS) {
-      sweep(host);
+      sweep(host, now);
       swept = now;
     }
     for (unsigned i = 0; i < GUARD_DEVICES; i++) {

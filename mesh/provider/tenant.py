@@ -161,10 +161,15 @@ class Tenant:
         return sum(self.guarded.over(place) for place, portion in enumerate(self.portions) if portion.uuid in needed)
 
     def spoilt_page(self) -> Finding | None:
-        """Its programs have cut or lengthened the file of its page, which lies in the owner's memory."""
-        if self.released or not self.guarded.pages.restore_length():
+        """Its programs have cut or lengthened the file of its page, which is the owner's memory, or clogged it with locks."""
+        if self.released:
             return None
-        detail = "its programs have changed the length of the page that they share with the guard"
+        if self.guarded.pages.restore_length():
+            detail = "its programs have changed the length of the page that they share with the guard"
+        elif self.guarded.clogged:
+            detail = "its programs have clogged the page that they share with the guard with locks"
+        else:
+            return None
         return Finding("page", self.name, self.portions[0].uuid, 0, detail)
 
     def new_unguarded_calls(self) -> list[str]:

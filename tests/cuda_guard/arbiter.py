@@ -12,7 +12,7 @@ class Contender(ctypes.Structure):
         ("active_ns", ctypes.c_int64),
         ("seen_ns", ctypes.c_uint64),
         *((name, ctypes.c_int64) for name in ("virtual_ns", "turn_ns", "looked_ns", "credible_ns")),
-        *((name, ctypes.c_int64) for name in ("memory", "memory_most", "is_away")),
+        *((name, ctypes.c_int64) for name in ("memory", "memory_most", "is_away", "sweep_ns")),
     )
 
 

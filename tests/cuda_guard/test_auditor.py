@@ -191,3 +191,17 @@ def test_processes_that_are_not_on_the_device_allow_no_memory() -> None:
     large, idle = Seen(1, 8 * GIB), dict.fromkeys(range(2, 200), 0)
     found = watch.look(look(large), claim({1: 8 * GIB, **idle}), times=int(OVER_S) + 2).findings
     assert [finding.kind for finding in found] == ["memory"]
+
+
+def test_what_a_context_takes_is_learned_anew_after_a_lie() -> None:
+    """A job that charges itself nothing has all that it takes for its context, and later ones would be charged that."""
+    watch = Watch()
+    watch.look(look(Seen(1, 2 * GIB)), claim({1: 0}), times=4)
+    assert watch.auditor.contexts == {GPU: CONTEXT_MOST}
+    honest = Seen(2, 500 * MIB)
+    assert watch.overhead(look(honest), claim({2: 100 * MIB + CONTEXT_MOST}, context=CONTEXT_MOST), times=4) == 0
+    assert watch.auditor.contexts == {}
+    watch.look(look(Seen(3, 500 * MIB)), claim({3: 100 * MIB}), times=4)
+    assert watch.auditor.contexts == {GPU: 400 * MIB}
+    watch.look(look(Seen(4, 500 * MIB)), claim({4: 500 * MIB - 1}, job="liar"), times=4)
+    assert watch.auditor.contexts == {GPU: 400 * MIB}, "no context is as small as that"

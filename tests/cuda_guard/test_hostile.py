@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cuda_guard import guard
 from cuda_guard.build import COMPILE, NATIVE, find_compiler
 from cuda_guard.page import SLOTS, JobPage
 from mesh.provider.receipts import DeviceUse, Tally
@@ -37,6 +38,19 @@ def test_a_page_that_is_cut_off_harms_nobody_else(make_bench: Callable[..., Benc
 
     machine.run(honest, work)
     assert honest.usage()[0].peak == CONTEXT + MIB
+
+
+def test_a_page_that_is_clogged_with_locks_is_given_up(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask who has a place takes time for each lock there is, and there is no end to them: 20 000 take 50 ms."""
+    job = make_bench().job()
+    assert job.charges() == {} and not job.clogged
+    monkeypatch.setattr(guard, "LOCKS_S", 0.0)
+    for slot in job.pages.job.table:
+        slot.pid = 1
+    del slot
+    assert job.charges() == {} and job.clogged
 
 
 def test_what_a_job_claims_to_have_used_can_be_told(make_bench: Callable[..., Bench]) -> None:
