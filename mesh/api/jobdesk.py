@@ -29,7 +29,7 @@ from mesh.jobs.custody import NEED_MIB
 from mesh.jobs.effects import Cell, decode_cell
 from mesh.jobs.events import Event, words
 from mesh.jobs.keyring import NoKey
-from mesh.jobs.ledger import Seat
+from mesh.jobs.ledger import Attempt, Seat
 from mesh.jobs.shares import locked
 from mesh.jobs.spec import (
     JOB_ID_BYTES,
@@ -454,6 +454,11 @@ class JobDesk:
             return Authority(self._daemon.me, self._daemon.trust).read_spec(status.job, sealed)
         except SpecError as error:
             raise MeshError(f"a witness gave a damaged job description: {error}") from error
+
+    async def attempts(self, status: JobStatus) -> tuple[Attempt, ...]:
+        """All that are known, also those for which its section has no room."""
+        cell = await self._cell(status) if status.attempts and status.attempts[0].number else None
+        return cell.ledger.attempts if cell is not None else status.attempts
 
     async def describe(self, text: str) -> "answers.jobs.Described":
         """Everything about one job: what was asked for, and all that its witnesses remember."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from ckptstore.errors import StoreError
-from mesh.api.errors import MeshError
+from mesh.api.errors import ExitCode, MeshError
 from mesh.api.peer import PeerError
 from mesh.jobs.ledger import Attempt
 from mesh.jobs.status import JobStatus
@@ -37,16 +37,22 @@ class LogReader:
             async with asyncio.timeout(TAIL_POLL_S):
                 await self._news.setdefault(job, asyncio.Event()).wait()
 
-    async def follow_log(self, text: str, follow: bool) -> AsyncGenerator[bytes, None]:
-        """The job's output over all its attempts; with `follow`, until it ends."""
-        job = self._desk.find_job(text).job
+    async def follow_log(self, text: str, follow: bool, only: int | None = None) -> AsyncGenerator[bytes, None]:
+        """The job's output over all its attempts, or of one; with `follow`, until that ends. MeshError if there is none yet."""
+        found = self._desk.find_job(text)
+        job, known = found.job, {attempt.number: attempt for attempt in await self._desk.attempts(found)}
+        if only is not None and only not in known:
+            raise MeshError(
+                f"job {text!r} has had no attempt {only} so far: `mesh describe` lists them", ExitCode.NOT_FOUND
+            )
         given: dict[int, int] = {}
         told: set[int] = set()  # ended attempts, told to their last byte
         while True:
             status = self._desk.statuses().get(job)
             if status is None:
                 return
-            for attempt in status.attempts:
+            known |= {attempt.number: attempt for attempt in status.attempts}
+            for attempt in known.values() if only is None else [known[only]]:
                 if attempt.number in told:
                     continue
                 if attempt.reason or status.outcome is not None:
@@ -54,7 +60,7 @@ class LogReader:
                 async for piece in self._attempt_log(status, attempt, given.get(attempt.number, 0), follow):
                     given[attempt.number] = given.get(attempt.number, 0) + len(piece)
                     yield piece
-            if not follow or status.outcome is not None:
+            if not follow or status.outcome is not None or only in told:
                 return
             await self._pause(job)
 

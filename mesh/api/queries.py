@@ -48,9 +48,10 @@ class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`follow`: until the job is over."""
+    """`follow`: until the job is over; `attempt`: of that one only."""
 
     follow: bool = False
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
 
 
 class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -226,8 +226,8 @@ async def files(daemon: "Daemon", call: Call[queries.FilesQuery]) -> AsyncIterat
 
 @read("jobs/{job}/log", "jobs", queries.LogQuery, BYTES)
 async def log(daemon: "Daemon", call: Call[queries.LogQuery]) -> AsyncIterator[bytes]:
-    """A job's output, over all its attempts."""
-    return daemon.logs.follow_log(call.job, call.asked.follow)
+    """A job's output, over all its attempts, or of one."""
+    return daemon.logs.follow_log(call.job, call.asked.follow, call.asked.attempt)
 
 
 @read("jobs/{job}/tunnel/{way}", "jobs", Nothing, FRAMES)

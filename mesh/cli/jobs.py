@@ -231,7 +231,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
                 row["user"],
                 row["state"],
                 (row["node"] or "-") + (f" +{len(row['mates'])}" if row["mates"] else ""),
-                str(max(0, len(row["attempts"]) - 1)),
+                str(row["attempts"][-1]["number"] if row["attempts"] else 0),
                 progress,
                 kept,
                 lasting(row["at_risk_s"]) if row["at_risk_s"] else "-",
@@ -244,19 +244,23 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
 
 @click.command()
 @click.argument("job", type=JOB)
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job, or that attempt, ends.")
+@click.option(
+    "--attempt", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Of that attempt only (`mesh describe`)."
+)
 @click.pass_context
-def logs(ctx: click.Context, job: str, follow: bool) -> None:
+def logs(ctx: click.Context, job: str, follow: bool, attempt: int | None) -> None:
     """Show a job's output, over all its attempts, wherever it ran."""
     daemon = client(ctx)
-    if follow:
+    if follow and attempt is None:
         whole = daemon.get(job_path(job))["job"]["job"]
         with under_way(daemon, whole):
             follow_log(daemon, whole)
         return
-    for piece in daemon.stream(f"{job_path(job)}/log"):
+    asked = "?" + "&".join(["follow=1"] * follow + [f"attempt={attempt}"] * (attempt is not None))
+    for piece in daemon.stream(f"{job_path(job)}/log{asked.removesuffix('?')}"):
         sys.stdout.buffer.write(piece)
-    sys.stdout.buffer.flush()
+        sys.stdout.buffer.flush()
 
 
 @click.command()

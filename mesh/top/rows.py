@@ -117,7 +117,7 @@ JOB_SORTINGS = (
 
 
 def moves(job: Job) -> int:
-    return max(0, len(job.attempts) - 1)
+    return job.attempts[-1].number if job.attempts else 0  # only the last ones are listed
 
 
 def short(job: Job) -> str:

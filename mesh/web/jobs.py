@@ -115,7 +115,9 @@ def timeline(row: Mapping[str, Any], now_unix: float) -> Markup:
         drawn.append(element("rect", x=min(x, BAR - width), y=3, width=width, height=14, class_=f"f{colour} cut"))
         why = attempt["reason"] or "under way"
         told.append(f"{attempt['node']} {lasting(max(0, end - since) / 1000)}, {why}")
-    words = f"{count(len(attempts), 'attempt')} in {lasting((over - begun) / 1000)}: {'; '.join(told)}"
+    first = attempts[0]["number"]
+    before = f"the last of {attempts[-1]['number'] + 1}, " if first else ""
+    words = f"{before}{count(len(attempts), 'attempt')} in {lasting((over - begun) / 1000)}: {'; '.join(told)}"
     rail = element("rect", x=0, y=9, width=BAR, height=2, class_="rail")
     box = {"viewBox": f"0 0 {BAR} 20", "preserveAspectRatio": "none"}
     return element(

@@ -104,6 +104,8 @@ def test_logs_follow_a_job_that_runs_elsewhere_until_its_end(shared: Stack) -> N
     done = mesh(elsewhere, "logs", "-f", job)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("attempt 0 on ") and lines[-1] == f"digest {count_digest(60)}" and len(lines) == 2
+    assert ok(elsewhere, "logs", "--attempt", "0", "-f", job) == done.stdout
+    assert mesh(elsewhere, "logs", "--attempt", "1", job).returncode == 4
 
 
 def test_cancel_ends_a_job_from_any_node_of_its_user(shared: Stack) -> None:
