@@ -23,6 +23,7 @@ Unseal = Callable[[bytes], tuple[bytes, bytes]]
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # about 4 TB of chunks
 MAX_FILES = 1_000_000
+MAX_DEPTH = 256  # Bazel's and npm's trees have some 40 levels; ours
 MAX_PATH_BYTES, MAX_PART_BYTES = 4096, 255  # PATH_MAX and NAME_MAX of Linux
 
 Kind = Literal["checkpoint", "workdir", "result"]
@@ -179,6 +180,8 @@ def check_path(path: str) -> None:
     encoded = path.encode(errors="surrogateescape")
     if "\0" in path or not path or len(encoded) > MAX_PATH_BYTES:
         raise BadPath(f"{path[:80]!r} cannot be a path")
+    if len(parts) > MAX_DEPTH:
+        raise BadPath(f"{path[:80]!r} is nested more than {MAX_DEPTH} levels deep")
     if any(part in {"", ".", ".."} for part in parts):
         raise BadPath(f"{path[:80]!r} is not a plain relative path")
     if any(len(part.encode(errors="surrogateescape")) > MAX_PART_BYTES for part in parts):

@@ -25,7 +25,7 @@ from membership.gate import Policy
 from membership.identity import Identity, NodeId, format_id, short_id
 from membership.node import MembershipNode, PortInUse
 from membership.trust import PROVIDER, TrustStore
-from mesh import __version__
+from mesh import __version__, trees
 from mesh.api import local
 from mesh.api.auth import Gatekeeper
 from mesh.api.ckptdesk import CkptDesk
@@ -262,7 +262,7 @@ class Daemon:
         )
         if settings.profile == "local":
             self.jobs.mending.lost_s = LOCAL_LOST_S
-        await asyncio.to_thread(shutil.rmtree, layout.jobs, True)  # guests of an earlier run died with it
+        await asyncio.to_thread(trees.remove, layout.jobs)  # guests of an earlier run died with it
         # Before any peer is heard: a witness that does not know its promises would break them.
         await self.jobs.restore()
         self.deputy = Deputy(

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import StoreError
+from mesh import trees
 from mesh.api.errors import ExitCode, MeshError
 from mesh.api.peer import PeerError
 from mesh.api.streams import sliced
@@ -129,7 +130,7 @@ def _below(top: Path) -> Iterator[Path]:
     """All that is in a directory, each after what it is in. Its job goes on: what it removes meanwhile is left out."""
     if top.is_symlink():
         return
-    for directory, inner, files in os.walk(top):
+    for directory, inner, files in trees.walk(top):
         inner.sort()
         yield from (Path(directory, name) for name in sorted([*inner, *files]))
 

@@ -13,6 +13,7 @@ from typing import Any
 import docker.types
 import msgspec
 
+from mesh import trees
 from mesh.engine.engine import Launch, contract_env
 from mesh.engine.warden import LABEL_NODE
 
@@ -110,6 +111,6 @@ def _devices(uuids: tuple[str, ...], cdi: frozenset[str]) -> list[Any]:
 
 def _give(path: Path) -> None:
     os.chown(path, GUEST_UID, GUEST_UID)
-    for directory, names, files in os.walk(path):
+    for directory, names, files in trees.walk(path):
         for name in (*names, *files):
             os.chown(Path(directory) / name, GUEST_UID, GUEST_UID, follow_symlinks=False)

@@ -2,12 +2,12 @@
 several at once are not each given the same. What is promised and not written yet counts as taken.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from mesh import trees
 from mesh.amount import amount
 
 BLOCK = 512  # bytes of st_blocks (inode(7))
@@ -64,9 +64,18 @@ class Room:
 
 
 def tree_bytes(root: Path, of: Callable[[Path], int] | None = None) -> int:
-    """`of` its files: on disk, if nothing else is asked."""
+    """`of` its files: on disk, if nothing else is asked. TooDeep where that cannot be known."""
     size = of or blocks
-    return sum(size(Path(directory, name)) for directory, _, files in os.walk(root) for name in files)
+    return sum(size(Path(directory, name)) for directory, _, files in trees.walk(root, strict=True) for name in files)
+
+
+def tree_use(root: Path) -> tuple[int, int]:
+    """Bytes on disk, and how many files and directories. TooDeep where that cannot be known."""
+    size = inodes = 0
+    for directory, names, files in trees.walk(root, strict=True):
+        size += sum(blocks(Path(directory, name)) for name in files)
+        inodes += len(names) + len(files)
+    return size, inodes
 
 
 def blocks(path: Path) -> int:

@@ -21,6 +21,7 @@ import msgspec
 from ckptstore.errors import SaveTorn, StoreError
 from ckptstore.store import Store
 from ckptstore.vault import Vault
+from mesh import trees
 from mesh.chores import Chores
 from mesh.engine.alarm import boot_s
 from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
@@ -217,7 +218,7 @@ class Attempt:
         self._abandon()
         await self.kill_guest()
         await self._chores.close()
-        await asyncio.to_thread(shutil.rmtree, self.base, True)
+        await asyncio.to_thread(trees.remove, self.base)
 
     # --- starting
 
@@ -286,7 +287,7 @@ class Attempt:
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
         if launch.dump is not None:  # as large as its memory
-            self._spawn(asyncio.to_thread(shutil.rmtree, launch.dump, True), "remove the dump")
+            self._spawn(asyncio.to_thread(trees.remove, Path(launch.dump)), "remove the dump")
         if self._unwanted:  # since it began to start, which can take seconds
             await self.kill_guest()
 
@@ -340,8 +341,7 @@ class Attempt:
     async def _prepare(self, ledger: Ledger) -> None:
         """Directories as the guest will find them: working directory, last checkpoint, earlier logs."""
         base, vault, commit = self.base, self.deposits.vault, ledger.commit
-        if base.exists():
-            await asyncio.to_thread(shutil.rmtree, base)
+        await asyncio.to_thread(trees.remove, base)
         for name in ("out", "ctl"):
             (base / name).mkdir(parents=True)
         whole = commit is not None and self._dumps is not None
@@ -493,6 +493,9 @@ class Attempt:
             self._tell(ResultStored(*await self.deposits.result(roots, order)))
         except (NoKey, StoreError, OSError) as error:
             self._tell(ResultStored(None, (), f"its files could not be kept: {error}"))
+        except Exception as error:  # or its end would wait for it for ever
+            self._tell(ResultStored(None, (), f"its files could not be kept: internal error: {error!r}"))
+            raise
 
     # --- notices
 

@@ -6,7 +6,6 @@ that know nothing of any of this.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from mesh import trees
 from mesh.jobs.spec import Checkpointing
 
 MARKER = "COMMITTED"
@@ -72,7 +72,7 @@ def _stable(directory: Path, rules: Checkpointing, now_unix: float, ended: bool)
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    for parent, _, files in os.walk(directory):
+    for parent, _, files in trees.walk(directory):
         for name in files:
             yield Path(parent) / name
 
@@ -110,5 +110,5 @@ def link_checkpoints(base: Path, directory: str) -> None:
     if not link.parent.resolve().is_relative_to((base / "work").resolve()):
         raise OSError(f"{directory} leads out of the working directory")
     if link.is_dir() and not link.is_symlink():
-        shutil.rmtree(link)  # a copy of old checkpoints in the working directory is not the job's state
+        trees.remove(link)  # a copy of old checkpoints in the working directory is not the job's state
     link.symlink_to(os.path.relpath(base / "ckpt", link.parent))

@@ -5,10 +5,11 @@ under the name of a file. So nothing is followed, waited for or read without a b
 """
 
 import os
-import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
+
+from mesh import trees
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -30,7 +31,8 @@ def put_file(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            moved = path.rename(fresh.with_suffix(".moved"))
+            trees.remove(moved)  # or, if its job goes on filling it, with the attempt
         fresh.replace(path)
     except OSError:
         with suppress(OSError):

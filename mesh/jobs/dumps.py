@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from mesh import trees
 from mesh.engine.engine import EngineError, Guest
 
 PARTS = ("work", "ckpt", "out", "ctl")
@@ -56,7 +57,7 @@ class Dumps:
             self._pending = await self._take(guest)
 
     async def drop(self, dumped: Dumped) -> None:
-        await asyncio.to_thread(shutil.rmtree, dumped.directory, True)
+        await asyncio.to_thread(trees.remove, dumped.directory)
 
     async def _take(self, guest: Guest) -> Dumped:
         begun = time.monotonic()
@@ -74,7 +75,7 @@ class Dumps:
             await asyncio.to_thread(_copy_files, self._base, directory)
         except BaseException:
             self._stand(False)
-            await asyncio.to_thread(shutil.rmtree, directory, True)
+            await asyncio.to_thread(trees.remove, directory)
             raise
         roots = {part: directory / part for part in ("dump", *PARTS)}
         return Dumped(roots, like, directory, time.monotonic() - begun)

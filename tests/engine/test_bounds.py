@@ -133,6 +133,50 @@ async def test_one_that_writes_too_much_is_ended_and_told(
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize(
+    ("inodes", "script", "words"),
+    [
+        (
+            None,
+            "exec 3>$MESH_OUT_DIR/x; rm $MESH_OUT_DIR/x; dd if=/dev/zero bs=1M count=40 >&3",
+            "and may have 8.0 MiB",
+        ),
+        (
+            None,
+            'python3 -c \'import os\nfor _ in range(300): os.mkdir("d"), os.chdir("d")\'',
+            "directories in each other",
+        ),
+        (
+            22,
+            "for n in 1 2 3 4 5 6 7 8 9; do mkdir $n; : > $n/file; done",
+            "files and directories, and may have 11",
+        ),
+    ],
+)
+async def test_nor_does_it_hide_what_it_writes_or_take_all_inodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int | None, script: str, words: str
+) -> None:
+    monkeypatch.setattr("mesh.engine.bounded.LOOK_S", 0.05)
+    monkeypatch.setattr(bounded, "free_inodes", lambda place: inodes)
+    bench = Bench(BoundedEngine(ProcessEngine(), Ceilings(1024, disk_mib=8)), tmp_path, None)
+    guest = await bench.shell(f"{script}; {LOOP}")
+    async with asyncio.timeout(WAIT_S):
+        end = await guest.wait()
+    assert end.code == 137 and words in end.detail
+
+
+async def test_a_mapped_file_without_a_name_counts(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(bytes(MIB))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), MIB)
+        (tmp_path / "file").unlink()
+        assert bounded.nameless_bytes([os.getpid()], tmp_path) == MIB
+    assert bounded.nameless_bytes([os.getpid()], tmp_path) == MIB
+    mapped.close()
+    assert bounded.nameless_bytes([os.getpid()], tmp_path) == 0
+
+
 async def test_a_log_that_is_too_long_is_cut_and_told_once_and_its_guest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
