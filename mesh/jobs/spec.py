@@ -6,6 +6,7 @@ can change it after submission. Everything that changes later lives in the ledge
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal
 
@@ -143,6 +144,7 @@ def job_id(payload: bytes) -> bytes:
     return blake2b(payload, digest_size=JOB_ID_BYTES, person=b"mesh-job").digest()
 
 
+@lru_cache(4096)  # whoever looks for a job compares it with all that are known
 def format_job(job: bytes) -> str:
     """A job id as people type it: 26 lower-case base32 characters; any unique prefix will do on the command line."""
     from base64 import b32encode
