@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mesh.edge.edge import Edge
+from tests.aftermath import aftermath
 from tests.edge.wires import Wires, inside
 
 
@@ -25,6 +26,7 @@ def edges(wires: Wires, tmp_path: Path) -> Iterator[Callable[..., Edge]]:
 
         def make(name: str = "node", **settings: Any) -> Edge:
             edge = Edge(tmp_path / "run" / name, **settings)
+            aftermath().undo("umount", "-l", str(edge.directory))
             stack.callback(edge.close)
             edge.open()
             return edge

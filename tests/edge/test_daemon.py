@@ -2,12 +2,14 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh.layout import Layout
+from tests.aftermath import aftermath
 from tests.e2e.commands import until
 from tests.netns.lan import Host, Lan, office
 
@@ -18,6 +20,7 @@ pytestmark = [pytest.mark.bpf, pytest.mark.e2e]
 def desk(tmp_path: Path) -> Any:
     with Lan(tmp_path) as lan:
         (host,) = office(lan, 1, edge_device="eth0", edge_mbps=100.0)
+        aftermath().undo(sys.executable, "-m", "mesh.cli", "--state", str(host.state), "down")
         try:
             yield host
         finally:
@@ -31,9 +34,9 @@ def edge_of(host: Host) -> dict[str, Any]:
     return found
 
 
-def finding(host: Host) -> dict[str, str]:
+def finding(host: Host, check: str = "network edge") -> dict[str, str]:
     found = json.loads(host.mesh("doctor", "--json").stdout)["findings"]
-    return next((row for row in found if row["check"] == "network edge"), {})
+    return next((row for row in found if row["check"] == check), {})
 
 
 def test_its_owner_sees_it_uses_it_and_is_rid_of_it(desk: Host) -> None:
@@ -51,8 +54,8 @@ def test_its_owner_sees_it_uses_it_and_is_rid_of_it(desk: Host) -> None:
     desk.daemon.send_signal(signal.SIGKILL)
     desk.daemon.wait()
     assert "htb 6d65:" in desk.run("tc", "qdisc", "show")
-    left = finding(desk)
-    assert left["state"] == "warn" and "a daemon that was killed" in left["detail"]
+    left = finding(desk, "leftovers")
+    assert left["state"] == "warn" and f"the network edge ({Layout(desk.state).edge})" in left["detail"]
     desk.up(edge_device="eth0", edge_mbps=50.0)
     assert edge_of(desk)["shaped_mbps"] == 50 and not edge_of(desk)["problem"]
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,7 @@ from mesh.engine.docker import DockerEngine
 from mesh.engine.egress import Policy, policy_of, tag_of
 from mesh.engine.engine import EngineError
 from mesh.engine.killswitch import KillSwitch
+from tests.aftermath import aftermath
 from tests.engine.bench import WAIT_S, Bench, processes_with, wait_until
 from tests.images import busybox_image
 
@@ -182,6 +184,23 @@ def available_mib() -> int:
 # --- the network
 
 
+SWEEP = """
+import sys, docker
+from mesh.engine.egress import Firewall, Policy, tag_of
+from mesh.engine.leftovers import sweep_containers, sweep_networks
+client, node = docker.from_env(), sys.argv[1]
+sweep_containers(client, node)
+sweep_networks(client, node)
+Firewall(Policy(), tag_of(node)).sweep()
+"""
+
+
+def swept(node: str) -> str:
+    """Its containers, bridges and rules do not outlive a run that is killed either."""
+    aftermath().undo(sys.executable, "-c", SWEEP, node)
+    return node
+
+
 class Elsewhere:
     """A machine in a namespace, at an address of the campus and at one outside it; at each answers a server.
 
@@ -278,7 +297,7 @@ echo done
 async def test_it_reaches_only_what_its_owner_allows(
     tmp_path: Path, elsewhere: Elsewhere, host_server: int, policy: Policy, reached: set[str]
 ) -> None:
-    node = f"egress-{os.getpid()}"
+    node = swept(f"egress-{os.getpid()}")
     engine = DockerEngine(node, KillSwitch(), policy)
     available = await engine.availability()
     assert available.ok and policy.words in available.isolation
@@ -300,8 +319,9 @@ async def test_it_reaches_only_what_its_owner_allows(
 @pytest.mark.bpf
 async def test_a_cut_reaches_the_bridge_of_a_container(tmp_path: Path, elsewhere: Elsewhere) -> None:
     edge = Edge(Path(f"/run/campus-mesh/edge-test-{os.getpid()}"), cache=tmp_path / "programs")
+    aftermath().undo("sh", "-c", f"umount -l {edge.directory}; rmdir {edge.directory}")
     edge.open()
-    engine = DockerEngine(f"cut-{os.getpid()}", KillSwitch(), policy_of("campus", ()), edge)
+    engine = DockerEngine(swept(f"cut-{os.getpid()}"), KillSwitch(), policy_of("campus", ()), edge)
     try:
         await engine.availability()
         bench = Bench(engine, tmp_path, busybox_image())
@@ -326,7 +346,7 @@ async def test_a_cut_reaches_the_bridge_of_a_container(tmp_path: Path, elsewhere
 
 @pytest.mark.netns
 async def test_rules_that_are_flushed_are_put_back_and_those_of_a_crashed_run_removed(tmp_path: Path) -> None:
-    node = f"flush-{os.getpid()}"
+    node = swept(f"flush-{os.getpid()}")
     engine = DockerEngine(node, KillSwitch(), policy_of("campus", ()))
     await engine.availability()
     bench = Bench(engine, tmp_path, busybox_image())
