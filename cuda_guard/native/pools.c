@@ -66,6 +66,7 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
     if (result == CUDA_SUCCESS) atomic_fetch_add(&pools_captured, units_for(bytes));
     return result;
   }
+  guard_wait();
   (void)pthread_mutex_lock(&pool_mutex);
   struct entry entry = pool_entry(id(pool), device);
   uint64_t before = pool_attribute(entry.key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);

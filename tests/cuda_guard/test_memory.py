@@ -172,7 +172,8 @@ def test_a_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench])
     assert machine.run(machine.job(), work) == [NOT_PERMITTED] * 3
 
 
-def test_an_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench]) -> None:
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuMemAllocAsync"])
+def test_an_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench], call: str) -> None:
     machine = make_bench()
     job = machine.job()
     reading, writing = os.pipe()
@@ -182,13 +183,13 @@ def test_an_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench]) 
         os.write(writing, b"r")
         while not job.pages.policy.gate & 1:
             time.sleep(0.001)
-        driver.out("cuMemAlloc_v2", MIB)
+        driver.out(call, MIB, 0)
 
     guest = machine.start(job, work)
     os.read(reading, 1)
     job.set_gate(closed=True)
     time.sleep(0.2)
-    assert machine.world.calls("cuMemAlloc_v2") == 0
+    assert machine.world.calls(call) == 0
     job.set_gate(closed=False)
     guest.result()
 
