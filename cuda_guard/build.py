@@ -91,8 +91,9 @@ def sources_hash() -> str:
 
 
 def compile_into(home: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = ()) -> Libraries:
-    """Compile the three into a new directory, which appears only when all is done."""
-    command = compiler or find_compiler()
+    """Compile the three into a new directory, which appears only when all is done. Where the portable compiler is installed it is
+    used: what this machine's own makes does not load in containers whose C library is older."""
+    command = compiler or portable_compiler() or find_compiler()
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as directory:
         for recipe in (CUDA, NVML, HOST):
