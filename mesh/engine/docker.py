@@ -100,7 +100,7 @@ class DockerEngine:
             if self._client is None:
                 await self._connect()
             await self._call(self._client.ping)
-            problem = await self._call(self._egress_problem)
+            problem = self._traits.problem or await self._call(self._egress_problem)
             traits = self._traits
             self.system = await self._call(lambda: self._probe.look(traits.name, traits.version, traits.experimental))
         except (docker.errors.DockerException, requests.RequestException, OSError) as error:
@@ -133,7 +133,9 @@ class DockerEngine:
         if launch.image is None:
             raise BadImage("the docker engine needs an image: --image NAME")
         if self._client is None and not (await self.availability()).ok:
-            raise EngineError("no Docker engine answers on this node")
+            raise EngineError(self._traits.problem or "no Docker engine answers on this node")
+        if self._traits.problem:
+            raise EngineError(self._traits.problem)
         assert self._socket is not None
         container, network = await self._call(lambda: self._create(launch))
         entry = Entry(

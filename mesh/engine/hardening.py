@@ -18,6 +18,7 @@ from mesh.engine.engine import Launch, contract_env
 from mesh.engine.warden import LABEL_NODE
 
 GUEST_UID = 65_532  # "nonroot" of distroless images; owns nothing on a normal host
+ROOTLESS = "rootless"
 LABEL_JOB = "campus-mesh.job"
 TMPFS = {"/tmp": "rw,nosuid,nodev,mode=1777,size=1g"}  # in memory, and counted as the guest's
 INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
@@ -28,7 +29,8 @@ WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
 
 class Traits(msgspec.Struct, frozen=True):
     """What an engine is and has. `init`: a program that reaps orphans and passes signals on; `cdi`: devices that it knows by the
-    Container Device Interface; `experimental`: it saves and restores containers; `root`: where it keeps them."""
+    Container Device Interface; `experimental`: it saves and restores containers; `root`: where it keeps them; `maps`: how users
+    in its containers are others than on the machine, empty if they are the same."""
 
     name: str = "Docker"
     version: str = ""
@@ -36,6 +38,19 @@ class Traits(msgspec.Struct, frozen=True):
     cdi: frozenset[str] = frozenset()
     experimental: bool = False
     root: str = ""
+    maps: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why no guest can run by it; empty if they can."""
+        if self.maps == ROOTLESS:
+            return (
+                f"{self.name} runs rootless: a guest could not write its own directories, and on control groups of version 1 no "
+                "ceiling holds. Guests need an engine that root runs; this daemon itself needs no root (docs/isolation.md)"
+            )
+        if self.maps:
+            return f"{self.name} maps users ({self.maps}), so a guest could not write its own directories (docs/isolation.md)"
+        return ""
 
 
 def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[str, Any]:
@@ -90,7 +105,14 @@ def traits_of(version: dict[str, Any], info: dict[str, Any]) -> Traits:
     name = "Podman" if any("podman" in part.lower() for part in parts) else "Docker"
     found = [shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{INIT_PATH}") for program in INITS[name]]
     experimental, root = bool(info.get("ExperimentalBuild")), str(info.get("DockerRootDir", ""))
-    return Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info), experimental, root)
+    return Traits(name, str(version.get("Version", "")), any(found), cdi_devices(info), experimental, root, _maps(info))
+
+
+def _maps(info: dict[str, Any]) -> str:
+    options = {part for text in info.get("SecurityOptions") or () for part in str(text).split(",")}
+    if info.get("Rootless") or "name=rootless" in options:
+        return ROOTLESS
+    return "userns-remap" if "name=userns" in options else ""
 
 
 def cdi_devices(info: dict[str, Any]) -> frozenset[str]:

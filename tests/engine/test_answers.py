@@ -3,6 +3,7 @@
 import pytest
 
 from mesh.engine.docker import no_program
+from mesh.engine.hardening import traits_of
 from mesh.engine.imagestore import Habits, habits_of
 
 STARTED = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
@@ -20,6 +21,21 @@ STARTED = "failed to create task for container: failed to create shim task: OCI 
 def test_how_an_engine_keeps_images(told: dict[str, object], expected: Habits) -> None:
     assert habits_of(told) == expected
     assert bool(expected.problem) == expected.by_manifest
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"SecurityOptions": ["name=seccomp,profile=default"], "CgroupVersion": "1"}, ""),
+        ({"SecurityOptions": ["name=seccomp,profile=default"], "Rootless": True}, "runs rootless"),  # Podman
+        ({"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]}, "runs rootless"),  # Docker
+        ({"SecurityOptions": ["name=seccomp,profile=default", "name=userns"]}, "maps users (userns-remap)"),
+        ({"SecurityOptions": None}, ""),
+    ],
+)
+def test_an_engine_whose_containers_have_other_users_runs_no_guests(told: dict[str, object], words: str) -> None:
+    problem = traits_of({"Version": "1"}, told).problem
+    assert words in problem and bool(words) == bool(problem)
 
 
 @pytest.mark.parametrize(
