@@ -45,7 +45,8 @@ class Claim(msgspec.Struct, frozen=True):
 
     `pids`: all of its processes. `charged`: bytes that each process under the guard has charged itself with, None where that
     changed while NVML was asked, or the process is ending. `context`: bytes of that for each context. `limit`: what it may
-    ever have, None if it has no quota. `share`: of the device's time, in per cent, with what is lent to it.
+    ever have, None if it has no quota. `share`: of the device's time, in per cent, with what is lent to it. `told`: bytes
+    that its page says it has in all, None if nobody relies on that.
     """
 
     job: str
@@ -55,6 +56,7 @@ class Claim(msgspec.Struct, frozen=True):
     context: int = 0
     limit: int | None = None
     share: float = 100.0
+    told: int | None = None
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -163,6 +165,10 @@ class Auditor:
         if self._is_over("memory", claim, has.memory, most, now):
             detail = f"{_mib(has.memory or 0)} of a device where it may have {_mib(claim.limit or 0)}"
             found.append(self._finding("memory", claim, largest, detail))
+        told = None if claim.told is None else claim.told + CONTEXT_MOST * max(1, contexts)
+        if self._is_over("page", claim, has.memory, told, now):
+            detail = f"{_mib(has.memory or 0)} of a device where its page says {_mib(claim.told or 0)}"
+            found.append(self._finding("page", claim, largest, detail))
         share = None if claim.share >= 100 else claim.share + SHARE_MARGIN
         if self._is_over("utilisation", claim, has.busy, share, now):
             detail = f"{has.busy:.0f} % of a device's time where it may have {claim.share:.0f} %"

@@ -102,6 +102,7 @@ def _claims(tenant: Tenant, before: dict[int, tuple[int, ...]], pids: frozenset[
             context=tenant.guarded.context_bytes(place),
             limit=tenant.guarded.memory_most(place),
             share=share,
+            told=None if tenant.guarded.memory_most(place) is None else tenant.guarded.pages.memory_used(place),
         )
         for place, (portion, share) in enumerate(zip(tenant.portions, tenant.shares_now(), strict=True))
     ]

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -205,3 +206,11 @@ def test_what_a_context_takes_is_learned_anew_after_a_lie() -> None:
     assert watch.auditor.contexts == {GPU: 400 * MIB}
     watch.look(look(Seen(4, 500 * MIB)), claim({4: 500 * MIB - 1}, job="liar"), times=4)
     assert watch.auditor.contexts == {GPU: 400 * MIB}, "no context is as small as that"
+
+
+def test_a_page_that_tells_less_than_there_is_is_found() -> None:
+    """What a job says it has is what the lender believes: who has borrowed and denies it would not be asked to give back."""
+    watch, large = Watch(), look(Seen(1, 3 * GIB // 2))
+    for told, kinds in ((GIB, []), (0, ["page"])):
+        job = msgspec.structs.replace(claim({1: 0}), told=told)
+        assert [one.kind for one in watch.look(large, job, times=int(OVER_S) + 2).findings] == kinds

@@ -191,6 +191,21 @@ async def test_what_a_killed_process_held_is_given_back_to_its_job(lab: Lab) -> 
             await asyncio.sleep(0.05)
 
 
+async def test_one_that_spoils_its_page_is_stopped_and_the_node_goes_on(lab: Lab) -> None:
+    await lab.program(
+        "page = os.environ['MESH_GUARD_DIR'] + '/job'\n"
+        "os.truncate(page, 0); os.truncate(page, 1 << 24); print('spoilt', flush=True); time.sleep(60)"
+    )
+    async with asyncio.timeout(WAIT_S):
+        while not lab.watched.warned:
+            await asyncio.sleep(0.05)
+    (tenant,) = lab.watched.guard.tenants
+    assert "is past the guard: its programs have changed the length of the page" in lab.watched.warned[0]
+    assert tenant.gate_closed and (tenant.guarded.pages.directory / "job").stat().st_size < 1 << 20
+    await lab.guests[-1].kill()
+    assert lab.watched.guard.tenants == [] and len(lab.watched.used) == 1
+
+
 async def test_the_guard_comes_before_what_the_job_wants_loaded(lab: Lab) -> None:
     env = {"LD_PRELOAD": "/nowhere/mine.so", "MESH_GUARD_DIR": "/nowhere"}
     await lab.start("sh", "-c", 'echo "[$LD_PRELOAD] $MESH_GUARD_DIR"', gpus=(lab.portion(),), env=env)
