@@ -73,6 +73,7 @@ class Dockerd:
                     for container in client.containers.list(all=True, ignore_removed=True):
                         container.remove(force=True)
             self.stop()
+        _end_shims(self._root)
         _unmount(self._root)
         shutil.rmtree(self._root, ignore_errors=True)
 
@@ -102,6 +103,17 @@ def client_of(host: str) -> Iterator[Any]:
         yield client
     finally:
         client.close()
+
+
+def _end_shims(root: Path) -> None:
+    """An engine that is started anew forgets that of a container which was killed while it hung, and its control groups."""
+    for process in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            words = (process / "cmdline").read_text(errors="replace").split("\0")
+            if "containerd-shim" in words[0] and f"{root}/exec/containerd/containerd.sock" in words:
+                os.kill(int(process.name), signal.SIGKILL)
+                for group in Path("/sys/fs/cgroup").glob(f"*/docker/{words[words.index('-id') + 1]}"):
+                    group.rmdir()
 
 
 def _unmount(root: Path) -> None:

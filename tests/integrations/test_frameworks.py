@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mesh.jobs.contract import ExitFacts, judge
-from tests.integrations.trainings import SHORT, Attempt, digest_of, reports, run
+from tests.integrations.trainings import SHORT, TIMEOUT_S, Attempt, digest_of, reports, run
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(2 * TIMEOUT_S)]
 Undisturbed = Callable[..., str]
 PROGRAMS = ["train_hf.py", "train_lightning.py"]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.trainings import reports, run
+from tests.integrations.trainings import TIMEOUT_S, reports, run
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
 def test_a_snapshot_of_torch_is_the_state_of_its_step_to_the_bit(project: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.tiers import FRAMEWORKS_PYTHON
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 BY_RENAME = Checkpointing(mode="rename")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0  # with workers that import a framework each: over two minutes on two fifths of a core
 SHORT = ("--epochs", "6", "--every", "6")  # 48 steps, saved after the 6th and the 12th
 
 
