@@ -5,6 +5,7 @@ Not by `http.client`: its parsers for e-mail and TLS are a quarter of what a com
 
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -78,6 +79,16 @@ def _number(text: str, base: int) -> int:
         raise BrokenAnswer(f"{text[:20]!r} is no length") from error
 
 
+def _silent(connection: socket.socket | None) -> MeshError:
+    who = ""
+    if connection is not None:
+        pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # unix(7)
+        who = f" (pid {pid})"
+    return MeshError(
+        f"the daemon{who} does not answer: its log is `mesh status --log`; `mesh killall` ends guests all the same"
+    )
+
+
 class Client:
     """Calls the daemon whose state is in `state`; MeshError with a next step when it is not there."""
 
@@ -117,7 +128,7 @@ class Client:
             try:
                 return self._answer(connection, method, path, body).read()
             except TimeoutError as error:
-                raise MeshError("the daemon does not answer; see its log with `mesh status --log`") from error
+                raise _silent(connection) from error
             except ConnectionError as error:
                 raise MeshError("the daemon went away while it answered", ExitCode.NO_DAEMON) from error
 
@@ -148,7 +159,7 @@ class Client:
             case PermissionError():
                 return MeshError(f"{self.socket_path} belongs to another user", ExitCode.NO_DAEMON)
             case BlockingIOError() | TimeoutError():
-                return MeshError("the daemon does not answer; see its log with `mesh status --log`")
+                return _silent(None)
         return MeshError(f"the daemon cannot be asked by {self.socket_path}: {error}", ExitCode.NO_DAEMON)
 
     def _answer(self, connection: socket.socket, method: str, path: str, body: dict[str, Any] | None) -> _Answer:

@@ -59,6 +59,7 @@ class Facts(msgspec.Struct, frozen=True):
     settings_problem: str = ""
     policy_problem: str = ""
     daemon_problem: str = ""
+    daemon_hangs: bool = False
     status: dict[str, Any] | None = None
     network: dict[str, Any] | None = None
     ports: tuple[Port, ...] = ()
@@ -97,12 +98,12 @@ def examine(where: Layout, get: Any) -> Facts:
     key_problem = _key_problem(where)
     certificate_problem, ends = _certificate(where)
     status = network = None
-    daemon_problem = ""
+    daemon_problem, hangs = "", False
     try:
         status = get("/v1/status")
         network = get("/v1/network")
     except MeshError as error:
-        daemon_problem = str(error)
+        daemon_problem, hangs = str(error), error.code != ExitCode.NO_DAEMON
     ports: list[Port] = []
     if status is None:
         wanted = [
@@ -121,6 +122,7 @@ def examine(where: Layout, get: Any) -> Facts:
         settings_problem=settings_problem,
         policy_problem=_policy_problem(where),
         daemon_problem=daemon_problem,
+        daemon_hangs=hangs,
         status=status,
         network=network,
         ports=tuple(ports),
@@ -318,7 +320,8 @@ def _certificate_finding(facts: Facts) -> Finding:
 
 def _daemon(facts: Facts) -> Finding:
     if facts.status is None:
-        return Finding("daemon", "fail", facts.daemon_problem, "`mesh up`")
+        end = "end it by that pid (`kill -9`), then " if facts.daemon_hangs else ""
+        return Finding("daemon", "fail", facts.daemon_problem, f"{end}`mesh up`")
     status = facts.status
     return Finding("daemon", "ok", f"{status['nick']} runs at {status['address']} (pid {status['pid']})")
 

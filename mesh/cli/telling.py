@@ -14,6 +14,8 @@ AGAIN_S = 5.0
 LOOK_S = 0.5
 BAR = 24  # characters; ours
 
+under_way = 0  # that tell something now, or soon
+
 
 @contextmanager
 def patience(what: str) -> Iterator[None]:
@@ -26,6 +28,7 @@ def patience(what: str) -> Iterator[None]:
 @contextmanager
 def telling(look: Callable[[], str], every_s: float = LOOK_S, first_s: float = FIRST_S) -> Iterator[None]:
     """Say what `look` answers, from a thread, when that is new and not empty; first after two seconds."""
+    global under_way  # noqa: PLW0603 - there is one standard error
     done = Event()
 
     def tell() -> None:
@@ -38,10 +41,12 @@ def telling(look: Callable[[], str], every_s: float = LOOK_S, first_s: float = F
                 say(words)
 
     teller = Thread(target=tell, name="telling", daemon=True)
+    under_way += 1
     teller.start()
     try:
         yield
     finally:
+        under_way -= 1
         done.set()
         teller.join()
 

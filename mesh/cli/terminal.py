@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import click
@@ -25,8 +25,18 @@ def layout(ctx: click.Context) -> Layout:
     return Layout(state_directory(ctx.obj))
 
 
+class _Patient(Client):
+    """Says that the daemon is waited for, where nobody else says what for."""
+
+    def _asked(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> bytes:
+        from mesh.cli import telling
+
+        with nullcontext() if telling.under_way else telling.patience("waiting for the daemon"):
+            return super()._asked(method, path, body, timeout_s)
+
+
 def client(ctx: click.Context) -> Client:
-    return Client(layout(ctx).socket)
+    return _Patient(layout(ctx).socket)
 
 
 def job_path(job: str) -> str:

@@ -8,6 +8,7 @@ import click
 
 from mesh.api.errors import MeshError
 from mesh.cli.terminal import client, json_option, layout, print_json
+from mesh.client import Client
 
 EVENTS_SHOWN = 20
 PLAIN_COLUMNS = 160  # where nobody says how wide it is; ours
@@ -85,4 +86,4 @@ def _run(ctx: click.Context) -> None:
         )
         return "; ".join([words, *problems])
 
-    Top(Source(client(ctx)), strike).run()
+    Top(Source(Client(layout(ctx).socket)), strike).run()

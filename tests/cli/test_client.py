@@ -1,17 +1,20 @@
 """The command line's own HTTP: what a daemon says, said whole or not; anything else is an error in words."""
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
 from mesh.api.errors import ExitCode, MeshError
+from mesh.cli import telling, terminal
 from mesh.client import BrokenAnswer, Client, _Answer
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -115,3 +118,37 @@ def test_a_daemon_that_is_busy_is_not_taken_for_none(tmp_path: Path, monkeypatch
 def test_what_else_is_wrong_with_its_socket_is_told(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="cannot be asked by"):
         Client(tmp_path / ("s" * 200)).get("/")
+
+
+def test_a_daemon_that_hangs_is_named(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "mesh.sock"))
+        listener.listen()
+        with pytest.raises(MeshError, match=rf"\(pid {os.getpid()}\) does not answer.*mesh killall") as found:
+            Client(tmp_path / "mesh.sock").get("/v1/status", timeout_s=0.05)
+    assert found.value.code == ExitCode.ERROR
+
+
+def test_who_waits_for_a_slow_daemon_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, heard = list[str](), threading.Event()
+    monkeypatch.setattr(telling, "say", lambda words: (said.append(words), heard.set()))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "mesh.sock"))
+        listener.listen()
+
+        def serve() -> None:
+            for waits in (True, False):
+                caller, _ = listener.accept()
+                with caller:
+                    caller.recv(65_536)
+                    assert not waits or heard.wait(60)
+                    caller.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        daemon = terminal.client(click.Context(click.Command("x"), obj=tmp_path))
+        assert daemon.get("/v1/jobs") == {}
+        with telling.patience("something else"):
+            assert telling.under_way == 1 and daemon.get("/v1/jobs") == {} and telling.under_way == 1
+        thread.join()
+    assert len(said) == 1 and said[0].startswith("waiting for the daemon ... ") and not telling.under_way

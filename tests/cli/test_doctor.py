@@ -128,6 +128,12 @@ def test_each_trouble_is_named_with_what_to_do(seen: Facts, check: str, state: s
     assert found.next or check in {"state", "cloned", "multicast"}
 
 
+def test_a_daemon_that_hangs_is_ended_before_another_starts() -> None:
+    for hangs in (True, False):
+        found = worst(facts(status=None, network=None, daemon_problem="it is silent", daemon_hangs=hangs))
+        assert ("kill -9" in found.next) == hangs and "`mesh up`" in found.next
+
+
 def test_it_finds_who_has_the_port_without_a_daemon(tmp_path: Path) -> None:
     state = tmp_path / "a"
     assert mesh(state, "init", "lab", "--nick", "desk").returncode == 0
