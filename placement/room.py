@@ -1,16 +1,30 @@
 """Machines that leave together: those of one room, which is a zone."""
 
-from placement.factors import ROOM_HALF_LIFE_S, SHARE_HALF_LIFE_S, Fading, share_level
+from placement.factors import ROOM_HALF_LIFE_S, SHARE_HALF_LIFE_S, WEEK, Factor, Fading, share_level
 
 ROOM_PRIOR = 30.0  # departures that the prior counts for; chosen as the others (docs/survival.md)
+WEEK_PRIOR = 5.0  # likewise, of each hour of its week: less costs more where rooms leave at random hours
 TOGETHER_S = 300.0  # departures of one room within this are one; ours
 TOGETHER_PRIOR = (0.2, 4.0)  # a fifth, worth four departures; ours
 
 
 class Room:
-    """Machines that leave together: a zone. Its departures of late against what was expected, and how much of it is lent."""
+    """Machines that leave together: a zone. Its departures of late against what was expected, how much of it is lent, and its
+    timetable: departures by the hour of the week, from the epoch's first (a Thursday's)."""
 
-    __slots__ = ("at", "departures", "last_departure", "level", "regime", "share", "together", "usual")
+    __slots__ = (
+        "at",
+        "departures",
+        "foretold",
+        "last_departure",
+        "level",
+        "regime",
+        "share",
+        "slot",
+        "together",
+        "usual",
+        "week",
+    )
 
     def __init__(self, now: float) -> None:
         self.regime = Fading(ROOM_PRIOR, ROOM_HALF_LIFE_S, now)
@@ -18,6 +32,8 @@ class Room:
         self.level = share_level(1.0, 1.0)
         self.last_departure = float("-inf")
         self.departures = self.together = 0.0
+        self.week = Factor(len(WEEK), WEEK_PRIOR)
+        self.slot, self.foretold = float("-inf"), 1.0
 
     def see(self, lent: int, members: int, now: float) -> None:
         """So many of its machines are lent."""
@@ -34,6 +50,14 @@ class Room:
         self.departures += 1
         self.together += now - self.last_departure <= TOGETHER_S
         self.last_departure = now
+
+    def said(self, now: float, factor: float) -> float:
+        """What is common to all here, as it was before anybody left in these minutes: what the first one's departure has taught
+        is no forecast of those who leave with it."""
+        slot = now // TOGETHER_S
+        if slot > self.slot:
+            self.slot, self.foretold = slot, factor
+        return self.foretold
 
     @property
     def common(self) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from placement import factors
-from placement.belief import MOST
+from placement.belief import MOST, MOST_THETA
 from placement.room import Room
 from placement.survival import Estimator
 
@@ -36,8 +36,8 @@ class SummaryError(ValueError):
 class Summary(msgspec.Struct, frozen=True):
     """`events` and `expected`: its own counts of the base rate (expected: hours), ages, hours, stays and shares, one after
     another; `own_...`: of the node, its ages, its four-hour blocks. `since_unix`: lent since then, 0 if it is not. `until_unix`:
-    its owner has said that he takes it back then, 0 if not. `lent`: hours; `belief`: information and kappa; `week`: as
-    `week.week_of` has it."""
+    its owner has said that he takes it back then, 0 if not. `lent`: hours; `belief`: information and kappa; `frailty`:
+    information and theta; `week`: as `week.week_of` has it."""
 
     layout: int
     as_of_unix: int
@@ -51,6 +51,7 @@ class Summary(msgspec.Struct, frozen=True):
     lent: Hundredths
     belief: tuple[Hundredths, Annotated[int, msgspec.Meta(ge=0, le=UNIT)]]
     week: bytes
+    frailty: tuple[Hundredths, Annotated[int, msgspec.Meta(ge=0, le=MOST_THETA * UNIT)]] = (0, 0)
 
 
 _decoder = msgspec.msgpack.Decoder(Summary)
@@ -98,19 +99,20 @@ def summarise(estimator: Estimator, node: bytes, now: float, until: float, week:
         min(2**31, round(estimator.hours_lent / scale * UNIT)),
         (round(estimator.belief.information * UNIT), round(estimator.belief.own * UNIT)),
         week,
+        (round(estimator.frailty.information * UNIT), round(estimator.frailty.own * UNIT)),
     )
 
 
 def adopt(estimator: Estimator, summaries: Iterable[Summary], now: float) -> None:
     """What all the others tell becomes the campus's prior, in place of what they told before."""
     events, expected = [0.0] * COMMON, [0.0] * COMMON
-    lent = information = kappa = 0.0
+    lent = 0.0
+    belief = frailty = (0.0, 0.0)
     for summary in summaries:
         worth = _worth(summary, now) / UNIT
         lent += min(summary.lent * worth, MOST_HOURS)
-        believed = min(MOST, summary.belief[0] * worth)
-        information += believed
-        kappa += believed * summary.belief[1] / UNIT
+        belief = _pooled(belief, summary.belief, worth)
+        frailty = _pooled(frailty, summary.frailty, worth)
         for level, value in enumerate(summary.events):
             events[level] += value * worth
         for level, value in enumerate(summary.expected):
@@ -121,7 +123,8 @@ def adopt(estimator: Estimator, summaries: Iterable[Summary], now: float) -> Non
         parts.append((events[begin : begin + levels], expected[begin : begin + levels]))
         begin += levels
     base = (parts[0][0][0], parts[0][1][0], lent)
-    estimator.belief.adopt(information, kappa / information if information else 0.0)
+    estimator.belief.adopt(*belief)
+    estimator.frailty.adopt(*frailty)
     estimator.adopt(base, parts[1], parts[2], parts[3], parts[4])
 
 
@@ -146,6 +149,13 @@ def introduce(estimator: Estimator, node: bytes, summary: Summary, room: Room, n
     if known.since is None:  # what is watched is known better
         known.since = min(float(summary.since_unix), now) if summary.since_unix else None
         known.seen = now
+
+
+def _pooled(known: tuple[float, float], told: tuple[int, int], worth: float) -> tuple[float, float]:
+    """Information and value, with what one more has come to."""
+    more = min(MOST, told[0] * worth)
+    information = known[0] + more
+    return information, (known[0] * known[1] + more * told[1] / UNIT) / information if information else 0.0
 
 
 def _worth(summary: Summary, now: float) -> float:

@@ -4,10 +4,10 @@ The hazard is a product of shrunk factors (`factors.py`), each counted on line a
 
     lambda0 x age x hour-of-day-and-weekend x last stay            what the campus has in common
             x node x (node, age) x (node, four hours)              how this node differs
-            x room now x room's share lent                         machines of a room leave together
+            x room now x room's share lent x room's week           machines of a room leave together
 
 of which as much is believed as has come true (`belief.py`), and S = (1 + theta H)^(-1/theta), H its integral over the window: a
-Gamma frailty, since no node is the average of its factors.
+Gamma frailty, since no node is the average of its factors. Theta is learnt as well.
 `docs/survival.md` has the formulas, where the constants come from, and how far to trust it. One update is O(1).
 """
 
@@ -19,8 +19,8 @@ import msgspec
 
 from placement import factors
 from placement.advert import HORIZONS_S, MAX_WEIGHT
-from placement.belief import Belief
-from placement.factors import AGE_EDGES_S, HOUR_S, Factor, Fading, age_level, block_of, hour_level
+from placement.belief import Belief, Frailty
+from placement.factors import AGE_EDGES_S, HOUR_S, WEEK, Factor, Fading, age_level
 from placement.room import Room
 
 # Departures that a factor's prior counts for. Chosen as the half-lives are (docs/survival.md); the optimum is flat.
@@ -30,7 +30,7 @@ NODE_PRIOR, OWN_AGE_PRIOR, OWN_BLOCK_PRIOR = 3.0, 5.0, 15.0
 # spot instances, and soon outweighed.
 BASE_EVENTS, BASE_HOURS = 1.0, 12.0
 MOST_S = 90 * factors.DAY_S  # counted of one stay at a time: a clock that jumps by years says nothing; ours
-FRAILTY = 0.25  # theta; on both traces the best is 0.1 to 0.35
+BET_S = 4 * HOUR_S  # of the forecasts from which the frailty is learnt: the longer ones of docs/survival.md
 ROOM_MEMORY_S = 4 * HOUR_S  # what the room does now says half as much of four hours on
 Z_90 = 1.645
 
@@ -46,9 +46,12 @@ class Survival(msgspec.Struct, frozen=True):
 
 
 class Node:
-    """What is known of one node. `since`: lent since then; None while it is not. `campus`: what it does is counted for all."""
+    """What is known of one node. `since`: lent since then; None while it is not. `campus`: what it does is counted for all.
 
-    __slots__ = ("ages", "blocks", "campus", "last_stay_s", "own", "room", "seen", "since")
+    `bet`: the hazard that was foretold for the time until `due`.
+    """
+
+    __slots__ = ("ages", "bet", "blocks", "campus", "due", "last_stay_s", "own", "room", "seen", "since")
 
     def __init__(self, room: Room, now: float) -> None:
         self.room, self.campus = room, True
@@ -58,23 +61,43 @@ class Node:
         self.since: float | None = None
         self.seen = now
         self.last_stay_s = 0.0
+        self.bet, self.due = 0.0, inf
+
+
+Span = tuple[float, float, float, int]  # from, to, the hour's factor, and the four hours that it lies in
 
 
 class Window:
     """The hours between now and then, cut where the hour changes; made once for all nodes that are asked about."""
 
-    __slots__ = ("blocks", "end", "kappa", "reversion", "spans", "start")
+    __slots__ = ("_rooms", "_spans", "end", "kappa", "reversion", "start")
 
     def __init__(
-        self, start: float, end: float, spans: list[tuple[float, float, int]], hours: Sequence[float], kappa: float
+        self,
+        start: float,
+        end: float,
+        spans: Iterable[tuple[float, float, int]],
+        hours: Sequence[float],
+        kappa: float,
     ) -> None:
         self.start, self.end, self.kappa = start, end, kappa
-        self.spans = [(lower, upper, hours[level] ** kappa, block_of(level)) for lower, upper, level in spans]
-        blocks: dict[int, float] = {}
-        for lower, upper, rate, block in self.spans:
-            blocks[block] = blocks.get(block, 0.0) + (upper - lower) / HOUR_S * rate
-        self.blocks = list(blocks.items())
+        self._spans = [(lower, upper, hours[WEEK[slot][0]] ** kappa, slot) for lower, upper, slot in spans]
+        self._rooms: dict[int, tuple[list[Span], list[tuple[int, float]]]] = {}
         self.reversion = _reversion(end - start)
+
+    def of(self, room: Room | None) -> tuple[list[Span], list[tuple[int, float]]]:
+        """Its spans by that room's timetable, and the hours of each four, as much longer as their hours are worse."""
+        found = self._rooms.get(id(room))
+        if found is None:
+            week, kappa = (_ONES if room is None else room.week.rates), self.kappa
+            spans: list[Span] = []
+            blocks: dict[int, float] = {}
+            for lower, upper, rate, slot in self._spans:
+                hourly, block = rate * week[slot] ** kappa, WEEK[slot][1]
+                spans.append((lower, upper, hourly, block))
+                blocks[block] = blocks.get(block, 0.0) + (upper - lower) / HOUR_S * hourly
+            found = self._rooms[id(room)] = spans, list(blocks.items())
+        return found
 
 
 def _reversion(length_s: float) -> float:
@@ -95,7 +118,7 @@ class Estimator:
         self.rooms: dict[str, Room] = {}
         self.events = self.hours_at_risk = self.hours_lent = 0.0
         self.other_events = self.other_hours = self.other_lent = 0.0
-        self.belief = Belief()
+        self.belief, self.frailty = Belief(), Frailty()
         self.ages = Factor(factors.AGES, AGE_PRIOR, factors.AGE_SHAPE)
         self.hours = Factor(factors.HOURS, HOUR_PRIOR, circle=24)
         self.stays = Factor(factors.STAYS, STAY_PRIOR)
@@ -129,6 +152,10 @@ class Estimator:
         elif now > known.seen:
             self._expose(known, known.seen, now)
         known.seen = max(known.seen, now)
+        if known.campus and (now >= known.due or known.due == inf):
+            self._settle(known, stayed=True)
+            known.bet = self._integral(self.window(now, BET_S), known.since, known)
+            known.due = now + BET_S
 
     def left(self, node: bytes, now: float, reclaimed: bool = True) -> None:
         """It was taken back, at some time since it was last told to be lent; not `reclaimed`: as was known beforehand."""
@@ -140,9 +167,10 @@ class Estimator:
         if reclaimed:
             self._expose(known, known.seen, last, departed=True)
             known.room.depart(last)
+            self._settle(known, stayed=False)
         elif last > known.seen:
             self._expose(known, known.seen, last)
-        known.last_stay_s, known.since, known.seen = last - known.since, None, last
+        known.last_stay_s, known.since, known.seen, known.due = last - known.since, None, last, inf
 
     def forget(self, node: bytes) -> None:
         """It is a member no more."""
@@ -156,18 +184,18 @@ class Estimator:
     def turn_back(self, now: float) -> None:
         """The clock was set back: nothing has been seen later than now, and what was lent has been since now."""
         for node in self.nodes.values():
-            node.seen, node.own.at = min(node.seen, now), min(node.own.at, now)
+            node.seen, node.own.at, node.due = min(node.seen, now), min(node.own.at, now), inf
             node.since = None if node.since is None else min(node.since, now)
         for room in self.rooms.values():
             room.at, room.regime.at = min(room.at, now), min(room.regime.at, now)
-            room.last_departure = min(room.last_departure, now)
+            room.last_departure, room.slot = min(room.last_departure, now), float("-inf")
         self._epoch, self._renewed = min(self._epoch, now), min(self._renewed, now)
 
     # --- what is to be expected
 
     def window(self, now: float, horizon_s: float) -> Window:
         end = now + max(0.0, horizon_s)
-        return Window(now, end, list(self._hours_between(now, end)), self.hours.rates, self.belief.kappa)
+        return Window(now, end, self._hours_between(now, end), self.hours.rates, self.belief.kappa)
 
     def hazard(self, node: bytes, window: Window) -> float:
         """The integral of the hazard over the window. A node that is not known, or not lent, counts as lent from now on."""
@@ -178,13 +206,15 @@ class Estimator:
 
     def weights(self, nodes: Iterable[bytes], window: Window) -> list[int]:
         """The advert's integer of each: how likely it stays through this window."""
-        return [weight(_stays(self.hazard(node, window))) for node in nodes]
+        return [weight(self.frailty.stays(self.hazard(node, window))) for node in nodes]
 
     def rates(self, node: bytes, start: float) -> Iterator[tuple[float, float]]:
         """Departures a second from `start` on, each with until when it holds: it changes with the hour and with the age."""
         known = self.nodes.get(node)
         since = start if known is None or known.since is None else known.since
-        own_ages, own_blocks = (_ONES, _ONES) if known is None else (known.ages.rates, known.blocks.rates)
+        own_ages, own_blocks, week = (
+            (_ONES, _ONES, _ONES) if known is None else (known.ages.rates, known.blocks.rates, known.room.week.rates)
+        )
         kappa, offset_s, edges = self.belief.kappa, self.utc_offset_s, AGE_EDGES_S
         ages, hours = self.ages.rates, self.hours.rates
         steady, fading = self.rate * self.stays.rates[0], 1.0
@@ -195,7 +225,8 @@ class Estimator:
         age, hour = age_level(start - since), floor((start + offset_s) / HOUR_S)
         while True:
             until = (hour + 1) * HOUR_S - offset_s
-            level, block = factors.WEEK[hour % len(factors.WEEK)]
+            slot = hour % len(WEEK)
+            level, block = WEEK[slot]
             aged = ages[age] * own_ages[factors.OWN_AGE_OF[age]]
             if age < len(edges) and since + edges[age] <= until:
                 until = since + edges[age]
@@ -203,14 +234,15 @@ class Estimator:
             else:
                 hour += 1
             if until > start:
-                factor = steady * fading ** _reversion(until - start) * aged * own_blocks[block]
-                yield until, common * (factor * hours[level]) ** kappa
+                hourly = hours[level] * own_blocks[block] * week[slot]
+                factor = steady * fading ** _reversion(until - start) * aged * hourly
+                yield until, common * factor**kappa
                 start = until
 
     def survivals(self, nodes: Iterable[bytes], now: float, horizon_s: float) -> list[float]:
         """The probability for each that it stays for another `horizon_s`."""
         window = self.window(now, horizon_s)
-        return [_stays(self.hazard(node, window)) for node in nodes]
+        return [self.frailty.stays(self.hazard(node, window)) for node in nodes]
 
     def survival(self, node: bytes, now: float, horizon_s: float, until: float | None = None) -> Survival:
         """With its interval. `until`: its owner has said when he takes it back, and past that nobody stays."""
@@ -218,7 +250,8 @@ class Estimator:
             return Survival(0.0, 0.0, 0.0)
         hazard = self.hazard(node, self.window(now, horizon_s))
         spread = exp(Z_90 * sqrt(self._variance(node, now)))
-        return Survival(_stays(hazard), _stays(hazard * spread), _stays(hazard / spread))
+        stays = self.frailty.stays
+        return Survival(stays(hazard), stays(hazard * spread), stays(hazard / spread))
 
     def together(self, nodes: Sequence[bytes], now: float, horizon_s: float) -> float:
         """The probability that all of them stay: in one room, a part of the departures is the same for all (a common shock)."""
@@ -231,7 +264,7 @@ class Estimator:
         total = 0.0
         for common, hazards in rooms.values():
             total += max(hazards) * common + sum(hazards) * (1 - common)
-        return _stays(total)
+        return self.frailty.stays(total)
 
     # --- the campus
 
@@ -263,7 +296,8 @@ class Estimator:
     def _at(self, now: float) -> None:
         self._scale = 2.0 ** min(1000.0, max(0.0, now - self._epoch) / factors.HALF_LIFE_S)
         if self._scale > factors.REBASE:
-            for factor in (*self.common(), *(f for node in self.nodes.values() for f in (node.ages, node.blocks))):
+            own = (factor for node in self.nodes.values() for factor in (node.ages, node.blocks))
+            for factor in (*self.common(), *own, *(room.week for room in self.rooms.values())):
                 factor.rebase(self._scale)
             self.events /= self._scale
             self.hours_at_risk /= self._scale
@@ -271,7 +305,7 @@ class Estimator:
             self._epoch, self._scale = now, 1.0
         if now - self._renewed > HOUR_S:  # levels that are not touched fade too
             self._renewed = now
-            for factor in self.common():
+            for factor in (*self.common(), *(room.week for room in self.rooms.values())):
                 factor.renew(self._scale)
 
     def _expose(self, node: Node, start: float, end: float, departed: bool = False) -> None:
@@ -285,26 +319,18 @@ class Estimator:
         node.own.fade(end)
         room.regime.fade(end)
         spans = list(self._spans(start, end, since))
-        for number, (lower, upper, age, hour) in enumerate(spans):
-            own_age, block = factors.OWN_AGE_OF[age], block_of(hour)
+        for number, (lower, upper, age, slot) in enumerate(spans):
+            own_age = factors.OWN_AGE_OF[age]
+            hour, block = WEEK[slot]
             events = 1.0 if departed and number == len(spans) - 1 else 0.0
-            expected = (
-                self.rate
-                * self.ages.rates[age]
-                * self.hours.rates[hour]
-                * self.stays.rates[stay]
-                * self.shares.rates[share]
-                * room.regime.rate
-                * node.own.rate
-                * node.ages.rates[own_age]
-                * node.blocks.rates[block]
-                * (upper - lower)
-                / HOUR_S
-            )
+            own = self.rate * self.ages.rates[age] * self.stays.rates[stay]
+            own *= node.own.rate * node.ages.rates[own_age] * node.blocks.rates[block]
+            common = self.hours.rates[hour] * self.shares.rates[share] * room.regime.rate * room.week.rates[slot]
+            hours = (upper - lower) / HOUR_S
+            expected = own * common * hours
             if node.campus:
-                hours = (upper - lower) / HOUR_S
                 if hours > 0:
-                    self.belief.learn(events, hours, self.mean, expected / hours)
+                    self.belief.learn(events, hours, self.mean, own * room.said(upper, common))
                 self.hours_lent += hours * scale
                 self.events += events * scale
                 self.hours_at_risk += expected / self.rate * scale
@@ -313,10 +339,17 @@ class Estimator:
                 self.stays.add(stay, events, expected / self.stays.rates[stay], scale)
                 self.shares.add(share, events, expected / self.shares.rates[share], scale)
                 self._renew_rate()
+            room.week.add(slot, events, expected / room.week.rates[slot], scale)
             node.ages.add(own_age, events, expected / node.ages.rates[own_age], scale)
             node.blocks.add(block, events, expected / node.blocks.rates[block], scale)
             room.regime.add(events, expected / room.regime.rate, end)
             node.own.add(events, expected / node.own.rate, end)
+
+    def _settle(self, node: Node, stayed: bool) -> None:
+        """What was foretold of it has come out."""
+        if node.due < inf and node.campus:
+            self.frailty.learn(node.bet, stayed)
+        node.due = inf
 
     def _renew_rate(self) -> None:
         self.rate = (self.events / self._scale + self.other_events + BASE_EVENTS) / (
@@ -327,22 +360,22 @@ class Estimator:
         )
 
     def _hours_between(self, start: float, end: float) -> Iterable[tuple[float, float, int]]:
-        """Cut where the hour changes; one empty span where nothing lies between."""
+        """Cut where the hour changes, each with its place in the week; one empty span where nothing lies between."""
         lower, hour = start, floor((start + self.utc_offset_s) / HOUR_S)
         while True:
             upper = min(end, max(lower, (hour + 1) * HOUR_S - self.utc_offset_s))
-            yield lower, upper, hour_level(hour)
+            yield lower, upper, hour % len(WEEK)
             if upper >= end:
                 return
             lower, hour = upper, hour + 1
 
     def _spans(self, start: float, end: float, since: float) -> Iterable[tuple[float, float, int, int]]:
-        """Cut where the hour or the age's level changes: (from, to, age, hour)."""
-        for lower, upper, hour in self._hours_between(start, end):
+        """Cut where the hour or the age's level changes: (from, to, age, hour of the week)."""
+        for lower, upper, slot in self._hours_between(start, end):
             begun, age = lower, age_level(lower - since)
             while True:
                 ended = min(upper, max(begun, since + AGE_EDGES_S[age])) if age < len(AGE_EDGES_S) else upper
-                yield begun, ended, age, hour
+                yield begun, ended, age, slot
                 if ended >= upper:
                     break
                 begun, age = ended, age + 1
@@ -358,18 +391,19 @@ class Estimator:
         rate *= self.stays.rates[stay]
         kappa = window.kappa
         rate = self.mean ** (1 - kappa) * rate**kappa
+        spans, blocks = window.of(None if node is None else node.room)
         ages = self.ages.rates
         age = bisect_right(AGE_EDGES_S, window.start - since)
         if age >= len(AGE_EDGES_S) or since + AGE_EDGES_S[age] >= window.end:
             total = 0.0
-            for block, hours in window.blocks:
+            for block, hours in blocks:
                 total += own_blocks[block] ** kappa * hours
             return float(rate * (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa * total)
         total = 0.0
         now_rate = (ages[age] * own_ages[factors.OWN_AGE_OF[age]]) ** kappa
         edge = since + AGE_EDGES_S[age]
-        for lower, upper, hour_rate, block in window.spans:
-            begun, weight = lower, hour_rate * own_blocks[block] ** kappa
+        for lower, upper, hourly, block in spans:
+            begun, weight = lower, hourly * own_blocks[block] ** kappa
             while edge < upper:
                 total += now_rate * weight * (edge - begun)
                 begun = edge
@@ -383,7 +417,7 @@ class Estimator:
         """Of the hazard's logarithm, now: what each factor's counts leave open."""
         known, scale = self.nodes.get(node), self._scale
         since = now if known is None or known.since is None else known.since
-        age, hour = age_level(now - since), hour_level(floor((now + self.utc_offset_s) / HOUR_S))
+        age, (hour, _) = age_level(now - since), WEEK[floor((now + self.utc_offset_s) / HOUR_S) % len(WEEK)]
         total = 1 / (self.events / scale + self.other_events + BASE_EVENTS)
         total += self.ages.variance(age, scale) + self.hours.variance(hour, scale)
         if known is None:
@@ -391,11 +425,7 @@ class Estimator:
         return total + known.own.variance() + known.ages.variance(factors.OWN_AGE_OF[age], scale)
 
 
-_ONES = (1.0,) * max(factors.OWN_BLOCKS, factors.OWN_AGES)
-
-
-def _stays(hazard: float) -> float:
-    return float((1 + FRAILTY * hazard) ** (-1 / FRAILTY))
+_ONES = (1.0,) * len(WEEK)
 
 
 def windows(estimator: Estimator, now: float) -> tuple[Window, ...]:
@@ -405,7 +435,8 @@ def windows(estimator: Estimator, now: float) -> tuple[Window, ...]:
 
 def weights(estimator: Estimator, node: bytes, ahead: Iterable[Window], until: float = inf) -> tuple[int, ...]:
     """The advert's integers: how likely the node stays through each of these `windows`. `until`: when its owner takes it back."""
-    return tuple(1 if window.end > until else weight(_stays(estimator.hazard(node, window))) for window in ahead)
+    stays = estimator.frailty.stays
+    return tuple(1 if window.end > until else weight(stays(estimator.hazard(node, window))) for window in ahead)
 
 
 def weight(probability: float) -> int:

@@ -7,11 +7,13 @@ from placement.stays import Span, Trace, of_lent
 
 DAY_S = 86_400.0
 STEP_S = 300.0
+LESSONS = {0: (9, 14), 1: (10,), 2: (13, 16), 3: (8, 11), 4: (15,)}  # by day of the week, from Monday on
 
 
 def campus(kind: str, seed: int, days: float, nodes: int = 12) -> Trace:
     """`steady`: a constant hazard; `ageing`: one that falls with age; `lectures`: a room that goes at ten on working days, and
-    quiet nights; `unlike`: half of the nodes leave ten times as often; `bursts`: hours in which everybody leaves, at random."""
+    quiet nights; `unlike`: half of the nodes leave ten times as often; `bursts`: hours in which everybody leaves, at random;
+    `timetable`: one that goes at other hours on each working day; `busy`: nobody stays for long."""
     random = Random(f"{kind} {seed}")
     last = days * DAY_S
     bursts = {hour for hour in range(int(days * 24) + 1) if random.random() < 0.05}
@@ -36,6 +38,10 @@ def _rate(kind: str, node: int, age_s: float, now: float, bursts: set[int]) -> f
         return 0.1 * ((age_s + STEP_S) / 14_400) ** -0.43
     if kind == "lectures":
         return 3.0 if hour == 10 and not weekend else 0.02 if hour < 8 or weekend else 0.1
+    if kind == "timetable":
+        return 6.0 if hour in LESSONS.get(int(now // DAY_S + 3) % 7, ()) else 0.03
+    if kind == "busy":
+        return 1.0
     if kind == "unlike":
         return 0.5 if node % 2 else 0.05
     if kind == "bursts":

@@ -40,9 +40,11 @@ def test_another_node_foretells_the_same_by_what_it_was_told() -> None:
     assert len(encode_summary(summary)) < 1500
     heard = decode_summary(encode_summary(summary))
     assert heard == summary and heard.since_unix == int(now - 1200)
+    assert heard.frailty == (round(100 * mine.frailty.information), round(100 * mine.frailty.theta))
     other = Estimator(now)
     adopt(other, [heard], now)
     introduce(other, A, heard, other.room("", now), now)
+    mine.rooms[""].week.rates = [1.0] * 168  # that is known in its room only
     for horizon_s in (900.0, HOUR_S, 6 * HOUR_S):
         theirs = other.survival(A, now, horizon_s).probability
         assert theirs == pytest.approx(mine.survival(A, now, horizon_s).probability, abs=0.03)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.forecast.evaluation import CLIMATOLOGY, OURS, evaluate
+from mesh.forecast.evaluation import CLIMATOLOGY, CONSTANT, OURS, WEEKLY, evaluate
+from placement.belief import LEAST_THETA, MOST_THETA, Frailty
 from placement.factors import AGE_EDGES_S, HALF_LIFE_S, REBASE, Factor
-from placement.room import Room
+from placement.room import TOGETHER_S, Room
 from placement.survival import BASE_EVENTS, BASE_HOURS, Estimator, Survival, weight
 from tests.placement.campuses import DAY_S, campus
 
@@ -353,6 +354,70 @@ def test_with_little_data_it_is_never_worse_than_climatology() -> None:
         for kind in ("steady", "ageing", "unlike"):
             more = lost[OURS, kind] / lost[CLIMATOLOGY, kind]
             assert more <= 1.02, f"{kind}, {days} days: {more - 1:+.1%}"
+
+
+@pytest.mark.parametrize(("kind", "most"), [("steady", 1.02), ("busy", 1.03), ("lectures", 1.02), ("timetable", 1.3)])
+def test_no_simple_model_is_much_better_where_it_is_right(kind: str, most: float) -> None:
+    """Where the truth is a constant hazard, or one by the hour of the week. A timetable takes longer to learn beside the other
+    factors than alone (docs/survival.md)."""
+    outcome = evaluate(campus(kind, 1, 28, nodes=6), (60, 240), 0.7, boosted=False)
+    rows = {(row.model, row.horizon_min): row for row in outcome.rows()}
+    for horizon in (60, 240):
+        ours, simple = rows[OURS, horizon], [rows[model, horizon] for model in (CLIMATOLOGY, CONSTANT, WEEKLY)]
+        assert ours.log_loss <= most * min(row.log_loss for row in simple)
+        assert ours.log_loss <= 1.02 * min(row.log_loss for row in simple[:2])
+
+
+def test_a_rooms_timetable_is_learnt() -> None:
+    estimator = Estimator(MONDAY)
+    nodes = [b"%d" % number for number in range(8)]
+    for day in range(35):
+        start = MONDAY + day * DAY_S
+        for node in nodes:
+            if day % 7 == 1:  # on Tuesdays at ten
+                lived(estimator, node, start, 10 * HOUR_S + 600, room="lab")
+                lived(estimator, node, start + 11 * HOUR_S, 12.9 * HOUR_S, room="lab")
+            else:
+                estimator.lent(node, start, room="lab")
+                estimator.lent(node, start + DAY_S - 1, room="lab")
+    now = MONDAY + 35 * DAY_S
+    for node in nodes:
+        estimator.lent(node, now, room="lab")
+    tuesday, wednesday, thursday = (
+        estimator.hazard(nodes[0], estimator.window(now + day * DAY_S + 10 * HOUR_S, HOUR_S)) for day in (1, 2, 3)
+    )
+    assert tuesday > 3 * max(wednesday, thursday)
+    estimator.know(nodes[0], estimator.room("elsewhere", now), now)
+    moved = estimator.hazard(nodes[0], estimator.window(now + DAY_S + 10 * HOUR_S, HOUR_S))
+    assert moved < tuesday / 2, "that timetable is its room's"
+
+
+def test_those_who_leave_together_do_not_prove_each_other_right() -> None:
+    """Of what the first of them taught nothing had been foretold."""
+    room = Room(MONDAY)
+    assert room.said(MONDAY + 10, 1.0) == 1.0
+    assert room.said(MONDAY + 20, 3.0) == 1.0, "raised by who has just left"
+    assert room.said(MONDAY + 20 + TOGETHER_S, 3.0) == 3.0
+
+
+@pytest.mark.parametrize("theta", [0.0, 0.8])
+def test_how_much_nodes_differ_is_learnt(theta: float) -> None:
+    random, frailty = Random(6), Frailty()
+    for _ in range(6000):
+        hazard = random.choice([0.3, 1.0, 3.0])
+        frail = random.gammavariate(1 / theta, theta) if theta else 1.0
+        frailty.learn(hazard, random.random() < exp(-frail * hazard))
+    assert frailty.theta == pytest.approx(theta, abs=0.12)
+    assert frailty.stays(2.0) == pytest.approx((1 + 2 * theta) ** (-1 / theta) if theta else exp(-2.0), abs=0.02)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e300), st.booleans()), max_size=30), st.floats(0, 1e12))
+def test_no_outcome_takes_the_frailty_out_of_its_bounds(outcomes: list[tuple[float, bool]], hazard: float) -> None:
+    frailty = Frailty()
+    for foretold, stayed in outcomes:
+        frailty.learn(foretold, stayed)
+        assert LEAST_THETA <= frailty.theta <= MOST_THETA
+    assert 0 <= frailty.stays(hazard) <= 1 == frailty.stays(0.0)
 
 
 def test_half_lives_are_what_they_say() -> None:
