@@ -69,8 +69,10 @@ class ProcessEngine:
         kept = "its own process, mount and IPC namespaces" if self._isolation == "namespaces" else "its own session"
         names = [words for kind, words in LIMITS.items() if kind in self._limits]
         bounded = f"limits of {', '.join(names)} for all of it" if names else "limits of memory for each process only"
-        network = "no network" if self._network == "none" else "and use its network"
-        words = f"{kept}; {bounded}; no sandbox: a guest can read and write what the daemon's user can{self._but}, {network}"
+        network, uses = ("no network; ", "") if self._network == "none" else ("", ", and use its network")
+        words = f"{kept}; {bounded}; {network}no sandbox: a guest can read and write what the daemon's user can{self._but}{uses}"
+        if self._but and os.getuid() == 0:
+            words += "; as root it could undo all that"
         if self._network == "none" and self._isolation != "namespaces":
             return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
         return Availability(ok=True, detail="ready", isolation=words)
@@ -79,8 +81,7 @@ class ProcessEngine:
     def _but(self) -> str:
         if self._seclusion is None or self._isolation != "namespaces":
             return ""
-        undone = "; as root it could undo that" if os.getuid() == 0 else ""
-        return f" but for its home, the daemon's keys and other jobs{undone}"
+        return " but for its home, the daemon's keys and other jobs"
 
     @property
     def bounds_memory(self) -> bool:
