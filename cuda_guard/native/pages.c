@@ -20,7 +20,7 @@ struct guard_job *guard_job;
 int guard_job_file = -1;
 
 void pages_say(const char *what, const char *why) {
-  char line[512] = "mesh guard: ";
+  char line[600] = "mesh guard: ";
   strncat(line, what, 300);
   strncat(line, ": ", 3);
   strncat(line, why, 180);
