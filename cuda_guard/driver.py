@@ -51,13 +51,6 @@ def _in_cache(name: str) -> list[Path]:
 
 def _usual(name: str) -> list[Path]:
     multiarch = f"/usr/lib/{platform.machine()}-linux-gnu"
-    nvidia = f"{multiarch}/nvidia/current"  # Debian
-    places = (
-        multiarch,
-        "/usr/lib64",
-        "/usr/lib",
-        nvidia,
-        "/usr/local/nvidia/lib64",
-        "/usr/lib/wsl/lib",
-    )  # containers, WSL
-    return [Path(directory) / name for directory in places]
+    usual = (multiarch, "/usr/lib64", "/usr/lib", f"{multiarch}/nvidia/current")
+    injected = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # by those who run containers, and by Windows
+    return [Path(directory) / name for directory in (*usual, *injected)]

@@ -20,9 +20,7 @@ GUARD_AT = Path("/opt/mesh/guard")
 DRIVER_AT = Path("/opt/mesh/driver")
 PRELOAD_AT = Path("/etc/ld.so.preload")
 PRELOAD = "preload"  # the file of that name beside the pages
-LOCKS_S = (
-    0.02  # of processor time to ask who has which place: all places take a hundredth of it, 20 000 locks 50 ms; ours
-)
+LOCKS_S = 0.02  # of processor time to ask who has which place; 20 000 locks make it 50 ms, none 0.2; ours
 LAUNCHES_MOST = 2**53  # that any number of ours can tell
 PAGES_ENV = "MESH_GUARD_DIR"  # for jobs of the process engine, which see the machine's own files
 

@@ -28,10 +28,7 @@ def known() -> set[str]:
 def unknown_to_the_guard(library: Path) -> list[str]:
     """Calls that the driver exports and the guard does not: a program that looks one up by name is told that there is none.
     Debuggers' calls do not count. ValueError if it is no 64-bit ELF library."""
-    with (
-        library.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):  # a driver's are 100 MB
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return sorted(name for name in exported(data) - known() if not name.startswith("cudbg"))
 
 

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include "bucket.h"
 #include "clock.h"
@@ -17,7 +18,7 @@
 #define DRAIN_NS 100000000
 #define SWEEP_NS 250000000 /* a dead process's work under way makes its job look busy until then */
 
-#define SWEEP_PART 100 /* of the time, at most, goes into the sweeps of one job */
+#define SWEEP_FACTOR 100 /* the sweeps of one job take a hundredth of a processor at most */
 
 struct host {
   pthread_t thread;
@@ -64,15 +65,21 @@ static void shield(struct guard_job *from, struct guard_job *to) {
 
 void host_forget(struct guard_job *job) { shield(job, NULL); }
 
+static int64_t worked_ns(void) {
+  struct timespec spent;
+  (void)clock_gettime(CLOCK_THREAD_CPUTIME_ID, &spent);
+  return (int64_t)spent.tv_sec * 1000000000 + spent.tv_nsec;
+}
+
 /* A job that has thousands of locks on its page makes a look at them long: it is looked at the less often. */
 static void sweep(struct host *host, int64_t now) {
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
     for (uint32_t j = 0; j < host->devices[i].count; j++) {
       struct contender *contender = &host->devices[i].contenders[j];
       if (now < contender->sweep_ns) continue;
-      int64_t begun = now_ns();
+      int64_t begun = worked_ns();
       (void)ledger_sweep(contender->job, contender->file, 0);
-      contender->sweep_ns = now + SWEEP_PART * (now_ns() - begun);
+      contender->sweep_ns = now + SWEEP_FACTOR * (worked_ns() - begun);
     }
 }
 
