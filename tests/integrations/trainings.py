@@ -31,15 +31,19 @@ def make_project(directory: Path) -> Path:
 def run(project: Path, program: str, *arguments: str, cwd: Path | None = None, **env: str) -> Any:
     """Run one of the programs, or with `-c` a line of Python, to its end."""
     words = [str(project / program), *arguments] if program != "-c" else ["-c", *arguments]
-    return subprocess.run(
-        [FRAMEWORKS_PYTHON, *words],
-        cwd=cwd or project,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env={**{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}, **env},
-    )
+    try:
+        return subprocess.run(
+            [FRAMEWORKS_PYTHON, *words],
+            cwd=cwd or project,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env={**{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}, **env},
+        )
+    except subprocess.TimeoutExpired as late:
+        said = (late.stderr or b"").decode(errors="replace")  # bytes here, whatever was asked for
+        raise AssertionError(f"{program} has not ended after {TIMEOUT_S:g} s; it said:\n{said[-6000:]}") from late
 
 
 class Attempt:
