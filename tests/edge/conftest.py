@@ -13,8 +13,9 @@ from tests.edge.wires import Wires, inside
 
 
 @pytest.fixture
-def wires() -> Iterator[Wires]:
-    """Two guests; the test itself is on the machine."""
+def wires(tmp_path: Path) -> Iterator[Wires]:
+    """Two guests; the test itself is on the machine. Edges have their places below `run`."""
+    aftermath().undo("sh", "-c", f"umount -l {tmp_path}/run/*")
     with Wires(2) as made, inside(made.machine):
         yield made
 
@@ -26,7 +27,6 @@ def edges(wires: Wires, tmp_path: Path) -> Iterator[Callable[..., Edge]]:
 
         def make(name: str = "node", **settings: Any) -> Edge:
             edge = Edge(tmp_path / "run" / name, **settings)
-            aftermath().undo("umount", "-l", str(edge.directory))
             stack.callback(edge.close)
             edge.open()
             return edge
