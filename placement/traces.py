@@ -97,13 +97,13 @@ def read_job_csv(text: str) -> list[Job]:
 
     def read(line: str) -> None:
         nonlocal header
-        if not line:
+        if not line or line.startswith("#"):
             return
-        fields = line.split(",")
+        fields = [field.strip() for field in line.split(",")]
         if header:
-            if not line.startswith(CSV_HEADER):
-                raise ValueError(f"the first line is not {CSV_HEADER},user")
             header = False
+            if fields[:4] != CSV_HEADER.split(","):
+                raise ValueError(f"the first line is not {CSV_HEADER},user")
             return
         if len(fields) not in {4, 5}:
             raise ValueError(f"{len(fields)} fields instead of 5")
@@ -138,7 +138,8 @@ def nodes_of_jobs(jobs: Iterable[Job], held_at: float = HELD_AT) -> Trace:
 
 def read_nodes(text: str) -> Trace:
     """Jobs with their nodes, in either form."""
-    jobs = read_job_csv(text) if text.lstrip().startswith("node,") else read_swf(text)
+    first = next((line for line in text.split("\n") if line.strip() and line.lstrip()[0] not in ";#"), "")
+    jobs = read_job_csv(text) if first.partition(",")[0].strip() == "node" else read_swf(text)
     return nodes_of_jobs(jobs)
 
 

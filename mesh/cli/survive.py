@@ -11,7 +11,7 @@ import click
 
 from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.names import NODE
-from mesh.cli.telling import patience
+from mesh.cli.telling import AGAIN_S, telling
 from mesh.cli.terminal import client, json_option, print_json, quote, table
 from mesh.duration import lasting
 
@@ -130,10 +130,11 @@ def evaluate_(
     from placement.stays import TraceError
 
     horizons = _horizons(horizon)
-    with patience("evaluating"):
+    doing = ["reading the trace"]
+    with telling(lambda: f"{doing[-1]} ...", AGAIN_S):
         trace = _trace(traces, kind, utc_offset * 3600)
         try:
-            outcome = evaluate(trace, horizons, train_until, utc_offset * 3600, boosted=not no_boosting)
+            outcome = evaluate(trace, horizons, train_until, utc_offset * 3600, not no_boosting, doing.append)
         except TraceError as error:
             raise MeshError(f"{', '.join(map(str, traces))}: {error}", ExitCode.USAGE) from error
     rows = outcome.rows()

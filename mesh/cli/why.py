@@ -64,8 +64,15 @@ def why(ctx: click.Context, job: str, would: bool, as_json: bool) -> None:
 def _decided(decision: dict[str, Any]) -> str:
     """Who was chosen, by whom, out of what."""
     first, *after = decision["order"]
-    changed = [row["nick"] for row in decision["order"] if row["advert_now"] != row["advert_version"]]
-    since = f"; changed since: the advert{'' if len(changed) == 1 else 's'} of {', '.join(changed)}" if changed else ""
     then = f", before {', '.join(row['nick'] for row in after)}" if after else ""
     chosen = f"{first['nick']} (advert {first['advert_version']})"
-    return f"{decision['by']} gave attempt {decision['attempt']} to {chosen}{then}{since}"
+    return f"{decision['by']} gave attempt {decision['attempt']} to {chosen}{then}; {_checkable(decision)}"
+
+
+def _checkable(decision: dict[str, Any]) -> str:
+    """What of it anybody can still compute again: nobody keeps adverts of old versions."""
+    changed = [row["nick"] for row in decision["order"] if row["advert_now"] != row["advert_version"]]
+    if not changed:
+        return "the adverts that it names are as they were"
+    adverts = f"advert{'' if len(changed) == 1 else 's'} of {', '.join(changed)}"
+    return f"changed since: the {adverts}, so it is signed but cannot be computed again"

@@ -77,11 +77,11 @@ def evaluate(
     """Ask all models; TraceError if nothing lies before the cut, or nothing after it."""
     cut = cut_at(trace, train_until)
     bins = cut_into_bins(trace)
-    tell("the trace is cut into questions")
+    tell(f"cutting {len(trace.nodes)} nodes' trace into questions")
     questions = ask(bins, horizons_min, utc_offset_s)
-    tell("the mesh's estimate")
-    ours = answer(bins, questions, utc_offset_s, float("inf"))
-    frozen = answer(bins, questions, utc_offset_s, cut)
+    ours = answer(bins, questions, utc_offset_s, float("inf"), lambda day: tell(f"{OURS}: {day}"))
+    frozen = answer(bins, questions, utc_offset_s, cut, lambda day: tell(f"{FROZEN}: {day}"))
+    tell("the simple models")
     counts = rivals.Counts(bins, cut, utc_offset_s)
     chances: dict[tuple[str, int], Sequence[float]] = {}
     asked: dict[int, tuple[int, ...]] = {}
@@ -106,7 +106,7 @@ def evaluate(
         chances[CONSTANT, horizon] = [rivals.constant(counts, horizon)] * len(test)
         chances[WEEKLY, horizon] = rivals.hour_of_week(counts, questions, test, horizon)
         if not missing:
-            tell(f"gradient boosting for {horizon} minutes")
+            tell(f"{BOOSTING} for {horizon} minutes, of {len(train)} questions")
             chances[BOOSTING, horizon], words = boosting.boosted(questions, train, test, horizon)
             notes.append(f"{BOOSTING} at {horizon} min: {words}")
     return Outcome(questions, cut, asked, truth, chances, tuple(notes))

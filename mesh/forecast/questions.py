@@ -6,7 +6,7 @@ there is none. A question may be answered only from what lies before it.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil, floor
 
 import msgspec
@@ -132,8 +132,14 @@ def ask(trace: Bins, horizons_min: tuple[int, ...], utc_offset_s: float) -> Ques
     return questions
 
 
-def answer(trace: Bins, questions: Questions, utc_offset_s: float, frozen_from: float) -> "dict[int, array[float]]":
-    """The estimator's probabilities for every question, each from what was before it.
+def answer(
+    trace: Bins,
+    questions: Questions,
+    utc_offset_s: float,
+    frozen_from: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> "dict[int, array[float]]":
+    """The estimator's probabilities for every question, each from what was before it; `tell` is told how far it is, day by day.
 
     From `frozen_from` on nothing more is counted for the campus: only for nodes and the room.
     """
@@ -146,6 +152,8 @@ def answer(trace: Bins, questions: Questions, utc_offset_s: float, frozen_from: 
     frozen = False
     for number, lent, left in walk(trace):
         now = questions.time(number)
+        if number % DAY_BINS == 0:
+            tell(f"day {number // DAY_BINS + 1} of {-(-trace.bins // DAY_BINS)}")
         if now > frozen_from and not frozen:
             frozen = True
             for known in estimator.nodes.values():

@@ -1,8 +1,11 @@
 """Traces of who came and went, from files of any form that `placement` can read, and from a node's own journal."""
 
+import gzip
 import sqlite3
+import zlib
 from collections.abc import Sequence
 from contextlib import closing
+from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
@@ -38,10 +41,10 @@ def _read(path: Path, form: Form, utc_offset_s: float) -> Trace:
             return _own(path)
         if path.stat().st_size > LARGEST:
             raise TraceError(f"larger than {LARGEST >> 20} MiB: cut it into parts")
-        data = path.read_bytes()
+        data = _unpacked(path.read_bytes())
         if form == "wtmp":
             return logins.read_wtmp(data, path.stem)
-        text = data.decode(errors="replace")
+        text = data.decode("utf-8-sig", errors="replace")
         if form == "last":
             return logins.read_last(text, path.stem, utc_offset_s)
         if form == "spot-json":
@@ -49,6 +52,20 @@ def _read(path: Path, form: Form, utc_offset_s: float) -> Trace:
         return traces.read_fta(text) if form == "fta" else traces.read_nodes(text)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The file in it, if it was packed by gzip, as archives of workloads have them."""
+    if not data.startswith(b"\x1f\x8b"):
+        return data
+    try:
+        with gzip.GzipFile(fileobj=BytesIO(data)) as packed:
+            unpacked = packed.read(LARGEST + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"it is packed by gzip, and broken: {error}") from error
+    if len(unpacked) > LARGEST:
+        raise TraceError(f"larger than {LARGEST >> 20} MiB when it is unpacked: cut it into parts")
+    return unpacked
 
 
 def _own(path: Path) -> Trace:

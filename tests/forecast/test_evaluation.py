@@ -1,5 +1,6 @@
 """Questions, answers and scores on traces whose answers are known; nothing after a question tells on it."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from mesh.cli.main import cli
 from mesh.forecast.evaluation import BOOSTING, CLIMATOLOGY, CONSTANT, FROZEN, OURS, WEEKLY, evaluate
 from mesh.forecast.questions import answer, ask, cut_into_bins
 from mesh.forecast.scores import auc, brier, ece, log_loss
+from mesh.forecast.tracefiles import read_traces
 from placement.stays import Trace, TraceError, of_lent
 from tests.placement.campuses import DAY_S, campus
 
@@ -157,6 +159,25 @@ def test_the_command_prints_what_it_promises(traces: Path) -> None:
         for row in rows:
             assert list(row) == ["model", "horizon_min", "n", "log_loss", "brier", "auc", "ece"]
             assert row["horizon_min"] in {60, 240} and row["n"] > 0 and 0 <= row["brier"] <= 1
+
+
+def test_a_file_is_the_same_packed_and_with_a_mark_before_it(tmp_path: Path) -> None:
+    text = as_csv(campus("steady", 1, 1, nodes=2)).encode()
+    found = []
+    for name, data in {"a": text, "b": b"\xef\xbb\xbf" + text, "c": gzip.compress(text)}.items():
+        (tmp_path / name).write_bytes(data)
+        found.append(read_traces([tmp_path / name], "swf-nodes", 0.0))
+    assert found[0] == found[1] == found[2]
+    for broken in (gzip.compress(text)[:-9], b"\x1f\x8b" + text):
+        (tmp_path / "d").write_bytes(broken)
+        with pytest.raises(TraceError, match="packed by gzip, and broken"):
+            read_traces([tmp_path / "d"], "swf-nodes", 0.0)
+
+
+def test_it_says_how_far_it_is() -> None:
+    told: list[str] = []
+    evaluate(campus("steady", 1, 3, nodes=2), (60,), 0.7, boosted=False, tell=told.append)
+    assert "mesh: day 3 of 3" in told and "mesh-frozen: day 1 of 3" in told
 
 
 @pytest.mark.parametrize(

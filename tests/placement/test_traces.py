@@ -51,6 +51,13 @@ def test_jobs_with_their_nodes_are_the_same_in_both_forms() -> None:
     }, "known until the last job began"
 
 
+def test_what_spreadsheets_and_people_add_is_read_all_the_same() -> None:
+    untidy = "# of the lab\r\n\r\n" + CSV.replace(",", ", ").replace("\n", "\r\n")
+    assert read_nodes(untidy) == read_nodes(CSV)
+    lines = CSV.splitlines()
+    assert read_nodes("\n".join([lines[0], *reversed(lines[1:]), *lines[1:]])) == read_nodes(CSV), "twice, in any order"
+
+
 def test_a_node_is_lent_while_less_than_half_of_it_is_in_use() -> None:
     lines = ["node,start,end,cores,user", "n,0,1000,8,a", "n,2000,9000,3,a", "n,4000,5000,1,a", "n,9500,9600,1,a"]
     assert read_nodes("\n".join(lines)).nodes["n"] == (Stay(1000.0, 4000.0, True), Stay(5000.0, 9500.0, False))
