@@ -27,7 +27,7 @@ from mesh.engine.frames import (
 )
 from mesh.engine.process import ProcessEngine
 from mesh.engine.session import Session, SessionError
-from tests.engine.bench import COUNT, LOOP, Bench, processes_with, stands_still
+from tests.engine.bench import COUNT, LOOP, Bench, processes_with, stands_still, steps_taken
 
 WAIT_S = 60.0
 
@@ -245,7 +245,7 @@ async def test_past_the_lease_it_stands_still_with_the_job_and_none_begins(bench
     guest = await going(bench)
     session = await guest.open_session(Order(("sh", "-c", COUNT)))
     async with asyncio.timeout(WAIT_S):
-        while not (bench.root / "out" / "steps").exists():
+        while not steps_taken(bench):  # the file alone is there before the first
             await asyncio.sleep(0.02)
     guest.allow_until(0.0)
     steps = await stands_still(bench)
