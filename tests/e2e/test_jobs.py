@@ -335,10 +335,12 @@ def test_a_job_saves_when_the_mesh_says_so(shared: Stack, tmp_path: Path) -> Non
     timed = ok(node, *order, "--ckpt-every", "1s", *program, cwd=tmp_path).strip()
     ruled = ok(node, *order, "--ckpt-every", "auto", *program, cwd=tmp_path).strip()
 
-    state = until(
-        lambda: (state := job_state(node, timed)) and (state["checkpoint"] or {}).get("seq", 0) >= 3 and state,
-        "three checkpoints",
-    )
+    def third() -> dict[str, Any] | None:
+        """Once it has three checkpoints and its host has told of the next: of those others tell too, perhaps sooner."""
+        state = job_state(node, timed)
+        return state if (state["checkpoint"] or {}).get("seq", 0) >= 3 and state["next_checkpoint"] else None
+
+    state = until(third, "three checkpoints, and the next")
     assert state["next_checkpoint"]["why"] == "asked" and state["next_checkpoint"]["interval_s"] < 10
     assert "as its user asks" in ok(node, "describe", timed)
     due = until(lambda: job_state(node, ruled).get("next_checkpoint"), "the rule to be told")
