@@ -18,7 +18,7 @@ from mesh.engine.docker import DockerEngine
 from mesh.engine.killswitch import BY_OWNER, KillSwitch
 from mesh.engine.register import Register
 from mesh.engine.turns import Turns
-from tests.dockerd import Dockerd, dockerd
+from tests.dockerd import Dockerd, client_of, dockerd
 from tests.engine.bench import WAIT_S, Bench, containers, processes_with, wait_until
 from tests.engine.place import Place, entry, fresh_mark
 from tests.images import import_busybox
@@ -167,7 +167,7 @@ from pathlib import Path
 from mesh.engine.docker import DockerEngine
 from mesh.engine.killswitch import open_switch
 from mesh.engine.register import Register
-from tests.dockerd import Dockerd, dockerd
+from tests.dockerd import Dockerd, client_of, dockerd
 from tests.engine.bench import LOOP, Bench
 async def main():
     root = Path(sys.argv[1])
@@ -215,3 +215,21 @@ async def test_an_engine_that_is_away_for_a_while_ends_nobody(tmp_path: Path, ow
         assert "back" in bench.log
     finally:
         await engine.close()
+
+
+@pytest.mark.dockerd
+def test_networks_go_with_their_containers(own_dockerd: Dockerd) -> None:
+    with client_of(own_dockerd.host) as client:
+        for node in ("mine", "another's"):
+            network = client.networks.create(f"m{node}", labels={warden.LABEL_NODE: node})
+            client.api.create_container(
+                import_busybox(),
+                "true",
+                labels={warden.LABEL_NODE: node},
+                host_config=client.api.create_host_config(network_mode=network.name),
+            )
+        warden.remove_containers(own_dockerd.host.removeprefix("unix://"), "mine")
+        assert not client.networks.list(names=["mmine"]) and client.networks.list(names=["manother's"])
+        assert [found.labels[warden.LABEL_NODE] for found in client.containers.list(all=True)] == ["another's"]
+        warden.remove_containers(own_dockerd.host.removeprefix("unix://"), "another's")
+        assert not client.containers.list(all=True)
