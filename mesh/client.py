@@ -155,6 +155,11 @@ class Client:
         match error:
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
                 words = f"no daemon runs here ({self.socket_path.parent}): start it with `mesh up`"
+                if not self.socket_path.with_name("genesis").exists():  # it would refuse
+                    words = (
+                        f"no daemon runs here: {self.socket_path.parent} belongs to no mesh yet. "
+                        "`mesh join INVITE` joins one, `mesh init NAME` founds one"
+                    )
                 return MeshError(words, ExitCode.NO_DAEMON)
             case PermissionError():
                 return MeshError(f"{self.socket_path} belongs to another user", ExitCode.NO_DAEMON)

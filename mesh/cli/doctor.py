@@ -320,8 +320,10 @@ def _certificate_finding(facts: Facts) -> Finding:
 
 def _daemon(facts: Facts) -> Finding:
     if facts.status is None:
-        end = "end it by that pid (`kill -9`), then " if facts.daemon_hangs else ""
-        return Finding("daemon", "fail", facts.daemon_problem, f"{end}`mesh up`")
+        first = "end it by that pid (`kill -9`), then " if facts.daemon_hangs else ""
+        if facts.certificate_ends_unix is None and not facts.certificate_problem:
+            first = "`mesh join INVITE`, or `mesh init NAME`; then "
+        return Finding("daemon", "fail", facts.daemon_problem, f"{first}`mesh up`")
     status = facts.status
     return Finding("daemon", "ok", f"{status['nick']} runs at {status['address']} (pid {status['pid']})")
 

@@ -115,8 +115,12 @@ def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, print_
     outcome = state["outcome"]
     if out is not None and outcome is not None:
         answer = _pull(daemon, f"/v1/jobs/{job}", out)
-        click.echo(f"{answer['files']} files in {answer['destination']}", err=True)
+        click.echo(f"{_files(answer)} in {answer['destination']}", err=True)
     ctx.exit(exit_code(state))
+
+
+def _files(answer: dict[str, Any]) -> str:
+    return f"{answer['files']} file{'' if answer['files'] == 1 else 's'}"
 
 
 def packing(daemon: Client) -> AbstractContextManager[None]:
@@ -407,7 +411,7 @@ def pull(ctx: click.Context, job: str, directory: str, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    click.echo(f"{answer['files']} files, {answer['bytes']} bytes in {answer['destination']}")
+    click.echo(f"{_files(answer)}, {amount(answer['bytes'])} in {answer['destination']}")
 
 
 def _pull(daemon: Client, path: str, directory: str) -> dict[str, Any]:
