@@ -6,7 +6,7 @@ Only what was sent anyway is looked at: nobody floods a campus link to measure i
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Literal
 
@@ -20,6 +20,7 @@ PESSIMISTIC = 0.2  # of the transfers were slower than what is promised; ours
 GUESS_BPS, GUESS_SPREAD = 5e7, 1.2  # of a path of which nothing is known: between Fast and Gigabit Ethernet; ours
 PRIOR_SPREAD, PRIOR_COUNT = 0.5, 2  # of a path before it was measured often: a factor of 1.6 either way; ours
 ELSEWHERE_SPREAD = 0.6  # at least, of a path judged by other paths; ours
+MOST_LOGARITHM = 100.0  # of what is recalled: nothing sends 10^43 bytes a second
 AGE_SPREAD, DAY_S = 0.3, 86_400.0  # that a day adds to what was measured; ours
 
 Source = Literal["measured", "zone", "mesh", "guessed"]
@@ -37,6 +38,18 @@ class Path(msgspec.Struct, frozen=True):
 
 
 UNKNOWN = Path(GUESS_BPS, GUESS_SPREAD)
+
+
+class Learnt(msgspec.Struct, frozen=True):
+    """What is kept of a path over a restart: mean and variance of the logarithm of bytes a second, of so many transfers."""
+
+    mean: float
+    variance: float
+    count: int
+
+
+def _ignore(peer: bytes, learnt: Learnt) -> None:
+    """Nobody keeps it."""
 
 
 class _Rate:
@@ -62,7 +75,10 @@ class _Rate:
 
 
 class Bandwidth:
+    """`keep` is told what is known of a path each time that changes; `recall` takes it up again after a restart."""
+
     def __init__(self) -> None:
+        self.keep: Callable[[bytes, Learnt], None] = _ignore
         self._mean: dict[bytes, float] = {}
         self._seen: dict[bytes, deque[float]] = {}
         self._rates: dict[bytes, _Rate] = {}
@@ -84,8 +100,19 @@ class Bandwidth:
             known = self._rates.pop(peer, None)
             if known is not None:
                 known.add(math.log(rate), now)
-            self._rates[peer] = known or _Rate(math.log(rate), now)  # the last heard of stands last
+            known = self._rates[peer] = known or _Rate(math.log(rate), now)  # the last heard of stands last
             self._any = None
+            self.keep(peer, Learnt(known.mean, known.variance, known.count))
+        self._forget()
+
+    def recall(self, peer: bytes, learnt: Learnt, at: float) -> None:
+        """Learnt before a restart, and last heard of `at` that time. What is promised is learnt anew."""
+        if not (abs(learnt.mean) < MOST_LOGARITHM and 0 <= learnt.variance < MOST_LOGARITHM and learnt.count > 0):
+            return
+        rate = self._rates[peer] = _Rate(learnt.mean, at)
+        rate.variance, rate.count = learnt.variance, learnt.count
+        self._mean[peer] = math.exp(learnt.mean)
+        self._any = None
         self._forget()
 
     def mean_bps(self, peers: Iterable[bytes]) -> float | None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ckptstore.bandwidth import PEERS, Learnt
 from mesh.jobs.effects import Cell, decode_cell
 from mesh.jobs.events import Event
 from mesh.jobs.spec import format_job
@@ -54,11 +55,15 @@ CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) W
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS stays (start_ms INTEGER PRIMARY KEY, end_ms INTEGER NOT NULL, cause TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS departures (id INTEGER PRIMARY KEY, covered INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS paths (
+    peer BLOB PRIMARY KEY, mean REAL NOT NULL, variance REAL NOT NULL, count INTEGER NOT NULL, unix_ms INTEGER NOT NULL
+) WITHOUT ROWID;
 """
 
 _KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
 _KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
 _KEEP_DEPARTURE = "INSERT INTO departures (covered) VALUES (?)"
+_KEEP_PATH = "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?)"
 _PUT_AWAY = "INSERT OR REPLACE INTO past VALUES (?, ?, ?, ?, ?, ?)"
 _KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
 
@@ -326,6 +331,19 @@ class Journal:
         rows = await self._do(lambda: self._db.execute(query, [DEPARTURES_KEPT]).fetchall())
         return [bool(covered) for (covered,) in rows[::-1]]
 
+    def note_path(self, peer: bytes, learnt: Learnt) -> None:
+        """How fast that peer has taken bytes until now. Written soon."""
+        self._note(_KEEP_PATH, (peer, learnt.mean, learnt.variance, learnt.count, _unix_ms()))
+
+    async def paths(self) -> list[tuple[bytes, Learnt, float]]:
+        """The newest ones, oldest first, and how many seconds ago each was heard of."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT peer, mean, variance, count, unix_ms FROM paths ORDER BY unix_ms DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [PEERS]).fetchall())
+        now_ms = _unix_ms()
+        return [(row[0], Learnt(*row[1:4]), max(0.0, (now_ms - row[4]) / 1000)) for row in rows[::-1]]
+
     # --- in the journal's thread
 
     @property
@@ -416,6 +434,8 @@ def _trim(connection: sqlite3.Connection) -> None:
         connection.execute(f"DELETE FROM {table} WHERE {which} AND id <= ({oldest})", [kept])
     newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
     connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])
+    newest = "SELECT unix_ms FROM paths ORDER BY unix_ms DESC LIMIT 1 OFFSET ?"
+    connection.execute(f"DELETE FROM paths WHERE unix_ms <= ({newest})", [PEERS])
 
 
 def _unix_ms() -> int:

@@ -25,6 +25,13 @@ class Leaving:
         self._jobs, self._instant = jobs, instant
         self._chosen: dict[bytes, tuple[int, Destination]] = {}  # and of which term
 
+    async def restore(self) -> None:
+        """Recall the paths that were measured before this daemon began, and keep what is measured from now on."""
+        bandwidth, now = self._jobs.courier.bandwidth, time.monotonic()
+        for peer, learnt, ago_s in await self._jobs.journal.paths():
+            bandwidth.recall(peer, learnt, now - ago_s)
+        bandwidth.keep = self._jobs.journal.note_path
+
     def settle(self, jobs: Sequence[bytes], window_s: float) -> None:
         """These have to be gone in so long: choose where each goes, unless that is settled, and tell their users.
 

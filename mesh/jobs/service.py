@@ -168,6 +168,7 @@ class JobService:
         """Take up the cells of an earlier run, before anybody can ask about them."""
         await self.keyring.restore()
         await self.cadences.restore()
+        await self.leaving.restore()
         await self.past.restore()
         await self._remains.restore()
         cells, damaged = await self.journal.cells()

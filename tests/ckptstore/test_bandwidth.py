@@ -1,8 +1,10 @@
 """What is learnt of links from what was sent anyway."""
 
+import math
+
 import pytest
 
-from ckptstore.bandwidth import DAY_S, LEAST_BYTES, PEERS, SEEN, UNKNOWN, Bandwidth
+from ckptstore.bandwidth import DAY_S, LEAST_BYTES, PEERS, SEEN, UNKNOWN, Bandwidth, Learnt
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -52,6 +54,22 @@ def test_a_path_is_what_was_measured_and_grows_less_sure_with_time_and_spread() 
     for number in range(20):
         known.saw(B, 10**8, 0.2 if number % 2 else 5.0, now=1000.0)
     assert known.path(B, now=1000.0).spread > 2 * steady.spread
+
+
+def test_what_was_learnt_is_recalled_after_a_restart() -> None:
+    known, kept = Bandwidth(), dict[bytes, Learnt]()
+    known.keep = kept.__setitem__
+    for number in range(5):
+        known.saw(A, 10**8, 1.0 + number, now=100.0 + number)
+    known.saw(B, LEAST_BYTES - 1, 1.0, now=100.0)
+    assert kept.keys() == {A}
+    after = Bandwidth()
+    after.recall(A, kept[A], -896.0)  # its clock began again
+    assert after.path(A, now=1000 - 896.0) == known.path(A, now=104.0 + 1000)
+    assert after.promised_bps(A) is None and after.mean_bps([A]) is not None
+    for nonsense in (Learnt(math.inf, 0.0, 1), Learnt(math.nan, 0.0, 1), Learnt(9.0, -1.0, 1), Learnt(9.0, 0.0, 0)):
+        after.recall(B, nonsense, 0.0)
+    assert after.path(B, now=0.0).source == "mesh"
 
 
 def test_a_peer_never_measured_is_judged_by_its_zone_then_by_all() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.bandwidth import Learnt
 from mesh.jobs.effects import Cell
 from mesh.jobs.events import Event
 from mesh.jobs.journal import DISK_BYTES, SCHEMA_VERSION, Journal, JournalError, OwnStay
@@ -79,6 +80,24 @@ async def test_the_newest_stays_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
         await journal.close()
     with sqlite3.connect(tmp_path / "journal.sqlite") as kept:
         assert [row[0] for row in kept.execute("SELECT start_ms FROM stays ORDER BY 1")] == [3, 5, 7, 9]
+    kept.close()
+
+
+async def test_the_paths_heard_of_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.jobs.journal.PEERS", 2)
+    clock = iter(range(1000, 9000, 1000))
+    monkeypatch.setattr("mesh.jobs.journal._unix_ms", lambda: next(clock))
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    for peer in (b"a", b"b", b"c", b"a"):
+        journal.note_path(peer, Learnt(18.0, 0.5, 3))
+    assert await journal.paths() == [(b"c", Learnt(18.0, 0.5, 3), 2.0), (b"a", Learnt(18.0, 0.5, 3), 1.0)]
+    await journal.close()
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    await journal.close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as kept:
+        assert [row[0] for row in kept.execute("SELECT peer FROM paths ORDER BY 1")] == [b"a", b"c"]
     kept.close()
 
 
