@@ -165,7 +165,8 @@ def test_after_a_power_cut_of_the_whole_mesh_every_job_goes_on(make_stack: MakeS
         ended(node)
     first, *_ = [node for node in stack.nodes if asyncio.run(put_away(node.where.journal, past))]
     stack.start_all()
-    until(lambda: job_state(stack.nodes[1], done).get("state") == "done", "a restarted daemon to know its jobs")
+    for node in (stack.nodes[1], first):
+        until(lambda node=node: job_state(node, done).get("state") == "done", "a restarted daemon to know its jobs")  # type: ignore[misc]
     assert "and 1 that were over before" in mesh(first, "ps", "-a").stderr
     assert {done, past} <= {row["job"] for row in read(first, "ps", "--since", "1d")["jobs"]}
     assert "the job is over: done" in ok(first, "describe", past[:12]), "it is found when it is named"
