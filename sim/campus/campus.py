@@ -99,6 +99,7 @@ class Campus:
                 # Its work up to here is not counted, and neither is its loss.
                 job.began = job.done(now, self._rate) if job.state == "running" else job.saving
             job.allocated = max(job.allocated, now)
+            job.noticed = False  # nor is how a departure of before ends
 
     def close(self) -> None:
         now = self.kernel.now
@@ -284,7 +285,7 @@ class Campus:
             job.stopped = None
         job.noticed = job.in_time = False
         if job.came_back is not None and host is job.origin:
-            tally.returned += now - job.came_back <= BACK_WITHIN_S
+            tally.returned += job.came_back >= self.counts_from and now - job.came_back <= BACK_WITHIN_S
             job.came_back = None
         job.note_start(now)
         if self.policy.redundancy is not None:

@@ -186,6 +186,16 @@ def test_nothing_is_counted_twice_and_no_gpu_either(policy: str, seed: int, name
     assert done <= campus.tally.useful + 1e-6 or world.warm_up > 0
 
 
+def test_what_began_in_the_warm_up_counts_nowhere() -> None:
+    """A return home and a notice under way as it ends: else more would come back, and be saved, than could."""
+    for counts_from, returned in ((0.0, 1), (HOUR - 2, 1), (HOUR + 61, 0)):
+        campus = small("mesh", Absence(HOUR, HOUR + 60, "noticed", 30.0))
+        campus.counts_from = counts_from
+        tally = campus.run()
+        assert tally.returned == tally.could_return == returned
+        assert tally.migrated <= tally.saved_in_time <= tally.noticed
+
+
 def test_all_policies_meet_the_same_departures_jobs_and_traffic() -> None:
     """Common random numbers: what a policy draws shifts nobody else's luck."""
     world = find_world("lab-building", ["days=2"])
