@@ -167,7 +167,10 @@ def test_a_port_in_use_is_named_with_the_next_step(home: Path, option: str) -> N
 def test_no_daemon_is_told_with_the_next_step(home: Path) -> None:
     for arguments in (("ps",), ("nodes",), ("status",), ("run", "--", "true"), ("down",), ("invite",)):
         done = mesh(home / "none", *arguments)
-        assert done.returncode == 3 and "mesh up" in done.stderr and done.stdout == ""
+        assert done.returncode == 3 and "mesh join INVITE" in done.stderr and done.stdout == "", "it has no mesh yet"
+    assert mesh(home / "some", "init", "lab").returncode == 0
+    done = mesh(home / "some", "ps")
+    assert done.returncode == 3 and "start it with `mesh up`" in done.stderr and done.stdout == ""
 
 
 def test_a_daemon_that_was_killed_starts_again(home: Path) -> None:
