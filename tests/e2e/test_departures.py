@@ -224,7 +224,7 @@ def test_a_pause_takes_no_new_guest_keeps_the_old_and_is_remembered(make_stack: 
     job = submit_count(stack.nodes[0], 100_000)
     host = stack.node(running_with_checkpoint(stack.nodes[0], job)["node"])
     other = next(node for node in stack.nodes if node is not host)
-    assert "1 guests still run" in ok(host, "pause")
+    assert "1 guest still runs" in ok(host, "pause")
     until(lambda: not rows(other)[host.nick]["lending"], "the pause to spread")
     second = submit_count(stack.nodes[0], 100_000)
     assert running_with_checkpoint(stack.nodes[0], second)["node"] == other.nick
