@@ -473,6 +473,7 @@ class JobDesk:
         hidden = {
             "submitter",
             "chain",
+            "lock",
             "nonce",
             "witnesses",
             "workdir",

@@ -127,13 +127,35 @@ class Mesh(click.Group):
             return super().invoke(ctx)
         except MeshError as error:
             click.echo(f"mesh: {error}", err=True)
+            if error.code == ExitCode.USAGE and (words := other_release(ctx.obj)):
+                click.echo(f"mesh: {words}", err=True)
             ctx.exit(int(error.code))
+        except (LookupError, TypeError):  # something in an answer is missing, or is not what it was
+            if not (words := other_release(ctx.obj)):
+                raise
+            click.echo(f"mesh: {words}", err=True)
+            ctx.exit(int(ExitCode.ERROR))
         except KeyboardInterrupt:
             click.echo("", err=True)
             ctx.exit(int(ExitCode.INTERRUPTED))
         except BrokenPipeError:
             sys.stderr.close()  # the reader (head, less) has had enough
             ctx.exit(0)
+
+
+def other_release(state: str | None) -> str:
+    """What to do where the daemon is of another release than this command; empty where it is not."""
+    from mesh import __version__
+    from mesh.client import Client
+    from mesh.layout import Layout, state_directory
+
+    try:
+        version = Client(Layout(state_directory(state)).socket).get("/v1/status", timeout_s=5.0)["version"]
+    except (MeshError, OSError, ValueError, LookupError, TypeError):
+        return ""
+    if version == __version__:
+        return ""
+    return f"the daemon here is campus-mesh {version}, this command is {__version__}: `mesh down`, then `mesh up`, renews it"
 
 
 def tell_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import mesh.cli.listing
 import mesh.cli.names
+from mesh import __version__
 from mesh.cli.main import SECTIONS, cli
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
@@ -170,3 +171,16 @@ def test_every_command_is_listed_without_being_imported(monkeypatch: pytest.Monk
 def test_a_shell_gets_its_script(tmp_path: Path, shell: str) -> None:
     done = run(tmp_path, "completion", shell)
     assert done.exit_code == 0 and "_MESH_COMPLETE" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("version", ["0.0.9", __version__])
+def test_a_daemon_of_another_release_is_named_where_its_answer_is_not_understood(tmp_path: Path, version: str) -> None:
+    said: dict[str, Any] = {"/v1/trust": {"schema": 1}, "/v1/status": {"version": version}}
+    with daemon(tmp_path, said):
+        done = run(tmp_path, "trust", "ls")
+    if version == __version__:
+        assert isinstance(done.exception, KeyError), "a fault of ours is not hidden"
+    else:
+        assert done.exit_code == 1 and done.stderr == (
+            f"mesh: the daemon here is campus-mesh 0.0.9, this command is {__version__}: `mesh down`, then `mesh up`, renews it\n"
+        )
