@@ -60,6 +60,8 @@ NEW_S = 30.0  # after which what is not known of an array has been forgotten; ou
 SUBMITTED_AT_ONCE = 32  # jobs of one array
 Telling = tuple[bytes, Event, bool]
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
+# Of a description: what is told in other words, or is of no use to a person.
+UNTOLD = set("submitter chain nonce witnesses workdir workdir_holders checkpointing array after lock".split())
 LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
 
 
@@ -470,20 +472,8 @@ class JobDesk:
         wanted = {
             name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(spec).items()
         }  # defaults too
-        hidden = {
-            "submitter",
-            "chain",
-            "lock",
-            "nonce",
-            "witnesses",
-            "workdir",
-            "workdir_holders",
-            "checkpointing",
-            "array",
-            "after",
-        }
         asked = {
-            name: value for name, value in wanted.items() if name not in hidden and value not in (None, "", [], {})
+            name: value for name, value in wanted.items() if name not in UNTOLD and value not in (None, "", [], {})
         }
         rules = spec.checkpointing
         nicks = self._around()[0]
