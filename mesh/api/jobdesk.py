@@ -61,7 +61,8 @@ SUBMITTED_AT_ONCE = 32  # jobs of one array
 Telling = tuple[bytes, Event, bool]
 _Around = tuple[dict[bytes, str], set[bytes], dict[bytes, bytes]]
 # Of a description: what is told in other words, or is of no use to a person.
-UNTOLD = set("submitter chain nonce witnesses workdir workdir_holders checkpointing array after lock".split())
+UNTOLD = {"submitter", "chain", "nonce", "witnesses", "workdir", "workdir_holders"}
+UNTOLD |= {"checkpointing", "array", "after", "lock"}
 LOCAL_LEASE_S = 4.0  # with the local gossip profile: failover in seconds
 
 
