@@ -79,8 +79,8 @@ def evaluate(
     bins = cut_into_bins(trace)
     tell(f"cutting {len(trace.nodes)} nodes' trace into questions")
     questions = ask(bins, horizons_min, utc_offset_s)
-    ours = answer(bins, questions, utc_offset_s, float("inf"), lambda day: tell(f"{OURS}: {day}"))
-    frozen = answer(bins, questions, utc_offset_s, cut, lambda day: tell(f"{FROZEN}: {day}"))
+    ours = answer(bins, questions, utc_offset_s, float("inf"), lambda day: tell(f"{day} by {OURS}"))
+    frozen = answer(bins, questions, utc_offset_s, cut, lambda day: tell(f"{day} by {FROZEN}"))
     tell("the simple models")
     counts = rivals.Counts(bins, cut, utc_offset_s)
     chances: dict[tuple[str, int], Sequence[float]] = {}

@@ -177,7 +177,7 @@ def test_a_file_is_the_same_packed_and_with_a_mark_before_it(tmp_path: Path) -> 
 def test_it_says_how_far_it_is() -> None:
     told: list[str] = []
     evaluate(campus("steady", 1, 3, nodes=2), (60,), 0.7, boosted=False, tell=told.append)
-    assert "mesh: day 3 of 3" in told and "mesh-frozen: day 1 of 3" in told
+    assert "day 3 of 3 by mesh" in told and "day 1 of 3 by mesh-frozen" in told
 
 
 @pytest.mark.parametrize(
