@@ -15,12 +15,10 @@ class Room:
     __slots__ = (
         "at",
         "departures",
-        "foretold",
         "last_departure",
         "level",
         "regime",
         "share",
-        "slot",
         "together",
         "usual",
         "week",
@@ -33,7 +31,6 @@ class Room:
         self.last_departure = float("-inf")
         self.departures = self.together = 0.0
         self.week = Factor(len(WEEK), WEEK_PRIOR)
-        self.slot, self.foretold = float("-inf"), 1.0
 
     def see(self, lent: int, members: int, now: float) -> None:
         """So many of its machines are lent."""
@@ -50,14 +47,6 @@ class Room:
         self.departures += 1
         self.together += now - self.last_departure <= TOGETHER_S
         self.last_departure = now
-
-    def said(self, now: float, factor: float) -> float:
-        """What is common to all here, as it was before anybody left in these minutes: what the first one's departure has taught
-        is no forecast of those who leave with it."""
-        slot = now // TOGETHER_S
-        if slot > self.slot:
-            self.slot, self.foretold = slot, factor
-        return self.foretold
 
     @property
     def common(self) -> float:

@@ -188,7 +188,7 @@ class Estimator:
             node.since = None if node.since is None else min(node.since, now)
         for room in self.rooms.values():
             room.at, room.regime.at = min(room.at, now), min(room.regime.at, now)
-            room.last_departure, room.slot = min(room.last_departure, now), float("-inf")
+            room.last_departure = min(room.last_departure, now)
         self._epoch, self._renewed = min(self._epoch, now), min(self._renewed, now)
 
     # --- what is to be expected
@@ -330,7 +330,7 @@ class Estimator:
             expected = own * common * hours
             if node.campus:
                 if hours > 0:
-                    self.belief.learn(events, hours, self.mean, own * room.said(upper, common))
+                    self.belief.learn(events, hours, self.mean, own * common)
                 self.hours_lent += hours * scale
                 self.events += events * scale
                 self.hours_at_risk += expected / self.rate * scale

@@ -46,7 +46,7 @@ class Campus:
         self.hosts = [Host(number, machine, away[number]) for number, machine in enumerate(there)]
         self.network = Network(self.kernel)
         self.fabric = Fabric(world, there, self.network, self.streams)
-        self.forecast = Forecast(len(there), world.first_day)
+        self.forecast = Forecast([machine.room for machine in there], world.first_day)
         self.waiting: dict[Job, None] = {}
         self.jobs: list[Job] = []
         self._orders = iter(orders(world, self.streams))

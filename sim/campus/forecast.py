@@ -3,7 +3,7 @@
 This is the only place of the simulator that knows which estimator there is.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from placement.advert import HORIZONS_S
 from placement.survival import Estimator, Window
@@ -13,11 +13,12 @@ MONDAY_S = 4 * DAY_S  # the first of Unix time, in which the estimator counts
 
 
 class Forecast:
-    """Of machines by number; seconds of virtual time, which begins on the `first_day` of a week."""
+    """Of machines by number, each in one of these `rooms`; seconds of virtual time, which begins on the `first_day` of a week."""
 
-    def __init__(self, count: int, first_day: int = 0) -> None:
-        self._names = [number.to_bytes(32, "big") for number in range(count)]
-        self._since = [0.0] * count
+    def __init__(self, rooms: Sequence[str], first_day: int = 0) -> None:
+        self._rooms = rooms
+        self._names = [number.to_bytes(32, "big") for number in range(len(rooms))]
+        self._since = [0.0] * len(rooms)
         self._estimator = Estimator(0.0, MONDAY_S + first_day * DAY_S)
         self._ahead: dict[int, Window] = {}  # of the weights that were asked for last, by horizon
         self.departures = 0
@@ -25,7 +26,7 @@ class Forecast:
 
     def lent(self, machine: int, now: float) -> None:
         self._since[machine] = now
-        self._estimator.lent(self._names[machine], now)
+        self._estimator.lent(self._names[machine], now, room=self._rooms[machine])
 
     def left(self, machine: int, now: float) -> None:
         self._estimator.left(self._names[machine], now)

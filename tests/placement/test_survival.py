@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mesh.forecast.evaluation import CLIMATOLOGY, CONSTANT, OURS, WEEKLY, evaluate
 from placement.belief import LEAST_THETA, MOST_THETA, Frailty
 from placement.factors import AGE_EDGES_S, HALF_LIFE_S, REBASE, Factor
-from placement.room import TOGETHER_S, Room
+from placement.room import Room
 from placement.survival import BASE_EVENTS, BASE_HOURS, Estimator, Survival, weight
 from tests.placement.campuses import DAY_S, campus
 
@@ -390,14 +390,6 @@ def test_a_rooms_timetable_is_learnt() -> None:
     estimator.know(nodes[0], estimator.room("elsewhere", now), now)
     moved = estimator.hazard(nodes[0], estimator.window(now + DAY_S + 10 * HOUR_S, HOUR_S))
     assert moved < tuesday / 2, "that timetable is its room's"
-
-
-def test_those_who_leave_together_do_not_prove_each_other_right() -> None:
-    """Of what the first of them taught nothing had been foretold."""
-    room = Room(MONDAY)
-    assert room.said(MONDAY + 10, 1.0) == 1.0
-    assert room.said(MONDAY + 20, 3.0) == 1.0, "raised by who has just left"
-    assert room.said(MONDAY + 20 + TOGETHER_S, 3.0) == 3.0
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.8])
