@@ -3,10 +3,12 @@
 Each is a `concurrent.futures.Executor`, or none for this process; a study knows no more of it (`study.perform`).
 """
 
+import ctypes
 import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ Kind = Literal["serial", "process", "dask"]
 KINDS: tuple[Kind, ...] = ("serial", "process", "dask")
 HOW_TO_INSTALL = "Dask is not installed: pip install 'campus-mesh[dask]', here and on the machines that compute"
 ADDRESS = re.compile(r"(?:[a-z]+://)?[^\s/:]+:\d{1,5}|(?:[a-z]+://)?\[[0-9a-fA-F:]+\]:\d{1,5}")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ANSWERS_S = 10.0  # that a Dask scheduler has to answer in; Dask's own default is 30
 
 
@@ -39,16 +42,21 @@ def executor(
     elif kind == "serial" or count < 2:
         yield None
     else:
-        pool = ProcessPoolExecutor(count, initializer=_end_at_once)
+        pool = ProcessPoolExecutor(count, initializer=_end_with, initargs=(os.getpid(),))
         try:
             yield pool
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_at_once() -> None:
-    """A worker says nothing of Ctrl-C: the process that reads its results does."""
+def _end_with(reader: int) -> None:
+    """A worker says nothing of Ctrl-C: the process that reads its results does. If that is killed, the worker would wait for more
+    to do for ever; on Linux it ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != reader:  # it was before that
+            os._exit(1)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from math import sqrt
 from pathlib import Path
 from random import Random
@@ -193,8 +195,9 @@ def test_the_headline_says_of_each_claim_whether_it_is_met() -> None:
     assert headline.policies_of(("reclaimnet-54", ()))[0] == "mesh"
 
 
-def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
-    file = tmp_path / "kept.jsonl"
+@contextmanager
+def under_way(file: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A long study by two workers, some of which is kept in the file already."""
     words = ["run", "gpunion-11", "--seeds", "5000", "--workers", "2", "--keep", str(file), "--json"]
     process = subprocess.Popen(
         ["env", "--default-signal=INT", sys.executable, "-m", "mesh.cli", "sim", *words],
@@ -210,12 +213,35 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         while not (file.exists() and file.read_bytes().count(b"\n") >= 3):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr
             time.sleep(0.05)
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they do outlive it")
+def test_workers_do_not_outlive_a_study_that_is_killed(tmp_path: Path) -> None:
+    with under_way(tmp_path / "kept.jsonl") as process:
+        process.kill()
+        deadline = time.monotonic() + 60
+        while session_of(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def session_of(leader: int) -> list[str]:
+    """What runs in its session."""
+    done = subprocess.run(["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True)
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()[1:]]
+    return [command for sid, state, command in rows if int(sid) == leader and state[0] != "Z"]
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    with under_way(file) as process:
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
     assert process.returncode == 130 and "replications are finished" in err and "Traceback" not in err
     found = json.loads(out)
     assert not found["complete"] and found["policies"][0]["n"] >= 3
