@@ -1,6 +1,7 @@
 """Starting a daemon as a process of its own, and waiting until it answers or has said why not."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -47,10 +48,20 @@ def wait_ready(where: Layout, process: subprocess.Popen[bytes], timeout_s: float
     raise MeshError(f"the daemon did not answer within {timeout_s:g} s; its log is {where.log}")
 
 
+def _full(directory: Path) -> bool:
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return False
+    return (disk.f_bavail if os.geteuid() else disk.f_bfree) == 0
+
+
 def last_words(log: Path) -> str:
     """The daemon's own message, without the log around it."""
     lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     spoken = [line.removeprefix("mesh: ") for line in lines if line.startswith("mesh: ")]
+    if _full(log.parent):  # what it said at the end may be cut off, or missing
+        return f"{log.parent}: its disk is full. Free some space, or name another state directory with --state."
     if spoken:
         return spoken[-1]
     return f"the daemon ended at once ({lines[-1] if lines else 'without a word'}); its log is {log}"
