@@ -1,25 +1,34 @@
-# `make demo` and `make test` are all that a newcomer needs; each sets up what it uses.
+# A newcomer needs only `make demo` and `make test`. Each sets up what it uses.
 PYTHON := .venv/bin/python
 PYTEST_ARGS ?=
-# Suites run side by side, three on two cores, since daemons wait more than they compute; those that need the same engine or kernel
-# stay together (tests/conftest.py).
+# Three workers on two cores, since daemons wait more than they compute. Tests that share an engine or kernel feature stay on one
+# worker (tests/conftest.py).
 WORKERS ?= 3
 
-.PHONY: demo test venv frameworks lint docs bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim clean
+.PHONY: demo test adversary venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary clean
 
-demo: venv
-	$(PYTHON) -m mesh.cli demo $(DEMO_ARGS)
+# A smaller environment than the tests', unless theirs is there.
+demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
+	$(PYTHON) -m mesh.cli debug demo $(DEMO_ARGS)
+
+.venv/.demo: pyproject.toml .ci/venv
+	bash .ci/venv demo
+	touch $@
 
 test: venv
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
+# 100,000 generated requests of a hostile member against real daemons; `make test` sends 3,000. Fifteen minutes.
+adversary: venv
+	ADVERSARY_REQUESTS=$${ADVERSARY_REQUESTS:-100000} $(PYTHON) -m pytest --timeout 3600 tests/adversary $(PYTEST_ARGS)
+
 venv: .venv/.ready
 
 .venv/.ready: pyproject.toml .ci/venv
-	bash .ci/venv
-	touch $@
+	bash .ci/venv dev
+	touch .venv/.demo $@
 
-# For the tests of the tiers `frameworks` and `jupyter`, which are left out without it.
+# Needed by the test tiers `frameworks` and `jupyter`, which are skipped without it.
 frameworks: .venv-frameworks/.ready
 
 .venv-frameworks/.ready: .ci/frameworks | venv
@@ -30,15 +39,28 @@ lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
 
-# The site, in build/docs: from docs/ and the code, without a network. A dead link or anchor is an error.
+# Pins what a release installs, with hashes, in .ci/requirements.lock. A test checks that it fits pyproject.toml.
+lock:
+	bash .ci/lock
+
+# Known vulnerabilities of the locked packages. Needs the network.
+audit:
+	bash .ci/audit
+
+# The documentation site in build/docs, built without a network. A dead link or anchor is an error.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+# Checks, source archive, wheel and SHA256SUMS in dist/ (docs/how-to/release.md). RELEASE_FAST=1 leaves out lint and tests: a dry run.
+release:
+	bash .ci/release
 
 bench-cli: venv
 	$(PYTHON) tests/bench/cli.py
 
-# The package in new environments. Two minutes; `BENCH_ARGS=--demo` adds a clone and its demo.
+# Installs the package into new environments. Two minutes; `BENCH_ARGS=--demo` adds a clone and its demo.
 bench-install: venv
 	$(PYTHON) tests/bench/install.py $(BENCH_ARGS)
 
@@ -46,7 +68,7 @@ bench-install: venv
 bench-api: venv
 	$(PYTHON) tests/bench/api.py
 
-# Needs root, iproute2 and iptables; serf (Debian) and kinship (PyPI) run beside if they can be had. About an hour.
+# Needs root, iproute2 and iptables; compares with serf (Debian) and kinship (PyPI) where they can be installed. About an hour.
 bench-membership: venv
 	$(PYTHON) tests/bench/membership.py $(BENCH_ARGS)
 
@@ -58,8 +80,8 @@ bench-jobs: venv
 bench-slurm: venv
 	$(PYTHON) tests/bench/slurm.py $(BENCH_ARGS)
 
-# Restic, borgbackup, casync, rsync, zstd and iperf3 (Debian) run beside where they are installed. The checkpoints are made first, by
-# torch (`make frameworks`). Three quarters of an hour; `BENCH_ARGS="--rounds 1 --on /dev/shm"` is shorter.
+# Compares with restic, borgbackup, casync, rsync, zstd and iperf3 (Debian) where they are installed. PyTorch makes the checkpoints
+# first (`make frameworks`). 45 minutes; `BENCH_ARGS="--rounds 1 --on /dev/shm"` is shorter.
 bench-ckptstore: venv frameworks
 	$(PYTHON) tests/bench/ckptstore.py $(BENCH_ARGS)
 
@@ -67,8 +89,8 @@ bench-ckptstore: venv frameworks
 bench-guard: venv
 	$(PYTHON) tests/bench/guard.py $(BENCH_ARGS)
 
-# On a machine with an NVIDIA GPU; what needs PyTorch or CuPy is measured where the machine's Python or `make frameworks` has it with
-# CUDA. Elsewhere it says so. `BENCH_ARGS="--seconds 5"` takes about ten minutes, `BENCH_ARGS="--only gate"` one part of it.
+# Needs an NVIDIA GPU. Rows that need PyTorch or CuPy with CUDA are measured where the system's Python or `make frameworks` has them.
+# `BENCH_ARGS="--seconds 5"` takes about ten minutes; `BENCH_ARGS="--only gate"` runs one part.
 bench-guard-gpu: venv
 	$(PYTHON) tests/bench/guard_gpu.py $(BENCH_ARGS)
 
@@ -76,12 +98,17 @@ bench-guard-gpu: venv
 bench-provider: venv
 	$(PYTHON) tests/bench/provider.py $(BENCH_ARGS)
 
-# Traces lie outside the project (docs/survival.md says which): BENCH_ARGS="--traces DIR". Lifelines runs beside where it is installed.
+# Traces are not in the repository (docs/explanation/survival.md names them): BENCH_ARGS="--traces DIR". Compares with lifelines where it is installed.
 # A minute.
 bench-placement: venv
 	$(PYTHON) tests/bench/placement.py $(BENCH_ARGS)
 
-# SimPy (PyPI) runs beside. An hour; `BENCH_ARGS="--quick --seeds 0"` takes five minutes. `--python PATH` compares digests with another Python.
+# Floods at the port between nodes, and the cost of a call. Three minutes; `BENCH_ARGS=--quick` sends a tenth.
+bench-adversary: venv
+	$(PYTHON) tests/bench/adversary.py $(BENCH_ARGS)
+
+# Compares with SimPy (PyPI). An hour; `BENCH_ARGS="--quick --seeds 0"` takes five minutes. `--python PATH` compares digests with
+# another Python.
 bench-sim: venv
 	$(PYTHON) -m pip install --quiet "simpy>=4.1"
 	$(PYTHON) -m tests.bench.sim $(BENCH_ARGS)

@@ -1,7 +1,6 @@
-"""How fast each peer has taken bytes: the mean that plans are made with, the fifth that promises are made with, and the path with
-its uncertainty that a destination is chosen with. No I/O.
+"""Bandwidth to each peer, learnt from transfers: a mean for plans, a low quantile for promises, and a distribution for placement.
 
-Only what was sent anyway is looked at: nobody floods a campus link to measure it.
+Only regular transfers are measured; nothing is sent just to measure a campus link. No I/O.
 """
 
 import math
@@ -12,23 +11,26 @@ from typing import Literal
 
 import msgspec
 
-SEEN = 32  # transfers of each peer; ours
-PEERS = 1024  # of whom something is remembered, those heard of last; twice the largest mesh we plan for; ours
-LEAST_BYTES = 1 << 20  # of a transfer that says something of a link; ours
-LEARN = 0.3  # the weight of the last one; ours
-PESSIMISTIC = 0.2  # of the transfers were slower than what is promised; ours
-GUESS_BPS, GUESS_SPREAD = 5e7, 1.2  # of a path of which nothing is known: between Fast and Gigabit Ethernet; ours
-PRIOR_SPREAD, PRIOR_COUNT = 0.5, 2  # of a path before it was measured often: a factor of 1.6 either way; ours
-ELSEWHERE_SPREAD = 0.6  # at least, of a path judged by other paths; ours
-MOST_LOGARITHM = 100.0  # of what is recalled: nothing sends 10^43 bytes a second
-AGE_SPREAD, DAY_S = 0.3, 86_400.0  # that a day adds to what was measured; ours
+SEEN = 32  # transfers kept per peer (own choice)
+PEERS = 1024  # peers remembered, the most recent ones; twice the largest planned mesh
+LEAST_BYTES = 1 << 20  # smaller transfers are not measured (own choice)
+LEARN = 0.3  # weight of the last transfer (own choice)
+PESSIMISTIC = 0.2  # share of transfers slower than the promise (own choice)
+GUESS_BPS, GUESS_SPREAD = 5e7, 1.2  # of an unknown path: between Fast and Gigabit Ethernet
+PRIOR_SPREAD, PRIOR_COUNT = 0.5, 2  # prior of a path: a factor of 1.6 either way, worth two transfers (own choice)
+ELSEWHERE_SPREAD = 0.6  # minimum for a path estimated from other paths (own choice)
+MOST_LOGARITHM = 100.0  # bound on stored values: e^100 is 10^43 bytes per second
+AGE_SPREAD, DAY_S = 0.3, 86_400.0  # uncertainty added per day since the last transfer (own choice)
 
 Source = Literal["measured", "zone", "mesh", "guessed"]
 
 
-class Path(msgspec.Struct, frozen=True):
-    """From here to one peer: bytes a second (the median), and the standard deviation of their logarithm. `source`: this path's
-    own transfers, those to the peer's zone, to any peer, or nothing; `transfers` of them, the last `age_s` ago."""
+class PathEstimate(msgspec.Struct, frozen=True):
+    """Bandwidth to one peer: the median in bytes per second, and the standard deviation of the logarithm.
+
+    `source`: measured on this path, on paths to the peer's zone or to any peer, or guessed; from `transfers`, the last one
+    `age_s` ago.
+    """
 
     bps: float
     spread: float
@@ -37,19 +39,19 @@ class Path(msgspec.Struct, frozen=True):
     age_s: float = 0.0
 
 
-UNKNOWN = Path(GUESS_BPS, GUESS_SPREAD)
+UNKNOWN = PathEstimate(GUESS_BPS, GUESS_SPREAD)
 
 
-class Learnt(msgspec.Struct, frozen=True):
-    """What is kept of a path over a restart: mean and variance of the logarithm of bytes a second, of so many transfers."""
+class SavedRate(msgspec.Struct, frozen=True):
+    """A path's state over restarts: mean and variance of the logarithm of bytes per second, and number of transfers."""
 
     mean: float
     variance: float
     count: int
 
 
-def _ignore(peer: bytes, learnt: Learnt) -> None:
-    """Nobody keeps it."""
+def _ignore(peer: bytes, rate: SavedRate) -> None:
+    """Store nothing."""
 
 
 class _Rate:
@@ -66,29 +68,29 @@ class _Rate:
         self.variance = (1 - LEARN) * (self.variance + LEARN * apart * apart)
         self.count, self.at = self.count + 1, at
 
-    def path(self, now: float) -> Path:
+    def path(self, now: float) -> PathEstimate:
         shown = min(self.count, SEEN)
         squared = (shown * self.variance + PRIOR_COUNT * PRIOR_SPREAD**2) / (shown + PRIOR_COUNT)
         age_s = max(0.0, now - self.at)
         spread = math.sqrt(squared + AGE_SPREAD**2 * age_s / DAY_S)
-        return Path(math.exp(self.mean), min(spread, GUESS_SPREAD), "measured", self.count, age_s)
+        return PathEstimate(math.exp(self.mean), min(spread, GUESS_SPREAD), "measured", self.count, age_s)
 
 
 class Bandwidth:
-    """`keep` is told what is known of a path each time that changes; `recall` takes it up again after a restart."""
+    """`keep` is called with the state of a path when it changes; `restore` loads it after a restart."""
 
-    def __init__(self) -> None:
-        self.keep: Callable[[bytes, Learnt], None] = _ignore
+    def __init__(self, keep: Callable[[bytes, SavedRate], None] = _ignore) -> None:
+        self._keep = keep
         self._mean: dict[bytes, float] = {}
         self._seen: dict[bytes, deque[float]] = {}
         self._rates: dict[bytes, _Rate] = {}
-        self._any: Path | None = None  # of all that were measured, until more is
+        self._any: PathEstimate | None = None  # of all measured paths, cached
 
-    def saw(self, peer: bytes, count: int, seconds: float, held: bool = False, now: float = 0.0) -> None:
-        """So many bytes went to a peer in this time, until it said that they were on its disk. `held`: this node held them back.
+    def record(self, peer: bytes, count: int, seconds: float, held: bool = False, now: float = 0.0) -> None:
+        """Record a transfer of `count` bytes, timed until the peer had them on disk.
 
-        Then the link may carry more, so it counts for a promise only if it is more than was promised. `now`: seconds of a clock
-        that does not jump.
+        `held`: this node limited the rate. Then the link may carry more, so the transfer counts only if it was faster than the
+        promise. `now`: seconds of a monotonic clock.
         """
         if count < LEAST_BYTES or not 0 < seconds < math.inf:
             return
@@ -100,32 +102,32 @@ class Bandwidth:
             known = self._rates.pop(peer, None)
             if known is not None:
                 known.add(math.log(rate), now)
-            known = self._rates[peer] = known or _Rate(math.log(rate), now)  # the last heard of stands last
+            known = self._rates[peer] = known or _Rate(math.log(rate), now)  # the most recent peer is last
             self._any = None
-            self.keep(peer, Learnt(known.mean, known.variance, known.count))
+            self._keep(peer, SavedRate(known.mean, known.variance, known.count))
         self._forget()
 
-    def recall(self, peer: bytes, learnt: Learnt, at: float) -> None:
-        """Learnt before a restart, and last heard of `at` that time. What is promised is learnt anew."""
-        if not (abs(learnt.mean) < MOST_LOGARITHM and 0 <= learnt.variance < MOST_LOGARITHM and learnt.count > 0):
+    def restore(self, peer: bytes, saved: SavedRate, at: float) -> None:
+        """Load the state of a path last updated at time `at`. Promises are learnt again."""
+        if not (abs(saved.mean) < MOST_LOGARITHM and 0 <= saved.variance < MOST_LOGARITHM and saved.count > 0):
             return
-        rate = self._rates[peer] = _Rate(learnt.mean, at)
-        rate.variance, rate.count = learnt.variance, learnt.count
-        self._mean[peer] = math.exp(learnt.mean)
+        rate = self._rates[peer] = _Rate(saved.mean, at)
+        rate.variance, rate.count = saved.variance, saved.count
+        self._mean[peer] = math.exp(saved.mean)
         self._any = None
         self._forget()
 
     def mean_bps(self, peers: Iterable[bytes]) -> float | None:
-        """Of the slowest of these that is known."""
+        """Return the mean of the slowest of these peers; None if none was measured."""
         return min((self._mean[peer] for peer in peers if peer in self._mean), default=None)
 
     def promised_bps(self, peer: bytes) -> float | None:
-        """What it has nearly always reached."""
+        """Return the rate that nearly all transfers to this peer reached; None if unknown."""
         seen = sorted(self._seen.get(peer, ()))
         return seen[int(PESSIMISTIC * len(seen))] if seen else None
 
-    def path(self, peer: bytes, neighbours: Iterable[bytes] = (), now: float = 0.0) -> Path:
-        """To one peer. One that was never measured is judged by its `neighbours` (of its zone), else by all that were."""
+    def path(self, peer: bytes, neighbours: Iterable[bytes] = (), now: float = 0.0) -> PathEstimate:
+        """Estimate the path to one peer; without measurements, from the paths to its `neighbours` (its zone) or to all peers."""
         own = self._rates.get(peer)
         if own is not None:
             return own.path(now)
@@ -136,8 +138,8 @@ class Bandwidth:
             self._any = _pooled(list(self._rates.values()), "mesh", now)
         return self._any or UNKNOWN
 
-    def measured(self, now: float) -> dict[bytes, Path]:
-        """Every path of which something was measured."""
+    def measured(self, now: float) -> dict[bytes, PathEstimate]:
+        """Return every measured path."""
         return {peer: rate.path(now) for peer, rate in self._rates.items()}
 
     def _forget(self) -> None:
@@ -148,12 +150,12 @@ class Bandwidth:
             self._rates.pop(oldest, None)
 
 
-def _pooled(rates: list[_Rate], source: Source, now: float) -> Path | None:
-    """The middle one of these paths, with how far apart they are."""
+def _pooled(rates: list[_Rate], source: Source, now: float) -> PathEstimate | None:
+    """Return the median of these paths, with their spread."""
     if not rates:
         return None
     middle = median(rate.mean for rate in rates)
     apart = math.sqrt(sum((rate.mean - middle) ** 2 for rate in rates) / len(rates))
     spread = math.hypot(max(apart, ELSEWHERE_SPREAD), max(rate.path(now).spread for rate in rates) / 2)
     age_s = min(max(0.0, now - rate.at) for rate in rates)
-    return Path(math.exp(middle), min(GUESS_SPREAD, spread), source, sum(rate.count for rate in rates), age_s)
+    return PathEstimate(math.exp(middle), min(GUESS_SPREAD, spread), source, sum(rate.count for rate in rates), age_s)

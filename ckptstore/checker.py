@@ -1,17 +1,14 @@
-"""Reading everything back: what is damaged is found, put away, and what is good in it is kept."""
+"""Checker: reads and verifies the whole store, salvages damaged packs, and reports damaged manifests."""
 
-import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from ckptstore.errors import CorruptChunk, NotFound, StoreError
 from ckptstore.manifest import decode_manifest
-from ckptstore.pack import HEADER_BYTES, ObjectHeader, PackWriter, check_stored, is_foreign, open_chunk, scan_pack
-
-if TYPE_CHECKING:
-    from ckptstore.store import Store
+from ckptstore.objects import read_stored
+from ckptstore.pack import ObjectHeader, check_stored, open_chunk, scan_pack
+from ckptstore.store import Store
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -21,8 +18,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
     damaged_manifests: tuple[bytes, ...]
 
 
-def verify(store: "Store") -> VerifyReport:
-    """Read everything; packs with damage are salvaged and moved to `quarantine/`."""
+def verify(store: Store) -> VerifyReport:
+    """Read everything; damaged packs are salvaged and moved to `quarantine/`, as are damaged manifests."""
     chunks = bad = 0
     quarantined: list[str] = []
     for path in sorted(store.packs.glob("*.pack")):
@@ -31,33 +28,30 @@ def verify(store: "Store") -> VerifyReport:
         if wrong or not readable:
             quarantined.append(path.name)
             with store.lock, store.disk_errors():
-                salvage(store, path)
+                store.salvage(path)
     damaged = []
     for path in store.manifest_files.iterdir():
         try:
             identity = bytes.fromhex(path.name)
-            _, manifest = decode_manifest(store.sealed(identity), store.unseal)
+            _, manifest = decode_manifest(store.sealed_manifest(identity), store.unseal)
             if store.index.missing(manifest.chunks):
                 damaged.append(identity)
         except NotFound:
-            continue  # it has been removed meanwhile
+            continue  # removed meanwhile
         except (ValueError, StoreError):
             path.rename(store.quarantine / path.name)
             quarantined.append(path.name)
     return VerifyReport(chunks, bad, tuple(quarantined), tuple(damaged))
 
 
-def _payload(file: BinaryIO, header: ObjectHeader, offset: int) -> bytes:
-    file.seek(offset + HEADER_BYTES)
-    return file.read(header.stored_length)
+def _is_good(store: Store, header: ObjectHeader, stored: bytes) -> bool:
+    """Return True if an object decodes to the bytes of its id.
 
-
-def _is_good(store: "Store", header: ObjectHeader, stored: bytes) -> bool:
-    """Whether it gives the bytes that its id says; of one that is sealed, or leans on what is not here, only whether it is as it
-    was stored."""
+    Of an encrypted one, and of a delta whose base is not here, only the stored bytes can be verified.
+    """
     try:
         check_stored(header, stored)
-        if header.sealed:
+        if header.encrypted:
             return True
         if header.base is None:
             open_chunk(header, stored, None)
@@ -68,35 +62,18 @@ def _is_good(store: "Store", header: ObjectHeader, stored: bytes) -> bool:
     return True
 
 
-def _inspect(store: "Store", path: Path) -> tuple[int, int, bool]:
+def _inspect(store: Store, path: Path) -> tuple[int, int, bool]:
+    """Return the numbers of good and bad objects in a pack, and False if the pack could not be read to its end."""
     good = wrong = 0
     try:
         with path.open("rb") as file:
             for header, offset in scan_pack(path):
-                if _is_good(store, header, _payload(file, header, offset)):
+                if _is_good(store, header, read_stored(file, header, offset)):
                     good += 1
                 else:
                     wrong += 1
     except FileNotFoundError:
-        return 0, 0, True  # it has been collected meanwhile
+        return 0, 0, True  # collected meanwhile
     except CorruptChunk:
         return good, wrong + 1, False
     return good, wrong, True
-
-
-def salvage(store: "Store", path: Path) -> None:
-    """Copy what is good out of a damaged pack, then put the pack away."""
-    writer = PackWriter(store.tmp, store.packs, is_foreign(path))
-    try:
-        with path.open("rb") as file:
-            for header, offset in scan_pack(path):
-                stored = _payload(file, header, offset)
-                with contextlib.suppress(CorruptChunk):
-                    check_stored(header, stored)
-                    writer.add(header, stored)
-    except CorruptChunk:
-        pass  # everything before the break is already copied
-    writer.publish()
-    path.rename(store.quarantine / path.name)
-    store.index.drop_pack(path.stem)
-    store.index.add(writer.name, writer.locations, writer.foreign)

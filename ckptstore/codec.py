@@ -1,12 +1,10 @@
-"""How a chunk is stored: as it is, compressed, or as byte planes of which some are compressed; any of these may hold the
-difference to an earlier chunk instead of the chunk itself.
+"""Codec of chunks: raw, zstd, or byte planes of which some are compressed; each can encode the difference to a base chunk.
 
-Floats change little from one checkpoint to the next, and in their high bytes most of all. So what is alike is brought together
-(one plane for each byte of an element, as blosc's shuffle does) and zstd sees only the planes that it can shorten. The bits of
-floats that are near each other are numbers that are near each other, so planes hold how far an element has moved (zigzag, so that
-a small step down is a small number too): an XOR would be large wherever a carry has gone through (own measurement: weights 0.70
-of their size by XOR and 0.68 by steps, Adam's second moment 0.79 and 0.73). Which way is best differs from tensor to tensor, so
-each is tried on a sample. Level 3 never paid on floats.
+Floats change little from one checkpoint to the next, least in their high bytes. So similar bytes are grouped (one plane for
+each byte of an element, like blosc's shuffle) and only the planes that shrink are compressed. Close floats have close bit
+patterns, so a delta is the numeric difference of the bit patterns, zigzag-encoded. An XOR would be large wherever a carry
+propagates (measured: weights shrink to 0.70 by XOR and 0.68 by difference, Adam's second moment to 0.79 and 0.73). The best
+encoding differs from tensor to tensor, so each is tried on a sample. zstd level 3 never paid on floats.
 """
 
 import sys
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckptstore.coding import PLANES, WIDTHS, ZSTD, Bytes, Coding
+from ckptstore.encoding import PLANES, WIDTHS, ZSTD, Bytes, Encoding
 from ckptstore.errors import CorruptChunk
 
 if sys.version_info >= (3, 14):
@@ -24,13 +22,13 @@ else:
     from backports import zstd
 
 LEVEL = 1
-SAMPLE_BYTES = 64 * 1024  # tried each way, from the middle of the first chunk of a tensor; ours
-WORTH = 0.98  # a way, or a plane, that leaves more than this of a simpler one is not worth its time; ours
+SAMPLE_BYTES = 64 * 1024  # from the middle of the first chunk of a tensor (own choice)
+WORTHWHILE = 0.98  # an encoding must shrink the simpler one to less than this (own choice)
 
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-class _Tools(threading.local):
+class _Compressor(threading.local):
     def __init__(self) -> None:
         self.compressor = zstd.ZstdCompressor(level=LEVEL)
 
@@ -39,26 +37,26 @@ class _Tools(threading.local):
         return self.compressor.compress(view, mode=zstd.ZstdCompressor.FLUSH_FRAME)
 
 
-_tools = _Tools()
+_compressor = _Compressor()
 
 
-def encode(data: Bytes, coding: Coding, base: Bytes | None = None) -> Bytes:
-    """The stored form of a chunk; `base` has its length, and is needed for a delta."""
+def encode(data: Bytes, encoding: Encoding, base: Bytes | None = None) -> Bytes:
+    """Return the stored form of a chunk. A delta needs a `base` of the same length."""
     array = _array(data)
-    if coding.delta:
+    if encoding.delta:
         assert base is not None
-        width = coding.width if coding.codec == PLANES else 0
-        array = _steps(array, _array(base), width)
-    match coding.codec:
+        width = encoding.width if encoding.codec == PLANES else 0
+        array = _differences(array, _array(base), width)
+    match encoding.codec:
         case 0:
             return array.data
         case 1:
-            return _tools.compress(array)
-    return _encode_planes(array, coding.width, coding.planes)
+            return _compressor.compress(array)
+    return _encode_planes(array, encoding.width, encoding.planes)
 
 
 def decode(stored: Bytes, codec: int, width: int, length: int, base: Bytes | None = None) -> Bytes:
-    """The chunk of this length; CorruptChunk for what is none, before more memory than that has been used."""
+    """Decode a chunk of this length. CorruptChunk for invalid bytes, before they use more memory than that."""
     match codec:
         case 0:
             data: Bytes = stored
@@ -67,46 +65,46 @@ def decode(stored: Bytes, codec: int, width: int, length: int, base: Bytes | Non
         case 2 if width in WIDTHS:
             data = _decode_planes(stored, width, length)
         case _:
-            raise CorruptChunk(f"codec {codec} of width {width} is not one this version knows")
+            raise CorruptChunk(f"codec {codec} of width {width} is unknown to this version")
     if len(data) != length or (base is not None and len(base) != length):
         raise CorruptChunk("a chunk does not have the length its header says")
-    return data if base is None else _stepped(_array(data), _array(base), width).data
+    return data if base is None else _apply_differences(_array(data), _array(base), width).data
 
 
-def choose(data: Bytes, base: Bytes | None, widths: Sequence[int] = WIDTHS) -> Coding:
-    """The best way for data like this; `widths` are the elements it may consist of. Simpler ways win a near draw."""
+def choose(data: Bytes, base: Bytes | None, widths: Sequence[int] = WIDTHS) -> Encoding:
+    """Choose the best encoding for data like this; `widths` are the possible element sizes. Ties go to the simpler encoding."""
     start = max(0, (len(data) - SAMPLE_BYTES) // 2) // 8 * 8
     sample = _array(data)[start : start + SAMPLE_BYTES]
-    best, least = Coding(), len(sample) * WORTH
-    formers = [None] if base is None else [None, _array(base)[start : start + SAMPLE_BYTES]]
-    for against in formers:
-        whole = sample if against is None else _steps(sample, against, 0)
-        tried = [(Coding(ZSTD, delta=against is not None), len(_tools.compress(np.ascontiguousarray(whole))))]
+    best, least = Encoding(), len(sample) * WORTHWHILE
+    bases = [None] if base is None else [None, _array(base)[start : start + SAMPLE_BYTES]]
+    for against in bases:
+        whole = sample if against is None else _differences(sample, against, 0)
+        tried = [(Encoding(ZSTD, delta=against is not None), len(_compressor.compress(np.ascontiguousarray(whole))))]
         for width in widths:
             if width in WIDTHS and len(sample) >= width:
-                array = sample if against is None else _steps(sample, against, width)
+                array = sample if against is None else _differences(sample, against, width)
                 tried.append(_try_planes(array, width, against is not None))
-        for coding, size in tried:
+        for encoding, size in tried:
             if size < least:
-                best, least = coding, size * WORTH
+                best, least = encoding, size * WORTHWHILE
     return best
 
 
-def _try_planes(array: _Array, width: int, delta: bool) -> tuple[Coding, int]:
+def _try_planes(array: _Array, width: int, delta: bool) -> tuple[Encoding, int]:
     count, size, mask = len(array) // width, len(array) % width + 4 * width, 0
     for number, plane in enumerate(_split(array, width)):
-        packed = len(_tools.compress(plane))
-        if packed < count * WORTH:
+        packed = len(_compressor.compress(plane))
+        if packed < count * WORTHWHILE:
             mask |= 1 << number
         size += min(packed, count)
-    return Coding(PLANES, width, mask, delta), size
+    return Encoding(PLANES, width, mask, delta), size
 
 
 def _encode_planes(array: _Array, width: int, mask: int) -> bytes:
     parts: list[Bytes] = []
     lengths = b""
     for number, plane in enumerate(_split(array, width)):
-        packed = _tools.compress(plane) if mask >> number & 1 else None
+        packed = _compressor.compress(plane) if mask >> number & 1 else None
         part = packed if packed is not None and len(packed) < len(plane) else plane.data
         parts.append(part)
         lengths += len(part).to_bytes(4, "big")
@@ -131,9 +129,11 @@ def _decode_planes(stored: Bytes, width: int, length: int) -> memoryview:
     return out.data
 
 
-def _steps(array: _Array, base: _Array, width: int) -> _Array:
-    """How far each element of `width` bytes has moved, as a little-endian number with its sign in the lowest bit; the XOR of what
-    is left over, or of all for width 0."""
+def _differences(array: _Array, base: _Array, width: int) -> _Array:
+    """Return the zigzag-encoded little-endian difference of each element of `width` bytes.
+
+    The remainder at the end, or everything for width 0, is XORed.
+    """
     count = len(array) // width * width if width else 0
     out = np.empty(len(array), np.uint8)
     np.bitwise_xor(array[count:], base[count:], out=out[count:])
@@ -146,13 +146,13 @@ def _steps(array: _Array, base: _Array, width: int) -> _Array:
     return out
 
 
-def _stepped(steps: _Array, base: _Array, width: int) -> _Array:
-    """The array that has moved so."""
-    count = len(steps) // width * width if width else 0
-    out = np.empty(len(steps), np.uint8)
-    np.bitwise_xor(steps[count:], base[count:], out=out[count:])
+def _apply_differences(differences: _Array, base: _Array, width: int) -> _Array:
+    """Invert `_differences`."""
+    count = len(differences) // width * width if width else 0
+    out = np.empty(len(differences), np.uint8)
+    np.bitwise_xor(differences[count:], base[count:], out=out[count:])
     if count:
-        moved, numbers = steps[:count].view(f"<u{width}"), out[:count].view(f"<u{width}")
+        moved, numbers = differences[:count].view(f"<u{width}"), out[:count].view(f"<u{width}")
         sign = np.negative(moved & 1)
         np.right_shift(moved, 1, out=numbers)
         np.bitwise_xor(numbers, sign, out=numbers)
@@ -166,7 +166,7 @@ def _split(array: _Array, width: int) -> list[_Array]:
 
 
 def _expand(stored: Bytes, length: int) -> bytes:
-    """One zstd frame of just so many bytes, whatever it claims to be."""
+    """Decompress one zstd frame of exactly this length, whatever length it claims."""
     expander = zstd.ZstdDecompressor()
     try:
         data = expander.decompress(stored, max_length=length + 1)

@@ -1,37 +1,36 @@
-"""Making room: packs that nothing reaches go once they are old enough, and those of which little is reached are written anew.
+"""Garbage collector: removes old packs without reachable chunks, and rewrites those with few.
 
-There is no lock to take over a mesh, and none is held here while others save and receive (kopia's way): whoever relies on a chunk
-that is here touches its pack, a pack that was touched lately stays, and no manifest is published unless all its chunks are here.
+No lock spans the mesh, and none is held here while others save and receive (kopia's approach). A writer that relies on an
+existing chunk touches its pack, a recently touched pack is kept, and a manifest is published only if all its chunks are present.
 """
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckptstore.errors import CorruptChunk, MissingChunks
 from ckptstore.failpoints import failpoint
+from ckptstore.objects import ObjectStore
 from ckptstore.pack import HEADER_BYTES, Location, PackWriter, check_stored, is_foreign, sync_directory
 
-if TYPE_CHECKING:
-    from ckptstore.store import Store
-
-REPACK_BELOW = 0.5  # of a pack's bytes still reached; ours
+REPACK_BELOW = 0.5  # share of a pack's bytes still reachable (own choice)
 
 
-class Collected(msgspec.Struct, frozen=True):
+class CollectReport(msgspec.Struct, frozen=True):
     packs: int
     bytes: int
 
 
-def collect(store: "Store", *, min_age_s: float, now_unix: float, keep: Collection[bytes] = ()) -> Collected:
-    """Remove what neither a manifest nor `keep` reaches, from packs that nobody has touched for `min_age_s`."""
-    reachable = set(keep)
-    for info in store.manifests():
-        reachable.update(store.manifest(info.id).chunks)
-    reachable = set(store.index.with_bases(reachable)[0])
+def collect(
+    store: ObjectStore, manifests: Path, reachable: Collection[bytes], *, min_age_s: float, now_unix: float
+) -> CollectReport:
+    """Remove chunks outside `reachable` from packs that were not touched for `min_age_s`.
+
+    `manifests` is the directory of the manifests that reach the chunks.
+    """
     packs = removed = 0
+    sync_directory(manifests)  # else a crash could bring back a manifest whose packs are removed
     for path in list(store.packs.glob("*.pack")):
         try:
             before = path.stat()
@@ -39,27 +38,27 @@ def collect(store: "Store", *, min_age_s: float, now_unix: float, keep: Collecti
             continue
         chunks = store.index.chunks_of(path.stem)
         live = {identity: where for identity, where in chunks.items() if identity in reachable}
-        living = sum(where.length for where in live.values())
-        if now_unix - before.st_mtime < min_age_s or living > before.st_size * REPACK_BELOW:
+        live_bytes = sum(where.length for where in live.values())
+        if now_unix - before.st_mtime < min_age_s or live_bytes > before.st_size * REPACK_BELOW:
             continue
-        sync_directory(store.manifest_files)  # or a crash could bring a manifest back whose packs are gone
         try:
-            replaced = _replace(store, path, live, before.st_mtime_ns)
+            replaced = _replace(store, path.stem, live, before.st_mtime_ns)
         except (CorruptChunk, MissingChunks):
-            continue  # `verify` sorts out what is damaged
+            continue  # `verify` handles damaged packs
         if replaced:
-            packs, removed = packs + 1, removed + before.st_size - living
-    return Collected(packs, removed)
+            packs, removed = packs + 1, removed + before.st_size - live_bytes
+    return CollectReport(packs, removed)
 
 
-def _replace(store: "Store", path: Path, live: dict[bytes, Location], touched_ns: int) -> bool:
-    """Write what lives to a new pack and remove the old one; False if somebody has come to rely on it meanwhile."""
+def _replace(store: ObjectStore, pack: str, live: dict[bytes, Location], touched_ns: int) -> bool:
+    """Copy the live objects to a new pack and remove the old one; False if the old one was touched meanwhile."""
+    path = store.packs / f"{pack}.pack"
     writer = PackWriter(store.tmp, store.packs, is_foreign(path))
     try:
         for identity in live:
-            header, whole = store.object(identity)
-            check_stored(header, whole[HEADER_BYTES:])
-            writer.add(header, whole[HEADER_BYTES:])
+            header, data = store.object(identity)
+            check_stored(header, data[HEADER_BYTES:])
+            writer.add(header, data[HEADER_BYTES:])
         with store.lock:
             if path.stat().st_mtime_ns != touched_ns:
                 writer.abort()
@@ -68,7 +67,7 @@ def _replace(store: "Store", path: Path, live: dict[bytes, Location], touched_ns
             if live:
                 store.index.move(writer.name, writer.locations, writer.foreign)
             failpoint("collect-before-unlink")
-            store.index.drop_pack(path.stem)
+            store.index.drop_pack(pack)
             path.unlink()
             failpoint("collect-after-unlink")
     except BaseException:

@@ -1,7 +1,7 @@
-"""Which uploads of a leaving node can be in time, and in which order to send them. No I/O.
+"""Upload schedule of a leaving node: which uploads can meet their deadlines, and in which order to send them. No I/O.
 
-The least weighted number of late jobs, 1 || sum w U in the scheduling notation, solved by the dynamic program of Lawler and Moore
-(1969): pseudo-polynomial, so times are counted in STEPS of the longest window; with equal deadlines it is a knapsack.
+It minimizes the weighted number of late jobs (1 || sum w U in scheduling notation) with the dynamic program of Lawler and Moore
+(1969). That is pseudo-polynomial, so times are rounded to STEPS of the longest window; with equal deadlines it is a knapsack.
 """
 
 import math
@@ -11,12 +11,12 @@ import msgspec
 
 from ckptstore.pacing import AIM
 
-STEPS = 4096  # of the longest window; rounding costs 64 uploads 1.6 % of it at most; ours
-LEAST_WEIGHT = 1e-6  # so that what is worth nothing is sent all the same
+STEPS = 4096  # per longest window; rounding costs 64 uploads at most 1.6 % of it (own choice)
+LEAST_WEIGHT = 1e-6  # so that uploads without a loss are still sent
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """`weight`: what is lost without it (GPU-seconds); `bps`: what its link is promised to carry, None if nobody knows."""
+    """`weight`: GPU-seconds lost without it; `bps`: promised rate of its link in bytes per second, None if unknown."""
 
     weight: float
     bytes: int
@@ -25,20 +25,22 @@ class Upload(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Positions of uploads: all of them, the first to be sent first; and those that will be late."""
+    """Indices of the uploads in sending order, and of those that will be late."""
 
     order: tuple[int, ...]
     late: frozenset[int]
 
 
 def feasible(count: int, promised_bps: float | None, window_s: float, margin: float = AIM) -> bool:
-    """Whether so many bytes can go in `margin` of the window. Nobody is refused for what is not known."""
+    """Return True if `count` bytes can be sent in the share `margin` of the window, or if the rate is unknown."""
     return promised_bps is None or count <= promised_bps * window_s * margin
 
 
 def plan(uploads: Sequence[Upload], now: float) -> Plan:
-    """Those that can be on time by their deadlines, then the others; of equals, by weight for each second on the wire (Smith
-    1956), as `placement.destination` has it. `now` on the deadlines' clock."""
+    """Order uploads: those that can be on time by deadline, then the others; ties by weight per second of sending (Smith 1956).
+
+    `now` is on the clock of the deadlines.
+    """
     times, deadlines = scaled(uploads, now)
     weights = [max(LEAST_WEIGHT, upload.weight) for upload in uploads]
     density = [weight / max(1e-9, cost) for weight, cost in zip(weights, seconds(uploads), strict=True)]
@@ -49,9 +51,9 @@ def plan(uploads: Sequence[Upload], now: float) -> Plan:
 
 
 def scaled(uploads: Sequence[Upload], now: float) -> tuple[list[int], list[int]]:
-    """How long each takes and has, in whole steps: never less than it takes, never more than it has.
+    """Return the duration (rounded up) and the window (rounded down) of each upload in steps.
 
-    One whose link is not known counts with the slowest that is, for all leave by the same port; if none is, it takes no time.
+    An unknown rate counts as the slowest known one, since all uploads share a port; if none is known, uploads take no time.
     """
     windows = [AIM * max(0.0, upload.deadline_s - now) for upload in uploads]
     step_s = max(windows, default=0.0) / STEPS
@@ -59,7 +61,7 @@ def scaled(uploads: Sequence[Upload], now: float) -> tuple[list[int], list[int]]
     if step_s <= 0 or slowest <= 0:
         return [STEPS + 1] * len(uploads), [STEPS if step_s > 0 else 0] * len(uploads)
     taken = [upload.bytes / (slowest if upload.bps is None else upload.bps) for upload in uploads]
-    # A rounding error more would make what just fits too long.
+    # The tolerance keeps a rounding error from making an exact fit too long.
     times = [min(STEPS + 1, math.ceil(seconds / step_s - 1e-6)) for seconds in taken]
     return times, [min(STEPS, math.floor(window / step_s + 1e-6)) for window in windows]
 
@@ -69,19 +71,19 @@ def _slowest(uploads: Sequence[Upload]) -> float:
 
 
 def seconds(uploads: Sequence[Upload]) -> list[float]:
-    """On the wire, to compare them by; if nothing is known of any link, their bytes."""
+    """Return the sending time of each upload, for comparison; their bytes if no rate is known."""
     slowest = _slowest(uploads)
     unknown = slowest if 0 < slowest < math.inf else 1.0
     return [upload.bytes / (upload.bps if upload.bps is not None and upload.bps > 0 else unknown) for upload in uploads]
 
 
 def on_time(times: Sequence[int], deadlines: Sequence[int], weights: Sequence[float]) -> frozenset[int]:
-    """The heaviest set of jobs that one machine can do in time, each of a whole time, by a whole deadline; exact."""
-    import numpy as np  # late, as in `coding`
+    """Return the heaviest set of jobs that one machine can finish on time, with integer times and deadlines; exact."""
+    import numpy as np  # imported late: see `encoding`
 
     order = sorted(range(len(times)), key=lambda i: deadlines[i])
     last = min(max(deadlines, default=0), sum(times))
-    best = np.full(last + 1, -np.inf)  # the most weight with so much time used
+    best = np.full(last + 1, -np.inf)  # highest weight by time used
     best[0] = 0.0
     taken: list[np.ndarray] = []
     for i in order:

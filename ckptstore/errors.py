@@ -1,53 +1,57 @@
-"""What can go wrong in the checkpoint store, each with its own name and a text for people."""
+"""Errors of the checkpoint store. Each message says what failed, why, and what to do."""
 
 
 class StoreError(RuntimeError):
-    """Something the store cannot do; the text says what failed, why, and what to do."""
+    """The store cannot do what was asked."""
 
 
 class DiskFull(StoreError):
-    """No room on the disk. Every earlier checkpoint is as it was."""
+    """The disk is full. Earlier checkpoints are intact."""
 
 
 class ReadOnlyStore(StoreError):
-    """The store's directory cannot be written."""
+    """The store's directory is not writable."""
 
 
 class QuotaExceeded(StoreError):
-    """The owner's limit for stored bytes would be passed."""
+    """The owner's limit for stored bytes would be exceeded."""
+
+
+class TooLarge(StoreError):
+    """The files of a manifest hold more bytes than the caller accepts. Nothing was written."""
 
 
 class CorruptChunk(StoreError):
-    """Bytes that are not what their id says."""
+    """Bytes that do not match their id or header."""
 
 
 class MissingChunks(StoreError):
-    """A manifest names chunks that are not here."""
+    """A manifest names chunks that this store lacks."""
 
     def __init__(self, text: str, ids: list[bytes]) -> None:
         super().__init__(text)
         self.ids = ids
 
 
-class Locked(StoreError):
-    """Sealed with a key that is not here."""
+class MissingKey(StoreError):
+    """Encrypted with a key that this node does not have."""
 
 
 class FenceError(StoreError):
-    """The writer's (config, term) is lower than one already accepted for this job: it was replaced."""
+    """The writer's (config, term) is lower than one already accepted for this job: the writer was replaced."""
 
 
-class SaveTorn(StoreError):
-    """A file changed while it was read. Nothing was saved; try again when it is complete."""
+class FileChanged(StoreError):
+    """A file changed while it was read. Nothing was saved; the save can be tried again."""
 
 
 class BadManifest(StoreError):
-    """Not a manifest this store can trust."""
+    """The manifest is invalid."""
 
 
 class BadPath(BadManifest):
-    """A path that leaves its tree, or cannot be a path."""
+    """A path that leaves its tree, or is invalid."""
 
 
 class NotFound(StoreError):
-    """No such manifest or file in this store."""
+    """This store has no such manifest or file."""

@@ -1,13 +1,13 @@
-"""Named steps at which a test can end the process as a power cut would: SIGKILL, nothing flushed, nothing cleaned.
+"""Failpoints: named steps at which a test ends the process as a power failure would (SIGKILL, no flush, no cleanup).
 
-`MESH_FAILPOINT=name` or `name:N` (at the N-th passing). Costs one comparison when unset.
+`MESH_FAILPOINT=name`, or `name:N` for the N-th time the step is reached. Costs one comparison when unset.
 """
 
 import os
 import signal
 
 _wanted, _, _count = os.environ.get("MESH_FAILPOINT", "").partition(":")
-_left = int(_count) if _count.isdigit() else 1
+_remaining = int(_count) if _count.isdigit() else 1
 
 NAMES = (
     "pack-write",
@@ -25,8 +25,8 @@ NAMES = (
 
 
 def failpoint(name: str) -> None:
-    global _left  # noqa: PLW0603 - the one mutable thing here is the countdown
+    global _remaining  # noqa: PLW0603 - the countdown is this module's only state
     if name == _wanted:
-        _left -= 1
-        if _left == 0:
+        _remaining -= 1
+        if _remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,20 +1,20 @@
-"""Fetching chunks from several holders at once, so that all end together. No I/O; times are seconds of any clock.
+"""Multi-source fetch: requests chunks from several holders so that all finish together. No I/O; times are seconds of any clock.
 
-Each source is asked for as much as it can send in its share of the time that is left, by what it has sent so far: large requests
-at first, ever smaller ones towards the end (guided self-scheduling). When nothing is left to ask for, who is idle is asked also
-for what a slower one still owes, and the first to deliver counts (BitTorrent's end game). A source that fails or sends wrong
-bytes is dropped, and what it still owed goes to the others.
+Each request is as large as the source can send in its share of the remaining time, by its rate so far: large requests first,
+smaller ones towards the end (guided self-scheduling). When no chunks are left to request, idle sources are asked again for
+chunks that a slower source has not delivered, and the first delivery counts (BitTorrent's end game). A source that fails or
+sends wrong bytes is dropped, and its outstanding chunks go to the others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-FIRST_BYTES = 8 << 20  # of a source that has not sent anything yet; ours
-LONGEST_S = 1.0  # that one request is to take, so that rates are learnt and a slow source is seen; ours
-SHARE = 0.5  # of what is left that is asked for at once, over all sources; ours
-LEARN = 0.5  # the weight of the last request in a source's rate; ours
-SOONER = 0.8  # of a slow source's remaining time within which a second one must be done to be asked; ours
+FIRST_BYTES = 8 << 20  # first request to a source (own choice)
+LONGEST_S = 1.0  # longest request, so that rates are measured and slow sources noticed (own choice)
+SHARE = 0.5  # share of the remaining bytes requested at once, over all sources (own choice)
+LEARN = 0.5  # weight of the last request in a source's rate (own choice)
+SOONER = 0.8  # a second source is asked if it needs less than this share of the slow one's remaining time (own choice)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -23,22 +23,22 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """All that this source still owed has come from others: its request is of no more use."""
+    """Cancel the request to this source: others have delivered its chunks."""
 
     source: bytes
 
 
-class Fetched(msgspec.Struct, frozen=True):
-    """`problem` is empty when everything is here."""
+class FetchEnded(msgspec.Struct, frozen=True):
+    """`problem` is empty if every chunk has arrived."""
 
     problem: str
 
 
-Action = Request | Cancel | Fetched
+Action = Request | Cancel | FetchEnded
 
 
 class _Open(msgspec.Struct):
-    """A request that is under way."""
+    """A request in progress."""
 
     ids: tuple[bytes, ...]
     since: float
@@ -46,7 +46,7 @@ class _Open(msgspec.Struct):
 
 
 class Fetch:
-    """`missing` gives each chunk's length."""
+    """Fetches the chunks of `missing`, given with their lengths."""
 
     def __init__(self, missing: Mapping[bytes, int], sources: Sequence[bytes]) -> None:
         self._sizes = dict(missing)
@@ -65,7 +65,7 @@ class Fetch:
         return self._assign(now)
 
     def arrived(self, source: bytes, ids: Iterable[bytes], now: float) -> list[Action]:
-        """A request was answered with these; what it owed but did not give is asked of others."""
+        """Handle an answer with these chunks; a source that sent fewer than requested is dropped."""
         got = set(ids)
         self._left -= got
         request = self._open.pop(source, None)
@@ -75,7 +75,7 @@ class Fetch:
         self._rates[source] = self._rates.get(source, rate) * (1 - LEARN) + rate * LEARN
         short = [identity for identity in request.ids if identity in self._left]
         if short:
-            return self._drop(source, short, "did not send all that it was asked for", now)
+            return self._drop(source, short, "did not send all requested chunks", now)
         return self._assign(now)
 
     def failed(self, source: bytes, reason: str, now: float) -> list[Action]:
@@ -97,7 +97,7 @@ class Fetch:
             del self._open[source]
             actions.append(Cancel(source))
         self._queue = [identity for identity in self._queue if identity in self._left]
-        # The fastest first, so that what is left for the end goes to them.
+        # The fastest first, so that they get the last chunks.
         for source in sorted(self._sources, key=lambda source: -self._rates.get(source, 0.0)):
             if source in self._open:
                 continue
@@ -107,14 +107,14 @@ class Fetch:
                 self._open[source] = _Open(tuple(ids), now, size)
                 actions.append(Request(source, tuple(ids)))
         if not self._left:
-            return [*actions, Fetched("")]
+            return [*actions, FetchEnded("")]
         if not self._open:
-            reasons = "; ".join(dict.fromkeys(self.dropped.values())) or "nobody who has it can be reached"
-            return [*actions, Fetched(f"{len(self._left)} chunks could not be fetched: {reasons}")]
+            reasons = "; ".join(dict.fromkeys(self.dropped.values())) or "no holder can be reached"
+            return [*actions, FetchEnded(f"{len(self._left)} chunks could not be fetched: {reasons}")]
         return actions
 
     def _next(self, source: bytes) -> list[bytes]:
-        """From the queue as much as it can send while the others send theirs; one chunk at least."""
+        """Take from the queue what the source can send while the others send theirs, at least one chunk."""
         rate, left = self._rates.get(source), sum(self._sizes[identity] for identity in self._queue)
         if rate is None:
             budget = min(FIRST_BYTES, SHARE * left / len(self._sources))
@@ -129,7 +129,7 @@ class Fetch:
         return taken
 
     def _again(self, source: bytes, now: float) -> list[bytes]:
-        """One chunk that another still owes, if this one would be done with it sooner: the last that it will get to."""
+        """Return the last outstanding chunk of the slowest source, if this source would deliver it sooner."""
         rate = self._rates.get(source)
         asked = [identity for request in self._open.values() for identity in request.ids]
         best: tuple[float, bytes] | None = None

@@ -1,4 +1,4 @@
-"""The index: chunk id -> where it lies. A cache in SQLite, rebuilt from the packs whenever it does not fit them."""
+"""Index: chunk id -> place in a pack. A cache in SQLite, rebuilt from the packs whenever it does not match them."""
 
 import sqlite3
 import threading
@@ -8,13 +8,13 @@ from pathlib import Path
 from ckptstore.errors import CorruptChunk
 from ckptstore.pack import HEADER_BYTES, Location, is_foreign, scan_pack
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ADD = """
 INSERT INTO chunks VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE
 SET pack = excluded.pack, offset = excluded.offset, length = excluded.length, base = excluded.base
 WHERE chunks.base IS NOT NULL AND (excluded.base IS NULL OR NOT EXISTS
-(SELECT 1 FROM chunks AS former WHERE former.id = chunks.base AND former.base IS NULL))
-"""  # of two copies the one that needs no other, so that a base never becomes a delta, or the one that can be read
+(SELECT 1 FROM chunks AS known_base WHERE known_base.id = chunks.base AND known_base.base IS NULL))
+"""  # Of two copies keep the one that is not a delta, so that a base never becomes a delta, else the readable one.
 
 
 class Index:
@@ -27,12 +27,12 @@ class Index:
         self.damaged: list[Path] = []
         try:
             self._connection = self._connect()
-            fits = self._fits()
+            current = self._is_current()
         except sqlite3.DatabaseError:
             self._remove()
             self._connection = self._connect()
-            fits = False
-        if not fits:
+            current = False
+        if not current:
             self._rebuild()
 
     def close(self) -> None:
@@ -47,11 +47,11 @@ class Index:
         return Location(*row) if row is not None else None
 
     def missing(self, ids: Iterable[bytes]) -> list[bytes]:
-        """Which of these cannot be read here: they are not there, or their base is not."""
+        """Return those that cannot be read here, because they or their base are missing."""
         return [identity for identity in dict.fromkeys(ids) if not self.places(identity)]
 
     def places(self, identity: bytes) -> tuple[Location, ...]:
-        """Where a chunk lies, and then its base if it has one; nothing if it cannot be read here."""
+        """Return the place of a chunk and that of its base if it has one; empty if it cannot be read here."""
         where = self.find(identity)
         if where is None or where.base is None:
             return () if where is None else (where,)
@@ -59,7 +59,7 @@ class Index:
         return () if base is None or base.base is not None else (where, base)
 
     def with_bases(self, ids: Iterable[bytes]) -> tuple[list[bytes], set[bytes]]:
-        """These and what they need to be read, each after its base; and which are bases."""
+        """Return these chunks and their bases, each base before its deltas; and the set of the bases."""
         wanted: dict[bytes, None] = {}
         bases: set[bytes] = set()
         for identity in ids:
@@ -77,7 +77,7 @@ class Index:
             self._connection.executemany(ADD, rows)
 
     def move(self, pack: str, locations: dict[bytes, Location], foreign: bool) -> None:
-        """These objects lie in this new pack from now on."""
+        """Record that these objects moved to this new pack."""
         rows = [(where.pack, where.offset, where.length, where.base, identity) for identity, where in locations.items()]
         with self._lock, self._connection:
             self._connection.execute("INSERT OR REPLACE INTO packs VALUES (?, ?)", [pack, foreign])
@@ -90,7 +90,7 @@ class Index:
 
     def foreign_packs(self) -> list[str]:
         with self._lock:
-            return [name for (name,) in self._connection.execute("SELECT name FROM packs WHERE others")]
+            return [name for (name,) in self._connection.execute("SELECT name FROM packs WHERE foreign_user")]
 
     def chunks_of(self, pack: str) -> dict[bytes, Location]:
         with self._lock:
@@ -111,13 +111,13 @@ class Index:
                 id BLOB PRIMARY KEY, pack TEXT NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, base BLOB
             ) WITHOUT ROWID;
             CREATE INDEX IF NOT EXISTS by_pack ON chunks (pack);
-            CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY, others INTEGER NOT NULL) WITHOUT ROWID;
+            CREATE TABLE IF NOT EXISTS packs (name TEXT PRIMARY KEY, foreign_user INTEGER NOT NULL) WITHOUT ROWID;
             """
         )
         return connection
 
-    def _fits(self) -> bool:
-        """Whether exactly the packs on disk are indexed."""
+    def _is_current(self) -> bool:
+        """Return True if exactly the packs on disk are indexed."""
         known = {name for (name,) in self._connection.execute("SELECT name FROM packs")}
         version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         return version == SCHEMA_VERSION and known == {path.stem for path in self._packs.glob("*.pack")}

@@ -1,7 +1,9 @@
-"""Manifests: what a tree of files was, signed by the node that saved it.
+"""The bytes of a checkpoint's manifest: its files and their chunks, signed by the node that saved it.
 
-Signing is injected, so that this room needs no node's key: `Seal` signs a payload, `Unseal` checks a signature and gives the
-signer. What the tree was is readable to those who hold the key of its realm only (`vault`); which chunks it needs, to everybody.
+docs/reference/ckptstore-format.md shows every byte; `pack.py` has the chunks.
+
+Signing is injected, so that this package needs no node key: `Seal` signs a payload, `Unseal` verifies a signature and returns the
+signer. Any node can read which chunks a manifest needs; an encrypted list of files needs the key of its realm (`cipher`).
 """
 
 import stat
@@ -12,25 +14,27 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
-from ckptstore.errors import BadManifest, BadPath, Locked
-from ckptstore.layout import CHUNK_BYTES, LABEL_BYTES
+from ckptstore.chunker import CHUNK_BYTES, LABEL_BYTES
+from ckptstore.cipher import REALM_BYTES, StateCipher
+from ckptstore.errors import BadManifest, BadPath, MissingKey
 from ckptstore.pack import ID_BYTES
-from ckptstore.vault import REALM_BYTES, Vault
+from membership.malformed import MALFORMED
 
 Seal = Callable[[bytes], bytes]
 Unseal = Callable[[bytes], tuple[bytes, bytes]]
 
 FORMAT_VERSION = 2
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # about 4 TB of chunks
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+MAX_CHUNKS = 1 << 18  # 1 TiB in chunks of full size (own choice)
 MAX_FILES = 1_000_000
-MAX_DEPTH = 256  # Bazel's and npm's trees have some 40 levels; ours
+MAX_DEPTH = 256  # own choice; trees of Bazel and npm have about 40 levels
 MAX_PATH_BYTES, MAX_PART_BYTES = 4096, 255  # PATH_MAX and NAME_MAX of Linux
 
 Kind = Literal["checkpoint", "workdir", "result"]
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A piece of a file: the number of its id in the manifest, and by which label its former self is found."""
+    """A chunk of a file: the position of its id in the manifest, and its label (see `chunker.label`)."""
 
     number: int
     label: bytes
@@ -50,9 +54,8 @@ class Tree(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """`ids` are those of every chunk, once, in order of first use, and `lengths` theirs; `tree` is the packed `Tree` of files
-    that are made of them, hidden if there is a `realm`; `entries` and `total_bytes` say how much there is in it, `user` whose it
-    is."""
+    """`ids` and `lengths` are those of every chunk, once, in order of first use. `tree` is the packed `Tree`, encrypted if
+    there is a `realm`; `entries` and `total_bytes` are its size. `user` is the owner of the job."""
 
     version: int
     job: bytes
@@ -70,19 +73,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     realm: bytes = b""
     user: str = ""
 
-    def open(self, vault: Vault | None = None) -> Tree:
-        """What the tree was; Locked without its key, BadManifest or BadPath if there can be no such tree."""
+    def open(self, cipher: StateCipher | None = None) -> Tree:
+        """Decrypt and decode the tree. Raises MissingKey without its key, BadManifest or BadPath if it is invalid."""
         packed = self.tree
         if self.realm:
-            if vault is None or vault.realm != self.realm:
-                raise Locked("its files are sealed: the key is with the job's owner and its runners")
+            if cipher is None or cipher.realm != self.realm:
+                raise MissingKey("the list of files is encrypted: only the job's owner and its runners have the key")
             try:
-                packed = vault.show(_purpose(self.job), packed)
+                packed = cipher.decrypt(_purpose(self.job), packed)
             except ValueError as error:
-                raise BadManifest(f"its list of files is {error}") from error
+                raise BadManifest(f"the list of files is {error}") from error
         try:
             tree = _tree_decoder.decode(packed)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise BadManifest(f"not a valid list of files: {error}") from error
         _check_tree(tree, self.lengths)
         return tree
@@ -93,11 +96,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
 
     @property
     def sizes(self) -> dict[bytes, int]:
-        """Of each chunk."""
+        """Length of each chunk."""
         return dict(zip(self.chunks, self.lengths, strict=True))
 
     def content(self, entry: FileEntry) -> list[bytes]:
-        """The ids of a file's chunks."""
+        """Return the ids of a file's chunks."""
         return [self.chunks[chunk.number] for chunk in entry.chunks]
 
 
@@ -105,11 +108,11 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 _tree_decoder = msgspec.msgpack.Decoder(Tree)
 
 
-def pack_tree(tree: Tree, job: bytes, lengths: Sequence[int], vault: Vault | None = None) -> bytes:
-    """The tree of this job as it stands in a manifest; BadManifest or BadPath if it cannot be one."""
+def pack_tree(tree: Tree, job: bytes, lengths: Sequence[int], cipher: StateCipher | None = None) -> bytes:
+    """Encode a job's tree for its manifest. Raises BadManifest or BadPath if it is invalid."""
     _check_tree(tree, lengths)
     packed = msgspec.msgpack.encode(tree)
-    return packed if vault is None else vault.hide(_purpose(job), packed)
+    return packed if cipher is None else cipher.encrypt(_purpose(job), packed)
 
 
 def _purpose(job: bytes) -> bytes:
@@ -126,13 +129,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(sealed: bytes, unseal: Unseal) -> tuple[bytes, Manifest]:
-    """The signer and the manifest; BadManifest if it is not signed, not well formed or not possible."""
+    """Return the signer and the manifest; BadManifest if the signature or the content is invalid."""
     if len(sealed) > MAX_MANIFEST_BYTES:
         raise BadManifest(f"a manifest of {len(sealed)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
     try:
         signer, payload = unseal(sealed)
         manifest = _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (ValueError, *MALFORMED) as error:
         raise BadManifest(f"not a valid manifest: {error}") from error
     check_manifest(manifest)
     return signer, manifest
@@ -140,30 +143,32 @@ def decode_manifest(sealed: bytes, unseal: Unseal) -> tuple[bytes, Manifest]:
 
 def check_manifest(manifest: Manifest) -> None:
     if manifest.version != FORMAT_VERSION:
-        raise BadManifest(f"manifest version {manifest.version} is not one this node knows; upgrade campus-mesh")
+        raise BadManifest(f"manifest version {manifest.version} is unknown to this node: upgrade campus-mesh")
     if len(manifest.job) != 16 or min(manifest.config, manifest.term, manifest.seq) < 0:
-        raise BadManifest("a manifest's job, config, term or seq is impossible")
+        raise BadManifest("a manifest's job, config, term or seq is invalid")
     if manifest.parent is not None and len(manifest.parent) != 32:
         raise BadManifest("a manifest's parent is not an id")
+    if len(manifest.lengths) > MAX_CHUNKS or manifest.entries > MAX_FILES:
+        raise BadManifest(f"a manifest names at most {MAX_CHUNKS} chunks and {MAX_FILES} files")
     if len(manifest.ids) % ID_BYTES or len(set(manifest.chunks)) != len(manifest.chunks):
-        raise BadManifest("a manifest's chunks are not ids, each once")
+        raise BadManifest("a manifest's chunks are not unique ids")
     if len(manifest.lengths) != len(manifest.chunks) or not all(0 < n <= CHUNK_BYTES for n in manifest.lengths):
-        raise BadManifest("a manifest's chunks have impossible lengths")
+        raise BadManifest("a manifest's chunks have invalid lengths")
     if len(manifest.user) > MAX_PART_BYTES:
-        raise BadManifest("a manifest's user has too long a name")
+        raise BadManifest("the name of a manifest's user is too long")
     if len(manifest.realm) not in {0, REALM_BYTES} or min(manifest.entries, manifest.total_bytes) < 0:
-        raise BadManifest("a manifest's realm or size is impossible")
+        raise BadManifest("a manifest's realm or size is invalid")
 
 
 def _check_tree(tree: Tree, lengths: Sequence[int]) -> None:
     if len(tree.files) > MAX_FILES:
-        raise BadManifest(f"a manifest may name {MAX_FILES} files")
+        raise BadManifest(f"a manifest may name at most {MAX_FILES} files")
     seen: set[str] = set()
     links: set[str] = set()
     for entry in tree.files:
         check_path(entry.path)
         if entry.path in seen:
-            raise BadPath(f"{entry.path!r} stands twice in the manifest")
+            raise BadPath(f"{entry.path!r} occurs twice in the manifest")
         seen.add(entry.path)
         _check_entry(entry, lengths)
         if stat.S_ISLNK(entry.mode):
@@ -175,43 +180,49 @@ def _check_tree(tree: Tree, lengths: Sequence[int]) -> None:
 
 
 def check_path(path: str) -> None:
-    """BadPath unless this is a plain relative path that stays inside its tree."""
+    """Raise BadPath unless this is a plain relative path that stays inside its tree."""
     parts = path.split("/")
     encoded = path.encode(errors="surrogateescape")
     if "\0" in path or not path or len(encoded) > MAX_PATH_BYTES:
-        raise BadPath(f"{path[:80]!r} cannot be a path")
+        raise BadPath(f"{path[:80]!r} is not a valid path")
     if len(parts) > MAX_DEPTH:
         raise BadPath(f"{path[:80]!r} is nested more than {MAX_DEPTH} levels deep")
     if any(part in {"", ".", ".."} for part in parts):
         raise BadPath(f"{path[:80]!r} is not a plain relative path")
     if any(len(part.encode(errors="surrogateescape")) > MAX_PART_BYTES for part in parts):
-        raise BadPath(f"{path[:80]!r} has a part that is too long")
+        raise BadPath(f"{path[:80]!r} has a component that is too long")
 
 
 def check_link(path: str, target: str) -> None:
-    """BadPath unless the link's target is relative and inside the tree."""
-    depth = len(path.split("/")) - 1
+    """Raise BadPath unless the link stays inside the tree, whatever the other links of the tree are.
+
+    A target is relative, with `..` at its beginning only: it goes up through the link's own parents, which are directories. After
+    a name, `..` could go up from where another link leads (CVE-2025-4517).
+    """
     if not target or target.startswith("/") or "\0" in target or len(target) > MAX_PATH_BYTES:
-        raise BadPath(f"the link {path!r} points to {target!r}: only relative links inside the tree can be kept")
-    for part in target.split("/"):
-        depth += -1 if part == ".." else 0 if part in {"", "."} else 1
-        if depth < 1:  # depth 0 would be beside the prefix (ckpt, work, out)
-            raise BadPath(f"the link {path!r} points outside its tree, to {target!r}")
+        raise BadPath(f"the link {path!r} points to {target!r}: only relative links inside the tree can be saved")
+    parts = [part for part in target.split("/") if part not in {"", "."}]
+    names = [place for place, part in enumerate(parts) if part != ".."]
+    ups = names[0] if names else len(parts)
+    if ".." in parts[ups:]:
+        raise BadPath(f"the link {path!r} points to {target!r}: `..` may stand at the beginning only")
+    if path.count("/") - ups < 1:  # depth 0 is outside the prefix (ckpt, work, out)
+        raise BadPath(f"the link {path!r} points outside its tree, to {target!r}")
 
 
 def _check_entry(entry: FileEntry, lengths: Sequence[int]) -> None:
     if stat.S_ISREG(entry.mode):
         for chunk in entry.chunks:
             if not 0 <= chunk.number < len(lengths) or len(chunk.label) != LABEL_BYTES:
-                raise BadManifest(f"{entry.path!r}: a chunk of it is impossible")
+                raise BadManifest(f"{entry.path!r}: a chunk is invalid")
         if sum(lengths[chunk.number] for chunk in entry.chunks) != entry.size or entry.target is not None:
-            raise BadManifest(f"{entry.path!r}: size and chunks do not fit")
+            raise BadManifest(f"{entry.path!r}: its size does not match its chunks")
     elif stat.S_ISDIR(entry.mode):
         if entry.size or entry.chunks or entry.target is not None:
-            raise BadManifest(f"{entry.path!r}: a directory has no bytes")
+            raise BadManifest(f"{entry.path!r}: a directory cannot have content")
     elif stat.S_ISLNK(entry.mode):
         if entry.size or entry.chunks or entry.target is None:
-            raise BadManifest(f"{entry.path!r}: a link has a target and no bytes")
+            raise BadManifest(f"{entry.path!r}: a link needs a target and cannot have content")
         check_link(entry.path, entry.target)
     else:
         raise BadManifest(f"{entry.path!r} is neither a file, a directory nor a link")

@@ -1,7 +1,7 @@
-"""How fast a stream of chunks may send: in the background, or to be done by a deadline. No I/O.
+"""Pacing: the rate at which a stream of chunks may send, in the background or towards a deadline. No I/O.
 
-The shell asks `tick` now and then with what the peer has acknowledged and how long the network takes, and gives the answer to
-the kernel. None is: as fast as it goes.
+The shell regularly calls `tick` with the acknowledged bytes and the round-trip time, and passes the rate to the kernel. None
+means no limit.
 """
 
 import math
@@ -10,17 +10,17 @@ from typing import Protocol
 
 import msgspec
 
-TICK_S = 0.25  # between two looks at a stream; ours
-TARGET_S = 0.020  # of waiting in queues, before a background stream gives way; RFC 6817 allows 100 ms at most; ours
-DECREASE = 0.7  # of its rate is left when it gives way, as in CUBIC (RFC 9438)
-RISE_S = 30.0  # from nothing back to the full rate, evenly; ours
-FLOOR_BPS = float(1 << 20)  # a stream that stood still would be taken for broken; ours
-MOST_SHARE = 4.0  # of the budget, by the mean of those in the background; none has less than its inverse; ours
-AIM = 0.8  # of the time to its deadline in which a stream should be done: the rest is for fsync, commit and bad luck; ours
+TICK_S = 0.25  # interval of `tick` (own choice)
+TARGET_S = 0.020  # queueing delay at which a background stream slows down (own choice; RFC 6817 allows at most 100 ms)
+DECREASE = 0.7  # factor applied to its rate then, as in CUBIC (RFC 9438)
+RISE_S = 30.0  # time of a linear rise from zero to the full rate (own choice)
+FLOOR_BPS = float(1 << 20)  # a stream that stands still would look broken (own choice)
+MOST_SHARE = 4.0  # largest share of the budget relative to the mean; the smallest is its inverse (own choice)
+AIM = 0.8  # share of the time to its deadline in which a stream should finish; the rest is reserve (own choice)
 
 
 class Rtt(msgspec.Struct, frozen=True):
-    """Round-trip times of a connection, in seconds: now (smoothed), and the least that was seen."""
+    """Round-trip times of a connection in seconds: smoothed, and the minimum."""
 
     smoothed_s: float
     least_s: float
@@ -29,20 +29,23 @@ class Rtt(msgspec.Struct, frozen=True):
 class Pace(Protocol):
     @property
     def urgent(self) -> bool:
-        """Whether the others should give way."""
+        """True if background streams should slow down for it."""
 
     @property
     def share(self) -> float:
-        """How much of the budget it is to have beside others in the background; most have 1."""
+        """Weight of its share of the budget among the background streams; 1 for most."""
 
     def tick(self, now: float, sent: int, rtt: Rtt | None, budget_bps: float | None) -> float | None:
-        """The rate from `now` (seconds) on; `sent`: bytes acknowledged so far; `budget_bps`: its part of the node's budget."""
+        """Return the rate in bytes per second from `now` on, None for no limit.
+
+        `sent`: bytes acknowledged so far; `budget_bps`: its share of the node's budget.
+        """
 
 
 class Background:
-    """Its part of the budget, while that does not make others wait: falls when the round-trip time rises, and comes back slowly.
+    """Uses its share of the budget, slows down when the round-trip time rises, and recovers slowly.
 
-    The idea is LEDBAT's (RFC 6817); the law is simpler: a share is lost at once, and the same amount comes back each second.
+    The idea is LEDBAT's (RFC 6817) with a simpler rule: multiplicative decrease, linear increase.
     """
 
     urgent = False
@@ -50,7 +53,7 @@ class Background:
     def __init__(self, share: Callable[[], float] = lambda: 1.0) -> None:
         self._share = share
         self._limit = math.inf
-        self._top = 0.0  # the fastest it has been
+        self._top = 0.0  # highest rate so far
         self._speed = 0.0
         self._seen: tuple[float, int] | None = None
         self._fell_at = -math.inf
@@ -62,7 +65,7 @@ class Background:
 
     def tick(self, now: float, sent: int, rtt: Rtt | None, budget_bps: float | None) -> float | None:
         cap = math.inf if budget_bps is None else budget_bps
-        passed = self._look(now, sent)
+        passed = self._measure(now, sent)
         if rtt is not None:
             self._base_s = min(self._base_s, rtt.least_s)
             if rtt.smoothed_s - self._base_s > TARGET_S:
@@ -72,15 +75,15 @@ class Background:
         rate = max(min(self._limit, cap), min(FLOOR_BPS, cap))
         return rate if math.isfinite(rate) else None
 
-    def _look(self, now: float, sent: int) -> float:
-        """How long ago the last look was."""
+    def _measure(self, now: float, sent: int) -> float:
+        """Update the measured rate; return the seconds since the last update, 0 if it is too early for another."""
         if self._seen is None:
             self._seen = now, sent
             return 0.0
         passed, more = now - self._seen[0], sent - self._seen[1]
         if passed <= 0:
             return 0.0
-        if passed >= TICK_S / 2:  # less says little of its speed
+        if passed >= TICK_S / 2:  # a shorter time measures the rate badly
             self._speed = more / passed
             self._top = max(self._top, self._speed)
             self._seen = now, sent
@@ -88,11 +91,11 @@ class Background:
         return 0.0
 
     def _fall(self, now: float, smoothed_s: float, cap: float) -> None:
-        """Once a round trip: what was done is not seen earlier."""
+        """Reduce the limit, at most once per round trip: an earlier reduction has no visible effect yet."""
         if now - self._fell_at < max(TICK_S / 2, smoothed_s) or not self._top:
             return
         self._fell_at = now
-        # The network may be slower than it is allowed: then its limit says nothing.
+        # If the network is slower than the limit, the limit means nothing.
         self._limit = max(FLOOR_BPS, DECREASE * min(self._limit, cap, self._speed))
 
     def _rise(self, passed: float, cap: float) -> None:
@@ -103,7 +106,7 @@ class Background:
 
 
 class Deadline:
-    """What is left over the time that is left. `time_left` says how many seconds it may take from now on; none: it is late."""
+    """Sends the remaining bytes in the remaining time; without a limit when it is late. `time_left` returns seconds."""
 
     urgent, share = True, 1.0
 
@@ -121,21 +124,21 @@ class Deadline:
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Bytes to be sent, and how many seconds from now they should have gone (`AIM`)."""
+    """Bytes to send, and the seconds from now in which they should be sent."""
 
     bytes: int
     aim_s: float
 
 
 def aim(now: float, deadline: float) -> float:
-    """When a stream that begins now should be done."""
+    """Return the time at which a stream that begins now should finish."""
     return now + AIM * (deadline - now)
 
 
 def time_for(own: Load, behind: Sequence[Load]) -> float:
-    """In how many seconds the first must be done, so that those who wait behind it can be in time too.
+    """Return the seconds in which the first load must be sent so that those queued behind it can be on time too.
 
-    All together have to go as fast as the tightest of them needs, with all that goes before it.
+    The common rate is the highest that any of them needs, including all loads before it.
     """
     best, total = own.aim_s, own.bytes
     for load in behind:

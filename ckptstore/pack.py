@@ -1,7 +1,9 @@
-"""Packs: files of self-describing objects, and the stream of objects that peers exchange (docs/ckptstore-format.md).
+"""The bytes of a checkpoint's chunks: pack files of self-describing objects, and the stream of objects between peers.
 
-A reader trusts nothing: lengths are bounded before anything is allocated, headers carry their own check, stored bytes theirs, and
-whoever decodes a chunk compares its hash with its id. Sealed chunks can be checked without their key (`vault`).
+docs/reference/ckptstore-format.md shows every byte; `manifest.py` has the list of files that the chunks belong to.
+
+A reader trusts nothing: it bounds lengths before it allocates, headers and stored bytes carry checksums, and a decoded chunk is
+compared with its id. Encrypted chunks can be verified without their key (`cipher`).
 """
 
 import os
@@ -12,11 +14,11 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from ckptstore.coding import PLANES, RAW, WIDTHS, ZSTD, Bytes
-from ckptstore.errors import CorruptChunk, Locked
+from ckptstore.chunker import CHUNK_BYTES
+from ckptstore.cipher import ENCRYPTION_BYTES, Name, StateCipher, check_encrypted
+from ckptstore.encoding import PLANES, RAW, WIDTHS, ZSTD, Bytes
+from ckptstore.errors import CorruptChunk, MissingKey
 from ckptstore.failpoints import failpoint
-from ckptstore.layout import CHUNK_BYTES
-from ckptstore.vault import SEALED_BYTES, Name, Vault, check_sealed
 
 PACK_MAGIC = b"MESHPACK\x00\x02"
 PACK_HEADER_BYTES = 16
@@ -29,8 +31,8 @@ NO_BASE = bytes(ID_BYTES)
 
 
 class ObjectHeader(msgspec.Struct, frozen=True):
-    """`base` is the chunk whose XOR with this one is stored; `stored_check` begins the hash of the stored bytes, or of those that
-    are signed if they are `sealed`."""
+    """`base`: the chunk to which this one is a delta. `stored_check`: the first bytes of the hash of the stored bytes, or of what
+    the realm signed if the chunk is `encrypted`."""
 
     id: bytes
     codec: int
@@ -39,21 +41,21 @@ class ObjectHeader(msgspec.Struct, frozen=True):
     stored_length: int
     base: bytes | None
     stored_check: bytes
-    sealed: bool = False
+    encrypted: bool = False
 
     @property
     def plain(self) -> bool:
-        """Whether the chunk itself is stored."""
-        return self.codec == RAW and self.base is None and not self.sealed
+        """True if the stored bytes are the chunk itself."""
+        return self.codec == RAW and self.base is None and not self.encrypted
 
     @property
     def meaning(self) -> bytes:
-        """What a sealed chunk's signature covers besides its bytes."""
+        """The header fields that the signature of an encrypted chunk covers."""
         return _meaning(self.id, self.codec, self.width, self.raw_length, self.base)
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where an object lies, header and all, and what it needs to be read."""
+    """Place of an object, header included, and the base that it needs."""
 
     pack: str
     offset: int
@@ -61,8 +63,8 @@ class Location(msgspec.Struct, frozen=True):
     base: bytes | None = None
 
 
-def chunk_name(data: Bytes, vault: Vault | None = None) -> Name:
-    return Name(blake3(data).digest()) if vault is None else vault.name(data)
+def chunk_name(data: Bytes, cipher: StateCipher | None = None) -> Name:
+    return Name(blake3(data).digest()) if cipher is None else cipher.name(data)
 
 
 def wrap(
@@ -72,16 +74,16 @@ def wrap(
     codec: int,
     width: int,
     base: bytes | None,
-    vault: Vault | None = None,
+    cipher: StateCipher | None = None,
 ) -> tuple[ObjectHeader, Bytes]:
-    """A chunk that is encoded like this as an object: its header and the bytes to store."""
+    """Return the header and the stored bytes of an encoded chunk."""
     stored, plain = encoded, codec == RAW and base is None
-    if vault is not None:
-        stored, digest = vault.seal(name, _meaning(name.id, codec, width, raw_length, base), encoded)
+    if cipher is not None:
+        stored, digest = cipher.encrypt_chunk(name, _meaning(name.id, codec, width, raw_length, base), encoded)
     else:
         digest = name.id if plain else blake3(stored).digest()
     check = digest[:STORED_CHECK_BYTES]
-    return ObjectHeader(name.id, codec, width, raw_length, len(stored), base, check, vault is not None), stored
+    return ObjectHeader(name.id, codec, width, raw_length, len(stored), base, check, cipher is not None), stored
 
 
 def _meaning(identity: bytes, codec: int, width: int, raw_length: int, base: bytes | None) -> bytes:
@@ -92,7 +94,7 @@ def encode_header(header: ObjectHeader) -> bytes:
     head = b"".join(
         [
             OBJECT_MAGIC,
-            bytes([header.codec, header.width, header.sealed, 0]),
+            bytes([header.codec, header.width, header.encrypted, 0]),
             header.raw_length.to_bytes(4, "big"),
             header.stored_length.to_bytes(4, "big"),
             header.id,
@@ -104,7 +106,7 @@ def encode_header(header: ObjectHeader) -> bytes:
 
 
 def decode_header(data: Bytes) -> ObjectHeader:
-    """The header of an object; CorruptChunk if any bit of it is wrong."""
+    """Decode an object header; CorruptChunk if any bit of it is wrong."""
     head, check = bytes(data[:96]), bytes(data[96:HEADER_BYTES])
     if len(data) < HEADER_BYTES or head[:4] != OBJECT_MAGIC or blake3(head).digest(8) != check:
         raise CorruptChunk("not an object header")
@@ -112,46 +114,51 @@ def decode_header(data: Bytes) -> ObjectHeader:
     raw_length, stored_length = int.from_bytes(head[8:12], "big"), int.from_bytes(head[12:16], "big")
     fits = width in WIDTHS if codec == PLANES else codec in {RAW, ZSTD} and width == 0
     if not fits or head[6] > 1 or head[7]:
-        raise CorruptChunk(f"codec {codec} of width {width} is not one this version knows")
-    more = SEALED_BYTES if head[6] else 0
-    longer = stored_length - more if codec == RAW else raw_length
-    if raw_length > CHUNK_BYTES or not more <= stored_length <= MAX_STORED or longer != raw_length:
-        raise CorruptChunk("an object's lengths are impossible")
+        raise CorruptChunk(f"codec {codec} of width {width} is unknown to this version")
+    overhead = ENCRYPTION_BYTES if head[6] else 0
+    encoded_length = stored_length - overhead if codec == RAW else raw_length
+    if raw_length > CHUNK_BYTES or not overhead <= stored_length <= MAX_STORED or encoded_length != raw_length:
+        raise CorruptChunk("the lengths of an object are invalid")
     base = head[48:80] if head[48:80] != NO_BASE else None
     header = ObjectHeader(head[16:48], codec, width, raw_length, stored_length, base, head[80:96], bool(head[6]))
     if header.plain and header.stored_check != header.id[:STORED_CHECK_BYTES]:
-        raise CorruptChunk("an object's check does not fit its id")
+        raise CorruptChunk("the checksum of an object does not match its id")
     return header
 
 
 def check_stored(header: ObjectHeader, stored: Bytes) -> None:
-    """CorruptChunk unless these are the bytes that were stored. Says nothing of what they decode to, if they are not sealed."""
+    """Raise CorruptChunk unless these are the bytes that were stored.
+
+    This proves that they decode to the right chunk only if they are encrypted.
+    """
     if len(stored) != header.stored_length:
         raise CorruptChunk("an object's stored bytes are damaged")
-    digest = check_sealed(header.id, header.meaning, stored) if header.sealed else blake3(stored).digest()
+    digest = check_encrypted(header.id, header.meaning, stored) if header.encrypted else blake3(stored).digest()
     if digest[:STORED_CHECK_BYTES] != header.stored_check:
         raise CorruptChunk("an object's stored bytes are damaged")
 
 
-def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, vault: Vault | None = None) -> Bytes:
-    """The chunk, verified against its id; Locked if it is sealed and the key is not this one."""
+def open_chunk(header: ObjectHeader, stored: Bytes, base: Bytes | None, cipher: StateCipher | None = None) -> Bytes:
+    """Decode a chunk and verify it against its id. CorruptChunk, or MissingKey if it is encrypted with another key."""
     from ckptstore.codec import decode
 
     if (base is None) != (header.base is None):
         raise CorruptChunk("a delta without its base")
-    if header.sealed:
-        if vault is None:
-            raise Locked("a chunk is sealed, and its key is not here")
-        stored = vault.open(header.meaning, stored)
+    if header.encrypted:
+        if cipher is None:
+            raise MissingKey("a chunk is encrypted, and this node does not have the key")
+        stored = cipher.decrypt_chunk(header.meaning, stored)
     data = decode(stored, header.codec, header.width, header.raw_length, base)
-    if chunk_name(data, vault if header.sealed else None).id != header.id:
-        raise CorruptChunk("a chunk does not have the bytes its id says")
+    if chunk_name(data, cipher if header.encrypted else None).id != header.id:
+        raise CorruptChunk("a chunk does not match its id")
     return data
 
 
 class PackWriter:
-    """Writes one pack in `tmp`, and publishes it whole. `add` may be called by several threads at once. `foreign`: its chunks
-    are of jobs of other users than the node's own."""
+    """Writes a pack in `tmp`, then publishes it as a whole. `add` may be called from several threads.
+
+    `foreign`: its chunks belong to jobs of other users than the node's own.
+    """
 
     def __init__(self, tmp: Path, packs: Path, foreign: bool = False) -> None:
         self.name = os.urandom(16).hex()
@@ -164,15 +171,15 @@ class PackWriter:
         write_at(self._file, PACK_MAGIC + _kind(foreign), 0)
         self._end = PACK_HEADER_BYTES
         self.locations: dict[bytes, Location] = {}
-        self.raw_bytes = 0  # of its chunks, before they were encoded
+        self.raw_bytes = 0  # size of the chunks before encoding
 
     @property
     def bytes_written(self) -> int:
-        """Of objects, with their headers."""
+        """Bytes of all objects, headers included."""
         return self._end - PACK_HEADER_BYTES
 
     def add(self, header: ObjectHeader, stored: Bytes) -> bool:
-        """Write an object, once; whether it is new. All calls must have returned before `publish`."""
+        """Write an object; False if it is in this pack already. All calls must have returned before `publish`."""
         failpoint("pack-write")
         length = HEADER_BYTES + len(stored)
         with self._lock:
@@ -187,7 +194,7 @@ class PackWriter:
         return True
 
     def read(self, identity: bytes) -> tuple[ObjectHeader, bytearray]:
-        """An object that was added."""
+        """Read back an object that was added."""
         where = self.locations[identity]
         header = decode_header(os.pread(self._file, HEADER_BYTES, where.offset))
         stored = bytearray(header.stored_length)
@@ -195,7 +202,7 @@ class PackWriter:
         return header, stored
 
     def publish(self) -> None:
-        """Make the pack durable and visible; without objects there is nothing to publish."""
+        """Make the pack durable and visible; an empty one is removed."""
         if not self.locations:
             self.abort()
             return
@@ -218,9 +225,9 @@ class PackWriter:
 
 
 def scan_pack(path: Path) -> Iterator[tuple[ObjectHeader, int]]:
-    """Each object's header and where it begins, as far as they can be told; CorruptChunk where they cannot.
+    """Yield each object's header and offset; CorruptChunk at the first invalid header.
 
-    Payloads are not read: that is `verify`'s work.
+    Stored bytes are not read; `verify` does that.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -237,7 +244,7 @@ def scan_pack(path: Path) -> Iterator[tuple[ObjectHeader, int]]:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a pack is marked so; False if that cannot be told."""
+    """Return True if the pack is marked as foreign."""
     with path.open("rb") as file:
         return file.read(PACK_HEADER_BYTES)[len(PACK_MAGIC) :] == _kind(True)
 
@@ -247,9 +254,10 @@ def _kind(foreign: bool) -> bytes:
 
 
 class ObjectStream:
-    """Takes a stream of objects in pieces of any size; gives the header and the stored bytes of each that is whole.
+    """Parses a stream of objects that arrives in pieces of any size.
 
-    Stored bytes are checked here unless they are the chunk itself: those whoever takes them compares with their id."""
+    It verifies stored bytes unless they are the chunk itself, which the consumer compares with its id.
+    """
 
     def __init__(self) -> None:
         self._header: ObjectHeader | None = None
@@ -257,7 +265,7 @@ class ObjectStream:
         self._filled = 0
 
     def feed(self, data: Bytes) -> Iterator[tuple[ObjectHeader, bytearray]]:
-        """CorruptChunk at the first object that is damaged; the stream is of no more use then."""
+        """Yield the header and stored bytes of each completed object. CorruptChunk at a damaged one, which ends the stream."""
         view = memoryview(data)
         while view or self._filled == len(self._buffer):
             take = min(len(view), len(self._buffer) - self._filled)
@@ -272,18 +280,19 @@ class ObjectStream:
             else:
                 header, self._header = self._header, None
                 self._buffer = bytearray(HEADER_BYTES)
-                if not header.plain:  # its id is the hash of these very bytes, and whoever takes it compares them
+                # The id of a plain chunk is the hash of its stored bytes, and the consumer compares them.
+                if not header.plain:
                     check_stored(header, whole)
                 yield header, whole
 
     @property
     def clean(self) -> bool:
-        """Whether the stream stands between two objects."""
+        """True between two objects."""
         return self._header is None and not self._filled
 
 
 def read_at(descriptor: int, buffer: bytearray | memoryview, offset: int) -> int:
-    """Fill the buffer from there on, as far as the file goes; how many bytes there were."""
+    """Fill the buffer from `offset`, up to the end of the file; return the number of bytes read."""
     view, filled = memoryview(buffer), 0
     while filled < len(buffer):
         count = os.preadv(descriptor, [view[filled:]], offset + filled)

@@ -1,56 +1,56 @@
-"""Chunks arriving from a peer: decoded and checked one by one as they come, durable all together."""
+"""Receiver: takes chunks from a peer, decodes and verifies each as it arrives, and makes them durable together."""
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ckptstore.coding import Bytes
+from ckptstore.encoding import Bytes
 from ckptstore.errors import CorruptChunk
+from ckptstore.objects import ObjectStore
 from ckptstore.pack import HEADER_BYTES, MAX_STORED, ObjectHeader, ObjectStream, PackWriter, open_chunk
-
-if TYPE_CHECKING:
-    from ckptstore.store import Store
 
 
 class Receiver:
-    """Nothing is kept unless `finish` or `keep` returns. Each call waits for the one before, and after an end they do nothing."""
+    """Receives one stream. Nothing is kept unless `finish` or `keep` returns.
 
-    def __init__(self, store: "Store", max_bytes: int, foreign: bool = False) -> None:
+    Calls are serialized; after `finish`, `keep` or `abort` they have no effect.
+    """
+
+    def __init__(self, store: ObjectStore, max_bytes: int, foreign: bool = False) -> None:
         self._store = store
-        self._left = max_bytes
+        self._remaining = max_bytes
         self._stream = ObjectStream()
         self._held: set[str] = set()
         self._lock = threading.Lock()
-        self._over = False
+        self._ended = False
         self._writer = PackWriter(store.tmp, store.packs, foreign)
-        self.arrived: set[bytes] = set()  # chunks, whole, whether they were here already or not
+        self.arrived: set[bytes] = set()  # complete chunks, including those that the store had already
 
     def feed(self, data: Bytes) -> int:
-        """Take some bytes; how many chunks they completed. CorruptChunk ends the receipt."""
-        self._left -= len(data)
-        if self._left < 0:
-            raise CorruptChunk("the peer sends more than was asked for")
+        """Take some bytes; return the number of chunks they completed. CorruptChunk ends the stream."""
+        self._remaining -= len(data)
+        if self._remaining < 0:
+            raise CorruptChunk("the peer sends more than was requested")
         count = 0
         with self._lock, self._store.disk_errors():
-            for header, stored in self._stream.feed(data) if not self._over else ():
+            for header, stored in self._stream.feed(data) if not self._ended else ():
                 self._take(header, stored)
                 self.arrived.add(header.id)
                 count += 1
         return count
 
     def finish(self) -> int:
-        """Make what arrived durable; how many chunks were new. CorruptChunk if the stream ended inside one."""
+        """Make the chunks durable; return the number of new ones. CorruptChunk if the stream ended inside a chunk."""
         if not self._stream.clean:
             self.abort()
             raise CorruptChunk("the stream ended inside a chunk")
         return self.keep()
 
     def keep(self) -> int:
-        """Make the chunks that arrived whole durable, although the stream broke: they need not be sent again."""
+        """Make the complete chunks of a broken stream durable, so that they need not be sent again."""
         with self._lock:
-            if self._over:
+            if self._ended:
                 return 0
-            self._over = True
+            self._ended = True
             try:
                 with self._store.disk_errors():
                     self._store.check_quota(self._writer.bytes_written, self._writer.foreign)
@@ -62,8 +62,8 @@ class Receiver:
 
     def abort(self) -> None:
         with self._lock:
-            if not self._over:
-                self._over = True
+            if not self._ended:
+                self._ended = True
                 self._writer.abort()
 
     def _take(self, header: ObjectHeader, stored: Bytes) -> None:
@@ -72,21 +72,21 @@ class Receiver:
             return
         base = None
         if header.base is not None:
-            base = self._read(header.base, sealed=header.sealed)
-        if not header.sealed:  # what is, has been checked as far as it can be without its key
+            base = self._base(header.base, encrypted=header.encrypted)
+        if not header.encrypted:  # an encrypted one was verified as far as possible without its key
             open_chunk(header, stored, base)
         self._writer.add(header, stored)
 
-    def _read(self, identity: bytes, *, sealed: bool) -> Bytes | None:
-        """A chunk that another may lean on, here or just arrived; not looked into if it is sealed."""
+    def _base(self, identity: bytes, *, encrypted: bool) -> Bytes | None:
+        """Return the base of a delta, from this store or this stream; None, after the same checks, if it is encrypted."""
         arrived = self._writer.locations.get(identity)
         where = arrived or self._store.hold(identity, self._held)
         if where is None:
-            raise CorruptChunk("a chunk came before the one it is the difference to")
+            raise CorruptChunk("a delta arrived before its base")
         if where.base is not None:
-            # So that no loss can spread further than from one chunk to those on it.
-            raise CorruptChunk("a chunk leans on one that leans on another")
-        if sealed:
+            # Chains are refused, so that a lost chunk affects only the deltas directly on it.
+            raise CorruptChunk("the base of a delta is a delta itself")
+        if encrypted:
             return None
         if arrived is None:
             return self._store.chunk(identity)
@@ -94,6 +94,6 @@ class Receiver:
         return open_chunk(header, stored, None)
 
 
-def stream_bytes(ids: Sequence[bytes]) -> int:
-    """The most that a stream of these objects, and of one base for each, can be."""
+def max_stream_bytes(ids: Sequence[bytes]) -> int:
+    """Return the largest possible size of a stream of these chunks with one base for each."""
     return 2 * len(ids) * (MAX_STORED + HEADER_BYTES)

@@ -1,7 +1,7 @@
-"""Reading a tree of files into a pack: cut by tensors, hashed, and encoded, on a few threads.
+"""Saver: reads a tree of files into a pack, split into chunks, hashed and encoded on a few threads.
 
-Files may be written, cut or removed by a guest at any moment, so they are read and never mapped (a mapped file that is cut short
-kills its reader), and a file that was not the same before and after is not saved.
+A guest may write, truncate or remove files at any time. So files are read, never mapped (truncating a mapped file kills its
+reader), and a file that changed while it was read is not saved.
 """
 
 import os
@@ -12,21 +12,23 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
+from ckptstore.buffers import allocate
+from ckptstore.chunker import Piece, label, split
+from ckptstore.cipher import StateCipher
 from ckptstore.codec import choose, encode
-from ckptstore.coding import WIDTHS, Base, Bytes, Coding
-from ckptstore.errors import BadPath, SaveTorn
-from ckptstore.heap import room
-from ckptstore.layout import Piece, label, pieces
+from ckptstore.encoding import WIDTHS, Base, Bytes, Encoding
+from ckptstore.errors import BadPath, FileChanged
 from ckptstore.manifest import Chunk, FileEntry, check_link, check_path
 from ckptstore.pack import Location, PackWriter, chunk_name, read_at, wrap
-from ckptstore.vault import Vault
 
-DIGITS = re.compile(r"\d+")  # of a path: the step, most often
+DIGITS = re.compile(r"\d+")  # digits of a path are usually the step
 
 
 class Saver:
-    """`bases` are an earlier checkpoint's chunks by label; `encoding` is whether time is spent on fewer bytes; what is written is
-    sealed in `vault`."""
+    """Saves one checkpoint. `bases` are an earlier checkpoint's chunks by label.
+
+    `hold` keeps an existing chunk from being collected, and returns None if it is not in the store.
+    """
 
     def __init__(
         self,
@@ -36,14 +38,14 @@ class Saver:
         hold: Callable[[bytes, set[str]], Location | None],
         read_chunk: Callable[[bytes], Bytes],
         bases: Mapping[bytes, Base],
-        encoding: bool,
-        vault: Vault | None,
+        compress: bool,
+        cipher: StateCipher | None,
     ) -> None:
-        self._writer, self._pool, self._threads, self._vault = writer, pool, threads, vault
-        self._hold, self._read_chunk, self._bases, self._encoding = hold, read_chunk, bases, encoding
+        self._writer, self._pool, self._threads, self._cipher = writer, pool, threads, cipher
+        self._hold, self._read_chunk, self._bases, self._compress = hold, read_chunk, bases, compress
         self._held: set[str] = set()
-        self._codings: dict[str, Coding] = {}
-        self._alike: Counter[str] = Counter()
+        self._encodings: dict[str, Encoding] = {}
+        self._same_shape: Counter[str] = Counter()
         self._numbers: dict[bytes, int] = {}
         self.lengths: list[int] = []
         self.files: list[FileEntry] = []
@@ -53,13 +55,12 @@ class Saver:
         return b"".join(self._numbers)
 
     def add(self, prefix: str, path: Path, real: str = "") -> None:
-        """Save a file, a link, or a directory with all that is in it. `real` is where it lies, links and all; without it, where
-        its parent says."""
+        """Save a file, a link, or a directory with its contents. `real` is its path with links resolved."""
         real = real or f"{os.path.realpath(path.parent)}/{path.name}"
         try:
             info = path.lstat()
         except FileNotFoundError as error:
-            raise SaveTorn(f"{path} went away while it was being saved") from error
+            raise FileChanged(f"{path} was removed while it was being saved") from error
         check_path(prefix)
         if stat.S_ISLNK(info.st_mode):
             target = str(path.readlink())
@@ -75,31 +76,31 @@ class Saver:
             raise BadPath(f"{path} is a socket, pipe or device: only files, directories and links can be saved")
 
     def _add_file(self, prefix: str, path: Path, real: str) -> None:
-        # The second file of this shape in this checkpoint is compared with the second of the last one.
+        # The n-th file with this path, digits aside, is compared with the n-th one of the parent checkpoint.
         shape = DIGITS.sub("#", prefix)
-        self._alike[shape] += 1
-        key = f"{shape}\0{self._alike[shape]}"
+        self._same_shape[shape] += 1
+        key = f"{shape}\0{self._same_shape[shape]}"
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise SaveTorn(f"{path} went away while it was being saved") from error
+            raise FileChanged(f"{path} was removed while it was being saved") from error
         try:
-            # A directory on the way may have become a link since it was listed, to files that are not this program's to read.
+            # Since it was listed, a parent directory may have become a link to files that the guest may not read.
             if os.readlink(f"/proc/self/fd/{descriptor}") != real:  # noqa: PTH115
-                raise SaveTorn(f"{path} moved while it was being saved")
+                raise FileChanged(f"{path} was moved while it was being saved")
             before = os.fstat(descriptor)
-            found = pieces(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
-            chunks = self._add_pieces(descriptor, key, found, path)
+            pieces = split(lambda length, offset: os.pread(descriptor, length, offset), before.st_size)
+            chunks = self._add_pieces(descriptor, key, pieces, path)
             after = path.lstat()
         except FileNotFoundError as error:
-            raise SaveTorn(f"{path} went away while it was being saved") from error
+            raise FileChanged(f"{path} was removed while it was being saved") from error
         finally:
             os.close(descriptor)
         if _fingerprint(before) != _fingerprint(after):
-            raise SaveTorn(f"{path} changed while it was being saved")
+            raise FileChanged(f"{path} changed while it was being saved")
         self.files.append(FileEntry(prefix, after.st_mode, after.st_size, tuple(chunks)))
 
-    def _add_pieces(self, descriptor: int, key: str, found: list[Piece], path: Path) -> list[Chunk]:
+    def _add_pieces(self, descriptor: int, key: str, pieces: list[Piece], path: Path) -> list[Chunk]:
         chunks: list[Chunk] = []
         running: deque[tuple[Piece, bytes, Future[bytes]]] = deque()
 
@@ -111,7 +112,7 @@ class Saver:
             chunks.append(Chunk(number, name))
 
         try:
-            for piece in found:
+            for piece in pieces:
                 name = label((key, piece.name, piece.number))
                 if len(running) >= 2 * self._threads:
                     take()
@@ -119,42 +120,42 @@ class Saver:
             while running:
                 take()
         finally:
-            for _, _, future in running:  # nobody may use the descriptor, or write, once this has returned
+            for _, _, future in running:  # no thread may use the descriptor after this returns
                 future.cancel()
             for _, _, future in running:
                 future.cancelled() or future.exception()
         return chunks
 
     def _add_piece(self, descriptor: int, key: str, piece: Piece, name: bytes, path: Path) -> bytes:
-        data = room(piece.length)
+        data = allocate(piece.length)
         if read_at(descriptor, data, piece.offset) < piece.length:
-            raise SaveTorn(f"{path} became shorter while it was being saved")
-        chunk = chunk_name(data, self._vault)
+            raise FileChanged(f"{path} was truncated while it was being saved")
+        chunk = chunk_name(data, self._cipher)
         if self._hold(chunk.id, self._held) is not None:
             return chunk.id
         base = self._bases.get(name)
         if base is not None and (base.length != piece.length or self._hold(base.id, self._held) is None):
             base = None
-        coding, former = Coding(), None
-        if self._encoding:
-            former = self._read_chunk(base.id) if base is not None else None
-            coding = self._coding(f"{key}\0{piece.name}\0{base is None}", data, former, piece)
-        encoded = encode(data, coding, former)
-        against = base.id if base is not None and coding.delta else None
+        encoding, base_data = Encoding(), None
+        if self._compress:
+            base_data = self._read_chunk(base.id) if base is not None else None
+            encoding = self._encoding(f"{key}\0{piece.name}\0{base is None}", data, base_data, piece)
+        encoded = encode(data, encoding, base_data)
+        base_id = base.id if base is not None and encoding.delta else None
         if len(encoded) >= len(data):
-            encoded, coding, against = data, Coding(), None
-        self._writer.add(*wrap(chunk, encoded, len(data), coding.codec, coding.width, against, self._vault))
+            encoded, encoding, base_id = data, Encoding(), None
+        self._writer.add(*wrap(chunk, encoded, len(data), encoding.codec, encoding.width, base_id, self._cipher))
         return chunk.id
 
-    def _coding(self, tensor: str, data: Bytes, former: Bytes | None, piece: Piece) -> Coding:
-        """As the first chunk of its tensor was found to be best."""
-        known = self._codings.get(tensor)
+    def _encoding(self, tensor: str, data: Bytes, base_data: Bytes | None, piece: Piece) -> Encoding:
+        """Return the encoding of a tensor, chosen for its first chunk."""
+        known = self._encodings.get(tensor)
         if known is None:
             widths = (piece.width,) if piece.width else WIDTHS
-            known = self._codings[tensor] = choose(data, former, widths)
+            known = self._encodings[tensor] = choose(data, base_data, widths)
         return known
 
 
 def _fingerprint(info: os.stat_result) -> tuple[int, int, int, int]:
-    # Size and time alone may lie within one clock tick, so the inode and the change time count too.
+    # Two writes may fall into one clock tick and leave the size equal, so inode and change time are compared too.
     return (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)

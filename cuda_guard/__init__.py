@@ -1,1 +1,4 @@
-"""A part of a GPU for a job, and a switch for the owner: the guard around the CUDA driver API (docs/cuda-guard.md)."""
+"""Guard: a shim over the CUDA driver API that limits a job to a share of a GPU and lets the owner stop it at once.
+
+docs/explanation/cuda-guard.md.
+"""

@@ -1,4 +1,4 @@
-"""The guard's libraries: shipped with the wheel for this machine, or compiled from the sources beside this file at first use."""
+"""Build of the guard's libraries: shipped with the wheel for this machine, or compiled from `native` at first use."""
 
 import hashlib
 import importlib
@@ -17,15 +17,15 @@ SHIPPED = Path(__file__).parent / "lib"
 
 COMPILE = ("-std=c11", "-O2", "-g1", "-fPIC", "-ftls-model=initial-exec", "-Wall", "-Wextra", "-Werror", "-pthread")
 LINK = ("-shared", "-Wl,-z,now,-z,relro,-z,nodelete,-z,noexecstack", "-Wl,-Bsymbolic", "-ldl", "-lpthread")
-GLIBC_FLOOR = "2.17"  # of manylinux2014: what a container that runs CUDA has at least
+GLIBC_FLOOR = "2.17"  # of manylinux2014; every container with CUDA has at least this version
 
 
 class BuildError(RuntimeError):
-    """The libraries are not shipped for this machine and could not be compiled; the text says why and what to do."""
+    """The wheel has no libraries for this machine and they could not be compiled; the message says why and what to do."""
 
 
 class Libraries(msgspec.Struct, frozen=True):
-    """`cuda` and `nvml` stand in for NVIDIA's in a guarded job; `host` is the daemon's own."""
+    """`cuda` and `nvml` replace NVIDIA's libraries in a guarded job; the daemon uses `host`."""
 
     cuda: Path
     nvml: Path
@@ -33,7 +33,7 @@ class Libraries(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """How one library is made. `exported`: all of its functions can be called from outside, not only the driver's."""
+    """Sources and options of one library. `exported`: it exports all its functions, not only the driver's."""
 
     name: str
     sources: tuple[str, ...]
@@ -66,8 +66,10 @@ HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "cover.c"
 
 
 def libraries(cache: Path | None = None) -> Libraries:
-    """The three libraries. Compiling takes some seconds, once for each version of the sources; it leaves them in `cache`
-    (`~/.cache/mesh/guard`). BuildError if there is no compiler or it fails."""
+    """Return the three libraries; compile them to `cache` (`~/.cache/mesh/guard`) if necessary.
+
+    That takes some seconds, once for each version of the sources. BuildError if there is no compiler or it fails.
+    """
     shipped = SHIPPED / platform.machine()
     if all((shipped / recipe.name).is_file() for recipe in (CUDA, NVML, HOST)):
         return _in(shipped)
@@ -83,7 +85,7 @@ def default_cache() -> Path:
 
 
 def sources_hash() -> str:
-    """Of everything the libraries are made of, and how."""
+    """Return the hash of the sources and the build options."""
     digest = hashlib.sha256(repr((COMPILE, LINK, CUDA, NVML, HOST, platform.machine())).encode())
     for path in sorted(NATIVE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -91,8 +93,10 @@ def sources_hash() -> str:
 
 
 def compile_into(home: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = ()) -> Libraries:
-    """Compile the three into a new directory, which appears only when all is done. Where the portable compiler is installed it is
-    used: what this machine's own makes does not load in containers whose C library is older."""
+    """Compile the three libraries into a new directory, which appears only when all are complete.
+
+    The portable compiler is preferred: libraries made by this machine's own do not load in containers with an older C library.
+    """
     command = compiler or portable_compiler() or find_compiler()
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as directory:
@@ -105,7 +109,7 @@ def compile_into(home: Path, compiler: list[str] | None = None, flags: tuple[str
         try:
             made.rename(home)
         except OSError:
-            if not home.is_dir():  # somebody else was faster
+            if not home.is_dir():  # another process was faster
                 raise
     return _in(home)
 
@@ -122,21 +126,21 @@ def compile_one(recipe: Recipe, path: Path, compiler: list[str], flags: tuple[st
 
 
 def find_compiler() -> list[str]:
-    """`$CC`, `cc`, or zig's from PyPI, which also makes libraries that run with older C libraries than this machine's."""
+    """Return `$CC`, `cc`, `gcc`, `clang`, or the portable compiler. BuildError if there is none."""
     for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return [name]
     zig = portable_compiler()
     if zig is None:
         raise BuildError(
-            "GPUs cannot be shared: no C compiler to make the guard with. "
+            "GPUs cannot be shared: there is no C compiler to build the guard. "
             "Install one (`apt install gcc libc6-dev`, or `pip install ziglang`), then start the daemon again."
         )
     return zig
 
 
 def portable_compiler(machine: str | None = None) -> list[str] | None:
-    """A compiler for the glibc that manylinux2014 promises; None without PyPI's ziglang."""
+    """Return zig's compiler with the glibc of manylinux2014 as target; None without PyPI's ziglang."""
     try:
         importlib.import_module("ziglang")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where this machine keeps NVIDIA's libraries."""
+"""Location of NVIDIA's driver libraries on this machine."""
 
 import os
 import platform
@@ -11,14 +11,14 @@ CUDA, NVML = "libcuda.so.1", "libnvidia-ml.so.1"
 
 
 class Driver(msgspec.Struct, frozen=True):
-    """The real libraries, absolute and with no symbolic link in them: what a job's guard loads."""
+    """The real libraries, which a job's guard loads; absolute paths without symbolic links."""
 
     cuda: Path
     nvml: Path
 
 
 def find_driver() -> Driver | None:
-    """As the dynamic loader would: `LD_LIBRARY_PATH`, its cache, then where distributions put them. None without a driver."""
+    """Search as the dynamic loader does: `LD_LIBRARY_PATH`, its cache, then the usual directories. None without a driver."""
     cuda, nvml = _find(CUDA), _find(NVML)
     return Driver(cuda, nvml) if cuda and nvml else None
 
@@ -35,15 +35,15 @@ def _in_environment(name: str) -> list[Path]:
 
 
 def _in_cache(name: str) -> list[Path]:
-    """From `ldconfig -p`: lines like `libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1`."""
+    """Parse `ldconfig -p`, with lines like `libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1`."""
     for program in ("ldconfig", "/sbin/ldconfig"):
         try:
-            told = subprocess.run([program, "-p"], capture_output=True, text=True, check=False, timeout=10).stdout
+            output = subprocess.run([program, "-p"], capture_output=True, text=True, check=False, timeout=10).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
         kind = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(platform.machine(), "")
         lines = [
-            line.split(" => ") for line in told.splitlines() if line.strip().startswith(f"{name} (") and kind in line
+            line.split(" => ") for line in output.splitlines() if line.strip().startswith(f"{name} (") and kind in line
         ]
         return [Path(parts[1].strip()) for parts in lines if len(parts) == 2]
     return []
@@ -52,5 +52,5 @@ def _in_cache(name: str) -> list[Path]:
 def _usual(name: str) -> list[Path]:
     multiarch = f"/usr/lib/{platform.machine()}-linux-gnu"
     usual = (multiarch, "/usr/lib64", "/usr/lib", f"{multiarch}/nvidia/current")
-    injected = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # by those who run containers, and by Windows
+    injected = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib")  # by container runtimes, and by WSL
     return [Path(directory) / name for directory in (*usual, *injected)]

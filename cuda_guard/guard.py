@@ -1,4 +1,4 @@
-"""The guard of one machine: the pages of its jobs, how jobs are made to use it, and what the owner can do to them at once."""
+"""Guard of one machine: the shared pages of its jobs, their environment and mounts, and the owner's controls over them."""
 
 import logging
 import os
@@ -20,13 +20,15 @@ GUARD_AT = Path("/opt/mesh/guard")
 DRIVER_AT = Path("/opt/mesh/driver")
 PRELOAD_AT = Path("/etc/ld.so.preload")
 PRELOAD = "preload"  # the file of that name beside the pages
-LOCKS_S = 0.02  # of processor time to ask who has which place; 20 000 locks make it 50 ms, none 0.2; ours
-LAUNCHES_MOST = 2**53  # that any number of ours can tell
-PAGES_ENV = "MESH_GUARD_DIR"  # for jobs of the process engine, which see the machine's own files
+LOCKS_S = (
+    0.02  # of CPU time to read the lock owners (measured: 0.2 ms without foreign locks, 50 ms with 20,000; own choice)
+)
+LAUNCHES_MOST = 2**53  # largest plausible count
+PAGES_ENV = "MESH_GUARD_DIR"  # for jobs of the process engine, which see the machine's file system
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A file or directory of this machine, and where a container has it."""
+    """A file or directory of this machine, and its path in a container."""
 
     source: Path
     target: Path
@@ -34,10 +36,10 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a job has used of one device: `gpu_s` as measured by events; memory in bytes, with its peak.
+    """A job's use of one device: `gpu_s` measured by events; memory and its peak in bytes.
 
-    `memory_now`: what it may have at this moment, with what is lent to it; None if it has no quota. `refused` counts
-    allocations that this forbade; `processes` those of it that use the device now.
+    `memory_now`: its current limit in bytes, including lent memory; None without a quota. `refused` counts allocations over that
+    limit, `processes` the job's processes that use the device now.
     """
 
     uuid: str
@@ -51,7 +53,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class GuardedJob:
-    """One job's pages, and what is done to it. `devices` are the machine's own numbers of them."""
+    """One job under the guard: its pages and its controls. `devices` are the machine's device numbers."""
 
     def __init__(
         self, pages: Pages, quotas: tuple[Quota, ...], devices: tuple[int, ...], libraries: Libraries, host: Host
@@ -61,17 +63,20 @@ class GuardedJob:
         self._devices = devices
         self._libraries = libraries
         self._host = host
-        self.clogged = False
+        self.lock_flooded = False
         self._began_ns = time.monotonic_ns()
 
     def process_env(self) -> dict[str, str]:
-        """For a job that runs as a process of this machine. Cooperative: it can do without these variables."""
+        """Return the environment of a job that runs as a process. It is cooperative: the job can unset it."""
         preload = os.pathsep.join([str(self._libraries.cuda), str(self._libraries.nvml)])
         return {"LD_PRELOAD": preload, PAGES_ENV: str(self.pages.directory)}
 
     def container_mounts(self, driver: Driver) -> tuple[Mount, ...]:
-        """For a job in a container: the guard over the driver's place and before every program, the driver itself out of the way,
-        the policy read-only."""
+        """Return the mounts of a job in a container.
+
+        The guard replaces the driver's libraries and is preloaded into every program, the driver moves to another path, and the
+        policy page is read-only.
+        """
         directory = self.pages.directory
         over = [
             Mount(self._libraries.cuda, driver.cuda.parent / CUDA),
@@ -89,62 +94,64 @@ class GuardedJob:
         )
 
     def set_gate(self, closed: bool) -> None:
-        """Nothing that the job has not launched yet starts while its gate is closed. Takes effect at once, on every device."""
+        """Close or open the gate. While it is closed no launch of the job starts, on any device; this takes effect at once."""
         self._host.set_gate(self.pages, closed)
 
     def join(self) -> None:
-        """Be looked after on all its devices. OSError if too many jobs share one, ValueError for what is no share."""
+        """Join the arbiter on all devices. OSError if too many jobs share one, ValueError for an invalid share."""
         for place, quota in enumerate(self.quotas):
             self._host.join(self.pages, place, self._devices[place], quota)
 
     def set_share(self, place: int, share: float, limit: float) -> None:
-        """Another share of its device of this place, in per cent, from now on."""
+        """Change the share of the device at `place`, in per cent."""
         self._set(place, msgspec.structs.replace(self.quotas[place], share=share, limit=limit))
 
     def set_memory(self, place: int, memory: int, limit: int | None = None) -> None:
-        """Another quota in bytes, from now on, and what it may have while no guarantee needs it. What the job has already stays
-        with it; more than before it has once there is room."""
+        """Change the guaranteed memory in bytes, and the limit up to which free memory is lent to the job.
+
+        Memory that the job already has stays with it; an increase takes effect once there is free memory.
+        """
         self._set(place, msgspec.structs.replace(self.quotas[place], memory=memory, memory_limit=limit))
 
     def _set(self, place: int, quota: Quota) -> None:
         self._host.join(self.pages, place, self._devices[place], quota)
         self.quotas = (*self.quotas[:place], quota, *self.quotas[place + 1 :])
 
-    def put_away(self) -> None:
-        """The driver has brought to the host what its processes had: of what was lent to it, nothing is kept for it."""
+    def release_memory(self) -> None:
+        """Record that the driver moved the job's memory to the host; nothing stays reserved beyond the guarantee."""
         for device in self._devices:
             self._host.away(self.pages, device, True)
 
-    def bring_back(self) -> bool:
-        """Whether there is room for what it had; then it is its again."""
+    def reserve_memory(self) -> bool:
+        """Reserve the memory that the job had before `release_memory`; False if it is not free."""
         fits = all([self._host.away(self.pages, device, False) for device in self._devices])
         if not fits:
-            self.put_away()
+            self.release_memory()
         return fits
 
-    def memory_most(self, place: int) -> int | None:
-        """What it may ever have, in bytes; None if it has no quota."""
+    def memory_max(self, place: int) -> int | None:
+        """Return the highest limit the job can get, in bytes; None without a quota."""
         quota = self.quotas[place]
         return quota.memory if quota.memory_limit is None else quota.memory_limit
 
     @property
-    def has_room(self) -> bool:
-        """It may have all that it is guaranteed, now."""
-        return all(self._is_there(place, quota) for place, quota in enumerate(self.quotas))
+    def has_guarantee(self) -> bool:
+        """True if the job can use all its guaranteed memory now."""
+        return all(self._is_available(place, quota) for place, quota in enumerate(self.quotas))
 
-    def _is_there(self, place: int, quota: Quota) -> bool:
+    def _is_available(self, place: int, quota: Quota) -> bool:
         limit = self.memory_limit(place)
         return limit is None or quota.memory is None or limit >= quota.memory
 
-    def over(self, place: int) -> int:
-        """Bytes beyond both its guarantee and what it may have now: they were lent to it, and are needed."""
-        now, least, most = self.memory_limit(place), self.quotas[place].memory, self.memory_most(place)
+    def excess(self, place: int) -> int:
+        """Return the bytes beyond both the guarantee and the current limit: they were lent and are needed elsewhere."""
+        now, least, most = self.memory_limit(place), self.quotas[place].memory, self.memory_max(place)
         if now is None or least is None or most is None:
             return 0
         return max(0, min(self.pages.memory_used(place), most) - max(now, least))
 
     def usage(self) -> tuple[Usage, ...]:
-        """Of each device. The job can write anything to its page: nothing is told that cannot be."""
+        """Return the use of each device. The job can write anything to its page, so values are clamped to possible ones."""
         job = self.pages.job
         pids = [slot.pid for slot in job.table]
         most_ns = SLOTS * (time.monotonic_ns() - self._began_ns)
@@ -163,13 +170,15 @@ class GuardedJob:
         )
 
     def charges(self) -> dict[int, tuple[int, ...]]:
-        """Bytes that each living process has charged to the job, on each of its devices, by its pid as seen here. Of one that has
-        clogged its page with locks, nothing."""
+        """Return the bytes that each living process has charged to the job on each device, by pid in this namespace.
+
+        Empty for a job that has flooded its page with locks.
+        """
         found: dict[int, tuple[int, ...]] = {}
         begun = time.thread_time()
         for number, slot in enumerate(self.pages.job.table):
-            self.clogged = self.clogged or time.thread_time() - begun > LOCKS_S
-            if self.clogged:
+            self.lock_flooded = self.lock_flooded or time.thread_time() - begun > LOCKS_S
+            if self.lock_flooded:
                 return {}
             owner = self._host.owner(self.pages, number) if number and slot.pid else 0
             if owner:
@@ -177,24 +186,24 @@ class GuardedJob:
         return found
 
     def context_bytes(self, place: int) -> int:
-        """Of that, for each context."""
+        """Return the bytes charged for each CUDA context."""
         return int(self.pages.policy.allowances[place].context_bytes)
 
     def memory_limit(self, place: int) -> int | None:
-        """What it may have now, in bytes, with what is lent to it; None if it has no quota."""
+        """Return the current limit in bytes, including lent memory; None without a quota."""
         limit = int(self.pages.policy.allowances[place].memory_limit)
         return limit if limit < NO_LIMIT else None
 
-    def correct(self, place: int, overhead: int) -> None:
-        """Charge the job so many bytes beside what its processes charge themselves, from now on."""
-        self._host.correct(self.pages, place, -(-overhead // UNIT))
+    def set_overhead(self, place: int, overhead: int) -> None:
+        """Charge the job `overhead` bytes in addition to what its processes charge themselves."""
+        self._host.set_overhead(self.pages, place, -(-overhead // UNIT))
 
     def trim(self, place: int, factor: float) -> None:
-        """Let its share be `factor` times what was agreed."""
+        """Multiply the agreed share by `factor`."""
         self._host.trim(self.pages, self._devices[place], factor)
 
     def sweep(self) -> int:
-        """Give back what dead processes of the job held; how many there were."""
+        """Release the charges of dead processes of the job; return their number."""
         return self._host.sweep(self.pages)
 
     def close(self) -> None:
@@ -204,8 +213,11 @@ class GuardedJob:
 
 
 class Guard:
-    """`directory` should be on a tmpfs: pages are shared memory. `uuids`: the machine's devices, in its order; `sizes`: their
-    memory in bytes. Of one of which that is not known no memory is lent."""
+    """The guard of all jobs on this machine.
+
+    `directory` should be on a tmpfs, since pages are shared memory. `uuids`: the machine's devices in order; `sizes`: their
+    memory in bytes. No memory is lent on a device without a size.
+    """
 
     def __init__(
         self, directory: Path, libraries: Libraries, driver: Driver, uuids: tuple[str, ...], sizes: tuple[int, ...] = ()
@@ -215,23 +227,25 @@ class Guard:
         self._directory = directory
         self._numbers = {uuid: number for number, uuid in enumerate(uuids)}
         self._host = Host(libraries.host)
-        shutil.rmtree(directory, ignore_errors=True)  # of an earlier daemon, whose jobs have ended with it
+        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier daemon, whose jobs ended with it
         directory.mkdir(parents=True, mode=0o711)
         self._sizes = dict(zip(uuids, sizes, strict=False))
         for uuid in self._sizes:
             self.set_foreign(uuid, 0)
 
     def set_foreign(self, uuid: str, used: int) -> None:
-        """Bytes of a device that are in the hands of who is no job: so much less of it is lent."""
+        """Set the bytes of a device used outside of the mesh's jobs; they are not lendable."""
         if uuid in self._sizes:
             self._host.size(self._numbers[uuid], self._sizes[uuid], used)
 
     def admit(
         self, name: str, quotas: tuple[Quota, ...], in_container: bool, host_memory: int | None = None
     ) -> GuardedJob:
-        """Pages for a job, whose processes are to be started with them, once it `has_room`. `host_memory`: bytes of the machine's
-        memory that it may have pinned. ValueError for a quota that says nothing sensible or a
-        device that is not here; OSError when a page cannot be written or too many jobs share a device."""
+        """Create the pages of a job; start its processes once it `has_guarantee`.
+
+        `host_memory`: limit of pinned host memory in bytes. ValueError for an invalid quota or an unknown device; OSError if a
+        page cannot be written or too many jobs share a device.
+        """
         missing = [quota.uuid for quota in quotas if quota.uuid not in self._numbers]
         if missing:
             raise ValueError(f"not a GPU of this machine: {missing[0]}")
@@ -242,11 +256,11 @@ class Guard:
         (directory / PRELOAD).write_text(f"{GUARD_AT / CUDA}\n{GUARD_AT / NVML}\n")
         job = GuardedJob(pages, quotas, devices, self.libraries, self._host)
         if not self._host.claim(pages, os.getpid()):
-            log.warning("another daemon looks after the pages of job %s", name)
+            log.warning("another daemon manages the pages of job %s", name)
         try:
             job.join()
         except (OSError, ValueError):
-            job.close()  # its other devices must not be looked after in pages that are gone
+            job.close()  # leaves the arbiter on the devices already joined
             raise
         return job
 
@@ -256,6 +270,6 @@ class Guard:
 
 
 def share_of(pages: Pages, place: int) -> float:
-    """The share in force now, with what is lent, in per cent."""
+    """Return the share in force now, including what is lent, in per cent."""
     allowance = pages.policy.allowances[place]
     return float(allowance.rates[allowance.rate_index & 1].share_ppm) * 100 / PPM

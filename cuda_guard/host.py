@@ -1,4 +1,4 @@
-"""The daemon's native half: one thread that gives out shares and turns, and changes to pages in the order their readers need."""
+"""Host library of the daemon: a thread that assigns shares and turns, and ordered writes to the shared pages."""
 
 import atexit
 import ctypes
@@ -17,7 +17,6 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "host_trim": (None, [_pointer, _u32, _pointer, _u32]),
     "host_size": (None, [_pointer, _u32, _u64, _u64]),
     "host_away": (_bool, [_pointer, _u32, _pointer, _bool]),
-    "host_tune": (None, [_pointer, _u32, _u32, _i64]),
     "host_claim": (_bool, [_pointer, _int, _u32]),
     "host_forget": (None, [_pointer]),
     "host_correct": (_bool, [_pointer, _u32, _i64]),
@@ -41,7 +40,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library with its functions' prototypes. OSError if it cannot be loaded."""
+    """Load the library and declare its functions. OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in PROTOTYPES.items():
         function = getattr(library, name)
@@ -50,18 +49,21 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 class Host:
-    """Looks after the devices that jobs share on this machine. `device` is the daemon's own number of one, below 16."""
+    """Arbitrates the devices that jobs share on this machine. `device` is the daemon's number of one, below 16."""
 
     def __init__(self, path: Path) -> None:
         self._library = load(path)
         self._host = self._library.host_start()
         if not self._host:
-            raise OSError("no thread for the guard's shares and turns")
-        atexit.register(self.close)  # before the interpreter unmaps the pages that the thread looks at
+            raise OSError("the arbiter thread of the guard could not be started")
+        atexit.register(self.close)  # before the interpreter unmaps the pages that the thread reads
 
     def join(self, pages: Pages, place: int, device: int, quota: Quota) -> None:
-        """From now on the job has this of the device. Also changes a job that has joined. One that comes is given its memory once
-        there is room for it, one that has more than it may keeps that. The pages must not be closed before `leave`."""
+        """Give the job this quota of the device, or change it.
+
+        A new job gets its memory once that is free; a job that has more than its quota keeps it. Call `leave` before the pages
+        are closed.
+        """
         if not 0 <= device < DEVICES:
             raise ValueError(f"no device {device}")
         policy, job = _address(pages.policy), _address(pages.job)
@@ -72,44 +74,40 @@ class Host:
             raise OSError(f"too many jobs share device {device}")
 
     def size(self, device: int, memory: int, foreign: int = 0) -> None:
-        """How many bytes the device has, and how many of them are in the hands of who is no job: what of it can be lent."""
+        """Set the size of the device in bytes, and the bytes used outside of jobs, which are not lendable."""
         self._library.host_size(self._host, device, memory, foreign)
 
     def away(self, pages: Pages, device: int, away: bool) -> bool:
-        """What the job had on the device is on the host, or is to come back; whether there is room for that."""
+        """Record that the job's device memory is on the host (`away`), or is to come back; False if there is no space for it."""
         return bool(self._library.host_away(self._host, device, _address(pages.policy), away))
 
     def leave(self, pages: Pages) -> None:
-        """Before its pages are closed."""
+        """Remove the job from all devices; call this before its pages are closed."""
         self._library.host_leave(self._host, _address(pages.policy))
         self._library.host_forget(_address(pages.job))
 
     def trim(self, pages: Pages, device: int, factor: float) -> None:
-        """Let the job's share of the device be `factor` times what was agreed, for what NVML sees and events do not."""
+        """Multiply the job's agreed share of the device by `factor`, to correct for time that events do not measure."""
         self._library.host_trim(self._host, device, _address(pages.policy), round(factor * 1_000_000))
 
-    def tune(self, device: int, cap: float, turn_ms: float) -> None:
-        """How much of a device may be lent in all, in per cent, and how long a turn on it is."""
-        self._library.host_tune(self._host, device, ppm(cap), round(turn_ms * 1e6))
-
     def set_gate(self, pages: Pages, closed: bool) -> None:
-        """Nothing that the job has not launched yet starts while its gate is closed."""
+        """Close or open the job's gate; no launch starts while it is closed."""
         self._library.policy_set_gate(_address(pages.policy), closed)
 
     def claim(self, pages: Pages, pid: int) -> bool:
-        """Take the daemon's own place in the job's page; false if another daemon has it."""
+        """Claim the daemon's slot in the job's page; False if another daemon has it."""
         return bool(self._library.host_claim(_address(pages.job), pages.job_file, pid))
 
-    def correct(self, pages: Pages, place: int, units: int) -> None:
-        """Charge the job so much beside what its processes charge themselves, from now on."""
+    def set_overhead(self, pages: Pages, place: int, units: int) -> None:
+        """Charge the job `units` in addition to what its processes charge themselves."""
         self._library.host_correct(_address(pages.job), place, units)
 
     def sweep(self, pages: Pages) -> int:
-        """Give back what dead processes of the job held; how many there were."""
+        """Release the charges of dead processes of the job; return their number."""
         return max(0, int(self._library.ledger_sweep(_address(pages.job), pages.job_file, 0)))
 
     def owner(self, pages: Pages, slot: int) -> int:
-        """The pid, in this process's namespace, of the job's process in a slot; 0 if it is gone."""
+        """Return the pid, in this process's namespace, of the job's process in a slot; 0 if it is gone."""
         return int(self._library.ledger_owner(pages.job_file, slot))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The two pages that a guarded job and the daemon share, as `native/page.h` lays them out, and files that hold them."""
+"""Shared pages of a guarded job and the daemon, in the layout of `native/page.h`, and the files that hold them."""
 
 import ctypes
 import mmap
@@ -14,14 +14,13 @@ import msgspec
 MAGIC = 0x6472617567736D31
 LAYOUT = 2
 DEVICES = 16
-HOST = DEVICES  # the place of the machine's own memory, as far as it is pinned for devices
+HOST = DEVICES  # index of pinned host memory
 SLOTS = 256
 UNIT = 512
 AUDITS = 32
 NAME = 64
-UNITS_MOST = 2**38 - 1  # that a counter can tell; native/ledger.c
+UNITS_MOST = 2**38 - 1  # largest value of a counter; native/ledger.c
 PPM = 1_000_000
-GATE_CLOSED = 1
 NO_LIMIT = 2**63
 POLICY, JOB = "policy", "job"
 
@@ -111,17 +110,17 @@ class JobPage(ctypes.Structure):
     ]
 
 
-# A training with a wait after each step took 2.5 % longer with a window of 4 ms, and no longer with one of 16 (40 runs each, on
-# the double). Beside others, turns of 10 ms make a longer one pointless.
+# Measured: a training that waits after each step takes 2.5 % longer with a window of 4 ms, and not longer with 16 ms (40 runs
+# each, on the fake driver). With other jobs on the device, turns of 10 ms make a longer window useless.
 WINDOW_MS, ALONE_WINDOW_MS = 4.0, 16.0
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """What a job may use of one device. `memory` in bytes (None: all of it), shares in per cent of the device's time. `share` and
-    `memory` are guaranteed; up to `limit` and `memory_limit` (None: no more than that) it may have while nobody else needs it.
+    """A job's part of one device. `memory` in bytes (None: all of it), shares in per cent of the device's time.
 
-    `window_ms`: GPU time that may be under way at once. A short one makes a closed gate take effect sooner, a long one keeps a
-    device busier. `context_bytes`: what a CUDA context is taken to need until NVML has told.
+    `share` and `memory` are guaranteed. Up to `limit` and `memory_limit` (None: `memory`) are lent while nothing else needs
+    them. `window_ms`: GPU time in flight at once; a short window makes a closed gate take effect sooner, a long one keeps a
+    device busier. `context_bytes`: memory charged for a CUDA context until NVML has measured it.
     """
 
     uuid: str
@@ -135,7 +134,7 @@ class Quota(msgspec.Struct, frozen=True):
 
 
 def uuid_bytes(uuid: str) -> bytes:
-    """Of a device's "GPU-..." or "MIG-..." name. ValueError if it is none."""
+    """Parse a device's "GPU-..." or "MIG-..." UUID. ValueError if it is invalid."""
     kind, _, digits = uuid.partition("-")
     if kind not in {"GPU", "MIG"}:
         raise ValueError(f"not a device's UUID: {uuid!r}")
@@ -143,7 +142,7 @@ def uuid_bytes(uuid: str) -> bytes:
 
 
 class Pages:
-    """The files `policy` and `job` of a directory, mapped. Changes while the job runs go through `Host`, which orders writes."""
+    """The mapped files `policy` and `job` of a directory. While the job runs, change them through `Host`, which orders writes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -162,9 +161,11 @@ class Pages:
         now_ns: int,
         host_memory: int | None = None,
     ) -> Self:
-        """New pages for a job; `driver` and `nvml` are where the job finds the real libraries, `host_memory` the bytes of the
-        machine's that it may have pinned. The job page's mode lets only this user write it. ValueError for what a page cannot
-        say."""
+        """Create the pages of a job.
+
+        `driver` and `nvml`: paths of the real libraries as the job sees them; `host_memory`: limit of pinned host memory in
+        bytes. Only this user can write the job page. ValueError for values that do not fit into a page.
+        """
         if len(quotas) > DEVICES:
             raise ValueError(f"a job has at most {DEVICES} devices, not {len(quotas)}")
         policy, job = PolicyPage(), JobPage()
@@ -183,25 +184,25 @@ class Pages:
         return cls(directory)
 
     def restore_length(self) -> bool:
-        """Whether the job had made the page's file shorter or longer; it is as long as a page again. What was cut is zeros."""
+        """Reset the length of the job's page file; True if the job had changed it. Bytes that were cut off are zero."""
         if os.fstat(self.job_file).st_size == ctypes.sizeof(JobPage):
             return False
         os.ftruncate(self.job_file, ctypes.sizeof(JobPage))
         return True
 
     def audited(self) -> list[str]:
-        """Calls that look like memory or work and that the guard did not know: it may have been passed by."""
+        """Return calls unknown to the guard that may allocate memory or launch work, and so may bypass it."""
         names = self.job.audit[: min(self.job.audits, AUDITS)]
         return [re.sub(rb"\W", b"?", name.value).decode() for name in names]  # the job can write anything there
 
     def memory_used(self, place: int) -> int:
-        """Bytes that the job is charged with on its device of this place, or at HOST."""
+        """Return the bytes charged to the job on the device at `place`, or for HOST its pinned memory."""
         return int(self.job.uses[place].memory >> 26) * UNIT
 
     def close(self) -> None:
         os.close(self.job_file)
         del self.policy, self.job
-        with suppress(BufferError):  # somebody still holds a part of them: the last to let go unmaps
+        with suppress(BufferError):  # still referenced elsewhere; the last reference unmaps them
             self._policy_map.close()
             self._job_map.close()
 
@@ -231,7 +232,7 @@ def _fill(allowance: Allowance, quota: Quota, now_ns: int) -> None:
 
 
 def ppm(per_cent: float) -> int:
-    """Millionths. ValueError outside of 0 to 100."""
+    """Convert per cent to millionths. ValueError outside of 0 to 100."""
     if not 0 <= per_cent <= 100:
         raise ValueError(f"not a share of a device: {per_cent} %")
     return round(per_cent * PPM / 100)

@@ -1,8 +1,8 @@
-"""Takes processes off their GPUs, alive, and brings them back, by the driver's own checkpoints: their memory goes to the host.
+"""Pause: suspend running processes from their GPUs and resume them, with the driver's checkpoint calls. Memory moves to the host.
 
-The driver's calls may take minutes, and have been seen never to return, so they are made by a helper: this module, run as a
-program of its own by a bare interpreter (standard library only). It prints one JSON object: `steps`, what each call took, and
-`error`, empty if all went well. States and calls: cuda.h of CUDA 13.0, `cuCheckpointProcess*`.
+The driver's calls can take minutes, and sometimes never return. So a helper makes them: this module, run as a separate program
+by a bare interpreter (standard library only). It prints one JSON object: `steps` with the duration of each call, and `error`,
+empty on success. States and calls: cuda.h of CUDA 13.0, `cuCheckpointProcess*`.
 
     RUNNING -- lock --> LOCKED -- checkpoint --> CHECKPOINTED
     RUNNING <- unlock - LOCKED <-- restore ----- CHECKPOINTED
@@ -16,25 +16,24 @@ import time
 from pathlib import Path
 from typing import TypedDict
 
-OLDEST = 12080  # CUDA 12.8, drivers from 570 on: the first with these calls
+MIN_VERSION = 12080  # CUDA 12.8 (driver 570), the first with these calls
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2  # CUprocessState
 NOT_INITIALIZED = 3
 ERRORS = {
     1: "the driver knows no such process",
     2: "there is not enough memory",
-    401: "it is not in a state for that",
-    600: "its work did not end in time",
+    401: "the process is in the wrong state",
+    600: "its work did not finish in time",
     801: "the driver or the device does not support it",
 }
-LOCK_S = 10.0  # for work that is under way to end; with a closed gate there is at most a window of it
-PATIENCE_S = (
-    300.0  # 290 GB of several H100 take ten minutes, 56 GB a minute and a half (NVIDIA/nvcf#1183); longer is a hang
-)
+LOCK_S = 10.0  # for work in flight to finish; with a closed gate that is at most a window
+# 290 GB on several H100 take ten minutes, 56 GB a minute and a half (NVIDIA/nvcf#1183).
+TIMEOUT_S = 300.0
 PROBE_S = 10.0
 
 
 class Step(TypedDict):
-    """One call of the driver, done."""
+    """A completed call of the driver."""
 
     pid: int
     step: str
@@ -42,25 +41,27 @@ class Step(TypedDict):
 
 
 class PauseError(RuntimeError):
-    """What was asked for could not be done; the text says what, and how the processes are now."""
+    """Suspending or resuming failed; the message gives the reason and the state of the processes."""
 
 
 class Pause:
-    """By the driver library at this path. Blocking calls; a time out ends the helper, not the caller."""
+    """Uses the driver library at this path. Calls block; a timeout ends the helper, not the caller."""
 
     def __init__(self, driver: Path) -> None:
         self._driver = driver
 
-    def suspend(self, pids: tuple[int, ...], timeout: float = PATIENCE_S) -> list[Step]:
-        """Free all that these processes have on their devices, in at most `timeout` seconds; each stands in its next call of the
-        driver. All or none: PauseError leaves them running."""
+    def suspend(self, pids: tuple[int, ...], timeout: float = TIMEOUT_S) -> list[Step]:
+        """Free everything these processes have on their devices, in at most `timeout` seconds.
+
+        Each process blocks in its next call of the driver. All or none: PauseError leaves them running.
+        """
         try:
             return self._ask("suspend", pids, timeout)
         except subprocess.TimeoutExpired as error:
             raise PauseError(f"it took longer than {timeout:g} s; {self._undone(pids, timeout)}") from error
 
-    def resume(self, pids: tuple[int, ...], timeout: float = PATIENCE_S) -> list[Step]:
-        """Bring back what `suspend` freed. PauseError leaves them suspended, unless it took too long: then those run that can."""
+    def resume(self, pids: tuple[int, ...], timeout: float = TIMEOUT_S) -> list[Step]:
+        """Restore what `suspend` freed. PauseError leaves them suspended; after a timeout, those run that can."""
         try:
             return self._ask("resume", pids, timeout)
         except subprocess.TimeoutExpired as error:
@@ -70,25 +71,27 @@ class Pause:
         try:
             self._ask("release", pids, timeout)
         except (PauseError, subprocess.TimeoutExpired) as error:
-            return f"and they could not be let go: {error}"
+            return f"and they could not be released: {error}"
         return "they run again"
 
     def _ask(self, order: str, pids: tuple[int, ...], timeout: float) -> list[Step]:
-        told = _run(self._driver, order, pids, timeout)
-        if told["error"]:
-            raise PauseError(told["error"])
-        steps: list[Step] = told["steps"]
+        result = _run(self._driver, order, pids, timeout)
+        if result["error"]:
+            raise PauseError(result["error"])
+        steps: list[Step] = result["steps"]
         return steps
 
 
 def available(driver: Path) -> str | None:
-    """Why this driver cannot; None if it can. What it cannot do to a certain process (managed memory, memory shared between
-    processes, MPS) shows only when it is asked to."""
+    """Return the reason why this driver cannot pause processes; None if it can.
+
+    Limits of a certain process (managed memory, memory shared between processes, MPS) show only when it is suspended.
+    """
     try:
-        told = _run(driver, "probe", (), PROBE_S)
+        result = _run(driver, "probe", (), PROBE_S)
     except subprocess.TimeoutExpired:
         return f"the driver did not answer within {PROBE_S:g} s"
-    return told["error"] or None
+    return result["error"] or None
 
 
 def _run(driver: Path, order: str, pids: tuple[int, ...], timeout: float) -> dict:  # type: ignore[type-arg]
@@ -98,14 +101,14 @@ def _run(driver: Path, order: str, pids: tuple[int, ...], timeout: float) -> dic
     except OSError as error:
         return {"steps": [], "error": f"the helper cannot be started: {error}"}
     try:
-        answer, trouble = helper.communicate(timeout=timeout)
+        answer, errors = helper.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        helper.kill()  # and not waited for: it may be stuck in the driver
+        helper.kill()  # without waiting: it may be stuck in the driver
         raise
     try:
         return dict(json.loads(answer))
     except ValueError:
-        last = trouble.strip().splitlines()[-1:] or [f"status {helper.returncode}"]
+        last = errors.strip().splitlines()[-1:] or [f"status {helper.returncode}"]
         return {"steps": [], "error": f"the helper failed: {last[0]}"}
 
 
@@ -113,11 +116,11 @@ def _run(driver: Path, order: str, pids: tuple[int, ...], timeout: float) -> dic
 
 
 class CallError(Exception):
-    """The driver refused."""
+    """The driver refused a call."""
 
 
 class Checkpoints:
-    """The driver's calls, timed."""
+    """The driver's checkpoint calls, timed."""
 
     def __init__(self, path: str) -> None:
         self.steps: list[Step] = []
@@ -126,8 +129,9 @@ class Checkpoints:
     def probe(self) -> None:
         version = ctypes.c_int()
         self._library.cuDriverGetVersion(ctypes.byref(version))
-        if version.value < OLDEST:
-            raise CallError(f"the driver is of CUDA {version.value // 1000}.{version.value % 1000 // 10}, and 12.8 can")
+        if version.value < MIN_VERSION:
+            found = f"{version.value // 1000}.{version.value % 1000 // 10}"
+            raise CallError(f"the driver supports CUDA {found}, and pausing needs 12.8 or newer")
         for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"):
             if not hasattr(self._library, f"cuCheckpointProcess{name}"):
                 raise CallError(f"the driver has no cuCheckpointProcess{name}")
@@ -144,7 +148,7 @@ class Checkpoints:
         self._step(pid, "Checkpoint", None)
 
     def restore(self, pid: int) -> None:
-        self._library.cuInit(0)  # or the devices would have to be in persistence mode (cuda.h)
+        self._library.cuInit(0)  # else the devices would need persistence mode (cuda.h)
         self._step(pid, "Restore", None)
 
     def unlock(self, pid: int) -> None:
@@ -166,7 +170,7 @@ class Checkpoints:
 
 
 def suspend(driver: Checkpoints, pids: list[int]) -> None:
-    """All are locked before any is put away, for they may work together."""
+    """Lock all processes, then checkpoint them: they may depend on each other."""
     try:
         for pid in pids:
             driver.lock(pid)
@@ -177,7 +181,7 @@ def suspend(driver: Checkpoints, pids: list[int]) -> None:
 
 
 def resume(driver: Checkpoints, pids: list[int]) -> None:
-    """All are brought back before any is unlocked."""
+    """Restore all processes, then unlock them."""
     restored = []
     try:
         for pid in pids:
@@ -185,7 +189,7 @@ def resume(driver: Checkpoints, pids: list[int]) -> None:
                 driver.restore(pid)
                 restored.append(pid)
     except CallError as error:
-        for pid in restored:  # the memory is not there for all of them, so for none
+        for pid in restored:  # there is not enough memory for all, so none is resumed
             driver.checkpoint(pid)
         raise CallError(f"{error}; they are still suspended") from error
     for pid in pids:
@@ -194,7 +198,7 @@ def resume(driver: Checkpoints, pids: list[int]) -> None:
 
 
 def release(driver: Checkpoints, pids: list[int]) -> None:
-    """Let every process run that can, whatever state it is in."""
+    """Let every process run that can, from any state."""
     failed = []
     for pid in pids:
         try:
@@ -212,7 +216,7 @@ def undo(driver: Checkpoints, pids: list[int]) -> str:
     try:
         release(driver, pids)
     except CallError as error:
-        return f"and they could not be let go: {error}"
+        return f"and they could not be released: {error}"
     return "they run again"
 
 

@@ -1,7 +1,7 @@
-"""The names that a CUDA driver exports: those the guard knows, and those of a driver or a header at hand.
+"""Symbols: the functions a CUDA driver exports, compared with those the guard knows.
 
-`python -m cuda_guard.symbols [LIBRARY|HEADER ...]` says what these have that the guard lacks; with `--write` it adds them to
-`native/exports.def`, where they are passed on.
+`python -m cuda_guard.symbols [LIBRARY|HEADER ...]` lists the functions of a driver or header that the guard lacks; with
+`--write` it adds them to `native/exports.def`, whose functions are forwarded to the driver.
 """
 
 import mmap
@@ -20,20 +20,22 @@ STT_FUNC = 2
 
 
 def known() -> set[str]:
-    """All calls that the guard exports."""
+    """Return all functions that the guard exports."""
     found = re.compile(r"^(?:EXPORT|HOOK|GATE|DENY)\((\w+)", re.MULTILINE)
     return {name for path in (EXPORTS, HOOKS) for name in found.findall(path.read_text())}
 
 
-def unknown_to_the_guard(library: Path) -> list[str]:
-    """Calls that the driver exports and the guard does not: a program that looks one up by name is told that there is none.
-    Debuggers' calls do not count. ValueError if it is no 64-bit ELF library."""
+def missing_in_guard(library: Path) -> list[str]:
+    """Return the functions that the driver exports and the guard does not, so that a program cannot find them by name.
+
+    Debugger functions are left out. ValueError unless it is a 64-bit ELF library.
+    """
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return sorted(name for name in exported(data) - known() if not name.startswith("cudbg"))
 
 
 def exported(library: bytes | mmap.mmap) -> set[str]:
-    """The functions `cu*` that an ELF library defines for others. ValueError if it cannot be read as one."""
+    """Return the functions `cu*` that an ELF library exports. ValueError if it cannot be parsed."""
     try:
         return set(_functions(library))
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
@@ -60,7 +62,7 @@ def _functions(data: bytes | mmap.mmap) -> list[str]:
 
 
 def declared(header: str) -> set[str]:
-    """What a header of NVIDIA's declares, with the forms for a default stream per thread."""
+    """Return the functions that NVIDIA's header declares, with the variants for per-thread default streams."""
     names = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", header))
     names |= {versioned for _, versioned in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+_v\d+)\b", header)}
     names |= {f"{name}_ptds" for name in re.findall(r"__CUDA_API_PTDS\((cu\w+)\)", header)}
@@ -74,9 +76,9 @@ def main(arguments: list[str]) -> int:
     for path in (Path(argument) for argument in arguments if argument != "--write"):
         data = path.read_bytes()
         names = exported(data) if data.startswith(b"\x7fELF") else declared(data.decode(errors="replace"))
-        lacking = {name for name in names - known() if not name.startswith("cudbg")}
-        print(f"{path}: {len(names)} calls, {len(lacking)} of them unknown to the guard")
-        missing |= lacking
+        unknown = {name for name in names - known() if not name.startswith("cudbg")}
+        print(f"{path}: {len(names)} functions, {len(unknown)} of them unknown to the guard")
+        missing |= unknown
     for name in sorted(missing):
         print(f"  {name}")
     if write and missing:

@@ -1,6 +1,6 @@
-"""A wheel with the guard's libraries, where PyPI's `ziglang` is at hand to make ones that run with older C libraries.
+"""Build commands for a wheel with the guard's libraries, if PyPI's `ziglang` is installed to build portable ones.
 
-Without it the wheel is a pure one, whose guard is compiled at first use. `MESH_WHEEL_MACHINE=aarch64` makes one for that machine.
+Without it the wheel is pure, and the guard is compiled at first use. `MESH_WHEEL_MACHINE=aarch64` builds for that machine.
 
     pip install 'setuptools>=77' click msgspec pynacl ziglang && pip wheel . --no-deps --no-build-isolation
 """
@@ -20,16 +20,16 @@ MACHINE_ENV = "MESH_WHEEL_MACHINE"
 
 
 def target() -> str | None:
-    """The machine to make libraries for; None without a compiler that can."""
+    """Return the machine to build for; None without a portable compiler."""
     if importlib.util.find_spec("ziglang") is None or sys.platform != "linux":
         return None
     return os.environ.get(MACHINE_ENV) or platform.machine()
 
 
 class BuildGuard(Command):
-    """Puts the libraries beside the code of the wheel."""
+    """Adds the libraries to the wheel."""
 
-    description = "compile the guard of shared GPUs"
+    description = "compile the guard for shared GPUs"
     user_options = ()
     editable_mode = False
 
@@ -43,11 +43,11 @@ class BuildGuard(Command):
         machine = target()
         if machine is None or self.editable_mode or self.build_lib is None:
             return
-        sys.path.insert(0, str(Path(__file__).parents[1]))  # a build has the sources, but has not installed them
+        sys.path.insert(0, str(Path(__file__).parents[1]))  # the sources of a build are not installed
         from cuda_guard.build import compile_into, portable_compiler
 
         home = Path(self.build_lib) / "cuda_guard" / "lib" / machine
-        shutil.rmtree(home.parent, ignore_errors=True)  # of an earlier build, perhaps for another machine
+        shutil.rmtree(home.parent, ignore_errors=True)  # left by an earlier build, perhaps for another machine
         compile_into(home, portable_compiler(machine), ("-Wl,-s",))
 
     def get_source_files(self) -> list[str]:
@@ -76,5 +76,5 @@ class Wheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         if target() is not None:
-            self.distribution.has_ext_modules = lambda: True  # all of it goes where libraries go
+            self.distribution.has_ext_modules = lambda: True  # a platform wheel
         super().finalize_options()

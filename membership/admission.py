@@ -1,61 +1,108 @@
-"""Joining without an invite: a stranger knocks at any member, waits where all who may admit see it, and is let in by one of them.
+"""Admission: join requests, and the nodes that decide on them.
 
-The stranger knows nothing of the mesh, so a knock and its answer are signed outside of any mesh. It is shown the genesis and
-the certificates of whom it knocked at; the person who joins compares the mesh's id with somebody's who is in it already.
+The requesting node knows nothing of the mesh, so the request and its answer are signed outside of any mesh. The answer shows
+the genesis document and the answering member's certificates. Pending requests and decisions are published as sections, so that
+a request made at any node reaches the node that decides:
+
+- without an invite, any admitter: a person approves, or the allow list does;
+- with an invite, the node that issued it, and no other. It writes the use of the invite to disk before it admits, so an invite
+  admits as many machines as it says, and none after its end by that node's clock. An issuer that may not admit endorses the
+  request after that, and admitters admit what a member has endorsed as a machine of its own user.
 """
 
 import asyncio
+import ipaddress
+import logging
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.core import Clock, Core
+from membership.envelope import EnvelopeError, MeshSealer, open_envelope, seal
 from membership.framing import read_frame, write_frame
-from membership.identity import Identity, NodeId, parse_id
+from membership.identity import Identity, NodeId, format_id, parse_id
+from membership.malformed import MALFORMED
+from membership.ratelimit import TokenBuckets
 from membership.reconcile import FrameError
-from membership.trust import ROLES, TrustError, TrustStore
+from membership.records import MAX_BODY_BYTES, TRUST
+from membership.snapshot import UsedInvites
+from membership.trust import MAX_NAME_BYTES, ROLES, Grant, TrustError, TrustStore, User, admit_node, renew_chain
 
-PENDING = "pending"  # the section in which a node shows who knocked at it
-ADMITTED = "admitted"  # the section in which an admitter shows the chains it has granted
-WAITING_AT_ONCE = 32
-FORGOTTEN_AFTER_S = 3600.0  # without another knock
-ADMITTED_KEPT = 16
-PENDING_TTL_S, ADMITTED_TTL_S = FORGOTTEN_AFTER_S, 7 * 86_400.0
-KNOCK_S = 5.0
+PENDING = "pending"  # section with the join requests of strangers made at a node
+INVITED = "invited"  # section with the join requests made with an invite
+ENDORSED = "endorsed"  # section with the machines that a member adds to its user
+DECIDED = "admitted"  # section with the chains that an admitter has granted, and the refusals of invites
+MAX_PENDING, MAX_PENDING_PER_ADDRESS = 32, 4  # strangers; one laboratory asks at a time
+MAX_INVITED, MAX_INVITED_PER_ISSUER = 20, 16  # so that they fit into a section
+MAX_ENDORSED = 16
+MAX_MACHINES = 32  # of a user, admitted by endorsements; an approval may add more (own choice)
+REQUESTS_PER_S = 5.0  # of one address, before signatures are checked; `mesh join` sends one in two seconds
+PENDING_EXPIRY_S = 3600.0  # after the last request of the node
+PUBLISH_S = 1.0  # minimum interval of changed lists, so that a flood of requests is no flood of gossip
+PENDING_TTL_S, DECIDED_TTL_S = PENDING_EXPIRY_S, 7 * 86_400.0
+JOIN_TIMEOUT_S = 5.0
 _NO_MESH = b"\0" * 16
-_MARK = b"K"
+_MARK = b"J"
+
+log = logging.getLogger(__name__)
 
 
-class Knock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class JoinRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`grant` and `proof`, of a machine with an invite: what the issuer signed, and the signature of the invite's key."""
+
     nonce: int
     nick: str
     user: str
+    grant: bytes
+    proof: bytes
 
 
-class KnockAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """`granted` is the stranger's chain, once it has been let in; `chain` that of whoever answers."""
+class JoinAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """`chain` belongs to the answering member, `granted` to the requesting node once it is admitted; `answers` is its nonce.
+
+    `problem` is the reason of a refusal.
+    """
 
     answers: int
-    state: Literal["waiting", "admitted", "full", "revoked"]
+    state: Literal["waiting", "admitted", "full", "revoked", "refused"]
     genesis: bytes
     chain: bytes
     granted: bytes = b""
+    problem: str = ""
 
 
-class Waiting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PendingJoin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     node: bytes
     nick: str
     user: str
     host: str
     since_unix: int
+    grant: bytes = b""
+    proof: bytes = b""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """A granted chain, or the reason of a refusal; with neither, the request waits."""
+
+    chain: bytes = b""
+    problem: str = ""
+
+
+class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A member's statement that a key is a machine of its own user."""
+
+    node: bytes
+    nick: str
+    roles: tuple[str, ...]
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """A line of an allow list: who needs not wait. `nick` and `user` are what the owner of the list calls it, if he does."""
+    """A line of an allow list: a node admitted without approval. `nick` and `user`, if given, replace what it asks for."""
 
     node: bytes
     nick: str = ""
@@ -63,18 +110,69 @@ class Allowed(msgspec.Struct, frozen=True):
     roles: tuple[str, ...] = ROLES
 
 
-_knock_decoder = msgspec.msgpack.Decoder(Knock)
-_answer_decoder = msgspec.msgpack.Decoder(KnockAnswer)
-_waiting_decoder = msgspec.msgpack.Decoder(list[Waiting])
-_chains_decoder = msgspec.msgpack.Decoder(dict[bytes, bytes])
+class AdmissionPolicy(msgspec.Struct, frozen=True):
+    """Nodes that an admitter admits by itself: those on its allow list or, if `open`, every node that asks."""
+
+    allow_list: Path | None = None
+    open: bool = False
 
 
-class Porch:
-    """Who waits at this node. `decide` gives the chain of one who is let in, or nothing."""
+_request_decoder = msgspec.msgpack.Decoder(JoinRequest)
+_answer_decoder = msgspec.msgpack.Decoder(JoinAnswer)
+_pending_decoder = msgspec.msgpack.Decoder(list[PendingJoin])
+_decisions_decoder = msgspec.msgpack.Decoder(dict[bytes, Decision])
+_endorsements_decoder = msgspec.msgpack.Decoder(list[Endorsement])
+
+
+class WaitingList:
+    """Pending requests, oldest first: at most `most`, and at most `most_of_one` of one group (an address, an issuer).
+
+    A newcomer to a full list takes the place of the newest request of the largest group, if its own group is smaller. So a group
+    cannot keep others out, and a request that is the only one of its group stays.
+    """
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self._most, self._most_of_one = most, most_of_one
+        self._entries: OrderedDict[NodeId, tuple[PendingJoin, str, float]] = OrderedDict()
+
+    def entries(self) -> list[PendingJoin]:
+        return [entry for entry, *_ in self._entries.values()]
+
+    def keep(self, entry: PendingJoin, group: str, now_unix: float) -> bool:
+        """Add or refresh a request; False if there is no place for it."""
+        known = self._entries.get(entry.node)
+        if known is not None:
+            entry = msgspec.structs.replace(entry, since_unix=known[0].since_unix)
+            self._entries[entry.node] = (entry, known[1], now_unix)
+            return True
+        sizes = Counter(group for _, group, _ in self._entries.values())
+        if sizes[group] >= self._most_of_one:
+            return False
+        if len(self._entries) >= self._most:
+            largest, size = sizes.most_common(1)[0]
+            if size <= sizes[group] + 1:
+                return False
+            del self._entries[next(node for node in reversed(self._entries) if self._entries[node][1] == largest)]
+        self._entries[entry.node] = (entry, group, now_unix)
+        return True
+
+    def drop(self, node: NodeId) -> None:
+        self._entries.pop(node, None)
+
+    def expire(self, is_member: Callable[[NodeId], bool], now_unix: float) -> None:
+        """Drop nodes that have not asked again for an hour, and nodes that have become members."""
+        for node, (_, _, last) in list(self._entries.items()):
+            if now_unix - last > PENDING_EXPIRY_S or is_member(node):
+                del self._entries[node]
+
+
+class JoinRequests:
+    """Join requests pending at this node. Strangers and machines with an invite do not compete for places."""
 
     def __init__(self, identity: Identity, trust: TrustStore) -> None:
         self._identity, self._trust = identity, trust
-        self._waiting: OrderedDict[NodeId, tuple[Waiting, float]] = OrderedDict()
+        self._strangers = WaitingList(MAX_PENDING, MAX_PENDING_PER_ADDRESS)
+        self._invited = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
 
     def answer(
         self,
@@ -82,112 +180,403 @@ class Porch:
         host: str,
         chain: bytes,
         now_unix: float,
-        decide: Callable[[NodeId, Knock], bytes],
+        decide: Callable[[PendingJoin], Decision],
     ) -> bytes:
-        """The sealed answer to a sealed knock from `host`; EnvelopeError or FrameError for anything else."""
-        node, payload = open_envelope(data.removeprefix(_MARK), _NO_MESH, "knock")
+        """Return the sealed answer to a sealed request from `host`; EnvelopeError or FrameError for anything else."""
+        node, payload = open_envelope(data.removeprefix(_MARK), _NO_MESH, "join-request")
         try:
-            knock = _knock_decoder.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise FrameError(f"not a knock: {error}") from error
-        if not (0 < len(knock.nick) <= 64 and 0 < len(knock.user) <= 64):
-            raise FrameError("a knock with an impossible name")
-        self.forget(now_unix)
-        granted = b"" if node in self._trust.revoked else decide(node, knock)
-        state: Literal["waiting", "admitted", "full", "revoked"] = "admitted"
-        if node in self._trust.revoked:
-            state = "revoked"
-        elif granted:
-            self._waiting.pop(node, None)
+            request = _request_decoder.decode(payload)
+        except MALFORMED as error:
+            raise FrameError(f"not a join request: {error}") from error
+        if not all(0 < len(name.encode()) <= MAX_NAME_BYTES for name in (request.nick, request.user)):
+            raise FrameError(f"a join request needs a nick and a user of 1 to {MAX_NAME_BYTES} bytes")
+        entry = PendingJoin(node, request.nick, request.user, host, int(now_unix), request.grant, request.proof)
+        state, decision = self._judge(entry, now_unix, decide)
+        answer = JoinAnswer(request.nonce, state, self._trust.genesis_bytes, chain, decision.chain, decision.problem)
+        return seal(self._identity, _NO_MESH, "join-answer", msgspec.msgpack.encode(answer))
+
+    def pending(self) -> list[PendingJoin]:
+        return self._strangers.entries()
+
+    def invited(self) -> list[PendingJoin]:
+        return self._invited.entries()
+
+    def expire(self, now_unix: float) -> None:
+        for waiting in (self._strangers, self._invited):
+            waiting.expire(lambda node: self._trust.credentials(node, now_unix) is not None, now_unix)
+
+    def _judge(
+        self, entry: PendingJoin, now_unix: float, decide: Callable[[PendingJoin], Decision]
+    ) -> tuple[Literal["waiting", "admitted", "full", "revoked", "refused"], Decision]:
+        self.expire(now_unix)
+        if entry.node in self._trust.revoked:
+            return "revoked", Decision()
+        waiting, group = self._strangers, address_group(entry.host)
+        if entry.grant:
+            try:
+                issuer, _ = verify_invited(self._trust, entry, now_unix)
+            except TrustError as error:
+                return "refused", Decision(problem=str(error))
+            waiting, group = self._invited, issuer.hex()
+        decision = decide(entry)
+        if decision.chain:
+            waiting.drop(entry.node)
+            return "admitted", decision
+        if decision.problem:
+            waiting.drop(entry.node)
+            return "refused", decision
+        return "waiting" if waiting.keep(entry, group, now_unix) else "full", decision
+
+
+def address_group(host: str) -> str:
+    """Return the part of an address that one machine cannot vary: of IPv6, the network of 64 bits."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def verify_invited(trust: TrustStore, entry: PendingJoin, now_unix: float) -> tuple[NodeId, Grant]:
+    """Return the issuer and the grant of a request with an invite; TrustError if it proves nothing or the invite has ended."""
+    issuer, grant = trust.open_grant(entry.grant)
+    if not trust.proves(grant, entry.proof, entry.node, entry.user):
+        raise TrustError("the request is not signed with the invite's key")
+    if now_unix > grant.not_after:
+        raise TrustError("the invite has expired: ask for a new one (`mesh member invite`)")
+    if trust.credentials(issuer, now_unix) is None:
+        raise TrustError("the node that made the invite is no member of the mesh: ask another one for an invite")
+    return issuer, grant
+
+
+class Admission:
+    """Answers join requests at this node, publishes them, and decides on those that are this node's to decide.
+
+    `problems` is shared with the node: it maps a topic to a message for the user.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        core: Core,
+        policy: AdmissionPolicy,
+        used: UsedInvites,
+        problems: dict[str, str],
+        clock: Clock,
+    ) -> None:
+        self._identity, self._core, self._policy, self._used = identity, core, policy, used
+        self._problems, self._clock = problems, clock
+        self._requests = JoinRequests(identity, core.trust)
+        self._buckets = TokenBuckets(REQUESTS_PER_S)
+        self._published: dict[str, list[PendingJoin]] = {PENDING: [], INVITED: []}
+        self._published_at = dict.fromkeys(self._published, -1e9)
+        self._look = False
+
+    def answer(self, data: bytes, host: str) -> bytes:
+        """Return the sealed answer to a sealed join request from `host`."""
+        if not self._buckets.allow(address_group(host), self._clock.boot()):
+            raise FrameError("too many join requests from one address")
+        answer = self._requests.answer(data, host, self._core.chain, self._clock.unix(), self._decide)
+        self._publish_pending()
+        return answer
+
+    def noticed(self, section: str) -> None:
+        """Note that another node has published join requests."""
+        self._look = self._look or section in {INVITED, ENDORSED}
+
+    def tick(self) -> None:
+        """Decide on requests made at other nodes, and publish changed lists; to be called each second."""
+        self._requests.expire(self._clock.unix())
+        self._publish_pending()
+        if self._look:
+            self._look = False
+            self._decide_elsewhere()
+
+    def pending(self) -> dict[NodeId, PendingJoin]:
+        """Return the strangers' requests pending at any node of the mesh."""
+        now_unix, found = self._clock.unix(), dict[NodeId, PendingJoin]()
+        for record in self._core.records.section(PENDING, now_unix):
+            for entry in decode_pending(record.body, MAX_PENDING):
+                if self._core.trust.credentials(entry.node, now_unix) is None and not self._decision(entry).chain:
+                    found.setdefault(entry.node, entry)
+        return found
+
+    def approve(
+        self,
+        node: NodeId,
+        nick: str,
+        user: str,
+        roles: tuple[str, ...] = ROLES,
+        admit: bool = False,
+        existing: bool = False,
+    ) -> None:
+        """Admit a node and publish its chain; with `admit` it may admit others. TrustError if this node may not do that.
+
+        With `existing` it becomes a machine of the user who has the name.
+        """
+        bound = self._core.trust.bind(user, node, self._clock.unix(), existing)
+        self._admit(node, nick, bound, roles, admit)
+
+    def _admit(self, node: NodeId, nick: str, user: User, roles: tuple[str, ...], admit: bool = False) -> Decision:
+        core = self._core
+        signer = MeshSealer(self._identity, core.trust.mesh_id)
+        chain = admit_node(signer, core.trust, core.chain, node, nick, user, roles, admit, self._clock.unix())
+        core.trust.admit_chain(chain, self._clock.unix())  # its name is taken from now on
+        return self._publish_decision(node, Decision(chain))
+
+    def _publish_decision(self, node: NodeId, decision: Decision) -> Decision:
+        core, now_unix = self._core, self._clock.unix()
+        known = self._own_decisions()
+        known.pop(node, None)
+        # A node that publishes its certificate has collected it.
+        kept = {one: was for one, was in known.items() if core.records.get(one, TRUST, now_unix) is None}
+        kept[node] = decision
+        while len(body := msgspec.msgpack.encode(kept)) > MAX_BODY_BYTES:
+            del kept[next(iter(kept))]
+        core.publish(DECIDED, body, DECIDED_TTL_S, urgent=True)
+        return decision
+
+    def _decide(self, entry: PendingJoin) -> Decision:
+        """Decide on a request made here. One with an invite is its issuer's to decide."""
+        decision = self._decision(entry)
+        if decision != Decision():
+            return decision
+        if entry.grant:
+            return self._decide_invited(entry)
+        if not self._may_admit():
+            return Decision()
+        if self._core.trust.credentials(entry.node, self._clock.unix()) is not None:
+            # A member that has lost its certificate, but not its key, gets it again.
+            signer, trust = MeshSealer(self._identity, self._core.trust.mesh_id), self._core.trust
+            return Decision(renew_chain(signer, trust, self._core.chain, entry.node, self._clock.unix()))
+        allowed = self._allow_list().get(entry.node)
+        if allowed is None and entry.node in self._core.trust.genesis.roots:
+            allowed = Allowed(entry.node)
+        if allowed is None and not self._policy.open:
+            return Decision()
+        trust, name, now_unix = self._core.trust, entry.user, self._clock.unix()
+        if allowed is not None:
+            name = allowed.user or entry.user
+            # The owner of this node has written the name down: it may be one that exists.
+            existing = bool(allowed.user) and trust.holder(name, now_unix) is not None
+            roles, nick = allowed.roles, allowed.nick or entry.nick
         else:
-            state = "waiting" if self._keep(node, knock, host, now_unix) else "full"
-        answer = KnockAnswer(knock.nonce, state, self._trust.genesis_bytes, chain, granted)
-        return seal(self._identity, _NO_MESH, "knock-answer", msgspec.msgpack.encode(answer))
+            existing, roles, nick = False, ROLES, entry.nick
+        try:
+            decision = self._admit(entry.node, nick, trust.bind(name, entry.node, now_unix, existing), roles)
+        except TrustError as error:
+            return Decision(problem=f"{error}: join with another name (`mesh join HOST --user NAME`)")
+        if allowed is None:
+            log.warning("admitted %s (%s, %s): this mesh is open", entry.nick, entry.user, format_id(entry.node))
+        return decision
 
-    def waiting(self) -> list[Waiting]:
-        return [entry for entry, _ in self._waiting.values()]
+    def _decide_invited(self, entry: PendingJoin) -> Decision:
+        """Decide on a request with an invite of this node: write the use to disk, then admit or endorse."""
+        trust, now_unix = self._core.trust, self._clock.unix()
+        issuer, grant = verify_invited(trust, entry, now_unix)
+        me = trust.credentials(self._core.me, now_unix)
+        if issuer != self._core.me or me is None:
+            return Decision()
+        try:
+            if grant.mine:
+                user = me.binding
+            elif grant.uses == 1:
+                user = trust.bind(grant.user, entry.node, now_unix)
+            else:
+                user = self._numbered(f"{grant.user}-{entry.user}", entry.node, now_unix)
+        except TrustError as error:
+            return self._publish_decision(entry.node, Decision(problem=f"{error}: ask for another invite"))
+        if not self._used.take(grant, entry.node, now_unix):
+            used = "the invite has been used" if grant.uses == 1 else f"all {grant.uses} uses of the invite are used up"
+            return self._publish_decision(entry.node, Decision(problem=f"{used}: ask for a new one"))
+        roles = tuple(role for role in grant.roles if role in me.roles)
+        if me.can_admit:
+            return self._admit(entry.node, entry.nick, user, roles)
+        self._endorse(Endorsement(entry.node, entry.nick, roles))
+        return Decision()
 
-    def forget(self, now_unix: float) -> None:
-        """Those who have not knocked again for an hour, and those who have become members."""
-        for node, (_, last) in list(self._waiting.items()):
-            if now_unix - last > FORGOTTEN_AFTER_S or self._trust.standing(node, now_unix) is not None:
-                del self._waiting[node]
+    def _numbered(self, name: str, node: NodeId, now_unix: float) -> User:
+        """Return a new user with this name, or with a number after it if it is taken."""
+        for number in range(2, MAX_PENDING):
+            try:
+                return self._core.trust.bind(name, node, now_unix)
+            except TrustError:
+                name = f"{name.rpartition('-')[0] if number > 2 else name}-{number}"
+        return self._core.trust.bind(name, node, now_unix)
 
-    def _keep(self, node: NodeId, knock: Knock, host: str, now_unix: float) -> bool:
-        known = self._waiting.get(node)
-        if known is None and len(self._waiting) >= WAITING_AT_ONCE:
+    def _endorse(self, endorsement: Endorsement) -> None:
+        record = self._core.records.get(self._core.me, ENDORSED, self._clock.unix())
+        known = [one for one in decode_endorsements(record.body if record else b"") if one.node != endorsement.node]
+        body = msgspec.msgpack.encode([*known, endorsement][-MAX_ENDORSED:])
+        self._core.publish(ENDORSED, body, PENDING_TTL_S, urgent=True)
+
+    def _decide_elsewhere(self) -> None:
+        now_unix, trust = self._clock.unix(), self._core.trust
+        for record in list(self._core.records.section(INVITED, now_unix)):
+            for entry in decode_pending(record.body, MAX_INVITED):
+                if self._is_open(entry.node, now_unix):
+                    self._try(partial(self._decide_invited, entry))
+        if not self._may_admit():
+            return
+        for record in list(self._core.records.section(ENDORSED, now_unix)):
+            endorser = trust.credentials(record.node, now_unix)
+            for one in decode_endorsements(record.body):
+                if endorser is None or not self._is_open(one.node, now_unix):
+                    continue
+                if len(trust.machines(endorser.user_key, now_unix)) >= MAX_MACHINES:
+                    log.warning("%s has %d machines: approve more of them by hand", endorser.user, MAX_MACHINES)
+                    break
+                roles = tuple(role for role in one.roles if role in endorser.roles)
+                self._try(partial(self._admit, one.node, one.nick, endorser.binding, roles))
+
+    def _try(self, decide: Callable[[], Decision]) -> None:
+        try:
+            decide()
+        except TrustError as error:
+            log.info("refused a join request: %s", error)
+
+    def _is_open(self, node: NodeId, now_unix: float) -> bool:
+        return (
+            node not in self._own_decisions()
+            and node not in self._core.trust.revoked
+            and self._core.trust.credentials(node, now_unix) is None
+        )
+
+    def _may_admit(self) -> bool:
+        me = self._core.trust.credentials(self._core.me, self._clock.unix())
+        return me is not None and me.can_admit
+
+    def _allow_list(self) -> dict[NodeId, Allowed]:
+        """Read the allow list, each time anew: the owner edits it while the daemon runs. A list with a mistake admits nobody."""
+        path = self._policy.allow_list
+        self._problems.pop("allow list", None)
+        try:
+            return read_allow_list(path) if path is not None else {}
+        except TrustError as error:
+            self._problems["allow list"] = str(error)
+            return {}
+
+    def _own_decisions(self) -> dict[NodeId, Decision]:
+        mine = self._core.records.get(self._core.me, DECIDED, self._clock.unix())
+        return decode_decisions(mine.body) if mine is not None else {}
+
+    def _decision(self, entry: PendingJoin) -> Decision:
+        """Return the decision of any admitter on this node, or the refusal by the issuer of its invite.
+
+        The node that receives a chain verifies it itself.
+        """
+        issuer, now_unix, found = b"", self._clock.unix(), Decision()
+        if entry.grant:
+            issuer, _ = self._core.trust.open_grant(entry.grant)
+        for record in self._core.records.section(DECIDED, now_unix):
+            decision = decode_decisions(record.body).get(entry.node, Decision())
+            author = self._core.trust.credentials(record.node, now_unix)
+            if (
+                decision.chain
+                and author is not None
+                and author.can_admit
+                and self._is_valid(decision.chain, entry.node)
+            ):
+                return decision
+            if decision.problem and record.node == issuer:
+                found = Decision(problem=decision.problem)
+        return found
+
+    def _is_valid(self, chain: bytes, node: NodeId) -> bool:
+        try:
+            return self._core.trust.check_chain(chain, self._clock.unix()).node_id == node
+        except TrustError:
             return False
-        since = known[0].since_unix if known is not None else int(now_unix)
-        self._waiting[node] = (Waiting(node, knock.nick, knock.user, host, since), now_unix)
-        return True
+
+    def _publish_pending(self) -> None:
+        now = self._clock.boot()
+        for section, entries in ((PENDING, self._requests.pending()), (INVITED, self._requests.invited())):
+            age_s = now - self._published_at[section]
+            changed = entries != self._published[section]
+            if (changed and age_s >= PUBLISH_S) or (entries and age_s > PENDING_TTL_S / 4):
+                self._published[section], self._published_at[section] = entries, now
+                self._core.publish(section, msgspec.msgpack.encode(entries), PENDING_TTL_S, urgent=True)
 
 
-def is_knock(data: bytes) -> bool:
+def is_join_request(data: bytes) -> bool:
     return data.startswith(_MARK)
 
 
-def make_knock(identity: Identity, nonce: int, nick: str, user: str) -> bytes:
-    return _MARK + seal(identity, _NO_MESH, "knock", msgspec.msgpack.encode(Knock(nonce, nick[:64], user[:64])))
+def make_join_request(
+    identity: Identity, nonce: int, nick: str, user: str, grant: bytes = b"", proof: bytes = b""
+) -> bytes:
+    request = JoinRequest(nonce, nick, user, grant, proof)
+    return _MARK + seal(identity, _NO_MESH, "join-request", msgspec.msgpack.encode(request))
 
 
-def read_answer(data: bytes, nonce: int, now_unix: float) -> tuple[NodeId, TrustStore, KnockAnswer]:
-    """Who answered, its mesh, and the answer; TrustError if it does not hang together."""
+def read_answer(data: bytes, nonce: int, now_unix: float) -> tuple[NodeId, TrustStore, JoinAnswer]:
+    """Return the answering node, its mesh and the answer; TrustError if they contradict each other."""
     try:
-        node, payload = open_envelope(data, _NO_MESH, "knock-answer")
+        node, payload = open_envelope(data, _NO_MESH, "join-answer")
         answer = _answer_decoder.decode(payload)
-    except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TrustError("what answers there is no node of a mesh, or of another version") from error
+    except (EnvelopeError, *MALFORMED) as error:
+        raise TrustError("the program at that address is not a mesh node, or runs another version") from error
     store = TrustStore(answer.genesis)
     if answer.answers != nonce or store.check_chain(answer.chain, now_unix).node_id != node:
         raise TrustError("the answer is not from the node that it names")
     return node, store, answer
 
 
-async def knock_at(
-    host: str, port: int, identity: Identity, nick: str, user: str, nonce: int, now_unix: float
-) -> tuple[NodeId, TrustStore, KnockAnswer]:
-    """Knock once at the node there. OSError, TimeoutError or TrustError if that fails."""
-    async with asyncio.timeout(KNOCK_S):
+async def request_join(
+    host: str,
+    port: int,
+    identity: Identity,
+    nick: str,
+    user: str,
+    nonce: int,
+    now_unix: float,
+    grant: bytes = b"",
+    proof: bytes = b"",
+) -> tuple[NodeId, TrustStore, JoinAnswer]:
+    """Send one join request to the node at this address. OSError, TimeoutError or TrustError if that fails."""
+    async with asyncio.timeout(JOIN_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            await write_frame(writer, make_knock(identity, nonce, nick, user))
+            await write_frame(writer, make_join_request(identity, nonce, nick, user, grant, proof))
             return read_answer(await read_frame(reader), nonce, now_unix)
         except FrameError as error:
-            raise TrustError("what answers there is no node of a mesh") from error
+            raise TrustError("the program at that address is not a mesh node") from error
         except asyncio.IncompleteReadError as error:
-            raise TrustError("it hung up: no node of a mesh, one of another version, or a busy one") from error
+            raise TrustError(
+                "the connection was closed: not a mesh node, a node of another version, or a busy one"
+            ) from error
         finally:
             writer.close()
 
 
-def encode_waiting(waiting: list[Waiting]) -> bytes:
-    return msgspec.msgpack.encode(waiting)
-
-
-def decode_waiting(body: bytes) -> list[Waiting]:
-    """Those who wait at another node; nothing of what is not as it should be."""
+def decode_pending(body: bytes, most: int) -> list[PendingJoin]:
+    """Decode the requests pending at another node; invalid ones, or an invalid body, are dropped."""
     try:
-        found = _waiting_decoder.decode(body) if body else []
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        found = _pending_decoder.decode(body) if body else []
+    except MALFORMED:
         return []
-    return [entry for entry in found[:WAITING_AT_ONCE] if len(entry.node) == 32 and len(entry.nick + entry.user) <= 128]
+    return [entry for entry in found[:most] if len(entry.node) == 32 and len(entry.nick + entry.user) <= 128]
 
 
-def encode_admitted(chains: dict[bytes, bytes]) -> bytes:
-    return msgspec.msgpack.encode(chains)
-
-
-def decode_admitted(body: bytes) -> dict[bytes, bytes]:
+def decode_decisions(body: bytes) -> dict[bytes, Decision]:
     try:
-        return _chains_decoder.decode(body) if body else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return _decisions_decoder.decode(body) if body else {}
+    except MALFORMED:
         return {}
 
 
-def read_allow_list(path: Path) -> dict[NodeId, Allowed]:
-    """The lines of an allow list; TrustError that names the file, the line and the mistake.
+def decode_endorsements(body: bytes) -> list[Endorsement]:
+    try:
+        found = _endorsements_decoder.decode(body) if body else []
+    except MALFORMED:
+        return []
+    return [one for one in found[:MAX_ENDORSED] if len(one.node) == 32]
 
-    A line is `ID [nick=NAME] [user=NAME] [roles=provider,user]`; what follows a # is for people.
+
+def read_allow_list(path: Path) -> dict[NodeId, Allowed]:
+    """Read an allow list; TrustError with the file, the line and the mistake.
+
+    A line is `ID [nick=NAME] [user=NAME] [roles=provider,user]`; a # begins a comment.
     """
     if not path.exists():
         return {}
@@ -201,14 +590,14 @@ def read_allow_list(path: Path) -> dict[NodeId, Allowed]:
         if not words:
             continue
         try:
-            entry = _allowed(words)
+            entry = _parse_allowed(words)
         except ValueError as error:
             raise TrustError(f"{path}, line {number}: {error}") from error
         allowed[entry.node] = entry
     return allowed
 
 
-def _allowed(words: list[str]) -> Allowed:
+def _parse_allowed(words: list[str]) -> Allowed:
     fields: dict[str, str] = {}
     for word in words[1:]:
         found = re.fullmatch(r"(nick|user|roles)=(\S{1,64})", word)

@@ -1,7 +1,8 @@
-"""Where other nodes may be: remembered peers, seeds and mDNS. Only addresses to try; who answers is proved by signatures.
+"""Discovery: mDNS, seed addresses and the machine's own addresses.
 
-mDNS reaches one subnet; one node that knows a seed in another bridges everybody, since membership is transitive.
-Interfaces of containers and tunnels are skipped: an address on docker0 is nobody's (exo issue 858).
+Discovery yields only addresses to try; signatures prove who answers there. mDNS reaches one subnet; a single node with a seed in
+another subnet connects both, since membership is transitive. Interfaces of containers and tunnels are skipped: other nodes cannot
+reach an address on docker0 (exo issue 858).
 """
 
 import asyncio
@@ -25,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class MdnsConfig(msgspec.Struct, frozen=True):
-    """`interfaces` are addresses to speak on; empty means every interface of a real network."""
+    """`interfaces` are the addresses to use; empty means every interface of a real network."""
 
     interfaces: tuple[str, ...] = ()
 
 
 def lan_addresses() -> list[str]:
-    """IPv4 addresses of real interfaces, loopback and container bridges left out."""
+    """Return the IPv4 addresses of real interfaces, without loopback, containers and tunnels."""
     found: list[str] = []
     for adapter in ifaddr.get_adapters():
         if adapter.nice_name.startswith(SKIPPED_INTERFACES):
@@ -43,7 +44,7 @@ def lan_addresses() -> list[str]:
 
 
 def neighbours(hosts: list[str]) -> list[str]:
-    """Those of these addresses that are on a network of this machine, and not its own."""
+    """Return those of these addresses that are on a network of this machine and are not its own."""
     networks, own = [ip_network("127.0.0.0/8")], set()
     for adapter in ifaddr.get_adapters():
         for ip in adapter.ips:
@@ -66,13 +67,13 @@ def is_any(bind_host: str) -> bool:
 
 
 def advertised_address(bind_host: str, towards: str | None) -> str:
-    """The address others should use: the bound one, else the one the kernel would use towards a peer, else a LAN one."""
+    """Return the bound address, else the one the kernel would use towards a peer, else one of a LAN."""
     if not is_any(bind_host):
         return bind_host
     if towards is not None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((towards, 9))  # no packet is sent: only the route is looked up
+                probe.connect((towards, 9))  # sends no packet, only looks up the route
                 return str(probe.getsockname()[0])
             except OSError:
                 pass
@@ -103,18 +104,18 @@ class MdnsBeacon:
         self.problem = ""
 
     async def start(self) -> None:
-        """Begin; a network where multicast cannot be used leaves a `problem`, not an error."""
+        """Start announcing. A network without multicast sets `problem` and raises nothing."""
         try:
             self._zeroconf = AsyncZeroconf(interfaces=self._interfaces(), ip_version=IPVersion.V4Only)
             await self._zeroconf.zeroconf.async_wait_for_start()
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
             await self._zeroconf.async_register_service(self._info(), cooperating_responders=True)
-        except Exception as error:  # zeroconf raises many kinds, none of which may stop a node
+        except Exception as error:  # zeroconf raises many kinds; none may stop a node
             self.problem = f"mDNS does not work here ({error!r}): use --join HOST:PORT"
             log.warning("%s", self.problem)
 
-    async def again(self, host: str) -> None:
-        """Announce anew, at this address, on the interfaces that there are now."""
+    async def update(self, host: str) -> None:
+        """Announce this address on the current interfaces."""
         self._host = host
         if self._zeroconf is None:
             return
@@ -122,7 +123,7 @@ class MdnsBeacon:
             await self._zeroconf.async_update_interfaces(self._interfaces())
             await self._zeroconf.async_update_service(self._info())
         except Exception as error:  # as above
-            log.warning("mDNS could not be announced again: %r", error)
+            log.warning("mDNS announcement could not be updated: %r", error)
 
     def _interfaces(self) -> list[str]:
         return list(self._config.interfaces) or lan_addresses() or ["127.0.0.1"]
@@ -171,7 +172,7 @@ class MdnsBeacon:
 
 
 def parse_seed(text: str, default_port: int) -> tuple[str, int]:
-    """`host` or `host:port`; ValueError in words."""
+    """Parse `host` or `host:port`; ValueError with a message for the user."""
     host, colon, port = text.strip().rpartition(":")
     if not colon:
         host, port = text.strip(), str(default_port)

@@ -1,4 +1,4 @@
-"""Whole files: the old one or the new one, whatever happens in between."""
+"""Durable file replacement: after a crash a file holds either its old or its new content."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ _writing = Lock()  # writers are threads, and share the temporary file's name
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Temporary file, fsync, rename, fsync of the directory."""
+    """Write a temporary file, fsync it, rename it over `path`, fsync the directory."""
     with _writing:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")

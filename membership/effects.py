@@ -1,4 +1,4 @@
-"""What the SWIM core asks of its shell, and what it tells its users."""
+"""Effects: commands of the membership core to its shell, and events for its users."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class SendPacket(msgspec.Struct, frozen=True):
 
 
 class SetTimer(msgspec.Struct, frozen=True):
-    """Call `on_timer(name, token)` at `at`; a stale token is ignored by the core."""
+    """Call `on_timer(name, token)` at time `at`; the core ignores a stale token."""
 
     name: str
     token: int
@@ -23,7 +23,7 @@ class SetTimer(msgspec.Struct, frozen=True):
 
 
 class StreamPing(msgspec.Struct, frozen=True):
-    """Ask over TCP too, and say with `on_stream_ping` what came of it: UDP may be blocked, or the process gone."""
+    """Ping over TCP as well and report the outcome to `on_stream_ping`: UDP may be blocked, or the process gone."""
 
     node: bytes
     host: str
@@ -34,7 +34,7 @@ StreamOutcome = Literal["acked", "refused", "silent"]
 
 
 class WantReconcile(msgspec.Struct, frozen=True):
-    """Push-pull with this member soon: it knows something else than we do. `unless_equal`: compare roots first."""
+    """Run a push-pull with this member, whose state differs. `unless_equal`: compare roots first."""
 
     node: bytes
     host: str
@@ -49,7 +49,7 @@ class PersistEpoch(msgspec.Struct, frozen=True):
 
 
 class Cloned(msgspec.Struct, frozen=True):
-    """Another machine, at this address, runs with our key; `younger` if ours was started last, and should go."""
+    """Another machine at this address uses our key; `younger` if this node was started later, and so has to stop."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class Cloned(msgspec.Struct, frozen=True):
 
 
 class MemberChanged(msgspec.Struct, frozen=True):
-    """`state` is alive, suspect, unreachable, dead or left; `was` what it was before, empty for a new member."""
+    """`state` is alive, suspect, unreachable, dead or left; `was` is the previous state, empty for a new member."""
 
     node: bytes
     state: str
@@ -71,13 +71,13 @@ class RecordChanged(msgspec.Struct, frozen=True):
 
 
 class KeepRevocations(msgspec.Struct, frozen=True):
-    """Write these sealed revocations, all that are known, to disk."""
+    """Write these sealed revocations, the complete set, to disk."""
 
     sealed: list[bytes]
 
 
 class KeepChain(msgspec.Struct, frozen=True):
-    """Write our new certificates to disk."""
+    """Write this node's new certificate chain to disk."""
 
     chain: bytes
 

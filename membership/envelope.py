@@ -1,10 +1,10 @@
-"""Signed bytes: `version | sender | signature | payload`, signed and relayed exactly as they are.
+"""Sealed (signed) envelopes: `version | sender | signature | payload`, relayed byte for byte.
 
-The signature covers the context `mesh/v1/<kind>/<mesh id>` before the payload, so that a record can never pass as a
-command, nor anything from one mesh in another. Nothing of the payload is decoded before it is verified.
+The signature covers the context `mesh/v1/<kind>/<mesh id>` and the payload, so that a record cannot pass as a command, nor a
+message of one mesh in another. A payload is verified before any of it is decoded. To seal means to sign here, not to encrypt.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from membership.identity import ID_BYTES, Identity, NodeId, verify
@@ -24,31 +24,31 @@ def seal(identity: Identity, mesh_id: bytes, kind: str, payload: bytes) -> bytes
 
 
 def open_envelope(data: bytes, mesh_id: bytes, kind: str) -> tuple[NodeId, bytes]:
-    """The sender and the payload; EnvelopeError if a single bit is not as it was signed."""
+    """Return the sender and the payload; EnvelopeError if the signature does not match."""
     if len(data) < OVERHEAD:
         raise EnvelopeError("too short for a signed message")
     if data[0] != VERSION:
-        raise EnvelopeError(f"version {data[0]} is not one this node speaks ({VERSION})")
+        raise EnvelopeError(f"envelope version {data[0]} is not supported (this node uses version {VERSION})")
     sender = data[1 : 1 + ID_BYTES]
     signature = data[1 + ID_BYTES : OVERHEAD]
     payload = data[OVERHEAD:]
     if not verify(sender, _context(mesh_id, kind), payload, signature):
-        raise EnvelopeError("the signature does not fit")
+        raise EnvelopeError("the signature is invalid")
     return sender, payload
 
 
-TAG_BYTES = 8  # enough to find the key; the signature proves it
+TAG_BYTES = 8  # a prefix of the key, enough to find it; the signature proves it
 ADDRESSED_OVERHEAD = 1 + TAG_BYTES + SIGNATURE_BYTES
 
 
 class UnknownSender(EnvelopeError):
-    """Nobody known has this tag."""
+    """No known node has this tag."""
 
 
 def seal_to(identity: Identity, mesh_id: bytes, kind: str, recipient: NodeId, payload: bytes) -> bytes:
-    """For one recipient, in as few bytes as can be: `version | sender's first 8 bytes | signature | payload`.
+    """Seal for one recipient in few bytes: `version | first 8 bytes of the sender's key | signature | payload`.
 
-    The recipient is signed but not sent: to anybody else the signature does not fit.
+    The signature covers the recipient, which is not sent: at any other node the signature is invalid.
     """
     signature = identity.sign(_context(mesh_id, kind) + recipient, payload)
     return bytes([VERSION]) + identity.node_id[:TAG_BYTES] + signature + payload
@@ -57,21 +57,21 @@ def seal_to(identity: Identity, mesh_id: bytes, kind: str, recipient: NodeId, pa
 def open_addressed(
     data: bytes, mesh_id: bytes, kind: str, recipient: NodeId, resolve: Callable[[bytes], Sequence[NodeId]]
 ) -> tuple[NodeId, bytes]:
-    """The sender and the payload; `resolve` gives the known keys that begin with a tag."""
+    """Return the sender and the payload. `resolve` returns the known keys that begin with a tag."""
     if len(data) < ADDRESSED_OVERHEAD or data[0] != VERSION:
         raise EnvelopeError("not an addressed message of this version")
     signature, payload = data[1 + TAG_BYTES : ADDRESSED_OVERHEAD], data[ADDRESSED_OVERHEAD:]
     candidates = resolve(data[1 : 1 + TAG_BYTES])
     if not candidates:
-        raise UnknownSender("its sender is not known here")
+        raise UnknownSender("the sender is unknown")
     for sender in candidates:
         if verify(sender, _context(mesh_id, kind) + recipient, payload, signature):
             return sender, payload
-    raise EnvelopeError("the signature does not fit, or it is for another node")
+    raise EnvelopeError("the signature is invalid, or the message is for another node")
 
 
-class Seals:
-    """One member's signature in one mesh, and the check of everybody else's."""
+class MeshSealer:
+    """MeshSealer envelopes with one member's key in one mesh, and opens those of others."""
 
     def __init__(self, identity: Identity, mesh_id: bytes) -> None:
         self._identity, self._mesh_id = identity, mesh_id
@@ -94,46 +94,8 @@ def _context(mesh_id: bytes, kind: str) -> bytes:
     return b"mesh/v1/" + kind.encode() + b"/" + mesh_id
 
 
-class ReplayWindow:
-    """Remembers (sender, nonce) until it expires. Bounded: a sender that floods it is refused, not the others."""
-
-    def __init__(self, capacity: int, grace_s: float, per_sender: int = 4096) -> None:
-        self._capacity = capacity
-        self._grace_s = grace_s
-        self._per_sender = per_sender
-        self._seen: OrderedDict[tuple[NodeId, bytes], float] = OrderedDict()
-        self._counts: dict[NodeId, int] = {}
-
-    def admit(
-        self, sender: NodeId, nonce: bytes, expires_unix: float, now_unix: float, max_life_s: float = 120
-    ) -> bool:
-        """True once for each nonce, and only while it has not expired (within the clock grace)."""
-        if not now_unix - self._grace_s <= expires_unix <= now_unix + max_life_s + self._grace_s:
-            return False
-        self._expire(now_unix)
-        key = (sender, nonce)
-        if key in self._seen or len(self._seen) >= self._capacity:
-            return False
-        if self._counts.get(sender, 0) >= self._per_sender:
-            return False
-        self._seen[key] = expires_unix + self._grace_s
-        self._counts[sender] = self._counts.get(sender, 0) + 1
-        return True
-
-    def _expire(self, now_unix: float) -> None:
-        # Insertion order is nearly expiry order; a late one only stays a little longer.
-        while self._seen:
-            key, gone_at = next(iter(self._seen.items()))
-            if gone_at >= now_unix:
-                return
-            del self._seen[key]
-            self._counts[key[0]] -= 1
-            if not self._counts[key[0]]:
-                del self._counts[key[0]]
-
-
 class Recent:
-    """The last `capacity` values seen, for refusing duplicated packets cheaply."""
+    """The last `capacity` values seen, to refuse duplicated packets cheaply."""
 
     def __init__(self, capacity: int) -> None:
         self._order: deque[bytes] = deque(maxlen=capacity)
@@ -143,7 +105,7 @@ class Recent:
         return value in self._members
 
     def seen_before(self, value: bytes) -> bool:
-        """Whether the value is among the recent ones; it is from now on."""
+        """Add a value; return True if it was there already."""
         if value in self._members:
             return True
         if len(self._order) == self._order.maxlen:

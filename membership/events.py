@@ -1,4 +1,4 @@
-"""What a node's users are shown: members as they are now, and events as they come, each subscriber in a bounded queue."""
+"""Views and events for users of a membership node; each subscriber has a bounded queue."""
 
 import asyncio
 from collections import deque
@@ -7,11 +7,11 @@ import msgspec
 
 from membership.effects import MemberChanged, RecordChanged
 
-EVENT_QUEUE = 1024  # events a slow subscriber may be behind; then it gets EventsLost
+EVENT_QUEUE = 1024  # a subscriber further behind than this gets EventsLost
 
 
 class MemberView(msgspec.Struct, frozen=True):
-    """`state`: alive, suspect, unreachable, dead, left or revoked. One who was revoked has no address any more."""
+    """`state`: alive, suspect, unreachable, dead, left or revoked. A revoked member has no address."""
 
     node_id: bytes
     nick: str
@@ -24,6 +24,7 @@ class MemberView(msgspec.Struct, frozen=True):
     port: int = 0
     epoch: int = 0
     incarnation: int = 0
+    user_key: bytes = b""
 
     @property
     def present(self) -> bool:
@@ -38,7 +39,7 @@ MembershipEvent = MemberChanged | RecordChanged | EventsLost
 
 
 class Subscription:
-    """A bounded queue of events; what does not fit is dropped and told as EventsLost."""
+    """A bounded queue of events; those that do not fit are dropped and reported as EventsLost."""
 
     def __init__(self) -> None:
         self._events: deque[MembershipEvent] = deque()

@@ -1,4 +1,4 @@
-"""Frames on a TCP stream: four bytes of length, then the frame."""
+"""Frames on a TCP stream: a 4-byte big-endian length, then the frame."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ async def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """FrameError for one that is too long, asyncio.IncompleteReadError for one that is cut off."""
+    """Read one frame. FrameError if it is too long, asyncio.IncompleteReadError if it is cut off."""
     length = int.from_bytes(await reader.readexactly(4), "big")
     if length > FRAME_LIMIT:
-        raise FrameError(f"a frame of {length} bytes is over the limit")
+        raise FrameError(f"a frame of {length} bytes is over the limit of {FRAME_LIMIT}")
     return await reader.readexactly(length)

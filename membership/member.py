@@ -1,8 +1,8 @@
-"""The member table: what this node believes of each other one, and the one function that may change it.
+"""Member table: this node's view of each member, and the one function that changes it.
 
-Beliefs are ordered by (epoch, incarnation, rank): newer evidence wins, and at equal age the worse news wins, so that
-applying any set of evidence in any order, any number of times, ends in the same table (invariants M2 and M3,
-docs/protocol.md).
+Views are ordered by (epoch, incarnation, rank of the state): newer evidence wins, and at equal age the worse state wins. So
+applying a set of evidence in any order, any number of times, gives the same table (invariants M2 and M3,
+docs/reference/protocol.md).
 """
 
 from hashlib import blake2b
@@ -18,7 +18,7 @@ _RANK: dict[State, int] = {"alive": 0, "suspect": 1, "dead": 2, "left": 3}
 
 
 class Member(msgspec.Struct, frozen=True):
-    """`alive_sealed` is the member's own newest word; `verdict_sealed` the accusation or farewell that outranks it."""
+    """`alive_sealed` is the member's newest own statement; `verdict_sealed` is the accusation or farewell that outranks it."""
 
     node: bytes
     host: str
@@ -43,9 +43,9 @@ class Member(msgspec.Struct, frozen=True):
 class MemberTable:
     def __init__(self, max_members: int) -> None:
         self._members: dict[bytes, Member] = {}
-        self._present: list[bytes] = []  # in no order that means anything, for drawing from
-        self._place: dict[bytes, int] = {}
-        self.root = 0  # of who is present, and in which life: equal tables have equal roots
+        self._present: list[bytes] = []  # in arbitrary order, to sample from
+        self._position: dict[bytes, int] = {}
+        self.root = 0  # hash of the present members and their incarnations: equal tables have equal roots
         self._max_members = max_members
 
     def __len__(self) -> int:
@@ -65,23 +65,23 @@ class MemberTable:
         return len(self._present)
 
     def draw(self, count: int, rng: Random, without: tuple[bytes, ...] = ()) -> list[Member]:
-        """Up to `count` different present members, others than these."""
+        """Draw up to `count` different present members, excluding `without`."""
         wanted = min(len(self._present), count + len(without))
         drawn = [node for node in rng.sample(self._present, wanted) if node not in without]
         return [self._members[node] for node in drawn[:count]]
 
     def apply(self, evidence: AnyEvidence, sealed: bytes, now: float) -> tuple[Member | None, Member] | None:
-        """Take in verified evidence; (before, after) if it taught anything, else None."""
+        """Apply verified evidence; return the member (before, after), or None if nothing changed."""
         before = self._members.get(evidence.node)
         after = self._merged(before, evidence, sealed, now)
         if after is None or after == before:
             return None
         if before is None and len(self._members) >= self._max_members:
             return None
-        assert before is None or after.order > before.order, "M2: beliefs only advance"
+        assert before is None or after.order > before.order, "M2: views only advance"
         self._members[evidence.node] = after
         if after.present and (before is None or not before.present):
-            self._place[after.node] = len(self._present)
+            self._position[after.node] = len(self._present)
             self._present.append(after.node)
         elif before is not None and before.present and not after.present:
             self._remove(after.node)
@@ -95,11 +95,11 @@ class MemberTable:
             self._remove(node)
 
     def _remove(self, node: bytes) -> None:
-        """From the present ones, by putting the last into the gap."""
-        place, last = self._place.pop(node), self._present.pop()
+        """Remove a node from the present ones by moving the last one into the gap."""
+        position, last = self._position.pop(node), self._present.pop()
         if last != node:
-            self._present[place] = last
-            self._place[last] = place
+            self._present[position] = last
+            self._position[last] = position
 
     @staticmethod
     def _merged(before: Member | None, evidence: AnyEvidence, sealed: bytes, now: float) -> Member | None:
@@ -120,7 +120,7 @@ class MemberTable:
                 alive_sealed=sealed,
             )
         if before is None:
-            return None  # nothing is known of it: nobody to accuse
+            return None  # an unknown node cannot be accused
         state: State = {Suspect: "suspect", Dead: "dead", Left: "left"}[type(evidence)]  # type: ignore[assignment]
         if (*age, _RANK[state]) <= before.order:
             return None
@@ -135,7 +135,7 @@ class MemberTable:
 
 
 def _fingerprint(member: Member | None) -> int:
-    """What a root says of a member. Whether it is suspected is news for rumours; the dead and the gone are absent."""
+    """Return a member's part of the root. It ignores suspicion, which rumours spread, and is 0 unless the member is present."""
     if member is None or not member.present:
         return 0
     key = member.node + b"%d.%d" % (member.epoch, member.incarnation)

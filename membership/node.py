@@ -1,7 +1,7 @@
-"""The asyncio shell of membership: sockets, timers, streams, disk, discovery. Every decision is made in the cores.
+"""Membership node: the asyncio shell with sockets, timers, streams, disk and discovery. The cores make every decision.
 
-Lane 1 is UDP on `port`, lane 2 TCP on the same number. Nothing that is not signed by a member of this mesh changes
-anything here; what is refused is counted by reason.
+Lane 1 is UDP on `port`, lane 2 TCP on the same port number. Only messages signed by a member of this mesh have an effect; refused
+ones are counted by reason.
 """
 
 import asyncio
@@ -16,14 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from membership.admission import Waiting, read_allow_list
+from membership.admission import Admission, AdmissionPolicy, PendingJoin, read_allow_list, request_join
+from membership.bootstrap import Bootstrap
+from membership.clock_skew import CLOCK_WARN_S
 from membership.config import SwimConfig
 from membership.core import Core
-from membership.discovery import (
-    MdnsBeacon,
-    MdnsConfig,
-    parse_seed,
-)
+from membership.discovery import MdnsBeacon, MdnsConfig, parse_seed
 from membership.effects import (
     Cloned,
     Effect,
@@ -37,38 +35,36 @@ from membership.effects import (
     StreamPing,
     WantReconcile,
 )
-from membership.envelope import Seals
+from membership.envelope import MeshSealer
 from membership.events import MemberView, Subscription
-from membership.gate import Gate, Policy
 from membership.identity import Identity, NodeId, short_id
 from membership.member import Member
+from membership.reachability import NetworkReport, Reachability
 from membership.reconcile import Reached
 from membership.records import Record
-from membership.search import Search
-from membership.skew import CLOCK_WARN_S
-from membership.snapshot import Peer, RevocationFile, Snapshot, SnapshotFile, next_epoch
+from membership.snapshot import MAX_PEERS, Peer, RevocationFile, Snapshot, SnapshotFile, UsedInvites, next_epoch
 from membership.streams import FAILURES, Streams
 from membership.trust import CERTIFICATE_WARN_S, RENEW_BEFORE_S, ROLES, TrustError, TrustStore
-from membership.whereabouts import Standpoint, Whereabouts
 from membership.wire import Ping
 
-RECONCILES_AT_ONCE = 32  # forged packets must not make us call half the world
+MAX_RECONCILES = 32  # at a time; bounds the connections that forged packets can cause
 UPKEEP_S = 10.0
-SHOW_AGAIN_S = 6 * 3600.0  # certificates and revocations, long before their sections end
-REACH_S, REACH_TRIES = 1.0, 3  # the pings of such a check, of which one must be answered
-RENEW_AGAIN_S = 30.0
-RECEIVE_BUFFER = 4 << 20  # the default 208 KiB hold 200 packets; a mesh that starts at once sends more in a moment
+REPUBLISH_S = 6 * 3600.0  # certificates and revocations, long before their sections expire
+REACH_S, REACH_ATTEMPTS = 1.0, 3  # UDP pings of a reachability check; one ack is enough
+RENEW_RETRY_S = 30.0
+JOIN_AGAIN_S = 5.0  # own choice
+RECEIVE_BUFFER = 4 << 20  # the default 208 KiB hold 200 packets; a mass restart sends more
 
 log = logging.getLogger(__name__)
 
 
 class PortInUse(RuntimeError):
-    """Another program has the port; the text says which and what to do."""
+    """Another program uses the port, or the address is wrong; the message says what to do."""
 
 
 class SystemClock:
     def boot(self) -> float:
-        """CLOCK_BOOTTIME counts while the machine sleeps, so that a wake-up is seen as one."""
+        """Seconds of CLOCK_BOOTTIME, which counts while the machine sleeps, so that a wake-up is noticed."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def unix(self) -> float:
@@ -76,7 +72,11 @@ class SystemClock:
 
 
 class MembershipNode:
-    """`on_fatal` is called with the reason when this node cannot go on as a member (another machine has its key)."""
+    """A member of one mesh.
+
+    `on_fatal` is called with the reason when this node must stop being a member (another machine has its key). `problems` maps a
+    topic to a message for the user.
+    """
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class MembershipNode:
         default_port: int = 7373,
         rng: random.Random | None = None,
         clock: SystemClock | None = None,
-        policy: Policy | None = None,
+        policy: AdmissionPolicy | None = None,
         keep_chain: Callable[[bytes], None] = lambda chain: None,
         on_fatal: Callable[[str], None] = lambda reason: None,
         zone_of: Callable[[NodeId], str] = lambda node: "",
@@ -108,18 +108,19 @@ class MembershipNode:
         self._chain = own_chain
         self._bind_host = bind_host
         self._seeds = [parse_seed(seed, default_port) for seed in seeds]
-        self._rng = rng or random.Random()  # timing and choice, not secrets
-        self._where = Search(self._seeds, self._rng)
+        self._rng = rng or random.Random()  # for timing and sampling, not for secrets
+        self._bootstrap = Bootstrap(self._seeds, self._rng)
         self._mdns_config = mdns
         self._beacon: MdnsBeacon | None = None
         self._snapshots = SnapshotFile(state_dir / "snapshot.json")
         self._snapshot = Snapshot()
         self._revocations = RevocationFile(state_dir / "revoked")
+        self._used_invites = UsedInvites(state_dir / "invites")
         self._clock = clock or SystemClock()
-        self._policy = policy or Policy()
+        self._policy = policy or AdmissionPolicy()
         self._keep_chain, self._on_fatal, self._zone_of = keep_chain, on_fatal, zone_of
-        self._whereabouts = Whereabouts(bind_host, advertise_host, self.problems, self._clock, self._rng)
-        self._gate: Gate
+        self._reachability = Reachability(bind_host, advertise_host, self.problems, self._clock, self._rng)
+        self._admission: Admission
         self._started: Core | None = None
         self._streams: Streams
         self._subscriptions: list[Subscription] = []
@@ -132,28 +133,29 @@ class MembershipNode:
         self._epoch = 0
         self._stopped = False
 
-    # --- life
+    # --- lifecycle
 
     async def start(self) -> None:
-        """Bind, take a new epoch, announce, search. PortInUse or TrustError if that cannot be."""
+        """Bind the port, start a new epoch, announce this node and look for others. Raises PortInUse or TrustError."""
         now_unix = self._clock.unix()
-        self.standing = self.trust.admit_chain(self._chain, now_unix)
-        if self.standing.node_id != self.identity.node_id:
+        self.credentials = self.trust.admit_chain(self._chain, now_unix)
+        if self.credentials.node_id != self.identity.node_id:
             raise TrustError("this node's certificate is for another key: run `mesh join INVITE` again")
         if self._policy.allow_list is not None:
             read_allow_list(self._policy.allow_list)
         await self._bind()
-        await self._whereabouts.choose(self.port, self._seeds[0][0] if self._seeds else None)
+        await self._reachability.choose(self.port, self._seeds[0][0] if self._seeds else None)
         await asyncio.to_thread(self._revocations.read_into, self.trust, now_unix)
+        await asyncio.to_thread(self._used_invites.read, now_unix)
         if self.identity.node_id in self.trust.revoked:
-            raise TrustError("this node's key was revoked: ask for an invite, and join with a new --state")
+            raise TrustError("this node's key was revoked: ask for an invite and join with a new --state directory")
         self._snapshot = await asyncio.to_thread(self._snapshots.read)
-        self._where.remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
+        self._bootstrap.remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
         if self._snapshots.warning:
             self.problems["snapshot"] = self._snapshots.warning
         self._persist(next_epoch(self._snapshot.epoch, int(now_unix * 1000)))
         self._started = Core(
-            Seals(self.identity, self.trust.mesh_id),
+            MeshSealer(self.identity, self.trust.mesh_id),
             self.trust,
             self._chain,
             self.config,
@@ -166,24 +168,26 @@ class MembershipNode:
             zone_of=self._zone_of,
             counters=self.counters,
         )
-        self._gate = Gate(self.identity, self._core, self._policy, self.problems, self._clock)
-        self._streams = Streams(self._core, self._reach, self._gate.answer)
+        self._admission = Admission(
+            self.identity, self._core, self._policy, self._used_invites, self.problems, self._clock
+        )
+        self._streams = Streams(self._core, self._ping_udp, self._admission.answer)
         self._core.start()
         if self._mdns_config is not None:
             self._beacon = MdnsBeacon(
                 self._mdns_config,
                 self.identity.node_id,
-                self.standing.nick,
+                self.credentials.nick,
                 self.trust.mesh_id,
                 self.host,
                 self.port,
-                self._found,
+                self._on_discovered,
             )
-        self._spawn(self._search(), "search")
-        self._spawn(self._look_after(), "upkeep")
+        self._spawn(self._contact_candidates(), "bootstrap")
+        self._spawn(self._maintain(), "upkeep")
 
     async def stop(self) -> None:
-        """Stop without a word: to the others this is a crash. `leave` first to go in order."""
+        """Stop without a farewell; to the others this is a crash. Call `leave` first for a clean departure."""
         self._stopped = True
         for timer in self._timers.values():
             timer.cancel()
@@ -198,7 +202,7 @@ class MembershipNode:
             self._server.close()
 
     async def leave(self) -> None:
-        """Tell everybody that this node goes; three farewells to each, spread over 0.2 s."""
+        """Announce the departure: three farewells to each member, spread over 0.2 s."""
         if self._started is None or self._core.swim.left or "cloned" in self.problems:
             return
         effects = self._core.swim.leave(self._clock.boot())
@@ -208,28 +212,28 @@ class MembershipNode:
             await asyncio.sleep(0.07)
         await asyncio.to_thread(self._save_peers)
 
-    def revoke(self, sealed: bytes) -> None:
-        """Take in a revocation made here, and show it to everybody."""
-        self._core.revoke(sealed)
+    def publish_statement(self, sealed: bytes) -> None:
+        """Apply a founder's revocation or promotion made on this node, and publish it."""
+        self._core.publish_statement(sealed)
 
     def set_draining(self, draining: bool) -> None:
         self._perform(self._core.swim.set_draining(draining, self._clock.boot()))
 
-    # --- what others use
+    # --- queries and commands
 
     @property
     def host(self) -> str:
-        """The address that others use."""
-        return self._whereabouts.host
+        """The advertised address."""
+        return self._reachability.host
 
     @property
     def reached(self) -> dict[NodeId, Reached]:
-        """What others have said of reaching this node."""
-        return self._whereabouts.reached
+        """Members' latest answers on whether they reach this node."""
+        return self._reachability.reached
 
     @property
     def problem(self) -> str:
-        """All that is wrong, in one line; empty if nothing is."""
+        """All problems in one line; empty if there are none."""
         return "; ".join(self.problems.values())
 
     @property
@@ -238,40 +242,41 @@ class MembershipNode:
 
     @property
     def clock_offset_s(self) -> float | None:
-        """How far the peers' clocks are ahead of this machine's; None before any has answered."""
+        """Seconds by which the peers' clocks are ahead of this one; None before the first ack."""
         return self._core.swim.skew.offset_s
 
     def members(self) -> list[MemberView]:
-        """Everybody known, ourselves included."""
+        """Return every known member, this node included, and the revoked ones."""
         now, now_unix = self._clock.boot(), self._clock.unix()
         seen = self.trust.seen()
         views = []
         for member in self._core.swim.table.all():
-            standing = seen.get(member.node)
+            credentials = seen.get(member.node)
             views.append(
                 MemberView(
                     node_id=member.node,
-                    nick=standing.nick if standing is not None else short_id(member.node),
-                    user=standing.user if standing is not None else "",
-                    roles=standing.roles if standing is not None else (),
+                    nick=credentials.nick if credentials is not None else short_id(member.node),
+                    user=credentials.user if credentials is not None else "",
+                    roles=credentials.roles if credentials is not None else (),
                     state=self._state(member),
                     draining=member.draining,
                     host=member.host,
                     port=member.port,
                     epoch=member.epoch,
                     incarnation=member.incarnation,
+                    user_key=credentials.user_key if credentials is not None else b"",
                     since_unix=now_unix - (now - member.since),
                 )
             )
         for node in self.trust.revoked & seen.keys() - {view.node_id for view in views}:
-            standing = seen[node]
-            revocation, _ = self.trust.revocations[node]
+            credentials = seen[node]
+            revocation = self.trust.revocations[node]
             views.append(
                 MemberView(
                     node_id=node,
-                    nick=standing.nick,
-                    user=standing.user,
-                    roles=standing.roles,
+                    nick=credentials.nick,
+                    user=credentials.user,
+                    roles=credentials.roles,
                     state="revoked",
                     since_unix=revocation.revoked_unix,
                 )
@@ -279,16 +284,16 @@ class MembershipNode:
         return sorted(views, key=lambda view: (view.nick, view.node_id))
 
     def host_of(self, node: NodeId) -> str | None:
-        """Where a member was last seen."""
+        """Return a member's last known address."""
         member = self._core.swim.table.get(node)
         return member.host if member is not None else None
 
     def publish(self, section: str, body: bytes, ttl_s: float, urgent: bool = False) -> None:
-        """Replace our own section; others have it within about a second if it is small, an urgent one at once."""
+        """Replace a section of this node; a small one reaches the others within about a second, an urgent one at once."""
         self._core.publish(section, body, ttl_s, urgent)
 
     def withdraw(self, section: str) -> None:
-        """An empty section, which ends soon."""
+        """Replace a section of this node by an empty one that expires soon."""
         if self.record(self.identity.node_id, section) is not None:
             self.publish(section, b"", ttl_s=300)
 
@@ -304,17 +309,28 @@ class MembershipNode:
         self._subscriptions.append(subscription)
         return subscription
 
-    def waiting(self) -> dict[NodeId, Waiting]:
-        """Everybody who has knocked anywhere in the mesh, and is no member."""
-        return self._gate.waiting()
+    def pending_joins(self) -> dict[NodeId, PendingJoin]:
+        """Return the join requests pending at any node of the mesh."""
+        return self._admission.pending()
 
-    def approve(self, node: NodeId, nick: str, user: str, roles: tuple[str, ...] = ROLES, admit: bool = False) -> None:
-        """Let in one who waits; TrustError if this node may not."""
-        self._gate.approve(node, nick, user, roles, admit)
+    def approve(
+        self,
+        node: NodeId,
+        nick: str,
+        user: str,
+        roles: tuple[str, ...] = ROLES,
+        admit: bool = False,
+        existing: bool = False,
+    ) -> None:
+        """Admit a node; with `admit` it may admit others, with `existing` it is one more machine of the user.
 
-    async def examine(self) -> Standpoint:
-        """Ask a few others, now, how they see this node."""
-        return await self._whereabouts.examine(self._core, self._streams, self._where)
+        TrustError if this node may not do that, or the user's name belongs to another key.
+        """
+        self._admission.approve(node, nick, user, roles, admit, existing)
+
+    async def network_report(self) -> NetworkReport:
+        """Ask three random members now how they reach this node."""
+        return await self._reachability.report(self._core, self._streams, self._bootstrap)
 
     @property
     def _core(self) -> Core:
@@ -343,15 +359,17 @@ class MembershipNode:
                 case MemberChanged() | RecordChanged():
                     for subscription in self._subscriptions:
                         subscription.put(effect)
+                    if isinstance(effect, RecordChanged):
+                        self._admission.noticed(effect.section)
                 case PersistEpoch(epoch=epoch):
                     self._persist(epoch)
                 case KeepRevocations(sealed=sealed):
                     self._revocations.write(sealed)
                     if self.identity.node_id in self.trust.revoked:
-                        self.problems["revoked"] = "this node's key was revoked by the mesh's founder"
+                        self.problems["revoked"] = "this node's key was revoked by the mesh's founders"
                 case KeepChain(chain=chain):
                     self._keep_chain(chain)
-                    self.standing = self.trust.check_chain(chain, self._clock.unix())
+                    self.credentials = self.trust.check_chain(chain, self._clock.unix())
                 case Cloned():
                     self._on_clone(effect)
 
@@ -376,15 +394,15 @@ class MembershipNode:
     def _reconcile(self, effect: WantReconcile) -> None:
         if self._stopped:
             return
-        if self._reconciling >= RECONCILES_AT_ONCE:
+        if self._reconciling >= MAX_RECONCILES:
             self.counters["reconciles_put_off"] += 1
             return
-        self._spawn(self._reconcile_quietly(effect), f"push-pull {effect.host}:{effect.port}")
+        self._spawn(self._push_pull(effect), f"push-pull {effect.host}:{effect.port}")
 
-    async def _reconcile_quietly(self, effect: WantReconcile) -> None:
+    async def _push_pull(self, effect: WantReconcile) -> None:
         self._reconciling += 1
         try:
-            await self._streams.hold(self._core.converse(effect.unless_equal), effect.host, effect.port)
+            await self._streams.run(self._core.push_pull(effect.unless_equal), effect.host, effect.port)
         except FAILURES as error:
             self.counters["reconcile_failed"] += 1
             log.debug("push-pull with %s:%d failed: %s", effect.host, effect.port, error)
@@ -392,19 +410,19 @@ class MembershipNode:
             self._reconciling -= 1
 
     def _on_clone(self, effect: Cloned) -> None:
-        where = f"{effect.host}:{effect.port}"
+        address = f"{effect.host}:{effect.port}"
         first = "cloned" not in self.problems
         if not effect.younger:
             self.problems["cloned"] = (
-                f"another machine, at {where}, runs with this node's key (a copied disk?): it must stop, remove its "
-                "state directory and join anew"
+                f"another machine at {address} uses this node's key (a copied disk?): stop it, remove its state directory "
+                "and join with a new key there"
             )
             if first:
                 log.error("%s", self.problems["cloned"])
             return
         self.problems["cloned"] = (
-            f"this node's key is in use on another machine, at {where}, that was started before this one (a copied "
-            "disk?): remove this one's state directory, and join with a new key"
+            f"another machine at {address} was started earlier with this node's key (a copied disk?): remove this node's "
+            "state directory and join with a new key"
         )
         self._stopped = True
         for timer in self._timers.values():
@@ -421,21 +439,21 @@ class MembershipNode:
         if self._started is not None and not self._stopped:
             self._started.on_datagram(data, source)
 
-    async def _reach(self, node: NodeId, host: str, port: int) -> bool:
-        """Whether a UDP ping to this address is answered by this node."""
+    async def _ping_udp(self, node: NodeId, host: str, port: int) -> bool:
+        """Ping this address over UDP; True if this node answers there."""
         answered = asyncio.Event()
-        for _ in range(REACH_TRIES):
+        for _ in range(REACH_ATTEMPTS):
             ping = Ping(nonce=self._core.nonce(), root=self._core.swim.root(), gossip=())
-            self._core.echoes[ping.nonce] = answered.set
+            self._core.on_ack[ping.nonce] = answered.set
             self._send(self._core.seal_packet(node, ping), host, port)
             try:
-                async with asyncio.timeout(REACH_S / REACH_TRIES):
+                async with asyncio.timeout(REACH_S / REACH_ATTEMPTS):
                     await answered.wait()
                     return True
             except TimeoutError:
                 continue
             finally:
-                self._core.echoes.pop(ping.nonce, None)
+                self._core.on_ack.pop(ping.nonce, None)
         return False
 
     async def _serve_unless_stopped(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -444,26 +462,26 @@ class MembershipNode:
             return
         await self._streams.serve(reader, writer)
 
-    # --- searching and upkeep
+    # --- discovery and upkeep
 
-    def _found(self, node: NodeId, host: str, port: int) -> None:
-        """mDNS saw somebody."""
-        self._where.found((host, port))
+    def _on_discovered(self, node: NodeId, host: str, port: int) -> None:
+        """Handle a node found by mDNS."""
+        self._bootstrap.add((host, port))
         member = self._core.swim.table.get(node)
         if member is None or not member.present:
             self._core.want_reconcile(node, host, port)
 
-    async def _search(self) -> None:
+    async def _contact_candidates(self) -> None:
         if self._beacon is not None:
             await self._beacon.start()
             if self._beacon.problem:
                 self.problems["mdns"] = self._beacon.problem
         while True:
-            pause_s = self._core.look_for_others(self._where)
-            await asyncio.sleep(pause_s)
+            interval_s = self._core.contact_candidates(self._bootstrap)
+            await asyncio.sleep(interval_s)
 
-    async def _look_after(self) -> None:
-        show_again_at = self._clock.boot() + SHOW_AGAIN_S
+    async def _maintain(self) -> None:
+        republish_at = self._clock.boot() + REPUBLISH_S
         upkeep_at = self._clock.boot() + UPKEEP_S
         while True:
             before = self._clock.boot()
@@ -471,70 +489,102 @@ class MembershipNode:
             now = self._clock.boot()
             if now >= upkeep_at:
                 upkeep_at = now + UPKEEP_S
-                await self._whereabouts.look_at_interfaces(self._core, self._beacon, woke_up=now - before > UPKEEP_S)
-                self._core.forget_the_old()
-                self._judge_clock()
+                woke_up = now - before > UPKEEP_S
+                await self._reachability.check_interfaces(self._core, self._beacon, woke_up)
+                self._core.expire()
+                self._check_clock()
                 await asyncio.to_thread(self._save_peers)
+            self._admission.tick()
             await self._renew_if_due()
-            await self._whereabouts.check_if_due(self._core, self._streams)
-            if now >= show_again_at:
-                show_again_at = now + SHOW_AGAIN_S
-                self._core.show_chain()
-                self._core.show_revocations()
+            await self._reachability.check_if_due(self._core, self._streams)
+            if now >= republish_at:
+                republish_at = now + REPUBLISH_S
+                self._core.publish_chain()
+                self._core.publish_statements(refresh=True)
 
-    def _judge_clock(self) -> None:
+    def _check_clock(self) -> None:
         skew = self._core.swim.skew
         self.problems.pop("clock", None)
-        if skew.ours_is_wrong and skew.offset_s is not None and abs(skew.offset_s) > CLOCK_WARN_S:
-            way = "behind" if skew.offset_s > 0 else "ahead of"
+        if skew.local_clock_is_wrong and skew.offset_s is not None and abs(skew.offset_s) > CLOCK_WARN_S:
+            direction = "behind" if skew.offset_s > 0 else "ahead of"
             self.problems["clock"] = (
-                f"this machine's clock is {abs(skew.offset_s):.0f} s {way} those of {skew.peers} other nodes: set it "
-                "(timedatectl set-ntp true); from two minutes on, other nodes refuse what this one signs"
+                f"this machine's clock is {abs(skew.offset_s):.0f} s {direction} the clocks of {skew.peers} other nodes: set "
+                "it (timedatectl set-ntp true); other nodes refuse this node's messages if it is off by two minutes or more"
             )
 
     async def _renew_if_due(self) -> None:
-        """Ask somebody who may admit for a new certificate, from a month before this one ends."""
-        now, left_s = self._clock.boot(), self.standing.not_after - self._clock.unix()
-        if left_s > RENEW_BEFORE_S or self.identity.node_id in self.trust.genesis.roots:
+        """Ask an admitter for a new certificate in the last month of the current one; ask to be admitted again without one."""
+        if reason := self.trust.refusal(self.credentials, self._clock.unix()):
+            if self.identity.node_id not in self.trust.revoked:
+                self.problems["certificate"] = reason
+                await self._join_again()
+            return
+        now, left_s = self._clock.boot(), self.credentials.not_after - self._clock.unix()
+        if self.identity.node_id in self.trust.genesis.roots:
+            if left_s < RENEW_BEFORE_S or self.credentials.admitter != self.identity.node_id:
+                self._core.publish_own_chain()
+            return
+        if left_s > RENEW_BEFORE_S:
             self.problems.pop("certificate", None)
             return
         if now < self._renew_at:
             return
-        self._renew_at = now + RENEW_AGAIN_S * self._rng.uniform(0.8, 1.2)
+        self._renew_at = now + RENEW_RETRY_S * self._rng.uniform(0.8, 1.2)
         seen = self.trust.seen()
         admitters = [
             member
             for member in self._core.swim.table.present()
             if member.node != self.identity.node_id
             and seen[member.node].can_admit
-            # Only the founder renews an admitter as one.
-            and (member.node in self.trust.genesis.roots or not self.standing.can_admit)
+            # Only the founder can renew an admitter's right to admit.
+            and (member.node in self.trust.genesis.roots or not self.credentials.can_admit)
         ]
         for member in self._rng.sample(admitters, len(admitters)):
             try:
-                await self._streams.hold(self._core.ask_renewal(), member.host, member.port)
+                await self._streams.run(self._core.ask_renewal(), member.host, member.port)
                 self.problems.pop("certificate", None)
                 return
             except FAILURES as error:
-                log.info("%s did not renew our certificate: %s", seen[member.node].nick, error)
+                log.info("%s did not renew this node's certificate: %s", seen[member.node].nick, error)
         if left_s < CERTIFICATE_WARN_S:
-            names = sorted(standing.nick for standing in seen.values() if standing.can_admit)
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.standing.not_after))
+            names = sorted(credentials.nick for credentials in seen.values() if credentials.can_admit)
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.credentials.not_after))
             self.problems["certificate"] = (
-                f"this node's certificate ends on {when}, and nobody who may renew it is up ({', '.join(names)})"
+                f"this node's certificate expires on {when}, and no node that can renew it is up ({', '.join(names)}): start one"
             )
+
+    async def _join_again(self) -> None:
+        """Ask a node of the mesh to be admitted, after the admitter was revoked or the user's name was lost to another key."""
+        if self._clock.boot() < self._renew_at:
+            return
+        self._renew_at = self._clock.boot() + JOIN_AGAIN_S
+        present = [(member.host, member.port) for member in self._core.swim.table.present()]
+        remembered = [(peer.host, peer.port) for peer in self._snapshot.peers]
+        known = sorted({*present, *remembered, *self._seeds} - {(self.host, self.port)})
+        for host, port in self._rng.sample(known, min(len(known), 3)):
+            nonce, me = self._core.nonce(), self.credentials
+            try:
+                _, store, answer = await request_join(
+                    host, port, self.identity, me.nick, me.user, nonce, self._clock.unix()
+                )
+                if answer.granted and store.mesh_id == self.trust.mesh_id:
+                    self._core.publish_chain(answer.granted)
+                    self.problems.pop("certificate", None)
+                    return
+            except FAILURES as error:
+                log.info("%s:%d does not take a join request: %s", host, port, error)
 
     def _save_peers(self) -> None:
         known = {peer.node: peer for peer in self._snapshot.peers}
         for member in self._core.swim.table.all():
             if member.node != self.identity.node_id and member.present:
                 known[member.node] = Peer(member.node, member.host, member.port, int(self._clock.unix()))
-        newest = sorted(known.values(), key=lambda peer: -peer.seen_unix)[:256]
+        newest = sorted(known.values(), key=lambda peer: -peer.seen_unix)[:MAX_PEERS]
         self._snapshot = Snapshot(epoch=self._epoch, peers=tuple(newest))
         self._snapshots.write(self._snapshot)
 
     def _persist(self, epoch: int) -> None:
-        """Before anything else is sent; a few milliseconds, at a start or after an accident."""
+        """Write the epoch to disk before anything else is sent. This takes a few milliseconds, at a start or after an outbid."""
         self._epoch = epoch
         self._snapshot = msgspec.structs.replace(self._snapshot, epoch=epoch)
         self._snapshots.write(self._snapshot)
@@ -554,8 +604,8 @@ class MembershipNode:
                 self._server.close()
             if error.errno == errno.EADDRINUSE:
                 raise PortInUse(
-                    f"port {self.port} on {self._bind_host} is taken by another program (another mesh daemon?). "
-                    "Stop it, or choose one with --port."
+                    f"port {self.port} on {self._bind_host} is in use by another program (another mesh daemon?). "
+                    "Stop it, or choose another port with --port."
                 ) from error
             if error.errno == errno.EADDRNOTAVAIL:
                 raise PortInUse(f"{self._bind_host} is not an address of this machine: see --bind") from error

@@ -1,16 +1,17 @@
-"""The push-pull: two nodes show each other their chains and digests and send each other what is missing, over TCP.
+"""Frames of lane 2: push-pulls and other exchanges between two nodes over TCP.
 
-client: Hello -> server: Reply (its delta) -> client: Delta -> server: Done. Each frame is signed by its sender and echoes the
-other's nonce, so that a replayed frame answers nothing. Records come before evidence, since they carry the certificates
-that make the evidence's authors known.
+In a push-pull both nodes send their chain and digests, then what the other lacks. Client: Hello, server: Reply (with its
+delta), client: Delta, server: Done. Each frame is signed by its sender and echoes the other's nonce, so that a replayed frame
+answers nothing. Records come before evidence, since they carry the certificates of the evidence's authors.
 """
 
 import msgspec
 
+from membership.malformed import MALFORMED
 from membership.records import Digest
 
 FRAME_LIMIT = 4 * 1024 * 1024  # a digest of 4096 nodes with 16 sections each
-DELTA_BYTES = 1024 * 1024  # the rest comes with the next exchange
+DELTA_BYTES = 1024 * 1024  # the rest follows in the next exchange
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -21,7 +22,7 @@ MemberDigest = list[tuple[bytes, int, int, int]]  # node, epoch, incarnation, ra
 
 
 class Greeting(Frame, frozen=True, array_like=True, tag="g"):
-    """Is your root this too? Then that was all (`Done`); else go on with Hello (`Differs`)."""
+    """Begins a push-pull that is only needed if roots differ. Answer: `Done` if `root` is equal, else `Differs`, then Hello."""
 
     root: bytes
 
@@ -46,7 +47,7 @@ class Reply(Frame, frozen=True, array_like=True, tag="r"):
 
 
 class StreamPing(Frame, frozen=True, array_like=True, tag="p"):
-    """Are you there? Answered with `Done`: for nodes between which UDP is blocked."""
+    """A ping over TCP, for nodes between which UDP is blocked. Answer: `Done`."""
 
 
 class Delta(Frame, frozen=True, array_like=True, tag="d"):
@@ -60,13 +61,13 @@ class Done(Frame, frozen=True, array_like=True, tag="e"):
 
 
 class Renew(Frame, frozen=True, array_like=True, tag="n"):
-    """Our certificates end soon: may we have new ones?"""
+    """Asks for a new certificate."""
 
     chain: bytes
 
 
 class Renewed(Frame, frozen=True, array_like=True, tag="c"):
-    """`chain` is empty if not; then `problem` says why."""
+    """`chain` is empty if the renewal was refused; then `problem` gives the reason."""
 
     answers: int
     chain: bytes
@@ -74,14 +75,14 @@ class Renewed(Frame, frozen=True, array_like=True, tag="c"):
 
 
 class ReachMe(Frame, frozen=True, array_like=True, tag="m"):
-    """Try to reach us at this address, by UDP and by TCP, and say what came of it."""
+    """Asks the receiver to ping the sender at this address over UDP and TCP. Answer: `Reached`."""
 
     host: str
     port: int
 
 
 class Reached(Frame, frozen=True, array_like=True, tag="t"):
-    """`udp`: whether a ping was answered; `tcp`: acked, refused or silent; `seen_host`: where this exchange came from."""
+    """`udp`: a ping was answered; `tcp`: acked, refused or silent; `seen_host`: source address of this exchange."""
 
     answers: int
     udp: bool
@@ -93,7 +94,7 @@ AnyFrame = Greeting | Differs | Hello | Reply | StreamPing | Delta | Done | Rene
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame of a push-pull."""
+    """Bytes that are not a frame of an exchange."""
 
 
 _decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
@@ -103,5 +104,5 @@ encode_frame = msgspec.msgpack.encode
 def decode_frame(payload: bytes) -> AnyFrame:
     try:
         return _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise FrameError(f"not a push-pull frame: {error}") from error

@@ -1,7 +1,7 @@
-"""Lane 2: signed, single-writer, expiring sections of state, replaced whole and relayed verbatim.
+"""Records of lane 2: signed, expiring sections of state with a single writer, replaced whole and relayed verbatim.
 
-Whole replacement removes tombstones: what is absent from the next version is gone. A signed expiry makes collection
-deterministic: nobody can spread an expired record again (scuttlebutt's and chitchat's troubles, chitchat issue 161).
+Whole replacement needs no tombstones: an entry absent from the next version is deleted. A signed expiry makes garbage collection
+deterministic: no node can spread an expired record again (a problem of scuttlebutt and chitchat, chitchat issue 161).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -12,16 +12,17 @@ import msgspec
 
 from membership.envelope import OVERHEAD, EnvelopeError, open_envelope
 from membership.identity import ID_BYTES, NodeId
+from membership.malformed import MALFORMED
 from membership.trust import TrustError, TrustStore
 
 MAX_BODY_BYTES = 16 * 1024
-MAX_SECTIONS = 4096  # of one node; a node that runs or watches more jobs than that publishes no more
+MAX_SECTIONS = 4096  # per node; bounds the jobs that one node runs or watches
 MAX_LIFE_S = 30 * 86_400
 MAX_NODES = 4096
-CLOCK_GRACE_S = 120  # a record from a node whose clock is ahead by less than this is not too long-lived
+CLOCK_GRACE_S = 120  # tolerated clock skew of the author
 ROOT_BYTES = 8
-TRUST = "trust"  # the section in which a node shows its certificates
-REVOKED = "revoked"  # the section in which a node shows every revocation it knows
+TRUST = "trust"  # section with the author's certificates
+STATEMENTS = "revoked/"  # sections with the founders' revocations and promotions that the author relays
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
@@ -59,15 +60,23 @@ decode_body = _decoder.decode
 _revocations_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
+def decode_statements(body: bytes) -> list[bytes]:
+    """Decode a section of founders' statements; an invalid body holds none."""
+    try:
+        return _revocations_decoder.decode(body) if body else []
+    except MALFORMED:
+        return []
+
+
 def encode_body(epoch: int, version: int, section: str, not_after_unix: int, body: bytes) -> bytes:
-    """The payload to seal as kind `record`; ValueError if it is too large to travel."""
+    """Return the payload to seal as kind `record`; ValueError if the body is too large."""
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a section holds at most {MAX_BODY_BYTES} bytes, {section!r} has {len(body)}")
     return msgspec.msgpack.encode(Body(epoch, version, section, not_after_unix, body))
 
 
 class RecordTable:
-    """`open_sealed` gives author and payload of a sealed record, or raises EnvelopeError."""
+    """The newest record of each section. `open_sealed` returns author and payload of a sealed record, or raises EnvelopeError."""
 
     def __init__(self, trust: TrustStore, open_sealed: Callable[[bytes], tuple[NodeId, bytes]] | None = None) -> None:
         self._trust = trust
@@ -78,17 +87,17 @@ class RecordTable:
         self._root = 0
 
     def apply(self, sealed: bytes, now_unix: float) -> Record | Ignored:
-        """Take in a record from anywhere: the record if it is news, else why it was ignored.
+        """Apply a record from any source; return it if it is new, else the reason it was ignored.
 
-        `outlives`: an older one that ends later than the newer one known here, and would come back after that.
+        `outlives`: an older version that expires after the newer one known here, and would come back then.
         """
         known = self._by_signature.get(_signature(sealed))
         if known is not None and known.sealed == sealed:
-            return "not newer"  # the very bytes that were verified before; they come again and again
+            return "not newer"  # the same bytes were verified before; gossip repeats them
         try:
             node, payload = self._open(sealed)
             body = _decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (EnvelopeError, *MALFORMED):
             return "invalid"
         if not body.section or len(body.section) > 128 or len(body.body) > MAX_BODY_BYTES:
             return "invalid"
@@ -98,9 +107,9 @@ class RecordTable:
             return "expired"
         if body.section == TRUST and not self._admit(node, body.body, now_unix):
             return "invalid"
-        if self._trust.standing(node, now_unix) is None:
+        if self._trust.credentials(node, now_unix) is None:
             return "unknown author"
-        if body.section == REVOKED and not self._revoke(body.body, now_unix):
+        if body.section.startswith(STATEMENTS) and not self._apply_statements(body.body, now_unix):
             return "invalid"
         record = Record(node, body.epoch, body.version, body.section, body.not_after_unix, body.body, sealed)
         sections = self._records.get(node)
@@ -117,7 +126,7 @@ class RecordTable:
         return record if record is not None and record.not_after_unix > now_unix else None
 
     def section(self, prefix: str, now_unix: float) -> Iterator[Record]:
-        """All records of this section, or of all sections below `prefix` if it ends with a slash."""
+        """Yield the records of this section, or of all sections below `prefix` if it ends with a slash."""
         for sections in list(self._records.values()):
             for record in list(sections.values()):
                 if record.not_after_unix <= now_unix:
@@ -126,10 +135,10 @@ class RecordTable:
                     yield record
 
     def expire(self, now_unix: float) -> list[Record]:
-        """Drop and return what has expired."""
+        """Drop and return expired records."""
         gone = [r for r in self._all() if r.not_after_unix <= now_unix]
         for record in gone:
-            self._take_out(record)
+            self._remove(record)
             sections = self._records[record.node]
             del sections[record.section]
             if not sections:
@@ -137,10 +146,10 @@ class RecordTable:
         return gone
 
     def drop(self, node: bytes) -> list[Record]:
-        """Drop and return all of an author who is no member any more; who comes later could not verify them."""
+        """Drop and return the records of a former member, which new members could not verify."""
         gone = list(self._records.pop(node, {}).values())
         for record in gone:
-            self._take_out(record)
+            self._remove(record)
         return gone
 
     def authors(self) -> list[bytes]:
@@ -148,18 +157,21 @@ class RecordTable:
 
     @property
     def root(self) -> int:
-        """Equal tables have equal roots."""
+        """Hash of the table: equal tables have equal roots."""
         return self._root
 
     def state(self, after_unix: float) -> frozenset[Entry]:
-        """What is here that ends later than that."""
+        """Return the entries that expire after this time."""
         return frozenset(entry for entry, r in self._by_entry.items() if r.not_after_unix > after_unix)
 
     def digest(self) -> Digest:
         return list(self._by_entry)
 
     def missing_from(self, digest: Digest, limit_bytes: int, now_unix: float) -> list[bytes]:
-        """What a peer with this digest lacks, most urgent first, up to a size: trust, then nodes new to it, then the rest."""
+        """Return what a peer with this digest lacks, up to a size.
+
+        The order is: revocations, certificates, nodes new to the peer, jobs, the rest.
+        """
         entries = set(digest)
         news = [r for entry, r in self._by_entry.items() if entry not in entries and r.not_after_unix > now_unix]
         if not news:
@@ -169,7 +181,7 @@ class RecordTable:
         news = [r for r in news if r.order > theirs.get((r.node, r.section), (-1, -1))]
         news.sort(
             key=lambda r: (
-                r.section != REVOKED,
+                not r.section.startswith(STATEMENTS),
                 r.section != TRUST,
                 r.node in nodes,
                 not r.section.startswith("jobs/"),
@@ -191,23 +203,23 @@ class RecordTable:
         before = sections.get(record.section)
         if before is not None:
             assert record.order > before.order, "S2: sections only advance"
-            self._take_out(before)
+            self._remove(before)
         sections[record.section] = record
         self._by_entry[record.entry] = record
         self._by_signature[_signature(record.sealed)] = record
         self._root ^= _fingerprint(record)
 
-    def _take_out(self, record: Record) -> None:
+    def _remove(self, record: Record) -> None:
         del self._by_entry[record.entry]
         self._by_signature.pop(_signature(record.sealed), None)
         self._root ^= _fingerprint(record)
 
-    def _revoke(self, body: bytes, now_unix: float) -> bool:
-        """S5: a revocation acts before anything that comes after it."""
+    def _apply_statements(self, body: bytes, now_unix: float) -> bool:
+        """Apply the founders' statements of a section, before any later message is handled (invariant S5)."""
         try:
             for sealed in _revocations_decoder.decode(body):
-                self._trust.admit_revocation(sealed, now_unix)
-        except (msgspec.MsgspecError, UnicodeDecodeError, TrustError):
+                self._trust.admit_statement(sealed, now_unix)
+        except (TrustError, *MALFORMED):
             return False
         return True
 

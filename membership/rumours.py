@@ -1,6 +1,6 @@
-"""Rumours waiting to be told: urgent ones, then fewest transmissions, then the longest, then the newest (memberlist's queue.go).
+"""Rumour queue: urgent rumours first, then fewest transmissions, then longest, then newest (memberlist's queue.go).
 
-A packet's room is split so that membership news can never starve state, nor the reverse (memberlist issue 299).
+The space of a packet is shared so that membership news cannot starve state, nor the reverse (memberlist issue 299).
 """
 
 from math import ceil, log10
@@ -11,9 +11,9 @@ from sortedcontainers import SortedKeyList
 from membership.wire import GossipKind
 
 MEMBER_SHARE = 0.6  # at most this share of a packet, while records wait
-RECORD_MULTIPLIER = 2  # half of memberlist's: what a rumour of state misses, lane 2 repairs
+RECORD_MULTIPLIER = 2  # half of memberlist's: lane 2 repairs a missed rumour
 ITEM_OVERHEAD = 12  # msgpack framing of one item, generously
-MISFITS = 4  # rumours that did not fit, after which a packet counts as full
+MAX_MISFITS = 4  # a packet counts as full after this many rumours did not fit
 
 Key = tuple[GossipKind, bytes]
 
@@ -30,8 +30,8 @@ class Rumour:
         self.transmits = 0
         self.order = self._order()
 
-    def told(self) -> None:
-        """Once more. Not while it is in a queue, whose order this changes."""
+    def mark_sent(self) -> None:
+        """Count a transmission. This changes its order, so it must not be in a queue."""
         self.transmits += 1
         self.order = self._order()
 
@@ -56,7 +56,7 @@ class RumourQueue:
         return len(self._by_name)
 
     def add(self, kind: GossipKind, name: bytes, sealed: bytes, urgent: bool = False) -> None:
-        """Tell this, instead of anything older about the same name."""
+        """Queue a rumour; it replaces an older one with the same name."""
         self._discard((kind, name))
         if len(self) >= self._capacity:
             worst = max((queue[-1] for queue in self._queues.values() if queue), key=lambda rumour: rumour.transmits)
@@ -68,28 +68,29 @@ class RumourQueue:
         self.waiting_bytes += rumour.size
 
     def rounds(self, members: int) -> int:
+        """Return log10 of the mesh's size: the factor in the number of transmissions."""
         return ceil(log10(members + 1)) if members > 0 else 1
 
-    def take(self, room: int, members: int) -> tuple[tuple[GossipKind, bytes], ...]:
-        """Rumours that fit into `room` bytes, each counted as told once more."""
+    def take(self, space: int, members: int) -> tuple[tuple[GossipKind, bytes], ...]:
+        """Return rumours that fit into `space` bytes, and count a transmission of each."""
         if not self._by_name:
             return ()
         rounds = self.rounds(members)
-        member_room = int(room * MEMBER_SHARE) if self._queues["record"] else room
+        member_space = int(space * MEMBER_SHARE) if self._queues["record"] else space
         chosen: list[Rumour] = []
         used = 0
-        for kind, bound in (("member", member_room), ("record", room)):
+        for kind, bound in (("member", member_space), ("record", space)):
             misfits = 0
             for rumour in self._queues[kind]:
                 if used + rumour.size <= bound:
                     chosen.append(rumour)
                     used += rumour.size
-                elif (misfits := misfits + 1) >= MISFITS:
+                elif (misfits := misfits + 1) >= MAX_MISFITS:
                     break
         for rumour in chosen:
             queue = self._queues[rumour.kind]
             queue.remove(rumour)
-            rumour.told()
+            rumour.mark_sent()
             full = rumour.kind == "member" or rumour.urgent
             if rumour.transmits >= rounds * (self._multiplier if full else RECORD_MULTIPLIER):
                 del self._by_name[rumour.kind, rumour.name]

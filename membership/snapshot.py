@@ -1,8 +1,8 @@
-"""What a node must not forget: its epoch, and the addresses of peers it has seen.
+"""State a node keeps over restarts: its epoch, the addresses of known peers, the revocations, and the used invites.
 
-The epoch is written and fsynced before the first packet of a run, and grows with every run, so that a reborn node
-outranks every rumour about its former life. Dead peers' addresses are kept too: after an outage of everything they are
-the way back (serf issue 333).
+The epoch is written and fsynced before the first packet of a run and grows with each run, so that a restarted node outranks
+every rumour about its earlier runs. Addresses of dead peers are kept too: after a complete outage they are the only way back
+(serf issue 333).
 """
 
 from pathlib import Path
@@ -11,10 +11,12 @@ from threading import Lock
 import msgspec
 
 from membership.durable import write_durably
-from membership.trust import TrustError, TrustStore
+from membership.identity import NodeId
+from membership.malformed import MALFORMED
+from membership.trust import CLOCK_GRACE_S, Grant, TrustError, TrustStore
 from membership.wire import EPOCH_AHEAD_MS
 
-PEERS_KEPT = 256
+MAX_PEERS = 256
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -40,19 +42,19 @@ class SnapshotFile:
         self._writing = Lock()
 
     def read(self) -> Snapshot:
-        """The last snapshot; a damaged one is moved aside, with a warning, and costs only some discovery."""
+        """Read the last snapshot. A damaged file is moved aside with a warning; only known addresses are lost."""
         try:
             return _decoder.decode(self.path.read_bytes())
         except FileNotFoundError:
             return Snapshot()
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             aside = self.path.with_suffix(".damaged")
             self.path.replace(aside)
-            self.warning = f"{self.path} could not be read ({error}); moved to {aside}, starting afresh"
+            self.warning = f"{self.path} could not be read ({error}); moved to {aside}, starting with an empty one"
             return Snapshot()
 
     def write(self, snapshot: Snapshot) -> None:
-        """An epoch once written never falls."""
+        """Write a snapshot; the epoch on disk never decreases."""
         with self._writing:
             self._epoch = max(self._epoch, snapshot.epoch)
             snapshot = msgspec.structs.replace(snapshot, epoch=self._epoch)
@@ -60,33 +62,79 @@ class SnapshotFile:
 
 
 class RevocationFile:
-    """The revocations a node knows. They only grow, and each proves itself."""
+    """The signed revocations that this node knows; the set only grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read_into(self, trust: TrustStore, now_unix: float) -> None:
-        """Before anything is heard: what was revoked stays revoked. A damaged file is an error, not an amnesty."""
+        """Load the revocations before any message is accepted. A damaged file is an error: a revoked key must stay revoked."""
         try:
             for sealed in _sealed_decoder.decode(self.path.read_bytes()):
-                trust.admit_revocation(sealed, now_unix)
+                trust.admit_statement(sealed, now_unix)
         except FileNotFoundError:
             return
-        except (msgspec.MsgspecError, UnicodeDecodeError, TrustError) as error:
+        except (TrustError, *MALFORMED) as error:
             raise TrustError(
-                f"{self.path} is damaged ({error}): remove it, and the revocations come back from other nodes"
+                f"{self.path} is damaged ({error}): remove it; the other nodes send the revocations again"
             ) from error
 
     def write(self, sealed: list[bytes]) -> None:
         write_durably(self.path, msgspec.msgpack.encode(sealed))
 
 
+class InviteUse(msgspec.Struct, frozen=True):
+    key: bytes
+    not_after: int
+    nodes: tuple[bytes, ...]
+
+
+class _Uses(msgspec.Struct, frozen=True):
+    since_unix: int
+    uses: tuple[InviteUse, ...] = ()
+
+
+class UsedInvites:
+    """The machines that each invite of this node has admitted, until it ends.
+
+    An invite older than the file is void: a lost file must not make used invites valid again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._since_unix = 0
+        self._uses: dict[bytes, InviteUse] = {}
+
+    def read(self, now_unix: float) -> None:
+        """Read the file. If there is none, or it is damaged, invites of before now are void."""
+        try:
+            found = _uses_decoder.decode(self._path.read_bytes())
+        except (FileNotFoundError, *MALFORMED):
+            found = _Uses(int(now_unix))
+            write_durably(self._path, msgspec.msgpack.encode(found))
+        self._since_unix, self._uses = found.since_unix, {use.key: use for use in found.uses}
+
+    def take(self, grant: Grant, node: NodeId, now_unix: float) -> bool:
+        """Use an invite for a node, on disk on return; False if it has no use left. The same node uses it once."""
+        known = self._uses.get(grant.key, InviteUse(grant.key, grant.not_after, ()))
+        if node in known.nodes:
+            return True
+        if len(known.nodes) >= grant.uses or grant.made_unix < self._since_unix:
+            return False
+        uses = {key: use for key, use in self._uses.items() if now_unix <= use.not_after + CLOCK_GRACE_S}
+        uses[grant.key] = InviteUse(grant.key, grant.not_after, (*known.nodes, node))
+        write_durably(self._path, msgspec.msgpack.encode(_Uses(self._since_unix, tuple(uses.values()))))
+        self._uses = uses
+        return True
+
+
+_uses_decoder = msgspec.msgpack.Decoder(_Uses)
 _sealed_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 def next_epoch(saved: int, wall_ms: int) -> int:
-    """Above every epoch this node has used, even if its disk was wiped and its clock is merely roughly right.
+    """Return an epoch above every one this node has used, even after a lost disk if the clock is roughly right.
 
-    One that is so far ahead that nobody can have taken it for true, since a clock was wrong by years, does not count.
+    A saved epoch too far ahead of the clock comes from a clock that was wrong by years. No peer accepted it, so it is ignored.
     """
     return wall_ms if saved > wall_ms + EPOCH_AHEAD_MS else max(saved + 1, wall_ms)

@@ -1,6 +1,6 @@
-"""Conversations of the core over TCP: who asks, who answers, what they are worth when the other side is silent or hostile.
+"""TCP streams between nodes: run the core's exchanges, answer those of others, and contain silent or hostile peers.
 
-Frames are sealed (see `reconcile`). Each conversation has a time in which it must end.
+Each frame is sealed (see `reconcile`). Each exchange has a time limit.
 """
 
 import asyncio
@@ -8,8 +8,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from membership.admission import is_knock
-from membership.core import Conversation, Core
+from membership.admission import is_join_request
+from membership.core import Core, StreamExchange
 from membership.effects import StreamOutcome
 from membership.envelope import EnvelopeError
 from membership.framing import read_frame, write_frame
@@ -17,9 +17,9 @@ from membership.identity import NodeId, short_id
 from membership.reconcile import AnyFrame, Done, FrameError, Reached, ReachMe, StreamPing
 from membership.trust import TrustError
 
-CONVERSATION_S = 5.0
-SERVED_AT_ONCE = 32  # memberlist allows 128
-SERVED_TO_ONE = 16  # of those, to one address
+EXCHANGE_TIMEOUT_S = 5.0
+MAX_SERVED = 32  # memberlist allows 128
+MAX_SERVED_PER_HOST = 16
 
 log = logging.getLogger(__name__)
 
@@ -27,29 +27,29 @@ FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, EnvelopeError, F
 
 
 class Streams:
-    """`reach` tries a UDP ping; `knock` answers somebody who is no member yet."""
+    """`reach` tries a UDP ping; `answer_join` answers a join request of a node that is no member yet."""
 
     def __init__(
         self,
         core: Core,
         reach: Callable[[NodeId, str, int], Awaitable[bool]],
-        knock: Callable[[bytes, str], bytes],
+        answer_join: Callable[[bytes, str], bytes],
     ) -> None:
-        self._core, self._reach, self._knock = core, reach, knock
+        self._core, self._reach, self._answer_join = core, reach, answer_join
         self._counters: Counter[str] = core.counters
         self._served: Counter[str] = Counter()
 
-    async def hold(self, conversation: Conversation, host: str, port: int) -> None:
-        """Our side of an exchange with whoever is at this address; one of FAILURES if it came to nothing."""
-        async with asyncio.timeout(CONVERSATION_S):
+    async def run(self, exchange: StreamExchange, host: str, port: int) -> None:
+        """Run our side of an exchange with the node at this address; one of FAILURES if it fails."""
+        async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                await self._drive(conversation, reader, writer)
+                await self._drive(exchange, reader, writer)
             finally:
                 writer.close()
 
     async def ping(self, node: NodeId, host: str, port: int, timeout_s: float) -> StreamOutcome:
-        """Whether this node answers over TCP; `refused` if its machine says that nobody listens there."""
+        """Ping a node over TCP. `refused`: its machine answers that no process listens on the port."""
         ping = StreamPing(self._core.nonce())
         try:
             async with asyncio.timeout(timeout_s):
@@ -60,24 +60,25 @@ class Streams:
             return "silent"
         return "acked" if sender == node and isinstance(answer, Done) and answer.answers == ping.nonce else "silent"
 
-    async def reached(self, as_host: str, as_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
-        """Ask the node at `host:port` whether it can reach us as `as_host:as_port`."""
-        async with asyncio.timeout(CONVERSATION_S):
-            question = ReachMe(self._core.nonce(), as_host, as_port)
+    async def ask_reached(self, own_host: str, own_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
+        """Ask the node at `host:port` whether it reaches this node at `own_host:own_port`."""
+        async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
+            question = ReachMe(self._core.nonce(), own_host, own_port)
             sender, answer = await self._ask(question, host, port)
         if not isinstance(answer, Reached) or answer.answers != question.nonce:
-            raise FrameError("an answer to something else")
+            raise FrameError("the answer does not match the question")
         return sender, answer
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one exchange that another node begins; failures are counted, not raised."""
         host = str((writer.get_extra_info("peername") or ("",))[0])
-        if self._served.total() >= SERVED_AT_ONCE or self._served[host] >= SERVED_TO_ONE:
+        if self._served.total() >= MAX_SERVED or self._served[host] >= MAX_SERVED_PER_HOST:
             self._counters["refused_busy"] += 1
             writer.close()
             return
         self._served[host] += 1
         try:
-            async with asyncio.timeout(CONVERSATION_S):
+            async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 await self._answer(host, reader, writer)
         except (EnvelopeError, FrameError):
             self._counters["refused_unsigned"] += 1
@@ -94,8 +95,8 @@ class Streams:
 
     async def _answer(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await read_frame(reader)
-        if is_knock(first):
-            await write_frame(writer, self._knock(first, host))
+        if is_join_request(first):
+            await write_frame(writer, self._answer_join(first, host))
             return
         sender, frame = self._core.open_frame(first)
         if isinstance(frame, ReachMe):
@@ -103,14 +104,14 @@ class Streams:
             return
         await self._drive(self._core.answer(sender, frame), reader, writer)
 
-    async def _try_to_reach(self, sender: NodeId, asked: ReachMe, seen_host: str) -> Reached:
-        """Only for members, and only the member itself is looked for there."""
+    async def _try_to_reach(self, sender: NodeId, question: ReachMe, seen_host: str) -> Reached:
+        """Ping the sender at the address it names. Only members may ask, and only about themselves."""
         if not self._core.is_member(sender):
-            raise TrustError(f"{short_id(sender)} is no member, and asks to be reached")
+            raise TrustError(f"{short_id(sender)} asks for a reachability check and is not a member")
         udp, tcp = await asyncio.gather(
-            self._reach(sender, asked.host, asked.port), self.ping(sender, asked.host, asked.port, 1.0)
+            self._reach(sender, question.host, question.port), self.ping(sender, question.host, question.port, 1.0)
         )
-        return Reached(self._core.nonce(), asked.nonce, udp, tcp, seen_host)
+        return Reached(self._core.nonce(), question.nonce, udp, tcp, seen_host)
 
     async def _ask(self, question: AnyFrame, host: str, port: int) -> tuple[NodeId, AnyFrame]:
         reader, writer = await asyncio.open_connection(host, port)
@@ -121,18 +122,18 @@ class Streams:
             writer.close()
 
     async def _drive(
-        self, conversation: Conversation, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, exchange: StreamExchange, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
-            frame = next(conversation)
+            frame = next(exchange)
             while True:
                 await self._write(writer, frame)
-                frame = conversation.send(self._core.open_frame(await read_frame(reader)))
+                frame = exchange.send(self._core.open_frame(await read_frame(reader)))
         except StopIteration as end:
             if end.value is not None:
                 await self._write(writer, end.value)
         finally:
-            conversation.close()
+            exchange.close()
 
     async def _write(self, writer: asyncio.StreamWriter, frame: AnyFrame) -> None:
         await write_frame(writer, self._core.seal_frame(frame))

@@ -1,8 +1,8 @@
 """SWIM (Das, Gupta, Motivala 2002) with Lifeguard, as a state machine without I/O.
 
-Each interval one member is pinged, in a shuffled round; a silent one is pinged through relays; one that stays silent is
-suspected, may refute by raising its incarnation, and is declared dead when the suspicion runs out. All news spreads as
-rumours on these packets. Time, randomness and the signing of our own evidence come from outside.
+Each interval one member is pinged, round-robin in shuffled order. A member that does not answer is pinged through relays and over
+TCP; if it stays silent it is suspected. It may refute by raising its incarnation, and is declared dead when the suspicion runs
+out. Evidence and small records spread as rumours on the same packets. Time, randomness and signatures come from outside.
 """
 
 from collections import deque
@@ -11,6 +11,7 @@ from random import Random
 
 from msgspec.structs import replace
 
+from membership.clock_skew import ClockSkew
 from membership.config import SwimConfig
 from membership.effects import (
     Cloned,
@@ -23,15 +24,12 @@ from membership.effects import (
     StreamPing,
     WantReconcile,
 )
-from membership.health import Health
-from membership.lives import OtherLives
 from membership.member import Member, MemberTable
-from membership.pauses import Pauses
-from membership.probe import Probe, Relays, Round
+from membership.probe import LocalHealth, Probe, ProbeOrder, Relays
+from membership.ratelimit import MinimumInterval
 from membership.reconcile import MemberDigest
 from membership.records import ROOT_BYTES
 from membership.rumours import ITEM_OVERHEAD, RumourQueue
-from membership.skew import Skew
 from membership.suspicion import AccuserCredit, Suspicion
 from membership.wire import (
     MAX_INCARNATION,
@@ -51,14 +49,38 @@ from membership.wire import (
 
 Verified = tuple[bytes, AnyEvidence, bytes]  # author, evidence, the sealed bytes
 
-PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # envelope, nonce, root, a target, framing: generously
-WOKE_UP_S = 5.0  # so long without a timer is sleep, not a busy moment
-LEAVE_ROUNDS = 3  # farewells are sent to everyone this often; two may be lost
-DEAD_HEAR_S = 30.0  # rumours go to the dead too for so long, so that they can refute (memberlist's gossip-to-the-dead)
+PACKET_OVERHEAD = 73 + 9 + 10 + 34 + 24  # upper bound: envelope, nonce, root, a target, framing
+WOKE_UP_S = 5.0  # a timer this late means the machine slept, not that it was busy
+LEAVE_ROUNDS = 3  # farewells sent to each member; two may be lost
+GOSSIP_TO_DEAD_S = 30.0  # rumours also go to dead members for this long, so that they can refute (memberlist)
+MAX_REMEMBERED_RUNS = 8
+
+
+class CloneDetector:
+    """Detects a second machine with this node's key, by the boot epochs of evidence about this node from elsewhere.
+
+    Such evidence may also come from an earlier run (a wiped disk, a clock that is behind). That run is over, so outbidding it
+    once is enough. A run that outbids this node again afterwards is alive.
+    """
+
+    def __init__(self, boot: int) -> None:
+        self._boot = boot
+        self._seen: deque[int] = deque(maxlen=MAX_REMEMBERED_RUNS)
+
+    def is_clone(self, boot: int) -> bool:
+        """Record evidence of the run that began with this epoch; True if it must be a second machine."""
+        if boot in self._seen:
+            return True
+        self._seen.append(boot)
+        return False
+
+    def started_before(self, boot: int) -> bool:
+        """Return True if the other run started before this one, which then has to stop."""
+        return boot < self._boot
 
 
 class Swim:
-    """One node's view. `seal_evidence` signs what we say ourselves; packets are signed by the shell."""
+    """The failure detector of one node. `seal_evidence` signs its own evidence; the shell signs packets."""
 
     def __init__(
         self,
@@ -77,34 +99,34 @@ class Swim:
         self.node = node
         self.config = config
         self.table = MemberTable(config.max_members)
-        self.health = Health(config.health_max)
+        self.health = LocalHealth(config.health_max)
         self.rumours = RumourQueue(config.retransmit_multiplier)
         self.left = False
         self._host, self._port = host, port
         self._boot = epoch
         self._epoch, self._incarnation, self._draining = epoch, 0, False
-        self._lives = OtherLives(epoch)
-        self.skew = Skew()
+        self._clones = CloneDetector(epoch)
+        self.skew = ClockSkew()
         self._wall, self._zone_of = wall, zone_of
         self._rng = rng
         self._seal = seal_evidence
         self._records_root = records_root
         self._differing_since: float | None = None
-        self._round = Round(rng)
+        self._probe_order = ProbeOrder(rng)
         self._probe: Probe | None = None
         self.relays = Relays()
         self._suspicions: dict[bytes, Suspicion] = {}
         self._unreachable: set[bytes] = set()
-        self._hurrying = False
-        self._pauses = Pauses(config.reconcile_pause_s)
-        self._buried: deque[bytes] = deque()  # who died lately, the last at the right
+        self._reconciling_soon = False
+        self._reconcile_limit = MinimumInterval(config.reconcile_pause_s)
+        self._recently_dead: deque[bytes] = deque()
         self._gossiping = False
         self._credit = AccuserCredit(config)
-        self._calm_at = 0.0  # nobody is judged before: we stood still, and have not read our mail yet
+        self._no_verdicts_before = 0.0  # set after this node stood still: acks may wait unread in its socket
         self._tokens: dict[str, int] = {}
-        self._count = 0
+        self._last_token = 0
 
-    # --- life
+    # --- lifecycle
 
     def start(self, now: float) -> list[Effect]:
         self._announce(now)
@@ -113,12 +135,12 @@ class Swim:
             self._timer("probe", now + self.config.probe_interval_s * stagger),
             self._timer("compare", now + self.config.reconcile_interval_s * stagger),
             self._timer("cross-zone", now + self.config.cross_zone_interval_s * stagger),
-            self._timer("knock", now + self.config.dead_reconcile_interval_s * stagger),
-            *self._gossip_soon(now),
+            self._timer("reconcile-dead", now + self.config.dead_reconcile_interval_s * stagger),
+            *self._schedule_gossip(now),
         ]
 
     def set_draining(self, draining: bool, now: float) -> list[Effect]:
-        """Tell everyone that this node is about to leave (or not any more)."""
+        """Announce that this node is about to leave, or no longer is."""
         if draining == self._draining:
             return []
         self._draining = draining
@@ -127,22 +149,22 @@ class Swim:
         return [MemberChanged(self.node, "alive", "alive", draining), *self.gossip_now(now)]
 
     def leave(self, now: float) -> list[Effect]:
-        """Say farewell to everyone at once."""
+        """Send a farewell to every member."""
         self.left = True
         farewell = Left(node=self.node, epoch=self._epoch, incarnation=self._incarnation)
         sealed = self._seal(farewell)
         self.table.apply(farewell, sealed, now)
-        told = self._others() * LEAVE_ROUNDS
-        return [self._send(member, self._rumours(member, (("member", sealed),))) for member in told]
+        recipients = self._others() * LEAVE_ROUNDS
+        return [self._send(member, self._rumours((("member", sealed),))) for member in recipients]
 
     def digest(self, now: float) -> MemberDigest:
-        """Which evidence we hold, for a push-pull. Those long gone are not spoken of, so that all can forget them."""
-        return [(member.node, *member.order) for member in self._spoken_of(now)]
+        """Return the evidence held, for a push-pull. Members gone for long are left out, so that every node forgets them."""
+        return [(member.node, *member.order) for member in self._digested(now)]
 
     def evidence_missing_from(self, digest: MemberDigest, now: float) -> list[bytes]:
-        """What a peer with this digest lacks: each member's own word, and what outranks it."""
+        """Return the evidence that a peer with this digest lacks: each member's own statement, and what outranks it."""
         entries = set(digest)
-        news = [member for member in self._spoken_of(now) if (member.node, *member.order) not in entries]
+        news = [member for member in self._digested(now) if (member.node, *member.order) not in entries]
         if not news:
             return []
         theirs = {node: (epoch, incarnation, rank) for node, epoch, incarnation, rank in digest}
@@ -155,18 +177,18 @@ class Swim:
                     missing.append(member.verdict_sealed)
         return missing
 
-    def _spoken_of(self, now: float) -> list[Member]:
-        silence = self.config.dead_forget_s / 2
-        return [member for member in self.table.all() if member.present or now - member.since < silence]
+    def _digested(self, now: float) -> list[Member]:
+        limit_s = self.config.dead_forget_s / 2
+        return [member for member in self.table.all() if member.present or now - member.since < limit_s]
 
     def forget_long_gone(self, now: float) -> None:
-        """Drop members that have been dead or gone for so long that no rumour about them is left anywhere."""
+        """Drop members that have been dead or gone for so long that no rumour about them can be left."""
         for member in self.table.all():
             if not member.present and now - member.since > self.config.dead_forget_s:
                 self.table.forget(member.node)
 
     def expel(self, node: bytes) -> list[Effect]:
-        """Forget one that may not be a member any more; nothing about it will be verified again."""
+        """Drop a node that is no longer a member; evidence about it is not accepted any more."""
         member = self.table.get(node)
         if member is None or node == self.node:
             return []
@@ -177,7 +199,7 @@ class Swim:
         return [MemberChanged(node, "dead", member.state, member.draining)]
 
     def set_address(self, host: str, port: int, now: float) -> list[Effect]:
-        """A new address of our own, told as a new incarnation."""
+        """Announce a new address of this node with a new incarnation."""
         if (host, port) == (self._host, self._port):
             return []
         self._host, self._port = host, port
@@ -185,25 +207,25 @@ class Swim:
         self._announce(now)
         return self.gossip_now(now)
 
-    def tell(self, node: bytes, section: str, sealed: bytes, now: float, urgent: bool = False) -> list[Effect]:
-        """Tell of a record with the next packets; an urgent one at once, before other news and to more."""
+    def gossip_record(self, node: bytes, section: str, sealed: bytes, now: float, urgent: bool = False) -> list[Effect]:
+        """Gossip a record with the next packets; an urgent one at once, before other rumours and with more transmissions."""
         self.rumours.add("record", node + section.encode(), sealed, urgent)
-        return self.gossip_now(now) if urgent else self._gossip_soon(now)
+        return self.gossip_now(now) if urgent else self._schedule_gossip(now)
 
     @property
     def epoch(self) -> int:
         return self._epoch
 
-    def hurry(self, now: float) -> list[Effect]:
-        """A push-pull has just taught us much: there is more, and others lack it too. Go on with somebody else soon."""
-        if self._hurrying or self.left:
+    def reconcile_soon(self, now: float) -> list[Effect]:
+        """Schedule a push-pull with another member: the last one brought so much that there is probably more."""
+        if self._reconciling_soon or self.left:
             return []
-        self._hurrying = True
-        return [self._timer("hurry", now + self.config.reconcile_pause_s * self._rng.uniform(0.5, 1.5))]
+        self._reconciling_soon = True
+        return [self._timer("reconcile-soon", now + self.config.reconcile_pause_s * self._rng.uniform(0.5, 1.5))]
 
     def want_reconcile(self, node: bytes, host: str, port: int, unless_equal: bool, now: float) -> list[Effect]:
-        """A push-pull with whoever is there, unless there was one a moment ago."""
-        return [WantReconcile(node, host, port, unless_equal)] if self._pauses.over((host, port), now) else []
+        """Ask for a push-pull with the node at this address, unless there was one a moment ago."""
+        return [WantReconcile(node, host, port, unless_equal)] if self._reconcile_limit.allow((host, port), now) else []
 
     def is_unreachable(self, node: bytes) -> bool:
         return node in self._unreachable
@@ -218,7 +240,7 @@ class Swim:
         now: float,
         source: tuple[str, int] | None = None,
     ) -> list[Effect]:
-        """A verified packet from a known member; `evidence` is what it says of others, verified too; `source` is its address."""
+        """Handle a verified packet of a member, with its verified `evidence`, from the address `source`."""
         effects: list[Effect] = []
         for item in evidence:
             effects += self.on_evidence(*item, now)
@@ -228,7 +250,7 @@ class Swim:
         match packet:
             case Ping():
                 effects.append(self._answer(member, packet, source))
-                effects += self._differs(member, packet.root, now)
+                effects += self._compare_root(member, packet.root, now)
             case Ack():
                 effects += self._on_ack(member, packet, now)
             case PingRequest():
@@ -243,12 +265,12 @@ class Swim:
     def on_evidence(
         self, author: bytes, evidence: AnyEvidence, sealed: bytes, now: float, *, rumoured: bool = True
     ) -> list[Effect]:
-        """One verified piece of news: a rumour is told on; from a push-pull, only what changes somebody we know.
+        """Handle verified evidence. A rumour is gossiped on; from a push-pull, only what changes a known member is.
 
-        Else each joiner would tell everybody about everybody (consul issue 5567).
+        Otherwise each joining node would gossip about every member (consul issue 5567).
         """
         if evidence.node == self.node:
-            return [*self._about_me(evidence, now), *self._gossip_soon(now)]
+            return [*self._on_own_evidence(evidence, now), *self._schedule_gossip(now)]
         suspicion = self._suspicions.get(evidence.node)
         if isinstance(evidence, Suspect) and suspicion is not None:
             member = self.table.get(evidence.node)
@@ -259,7 +281,7 @@ class Swim:
                 and suspicion.confirm(author, now, evidence.refused)
             ):
                 self.rumours.add("member", evidence.node + author, sealed)
-                return [*self._watch(evidence.node, suspicion, now), *self._gossip_soon(now)]
+                return [*self._watch(evidence.node, suspicion, now), *self._schedule_gossip(now)]
         change = self.table.apply(evidence, sealed, now)
         if change is None:
             return []
@@ -267,45 +289,48 @@ class Swim:
         if rumoured or before is not None:
             self.rumours.add("member", after.node, sealed)
         refused = isinstance(evidence, Suspect) and evidence.refused
-        return [*self._changed(before, after, author, refused, now), *self._gossip_soon(now)]
+        return [*self._on_change(before, after, author, refused, now), *self._schedule_gossip(now)]
 
     def on_stream_ping(self, node: bytes, outcome: StreamOutcome, now: float) -> list[Effect]:
-        """What a TCP ping has shown, of our own probe or of one we relay."""
-        asked = self.relays.stream_over(node)
+        """Handle the outcome of a TCP ping, of our own probe or of one we relay."""
+        relay = self.relays.take_stream(node)
         if outcome == "acked":
             if self._probe is not None and self._probe.target == node:
                 self._probe.acked = True
-            asker = self.table.get(asked[0]) if asked is not None else None
-            if asked is None or asker is None:
+            requester = self.table.get(relay[0]) if relay is not None else None
+            if relay is None or requester is None:
                 return []
-            return [self._send(asker, self._ack(asked[1]))]
+            return [self._send(requester, self._ack(relay[1]))]
         member = self.table.get(node)
         if outcome == "silent" or member is None or not member.present:
             return []
         return self._accuse(member, now, refused=True)
 
     def on_lag(self, late_s: float, now: float) -> list[Effect]:
-        """This node stood still (a stopped process, a sleeping machine, a long computation): nobody else's silence counts."""
+        """Handle a late timer: this node stood still (stopped, asleep or busy), so missing acks prove nothing."""
         if late_s < self.config.lag_s:
             return []
-        self.health.worse()
+        self.health.degrade()
         self._probe = None
-        self._calm_at = now + self.config.probe_interval_s
+        self._no_verdicts_before = now + self.config.probe_interval_s
         if late_s < WOKE_UP_S:
             return []
-        # A machine that slept may be dead to everybody: learn of it now, from whoever is there.
-        return self._reconcile_with_one(self._anyone(), False, now)
+        # After a sleep the others may hold this node dead: find out now.
+        return self._reconcile_with_one(self._random_member(), False, now)
 
     def _answer(self, member: Member, ping: Ping, source: tuple[str, int] | None) -> SendPacket:
-        """The ack goes to where the ping came from. Whoever is held suspect or dead hears that first, and refutes; whoever
-        speaks from another address than its newest word has, hears that word: a second machine may have its key."""
-        doubt: Gossip = ()
+        """Return the ack, sent to the source of the ping.
+
+        It carries the accusation if the member is suspect or dead, so that it can refute. If the source differs from the
+        member's announced address, it carries that announcement: a second machine may have the member's key.
+        """
+        accusation: Gossip = ()
         if member.state in {"suspect", "dead"} and member.verdict_sealed is not None:
-            doubt = (("member", member.verdict_sealed),)
+            accusation = (("member", member.verdict_sealed),)
         if source is None or source == (member.host, member.port):
-            return self._send(member, self._ack(ping.nonce, doubt))
-        # No rumours to an address that nobody has signed: it would be an amplifier.
-        answer = self._ack(ping.nonce, (*doubt, ("member", member.alive_sealed)))
+            return self._send(member, self._ack(ping.nonce, accusation))
+        # No rumours to an unsigned address: that would allow amplification attacks.
+        answer = self._ack(ping.nonce, (*accusation, ("member", member.alive_sealed)))
         return SendPacket(member.node, source[0], source[1], answer)
 
     # --- timers
@@ -316,24 +341,24 @@ class Swim:
         if name == "probe":
             return self._next_probe(now)
         if name == "probe-timeout":
-            return self._indirect(now)
+            return self._probe_indirectly(now)
         if name == "gossip":
             self._gossiping = False
-            return [*self._gossip(now), *self._gossip_soon(now)]
-        if name == "hurry":
-            self._hurrying = False
-            return self._reconcile_with_one(self._anyone(), True, now)
+            return [*self._gossip(now), *self._schedule_gossip(now)]
+        if name == "reconcile-soon":
+            self._reconciling_soon = False
+            return self._reconcile_with_one(self._random_member(), True, now)
         if name == "compare":
             again = self._timer("compare", now + self.config.reconcile_interval_s)
-            return [again, *self._reconcile_with_one(self._anyone(), True, now)]
+            return [again, *self._reconcile_with_one(self._random_member(), True, now)]
         if name == "cross-zone":
             again = self._timer("cross-zone", now + self.config.cross_zone_interval_s)
             here = self._zone_of(self.node)
             elsewhere = [member for member in self._others() if self._zone_of(member.node) != here]
             return [again, *self._reconcile_with_one(elsewhere, True, now)]
-        if name == "knock":
-            # Partitions heal because somebody knocks at the dead (memberlist issue 222).
-            again = self._timer("knock", now + self.config.dead_reconcile_interval_s)
+        if name == "reconcile-dead":
+            # Contacting dead members heals partitions (memberlist issue 222).
+            again = self._timer("reconcile-dead", now + self.config.dead_reconcile_interval_s)
             dead = [member for member in self.table.all() if member.state == "dead"]
             return [again, *self._reconcile_with_one(dead, False, now)]
         if name.startswith("suspect-"):
@@ -344,7 +369,7 @@ class Swim:
 
     def _next_probe(self, now: float) -> list[Effect]:
         effects = self._close_probe(now)
-        target = self._round.next(self.table, self.node)
+        target = self._probe_order.next(self.table, self.node)
         interval = self.health.scaled(self.config.probe_interval_s)
         effects.append(self._timer("probe", now + interval))
         if target is None:
@@ -352,7 +377,7 @@ class Swim:
         self._probe = Probe(target.node, self._nonce())
         gossip: Gossip = ()
         if target.state == "suspect" and target.verdict_sealed is not None:
-            gossip = (("member", target.verdict_sealed),)  # Lifeguard's buddy: let it refute at once
+            gossip = (("member", target.verdict_sealed),)  # Lifeguard's buddy system: the suspect can refute at once
         ping = Ping(nonce=self._probe.nonce, root=self.root(), gossip=gossip)
         return [
             *effects,
@@ -360,17 +385,17 @@ class Swim:
             self._timer("probe-timeout", now + self.config.probe_timeout_s),
         ]
 
-    def _indirect(self, now: float) -> list[Effect]:
+    def _probe_indirectly(self, now: float) -> list[Effect]:
         probe = self._probe
         if probe is None or probe.acked:
             return []
         drawn = self.table.draw(self.config.indirect_probes, self._rng, without=(self.node, probe.target))
-        helpers = [member for member in drawn if member.state == "alive"]
-        probe.expected_nacks = len(helpers)
+        relays = [member for member in drawn if member.state == "alive"]
+        probe.expected_nacks = len(relays)
         effects: list[Effect] = []
-        for helper in helpers:
+        for relay in relays:
             request = PingRequest(nonce=probe.nonce, root=self.root(), gossip=(), target=probe.target)
-            effects.append(self._send(helper, request))
+            effects.append(self._send(relay, request))
         target = self.table.get(probe.target)
         if target is not None:
             effects.append(StreamPing(target.node, target.host, target.port))
@@ -381,14 +406,14 @@ class Swim:
         if probe is None:
             return []
         if probe.acked:
-            self.health.better()
+            self.health.improve()
             return []
-        self.health.worse(probe.missed_nacks)
+        self.health.degrade(probe.missed_nacks)
         member = self.table.get(probe.target)
         return self._accuse(member, now, refused=False) if member is not None and member.present else []
 
     def _accuse(self, member: Member, now: float, refused: bool) -> list[Effect]:
-        """Say that it does not answer us; for one who is suspected already, an independent confirmation."""
+        """Accuse a member of not answering; if it is suspected already, this confirms the suspicion."""
         accusation = Suspect(node=member.node, epoch=member.epoch, incarnation=member.incarnation, refused=refused)
         return self.on_evidence(self.node, accusation, self._seal(accusation), now)
 
@@ -397,39 +422,41 @@ class Swim:
         if probe is not None and packet.answers == probe.nonce:
             probe.acked = True
             if packet.wall_unix and probe.target == member.node:
-                self.skew.heard(member.node, packet.wall_unix - self._wall())
-        effects = self._differs(member, packet.root, now)
-        relay = self.relays.answered(packet.answers, now)
-        asker = self.table.get(relay[0]) if relay is not None else None
-        if relay is not None and asker is not None:
-            effects.append(self._send(asker, self._ack(relay[1])))
+                self.skew.add_sample(member.node, packet.wall_unix - self._wall())
+        effects = self._compare_root(member, packet.root, now)
+        relay = self.relays.take(packet.answers, now)
+        requester = self.table.get(relay[0]) if relay is not None else None
+        if relay is not None and requester is not None:
+            effects.append(self._send(requester, self._ack(relay[1])))
         return effects
 
-    def _relay(self, asker: Member, packet: PingRequest, now: float) -> list[Effect]:
+    def _relay(self, requester: Member, packet: PingRequest, now: float) -> list[Effect]:
         target = self.table.get(packet.target)
-        # The nack says "I am here, and it has not answered yet"; an ack may still follow.
+        # The nack proves only that this relay is alive; an ack may still follow.
         nack = Nack(nonce=self._nonce(), root=self.root(), gossip=(), answers=packet.nonce)
-        effects: list[Effect] = [self._send(asker, nack)]
+        effects: list[Effect] = [self._send(requester, nack)]
         if target is not None:
             ping = Ping(nonce=self._nonce(), root=self.root(), gossip=())
-            self.relays.add(ping.nonce, target.node, asker.node, packet.nonce, now)
+            self.relays.add(ping.nonce, target.node, requester.node, packet.nonce, now)
             effects += [self._send(target, ping), StreamPing(target.node, target.host, target.port)]
         return effects
 
-    # --- news
+    # --- evidence
 
-    def _about_me(self, evidence: AnyEvidence, now: float) -> list[Effect]:
+    def _on_own_evidence(self, evidence: AnyEvidence, now: float) -> list[Effect]:
+        """Handle evidence about this node: outbid statements of earlier runs, report clones, refute accusations."""
         if isinstance(evidence, Alive | Left):
-            # Our own word from before a wiped disk, or another machine's with our key.
+            # From a run before the disk was wiped, or from another machine with this key.
             if (evidence.epoch, evidence.incarnation) <= (self._epoch, self._incarnation):
                 return []
             effects = self.outbid(evidence.epoch + 1, now)
-            if isinstance(evidence, Alive) and self._lives.outbids_again(evidence.boot):
-                return [Cloned(evidence.host, evidence.port, self._lives.is_older(evidence.boot)), *effects]
+            if isinstance(evidence, Alive) and self._clones.is_clone(evidence.boot):
+                younger = self._clones.started_before(evidence.boot)
+                return [Cloned(evidence.host, evidence.port, younger), *effects]
             return effects
         if (evidence.epoch, evidence.incarnation) < (self._epoch, self._incarnation) or self.left:
             return []
-        self.health.worse()
+        self.health.degrade()
         if evidence.epoch > self._epoch or evidence.incarnation + 1 >= MAX_INCARNATION:
             return self.outbid(evidence.epoch + 1, now)
         self._incarnation = evidence.incarnation + 1
@@ -437,7 +464,7 @@ class Swim:
         return []
 
     def outbid(self, epoch: int, now: float) -> list[Effect]:
-        """Go on in a higher epoch."""
+        """Continue in a higher epoch."""
         self._epoch, self._incarnation = epoch, 0
         self._announce(now)
         return [PersistEpoch(epoch)]
@@ -456,7 +483,9 @@ class Swim:
         self.table.apply(me, sealed, now)
         self.rumours.add("member", self.node, sealed)
 
-    def _changed(self, before: Member | None, after: Member, author: bytes, refused: bool, now: float) -> list[Effect]:
+    def _on_change(
+        self, before: Member | None, after: Member, author: bytes, refused: bool, now: float
+    ) -> list[Effect]:
         was: str = before.state if before is not None else ""
         watch: list[Effect] = []
         if after.state != "suspect":
@@ -469,20 +498,20 @@ class Swim:
                 self._unreachable.discard(after.node)
                 was = "unreachable"
             if after.state == "dead":
-                self._buried.append(after.node)
+                self._recently_dead.append(after.node)
         elif was != "suspect" or (before is not None and before.order[:2] != after.order[:2]):
             self._unreachable.discard(after.node)
             suspicion = Suspicion(self.config, self.table.present_count, author, now, refused)
             self._suspicions[after.node] = suspicion
             watch = self._watch(after.node, suspicion, now)
         if before is None:
-            self._round.insert(after.node)
+            self._probe_order.insert(after.node)
         if before is None or before.state != after.state or before.draining != after.draining:
             return [MemberChanged(after.node, after.state, was, after.draining), *watch]
         return watch
 
     def _watch(self, node: bytes, suspicion: Suspicion, now: float) -> list[Effect]:
-        """Wait for what comes next to a suspect: to count as unreachable, then to be given up."""
+        """Set the timer for a suspect's next state: unreachable, then dead."""
         effects: list[Effect] = []
         member = self.table.get(node)
         if node not in self._unreachable and now >= suspicion.unreachable_at and member is not None:
@@ -495,8 +524,8 @@ class Swim:
         member, suspicion = self.table.get(node), self._suspicions.get(node)
         if member is None or member.state != "suspect" or suspicion is None:
             return []
-        if now < self._calm_at:
-            return [self._timer(_suspicion_timer(node), self._calm_at)]
+        if now < self._no_verdicts_before:
+            return [self._timer(_suspicion_timer(node), self._no_verdicts_before)]
         if now < suspicion.deadline:
             return self._watch(node, suspicion, now)
         verdict = Dead(node=node, epoch=member.epoch, incarnation=member.incarnation)
@@ -508,37 +537,37 @@ class Swim:
         chosen = self._rng.choice(members)
         return self.want_reconcile(chosen.node, chosen.host, chosen.port, unless_equal, now)
 
-    def _anyone(self) -> list[Member]:
+    def _random_member(self) -> list[Member]:
         return self.table.draw(1, self._rng, without=(self.node,))
 
-    def _differs(self, member: Member, root: bytes, now: float) -> list[Effect]:
-        """Reconcile when nobody has known just what we know for a while: until then rumours, which are cheaper, may settle it."""
+    def _compare_root(self, member: Member, root: bytes, now: float) -> list[Effect]:
+        """Reconcile when no peer has had our root for `settle_s`; until then rumours, which are cheaper, may settle it."""
         if root == self.root():
             self._differing_since = None
             return []
         if self._differing_since is None:
             self._differing_since = now
-        if now - self._differing_since < self.config.settle_s and not self._overfull:
+        if now - self._differing_since < self.config.settle_s and not self._overloaded:
             return []
         self._differing_since = now
         return self.want_reconcile(member.node, member.host, member.port, False, now)
 
     @property
-    def _overfull(self) -> bool:
-        """Whether more news waits than the packets of `settle_s` can carry, as when all start at once: work for push-pulls."""
+    def _overloaded(self) -> bool:
+        """True if more rumours wait than the packets of `settle_s` can carry, as in a mass restart: push-pulls are faster."""
         config = self.config
-        told = config.gossip_fanout * config.packet_bytes * config.settle_s / config.gossip_interval_s
-        return self.rumours.waiting_bytes * self.rumours.rounds(len(self.table)) > told
+        capacity = config.gossip_fanout * config.packet_bytes * config.settle_s / config.gossip_interval_s
+        return self.rumours.waiting_bytes * self.rumours.rounds(len(self.table)) > capacity
 
     def root(self) -> bytes:
-        """Of all that is known here, members and their records; it travels in every ping and ack."""
+        """Return the hash of all members and records known here; every packet carries it."""
         return (self.table.root ^ self._records_root()).to_bytes(ROOT_BYTES, "big")
 
     def gossip_now(self, now: float) -> list[Effect]:
-        return [*self._gossip(now), *self._gossip_soon(now)]
+        return [*self._gossip(now), *self._schedule_gossip(now)]
 
-    def _gossip_soon(self, now: float) -> list[Effect]:
-        """The next tick, if there is anything to tell; without news nothing ticks."""
+    def _schedule_gossip(self, now: float) -> list[Effect]:
+        """Set the timer of the next gossip round if there are rumours."""
         if self._gossiping or self.left or not len(self.rumours):
             return []
         self._gossiping = True
@@ -548,40 +577,41 @@ class Swim:
         if not len(self.rumours):
             return []
         chosen = self.table.draw(self.config.gossip_fanout, self._rng, without=(self.node,))
-        dead = self._lately_dead(now)
+        dead = self._gossip_targets_dead(now)
         if dead:
             chosen.append(self._rng.choice(dead))
         effects: list[Effect] = []
         for member in chosen:
             gossip = self.rumours.take(self.config.packet_bytes - PACKET_OVERHEAD, len(self.table))
             if gossip:
-                effects.append(self._send_whole(member, self._rumours(member, gossip)))
+                effects.append(self._send_exactly(member, self._rumours(gossip)))
         return effects
 
-    def _lately_dead(self, now: float) -> list[Member]:
-        dead = [member for node in self._buried if (member := self.table.get(node)) is not None]
-        dead = [member for member in dead if member.state == "dead" and now - member.since < DEAD_HEAR_S]
-        self._buried = deque(member.node for member in dead)
+    def _gossip_targets_dead(self, now: float) -> list[Member]:
+        """Return the members that died less than GOSSIP_TO_DEAD_S ago."""
+        dead = [member for node in self._recently_dead if (member := self.table.get(node)) is not None]
+        dead = [member for member in dead if member.state == "dead" and now - member.since < GOSSIP_TO_DEAD_S]
+        self._recently_dead = deque(member.node for member in dead)
         return dead
 
-    # --- small things
+    # --- helpers
 
     def _others(self) -> list[Member]:
         return [member for member in self.table.present() if member.node != self.node]
 
-    def _rumours(self, member: Member, gossip: Gossip) -> Rumours:
+    def _rumours(self, gossip: Gossip) -> Rumours:
         return Rumours(nonce=self._nonce(), root=self.root(), gossip=gossip)
 
     def _send(self, member: Member, packet: AnyPacket) -> SendPacket:
-        """Send, with as many rumours as still fit."""
+        """Send a packet with as many rumours as still fit."""
         if not len(self.rumours):
-            return self._send_whole(member, packet)
+            return self._send_exactly(member, packet)
         used = PACKET_OVERHEAD + sum(len(sealed) + ITEM_OVERHEAD for _, sealed in packet.gossip)
         more = self.rumours.take(self.config.packet_bytes - used, len(self.table))
         extra = tuple(item for item in more if item not in packet.gossip)
-        return self._send_whole(member, replace(packet, gossip=packet.gossip + extra))
+        return self._send_exactly(member, replace(packet, gossip=packet.gossip + extra))
 
-    def _send_whole(self, member: Member, packet: AnyPacket) -> SendPacket:
+    def _send_exactly(self, member: Member, packet: AnyPacket) -> SendPacket:
         return SendPacket(member.node, member.host, member.port, packet)
 
     def _ack(self, answers: int, gossip: Gossip = ()) -> Ack:
@@ -591,9 +621,9 @@ class Swim:
         return self._rng.getrandbits(62)
 
     def _timer(self, name: str, at: float) -> SetTimer:
-        self._count += 1
-        self._tokens[name] = self._count
-        return SetTimer(name, self._count, at)
+        self._last_token += 1
+        self._tokens[name] = self._last_token
+        return SetTimer(name, self._last_token, at)
 
 
 def _suspicion_timer(node: bytes) -> str:

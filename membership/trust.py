@@ -1,95 +1,157 @@
-"""Who belongs: a signed genesis, and chains of certificates from its roots to each node.
+"""Trust: a signed genesis document, and certificates that bind nodes and users to a mesh.
 
-A mesh is its genesis document; the mesh id is the document's hash and stands in every signature. A node is admitted by a
-chain root -> admitter -> node of at most three certificates, each of which must hold now, for roles that its issuer has.
-An invite is a certificate for a throw-away key that may sign exactly one more level, together with that key, the genesis
-and some addresses: whoever holds the string can join without any server, for as long as the invite lasts. The first
-admitter that the new node meets replaces that by a certificate of its own hand, and renews it before it ends. "Single
-use" cannot be enforced without a coordinator and is not claimed.
+The genesis document defines a mesh; its hash is the mesh id and part of every signature. A node is admitted by a chain root ->
+node or root -> admitter -> node. Each certificate must be valid now, and grants only roles that its issuer has.
+
+A user is a key: the key of the first machine of theirs that was admitted. A certificate binds the user's name to that key. A
+name belongs to one key: of two bindings the older one holds, on every node alike, and the members of the other key have no
+credentials. An admitter binds no name that belongs to another key.
+
+An invite signs no certificate. Its one-time key proves that a join request comes from the invited machine, and only the node
+that issued the invite decides (`membership.admission`).
 """
 
 import base64
 import os
+import re
+import time
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
-from membership.envelope import TAG_BYTES, EnvelopeError, Seals, open_envelope, seal
+from membership.envelope import TAG_BYTES, EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId, short_id
+from membership.malformed import MALFORMED
 
-MAX_CHAIN = 3
-MAX_REVOCATIONS, MAX_REASON_BYTES = 50, 100  # all of them fit into one section
-CLOCK_GRACE_S = 120  # certificates of nodes whose clocks differ by this much still hold
-NODE_CERTIFICATE_S = 90 * 86_400  # short enough that a lost laptop ends by itself; as Let's Encrypt
-RENEW_BEFORE_S = 30 * 86_400  # an admitter is asked for a new one from then on
-CERTIFICATE_WARN_S = 7 * 86_400  # its end is near, and nobody has renewed it
-ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # a root that ends kills its mesh (Nebula issue 712)
-_GENESIS_ID = b"\0" * 16  # the genesis is signed before its own id exists
+MAX_CHAIN = 2
+MAX_ROOTS = 16  # own choice
+MAX_STATEMENTS = 4096  # of the founders: a campus with 400 machines for ten years (own choice)
+MAX_REASON_BYTES = 100
+CLOCK_GRACE_S = 120  # tolerated clock skew
+NODE_CERTIFICATE_S = 90 * 86_400  # short, so that a lost laptop drops out by itself; Let's Encrypt's lifetime
+RENEW_BEFORE_S = 30 * 86_400  # remaining lifetime at which renewal starts
+CERTIFICATE_WARN_S = 7 * 86_400  # remaining lifetime at which a failed renewal is reported
+ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # an expired root ends its mesh (Nebula issue 712)
+MAX_NAME_BYTES = 64
+MAX_USES = 1000  # of an invite: a large lecture (own choice)
+_GENESIS_ID = b"\0" * 16  # the mesh id does not exist yet when the genesis is signed
+# POSIX's portable user names, and what directories of a university use besides. Look-alikes of other scripts are no names.
+_USER_NAME = re.compile(rf"[A-Za-z0-9_.@+-]{{1,{MAX_NAME_BYTES}}}")
 
 
 PROVIDER, USER = "provider", "user"
-ROLES = (PROVIDER, USER)  # may lend, may submit
+ROLES = (PROVIDER, USER)  # may lend GPUs, may submit jobs
 
 
 class TrustError(ValueError):
-    """This node, chain or invite is not one of the mesh's; the text says which rule refused it."""
+    """A node, chain or invite is not valid in this mesh; the message names the rule that refused it."""
+
+
+class NameTaken(TrustError):
+    """The user's name belongs to another key."""
 
 
 class Genesis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`quorum` of the roots, the mesh's founders, must agree to revoke a key or to let a node admit others."""
+
     name: str
     roots: tuple[bytes, ...]
+    quorum: int
     created_unix: int
     salt: bytes
 
 
-class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class User(msgspec.Struct, frozen=True):
+    """A user of the mesh: their key, and the name that an admitter bound to it."""
+
+    name: str
+    key: bytes
+    bound_unix: int
+
+
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     subject: bytes
     nick: str
     user: str
+    user_key: bytes
+    bound_unix: int
     roles: tuple[str, ...]
     can_admit: bool
     not_before: int
     not_after: int
     serial: bytes
-    for_user: str = ""  # of an invite: who joins by it can only be this user
 
 
 class Revocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A root's word that a key is no member any more, whatever certificates it has. It cannot be taken back."""
+    """A root's statement that a key is not a member, whatever certificates it has. It cannot be undone."""
 
     subject: bytes
     revoked_unix: int
     reason: str
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """A member as its chain shows it. `not_after`: the first end of any link of it; `links`: how many there are to a root."""
+class Promotion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A root's statement that a node may admit others. It takes effect with a certificate that says so."""
+
+    subject: bytes
+    promoted_unix: int
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """A member's attributes, verified by its chain. `admitter` signed its certificate.
+
+    `not_before` and `not_after`: the time in which the whole chain is valid.
+    """
 
     node_id: bytes
     nick: str
     user: str
+    user_key: bytes
+    bound_unix: int
     roles: tuple[str, ...]
     can_admit: bool
+    admitter: bytes
+    not_before: int
     not_after: int
-    links: int = MAX_CHAIN
 
     @property
-    def speaks_for_mesh(self) -> bool:
-        """A root, or who was made an admitter by a root's own hand. The keys of invites admit too, and name no user."""
-        return self.can_admit and self.links == 1 and bool(self.user)
+    def binding(self) -> User:
+        return User(self.user, self.user_key, self.bound_unix)
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An issuer's promise to admit machines that prove `key`. `mine`: as machines of the issuer's own user.
+
+    `user` is the name that the newcomer gets; with several `uses`, the first part of it.
+    """
+
+    key: bytes
+    user: str
+    mine: bool
+    roles: tuple[str, ...]
+    uses: int
+    made_unix: int
+    not_after: int
 
 
 class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The mesh, addresses to ask and, if it admits by itself, a one-time key with the issuer's grant.
+
+    `issuer` is the issuer's name, for display.
+    """
+
     genesis: bytes
-    seed: bytes
-    chain: bytes
     seeds: tuple[str, ...]
     not_after: int
+    issuer: str
+    seed: bytes = b""
+    grant: bytes = b""
 
 
 class Signer(Protocol):
-    """What signs certificates: `Seals`."""
+    """Signs certificates: `MeshSealer`, or the simulator's."""
 
     node_id: NodeId
 
@@ -100,7 +162,9 @@ _genesis_decoder = msgspec.msgpack.Decoder(Genesis)
 _certificate_decoder = msgspec.msgpack.Decoder(Certificate)
 _chain_decoder = msgspec.msgpack.Decoder(list[bytes])
 _revocation_decoder = msgspec.msgpack.Decoder(Revocation)
+_promotion_decoder = msgspec.msgpack.Decoder(Promotion)
 _invite_decoder = msgspec.msgpack.Decoder(Invite)
+_grant_decoder = msgspec.msgpack.Decoder(Grant)
 
 
 def genesis_id(genesis_bytes: bytes) -> bytes:
@@ -108,183 +172,382 @@ def genesis_id(genesis_bytes: bytes) -> bytes:
 
 
 class TrustStore:
-    """The mesh's rules and the chains this node has seen. Nothing enters but through `admit_chain`."""
+    """The mesh's rules, and the members and revocations this node knows; all of them were verified by `admit_*`."""
 
     def __init__(self, genesis_bytes: bytes) -> None:
         try:
             self.founder, payload = open_envelope(genesis_bytes, _GENESIS_ID, "genesis")
             self.genesis = _genesis_decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (EnvelopeError, *MALFORMED) as error:
             raise TrustError(f"not a mesh's genesis document: {error}") from error
-        if self.founder not in self.genesis.roots:
+        roots = self.genesis.roots
+        if self.founder not in roots:
             raise TrustError("the genesis document is not signed by one of its roots")
+        if len(roots) > MAX_ROOTS or len(set(roots)) < len(roots) or any(len(root) != 32 for root in roots):
+            raise TrustError(f"a mesh has 1 to {MAX_ROOTS} founders, each once")
+        if not 1 <= self.genesis.quorum <= len(roots):
+            raise TrustError(f"the quorum is a number of founders: 1 to {len(roots)}")
         self.genesis_bytes = genesis_bytes
         self.mesh_id = genesis_id(genesis_bytes)
         self.revoked: set[NodeId] = set()
-        self.revocations: dict[NodeId, tuple[Revocation, bytes]] = {}  # with the sealed bytes, to be shown to others
-        self._members: dict[NodeId, Standing] = {}
+        self.revocations: dict[NodeId, Revocation] = {}  # for display
+        self.promoted: set[NodeId] = set()
+        self._certified: set[NodeId] = set()  # nodes with a root's certificate that they may admit others
+        self.statements: dict[bytes, NodeId] = {}  # of the founders, sealed, to relay, with their subjects
+        self._votes: dict[tuple[str, NodeId], set[NodeId]] = {}  # kind and subject -> roots
+        self._members: dict[NodeId, Credentials] = {}
         self._by_tag: dict[bytes, list[NodeId]] = {}
+        self._by_name: dict[str, dict[bytes, set[NodeId]]] = {}  # a user's name -> keys -> machines
 
-    def admit_chain(self, chain: bytes, now_unix: float) -> Standing:
-        """Check a chain and remember its node; TrustError says which link failed and why."""
-        standing = self.check_chain(chain, now_unix)
-        known = self._members.get(standing.node_id)
-        if known is None or standing.not_after >= known.not_after:
-            self._members[standing.node_id] = standing
-            same_tag = self._by_tag.setdefault(standing.node_id[:TAG_BYTES], [])
-            if standing.node_id not in same_tag:
-                same_tag.append(standing.node_id)
-        return self._members[standing.node_id]
+    def admit_chain(self, chain: bytes, now_unix: float) -> Credentials:
+        """Verify a chain and add its node; TrustError names the failed link and the reason."""
+        credentials = self.check_chain(chain, now_unix)
+        node = credentials.node_id
+        known = self._members.get(node)
+        if known is None or credentials.not_after >= known.not_after or self.refusal(known, now_unix):
+            if known is not None:
+                self._by_name[known.user][known.user_key].discard(node)
+            self._members[node] = credentials
+            self._by_name.setdefault(credentials.user, {}).setdefault(credentials.user_key, set()).add(node)
+            same_tag = self._by_tag.setdefault(node[:TAG_BYTES], [])
+            if node not in same_tag:
+                same_tag.append(node)
+        return self._members[node]
 
-    def admit_revocation(self, sealed: bytes, now_unix: float) -> bool:
-        """Take in a root's revocation; whether it is news. TrustError if it is none."""
-        try:
-            author, payload = open_envelope(sealed, self.mesh_id, "revocation")
-            revocation = _revocation_decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TrustError(f"not a revocation: {error}") from error
-        if author not in self.genesis.roots:
-            raise TrustError("only a root of the mesh may revoke a key")
-        if len(revocation.subject) != 32 or len(revocation.reason.encode()) > MAX_REASON_BYTES:
-            raise TrustError("not a revocation: impossible key or reason")
-        if revocation.revoked_unix > now_unix + CLOCK_GRACE_S:
-            raise TrustError("a revocation from the future: is the clock right?")
-        if revocation.subject in self.revoked or len(self.revocations) >= MAX_REVOCATIONS:
+    def admit_statement(self, sealed: bytes, now_unix: float) -> bool:
+        """Apply a founder's revocation or promotion; True if it is new. TrustError if it is invalid.
+
+        It takes effect with the statements of a quorum of founders.
+        """
+        if sealed in self.statements:
             return False
-        self.revoked.add(revocation.subject)
-        self.revocations[revocation.subject] = (revocation, sealed)
+        author, kind, statement = self._open_statement(sealed)
+        if author not in self.genesis.roots:
+            raise TrustError("only a founder of the mesh may revoke a key or let a node admit others")
+        at_unix = statement.revoked_unix if isinstance(statement, Revocation) else statement.promoted_unix
+        reason = statement.reason if isinstance(statement, Revocation) else ""
+        if len(statement.subject) != 32 or len(reason.encode()) > MAX_REASON_BYTES:
+            raise TrustError("not a revocation: invalid key or reason")
+        if at_unix > now_unix + CLOCK_GRACE_S:
+            raise TrustError("a revocation from the future: is the clock right?")
+        voters = self._votes.setdefault((kind, statement.subject), set())
+        if author in voters:
+            return False
+        if len(self.statements) >= MAX_STATEMENTS:
+            raise TrustError(f"this mesh has {MAX_STATEMENTS} statements of its founders, the most that nodes keep")
+        voters.add(author)
+        self.statements[sealed] = statement.subject
+        if isinstance(statement, Revocation):
+            self.revocations.setdefault(statement.subject, statement)
+        if len(voters) >= self.genesis.quorum:
+            (self.revoked if kind == "revocation" else self.promoted).add(statement.subject)
+            member = self._members.get(statement.subject)
+            if member is not None and statement.subject in self._certified & self.promoted:
+                self._members[statement.subject] = msgspec.structs.replace(member, can_admit=True)
         return True
 
-    def invited_user(self, invite: Invite) -> str:
-        """The only user that this invite is for; empty if it is for anybody."""
-        link = _chain_decoder.decode(invite.chain)[-1]
-        return self._open_link(link)[1].for_user
+    def statements_about(self, subject: NodeId) -> set[bytes]:
+        """Return the founders' sealed statements about this key."""
+        return {sealed for sealed, about in self.statements.items() if about == subject}
 
-    def seen(self) -> dict[NodeId, Standing]:
-        """Everybody whose certificate was seen, for showing: it may have ended or been revoked since."""
+    def votes(self, kind: Literal["revocation", "promotion"], subject: NodeId) -> int:
+        """Return how many founders have signed this; the mesh's quorum is enough."""
+        return len(self._votes.get((kind, subject), ()))
+
+    def may_admit(self, node: NodeId) -> bool:
+        """Tell whether a node whose certificate says so may admit others."""
+        return self.genesis.quorum == 1 or node in self.genesis.roots or node in self.promoted
+
+    def seen(self) -> dict[NodeId, Credentials]:
+        """Return every node whose chain was ever verified, for display: it may have expired or been revoked since."""
         return dict(self._members)
 
     def with_tag(self, tag: bytes) -> list[NodeId]:
-        """The known nodes whose keys begin so."""
+        """Return the known nodes whose keys begin with this tag."""
         return self._by_tag.get(tag, [])
 
-    def check_chain(self, chain: bytes, now_unix: float) -> Standing:
+    def check_chain(self, chain: bytes, now_unix: float) -> Credentials:
+        """Verify a chain that must be valid now; TrustError names the failed link and the reason."""
+        credentials = self.read_chain(chain)
+        if now_unix < credentials.not_before - CLOCK_GRACE_S:
+            raise TrustError(f"the certificate of {credentials.nick!r} is not valid yet: is the clock right?")
+        if reason := self.refusal(credentials, now_unix):
+            raise TrustError(reason)
+        return credentials
+
+    def read_chain(self, chain: bytes) -> Credentials:
+        """Verify the signatures and rights of a chain, which may have expired; TrustError names what failed."""
         try:
             links = _chain_decoder.decode(chain)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise TrustError(f"not a certificate chain: {error}") from error
         if not 1 <= len(links) <= MAX_CHAIN:
             raise TrustError(f"a chain has 1 to {MAX_CHAIN} certificates, this one has {len(links)}")
-        issuers, certificate = set(self.genesis.roots), None
-        roles, for_user, ends = set(ROLES), "", 2**62
-        for link in links:
-            issuer, certificate = self._open_link(link)
-            if issuer not in issuers:
+        issuer, certificate = self._open_link(links[0])
+        if issuer not in self.genesis.roots:
+            raise TrustError(f"{short_id(issuer)} may not admit nodes to mesh {self.genesis.name!r}")
+        starts, ends = certificate.not_before, certificate.not_after
+        if len(links) > 1:
+            admitter = certificate
+            issuer, certificate = self._open_link(links[1])
+            if issuer != admitter.subject or not admitter.can_admit or not self.may_admit(issuer):
                 raise TrustError(f"{short_id(issuer)} may not admit nodes to mesh {self.genesis.name!r}")
-            if issuer in self.revoked or certificate.subject in self.revoked:
-                raise TrustError(f"the key of {certificate.nick or short_id(certificate.subject)} was revoked")
-            if now_unix < certificate.not_before - CLOCK_GRACE_S:
-                raise TrustError(f"the certificate of {certificate.nick!r} is not valid yet: is the clock right?")
-            if now_unix > certificate.not_after + CLOCK_GRACE_S:
-                raise TrustError(f"the certificate of {certificate.nick!r} has ended: ask for a new `mesh invite`")
-            if not roles.issuperset(certificate.roles):
-                raise TrustError(f"{certificate.nick!r} claims a role that its admitter could not give")
-            if for_user and certificate.user != for_user:
-                raise TrustError(f"this invite is for user {for_user!r}, not {certificate.user!r}")
-            issuers = {certificate.subject} if certificate.can_admit else set()
-            roles, for_user, ends = set(certificate.roles), certificate.for_user, min(ends, certificate.not_after)
-        assert certificate is not None
-        return Standing(
+            if certificate.can_admit or not set(admitter.roles).issuperset(certificate.roles):
+                raise TrustError(f"{certificate.nick!r} claims a role that its admitter does not have")
+            if certificate.bound_unix <= self.genesis.created_unix:
+                raise TrustError(f"the name {certificate.user!r} was bound before the mesh was founded")
+            starts, ends = max(starts, certificate.not_before), min(ends, certificate.not_after)
+        if issuer in self.revoked or certificate.subject in self.revoked:
+            key = certificate.subject if certificate.subject in self.revoked else issuer
+            raise TrustError(_revoked_reason(certificate.nick, key == issuer != certificate.subject))
+        if certificate.can_admit:
+            self._certified.add(certificate.subject)
+        return Credentials(
             node_id=certificate.subject,
             nick=certificate.nick,
             user=certificate.user,
+            user_key=certificate.user_key,
+            bound_unix=certificate.bound_unix,
             roles=certificate.roles,
-            can_admit=certificate.can_admit,
+            can_admit=certificate.subject in self.genesis.roots
+            or (certificate.can_admit and self.may_admit(certificate.subject)),
+            admitter=issuer,
+            not_before=starts,
             not_after=ends,
-            links=len(links),
         )
 
-    def standing(self, node_id: NodeId, now_unix: float) -> Standing | None:
-        """The member with this key, while its certificate holds and it is not revoked."""
-        standing = self._members.get(node_id)
-        if standing is None or node_id in self.revoked or now_unix > standing.not_after + CLOCK_GRACE_S:
+    def revoked_in(self, chain: bytes) -> NodeId | None:
+        """Return the revoked key in a chain that is else genuine; None if there is none."""
+        try:
+            links = [self._open_link(link) for link in _chain_decoder.decode(chain)[:MAX_CHAIN]]
+        except (*MALFORMED, TrustError):
             return None
-        return standing
+        if not links or links[0][0] not in self.genesis.roots:
+            return None
+        return next((link.subject for _, link in links if link.subject in self.revoked), None)
+
+    def credentials(self, node_id: NodeId, now_unix: float) -> Credentials | None:
+        """Return the member with this key; None if it is none now (`refusal` has the reason)."""
+        credentials = self._members.get(node_id)
+        return None if credentials is None or self.refusal(credentials, now_unix) else credentials
+
+    def refusal(self, credentials: Credentials, now_unix: float) -> str:
+        """Return why a node with these credentials is no member now; empty if it is one."""
+        if reason := self._ended(credentials, now_unix):
+            return reason
+        keys = self._by_name.get(credentials.user)
+        if keys is None or (len(keys) == 1 and credentials.user_key in keys):
+            return ""
+        holder = self.holder(credentials.user, now_unix)
+        if holder is None or holder.key == credentials.user_key or _order(holder) > _order(credentials.binding):
+            return ""
+        day = time.strftime("%Y-%m-%d", time.localtime(holder.bound_unix))
+        return (
+            f"the name {credentials.user!r} belongs to another user, since {day}: ask for an approval under another name "
+            "(`mesh member approve KEY --user NAME`)"
+        )
+
+    def holder(self, name: str, now_unix: float) -> User | None:
+        """Return the user to whom this name belongs now: the oldest binding among the members."""
+        bindings = [
+            self._members[node].binding
+            for machines in self._by_name.get(name, {}).values()
+            for node in machines
+            if not self._ended(self._members[node], now_unix)
+        ]
+        return min(bindings, key=_order, default=None)
+
+    def machines(self, user_key: bytes, now_unix: float) -> list[NodeId]:
+        """Return the members that are machines of this user."""
+        return [
+            node
+            for node, one in self._members.items()
+            if one.user_key == user_key and self.credentials(node, now_unix) is not None
+        ]
+
+    def bind(self, name: str, node: NodeId, now_unix: float, existing: bool = False) -> User:
+        """Return the user that `node` gets under this name; TrustError if the name belongs to another key.
+
+        With `existing`, the node becomes a machine of the user who has the name. Names of users whose certificates have expired
+        still belong to them here.
+        """
+        if not _USER_NAME.fullmatch(name):
+            raise TrustError(
+                f"{name!r} is not a user's name: letters, digits and _.@+- only, at most {MAX_NAME_BYTES} of them"
+            )
+        taken = [
+            self._members[machine].binding
+            for machines in self._by_name.get(name, {}).values()
+            for machine in machines
+            if not self._revoked(self._members[machine])
+        ]
+        holder = self.holder(name, now_unix) or min(taken, key=_order, default=None)
+        if existing:
+            if holder is None:
+                raise TrustError(f"{name!r} is not a user yet: leave out --existing")
+            return holder
+        own = {node}
+        before = self._members.get(node)
+        if before is not None and before.user == name:
+            # A revoked admitter may have given this node the key of another user.
+            names = {one.user for one in self._members.values() if one.user_key == before.user_key}
+            own |= {before.user_key} if names == {name} else set()
+        if holder is not None and holder.key not in own:
+            raise NameTaken(f"{name} is a user already")
+        # A root alone binds at the founding, so that nobody can claim an older binding than the founders'.
+        key = before.user_key if before is not None and before.user_key in own else node
+        return holder or User(name, key, max(int(now_unix), self.genesis.created_unix + 1))
+
+    def open_grant(self, sealed: bytes) -> tuple[NodeId, Grant]:
+        """Return the issuer of an invite and what it grants; TrustError if the signature is invalid."""
+        try:
+            issuer, payload = open_envelope(sealed, self.mesh_id, "grant")
+            grant = _grant_decoder.decode(payload)
+        except (EnvelopeError, *MALFORMED) as error:
+            raise TrustError(f"not an invite of this mesh: {error}") from error
+        if len(grant.key) != 32 or len(grant.user) > MAX_NAME_BYTES or not set(grant.roles) <= set(ROLES):
+            raise TrustError("not an invite of this mesh: invalid fields")
+        return issuer, grant
+
+    def proves(self, grant: Grant, proof: bytes, node: NodeId, user: str) -> bool:
+        """Tell whether the invite's key has signed this node and the name that it asks for."""
+        try:
+            key, payload = open_envelope(proof, self.mesh_id, "invite")
+        except EnvelopeError:
+            return False
+        return key == grant.key and payload == node + user.encode()
+
+    def _ended(self, credentials: Credentials, now_unix: float) -> str:
+        if credentials.node_id in self.revoked:
+            return _revoked_reason(credentials.nick, False)
+        if credentials.admitter in self.revoked:
+            return _revoked_reason(credentials.nick, True)
+        if now_unix > credentials.not_after + CLOCK_GRACE_S:
+            return (
+                f"the certificate of {credentials.nick!r} has expired: ask to be admitted again (`mesh doctor` there)"
+            )
+        return ""
+
+    def _revoked(self, credentials: Credentials) -> bool:
+        return credentials.node_id in self.revoked or credentials.admitter in self.revoked
+
+    def _open_statement(self, sealed: bytes) -> tuple[NodeId, str, Revocation | Promotion]:
+        try:
+            try:
+                author, payload = open_envelope(sealed, self.mesh_id, "revocation")
+                return author, "revocation", _revocation_decoder.decode(payload)
+            except EnvelopeError:
+                author, payload = open_envelope(sealed, self.mesh_id, "promotion")
+                return author, "promotion", _promotion_decoder.decode(payload)
+        except (EnvelopeError, *MALFORMED) as error:
+            raise TrustError(f"not a revocation: {error}") from error
 
     def _open_link(self, link: bytes) -> tuple[NodeId, Certificate]:
         try:
             issuer, payload = open_envelope(link, self.mesh_id, "certificate")
             certificate = _certificate_decoder.decode(payload)
-        except (EnvelopeError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (EnvelopeError, *MALFORMED) as error:
             raise TrustError(f"a certificate of the chain is not valid in this mesh: {error}") from error
-        if len(certificate.subject) != 32 or len(certificate.nick) > 64 or len(certificate.user) > 64:
-            raise TrustError("a certificate of the chain has impossible fields")
+        names_fit = len(certificate.nick.encode()) <= MAX_NAME_BYTES and _USER_NAME.fullmatch(certificate.user)
+        if len(certificate.subject) != 32 or len(certificate.user_key) != 32 or not names_fit:
+            raise TrustError("a certificate of the chain has invalid fields")
+        if not set(certificate.roles) <= set(ROLES):
+            raise TrustError(f"{certificate.nick!r} claims a role that does not exist")
+        if certificate.bound_unix < self.genesis.created_unix:
+            raise TrustError(f"the name {certificate.user!r} was bound before the mesh was founded")
         return issuer, certificate
 
 
-def found_mesh(identity: Identity, name: str, nick: str, user: str, now_unix: float) -> tuple[bytes, bytes]:
-    """A new mesh whose only root is this node: its genesis document and the founder's own chain."""
+def found_mesh(
+    identity: Identity,
+    name: str,
+    nick: str,
+    user: str,
+    now_unix: float,
+    founders: Sequence[NodeId] = (),
+    quorum: int = 1,
+) -> tuple[bytes, bytes]:
+    """Create a mesh with this node and the other `founders` as its roots; return the genesis document and this node's chain."""
     if not 1 <= len(name) <= 64:
         raise TrustError("a mesh's name has 1 to 64 characters")
-    genesis = Genesis(name=name, roots=(identity.node_id,), created_unix=int(now_unix), salt=os.urandom(16))
+    genesis = Genesis(name, (identity.node_id, *founders), quorum, int(now_unix), os.urandom(16))
     genesis_bytes = seal(identity, _GENESIS_ID, "genesis", msgspec.msgpack.encode(genesis))
-    own = _certificate(identity.node_id, nick, user, ROLES, True, now_unix, ROOT_CERTIFICATE_S)
-    sealed = seal(identity, genesis_id(genesis_bytes), "certificate", msgspec.msgpack.encode(own))
-    return genesis_bytes, msgspec.msgpack.encode([sealed])
+    store = TrustStore(genesis_bytes)
+    founder = msgspec.structs.replace(
+        store.bind(user, identity.node_id, now_unix), bound_unix=store.genesis.created_unix
+    )
+    own = _certificate(identity.node_id, nick, founder, ROLES, True, now_unix, ROOT_CERTIFICATE_S)
+    chain = msgspec.msgpack.encode([seal(identity, store.mesh_id, "certificate", msgspec.msgpack.encode(own))])
+    store.check_chain(chain, now_unix)
+    return genesis_bytes, chain
 
 
 def make_revocation(identity: Identity, store: TrustStore, subject: NodeId, reason: str, now_unix: float) -> bytes:
-    """The signed revocation of a key; TrustError if this node may not give it."""
+    """Return this founder's signed revocation of a key; TrustError if this node may not revoke it."""
     if identity.node_id not in store.genesis.roots:
-        raise TrustError("only the node that founded the mesh may revoke: run `mesh revoke` there")
+        raise TrustError("only a node that founded the mesh may revoke: run `mesh member revoke` there")
     if subject in store.genesis.roots:
-        raise TrustError("a root cannot be revoked: that takes a new mesh")
+        raise TrustError("a root cannot be revoked: found a new mesh instead")
     if len(reason.encode()) > MAX_REASON_BYTES:
         raise TrustError(f"a reason holds at most {MAX_REASON_BYTES} bytes")
-    payload = msgspec.msgpack.encode(Revocation(subject, int(now_unix), reason))
-    return seal(identity, store.mesh_id, "revocation", payload)
+    return _statement(identity, store, "revocation", Revocation(subject, int(now_unix), reason))
+
+
+def make_promotion(identity: Identity, store: TrustStore, subject: NodeId, now_unix: float) -> bytes:
+    """Return this founder's signed statement that a node may admit others; TrustError if this node is no founder."""
+    if identity.node_id not in store.genesis.roots:
+        raise TrustError("only a node that founded the mesh may make admitters")
+    return _statement(identity, store, "promotion", Promotion(subject, int(now_unix)))
+
+
+def _statement(identity: Identity, store: TrustStore, kind: str, statement: Revocation | Promotion) -> bytes:
+    if len(store.statements) >= MAX_STATEMENTS:
+        raise TrustError(
+            f"this mesh has {MAX_STATEMENTS} revocations and promotions, the most that nodes keep: found a new mesh"
+        )
+    return seal(identity, store.mesh_id, kind, msgspec.msgpack.encode(statement))
 
 
 def make_invite(
     identity: Identity,
-    chain: bytes,
-    genesis_bytes: bytes,
+    store: TrustStore,
+    issuer: Credentials,
     seeds: tuple[str, ...],
     ttl_s: float,
     now_unix: float,
+    *,
+    user: str = "",
+    mine: bool = False,
     roles: tuple[str, ...] = ROLES,
-    for_user: str = "",
+    uses: int = 1,
 ) -> str:
-    """One string that lets its holder join until `ttl_s` from now."""
-    store = TrustStore(genesis_bytes)
-    guest = Identity.generate()
-    link = Certificate(
-        subject=guest.node_id,
-        nick="invite",
-        user="",
-        roles=roles,
-        can_admit=True,
-        not_before=int(now_unix),
-        not_after=int(now_unix + ttl_s),
-        serial=os.urandom(8),
-        for_user=for_user,
-    )
-    invite = Invite(
-        genesis=genesis_bytes,
-        seed=guest.seed,
-        chain=_grant(Seals(identity, store.mesh_id), store, chain, link, now_unix),
-        seeds=seeds,
-        not_after=int(now_unix + ttl_s),
-    )
+    """Return an invite, one string. With `user` or `mine` it admits machines; else it only names the mesh and addresses."""
+    invite = Invite(store.genesis_bytes, seeds, int(now_unix + ttl_s), issuer.nick)
+    if user and not issuer.can_admit:
+        raise TrustError(
+            "this node may not admit other users: ask on the node that founded the mesh, or add a machine of your own "
+            "(`mesh member invite --mine`)"
+        )
+    if user:
+        store.bind(user, b"", now_unix)  # refuses a name that is not one, or taken
+    if not 1 <= uses <= MAX_USES:
+        raise TrustError(f"an invite has 1 to {MAX_USES} uses")
+    if not set(issuer.roles).issuperset(roles):
+        raise TrustError("this node cannot give a role that it does not have")
+    if user or mine:
+        guest = Identity.generate()
+        grant = Grant(guest.node_id, user, mine, roles, uses, int(now_unix), invite.not_after)
+        sealed = seal(identity, store.mesh_id, "grant", msgspec.msgpack.encode(grant))
+        invite = msgspec.structs.replace(invite, seed=guest.seed, grant=sealed)
     body = msgspec.msgpack.encode(invite)
     return "mesh1-" + base64.urlsafe_b64encode(body + _checksum(body)).decode().rstrip("=")
 
 
 def parse_invite(text: str, now_unix: float) -> Invite:
-    """Read an invite string; TrustError that says whether it is cut off, damaged or too old."""
+    """Parse an invite; TrustError if it is cut off, damaged or expired."""
     text = "".join(text.split())
     if not text.startswith("mesh1-"):
-        raise TrustError("an invite starts with 'mesh1-': copy the whole line that `mesh invite` printed")
+        raise TrustError("an invite starts with 'mesh1-': copy the whole line that `mesh member invite` printed")
     try:
         plain = text.removeprefix("mesh1-")
         data = base64.b64decode(plain + "=" * (-len(plain) % 4), altchars=b"-_", validate=True)
@@ -295,25 +558,20 @@ def parse_invite(text: str, now_unix: float) -> Invite:
         raise TrustError("the invite is damaged or cut off: copy it again, whole")
     try:
         invite = _invite_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise TrustError(f"the invite was made by another version of campus-mesh: {error}") from error
-    if len(invite.seed) != 32:
+    if len(invite.seed) not in {0, 32}:
         raise TrustError("the invite holds no key")
     if now_unix > invite.not_after + CLOCK_GRACE_S:
-        raise TrustError("the invite has ended: ask for a new one (`mesh invite`)")
+        raise TrustError("the invite has expired: ask for a new one (`mesh member invite`)")
     return invite
 
 
-def accept_invite(invite: Invite, node_id: NodeId, nick: str, user: str, now_unix: float) -> bytes:
-    """The joiner's own chain, signed with the invite's key."""
-    store = TrustStore(invite.genesis)
-    host = Identity(invite.seed)
-    guest = store.check_chain(invite.chain, now_unix)
-    own = _certificate(node_id, nick, user, guest.roles, False, now_unix, NODE_CERTIFICATE_S)
-    sealed = seal(host, store.mesh_id, "certificate", msgspec.msgpack.encode(own))
-    chain = msgspec.msgpack.encode([*_chain_decoder.decode(invite.chain), sealed])
-    store.check_chain(chain, now_unix)
-    return chain
+def prove_invite(invite: Invite, node: NodeId, user: str) -> bytes:
+    """Return the signature of the invite's key over the joining node and the name that it asks for."""
+    if not invite.grant:
+        return b""
+    return seal(Identity(invite.seed), genesis_id(invite.genesis), "invite", node + user.encode())
 
 
 def admit_node(
@@ -322,49 +580,22 @@ def admit_node(
     chain: bytes,
     subject: NodeId,
     nick: str,
-    user: str,
+    user: User,
     roles: tuple[str, ...],
     can_admit: bool,
     now_unix: float,
 ) -> bytes:
-    """The chain of a node that this one, whose own chain is `chain`, admits; TrustError if it may not."""
+    """Admit `subject`, and return its chain; `chain` is the signer's own. TrustError if the signer may not admit it."""
     if subject in store.revoked:
-        raise TrustError("that key was revoked: it takes a new one to come back")
+        raise TrustError("that key was revoked: join with a new key")
     if can_admit and signer.node_id not in store.genesis.roots:
-        raise TrustError("only the node that founded the mesh makes admitters")
-    return _grant(
-        signer,
-        store,
-        chain,
-        _certificate(subject, nick, user, roles, can_admit, now_unix, NODE_CERTIFICATE_S),
-        now_unix,
-    )
-
-
-def renew_chain(signer: Signer, store: TrustStore, chain: bytes, subject: NodeId, now_unix: float) -> bytes:
-    """A new certificate for a member whose present one still holds, with the same name and roles."""
-    standing = store.standing(subject, now_unix)
-    if standing is None:
-        raise TrustError("its certificate has ended, or was revoked")
-    is_root = signer.node_id in store.genesis.roots
-    return admit_node(
-        signer,
-        store,
-        chain,
-        subject,
-        standing.nick,
-        standing.user,
-        standing.roles,
-        standing.speaks_for_mesh and is_root,  # not the holder of an invite, who may have written so himself
-        now_unix,
-    )
-
-
-def _grant(signer: Signer, store: TrustStore, chain: bytes, certificate: Certificate, now_unix: float) -> bytes:
+        raise TrustError("only the node that founded the mesh may make admitters")
     own = store.check_chain(chain, now_unix)
     if not own.can_admit:
         raise TrustError("this node may not admit others: ask on the node that founded the mesh, or on an admitter")
-    # A root's own certificate is not needed to prove what the root signed.
+    life_s = ROOT_CERTIFICATE_S if subject == signer.node_id else NODE_CERTIFICATE_S
+    certificate = _certificate(subject, nick, user, roles, can_admit, now_unix, life_s)
+    # A root's signature needs no certificate.
     links = [] if signer.node_id in store.genesis.roots else _chain_decoder.decode(chain)
     links.append(signer.seal("certificate", msgspec.msgpack.encode(certificate)))
     granted = msgspec.msgpack.encode(links)
@@ -372,10 +603,29 @@ def _grant(signer: Signer, store: TrustStore, chain: bytes, certificate: Certifi
     return granted
 
 
+def renew_chain(signer: Signer, store: TrustStore, chain: bytes, subject: NodeId, now_unix: float) -> bytes:
+    """Return a chain with a new certificate for a member whose current one is valid. It names the same user and roles."""
+    credentials = store.credentials(subject, now_unix)
+    if credentials is None:
+        raise TrustError("its certificate has expired or was revoked")
+    is_root = signer.node_id in store.genesis.roots
+    return admit_node(
+        signer,
+        store,
+        chain,
+        subject,
+        credentials.nick,
+        credentials.binding,
+        credentials.roles,
+        credentials.can_admit and is_root,
+        now_unix,
+    )
+
+
 def _certificate(
     subject: NodeId,
     nick: str,
-    user: str,
+    user: User,
     roles: tuple[str, ...],
     can_admit: bool,
     now: float,
@@ -383,14 +633,27 @@ def _certificate(
 ) -> Certificate:
     return Certificate(
         subject=subject,
-        nick=nick[:64],
-        user=user[:64],
+        nick=nick,
+        user=user.name,
+        user_key=user.key,
+        bound_unix=user.bound_unix,
         roles=roles,
         can_admit=can_admit,
         not_before=int(now),
         not_after=int(now + life_s),
         serial=os.urandom(8),
     )
+
+
+def _order(user: User) -> tuple[int, bytes]:
+    """Return the order of two bindings of one name: the older one holds, and of equally old ones the lower key."""
+    return (user.bound_unix, user.key)
+
+
+def _revoked_reason(nick: str, admitter: bool) -> str:
+    if admitter:
+        return f"the node that admitted {nick!r} was revoked: ask for an approval again (`mesh member approve {nick}`)"
+    return f"the key of {nick!r} was revoked"
 
 
 def _checksum(body: bytes) -> bytes:

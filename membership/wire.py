@@ -1,12 +1,14 @@
-"""What travels: evidence about members (signed by its author, relayed verbatim) and the packets that carry it."""
+"""Wire format of lane 1: evidence about members (signed by its author, relayed verbatim) and the packets that carry it."""
 
 from typing import Literal
 
 import msgspec
 
+from membership.malformed import MALFORMED
+
 MAX_EPOCH = 2**62
 MAX_INCARNATION = 2**32
-EPOCH_AHEAD_MS = 100 * 86_400_000  # an epoch is the wall clock of a start: longer than any certificate but a root's
+EPOCH_AHEAD_MS = 100 * 86_400_000  # epochs are start times; exceeds the lifetime of every certificate except a root's
 MAX_NONCE = 2**63
 
 
@@ -17,9 +19,9 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Alive(Evidence, frozen=True, array_like=True, tag="a"):
-    """Said by the node of itself: I am here, at this address; `draining` while I am about to leave.
+    """A node's statement about itself: it is alive at this address, and `draining` while it is about to leave.
 
-    `boot` is the epoch that this run of its daemon began with: a machine that outbids us with another one has our key too.
+    `boot` is the epoch with which this run of its daemon began. It tells two machines with one key apart.
     """
 
     host: str
@@ -29,17 +31,17 @@ class Alive(Evidence, frozen=True, array_like=True, tag="a"):
 
 
 class Left(Evidence, frozen=True, array_like=True, tag="l"):
-    """Said by the node of itself: I go, in order."""
+    """A node's statement about itself: it leaves the mesh."""
 
 
 class Suspect(Evidence, frozen=True, array_like=True, tag="s"):
-    """Said by an accuser: it did not answer me or my relays. `refused`: its machine did, that no process listens there."""
+    """An accusation: the node answered neither the accuser nor its relays. `refused`: its machine refused a TCP connection."""
 
     refused: bool = False
 
 
 class Dead(Evidence, frozen=True, array_like=True, tag="d"):
-    """Said by an accuser: my suspicion ran out."""
+    """An accusation: the accuser's suspicion of the node ran out."""
 
 
 AnyEvidence = Alive | Left | Suspect | Dead
@@ -48,7 +50,7 @@ Gossip = tuple[tuple[GossipKind, bytes], ...]
 
 
 class Packet(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`nonce` makes each one new; `root` is the hash of all that its sender knows. The receiver is bound by the signature."""
+    """`nonce` makes each packet unique; `root` is the hash of the sender's state. The signature covers the receiver."""
 
     nonce: int
     root: bytes
@@ -60,7 +62,7 @@ class Ping(Packet, frozen=True, array_like=True, tag="p"):
 
 
 class Ack(Packet, frozen=True, array_like=True, tag="a"):
-    """`answers` is the nonce of the ping; `wall_unix` the sender's clock, in seconds, by which a wrong clock is found."""
+    """`answers` is the nonce of the ping; `wall_unix` is the sender's clock in seconds, used to detect clock skew."""
 
     answers: int
     wall_unix: int = 0
@@ -82,7 +84,7 @@ AnyPacket = Ping | Ack | PingRequest | Nack | Rumours
 
 
 class WireError(ValueError):
-    """Bytes that are no packet or evidence of this protocol."""
+    """Bytes that are not a packet or evidence of this protocol."""
 
 
 _packet_decoder: msgspec.msgpack.Decoder[AnyPacket] = msgspec.msgpack.Decoder(AnyPacket)
@@ -93,7 +95,7 @@ encode = msgspec.msgpack.encode
 def decode_packet(payload: bytes) -> AnyPacket:
     try:
         packet = _packet_decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise WireError(f"not a packet: {error}") from error
     if not 0 <= packet.nonce < MAX_NONCE:
         raise WireError("impossible nonce")
@@ -101,13 +103,13 @@ def decode_packet(payload: bytes) -> AnyPacket:
 
 
 def decode_evidence(author: bytes, payload: bytes) -> AnyEvidence:
-    """Evidence, if its author may give it: only the node itself says that it is alive or has left."""
+    """Decode evidence and check that its author may give it. WireError for anything else."""
     try:
         evidence = _evidence_decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise WireError(f"not evidence: {error}") from error
     if isinstance(evidence, Alive | Left) and evidence.node != author:
-        raise WireError("only a node itself says that it is alive or has left")
+        raise WireError("only a node itself may state that it is alive or has left")
     if not (0 <= evidence.epoch < MAX_EPOCH and 0 <= evidence.incarnation < MAX_INCARNATION):
         raise WireError("impossible epoch or incarnation")
     if isinstance(evidence, Alive) and not (0 < evidence.port < 65536 and 0 < len(evidence.host) <= 64):

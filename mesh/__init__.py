@@ -2,22 +2,23 @@
 
 TYPE_CHECKING = False  # as type checkers know it; `typing` itself would take two milliseconds
 if TYPE_CHECKING:
-    from mesh import aio as aio
-    from mesh.futures import Client as Client
-    from mesh.futures import Executor as Executor
-    from mesh.futures import Job as Job
-    from mesh.futures import JobFailed as JobFailed
-    from mesh.futures import submit as submit
-    from mesh.remote import Call as Call
-    from mesh.remote import checkpoint as checkpoint
+    from mesh.sdk import aio as aio
+    from mesh.sdk.futures import Client as Client
+    from mesh.sdk.futures import Executor as Executor
+    from mesh.sdk.futures import Job as Job
+    from mesh.sdk.futures import JobFailed as JobFailed
+    from mesh.sdk.futures import submit as submit
+    from mesh.sdk.remote import Call as Call
+    from mesh.sdk.remote import checkpoint as checkpoint
 
-__version__ = "0.1.0"
+    __version__: str
 
-# Imported when they are asked for: each command of `mesh` begins with this module.
+# Imported on first use: each `mesh` command imports this module.
 _PARTS = {
-    "aio": "mesh.aio",
-    **dict.fromkeys(("Client", "Executor", "Job", "JobFailed", "submit"), "mesh.futures"),
-    **dict.fromkeys(("Call", "checkpoint"), "mesh.remote"),
+    "aio": ("mesh.sdk.aio", ""),
+    **{name: ("mesh.sdk.futures", name) for name in ("Client", "Executor", "Job", "JobFailed", "submit")},
+    **{name: ("mesh.sdk.remote", name) for name in ("Call", "checkpoint")},
+    "__version__": ("mesh.util.version", "VERSION"),
 }
 
 
@@ -26,8 +27,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'mesh' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(_PARTS[name])
-    found = globals()[name] = module if module.__name__ == f"mesh.{name}" else getattr(module, name)
+    module, attribute = _PARTS[name]
+    loaded = import_module(module)
+    found = globals()[name] = getattr(loaded, attribute) if attribute else loaded
     return found
 
 

@@ -1,7 +1,7 @@
-"""For programs that run as jobs: notices, progress, and checkpoints that appear whole. Standard library only, one file.
+"""API of programs that run as jobs: notices, progress and atomic checkpoints. Standard library only, one file.
 
-Works without a mesh too: then there is never a notice, and checkpoints are plain directories. Copy it into an image as it is.
-Tensors of torch and arrays of numpy are known when the program brings some; neither is imported here.
+It works without a mesh too: then there is never a notice, and checkpoints are plain directories. It can be copied into an image.
+It handles torch tensors and numpy arrays, but imports neither.
 """
 
 import copy
@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-EXIT_SAVED = 85  # what a job that has saved ends with: run me again
-WRITER_NICE = 5  # of the thread that writes: on a busy core a third of what the training has, and never nothing; ours
+EXIT_SAVED = 85  # exit code of a job that has saved and wants to run again
+WRITER_NICE = 5  # of the writing thread: a third of the training's share of a busy core, never zero (own choice)
 
 
 @dataclass(frozen=True)
 class Notice:
-    """The node wants this job to save (`checkpoint`) or to save and go (`vacate`) before `deadline_unix` (seconds)."""
+    """A request to save (`checkpoint`) or to save and exit (`vacate`) before `deadline_unix` (Unix seconds)."""
 
     seq: int
     kind: str
@@ -38,7 +38,7 @@ _last: tuple[int, Notice | None] = (-1, None)
 
 
 def notice() -> Notice | None:
-    """The latest notice, or None. Costs one stat while nothing has changed, so ask at every step."""
+    """Return the latest notice, or None. Costs one stat while nothing has changed: call it at every step."""
     global _last  # noqa: PLW0603 - the cache of one file
     control = os.environ.get("MESH_CTL_DIR")
     if not control:
@@ -55,13 +55,13 @@ def notice() -> Notice | None:
 
 
 def should_yield() -> bool:
-    """Whether this job has been asked to save and go."""
+    """Return whether this job should save and exit."""
     latest = notice()
     return latest is not None and latest.kind == "vacate"
 
 
 class _Timetable:
-    """What the mesh has said of when to save, as far as it was read; and when that was done without it."""
+    """The state of `should_save`: requests that were read, and own saves."""
 
     def __init__(self) -> None:
         self.seen = (-1, -1)
@@ -83,11 +83,11 @@ _timetable = _Timetable()
 
 
 def should_checkpoint(every_s: float | None = None) -> bool:
-    """Whether to save now. True once each time that the mesh says so: when it does depends on how likely this machine is to leave
-    and on what a checkpoint costs. Costs one stat while nothing has changed, so ask at every step.
+    """Return whether to save now: True once for each request of the mesh.
 
-    Where no mesh says when: once `every_s` seconds have passed since the last time, or never. Of several processes ask in one,
-    and tell the others; on several nodes, in that of rank 0.
+    The mesh requests a save by the departure risk of this machine and the cost of a checkpoint. Costs one stat while nothing has
+    changed: call it at every step. Without a mesh: True when `every_s` seconds have passed since the last save, or never. Of
+    several processes, call it in rank 0 only and share the answer.
     """
     control, table = os.environ.get("MESH_CTL_DIR"), _timetable
     if control:
@@ -108,7 +108,7 @@ def should_checkpoint(every_s: float | None = None) -> bool:
 
 
 def stalled(seconds: float) -> None:
-    """Tell the mesh for how long a checkpoint has held the program up. `Checkpoint` does so by itself."""
+    """Report how long a checkpoint has stalled the program. `Checkpoint` does so itself."""
     _timetable.saved_s = time.monotonic()
     control = os.environ.get("MESH_CTL_DIR")
     if control:
@@ -119,13 +119,13 @@ def stalled(seconds: float) -> None:
 
 
 def resume_path() -> Path | None:
-    """The newest verified checkpoint to go on from, or None for a fresh start."""
+    """Return the newest verified checkpoint to resume from, or None for a fresh start."""
     path = os.environ.get("MESH_RESUME")
     return Path(path) if path else None
 
 
 def progress(step: int, of: int) -> None:
-    """Tell the mesh how far the job is; shown by `mesh ps`, and used to count what a departure cost."""
+    """Report progress, for `mesh ps` and for the cost of departures."""
     control = os.environ.get("MESH_CTL_DIR")
     if control:
         temporary = Path(control) / "progress.tmp"
@@ -147,7 +147,7 @@ class Checkpoint:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._buffers = _Buffers()
         self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the write in the background, until it is raised
+        self._error: BaseException | None = None  # error of the background write, until it is raised
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -156,7 +156,7 @@ class Checkpoint:
         self.finish()
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill a new directory, make it durable, publish it; the newest `keep` stay."""
+        """Let `write` fill a new directory, make it durable and publish it; keep the newest `keep`."""
         begun = time.monotonic()
         self.finish()
         return self._publish(step, write, lambda: stalled(time.monotonic() - begun))
@@ -192,7 +192,7 @@ class Checkpoint:
         return True
 
     def finish(self) -> None:
-        """Wait until the last snapshot is on disk under its name. Raises what its `write` raised."""
+        """Wait until the last snapshot is on disk under its final name. Raise the error of its `write`."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.join()
@@ -227,11 +227,11 @@ class Checkpoint:
         return final
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, or None."""
+        """Return the newest checkpoint, or None."""
         return max(self.directory.glob("step-*"), default=None)
 
     def _remove(self, path: Path) -> None:
-        """Under a name that is not final: half-deleted it would look like a checkpoint, and like the newest."""
+        """Delete a checkpoint under a temporary name, so that a half-deleted one does not look complete."""
         doomed = self.directory / f".{path.name}.old"
         shutil.rmtree(doomed, ignore_errors=True)
         if path.exists():
@@ -252,13 +252,13 @@ _Take = Callable[[_Key, Callable[[], Any]], Any]
 
 
 class _Buffers:
-    """Copies of states in memory that is kept for the next: touching new memory is slower than copying (own measurement)."""
+    """Copies of states in reused memory: touching new memory is slower than copying (measured)."""
 
     def __init__(self) -> None:
         self._free: dict[_Key, list[Any]] = {}
 
     def copy(self, state: Any) -> Any:
-        """The same, in memory that is valid until the next call. What shares memory in it shares it in the copy."""
+        """Return a copy that is valid until the next call. Tensors that share memory share it in the copy."""
         kept: dict[_Key, list[Any]] = {}
 
         def buffer(key: _Key, make: Callable[[], Any]) -> Any:
@@ -267,10 +267,10 @@ class _Buffers:
             kept.setdefault(key, []).append(taken)
             return taken
 
-        copies: dict[int, Any] = {}  # by id, as deepcopy's memo: it then copies only what is around them
+        copies: dict[int, Any] = {}  # deepcopy's memo by id: deepcopy then copies only the containers
         storages: dict[_Key, Any] = {}
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        leaves = list(_leaves(state))  # all alive until the end, so that no id is used twice
+        leaves = list(_leaves(state))  # kept alive, so that no id is reused
         for leaf in leaves:
             if torch is not None and isinstance(leaf, torch.Tensor):
                 copies[id(leaf)] = _copy_tensor(torch, leaf, storages, buffer, copies)
@@ -284,7 +284,7 @@ class _Buffers:
 
 
 def _leaves(state: Any) -> Iterator[Any]:
-    """What is in the containers of a state, each once."""
+    """Yield the leaves of a state, each once."""
     seen: set[int] = set()
     around = [state]
     while around:
@@ -301,7 +301,7 @@ def _leaves(state: Any) -> Iterator[Any]:
 
 
 def _copy_tensor(torch: Any, tensor: Any, storages: dict[_Key, Any], buffer: _Take, memo: Any) -> Any:
-    """On the host, and a view of a copied storage as it is a view of its own: by whole storages, as torch.save does it."""
+    """Copy a tensor to the host by its whole storage, as torch.save does, so that views stay views."""
     plain = (
         type(tensor) in {torch.Tensor, torch.nn.Parameter}
         and tensor.layout == torch.strided
@@ -343,7 +343,7 @@ def _dump(path: Path, state: Any) -> None:
 
 
 def _stand_back() -> None:
-    """Let the training's threads have the cores first."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        with suppress(OSError):  # its priority is lower than that, and stays so
+    """Lower the priority of the calling thread below the training's."""
+    if sys.platform == "linux":  # threads have priorities of their own there
+        with suppress(OSError):  # its priority is lower already
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)

@@ -1,1 +1,1 @@
-"""Who runs what: adverts, survival, weighted rendezvous, and decisions that anybody can recompute. Pure, no I/O."""
+"""Placement: adverts, survival estimates, weighted rendezvous, and decisions that every node can recompute. Pure, no I/O."""

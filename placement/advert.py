@@ -1,6 +1,6 @@
-"""A node's own description of what it lends: integers only, so that every node ranks it alike.
+"""Adverts: each node's description of what it lends, in integers only, so that every node ranks it alike.
 
-The advert travels as a signed lane-2 section; `version` grows with each change and stands in every decision.
+An advert travels as a signed lane-2 section. Its `version` grows with each change, and every decision names it.
 """
 
 from bisect import bisect_left
@@ -9,15 +9,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from placement.likeness import SystemCheckpoints
+from membership.malformed import MALFORMED
 from placement.rendezvous import lane
 
 MAX_WEIGHT = 64
 MAX_DRIVER_PARTS = 4
 MAX_IMAGES = 256  # of each kind; a section holds 16 KiB
-HORIZONS_S = tuple(
-    900 << doubling for doubling in range(7)
-)  # 15 min to 16 h: most jobs, and what survival can foresee; ours
+MAX_LINE = 300  # characters of a line on system checkpoints (own choice)
+HORIZONS_S = tuple(900 << doubling for doubling in range(7))  # 15 min to 16 h: the run time of most jobs (own choice)
 WHOLE = 100  # per cent of a GPU's time
 
 HeldBy = Literal["", "owner", "hours"]
@@ -27,11 +26,11 @@ Percent = Annotated[int, msgspec.Meta(ge=0, le=WHOLE)]
 Mebibytes = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-HOUR = 2  # its place in HORIZONS_S: an advert's `weight` is for so long
+HOUR = 2  # index of one hour in HORIZONS_S, the period of an advert's `weight`
 
 
 def horizon_of(seconds: float) -> int:
-    """The place in `HORIZONS_S` of the shortest that is not shorter, or the longest."""
+    """Return the index in `HORIZONS_S` of the shortest horizon that is long enough, or of the longest."""
     return min(bisect_left(HORIZONS_S, seconds), len(HORIZONS_S) - 1)
 
 
@@ -39,7 +38,7 @@ LOAD_BITS = 20
 
 
 class AdvertError(ValueError):
-    """Bytes that are no possible advert."""
+    """Bytes that are not a valid advert."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -50,28 +49,59 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Portion(msgspec.Struct, frozen=True, array_like=True):
-    """So much of one GPU: what is left of it in an advert, or what a job was given. `share` is of its time, guaranteed."""
+    """A part of one GPU: free in an advert, or allocated to a job. `share`: guaranteed per cent of its time."""
 
     uuid: str
     share: Percent
     vram_mib: Mebibytes
 
 
-class Advert(msgspec.Struct, frozen=True, dict=True):
-    """`weight` is the node's own survival estimate for an hour, 1 to 64; `stays` the same for each of `HORIZONS_S`, none if it
-    does not say; `driver` its GPUs' driver, as `(550, 54, 14)`; `room` (of GPUs with any left) and `slots_free` are what nobody
-    has now.
+class SystemCheckpoints(msgspec.Struct, frozen=True):
+    """A node's support for system checkpoints (CRIU), the memory of a whole container.
 
-    A job without GPUs takes a slot. `guards`: it can keep a job to its share of a GPU; `gpu_sharing`: its owner allows shares;
-    `gpu_pauses`: its driver can free a guest's memory with the guest alive, so an owner's short visit costs no departure.
-    `held_by`: why it is paused if nobody has paused it: its `owner` is there, or it is lent at other `hours`, from `back_unix`
-    on if that is known.
-    `images` are the names that may be asked for by name alone; if the mesh has a list (`image_list`), those that its owner allows
-    himself. `image_ids` begin the hashes of the images that it has and may run, `image_fetches` of those that it can get from
-    others; `image_denials` are names, and beginnings of hashes in hex, that its owner denies.
-    `interactive`: its owner lets guests' users into them (exec, forward, Jupyter).
-    `system` says whether containers can be saved and restored as a whole, and by which nodes.
-    `accepts` names the users whose jobs may come, `*` for everybody; `own_only` the engines that run only the owner's own jobs.
+    CRIU restores registers, memory and descriptors as they were, so a checkpoint can only be restored on an equal platform.
+    `platform`: one line that describes it; empty if the node makes no such checkpoints, and then `problem` says why.
+    `gpu_platform` and `gpu_problem`: the same for jobs with GPUs.
+    """
+
+    platform: str = ""
+    problem: str = "it does not offer them"
+    gpu_platform: str = ""
+    gpu_problem: str = "it does not offer them"
+
+    @property
+    def valid(self) -> bool:
+        lines = (self.platform, self.problem, self.gpu_platform, self.gpu_problem)
+        return all(len(line) <= MAX_LINE and line.isprintable() for line in lines)
+
+    def refusal(self, gpus: bool, platform: str) -> str | None:
+        """Return why a job saved by system checkpoints cannot run here; None if it can.
+
+        `platform`: of the node that made the job's last checkpoint; empty if it has none.
+        """
+        own, problem = (self.gpu_platform, self.gpu_problem) if gpus else (self.platform, self.problem)
+        if not own:
+            return f"makes no system checkpoints{' of jobs with GPUs' if gpus else ''}: {problem}"
+        if platform and own != platform:
+            return f"cannot restore a system checkpoint made on {platform}; this node is {own}"
+        return None
+
+
+class Advert(msgspec.Struct, frozen=True, dict=True):
+    """A node's description of what it lends.
+
+    `weight`: the node's own estimate of its survival for an hour, 1 to 64; `weights`: for each of `HORIZONS_S`, empty if unknown.
+    `driver`: version of the GPUs' driver, as `(550, 54, 14)`. `free_portions` (of GPUs that are not fully used) and `slots_free`:
+    what no job uses. A job without GPUs takes a slot.
+    `guards`: the node can limit a job to its share of a GPU; `gpu_sharing`: its owner allows shares; `gpu_pauses`: its driver can
+    free a guest's GPU memory while the guest stays alive, so an owner's short visit is no departure.
+    `held_by`: why the node is paused if nobody paused it: its `owner` is present, or it is lent at other `hours`, until
+    `back_unix` if that is known.
+    `images`: names that may be requested by name alone; if the mesh has a list (`image_list`), those that the owner allows.
+    `image_ids`: hash prefixes of the images that the node has and may run; `image_fetches`: of those that it can fetch;
+    `image_denials`: names and hexadecimal hash prefixes that the owner denies.
+    `interactive`: the owner allows users to enter their guests (exec, forward, Jupyter).
+    `accepts`: users whose jobs are accepted, `*` for all; `own_only`: engines that run only the owner's own jobs.
     """
 
     version: int
@@ -84,7 +114,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     lending: bool
     paused: bool
     gpus: tuple[Gpu, ...]
-    room: tuple[Portion, ...]
+    free_portions: tuple[Portion, ...]
     guards: bool
     gpu_sharing: bool
     slots: int
@@ -104,9 +134,10 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     image_ids: tuple[bytes, ...] = ()
     image_fetches: tuple[bytes, ...] = ()
     image_denials: tuple[str, ...] = ()
-    stays: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
     driver: tuple[int, ...] = ()
     system: SystemCheckpoints = SystemCheckpoints()
+    user_key: bytes = b""
 
     @cached_property
     def lane(self) -> bytes:
@@ -114,22 +145,22 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def load(self) -> int:
-        """What part of its slots would be taken with one more, in units of 2**-20; 0 if that is the first."""
+        """Return the part of the slots that is taken with one more job, in units of 2**-20; 0 if no slot is taken."""
         taken = self.slots - self.slots_free
         return (taken + 1 << LOAD_BITS) // self.slots if taken > 0 else 0
 
     @cached_property
     def grades(self) -> dict[bytes, int]:
-        """What `ranking` has found out about this advert, by the shape of the request."""
+        """Grades that `ranking` has computed for this advert, by shape of request."""
         return {}
 
     def weight_for(self, horizon: int) -> int:
-        """For a stay as long as that horizon, by its place in `HORIZONS_S`."""
-        return self.stays[horizon] if self.stays else self.weight
+        """Return the weight for a horizon, given by its index in `HORIZONS_S`."""
+        return self.weights[horizon] if self.weights else self.weight
 
     @cached_property
     def whole_gpus_free(self) -> int:
-        return sum(left.share == WHOLE for left in self.room)
+        return sum(left.share == WHOLE for left in self.free_portions)
 
 
 _decoder = msgspec.msgpack.Decoder(Advert)
@@ -140,37 +171,37 @@ def encode_advert(advert: Advert) -> bytes:
 
 
 def decode_advert(node: bytes, data: bytes) -> Advert:
-    """The advert, if it can be one and speaks of its own author."""
+    """Decode and check an advert of this node."""
     try:
         advert = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise AdvertError(f"not an advert: {error}") from error
     if advert.node != node:
-        raise AdvertError("an advert must speak of its own author")
+        raise AdvertError("an advert must be about its own author")
     if not 1 <= advert.weight <= MAX_WEIGHT:
         raise AdvertError(f"weight must be 1 to {MAX_WEIGHT}")
-    if advert.stays and len(advert.stays) != len(HORIZONS_S):
-        raise AdvertError(f"an advert foretells its stay for {len(HORIZONS_S)} horizons, or for none")
-    if any(not 1 <= stay <= MAX_WEIGHT for stay in advert.stays):
-        raise AdvertError(f"a stay must be 1 to {MAX_WEIGHT}")
+    if advert.weights and len(advert.weights) != len(HORIZONS_S):
+        raise AdvertError(f"an advert has {len(HORIZONS_S)} weights, or none")
+    if any(not 1 <= weight <= MAX_WEIGHT for weight in advert.weights):
+        raise AdvertError(f"weights must be 1 to {MAX_WEIGHT}")
     if len(advert.driver) > MAX_DRIVER_PARTS or any(part < 0 for part in advert.driver):
-        raise AdvertError("a driver's version has up to four numbers from 0")
+        raise AdvertError("a driver version has up to four numbers, 0 or more")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
     if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or max(map(len, named)) > MAX_IMAGES:
-        raise AdvertError("an advert's numbers are impossible")
-    if not advert.system.possible:
-        raise AdvertError("an advert's words on system checkpoints are no plain line")
-    _check_room(advert)
+        raise AdvertError("an advert's numbers are out of range")
+    if not advert.system.valid:
+        raise AdvertError("an advert's text on system checkpoints is not one printable line")
+    _check_portions(advert)
     return advert
 
 
-def _check_room(advert: Advert) -> None:
+def _check_portions(advert: Advert) -> None:
     sizes = {gpu.uuid: gpu.vram_mib for gpu in advert.gpus}
-    offered = {left.uuid for left in advert.room}
-    if len(sizes) < len(advert.gpus) or len(offered) < len(advert.room) or not offered <= sizes.keys():
-        raise AdvertError("an advert offers GPUs that it does not have, or one twice")
-    for left in advert.room:
+    offered = {left.uuid for left in advert.free_portions}
+    if len(sizes) < len(advert.gpus) or len(offered) < len(advert.free_portions) or not offered <= sizes.keys():
+        raise AdvertError("an advert offers a GPU that it does not have, or one twice")
+    for left in advert.free_portions:
         untouched, all_memory = left.share == WHOLE, left.vram_mib == sizes[left.uuid]
         if untouched != all_memory or left.vram_mib > sizes[left.uuid] or not (left.share or left.vram_mib):
-            raise AdvertError("an advert's room on a GPU is impossible: who takes of its time takes of its memory")
+            raise AdvertError("an advert's free portion is impossible: a job that uses time of a GPU uses memory of it")

@@ -1,6 +1,6 @@
-"""Ranking nodes for a job, choosing witnesses and replica holders, and explaining each choice.
+"""Decisions: the node of a job, its witnesses and its checkpoint holders, each with an explanation.
 
-A decision names the version of every advert it saw, so that anybody with those adverts gets the same one.
+A decision names the version of every advert it used, so every node with those adverts can recompute it.
 """
 
 from collections import Counter
@@ -10,23 +10,22 @@ from hashlib import blake2b
 import msgspec
 
 from placement.advert import MAX_WEIGHT, Advert
-from placement.allotment import untouched
-from placement.filters import refusals
-from placement.images import image_refusal
+from placement.allocation import all_free
+from placement.filters import image_refusal, refusals
 from placement.ranking import Ranking
 from placement.rendezvous import best_first, draws, rank, weighed
 from placement.request import Request
 
-RULE = 2  # by which nodes are ranked: nodes of another rule may decide otherwise
-MOST_PASSED = 8  # nodes told of those who declined, so that an event stays small; ours
-NAMED = 4  # of the ranking, in a decision: the next ones if the first is gone; ours
+RULE = 2  # version of the ranking rule: nodes with another version may decide otherwise
+MOST_PASSED = 8  # nodes that a decision lists as declined or reserved, so that an event stays small (own choice)
+NAMED = 4  # candidates that a decision lists: fall-backs if the first is gone (own choice)
 
 _WEIGHED = tuple(weighed(weight) for weight in range(MAX_WEIGHT + 1))
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`order`: the first of the ranking; of each the node, the version of the advert that was seen, and its weight. `asked`: a
-    hash of the request. Those who had `declined` were passed over; on those in `kept`, places were kept for others."""
+    """A placement decision. `order`: the first candidates, each with its node, the version of its advert and its weight. `asked`:
+    a hash of the request. Nodes in `declined` had refused the job; on nodes in `kept`, places were reserved for other jobs."""
 
     rule: int
     job: bytes
@@ -49,7 +48,7 @@ class Decision(msgspec.Struct, frozen=True):
 def decide(
     request: Request, ranking: Ranking, declined: Collection[bytes] = (), kept: Collection[bytes] = ()
 ) -> Decision | None:
-    """What comes of it; None if nobody can take the job."""
+    """Return the decision for this ranking; None if no node can take the job."""
     order = tuple((c.node, c.advert_version, c.weight) for c in ranking.first(NAMED, declined))
     if not order:
         return None
@@ -59,22 +58,22 @@ def decide(
 
 
 def replay(decision: Decision, request: Request, ranking: Ranking) -> bool:
-    """Whether this ranking gives this very decision: that of the same request, by adverts of the versions it names."""
+    """Return True if this ranking gives this decision again."""
     return decide(request, ranking, decision.declined, decision.kept) == decision
 
 
 def explain(request: Request, ranking: Ranking) -> list[str]:
-    """Why the job is where it is, or waits: one plain line each, the most telling first."""
+    """Explain the job's place, or why it waits: one line per reason, the most informative first."""
     found = len(ranking.candidates)
     if 0 < found < request.nodes:
-        some = "; ".join(f"{r.nick}: {'; '.join(r.reasons)}" for r in ranking.refused[:REFUSALS_TOLD])
+        some = "; ".join(f"{r.nick}: {'; '.join(r.reasons)}" for r in ranking.refused[:REFUSALS_SHOWN])
         return [f"{found} of the {request.nodes} nodes it needs could take it now" + (f" ({some})" if some else "")]
     if ranking.candidates:
         best = ranking.candidates[0]
         return [f"{best.nick} is first of {len(ranking.candidates)} nodes that could run it"]
     if not ranking.refused:
         return ["no node of this mesh offers anything yet"]
-    # The refusal closest to being none tells most: fewest reasons, then the commonest first reason.
+    # The node with the fewest reasons is the closest to a fit.
     nearest = min(len(refusal.reasons) for refusal in ranking.refused)
     lines = [f"{r.nick}: {'; '.join(r.reasons)}" for r in ranking.refused if len(r.reasons) == nearest]
     head = f"no node can run it now ({_summary(request)})"
@@ -82,7 +81,7 @@ def explain(request: Request, ranking: Ranking) -> list[str]:
 
 
 def witness_order(job: bytes, adverts: Iterable[Advert], nodes: Collection[bytes]) -> tuple[bytes, ...]:
-    """All nodes, best witness of this job first: rendezvous by survival; a node without an advert weighs least."""
+    """Return all nodes, the best witness of this job first: rendezvous by survival. A node without an advert has weight 1."""
     weights = dict.fromkeys(nodes, 1) | {ad.node: ad.weight for ad in adverts if ad.node in nodes}
     return tuple(node for node, _ in rank(job + b"witness", weights.items()))
 
@@ -95,8 +94,11 @@ def replica_order(
     holders: Collection[bytes] = (),
     most: int | None = None,
 ) -> list[bytes]:
-    """Peers for a job's checkpoints, best first: with room, by survival, each zone once before any twice; those where there are
-    `holders` have had their turns. No more than `most`: the first are found without ranking all."""
+    """Return peers for a job's checkpoints, best first, at most `most`.
+
+    Only nodes with `need_mib` of free space, by survival, each zone once before any comes twice. A zone of one of the `holders`
+    counts as used already.
+    """
     fitting = [ad for ad in adverts if ad.store_free_mib > need_mib and ad.node not in exclude]
     turns = Counter([ad.zone for ad in adverts if ad.node in holders])
     first = min((turns[zone] for zone in {ad.zone for ad in fitting}), default=0)
@@ -113,9 +115,9 @@ def replica_order(
 
 
 def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
-    """Why no lending node could run it even when idle, or None: told at submission, not after a day of waiting.
+    """Explain why no lending node could run the job even when idle; None if one could. Checked at submission.
 
-    A mesh where nobody lends yet, or where all have paused, may change its mind: then the job waits.
+    None also if no node lends at the moment: owners may resume, so the job waits.
     """
     lenders = [_idle(advert) for advert in adverts if advert.lending]
     refused = {advert.nick: refusals(request, advert) for advert in lenders}
@@ -137,19 +139,19 @@ def cannot_ever(request: Request, adverts: Sequence[Advert]) -> str | None:
     if request.image is not None and all(image_refusal(request, advert) for advert in lenders):
         if request.image_id is None:
             return f"no lending node has image {request.image}: load it on one (`docker pull`, `docker load`)"
-        told = [f"{advert.nick}: {image_refusal(request, advert)}" for advert in lenders[:REFUSALS_TOLD]]
-        return f"no lending node can run image {request.image} ({'; '.join(told)}). See `mesh image ls`"
-    told = [f"{nick} {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_TOLD]]
-    more = f"; and {len(refused) - REFUSALS_TOLD} more" if len(refused) > REFUSALS_TOLD else ""
-    return f"no node could run it: {'; '.join(told)}{more}"
+        texts = [f"{advert.nick}: {image_refusal(request, advert)}" for advert in lenders[:REFUSALS_SHOWN]]
+        return f"no lending node can run image {request.image} ({'; '.join(texts)}). See `mesh image ls`"
+    texts = [f"{nick} {', '.join(reasons)}" for nick, reasons in list(refused.items())[:REFUSALS_SHOWN]]
+    more = f"; and {len(refused) - REFUSALS_SHOWN} more" if len(refused) > REFUSALS_SHOWN else ""
+    return f"no node could run it: {'; '.join(texts)}{more}"
 
 
-REFUSALS_TOLD = 3
+REFUSALS_SHOWN = 3
 
 
 def _idle(advert: Advert) -> Advert:
-    """The same machine with nobody on it."""
-    return msgspec.structs.replace(advert, paused=False, room=untouched(advert.gpus), slots_free=advert.slots)
+    """Return the advert as it is with no job on the node."""
+    return msgspec.structs.replace(advert, paused=False, free_portions=all_free(advert.gpus), slots_free=advert.slots)
 
 
 def _summary(request: Request) -> str:

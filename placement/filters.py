@@ -1,9 +1,16 @@
-"""Why a node cannot take a job, in words. An empty answer means that it can."""
+"""Filters: the reasons why a node cannot take a job.
+
+An image is requested by its content (the hash of its configuration) if the mesh has a list of images, else by its name. Adverts
+hold only prefixes of hashes; the node that starts the image compares the whole hash.
+"""
+
+import msgspec
 
 from placement.advert import Advert, HeldBy
-from placement.allotment import fitting, suits, untouched
-from placement.images import image_refusal
+from placement.allocation import all_free, fitting_gpus, matches
 from placement.request import Request
+
+SHORT = 8  # bytes of a hash in an advert
 
 PAUSED: dict[HeldBy, str] = {
     "": "its owner has paused lending",
@@ -13,12 +20,13 @@ PAUSED: dict[HeldBy, str] = {
 
 
 def refusals(request: Request, advert: Advert) -> list[str]:
+    """Return the reasons why the node cannot take the job; none if it can."""
     reasons: list[str] = []
     if not advert.lending:
-        reasons.append("does not lend (its owner runs `mesh up --lend` or `mesh resume`)")
+        reasons.append("does not lend (its owner runs `mesh up --lend` or `mesh lend`)")
     elif advert.paused:
         reasons.append(PAUSED[advert.held_by])
-    if "*" not in advert.accepts and request.user not in advert.accepts and request.user != advert.user:
+    if "*" not in advert.accepts and request.user not in advert.accepts and not is_own(request, advert):
         reasons.append(f"takes jobs of {', '.join(advert.accepts) or advert.user} only, not of {request.user}")
     reasons += _engine_refusals(request, advert)
     if request.interactive and not advert.interactive:
@@ -26,18 +34,25 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     if request.zone is not None and advert.zone != request.zone:
         reasons.append(f"is in zone {advert.zone or 'none'}, not {request.zone}")
     if request.memory_mib is not None and advert.memory_mib < request.memory_mib:
-        reasons.append(f"lends {advert.memory_mib} MiB of memory to a job, {request.memory_mib} asked")
+        reasons.append(
+            f"lends at most {advert.memory_mib} MiB of memory to a job, and it asks for {request.memory_mib}"
+        )
     if request.cpus is not None and advert.cpus < request.cpus:
-        reasons.append(f"lends {advert.cpus} CPUs to a job, {request.cpus} asked")
+        reasons.append(f"lends at most {advert.cpus} CPUs to a job, and it asks for {request.cpus}")
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:
         reasons.append("failed this job a moment ago")
     return reasons
 
 
+def is_own(request: Request, advert: Advert) -> bool:
+    """Tell whether the job and the node belong to one user: the key decides, and the name goes with it."""
+    return (request.user_key, request.user) == (advert.user_key, advert.user)
+
+
 def engine_for(request: Request, advert: Advert) -> str | None:
-    """The engine this node would use: the one asked for; else a container if an image is named; else its first."""
-    usable = [name for name in advert.engines if name not in advert.own_only or request.user == advert.user]
+    """Return the engine this node would use: the requested one, else docker for an image, else process. None if it has none."""
+    usable = [name for name in advert.engines if name not in advert.own_only or is_own(request, advert)]
     if request.engine is not None:
         return request.engine if request.engine in usable else None
     if request.image is not None:
@@ -56,7 +71,7 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
     if wanted == "docker":
         if request.image is None:
             return ["the docker engine needs an image: --image NAME"]
-        system = advert.system.refusal(request.gpus > 0, request.like) if request.system else None
+        system = advert.system.refusal(request.gpus > 0, request.platform) if request.system else None
         return [reason for reason in (image_refusal(request, advert), system) if reason is not None]
     return []
 
@@ -64,7 +79,7 @@ def _engine_refusals(request: Request, advert: Advert) -> list[str]:
 def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
     if len(advert.gpus) < request.gpus:
         return [f"has {len(advert.gpus)} GPUs, {request.gpus} asked"]
-    now = len(fitting(request, advert.gpus, advert.room))
+    now = len(fitting_gpus(request, advert.gpus, advert.free_portions))
     shares = not request.is_share or (advert.gpu_sharing and advert.guards)
     if now >= request.gpus and shares and advert.driver >= request.driver:
         return []
@@ -75,9 +90,9 @@ def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
         return ["its owner lends whole GPUs only"]
     if not shares:
         return ["cannot keep a job to a share of a GPU"]
-    ever = len(fitting(request, advert.gpus, untouched(advert.gpus)))
+    ever = len(fitting_gpus(request, advert.gpus, all_free(advert.gpus)))
     if ever < request.gpus:
-        largest = max(gpu.vram_mib for gpu in advert.gpus if suits(request, gpu))
+        largest = max(gpu.vram_mib for gpu in advert.gpus if matches(request, gpu))
         return [f"its GPUs have up to {largest} MiB, {request.vram_mib} MiB on {request.gpus} asked"]
     if request.is_share:
         wanted = f"{request.gpu_share} % and {request.vram_mib} MiB left"
@@ -86,7 +101,7 @@ def _gpu_refusals(request: Request, advert: Advert) -> list[str]:
 
 
 def _kind_refusal(request: Request, advert: Advert) -> str | None:
-    """Why its GPUs, or their driver, are not what is asked for."""
+    """Return why the node's GPUs or their driver are not of the requested kind; None if they are."""
     if request.driver and advert.driver < request.driver:
         has = f"has driver {_dotted(advert.driver)}" if advert.driver else "does not say which driver it has"
         return f"{has}, {_dotted(request.driver)} asked"
@@ -109,3 +124,35 @@ def _slot_refusals(advert: Advert) -> list[str]:
     if advert.slots == 0:
         return ["takes only GPU jobs"]
     return [] if advert.slots_free > 0 else [f"all {advert.slots} job slots are taken"]
+
+
+class ImageOffer(msgspec.Struct, frozen=True):
+    """The image fields of a node's advert."""
+
+    images: tuple[str, ...] = ()
+    image_list: bool = False
+    image_ids: tuple[bytes, ...] = ()
+    image_fetches: tuple[bytes, ...] = ()
+    image_denials: tuple[str, ...] = ()
+
+
+def image_refusal(request: Request, advert: Advert) -> str | None:
+    """Return why this node does not run the requested image; None if it does."""
+    name, wanted = request.image, request.image_id
+    if wanted is None:
+        if name in advert.images:
+            return None
+        if advert.image_list:
+            return f"image {name} is not on the mesh's list, and the node's owner has not allowed it there"
+        return f"has no image {name}"
+    short = wanted[:SHORT]
+    if name in advert.image_denials or short.hex() in advert.image_denials:
+        return f"its owner denies image {name} (`mesh image deny`)"
+    if short in advert.image_ids or short in advert.image_fetches:
+        return None
+    return f"image {name} ({wanted.hex()[:12]}) is not on this node, and no node that it can fetch from has it"
+
+
+def lacks_image(request: Request, advert: Advert) -> bool:
+    """Return True if the node would have to fetch the image first."""
+    return request.image_id is not None and request.image_id[:SHORT] not in advert.image_ids

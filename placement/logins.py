@@ -1,7 +1,7 @@
-"""When a machine was its owner's, from its own record of logins: the output of `last`, or the file /var/log/wtmp itself.
+"""Readers of login records: the output of `last`, or the file /var/log/wtmp.
 
-A machine is lent while it is up and nobody is logged in. `last` must be asked for years (`last -F` or `--time-format=iso`): its
-usual output has none. A session whose end nobody wrote down counts for its beginning only.
+A machine is lent while it is up and nobody is logged in. `last` has to print years (`last -F` or `--time-format=iso`); its
+default output has none. A session without a recorded end counts for its start only.
 """
 
 import calendar
@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Iterable
 
-from placement.stays import Span, Trace, TraceError, of_held
+from placement.availability import Span, Trace, TraceError, trace_of_held
 from placement.traces import LATEST, each_line
 
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
@@ -18,7 +18,7 @@ _ISO = r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,]\d+)?(?:([+-])(\d\d):?
 FULL, ISO = re.compile(_FULL), re.compile(_ISO)
 LASTED = re.compile(r"\((?:(\d{1,5})\+)?(\d\d):(\d\d)(?::(\d\d))?\)\s*$")
 SYSTEM = {"reboot", "shutdown", "runlevel"}
-UNKNOWN_END_S = 60.0  # of a session that ended nobody knows when
+UNKNOWN_END_S = 60.0  # assumed length of a session whose end is not recorded
 
 # utmp(5) of Linux on 64-bit machines: type, pid, line, id, user, host, exit, session, seconds, microseconds, address.
 RECORD = struct.Struct("<h2xi32s4s32s256s2hi2i4i20s")
@@ -26,7 +26,7 @@ RUN_LEVEL, BOOT, LOGIN, DEAD, LAST_TYPE = 1, 2, 7, 8, 9
 
 
 def read_last(text: str, node: str, utc_offset_s: float = 0.0) -> Trace:
-    """The output of `last -F` or `last --time-format=iso`; local times are `utc_offset_s` ahead of UTC."""
+    """Read the output of `last -F` or `last --time-format=iso`; local times are `utc_offset_s` ahead of UTC."""
     sessions: list[tuple[float, float | None]] = []
     boots: list[tuple[float, float | None]] = []
     begins: list[float] = []
@@ -40,7 +40,7 @@ def read_last(text: str, node: str, utc_offset_s: float = 0.0) -> Trace:
             begins.extend(times[:1])
             return
         if not times or not _times(line.partition(" - ")[0], utc_offset_s):
-            raise ValueError("it has no full date: write the file with `last -F`")
+            raise ValueError("the date has no year: write the file with `last -F`")
         start = times[0]
         found = LASTED.search(line)
         if len(times) > 1:
@@ -53,7 +53,7 @@ def read_last(text: str, node: str, utc_offset_s: float = 0.0) -> Trace:
         else:
             end = start + UNKNOWN_END_S
         if end is not None and end < start:
-            raise ValueError("it ends before it begins")
+            raise ValueError("the session ends before it begins")
         if words[0] == "reboot":
             boots.append((start, end))
         elif words[0] not in SYSTEM:
@@ -62,16 +62,16 @@ def read_last(text: str, node: str, utc_offset_s: float = 0.0) -> Trace:
     each_line(text, "output of `last`", read)
     seen = [moment for pair in (*sessions, *boots) for moment in pair if moment is not None]
     if not seen:
-        raise TraceError("this is no output of `last`: nobody ever logged in and nothing was booted")
+        raise TraceError("not a valid output of `last`: it has neither logins nor boots")
     first, last = min([*begins, *seen]), max(seen)
     spans = [(start, last if end is None else end) for start, end in sessions]
     return _trace(node, spans, [(start, last if end is None else end) for start, end in boots], first, last)
 
 
 def read_wtmp(data: bytes, node: str) -> Trace:
-    """A wtmp file of 64-bit Linux, little-endian."""
+    """Read a wtmp file of 64-bit Linux, little-endian."""
     if not data or len(data) % RECORD.size:
-        raise TraceError(f"this is no wtmp file: its {len(data)} bytes are not records of {RECORD.size}")
+        raise TraceError(f"not a valid wtmp file: {len(data)} bytes are not a multiple of {RECORD.size}")
     open_since: dict[bytes, float] = {}
     sessions: list[Span] = []
     ups: list[Span] = []
@@ -85,7 +85,7 @@ def read_wtmp(data: bytes, node: str) -> Trace:
     for number, fields in enumerate(RECORD.iter_unpack(data), 1):
         kind, line, user, now = fields[0], fields[2].rstrip(b"\0"), fields[4].rstrip(b"\0"), float(fields[9])
         if not 0 <= kind <= LAST_TYPE or now < 0:
-            raise TraceError(f"this is no wtmp file: record {number} is of type {kind} at {now:g}")
+            raise TraceError(f"not a valid wtmp file: record {number} has type {kind} at time {now:g}")
         moments.append(now)
         if kind == BOOT or (kind == RUN_LEVEL and user == b"shutdown"):
             end_all(now)
@@ -113,13 +113,13 @@ def _trace(node: str, sessions: Iterable[Span], ups: Iterable[Span], first: floa
     held = list(sessions)
     since = first
     up = sorted(ups)
-    for start, end in up:  # what was before the first boot that is written down is not known: it counts as up
+    for start, end in up:  # the time before the first recorded boot is unknown: it counts as up
         if start > since > first:
             held.append((since, start))
         since = max(since, end)
     if up and since < last:
         held.append((since, last))
-    return of_held({node: held}, first, last)
+    return trace_of_held({node: held}, first, last)
 
 
 def _times(line: str, utc_offset_s: float) -> list[float]:
@@ -127,7 +127,7 @@ def _times(line: str, utc_offset_s: float) -> list[float]:
     for found in FULL.finditer(line):
         month, day, hour, minute, second, year = found.groups()
         if month not in MONTHS:
-            raise ValueError(f"{month!r} is no month")
+            raise ValueError(f"{month!r} is not a month")
         times.append(
             _unix(int(year), MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second)) - utc_offset_s
         )
@@ -144,10 +144,10 @@ def _times(line: str, utc_offset_s: float) -> list[float]:
 
 def _unix(year: int, month: int, day: int, hour: int, minute: int, second: int) -> float:
     if not (1970 <= year < 9999 and 1 <= month <= 12 and 1 <= day <= calendar.monthrange(year, month)[1]):
-        raise ValueError(f"{year}-{month:02}-{day:02} is no date")
+        raise ValueError(f"{year}-{month:02}-{day:02} is not a valid date")
     if hour > 23 or minute > 59 or second > 60:
-        raise ValueError(f"{hour:02}:{minute:02}:{second:02} is no time of day")
+        raise ValueError(f"{hour:02}:{minute:02}:{second:02} is not a valid time of day")
     unix = float(calendar.timegm((year, month, day, hour, minute, second)))
     if unix >= LATEST:
-        raise ValueError(f"the year {year} is out of all bounds")
+        raise ValueError(f"the year {year} is out of range")
     return unix

@@ -1,8 +1,8 @@
-"""What this node has itself seen of others' stays, and how much of what they say of themselves it believes.
+"""Observed stays: an upper bound on how far a node's own survival estimate is trusted.
 
-Of a node's stays that were seen to reach the age of the present one, so many lasted for another hour: it is not believed to be
-likelier to stay than the upper bound of that share. Whoever has never been seen to leave is believed; so is nearly every honest
-node always, since the bound is one-sided and wide (99 per cent). It reins in those who say 64 and leave again and again.
+Of a node's observed stays that reached the age of the present one, some lasted for another hour. Its weight is capped at the
+upper confidence bound of that share. A node that was never observed to leave is not capped. The bound is one-sided and wide (99
+per cent), so honest nodes are hardly ever capped; a node that claims 64 and leaves again and again is.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ import msgspec
 
 from placement.advert import HORIZONS_S, HOUR, MAX_WEIGHT, Advert
 
-KEPT = 64  # stays of one node; ours
+KEPT = 64  # stays of one node (own choice)
 Z_99 = 2.326
 
 Caps = tuple[int, ...]  # for each of HORIZONS_S, in 64ths
@@ -24,20 +24,20 @@ class Observed:
         self._since: dict[bytes, float] = {}
         self._lengths: dict[bytes, deque[float]] = {}
 
-    def see(self, lent: Set[bytes], now: float) -> None:
-        """These are lent now, and all others are not; `now` is seconds of any clock."""
+    def observe(self, lent: Set[bytes], now: float) -> None:
+        """Record the nodes that are lent now; `now` is seconds of any clock."""
         for node in self._since.keys() - lent:
             lengths = self._lengths.setdefault(node, deque(maxlen=KEPT))
             lengths.append(max(0.0, now - self._since.pop(node)))
         for node in lent - self._since.keys():
             self._since[node] = now
 
-    def forget(self, but: Set[bytes]) -> None:
-        """Those that are members no more."""
-        self._lengths = {node: lengths for node, lengths in self._lengths.items() if node in but}
+    def keep_only(self, members: Set[bytes]) -> None:
+        """Drop the nodes that are no longer members."""
+        self._lengths = {node: lengths for node, lengths in self._lengths.items() if node in members}
 
     def caps(self, now: float) -> dict[bytes, Caps]:
-        """The most that is believed of each node that is lent; none of those who may say what they like."""
+        """Return the caps of the lent nodes that have any."""
         found = {
             node: self._caps(lengths, now - self._since[node])
             for node, lengths in self._lengths.items()
@@ -55,16 +55,16 @@ class Observed:
 
 
 def upper_bound(lasted: int, of: int) -> float:
-    """Of a share, with 99 per cent (Wilson 1927); 1 if nothing was seen."""
+    """Return the upper 99 per cent bound of a share (Wilson 1927); 1 without observations."""
     if of == 0:
         return 1.0
     share, square = lasted / of, Z_99 * Z_99 / of
     return min(1.0, (share + square / 2 + sqrt(square * (share * (1 - share) + square / 4))) / (1 + square))
 
 
-def believed(advert: Advert, most: Caps | None) -> Advert:
-    """The advert, with no more said of its stay than is believed."""
-    if most is None:
+def capped(advert: Advert, caps: Caps | None) -> Advert:
+    """Return the advert with its weights capped."""
+    if caps is None:
         return advert
-    stays = tuple(map(min, advert.stays, most))
-    return msgspec.structs.replace(advert, weight=min(advert.weight, most[HOUR]), stays=stays)
+    weights = tuple(map(min, advert.weights, caps))
+    return msgspec.structs.replace(advert, weight=min(advert.weight, caps[HOUR]), weights=weights)

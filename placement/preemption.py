@@ -1,6 +1,7 @@
-"""Who makes room for a job that matters more: the least important that is enough, and only what loses nothing by it.
+"""Preemption: the running job that makes way for one of higher priority.
 
-Nobody is evicted for a small difference, nor right after it came; and a job without checkpoints never is.
+The victim is the least important job that frees enough. A job is not preempted for a small difference in priority, soon after
+its start, or if it has no checkpoints.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,16 +9,16 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from placement.advert import Advert, Portion
-from placement.allotment import returned
+from placement.allocation import release
 from placement.filters import refusals
 from placement.request import Request
 
-MARGIN = 20  # points of priority by which a job must matter more: two steps of the usual low, normal, high; ours
-MIN_STAY_S = 120  # a job that has only just come is left in peace; ours
+MARGIN = 20  # points of priority between the two jobs: two steps of low, normal, high (own choice)
+MIN_STAY_S = 120  # a job runs at least this long before it can be preempted (own choice)
 
 
-class Stay(msgspec.Struct, frozen=True):
-    """A job that runs. `saves`: it has checkpoints; `portions`: what it has of the node's GPUs, nothing if it has a slot."""
+class RunningJob(msgspec.Struct, frozen=True):
+    """A job that runs on a node. `saves`: it has checkpoints; `portions`: its part of the node's GPUs, empty if it has a slot."""
 
     job: bytes
     node: bytes
@@ -27,28 +28,29 @@ class Stay(msgspec.Struct, frozen=True):
     portions: tuple[Portion, ...] = ()
 
 
-def must_yield(priority: int, stay: Stay, now_unix: float) -> bool:
-    """Whether it has to make room for a job of this priority."""
-    return stay.saves and priority >= stay.priority + MARGIN and now_unix - stay.since_unix >= MIN_STAY_S
+def must_yield(priority: int, job: RunningJob, now_unix: float) -> bool:
+    """Return True if this running job has to make way for a job of this priority."""
+    return job.saves and priority >= job.priority + MARGIN and now_unix - job.since_unix >= MIN_STAY_S
 
 
 def victim(
-    request: Request, priority: int, adverts: Iterable[Advert], stays: Sequence[Stay], now_unix: float
-) -> Stay | None:
-    """Whom to send away so that the request fits: the least important, then the youngest. None if no single one would do."""
+    request: Request, priority: int, adverts: Iterable[Advert], running: Sequence[RunningJob], now_unix: float
+) -> RunningJob | None:
+    """Return the job to preempt so that the request fits: the least important, then the youngest. None if no single job will
+    do."""
     offers = {advert.node: advert for advert in adverts}
     fitting = [
-        stay
-        for stay in stays
-        if must_yield(priority, stay, now_unix)
-        and stay.node in offers
-        and not refusals(request, vacated(offers[stay.node], stay))
+        job
+        for job in running
+        if must_yield(priority, job, now_unix)
+        and job.node in offers
+        and not refusals(request, without_job(offers[job.node], job))
     ]
-    return min(fitting, key=lambda stay: (stay.priority, -stay.since_unix, stay.job), default=None)
+    return min(fitting, key=lambda job: (job.priority, -job.since_unix, job.job), default=None)
 
 
-def vacated(advert: Advert, stay: Stay) -> Advert:
-    """The advert as it would be without this job."""
-    if not stay.portions:
+def without_job(advert: Advert, job: RunningJob) -> Advert:
+    """Return the advert as it is without this job."""
+    if not job.portions:
         return msgspec.structs.replace(advert, slots_free=min(advert.slots, advert.slots_free + 1))
-    return msgspec.structs.replace(advert, room=returned(advert.gpus, advert.room, stay.portions))
+    return msgspec.structs.replace(advert, free_portions=release(advert.gpus, advert.free_portions, job.portions))

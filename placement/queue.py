@@ -1,7 +1,7 @@
-"""Who goes first when not all can: priority, the share a user has had, and how long a job has waited, in whole points.
+"""The queue of waiting jobs, ordered by priority, the user's recent usage and waiting time, in whole points.
 
-Every node forms the same queue from the same view, so stewards that never speak to each other let each other pass. A job that
-nothing free fits takes nothing from those behind it, and whoever waits long enough comes first, whatever its priority.
+Every node forms the same queue from the same view, so leaders respect each other's turn without communication. A job that fits
+no free place blocks nobody behind it. A job that waits long enough comes first, whatever its priority.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,21 +10,23 @@ from functools import cached_property
 import msgspec
 
 from placement.advert import Advert
-from placement.allotment import served
+from placement.allocation import reserve
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 
 MAX_PRIORITY, DEFAULT_PRIORITY = 100, 50
-AGE_POINT_S = 600  # of waiting are worth a point: the lowest priority overtakes the highest within 17 hours; ours
-FAIR_POINTS = 20  # that a user who has used nothing is ahead of one who has used everything; ours
-LET_PASS_S = 20.0  # that a free place is kept for who goes first; several turns of a steward
-IDLE_S = 120.0  # that nothing is kept for one who let his place go; ours
+AGE_POINT_S = (
+    600  # seconds of waiting per point: the lowest priority overtakes the highest within 17 hours (own choice)
+)
+FAIR_POINTS = 20  # lead of a user without usage over a user with all of it (own choice)
+LET_PASS_S = 20.0  # a free place is reserved this long for the first job in the queue; several rounds of a leader
+IDLE_S = 120.0  # nothing is reserved this long for a job that did not take its place (own choice)
 NEVER = 2**62
-HALF_LIFE_S = 7 * 86_400  # of what was used; Slurm's PriorityDecayHalfLife
+HALF_LIFE_S = 7 * 86_400  # of recorded usage; Slurm's PriorityDecayHalfLife
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A job that nobody runs. `since_unix` is when it was submitted: who had to leave a node keeps its place."""
+    """A job that waits for a place. `since_unix` is its submission: a job that had to leave a node keeps its position."""
 
     request: Request
     priority: int
@@ -40,8 +42,8 @@ Key = tuple[int, int, int, bytes]
 
 
 class Queue:
-    """`usage` is what each user has had lately (`decayed`). Lower keys go first. `idle` jobs have let a place go that was kept
-    for them (`Patience`): nothing is kept for them any more, and they take what is left."""
+    """The queue over one view. Lower keys go first. `usage`: each user's recent usage (`decayed`). `idle`: jobs that did not
+    take a place reserved for them (`Patience`); nothing more is reserved for them, and they take what is left."""
 
     def __init__(
         self,
@@ -66,20 +68,20 @@ class Queue:
         return (-(waiting.priority + age + fair), deadline, waiting.since_unix, waiting.job)
 
     def left_for(self, mine: Waiting, adverts: Sequence[Advert]) -> list[Advert]:
-        """What is free once everybody ahead has what it can have."""
+        """Return the adverts as they are after every job ahead of this one has taken its place."""
         left = {advert.node: advert for advert in adverts}
         key = self.key(mine)
         for before, node, request in self._allotted:
             if before < key and request.job != mine.job and node in left:
-                left[node] = served(left[node], request)
+                left[node] = reserve(left[node], request)
         return list(left.values())
 
     @cached_property
     def _allotted(self) -> list[tuple[Key, bytes, Request]]:
-        """Whom the free places go to, first come first; no more than there are places."""
-        free = {ad.node: ad for ad in self._adverts if ad.slots_free or ad.room}
+        """Assign the free places to the waiting jobs in the order of the queue."""
+        free = {ad.node: ad for ad in self._adverts if ad.slots_free or ad.free_portions}
         allotted: list[tuple[Key, bytes, Request]] = []
-        hopeless: set[tuple[bytes, tuple[bytes, ...]]] = set()  # what nothing left fits; and what is left only shrinks
+        hopeless: set[tuple[bytes, tuple[bytes, ...]]] = set()  # shapes that fit nowhere; free capacity only shrinks
         for waiting in sorted(self._waiting, key=self.key) if free else ():
             shape = (waiting.request.shape, waiting.request.exclude)
             if shape in hopeless:
@@ -90,9 +92,9 @@ class Queue:
                 continue
             for candidate in ranking.first(waiting.request.nodes):
                 node = candidate.node
-                free[node] = served(free[node], waiting.request)
+                free[node] = reserve(free[node], waiting.request)
                 allotted.append((self.key(waiting), node, waiting.request))
-                if not (free[node].slots_free or free[node].room):
+                if not (free[node].slots_free or free[node].free_portions):
                     del free[node]
             if not free:
                 break
@@ -100,24 +102,24 @@ class Queue:
 
     @property
     def kept(self) -> set[tuple[bytes, bytes]]:
-        """The free places that are kept: job and node."""
+        """Return the reserved free places: (job, node)."""
         return {(request.job, node) for _, node, request in self._allotted}
 
 
 class Patience:
-    """Notices who does not take a place that is kept for him: he may be unable to act, and others want it."""
+    """Detects jobs that do not take a place reserved for them: their leader may be unable to act, and others want the place."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[bytes, bytes], float] = {}
         self._idle_until: dict[bytes, float] = {}
 
     def idle(self, now: float) -> frozenset[bytes]:
-        """The jobs for which nothing is to be kept now; `now` is seconds of any clock that does not jump."""
+        """Return the jobs for which nothing is reserved now; `now` is seconds of a monotonic clock."""
         self._idle_until = {job: until for job, until in self._idle_until.items() if until > now}
         return frozenset(self._idle_until)
 
     def saw(self, kept: Iterable[tuple[bytes, bytes]], now: float) -> None:
-        """These places are kept now."""
+        """Record the places that are reserved now."""
         self._since = {place: self._since.get(place, now) for place in kept}
         for (job, _), since in self._since.items():
             if now - since > LET_PASS_S:
@@ -125,15 +127,15 @@ class Patience:
 
 
 def mean_of(usage: Mapping[str, int]) -> int:
-    """What a user has had lately, on average."""
+    """Return the mean recent usage of a user, at least 1."""
     return max(1, sum(usage.values()) // max(1, len(usage)))
 
 
 def fair_points(used: int, mean: int) -> int:
-    """By which somebody who has had so much is put ahead."""
+    """Return the points that a user with this usage is ahead by: 0 to FAIR_POINTS."""
     return FAIR_POINTS * mean // (mean + used)
 
 
 def decayed(used_s: float, percent: int, ago_s: float) -> int:
-    """What a stay that ended so long ago still counts: seconds times per cent of a GPU, halved every HALF_LIFE_S."""
+    """Return the usage that still counts of a run that ended `ago_s` ago: GPU-seconds times 100, halved every HALF_LIFE_S."""
     return int(used_s) * percent >> int(max(0.0, ago_s) // HALF_LIFE_S)

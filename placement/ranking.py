@@ -1,9 +1,9 @@
-"""Who takes a job, best first: by what it must and would rather have, then by weighted rendezvous, where survival is the weight.
+"""Ranking of nodes for a job: first by requirements and preferences, then by weighted rendezvous with survival as the weight.
 
-The weight counts by a high power, so that most jobs go to those who stay; what keeps them from going to a few nodes is that a
-crowded one comes after the others. Grade and score of a node are its own: one that goes leaves the order of all others as it was.
+The weight counts by a high power, so most jobs go to nodes that stay. Load stays bounded because a crowded node comes after the
+others. A node's grade and score depend on that node alone: a node that leaves does not change the order of the others.
 
-What a request asks is looked up, not asked again: each advert remembers how it suits each shape of request.
+Each advert caches its grade for each shape of request, so requirements are checked once per shape.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -13,19 +13,18 @@ from itertools import islice
 import msgspec
 
 from placement.advert import LOAD_BITS, MAX_WEIGHT, WHOLE, Advert, horizon_of
-from placement.allotment import allot
-from placement.filters import refusals
-from placement.images import lacks
+from placement.allocation import allocate
+from placement.filters import lacks_image, refusals
 from placement.rendezvous import best_first, draws, rank, weighed
 from placement.request import Request
 
-STEEP = 16  # the weight's power in a score: of 3, 5, 8 and 16 the one with the fewest departures (docs/placement.md)
-STICKY = 13  # 64ths of survival by which another must be better to be worth a move: a fifth (docs/placement.md)
-CROWD = 2  # times the mean load: past that a node comes after the others (Mirrokni et al. 2018, with epsilon 1)
-MAX_SHAPES = 64  # an advert remembers; ours
+STEEP = 16  # exponent of the weight in a score: of 3, 5, 8 and 16 fewest departures (docs/decisions/0011)
+STICKY = 13  # 64ths of survival by which another node must be better: a fifth (docs/explanation/placement.md)
+CROWD = 2  # times the mean load; a node above it comes after the others (Mirrokni et al. 2018, with epsilon 1)
+MAX_SHAPES = 64  # grades cached in an advert (own choice)
 
-# A grade adds up, from its most telling part: the node is to be avoided, lacks the image, lacks the last checkpoint; its zone's
-# place; it is crowded; how much would be left stranded.
+# The parts of a grade, most significant first: the node is to be avoided, lacks the image, lacks the last checkpoint; the rank of
+# its zone; it is crowded; the number of GPUs that would be stranded.
 _REFUSED, _PREFERRED = -1, -2
 _AVOIDED, _LACKS, _FAR, _ZONE, _CROWDED = 1 << 42, 1 << 41, 1 << 40, 1 << 17, 1 << 16
 
@@ -48,7 +47,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Ranking:
-    """`candidates` best first, everybody else in `refused`. Iterating makes no more candidates than are looked at."""
+    """The nodes for a request: `candidates`, best first, and all others in `refused`. Iteration is lazy."""
 
     def __init__(self, request: Request, tiers: Mapping[int, list[Advert]], refused: list[Advert]) -> None:
         self._request, self._tiers, self._refused = request, tiers, refused
@@ -79,8 +78,11 @@ class Ranking:
         return tuple(sorted(found, key=lambda refusal: refusal.node))
 
     def settle(self, incumbent: bytes | None, but: Collection[bytes] = ()) -> Candidate | None:
-        """Who it should be, if it is `incumbent` now: still that, unless it cannot or should not any more, or the first is
-        preferred or much better."""
+        """Return the candidate to use if the job is at `incumbent` now.
+
+        The incumbent stays unless it can no longer take the job, is to be avoided, or the first candidate is preferred or better
+        by at least `STICKY`.
+        """
         best = next((candidate for candidate in self if candidate.node not in but), None)
         if best is None or best.node == incumbent or incumbent is None or incumbent in but:
             return best
@@ -94,19 +96,20 @@ class Ranking:
         return next(candidate for candidate in self._ordered([now]))
 
     def _ordered(self, tier: list[Advert]) -> Iterator[Candidate]:
-        """Of one grade, by their scores."""
+        """Yield the candidates of one grade by score."""
         horizon = self._horizon
         found = draws(self._request.key, [advert.lane for advert in tier])
-        weights = [advert.stays[horizon] if advert.stays else advert.weight for advert in tier]
+        weights = [advert.weights[horizon] if advert.weights else advert.weight for advert in tier]
         for place, score in best_first(found, weights, [advert.node for advert in tier], _WEIGHED):
             advert = tier[place]
             yield Candidate(advert.node, advert.nick, score, weights[place], advert.version)
 
 
 def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[bytes, str] | None = None) -> Ranking:
-    """The same adverts, one a node, give the same ranking everywhere, in whatever order they come.
+    """Rank the nodes for a request. The same adverts, one per node and in any order, give the same ranking on every node.
 
-    With `homes`, the zone of each node, zones come first: by rendezvous with the summed weights of their nodes that fit.
+    With `homes` (each node's zone), the ranking has two levels: zones by rendezvous with the summed weights of their nodes that
+    fit, then nodes.
     """
     shape, exclude = request.shape, request.exclude
     tiers: Tiers = {}
@@ -131,17 +134,17 @@ def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[byt
 
 
 def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
-    """Zones, best first for this key."""
+    """Return the zones, best first for this key."""
     by_id = {name.encode(): name for name in weights}
     return [by_id[found] for found, _ in rank(key + b"zone", [(name.encode(), w) for name, w in weights.items()])]
 
 
 def _grade(request: Request, advert: Advert) -> int:
-    """How the advert suits all requests of this shape: less is better, and never 0."""
+    """Return the grade of the advert for all requests of this shape: lower is better, never 0. Cached in the advert."""
     if refusals(request if not request.exclude else msgspec.structs.replace(request, exclude=()), advert):
         grade = _REFUSED
     else:
-        grade = _FAR | (_LACKS if lacks(request, advert) else 0) | min(_stranded(request, advert), _CROWDED - 1)
+        grade = _FAR | (_LACKS if lacks_image(request, advert) else 0) | min(_stranded(request, advert), _CROWDED - 1)
     if len(advert.grades) >= MAX_SHAPES:
         advert.grades.clear()
     advert.grades[request.shape] = grade
@@ -149,15 +152,15 @@ def _grade(request: Request, advert: Advert) -> int:
 
 
 def _stranded(request: Request, advert: Advert) -> int:
-    """What a wider job could not have any more: whole GPUs that a share would leave in parts, or that are left beside it."""
+    """Return the number of whole free GPUs that wider jobs could no longer use: those a share would split, or those left over."""
     if not request.is_share:
         return advert.whole_gpus_free - request.gpus if request.gpus else 0
-    given = {portion.uuid for portion in allot(request, advert.gpus, advert.room)}
-    return sum(left.uuid in given and left.share == WHOLE for left in advert.room)
+    given = {portion.uuid for portion in allocate(request, advert.gpus, advert.free_portions)}
+    return sum(left.uuid in given and left.share == WHOLE for left in advert.free_portions)
 
 
 def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
-    """Whoever would have more than twice its part of the slots that are taken comes after the others; not with its first."""
+    """Put nodes with more than `CROWD` times the mean load after the others. A node without jobs is never crowded."""
     slots = sum([advert.slots for advert in offers])
     taken = slots - sum([advert.slots_free for advert in offers])
     most = (CROWD * (1 + taken) << LOAD_BITS) // max(1, slots)
@@ -172,7 +175,7 @@ def _uncrowded(tiers: Tiers, offers: Collection[Advert]) -> Tiers:
 
 
 def _zoned(request: Request, tiers: Tiers, homes: Mapping[bytes, str]) -> Tiers:
-    """Of each grade, zone by zone."""
+    """Split each grade by zone."""
     weights: dict[str, int] = {}
     split: list[tuple[int, dict[str, list[Advert]]]] = []
     for grade, tier in tiers.items():
@@ -191,7 +194,7 @@ def _zoned(request: Request, tiers: Tiers, homes: Mapping[bytes, str]) -> Tiers:
 
 
 def _wished(request: Request, tiers: Tiers) -> Tiers:
-    """Those that the request names, by what it would rather have; the others stay as they are."""
+    """Move the nodes that the request names (`prefer`, `near`, `avoid`) to their own grades."""
     named = (
         {*request.avoid, *request.near} if request.prefer is None else {request.prefer, *request.avoid, *request.near}
     )

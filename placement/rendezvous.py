@@ -1,12 +1,12 @@
 """Rendezvous hashing (Thaler and Ravishankar 1998) in integers, bit-equal on every machine.
 
-Each (key, node) has a draw, uniform in [0, 2**64), and whoever has the best one wins: a node that goes moves only its own keys.
-With weights (Schindler's) the largest weight / -log2(draw / 2**64) wins, so shares are proportional to weights and a heavier
-weight never loses a rank.
+Each (key, node) pair has a draw, uniform in [0, 2**64). The node with the highest score wins, so a node that leaves moves only
+its own keys. With weights (Schindler's method) the score is weight / -log2(draw / 2**64): shares are proportional to weights,
+and a larger weight never lowers a node's rank.
 
-The draws of all nodes are made at once: their hashes lie side by side in one long integer, a *lane* of 128 bits each, and
-multiplying, shifting and masking that integer mixes all of them in C (MurmurHash3's finaliser, keyed by BLAKE2b of the key). For
-a thousand nodes that takes 65 us, where one keyed BLAKE2b each took 475 us.
+The draws of all nodes are computed at once. Their hashes lie side by side in one long integer, a *lane* of 128 bits each;
+multiplying, shifting and masking that integer mixes all of them in C (MurmurHash3's finaliser, keyed by BLAKE2b of the key).
+This takes 65 us for 1,000 nodes; one keyed BLAKE2b for each node took 475 us.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ _REST_BITS = _BITS - 1 - _TABLE_BITS
 
 @lru_cache(maxsize=1 << 16)
 def lane(node: bytes) -> bytes:
-    """The node's place in the long integer."""
+    """Return the node's 16 bytes of the long integer."""
     return blake2b(node, digest_size=8, person=b"mesh-hrw2-node").digest() + bytes(_LANE_BYTES - 8)
 
 
 def draws(key: bytes, lanes: Sequence[bytes]) -> Sequence[int]:
-    """For each lane its draw with this key: 0 to 2**64 - 1, as if at random, and the same whoever else takes part."""
+    """Return the draw of each lane for this key: pseudorandom, 0 to 2**64 - 1, and independent of the other lanes."""
     if not lanes:
         return ()
     ones, mask, unpack = _frame(len(lanes))
@@ -46,15 +46,15 @@ def draws(key: bytes, lanes: Sequence[bytes]) -> Sequence[int]:
 
 @lru_cache(maxsize=128)
 def _frame(count: int) -> tuple[int, int, Callable[[bytes], tuple[int, ...]]]:
-    """A one in each lane, the lower half of each lane, and what takes the lanes apart."""
+    """Return an integer with a one in each lane, a mask of the lower half of each lane, and the function that splits lanes."""
     ones = int.from_bytes((b"\1" + bytes(_LANE_BYTES - 1)) * count, "little")
     return ones, ones * _LANE_MASK, Struct(f"<{2 * count}Q").unpack
 
 
 def negative_log2(draw: int) -> int:
-    """-log2(draw / 2**64) for 0 < draw < 2**64, in units of 2**-32 and at least 1; never less for a smaller draw.
+    """Return -log2(draw / 2**64) for 0 < draw < 2**64, in units of 2**-32 and at least 1. It never rises with the draw.
 
-    A table of 2048 chords: never below the logarithm, and above it by 4.4e-8 and one unit at most.
+    Interpolated in a table of 2048 chords: never below the logarithm, and at most 4.4e-8 and one unit above it.
     """
     exponent = draw.bit_length() - 1
     mantissa = draw << (_BITS - 1 - exponent)  # in [2**63, 2**64)
@@ -67,11 +67,12 @@ def negative_log2(draw: int) -> int:
 
 @cache
 def _table() -> tuple[int, ...]:
-    """1 - log2(m) for 2049 values of m from 1 to 2, rounded up; bit by bit: square the mantissa, read off a bit."""
-    return tuple(_exactly(place) for place in range(1 << _TABLE_BITS, (2 << _TABLE_BITS) + 1))
+    """Return 1 - log2(m) for 2049 values of m from 1 to 2, rounded up."""
+    return tuple(_table_entry(place) for place in range(1 << _TABLE_BITS, (2 << _TABLE_BITS) + 1))
 
 
-def _exactly(place: int) -> int:
+def _table_entry(place: int) -> int:
+    """Compute one entry bit by bit: square the mantissa, read off a bit of the logarithm."""
     if place == 2 << _TABLE_BITS:
         return 0
     mantissa, logarithm = place << _REST_BITS, 0
@@ -85,20 +86,20 @@ def _exactly(place: int) -> int:
 
 
 def score(draw: int, weight: int) -> int:
-    """What a node of this weight makes of its draw; more is better. Weight 0 never wins against a positive one."""
+    """Return the score of a node of this weight; higher is better. Weight 0 never wins against a positive weight."""
     return weighed(weight) // negative_log2(draw | 1)
 
 
 def weighed(weight: int) -> int:
-    """A score's numerator."""
+    """Return the numerator of a score."""
     return weight << _BITS
 
 
 def best_first(
     found: Sequence[int], weights: Sequence[int], nodes: Sequence[bytes], numerators: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """(place, score) by their scores. `found`, `weights` and `nodes` are of the same places; `numerators` are of each weight.
-    Whoever is no heavier than another and has drawn worse comes after it, so few scores are ever computed."""
+    """Yield (index, score), highest score first. `found` (draws), `weights` and `nodes` are parallel; `numerators` is indexed by
+    weight. Within one weight the draws alone decide, so one score per weight is computed at a time."""
     places: dict[int, list[tuple[int, bytes, int]]] = {}
     for place, weight in enumerate(weights):
         if weight in places:
@@ -129,7 +130,7 @@ def best_first(
 
 
 def rank(key: bytes, weighted: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
-    """(node, score), best first; ties by node id."""
+    """Return (node, score) pairs, best first; ties are broken by node id."""
     pairs = list(weighted)
     found = draws(key, [lane(node) for node, _ in pairs])
     scored = [(node, score(draw, weight)) for (node, weight), draw in zip(pairs, found, strict=True)]

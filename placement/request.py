@@ -1,4 +1,4 @@
-"""What one attempt of a job needs of a node."""
+"""Requests: what one attempt of a job needs of a node."""
 
 from functools import cached_property
 from math import inf
@@ -8,23 +8,28 @@ import msgspec
 
 from placement.advert import HORIZONS_S, WHOLE, Count, Mebibytes, horizon_of
 
-SHORT_S = 3600  # how long a job that has only begun is likely to go on: the mean of its first hours in GPU traces; ours
+SHORT_S = 3600  # expected run time of a job that has just begun: the mean of its first hours in GPU traces (own choice)
 
 
 def expected_s(ran_s: float, most_s: float = inf) -> int:
-    """How long it is likely to go on, rounded up to a horizon: as long as it has run (run times have heavy tails: Lindy's law),
-    an hour at least, and no longer than it may."""
+    """Return the expected remaining run time, rounded up to a horizon.
+
+    A job is expected to run as long again as it has run (run times have heavy tails: Lindy's law): at least an hour, at most
+    `most_s`.
+    """
     return HORIZONS_S[horizon_of(min(max(SHORT_S, ran_s), most_s))]
 
 
 class Request(msgspec.Struct, frozen=True, dict=True):
-    """`exclude` are nodes that failed this job; `avoid` are ranked last, not refused: the one it has just left.
-    `nodes` of that kind are needed at once. `prefer` is ranked first, if it can take it: where its owner wants it. `near` have
-    its last checkpoint. `remaining_s`: how long it is likely to go on. `capability` and `driver` are the least that will do,
-    `gpu_model` a part of the GPU's name.
-    `gpu_share` is the per cent of each GPU's time that it is guaranteed; below 100, `vram_mib` is what it gets of the memory,
-    else what the GPU must have. `interactive`: it is of no use where its user may not go into it. `system`: it is saved from
-    outside, by system checkpoints; `like`: what the node must be, to go on from the last (`likeness.py`)."""
+    """The requirements and preferences of one attempt.
+
+    `nodes` nodes of this kind are needed at once. `capability` and `driver`: least versions; `gpu_model`: part of the GPU's name.
+    `gpu_share`: guaranteed per cent of each GPU's time; below 100, `vram_mib` is the memory that the job gets, else the least
+    memory of the GPU. `remaining_s`: expected run time. `interactive`: the job is useless where its user may not enter it.
+    `system`: it is saved by system checkpoints; `platform`: of the last one (`advert.SystemCheckpoints`).
+    Preferences: nodes in `exclude` failed this job and are refused; nodes in `avoid` are ranked last; `prefer` is ranked first;
+    nodes in `near` have the last checkpoint.
+    """
 
     job: bytes
     attempt: int
@@ -49,16 +54,17 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     near: tuple[bytes, ...] = ()
     remaining_s: int = SHORT_S
     system: bool = False
-    like: str = ""
+    platform: str = ""
+    user_key: bytes = b""
 
     @property
     def is_share(self) -> bool:
-        """Whether it leaves room on its GPUs for others."""
+        """True if other jobs may share its GPUs."""
         return self.gpus > 0 and self.gpu_share < WHOLE
 
     @cached_property
     def shape(self) -> bytes:
-        """What every job that asks for the same has in common, whichever job and attempt it is."""
+        """The encoded requirements, equal for all jobs that need the same."""
         return msgspec.msgpack.encode(
             msgspec.structs.replace(
                 self, job=b"", attempt=0, nodes=1, exclude=(), avoid=(), prefer=None, near=(), remaining_s=0
@@ -67,5 +73,5 @@ class Request(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def key(self) -> bytes:
-        """What rendezvous hashes: a new attempt draws new luck."""
+        """The key for rendezvous hashing: a new attempt has new draws."""
         return self.job + (self.attempt % 2**32).to_bytes(4, "big")

@@ -1,8 +1,8 @@
-"""Readers of traces that others wrote, each from a file's text to a `Trace`.
+"""Readers of published traces, each from a file's text to a `Trace`.
 
-Jobs with their nodes (Standard Workload Format with node lists, or the same as CSV), availability as JSON (the spot traces of Wu
-et al., NSDI '24) and the Failure Trace Archive's event_trace.tab. What a machine says of its own logins: `logins.py`.
-A file with a line that is not understood is refused, and its lines are named.
+Formats: jobs with their nodes (Standard Workload Format with node lists, or CSV), availability as JSON (the spot traces of Wu et
+al., NSDI '24) and the Failure Trace Archive's event_trace.tab. `logins.py` reads a machine's login records.
+A file with an invalid line is refused; the error names the lines.
 """
 
 import re
@@ -12,11 +12,11 @@ from typing import Annotated
 
 import msgspec
 
-from placement.stays import Span, Trace, TraceError, busy, of_held, of_lent
+from placement.availability import Span, Trace, TraceError, busy, trace_of_held, trace_of_lent
 
-HELD_AT = 0.5  # of a node's cores in use by its owner's jobs: then he has it; ours, as the traces' notes have it
-NAMED = 5  # of the lines that are wrong
-LATEST = 2.0**40  # Unix seconds; further away there is a mistake
+HELD_AT = 0.5  # part of a node's cores in use by the owner's jobs from which the node counts as reclaimed (own choice)
+NAMED = 5  # invalid lines that an error names
+LATEST = 2.0**40  # Unix seconds; a later time is a mistake
 MOST_CORES = 1_000_000
 MOST_SAMPLES = 10_000_000
 MOST_SLOTS = 1024
@@ -27,7 +27,7 @@ SWF_START = re.compile(r";\s*UnixStartTime:\s*(\d+)\s*$")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`nodes`: of each, the cores that it had there; empty where the file does not say. `submitted` is known of SWF alone."""
+    """A job in a workload trace. `nodes`: (node, cores) pairs, empty if the file does not list them. `submitted`: SWF only."""
 
     start: float
     end: float
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def each_line(text: str, what: str, read: Callable[[str], None]) -> None:
-    """Read every line; TraceError with the numbers of those that `read` refuses by a ValueError."""
+    """Call `read` on every line. Raises TraceError with the numbers of the lines for which it raises ValueError."""
     wrong: list[str] = []
     count = 0
     for number, line in enumerate(text.split("\n"), 1):
@@ -50,13 +50,13 @@ def each_line(text: str, what: str, read: Callable[[str], None]) -> None:
                 wrong.append(f"line {number}: {error}")
     if wrong:
         more = f"; and {count - NAMED} more" if count > NAMED else ""
-        raise TraceError(f"this is no {what}: {'; '.join(wrong)}{more}")
+        raise TraceError(f"not a valid {what}: {'; '.join(wrong)}{more}")
 
 
 def read_swf(text: str) -> list[Job]:
-    """Standard Workload Format; after its 18 fields a job may list the node of each of its cores: {1241,1241,1242}.
+    """Read Standard Workload Format. After its 18 fields a job may list the node of each of its cores: {1241,1241,1242}.
 
-    Times count from the header's UnixStartTime (or are Unix times). Jobs that never ran are left out.
+    Times count from the header's UnixStartTime, or from the epoch without one. Jobs that never ran are left out.
     """
     jobs: list[Job] = []
     begun = 0.0
@@ -80,7 +80,7 @@ def read_swf(text: str) -> list[Job]:
         if rest:
             listed, closed, _ = rest.partition("}")
             if not closed:
-                raise ValueError("its list of nodes does not end")
+                raise ValueError("the list of nodes has no closing brace")
             nodes.update(name.strip() for name in listed.split(",") if name.strip())
         start = _moment(begun + submitted + max(0.0, waited))
         came = _moment(begun + submitted)
@@ -91,7 +91,7 @@ def read_swf(text: str) -> list[Job]:
 
 
 def read_job_csv(text: str) -> list[Job]:
-    """A line for each node of each job: node,start,end,cores,user (Unix seconds), under a header that says so."""
+    """Read CSV with a line for each node of each job, under the header node,start,end,cores,user (Unix seconds)."""
     jobs: list[Job] = []
     header = True
 
@@ -109,7 +109,7 @@ def read_job_csv(text: str) -> list[Job]:
             raise ValueError(f"{len(fields)} fields instead of 5")
         start, end, cores = _moment(_number(fields[1])), _moment(_number(fields[2])), _number(fields[3])
         if not fields[0] or end < start or not 1 <= cores <= MOST_CORES:
-            raise ValueError("no node, an end before its start, or an impossible number of cores")
+            raise ValueError("the node is missing, the end is before the start, or the number of cores is out of range")
         jobs.append(Job(start, end, int(cores), fields[4] if len(fields) > 4 else "", ((fields[0], int(cores)),)))
 
     each_line(text, "list of jobs by node", read)
@@ -117,9 +117,10 @@ def read_job_csv(text: str) -> list[Job]:
 
 
 def nodes_of_jobs(jobs: Iterable[Job], held_at: float = HELD_AT) -> Trace:
-    """A node is lent while its owner's jobs use less than this part of its cores: the most that it ever had in use.
+    """Derive a trace from jobs: a node is lent while its owner's jobs use less than the part `held_at` of its cores.
 
-    The trace is known from the first job's start to the last one's: after that nobody wrote down who came.
+    A node's number of cores is the most that are ever in use at once. The trace ends at the start of the last job: later arrivals
+    are not recorded.
     """
     demands: dict[str, list[tuple[float, float, float]]] = {}
     first, last = float("inf"), float("-inf")
@@ -129,15 +130,15 @@ def nodes_of_jobs(jobs: Iterable[Job], held_at: float = HELD_AT) -> Trace:
             if job.end > job.start:
                 demands.setdefault(node, []).append((job.start, job.end, cores))
     if not demands:
-        raise TraceError("no job of this file says on which nodes it ran")
+        raise TraceError("no job in this file lists the nodes it ran on")
     if first >= last:
-        raise TraceError("all jobs start at once: that is no trace")
+        raise TraceError("all jobs start at the same time, so the trace has no length")
     held = {node: busy(wanted, held_at * _most(wanted)) for node, wanted in demands.items()}
-    return of_held(held, first, last)
+    return trace_of_held(held, first, last)
 
 
 def read_nodes(text: str) -> Trace:
-    """Jobs with their nodes, in either form."""
+    """Read jobs with their nodes, as SWF or CSV."""
     first = next((line for line in text.split("\n") if line.strip() and line.lstrip()[0] not in ";#"), "")
     jobs = read_job_csv(text) if first.partition(",")[0].strip() == "node" else read_swf(text)
     return nodes_of_jobs(jobs)
@@ -156,16 +157,16 @@ _availability = msgspec.json.Decoder(_Availability)
 
 
 def read_availability(text: str, name: str) -> Trace:
-    """`{"metadata": {"gap_seconds": N}, "data": [how many there are, ...]}`; its time begins at 0.
+    """Read `{"metadata": {"gap_seconds": N}, "data": [number available, ...]}`; time begins at 0.
 
-    Of so many at most there are so many nodes, and node i is lent while more than i are.
+    The trace has as many nodes as are ever available at once; node i is lent while more than i are available.
     """
     try:
         read = _availability.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise TraceError(f"this is no availability trace: {error}") from error
+        raise TraceError(f"not a valid availability trace: {error}") from error
     if not 2 <= len(read.data) <= MOST_SAMPLES:
-        raise TraceError(f"this is no availability trace: {len(read.data)} samples")
+        raise TraceError(f"not a valid availability trace: {len(read.data)} samples")
     gap, most = read.metadata.gap_seconds, max(1, *read.data)
     lent: dict[str, list[Span]] = {name if most == 1 else f"{name}/{slot}": [] for slot in range(most)}
     for slot, spans in enumerate(lent.values()):
@@ -176,12 +177,12 @@ def read_availability(text: str, name: str) -> Trace:
             elif count <= slot and since is not None:
                 spans.append((since * gap, number * gap))
                 since = None
-    return of_lent(lent, 0.0, len(read.data) * gap)
+    return trace_of_lent(lent, 0.0, len(read.data) * gap)
 
 
 def read_fta(text: str) -> Trace:
-    """The Failure Trace Archive's event_trace.tab: event, component, node and platform ids, node name, type (1: available),
-    start, end, and what ended it. Time of which nothing is said counts as not available."""
+    """Read the Failure Trace Archive's event_trace.tab. Its columns: event, component, node and platform ids, node name, type
+    (1: available), start, end, cause of the end. Time without an event counts as not available."""
     lent: dict[str, list[Span]] = {}
     first, last = float("inf"), float("-inf")
 
@@ -195,7 +196,7 @@ def read_fta(text: str) -> Trace:
         node, kind = fields[4] or fields[2], fields[5].strip()
         start, end = _moment(_number(fields[6])), _moment(_number(fields[7]))
         if not node or kind not in {"0", "1"} or end < start:
-            raise ValueError("no node, a type that is neither 0 nor 1, or an end before its start")
+            raise ValueError("the node is missing, the type is neither 0 nor 1, or the end is before the start")
         first, last = min(first, start), max(last, end)
         spans = lent.setdefault(node, [])
         if kind == "1":
@@ -203,12 +204,12 @@ def read_fta(text: str) -> Trace:
 
     each_line(text, "event_trace.tab", read)
     if first >= last:
-        raise TraceError("this is no event_trace.tab: nothing lasts in it")
-    return of_lent(lent, first, last)
+        raise TraceError("not a valid event_trace.tab: it covers no time")
+    return trace_of_lent(lent, first, last)
 
 
 def _most(demands: list[tuple[float, float, float]]) -> float:
-    """The most in use at once."""
+    """Return the largest amount in use at once."""
     changes = sorted(change for start, end, amount in demands for change in ((start, amount), (end, -amount)))
     load = most = 0.0
     for _, amount in changes:
@@ -221,13 +222,13 @@ def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{text[:40]!r} is no number") from None
+        raise ValueError(f"{text[:40]!r} is not a number") from None
     if not -LATEST < value < LATEST:
-        raise ValueError(f"{text[:40]!r} is out of all bounds")
+        raise ValueError(f"{text[:40]!r} is out of range")
     return value
 
 
 def _moment(unix: float) -> float:
     if not 0 <= unix < LATEST:
-        raise ValueError(f"{unix:g} is no time")
+        raise ValueError(f"{unix:g} is not a valid time")
     return unix

@@ -1,7 +1,8 @@
-"""Zones: nodes that stand together, who coordinates each, and ranking by zone first, then by node.
+"""Zones: groups of nodes on one subnet, the coordinator of each, and two-level ranking by zone, then by node.
 
-Past 200 nodes a job is placed in two steps, so that what one zone does moves few jobs of another. A coordinator only searches:
-whatever it does, others may do as well, and nothing is decided by it. The same adverts and hosts give the same zones everywhere.
+Above 200 nodes a job is placed in two steps, so that a change in one zone moves few jobs of another. A coordinator only searches
+for a place; any other node may search too, so no decision depends on it. The same adverts and hosts give the same zones on every
+node.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,13 +16,16 @@ from placement.ranking import Ranking, rank_nodes, zone_order
 from placement.rendezvous import rank
 from placement.request import Request
 
-TWO_LEVEL_PAST, FLAT_BELOW = 200, 180  # nodes; apart, so that one that comes and goes changes nothing; ours
-STABLE_SHARE, STABLE_LEAST = 4, 3  # a coordinator is of the heaviest quarter of its zone, of three at least; ours
-V4_PREFIX, V6_PREFIX = 24, 64  # what campus networks give to a room or a floor
+TWO_LEVEL_PAST, FLAT_BELOW = 200, 180  # nodes; apart, so that one node that comes and goes does not switch (own choice)
+STABLE_SHARE, STABLE_LEAST = (
+    4,
+    3,
+)  # a coordinator comes from the heaviest quarter of its zone, at least 3 nodes (own choice)
+V4_PREFIX, V6_PREFIX = 24, 64  # typical prefix of a room or a floor in campus networks
 
 
 class Zone(msgspec.Struct, frozen=True):
-    """`line`: who coordinates it, best first; `weight`: the sum of its nodes' weights."""
+    """A zone. `line`: candidates for coordinator, best first; `weight`: the sum of its nodes' weights."""
 
     name: str
     nodes: tuple[bytes, ...]
@@ -35,7 +39,7 @@ class Zone(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def subnet(host: str) -> str:
-    """The network a host stands in; none if the text is no address."""
+    """Return the host's network; an empty text if the host is not an IP address."""
     text = host.partition("%")[0].strip("[]")
     try:
         return str(ip_network((IPv4Address(text), V4_PREFIX), strict=False))
@@ -51,12 +55,12 @@ def subnet(host: str) -> str:
 
 
 def zone_name(advert: Advert, hosts: Mapping[bytes, str]) -> str:
-    """The zone that the node's owner has named, else its subnet."""
+    """Return the zone that the node's owner configured, else its subnet."""
     return advert.zone or subnet(hosts.get(advert.node, ""))
 
 
 def zones(adverts: Iterable[Advert], hosts: Mapping[bytes, str], leaving: Collection[bytes] = ()) -> tuple[Zone, ...]:
-    """The zones of those who are there, by name. Whoever is leaving coordinates nothing."""
+    """Return the zones of these nodes, sorted by name. A node that is leaving is never coordinator."""
     found: dict[str, dict[bytes, Advert]] = {}
     for advert in adverts:
         found.setdefault(zone_name(advert, hosts), {})[advert.node] = advert
@@ -70,7 +74,7 @@ def _zone(name: str, adverts: Mapping[bytes, Advert], leaving: Collection[bytes]
         count = min(len(staying), max(STABLE_LEAST, -(-len(staying) // STABLE_SHARE)))
         least = staying[count - 1].weight
         stable = [advert for advert in staying if advert.weight >= least]
-    # Alike among the stable: a weight that grows by one must not change the coordinator.
+    # Equal weights among the stable nodes: a weight that grows by one must not change the coordinator.
     line = tuple(node for node, _ in rank(_key(name), [(advert.node, 1) for advert in stable]))
     return Zone(name, tuple(sorted(adverts)), sum(advert.weight for advert in adverts.values()), line)
 
@@ -84,7 +88,7 @@ def zone_of(node: bytes, among: Sequence[Zone]) -> Zone | None:
 
 
 def homes(among: Iterable[Zone]) -> dict[bytes, str]:
-    """Each node's zone."""
+    """Return each node's zone name."""
     return {node: zone.name for zone in among for node in zone.nodes}
 
 
@@ -96,8 +100,11 @@ def stand_in_order(
     need_mib: int,
     home: str | None,
 ) -> list[bytes]:
-    """Who holds checkpoints in place of those the user chose: with room, each zone once before any twice, the zone `home`
-    first and the others by the weight of those in them that have room; within a zone by survival."""
+    """Return the nodes that can hold checkpoints in place of the holders that the user chose, best first.
+
+    Only nodes with `need_mib` of free space. Each zone comes once before any comes twice: first the zone `home`, then the others
+    by the weight of their nodes with free space. Within a zone, nodes are ordered by survival.
+    """
     fitting = {ad.node: ad for ad in adverts if ad.node not in exclude and ad.store_free_mib > need_mib}
     where = homes(among)
     weights: dict[str, int] = {}
@@ -115,7 +122,7 @@ def stand_in_order(
 
 
 class Hierarchy(msgspec.Struct, frozen=True, dict=True):
-    """How nodes are ranked now. `since`: how many there were when zones began to come first; 0 while they do not."""
+    """The ranking mode. `since`: the number of nodes at which two-level ranking began; 0 while ranking is flat."""
 
     since: int = 0
     adverts: tuple[Advert, ...] = ()
@@ -131,12 +138,12 @@ class Hierarchy(msgspec.Struct, frozen=True, dict=True):
         return homes(self.zones)
 
     def rank(self, request: Request, adverts: Collection[Advert]) -> Ranking:
-        """The one ranking that stewards, runners, queues and `mesh why` share."""
+        """Rank nodes; leaders, runners, queues and `mesh why` all use this ranking."""
         return rank_nodes(request, adverts, self.homes if self.since else None)
 
 
 def two_level_since(since: int, members: int) -> int:
-    """What `Hierarchy.since` becomes when so many members are there."""
+    """Return the next `Hierarchy.since` for this number of members."""
     if since:
         return since if members >= FLAT_BELOW else 0
     return members if members > TWO_LEVEL_PAST else 0

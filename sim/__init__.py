@@ -1,1 +1,1 @@
-"""Virtual time: the production cores of a whole mesh, driven from one seed."""
+"""Simulation in virtual time: the production cores under injected faults, and studies of whole campuses."""

@@ -1,30 +1,35 @@
-"""What all commands on studies share: their options, in one struct, and how they are carried out."""
+"""Options, progress and execution that the `mesh debug sim` commands share."""
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.terminal import json_option
+from mesh.util.duration import lasting
+from mesh.util.errors import ExitCode, MeshError
 from sim.campus.executors import KINDS, Kind, executor
-from sim.progress import Progress
 
 if TYPE_CHECKING:
-    from sim.campus.study import Cell, Side
-    from sim.campus.tally import Result
+    import rich.progress
+
+    from sim.campus.metrics import Result
+    from sim.campus.study import Replication, Sample
 
 INTERRUPTED = 130
+QUIET_S, EVERY_S = 2.0, 5.0  # no progress before this, and between two lines (own choice)
 
 
 class Computing(msgspec.Struct, frozen=True):
-    """Who computes, and where results are kept."""
+    """Options of all commands that compute: the executor and the file of results."""
 
     executor: Kind
     dask: str | None
@@ -34,6 +39,8 @@ class Computing(msgspec.Struct, frozen=True):
 
 
 class Options(Computing, frozen=True):
+    """Options of commands on one or two worlds: the seeds, and changes to the world."""
+
     seeds: int
     first_seed: int
     days: float | None
@@ -44,7 +51,7 @@ class Options(Computing, frozen=True):
         return [*self.changes, *([] if self.days is None else [f"days={self.days!r}"])]
 
     @property
-    def numbers(self) -> range:
+    def seed_range(self) -> range:
         return range(self.first_seed, self.first_seed + self.seeds)
 
 
@@ -54,36 +61,42 @@ _COMPUTING: list[Callable[[Any], Any]] = [
         type=click.Choice(KINDS),
         default="process",
         show_default=True,
-        help="Who computes; the results are the same.",
+        help="Where to compute; the results are the same.",
     ),
-    click.option("--dask", metavar="ADDRESS", help="Of a Dask scheduler (default: Dask on this machine)."),
-    click.option("--workers", type=click.IntRange(1, 256), help="Processes (default: one for each core)."),
+    click.option("--dask", metavar="ADDRESS", help="Address of a Dask scheduler (default: Dask on this machine)."),
+    click.option("--workers", type=click.IntRange(1, 256), help="Number of processes (default: one for each core)."),
     click.option(
         "--keep",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="Keep each result in this file, and use those that are there.",
+        help="Store each result in this file, and reuse the results in it.",
     ),
     json_option,
 ]
 _STUDY: list[Callable[[Any], Any]] = [
-    click.option("--seeds", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Replications."),
-    click.option("--first-seed", type=click.IntRange(0), default=1, show_default=True, help="Of the seeds."),
-    click.option("--days", type=click.FloatRange(0, 3650, min_open=True), help="Instead of the world's own."),
-    click.option("--set", "changes", multiple=True, metavar="PLACE=VALUE", help="Change the world: jobs.per_day=200."),
+    click.option(
+        "--seeds", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Number of replications."
+    ),
+    click.option("--first-seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the first one."),
+    click.option(
+        "--days", type=click.FloatRange(0, 3650, min_open=True), help="Simulated days (default: the world's)."
+    ),
+    click.option(
+        "--set", "changes", multiple=True, metavar="PATH=VALUE", help="Change a value of the world: jobs.per_day=200."
+    ),
 ]
 
 
 def computing_options(function: Callable[..., None]) -> Any:
-    """The command gets one `Computing`."""
-    return _together(function, Computing, _COMPUTING)
+    """Add the options of `Computing` to a command, which receives them as `options`."""
+    return _with_options(function, Computing, _COMPUTING)
 
 
 def study_options(function: Callable[..., None]) -> Any:
-    """The command gets one `Options`."""
-    return _together(function, Options, [*_STUDY, *_COMPUTING])
+    """Add the options of `Options` to a command, which receives them as `options`."""
+    return _with_options(function, Options, [*_STUDY, *_COMPUTING])
 
 
-def _together(function: Callable[..., None], kind: type[Computing], options: Sequence[Callable[[Any], Any]]) -> Any:
+def _with_options(function: Callable[..., None], kind: type[Computing], options: Sequence[Callable[[Any], Any]]) -> Any:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         function(options=kind(**{name: values.pop(name) for name in kind.__struct_fields__}), **values)
@@ -93,55 +106,108 @@ def _together(function: Callable[..., None], kind: type[Computing], options: Seq
     return command
 
 
+class Progress:
+    """Progress on standard error: a bar on a terminal, else occasional lines. Stored results do not count for the time left."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.done, self.stored = count, 0, 0
+        self._begun = time.monotonic()
+        self._next = self._begun + QUIET_S
+        self._bar: rich.progress.Progress | None = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, stored: bool = False) -> None:
+        self.done += 1
+        self.stored += stored
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done)
+        elif now >= self._next and self.done < self.count:
+            self._next = now + EVERY_S
+            if sys.stderr.isatty():
+                self._bar = self._start_bar()
+            else:
+                spent, computed = now - self._begun, max(1, self.done - self.stored)
+                left = lasting(spent / computed * (self.count - self.done))
+                click.echo(f"mesh: {self.done} of {self.count} replications, {left} left ...", err=True)
+
+    def _start_bar(self) -> "rich.progress.Progress":
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("replications"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        bar.add_task("", total=self.count, completed=self.done)
+        bar.start()
+        return bar
+
+
 def perform(
-    wanted: "Sequence[Cell]",
+    wanted: "Sequence[Replication]",
     options: Computing,
-    each: "Callable[[Cell, Result], bool | None]",
+    each: "Callable[[Replication, Result], bool | None]",
 ) -> bool:
-    """Tell `each` cell's result as it comes, until it says True; whether nothing is missing. Ctrl-C keeps what is finished."""
-    from sim.campus.study import Kept
+    """Run the replications and pass each result to `each` until it returns True; return whether none is missing.
+
+    Ctrl-C ends the study; finished results are kept.
+    """
+    from sim.campus.study import ResultStore
     from sim.campus.study import perform as computed
 
-    store = Kept(options.keep)
+    store = ResultStore(options.keep)
     with Progress(len(wanted)) as progress:
         try:
             with executor(options.executor, options.workers, options.dask, len(wanted)) as found:
-                for cell, result, kept in computed(wanted, found, store):
-                    progress.step(kept)
-                    if each(cell, result):
+                for replication, result, stored in computed(wanted, found, store):
+                    progress.step(stored)
+                    if each(replication, result):
                         break
             return True
         except BrokenProcessPool:
-            why = "interrupted, or a process was ended (out of memory?)"
+            why = "interrupted, or a worker process was killed (out of memory?)"
         except KeyboardInterrupt:
             why = "interrupted"
-    again = f"; the same command goes on from {options.keep}" if options.keep is not None else ""
-    click.echo(f"\nmesh: {why}; {progress.done} of {len(wanted)} replications are finished{again}", err=True)
+    resume = f"; the same command continues from {options.keep}" if options.keep is not None else ""
+    click.echo(f"\nmesh: {why}; {progress.done} of {len(wanted)} replications finished{resume}", err=True)
     return False
 
 
-def sides_of(
-    wanted: "Sequence[Cell]",
+def run_samples(
+    wanted: "Sequence[Replication]",
     options: Computing,
-    stop: "Callable[[dict[tuple[str, str], Side]], bool] | None" = None,
-) -> "tuple[dict[tuple[str, str], Side], bool]":
-    """What came of each world (by digest) and policy, and whether nothing is missing."""
-    from sim.campus.study import Side
+    stop: "Callable[[dict[tuple[str, str], Sample]], bool] | None" = None,
+) -> "tuple[dict[tuple[str, str], Sample], bool]":
+    """Return the sample of each (world digest, policy), and whether no replication is missing."""
+    from sim.campus.study import Sample
 
-    sides: dict[tuple[str, str], Side] = {}
-    for cell in wanted:
-        sides.setdefault((cell.world.digest, cell.policy), Side(cell.policy))
+    samples: dict[tuple[str, str], Sample] = {}
+    for replication in wanted:
+        samples.setdefault((replication.world.digest, replication.policy), Sample(replication.policy))
 
-    def each(cell: "Cell", result: "Result") -> bool:
-        sides[cell.world.digest, cell.policy].by_seed[cell.seed] = result
-        return stop is not None and stop(sides)
+    def each(replication: "Replication", result: "Result") -> bool:
+        samples[replication.world.digest, replication.policy].by_seed[replication.seed] = result
+        return stop is not None and stop(samples)
 
-    return sides, perform(wanted, options, each)
+    return samples, perform(wanted, options, each)
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Errors of worlds, policies, studies and executors in one line."""
+def usage_errors() -> Iterator[None]:
+    """Report errors of worlds, policies, studies and executors in one line."""
     try:
         yield
     except ValueError as error:
@@ -150,8 +216,9 @@ def told() -> Iterator[None]:
         raise MeshError(f"{error.filename or 'a file'}: {error.strerror or error}") from error
 
 
-def end(whole: bool, any_result: bool) -> None:
-    if not whole:
+def end(complete: bool, any_result: bool) -> None:
+    """Exit with the code of an interrupted command unless the study is complete."""
+    if not complete:
         if not any_result:
-            click.echo("mesh: no pair of replications is finished yet", err=True)
+            click.echo("mesh: interrupted before the first pair of replications finished", err=True)
         sys.exit(INTERRUPTED)

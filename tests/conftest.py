@@ -1,24 +1,24 @@
-"""Tiers: tests marked with one are left out, by name, where the machine cannot run them, and fail where it must."""
+"""Skip tests of tiers that this machine lacks, or fail them where the tier is required; order and group the tests."""
 
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.aftermath import aftermath
-from tests.images import remove_images
+from tests.cleanup import cleanup
+from tests.container_images import remove_images
 from tests.tiers import PROBES, REQUIRE, required
 
-LEFT_OUT = "tier "  # how the reason of such a skip begins
+LEFT_OUT = "tier "  # prefix of the reason of such a skip
 _left_out: Counter[str] = Counter()
 
-# How long an example takes says how busy the machine is, and nothing else.
+# The time of an example depends on the load of the machine, so no deadline applies.
 settings.register_profile("mesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mesh")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that side by side all end together; each tier stays on one worker."""
+    """Run slow tests first, so that all workers end together, and keep each tier on one worker."""
     for item in items:
         for tier in PROBES:
             if item.get_closest_marker(tier):
@@ -50,11 +50,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish() -> None:
     remove_images()
-    aftermath().close()
+    cleanup().close()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     unknown = required() - PROBES.keys()
     if unknown:
         raise pytest.UsageError(f"{REQUIRE} names tiers that do not exist: {', '.join(sorted(unknown))}")
-    aftermath()
+    cleanup()

@@ -1,4 +1,4 @@
-"""A Docker engine of a test's own, with its own images, beside the one that DOCKER_HOST names: two nodes need two."""
+"""Docker engines for single tests, each with its own images, beside the one that DOCKER_HOST names."""
 
 import os
 import shutil
@@ -12,20 +12,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.aftermath import aftermath
+from tests.cleanup import cleanup
 
 WAIT_S = 60.0
 
 
 class Dockerd:
-    """`host`: its DOCKER_HOST. With `live`, its containers go on while it is stopped; else they end with it. They have no
-    network, and it has a network namespace of its own: on the machine's, an engine without a bridge removes `docker0`."""
+    """A running dockerd; `host` is its DOCKER_HOST. With `live`, its containers continue while it is stopped.
+
+    Containers have no network. The engine has its own network namespace, because without a bridge it would remove `docker0`.
+    """
 
     def __init__(self, live: bool = False, *options: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
         self._live, self._options = live, options
         unmount = f"grep -o ' {self._root}/[^ ]*' /proc/mounts | sort -r | xargs -r umount -l"
-        aftermath().undo("sh", "-c", f"{unmount}; rm -rf {self._root}")
+        cleanup().undo("sh", "-c", f"{unmount}; rm -rf {self._root}")
         self.host = f"unix://{self._root}/s"
         self.start()
 
@@ -34,7 +36,7 @@ class Dockerd:
         places = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
         alone = ["--bridge=none", "--iptables=false", "--ip6tables=false", *(["--live-restore"] if self._live else ())]
         alone += self._options
-        temporary = root / "tmp"  # what an engine leaves there goes with it
+        temporary = root / "tmp"  # temporary files of the engine, removed with it
         temporary.mkdir(exist_ok=True)
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -106,7 +108,7 @@ def client_of(host: str) -> Iterator[Any]:
 
 
 def _end_shims(root: Path) -> None:
-    """An engine that is started anew forgets that of a container which was killed while it hung, and its control groups."""
+    """End shims and control groups that a restarted engine forgets: those of containers killed while it hung."""
     for process in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (process / "cmdline").read_text(errors="replace").split("\0")
@@ -117,7 +119,7 @@ def _end_shims(root: Path) -> None:
 
 
 def _unmount(root: Path) -> None:
-    """What a daemon that was killed has left mounted."""
+    """Unmount what a killed daemon left mounted."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     for mount in sorted((line.split()[1] for line in lines if line.split()[1].startswith(str(root))), reverse=True):
         subprocess.run(["umount", "-l", mount], check=False)

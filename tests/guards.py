@@ -1,4 +1,4 @@
-"""A node's guard as the daemon makes it, and fake GPUs for it."""
+"""A node's GPU guard as the daemon constructs it, and GPUs for it."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,8 @@ from uuid import UUID
 import pytest
 
 from cuda_guard.build import libraries
-from mesh.provider.guard import Bypass, NodeGuard
-from mesh.provider.receipts import DeviceUse
+from mesh.gpus.guard import Bypass, NodeGuard
+from mesh.gpus.receipts import DeviceUse
 from placement.advert import Gpu
 
 WAIT_S = 60.0
@@ -19,13 +19,13 @@ def gpu(uuid: UUID, vram_mib: int = 16_384) -> Gpu:
 
 
 def use_driver(patch: pytest.MonkeyPatch, directory: Path, cache: Path) -> None:
-    """Let a guard find its driver in this directory, and its own libraries where all tests have them."""
+    """Let a guard find the driver in this directory, and its own libraries in the shared cache."""
     patch.setenv("LD_LIBRARY_PATH", str(directory))
-    patch.setattr("mesh.provider.guard.libraries", lambda: libraries(cache))
+    patch.setattr("mesh.gpus.guard.libraries", lambda: libraries(cache))
 
 
 class Watched:
-    """A guard that runs, and what it has said."""
+    """A running guard that records its reports."""
 
     def __init__(self, directory: Path, gpus: tuple[Gpu, ...], bypass: Bypass = "pause") -> None:
         self.told: list[str] = []

@@ -1,4 +1,4 @@
-"""A page taken apart: its tags, which are opened and closed in order, its attributes and its text."""
+"""Parse a page into tags, attributes and text, and check that tags are nested correctly."""
 
 from html.parser import HTMLParser
 

@@ -1,6 +1,6 @@
-"""The README's pictures of `mesh top` and of the page: `python -m tests.pictures`, a minute. Needs chromium and a C compiler.
+"""Make the pictures of `mesh top` and the web page: `python -m tests.pictures`. Needs chromium, a C compiler and a minute.
 
-What they show is a real mesh of three daemons on this machine with real jobs; its GPUs are doubles of NVIDIA's driver.
+They show a real mesh of three daemons with real jobs on this machine, on an emulation of NVIDIA's driver.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
 from mesh.top.answers import Source
 from mesh.top.app import Top
 from tests.e2e.browser import Page
@@ -27,13 +27,13 @@ JOBS = {
     "diffusion": ("--gpus", "2"),
 }
 TERMINAL = (120, 32)  # columns and lines
-SHOWN = {"x": 0, "y": 0, "width": 1200, "height": 500, "scale": 1}  # of the page
-LOOKED_S = 2.5  # the display asks once a second
+SHOWN = {"x": 0, "y": 0, "width": 1200, "height": 500, "scale": 1}  # part of the page, in pixels
+LOOKED_S = 2.5  # the display refreshes once a second
 
 
 @contextmanager
 def campus(where: Path) -> Iterator[Stack]:
-    """Three nodes with two GPUs each, and jobs on them."""
+    """Start three nodes with two GPUs each, and jobs on them."""
     fakes = build(where / "fakes")
     with Stack(3, overrides={"slots": 2}) as stack:
         for node in stack.nodes:
@@ -48,7 +48,7 @@ def campus(where: Path) -> Iterator[Stack]:
 
 
 def submit(node: StackNode, name: str) -> str:
-    """The counting job of the tests, as a user would call it: long enough to be seen."""
+    """Submit the counting job of the tests under a user's name for it, and return its id."""
     saves = ("--ckpt", "ckpts", "--ckpt-mode", "rename")
     return ok(node, "submit", "--name", name, *JOBS[name], *saves, "--", "python3", "count.py", "4000", "0.1").strip()
 
@@ -59,7 +59,7 @@ def rows(node: StackNode) -> list[dict[str, object]]:
 
 
 async def terminal(node: StackNode) -> str:
-    """The display as textual draws it, without the font that it would fetch from elsewhere."""
+    """Return the display as an SVG, without the web font that Textual would fetch."""
     top = Top(Source(node.client), lambda: "")
     async with top.run_test(size=TERMINAL) as pilot:
         await pilot.pause(LOOKED_S)
@@ -69,7 +69,7 @@ async def terminal(node: StackNode) -> str:
 
 
 async def page(node: StackNode) -> bytes:
-    async with Page(ok(node, "web").strip()) as opened:
+    async with Page(ok(node, "top", "--web").strip()) as opened:
         await opened.until("document.readyState == 'complete' && document.body.innerText.includes('node3')", "the page")
         told = await opened.call("Page.captureScreenshot", clip=SHOWN)
         return b64decode(told["data"])

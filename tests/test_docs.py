@@ -1,4 +1,4 @@
-"""The docs site as `make docs` builds it: whole, from nothing but the checkout, and readable without a network."""
+"""The documentation site as `make docs` builds it: complete, from the checkout alone, readable without a network."""
 
 import os
 import re
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click import Context, Group
 
-from mesh.cli.main import SECTIONS
-from mesh.config import Settings
+from mesh.cli.main import SECTIONS, cli
+from mesh.daemon.config import Settings
 
 ROOT = Path(__file__).parents[1]
 FETCHED = re.compile(
@@ -20,10 +21,10 @@ FETCHED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Strict: a link or an anchor that leads nowhere fails it, and so does a public name that is gone."""
+    """Build the site. A dead link, a dead anchor or a missing public name fails the build."""
     where = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(where)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(where)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -35,20 +36,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_every_page_of_the_docs_is_on_the_site(site: Path) -> None:
+def test_site_menu_links_every_page(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     assert all((site / page).exists() for page in pages)
-    home = (site / "cli.html").read_text()
-    assert all(str(page) in home for page in pages), "a page that no menu leads to"
+    home = (site / "reference" / "cli.html").read_text()
+    links = {os.path.normpath(Path("reference") / link) for link in re.findall(r'href="([^"#:]+\.html)', home)}
+    assert {str(page) for page in pages} <= links, "each page is linked from the menu"
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_site_fetches_nothing(site: Path) -> None:
     for page in site.rglob("*.html"):
         fetched = [tag for tag in FETCHED.findall(page.read_text()) if 'rel="canonical"' not in tag]
         assert not fetched, f"{page.name}: {fetched}"
 
 
-def test_the_reference_is_the_code_s_own(site: Path) -> None:
+def test_reference_is_generated_from_the_code(site: Path) -> None:
     commands = (site / "reference" / "commands.html").read_text()
     assert all(f"mesh {name}" in commands for rows in SECTIONS.values() for name, _, _ in rows)
     settings = (site / "reference" / "settings.html").read_text()
@@ -56,11 +58,71 @@ def test_the_reference_is_the_code_s_own(site: Path) -> None:
     assert "should_checkpoint" in (site / "reference" / "python.html").read_text()
 
 
-def test_every_benchmark_is_on_the_page_of_benchmarks(site: Path) -> None:
+def test_benchmark_page_has_every_benchmark(site: Path) -> None:
     wanted = set(re.findall(r"^(bench-[a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    collected = (site / "benchmarks.html").read_text()
+    collected = (site / "explanation" / "benchmarks.html").read_text()
     assert wanted
     assert all(f"<code>make {name}</code>" in collected for name in wanted)
-    measured = [path.stem for path in (ROOT / "docs").glob("*.md") if "\n## Measured\n" in path.read_text()]
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    measured = [page for page in pages if "\n## Measured\n" in (ROOT / "docs" / page).read_text()]
+    links = [os.path.relpath(page.with_suffix(".html"), "explanation") for page in measured]
     assert measured
-    assert all(f'From <a href="{name}.html#measured">' in collected for name in measured)
+    assert all(f'From <a href="{link}#measured">' in collected for link in links)
+
+
+def test_files_named_in_pages_exist() -> None:
+    """Check paths such as `mesh/jobs` in pages. `mesh/v1` is the prefix of signature contexts, not a path."""
+    named = re.compile(
+        r"(?<![\w/.-])((?:mesh|membership|placement|ckptstore|cuda_guard|sim|tests)/(?!v1)[\w./-]*\w)(?![\w{*-])"
+    )
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    gone = {
+        f"{page.name}: {path}"
+        for page in pages
+        for path in named.findall(page.read_text())
+        if not (ROOT / path).exists()
+    }
+    assert not gone, f"these pages name files that do not exist: {gone}"
+
+
+def test_functions_named_in_architecture_page_exist() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    hops = re.findall(r"`([\w/]+\.py):(\w+)`", page)
+    assert len(hops) > 15
+    gone = [hop for hop in hops if not re.search(rf"def {hop[1]}\(", (ROOT / hop[0]).read_text())]
+    assert not gone, f"architecture.md names functions that do not exist: {gone}"
+
+
+def test_pages_named_in_code_exist() -> None:
+    folders = ("mesh", "membership", "placement", "ckptstore", "cuda_guard", "sim", "tests", ".ci")
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {"", ".py", ".c", ".h", ".toml"}
+    ]
+    files += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
+    named = re.compile(r"\b(docs/[\w/-]+\.(?:md|json|py|svg|png))\b")
+    texts = {path: path.read_text(errors="ignore") for path in files if path.is_file()}
+    gone = {
+        f"{path.name}: {page}"
+        for path, text in texts.items()
+        for page in named.findall(text)
+        if not (ROOT / page).exists()
+    }
+    assert not gone, f"these files name pages that do not exist: {gone}"
+
+
+def test_commands_named_in_pages_exist() -> None:
+    """Check `mesh COMMAND` and `mesh GROUP COMMAND` in code of pages."""
+    code = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+    called = re.compile(r"(?:^|[\s`$|(])mesh ([a-z][a-z-]+)(?![\w-])(?: ([a-z][a-z-]+)(?![\w-]))?")
+    gone = set()
+    for page in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]:
+        for span in code.findall(page.read_text()):
+            for name, second in called.findall(span):
+                command = cli.get_command(Context(cli), name)
+                inner = isinstance(command, Group) and second and command.get_command(Context(command), second) is None
+                if command is None or (inner and not command.invoke_without_command):
+                    gone.add(f"{page.name}: mesh {name} {second}".rstrip())
+    assert not gone, f"these pages name commands that do not exist: {sorted(gone)}"

@@ -1,4 +1,4 @@
-"""`mesh.job`, as a program that runs as a job uses it; and without a mesh."""
+"""`mesh.job`, in a job and without a mesh."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh import job
-from mesh.jobs.cadence import decode_stall
-from mesh.jobs.commits import committed_tree
-from mesh.jobs.spec import Checkpointing
+from mesh.checkpoints.commit_modes import committed_tree
+from mesh.checkpoints.save_schedule import decode_stall
+from mesh.model.spec import Checkpointing
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def write_notice(control: Path, **fields: object) -> None:
     (control / ".new").rename(control / "notice.json")
 
 
-def test_without_a_mesh_there_is_never_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_notice_without_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert job.notice() is None and not job.should_yield() and job.resume_path() is None
     job.progress(1, 2)
@@ -36,7 +36,7 @@ def test_without_a_mesh_there_is_never_a_notice(tmp_path: Path, monkeypatch: pyt
     assert job.Checkpoint().directory == Path("ckpts")
 
 
-def test_a_notice_is_read_when_it_comes_and_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_and_changed_notices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     assert job.notice() is None
     write_notice(tmp_path, kind="checkpoint")
@@ -48,25 +48,25 @@ def test_a_notice_is_read_when_it_comes_and_when_it_changes(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"seq": 1}', "null"])
-def test_a_broken_notice_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_malformed_notice_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     (tmp_path / "notice.json").write_text(text)
     assert job.notice() is None
 
 
-def test_progress_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_file_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     job.progress(3, 9)
     assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
     assert json.loads((tmp_path / "progress.json").read_text()) == {"step": 3, "of": 9}
 
 
-def test_resume_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_path_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_RESUME", "/mesh/ckpt/step-3")
     assert job.resume_path() == Path("/mesh/ckpt/step-3")
 
 
-def test_checkpoints_appear_whole_and_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_atomic_and_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_CKPT_DIR", str(tmp_path / "ckpt"))
     keeper = job.Checkpoint(keep=2)
     assert keeper.latest() is None
@@ -79,7 +79,7 @@ def test_checkpoints_appear_whole_and_the_newest_are_kept(tmp_path: Path, monkey
     assert (keeper.directory / "step-00000010" / "weights").read_text() == "again"
 
 
-def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+def test_failed_save_keeps_previous_checkpoint(tmp_path: Path) -> None:
     keeper = job.Checkpoint(tmp_path)
     keeper.save(1, lambda path: (path / "weights").write_text("1"))
 
@@ -93,7 +93,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
     assert latest is not None and latest.name == "step-00000001"
 
 
-def test_killed_while_it_deletes_an_old_checkpoint_the_newest_is_still_the_one_to_resume_from(
+def test_kill_during_deletion_keeps_newest_checkpoint_for_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = job.Checkpoint(tmp_path, keep=1)
@@ -105,7 +105,7 @@ def test_killed_while_it_deletes_an_old_checkpoint_the_newest_is_still_the_one_t
     def killed_half_way(path: Path, ignore_errors: bool = False) -> None:
         if path.exists():
             (path / "weights").unlink()
-            os.utime(path, ns=(2**62, 2**62))  # deleting from a directory makes it the last one changed
+            os.utime(path, ns=(2**62, 2**62))  # a deletion changes the time of the directory
             raise KeyboardInterrupt
 
     keeper.save(1, write)
@@ -121,19 +121,19 @@ def write_schedule(control: Path, **fields: object) -> None:
     (control / ".new").rename(control / "schedule.json")
 
 
-def test_each_time_that_the_mesh_says_so_it_is_to_save_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_schedule_number_requests_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     write_schedule(tmp_path, number=1, due_unix=2e10, why="hazard")
-    assert not job.should_checkpoint() and not job.should_checkpoint(every_s=0.0), "the mesh knows better"
+    assert not job.should_checkpoint() and not job.should_checkpoint(every_s=0.0), "the schedule overrides the interval"
     write_schedule(tmp_path, number=2, due_unix=1.0, why="hazard", later_field=True)
     assert [job.should_checkpoint() for _ in range(3)] == [True, False, False]
     write_notice(tmp_path, kind="checkpoint")
-    assert not job.should_checkpoint(), "the same once more"
+    assert not job.should_checkpoint(), "the notice repeats the same request"
     write_schedule(tmp_path, number=3, due_unix=1.0)
     assert job.should_checkpoint()
 
 
-def test_while_nothing_changes_asking_costs_one_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_schedule_costs_one_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     write_schedule(tmp_path, number=1, due_unix=2e10)
     job.should_checkpoint()
@@ -147,17 +147,15 @@ def test_while_nothing_changes_asking_costs_one_stat(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"number": 1}', '{"number": [], "due_unix": 1}', "\udcff"])
-def test_a_broken_schedule_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_malformed_schedule_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     (tmp_path / "schedule.json").write_bytes(text.encode(errors="surrogateescape"))
     assert not job.should_checkpoint() and job.should_checkpoint(every_s=0.0)
     write_notice(tmp_path, seq=4, kind="checkpoint")
-    assert [job.should_checkpoint() for _ in range(2)] == [True, False], "a notice counts where there is no schedule"
+    assert [job.should_checkpoint() for _ in range(2)] == [True, False], "without a schedule, the notice counts"
 
 
-def test_without_a_mesh_it_is_to_save_at_plain_intervals_or_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_without_a_mesh_follow_the_given_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(job, "_timetable", job._Timetable())
@@ -168,10 +166,10 @@ def test_without_a_mesh_it_is_to_save_at_plain_intervals_or_never(
     now[0] += 59.0
     keeper.save(1, lambda path: None)
     now[0] += 59.0
-    assert not job.should_checkpoint(60.0), "it has been saved since"
+    assert not job.should_checkpoint(60.0), "the interval starts at the last save"
 
 
-def test_what_a_save_holds_it_up_is_told_before_it_can_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_writes_its_stall_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_CTL_DIR", str(tmp_path))
     now = [0.0]
     monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
@@ -187,6 +185,6 @@ def test_what_a_save_holds_it_up_is_told_before_it_can_be_seen(tmp_path: Path, m
 
 
 @given(st.binary(max_size=300) | st.builds(lambda x: json.dumps({"seconds": x}).encode(), st.floats() | st.integers()))
-def test_whatever_a_guest_says_of_its_stall_is_a_time_or_nothing(data: bytes) -> None:
+def test_stall_decoder_returns_bounded_seconds_or_none(data: bytes) -> None:
     stall_s = decode_stall(data)
     assert stall_s is None or 0 <= stall_s <= 86_400

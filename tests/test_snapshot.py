@@ -1,4 +1,4 @@
-"""`Checkpoint.snapshot`: the state of one step, written while the next ones change it."""
+"""`Checkpoint.snapshot`: the state of one step, written while later steps change it."""
 
 import json
 import os
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from mesh import job
-from mesh.jobs.commits import committed_tree
-from mesh.jobs.spec import Checkpointing
+from mesh.checkpoints.commit_modes import committed_tree
+from mesh.model.spec import Checkpointing
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 30.0
@@ -31,7 +31,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Held:
-    """A `write` that goes on only when it is told to."""
+    """A `write` function that blocks until `may` is set."""
 
     def __init__(self, write: Callable[[Path, Any], None] = job._dump) -> None:
         self.begun, self.may = threading.Event(), threading.Event()
@@ -87,7 +87,7 @@ def make_state() -> dict[str, Any]:
 
 
 def spoil(state: dict[str, Any]) -> None:
-    """In place, as an optimizer does it."""
+    """Change all values in place, as an optimizer does."""
     for value in state.values():
         if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size:
             np.multiply(value, 3, out=value)
@@ -99,9 +99,9 @@ def spoil(state: dict[str, Any]) -> None:
     state["rest"][4][:] = b"other"
 
 
-def test_it_is_the_state_of_its_step_though_training_goes_on_in_place(tmp_path: Path) -> None:
+def test_snapshot_keeps_its_step_while_training_changes_the_state(tmp_path: Path) -> None:
     checkpoint, state = job.Checkpoint(tmp_path), make_state()
-    for step in (1, 2, 3):  # into new memory first, then into the memory of the one before
+    for step in (1, 2, 3):  # first into new memory, then into reused memory
         expected, held = pickle.dumps(state), Held()
         assert checkpoint.snapshot(step, state, held)
         spoil(state)
@@ -116,7 +116,7 @@ def test_it_is_the_state_of_its_step_though_training_goes_on_in_place(tmp_path: 
             assert same and wanted[name].dtype == found[name].dtype and wanted[name].shape == found[name].shape, name
 
 
-def test_its_memory_is_used_again_and_that_of_what_has_gone_is_given_back(tmp_path: Path) -> None:
+def test_snapshot_reuses_its_buffers_and_frees_unused_ones(tmp_path: Path) -> None:
     checkpoint, seen = job.Checkpoint(tmp_path), []
 
     def note(path: Path, state: Any) -> None:
@@ -134,7 +134,7 @@ def test_its_memory_is_used_again_and_that_of_what_has_gone_is_given_back(tmp_pa
     assert sum(len(kept) for kept in checkpoint._buffers._free.values()) == 2
 
 
-def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
+def test_snapshot_preserves_shared_references(tmp_path: Path) -> None:
     weights: Any = np.ones(8)
     state: dict[str, Any] = {"head": weights, "embedding": weights, "list": [weights]}
     state["itself"] = state
@@ -144,19 +144,19 @@ def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
     assert found["head"] is found["embedding"] is found["list"][0] and found["itself"] is found
 
 
-def test_while_one_is_written_the_next_is_left_out_unless_it_may_wait(tmp_path: Path) -> None:
+def test_snapshot_during_a_write_is_skipped_unless_it_may_wait(tmp_path: Path) -> None:
     checkpoint, held = job.Checkpoint(tmp_path), Held()
     assert checkpoint.snapshot(1, {"n": 1}, held)
     assert held.begun.wait(WAIT_S)
     assert checkpoint.snapshot(2, {"n": 2}) is False
     held.goes_on_when_waited_for(checkpoint)
     assert checkpoint.snapshot(3, {"n": 3}, wait=True)
-    assert loaded(tmp_path, 1) == {"n": 1}, "the one before is on disk when the next is taken"
+    assert loaded(tmp_path, 1) == {"n": 1}, "the previous snapshot is on disk when the next begins"
     checkpoint.finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
-def test_asked_to_go_it_waits_until_the_last_one_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_after_vacate_notice_waits_for_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, held = job.Checkpoint(tmp_path / "ckpts"), Held()
     assert checkpoint.snapshot(1, {"n": 1}, held)
     notice = {"seq": 1, "kind": "vacate", "deadline_unix": 99.0, "grace_s": 30.0, "reason": "the owner"}
@@ -170,7 +170,7 @@ def test_asked_to_go_it_waits_until_the_last_one_is_on_disk(tmp_path: Path, monk
     def fail(path: Path, state: Any) -> None:
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):  # so it does not end with EXIT_SAVED
+    with pytest.raises(OSError, match="disk full"):  # so the program does not exit with EXIT_SAVED
         checkpoint.snapshot(3, {"n": 3}, fail)
 
 
@@ -183,7 +183,7 @@ def test_save_waits_for_the_snapshot_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["snapshot", "save", "finish", "with"])
-def test_what_goes_wrong_in_the_background_is_raised_once_by_the_next_call(
+def test_background_error_is_raised_once_by_the_next_call(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
     checkpoint = job.Checkpoint(tmp_path)
@@ -210,7 +210,7 @@ def test_what_goes_wrong_in_the_background_is_raised_once_by_the_next_call(
     assert loaded(tmp_path, 4) == {"n": 4}
 
 
-def test_what_cannot_be_copied_is_told_at_once(tmp_path: Path) -> None:
+def test_uncopyable_state_raises_at_once(tmp_path: Path) -> None:
     checkpoint = job.Checkpoint(tmp_path)
     with pytest.raises(TypeError):
         checkpoint.snapshot(1, {"lock": threading.Lock()})
@@ -218,7 +218,7 @@ def test_what_cannot_be_copied_is_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_the_writer_stands_back_and_the_training_does_not(tmp_path: Path) -> None:
+def test_snapshot_lowers_priority_of_writer_only(tmp_path: Path) -> None:
     seen: list[int] = []
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with job.Checkpoint(tmp_path) as checkpoint:
@@ -239,7 +239,7 @@ raise SystemExit(85)
 """
 
 
-def test_a_program_that_ends_waits_for_the_write(tmp_path: Path) -> None:
+def test_program_exit_waits_for_the_write(tmp_path: Path) -> None:
     done = run(AT_EXIT, tmp_path)
     assert done.returncode == 85, done.stderr
     assert (tmp_path / "ckpts" / "step-00000007" / "state").read_text() == "[1, 2]"
@@ -263,7 +263,7 @@ threading.Event().wait()
 """
 
 
-def test_killed_in_the_middle_of_the_write_the_one_before_counts(tmp_path: Path) -> None:
+def test_kill_during_a_write_keeps_previous_snapshot(tmp_path: Path) -> None:
     assert run(KILLED, tmp_path).returncode == -signal.SIGKILL
     assert (tmp_path / "ckpts" / ".step-00000002.tmp" / "second").read_bytes() == b"ha"
     tree = committed_tree(tmp_path / "ckpts", Checkpointing(mode="rename"), 0.0, ended=True)
@@ -283,7 +283,7 @@ assert not {"numpy", "torch", "mesh"} & sys.modules.keys()
 """
 
 
-def test_the_file_alone_is_enough_without_numpy_and_torch(tmp_path: Path) -> None:
+def test_job_module_alone_works_without_numpy_and_torch(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_bytes(Path(job.__file__).read_bytes())
     done = run("import sys; sys.path.insert(0, '')\n" + ALONE, tmp_path, "-I", "-S")
     assert done.returncode == 0, done.stderr
@@ -320,7 +320,7 @@ print(state["weights"].tobytes().hex())
 """
 
 
-def test_resumed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     program = "import runpy, sys; sys.argv = ['train.py', '{}']; runpy.run_path('train.py')"
     (tmp_path / "whole").mkdir()

@@ -1,4 +1,4 @@
-"""The example by itself: one result, however often it is stopped, killed, or its checkpoint damaged."""
+"""The example alone: it ends with the same weights after stops, kills and damaged checkpoints."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, st
     return process.returncode, out
 
 
-def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
+def test_training_stopped_within_an_epoch_ends_with_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
     process = start(tmp_path, MESH="1")
     wait_for_epoch(process, 2)
     code, out = end(process, signal.SIGTERM)
@@ -56,14 +56,14 @@ def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_same_weights(tmp_pa
     assert finish(tmp_path) == undisturbed
 
 
-def test_killed_it_goes_on_from_the_last_epoch_to_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
+def test_killed_training_ends_with_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
     process = start(tmp_path)
     wait_for_epoch(process, 3)
     end(process, signal.SIGKILL)
     assert finish(tmp_path) == undisturbed
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path, undisturbed: str) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, undisturbed: str) -> None:
     process = start(tmp_path)
     wait_for_epoch(process, 3)
     end(process, signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path, undisturbed: 
     assert out.split("sha256 ")[1].split()[0] == undisturbed
 
 
-def test_it_tells_its_progress_and_publishes_its_weights(tmp_path: Path, undisturbed: str) -> None:
+def test_training_reports_progress_and_publishes_weights(tmp_path: Path, undisturbed: str) -> None:
     import hashlib
 
     (tmp_path / "ctl").mkdir()
@@ -86,7 +86,7 @@ def test_it_tells_its_progress_and_publishes_its_weights(tmp_path: Path, undistu
     assert hashlib.sha256((tmp_path / "out" / "weights.bin").read_bytes()).hexdigest() == undisturbed
 
 
-def test_by_hand_a_sigterm_ends_it_as_the_shell_expects(tmp_path: Path) -> None:
+def test_sigterm_without_a_mesh_exits_with_143(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MESH"}
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLE), "--epochs", EPOCHS], stdout=subprocess.PIPE, text=True, env=environment

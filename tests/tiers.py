@@ -1,4 +1,4 @@
-"""What this machine can run beyond plain Python. A missing tier is skipped by name, or fails where it is required."""
+"""Test tiers: what a machine offers beyond plain Python. A missing tier is skipped by name, or fails where it is required."""
 
 import os
 import shutil
@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 REQUIRE = "MESH_REQUIRE_TIERS"
-FRAMEWORKS_PYTHON = Path(__file__).parents[1] / ".venv-frameworks" / "bin" / "python"
+FRAMEWORKS_PYTHON = (Path(__file__).parents[1] / ".venv-frameworks").resolve() / "bin" / "python"
 
 
 @cache
 def docker_problem() -> str:
-    """Why there is no Docker engine to test with; empty if there is one."""
+    """Return why no Docker engine is available, or an empty text."""
     import docker
     import docker.errors
 
@@ -28,7 +28,7 @@ def docker_problem() -> str:
 
 @cache
 def dockerd_problem() -> str:
-    """Why a test cannot have Docker engines of its own here; empty if it can."""
+    """Return why a test cannot start Docker engines of its own, or an empty text."""
     if shutil.which("dockerd") is None:
         return "dockerd is not installed"
     return "" if os.getuid() == 0 else "root is needed"
@@ -36,7 +36,7 @@ def dockerd_problem() -> str:
 
 @cache
 def netns_problem() -> str:
-    """Why no network namespaces can be made here; empty if they can."""
+    """Return why no network namespaces can be made, or an empty text."""
     for program in ("ip", "iptables", "sysctl"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -50,7 +50,7 @@ def netns_problem() -> str:
 
 @cache
 def frameworks_problem() -> str:
-    """Why there is no Hugging Face Trainer and Lightning to test with; empty if there is."""
+    """Return why the Hugging Face Trainer and Lightning are not available, or an empty text."""
     find = "from importlib.util import find_spec; raise SystemExit(not all(map(find_spec, %r)))"
     wanted = ("torch", "transformers", "accelerate", "lightning")
     try:
@@ -62,7 +62,7 @@ def frameworks_problem() -> str:
 
 @cache
 def podman_problem() -> str:
-    """Why there is no Podman to test with; empty if there is. Its usual runtime does not know mixed control groups, runc does."""
+    """Return why Podman is not available, or an empty text. Its default runtime lacks hybrid control groups; runc has them."""
     missing = [program for program in ("podman", "runc", "busybox") if shutil.which(program) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
@@ -71,31 +71,31 @@ def podman_problem() -> str:
 
 @cache
 def browser_problem() -> str:
-    """Why there is no browser to test with; empty if there is one."""
+    """Return why no browser is available, or an empty text."""
     return "" if shutil.which("chromium") else "chromium is not installed (Debian: apt-get install chromium)"
 
 
 @cache
 def promtool_problem() -> str:
-    """Why Prometheus's own tool cannot be asked; empty if it can."""
+    """Return why promtool is not available, or an empty text."""
     return "" if shutil.which("promtool") else "promtool is not installed (Debian: apt-get install prometheus)"
 
 
 @cache
 def zsh_problem() -> str:
-    """Why completion cannot be tried in zsh; empty if it can."""
+    """Return why zsh is not available, or an empty text."""
     return "" if shutil.which("zsh") else "zsh is not installed (Debian: apt-get install zsh)"
 
 
 @cache
 def fish_problem() -> str:
-    """Why completion cannot be tried in fish; empty if it can."""
+    """Return why fish is not available, or an empty text."""
     return "" if shutil.which("fish") else "fish is not installed (Debian: apt-get install fish)"
 
 
 @cache
 def jupyter_problem() -> str:
-    """Why there is no JupyterLab to test with; empty if there is one."""
+    """Return why JupyterLab is not available, or an empty text."""
     if shutil.which("ss") is None:
         return "ss is not installed (Debian: apt-get install iproute2)"
     if not (FRAMEWORKS_PYTHON.parent / "jupyter-lab").exists():
@@ -105,19 +105,19 @@ def jupyter_problem() -> str:
 
 @cache
 def dask_problem() -> str:
-    """Why there is no Dask cluster to test with; empty if there is."""
+    """Return why Dask is not available, or an empty text."""
     return "" if find_spec("distributed") else "Dask distributed is not installed (pip install 'campus-mesh[dask]')"
 
 
 @cache
 def cc_problem() -> str:
-    """Why the doubles of NVIDIA's libraries cannot be compiled here; empty if they can."""
+    """Return why the emulation of NVIDIA's libraries cannot be compiled, or an empty text."""
     return "" if shutil.which("cc") else "no C compiler (cc) is installed"
 
 
 @cache
 def systemd_problem() -> str:
-    """Why no manager of systemd can be run here, in namespaces of its own; empty if it can."""
+    """Return why no systemd manager can run in namespaces of its own, or an empty text."""
     for program in ("systemd-analyze", "systemctl", "unshare"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -129,11 +129,11 @@ def systemd_problem() -> str:
 
 @cache
 def bpf_problem() -> str:
-    """Why the kernel takes no programs of ours here; empty if it does."""
+    """Return why the kernel does not load our BPF programs, or an empty text."""
     for program in ("tc", "ip", "nsenter", "clang"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
-    from mesh.edge.program import BuildError, Programs, object_file
+    from mesh.network.program import BuildError, Programs, object_file
 
     try:
         Programs.load(object_file()).close()
@@ -144,8 +144,8 @@ def bpf_problem() -> str:
 
 @cache
 def criu_problem() -> str:
-    """Why no container can be saved and restored here; empty if it can. CRIU 3.17, of Debian 12, cannot on newer kernels."""
-    from mesh.engine.criu import Probe
+    """Return why CRIU cannot save and restore a container, or an empty text. CRIU 3.17 of Debian 12 fails on newer kernels."""
+    from mesh.execution.docker.criu import Probe
 
     return dockerd_problem() or Probe(True).look("Docker", "", True).problem
 

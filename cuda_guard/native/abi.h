@@ -1,7 +1,7 @@
-/* The part of the CUDA driver's binary interface that the guard speaks: names, numbers and layouts, declared by ourselves.
+/* The part of the CUDA driver's binary interface that the guard uses: own declarations of names, numbers and layouts.
  *
- * NVIDIA's cuda.h is not needed to build and not shipped; where it is at hand, tests/cuda_guard/test_abi.py compares every prototype
- * of hooks.def with it, and the layout and number of everything here. */
+ * NVIDIA's cuda.h is not needed to build and is not shipped. Where it is installed, tests/cuda_guard/test_abi.py compares every prototype
+ * of hooks.def, and every layout and number here, with it. */
 #ifndef MESH_GUARD_ABI_H
 #define MESH_GUARD_ABI_H
 
@@ -27,7 +27,7 @@ typedef struct CUgraphExec_st *CUgraphExec;
 typedef struct CUmemPoolHandle_st *CUmemoryPool;
 typedef struct CUgreenCtx_st *CUgreenCtx;
 typedef struct CUstreamCigCaptureParams_st CUstreamCigCaptureParams;
-typedef CUresult (*CUgraphRecaptureCallback)(void); /* only passed on */
+typedef CUresult (*CUgraphRecaptureCallback)(void); /* only forwarded */
 typedef struct CUuuid_st {
   char bytes[16];
 } CUuuid;
@@ -158,7 +158,7 @@ typedef struct {
   void **kernelParams;
 } CUDA_LAUNCH_PARAMS;
 
-/* Only passed on, never looked into. */
+/* Only forwarded, never read. */
 typedef struct CUexecAffinityParam_st CUexecAffinityParam;
 typedef struct CUctxCreateParams_st CUctxCreateParams;
 typedef struct CUgraphEdgeData_st CUgraphEdgeData;

@@ -9,14 +9,14 @@
 #include "bucket.h"
 #include "lender.h"
 
-#define STEP_NS 1000000       /* while somebody has the turn, or waits for memory that was lent */
-#define HAND_OVER_NS 100000   /* while nobody has: the device may be idle */
-#define LEND_NS 5000000       /* while one does and something is lent */
-#define QUIET_NS 20000000     /* otherwise */
-#define ACTIVE_NS 20000000    /* a job that has not launched for so long, and waits for nothing, is idle */
-#define LEAST_PPM 1000        /* of a share, where it divides */
-#define LATE_NS 4000000       /* of a turn, until its end is noticed and its work measured */
-#define LONGEST_NS 3600000000000 /* of work under way that is believed */
+#define STEP_NS 1000000       /* step while a job has the turn, or waits for lent memory */
+#define HAND_OVER_NS 100000   /* step while no job has it: the device may be idle */
+#define LEND_NS 5000000       /* step while one job works and something is lent */
+#define QUIET_NS 20000000     /* step otherwise */
+#define ACTIVE_NS 20000000    /* a job without launches for this long that waits for nothing is idle */
+#define LEAST_PPM 1000        /* smallest share, as a divisor */
+#define LATE_NS 4000000       /* delay until the end of a turn is noticed and its work measured */
+#define LONGEST_NS 3600000000000 /* longest plausible work in flight */
 
 static void wake(_Atomic uint32_t *word) { (void)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
@@ -44,11 +44,11 @@ void policy_set_turn(struct guard_policy *policy, uint32_t place, uint32_t turn)
   wake(word);
 }
 
-/* --- what a job is at */
+/* --- state of a job */
 
 static const struct guard_use *use_of(const struct contender *contender) { return &contender->job->uses[contender->place]; }
 
-/* What the job says of itself: a page that it can write, so nothing in it is taken for possible that is not. */
+/* Returns the work in flight by the job's page. The job can write it, so impossible values are clamped. */
 static int64_t told_under_way(const struct contender *contender) {
   int64_t sum = 0;
   for (unsigned slot = 1; slot < GUARD_SLOTS; slot++) {
@@ -59,7 +59,7 @@ static int64_t told_under_way(const struct contender *contender) {
   return sum;
 }
 
-/* Work that is not over yet. A process that calls the driver no more does not see its end: it is believed no longer than it can take. */
+/* Returns the work in flight. A process that no longer calls the driver does not see its end, so it counts for a limited time only. */
 static int64_t under_way(const struct arbiter *arbiter, const struct contender *contender, int64_t now_ns) {
   int64_t told = told_under_way(contender), launched = atomic_load(&use_of(contender)->last_launch_ns);
   bool possible = launched > 0 && launched <= now_ns && now_ns - launched < told + arbiter->drain_ns;
@@ -79,7 +79,7 @@ static bool is_within_allowance(const struct contender *contender, int64_t now_n
 
 static bool is_active(const struct contender *contender, int64_t now_ns) { return now_ns - contender->active_ns < ACTIVE_NS; }
 
-/* Who has been idle saves up no turns. */
+/* A job that was idle saves up no turns. */
 static void catch_up(struct arbiter *arbiter, struct contender *late, int64_t now_ns) {
   int64_t least = INT64_MAX;
   for (uint32_t i = 0; i < arbiter->count; i++) {
@@ -89,8 +89,8 @@ static void catch_up(struct arbiter *arbiter, struct contender *late, int64_t no
   if (least != INT64_MAX && late->virtual_ns < least) late->virtual_ns = least;
 }
 
-/* Puts what it had on its account: what it was measured to use, no more than can have been since the last time. Who had a turn and
- * tells of next to nothing, or of far less than it took, pays for the turn. */
+/* Charges a job's account: its measured use, at most the time since the last charge. A job that had a turn and reports far less than the
+ * turn took pays for the turn. */
 static void settle(struct contender *contender, int64_t now_ns) {
   uint64_t busy = atomic_load(&use_of(contender)->busy_ns), told = busy - contender->seen_ns;
   uint32_t share = contender->share_ppm > LEAST_PPM ? contender->share_ppm : LEAST_PPM;
@@ -123,7 +123,7 @@ static uint32_t trimmed(const struct contender *contender, uint32_t ppm) {
   return value > GUARD_PPM ? GUARD_PPM : (uint32_t)value;
 }
 
-/* What the active ones leave under the cap, to those who may have more: in proportion to their shares, nobody above his limit. */
+/* Lends what the active jobs leave under the cap, in proportion to the shares, to each at most up to its limit. */
 static bool lend(struct arbiter *arbiter, int64_t now_ns) {
   int64_t weights[ARBITER_CONTENDERS], room[ARBITER_CONTENDERS], lent[ARBITER_CONTENDERS], left = arbiter->cap_ppm;
   bool any = false;
@@ -160,7 +160,7 @@ static bool is_over(const struct arbiter *arbiter, int64_t now_ns) {
   return under_way(arbiter, holder, now_ns) == 0 && now_ns - (launched > arbiter->began_ns ? launched : arbiter->began_ns) > arbiter->idle_ns;
 }
 
-/* Its last work has ended: seen by itself, or, where it does not look, given up waiting for. */
+/* True if its last work has ended, by its own report or after the limit for a job that does not report. */
 static bool is_drained(const struct arbiter *arbiter, int64_t now_ns) {
   const struct contender *contender = &arbiter->contenders[arbiter->draining];
   int64_t since = now_ns - arbiter->began_ns;
@@ -168,7 +168,7 @@ static bool is_drained(const struct arbiter *arbiter, int64_t now_ns) {
   return under_way(arbiter, contender, now_ns) == 0 && (wants(contender) || since > arbiter->idle_ns);
 }
 
-/* Who shall have the next turn; -1 if nobody wants it and may. */
+/* Returns the job with the next turn; -1 if none wants it and may have it. */
 static int32_t next_in_turn(const struct arbiter *arbiter, int64_t now_ns) {
   int32_t next = -1;
   for (uint32_t i = 0; i < arbiter->count; i++) {

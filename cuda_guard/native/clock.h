@@ -1,11 +1,11 @@
-/* The clock of the pages. */
+/* Clock of the shared pages. */
 #ifndef MESH_GUARD_CLOCK_H
 #define MESH_GUARD_CLOCK_H
 
 #include <stdint.h>
 #include <time.h>
 
-#ifdef GUARD_CLOCK /* a test's */
+#ifdef GUARD_CLOCK /* of a test */
 int64_t now_ns(void);
 #else
 /* ns of CLOCK_MONOTONIC */

@@ -1,13 +1,13 @@
-/* Contexts: each takes memory of its own, and what was allocated in it ends with it. */
+/* Contexts: each uses memory, and its allocations end with it. */
 #include "memory.h"
 
-static struct table contexts = TABLE_EMPTY; /* context, or PRIMARY of a device -> units; count: how often retained */
+static struct table contexts = TABLE_EMPTY; /* context, or PRIMARY of a device -> units; count: retains */
 static struct table greens = TABLE_EMPTY;   /* green context -> link: the context made from it */
 static pthread_mutex_t context_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static int64_t context_units(int device) { return units_for(atomic_load(&guard_policy->allowances[device].context_bytes)); }
 
-#define PRIMARY(device) ((uint64_t)(device) + 1) /* stands for a device's primary context, which many retain */
+#define PRIMARY(device) ((uint64_t)(device) + 1) /* key of a device's primary context, which is reference-counted */
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice number) {
   guard_load();
@@ -50,7 +50,7 @@ static CUresult reset(device_call *real, CUdevice number) {
   struct entry entry = table_get(&contexts, PRIMARY(number));
   if (entry.key != 0) meter_context_ends((CUcontext)(uintptr_t)entry.link);
   CUresult result = real(number);
-  if (result == CUDA_SUCCESS && entry.key != 0) memory_context_gone(entry.link); /* its next use makes it anew, so it stays charged */
+  if (result == CUDA_SUCCESS && entry.key != 0) memory_context_gone(entry.link); /* its next use creates it again, so it stays charged */
   return result;
 }
 
@@ -95,7 +95,7 @@ static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
 CUresult cuCtxDestroy(CUcontext context) { return destroy(REAL(cuCtxDestroy), context); }
 CUresult cuCtxDestroy_v2(CUcontext context) { return destroy(REAL(cuCtxDestroy_v2), context); }
 
-/* A context for a part of a device's processors; what it allocates is the primary context's. */
+/* A context for a part of a device's processors; its allocations belong to the primary context. */
 CUresult cuCtxFromGreenCtx(CUcontext *out, CUgreenCtx green) {
   THEN(REAL(cuCtxFromGreenCtx)(out, green), (void)table_put(&greens, (struct entry){.key = id(green), .link = id(*out)}));
 }

@@ -25,7 +25,7 @@ int64_t cover_add(struct cover *cover, int64_t start, int64_t end) {
   while (first < cover->count && cover->ends[first] < start) first++;
   int64_t fresh = end - start, from = start, to = end;
   int last = first;
-  for (; last < cover->count && cover->starts[last] <= end; last++) { /* those it touches become one with it */
+  for (; last < cover->count && cover->starts[last] <= end; last++) { /* merge the stretches that it touches */
     int64_t low = cover->starts[last], high = cover->ends[last];
     int64_t common = (high < end ? high : end) - (low > start ? low : start);
     if (common > 0) fresh -= common;
@@ -38,7 +38,7 @@ int64_t cover_add(struct cover *cover, int64_t start, int64_t end) {
     drop(cover, 0, 1);
     if (first > 0) first--;
   }
-  if (from < cover->floor) { /* the one dropped came after it */
+  if (from < cover->floor) { /* the dropped stretch came after it */
     from = cover->floor;
     if (to <= from) return fresh;
   }

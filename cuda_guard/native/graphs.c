@@ -1,7 +1,7 @@
-/* Graphs: what their nodes allocate takes place when they are launched. */
+/* Graphs: their nodes allocate when the graph is launched. */
 #include "pools.h"
 
-static struct table graphs = TABLE_EMPTY; /* graph or executable graph -> units that its nodes allocate; count: how often it has run */
+static struct table graphs = TABLE_EMPTY; /* graph or executable graph -> units allocated by its nodes; count: runs */
 
 static void graph_allocates(CUgraph graph, int device, int64_t units) {
   struct entry entry = table_get(&graphs, id(graph));
@@ -101,7 +101,7 @@ void memory_captured(CUgraph graph) {
 
 void memory_recaptured(CUgraph graph) { (void)table_take(&graphs, id(graph)); }
 
-/* Held until the driver says what it has reserved: all of it, unless the graph has run before and its memory is there. */
+/* The reservation until the driver reports its own: everything, unless the graph ran before and its memory exists. */
 CUresult memory_before_graph(CUgraphExec exec, struct graph_hold *hold) {
   *hold = (struct graph_hold){.device = -1};
   struct entry entry = table_get(&graphs, id(exec));

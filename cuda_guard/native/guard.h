@@ -1,4 +1,4 @@
-/* What the parts of the guard share inside one process of a job. */
+/* Interfaces between the parts of the guard inside one process of a job. */
 #ifndef MESH_GUARD_H
 #define MESH_GUARD_H
 
@@ -9,7 +9,7 @@
 #include "clock.h"
 #include "pages.h"
 
-/* Every name of the lists is a function of ours, and a slot with the driver's own. */
+/* Each name of the lists has a function of the guard, and a slot with the driver's function. */
 #define HOOK(name, parameters)                          \
   __attribute__((visibility("default"))) CUresult name parameters; \
   extern void *slot_##name;
@@ -20,10 +20,10 @@
 #undef GATE
 #undef DENY
 
-/* The driver's own, for a call that we hook. Before the driver is loaded this loads it. */
+/* The driver's function for a hooked call. The first use loads the driver. */
 #define REAL(name) ((__typeof__(&name))slot_##name)
 
-/* The driver's own, for calls that we make and do not hook: USES lists them with their prototypes. */
+/* The driver's function for a call that the guard makes and does not hook; USES lists these with their prototypes. */
 #define USES(_)                                                          \
   _(cuCtxGetCurrent, (CUcontext *))                                      \
   _(cuCtxGetDevice, (CUdevice *))                                        \
@@ -45,31 +45,31 @@ USES(DECLARE)
 #undef DECLARE
 #define DRIVER(name) ((call_##name *)slot_##name)
 
-/* The gate word, also in the assembler's reach; one that is open while there is no policy. */
+/* The gate word, also used by the assembler; an open one while there is no policy. */
 extern const _Atomic uint32_t *guard_gate;
 
 static inline bool gate_is_closed(void) { return atomic_load_explicit(guard_gate, memory_order_acquire) & GUARD_GATE_CLOSED; }
 
 /* --- load.c */
 
-/* Finds the pages and the driver; returns with every slot filled. Called by whichever call of the driver comes first. */
+/* Finds the pages and the driver, and fills every slot. The first call of the driver calls it. */
 void guard_load(void);
 
-/* This process's slot in the job page, taken at the first call; -1 if all are taken. */
+/* Returns this process's slot in the job page, claimed at the first call; -1 if all are taken. */
 int guard_slot(void);
 
-/* Gives back what dead processes of the job held. */
+/* Releases what dead processes of the job held. */
 void guard_sweep(void);
 
-/* Where a device is in the policy, by its UUID; -1 if it is not this job's. */
+/* Returns the index of a device in the policy, by its UUID; -1 if it is not this job's. */
 int guard_device(CUdevice device);
 
-/* The same of the calling thread's context: CUDA_SUCCESS, or what a call shall answer that needs one. */
+/* The same for the calling thread's context: CUDA_SUCCESS, or the error of a call that needs a context. */
 CUresult guard_current(int *device);
 
 /* --- wait.c */
 
-/* Sleeps until the word is no longer `seen`, somebody wakes it, a signal comes, or `deadline_ns` (of CLOCK_MONOTONIC) has passed. */
+/* Sleeps until the word is no longer `seen`, a wake-up, a signal, or `deadline_ns` (of CLOCK_MONOTONIC). */
 void futex_wait(const _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns);
 
 /* Returns when the gate is open. */
@@ -77,11 +77,11 @@ void guard_wait(void);
 
 /* --- memory.c */
 
-/* After a wait for the device: what pools have given back since is no longer charged. */
+/* After a wait for the device: removes the charge of memory that pools have released. */
 void memory_settle(void);
 
-/* A graph is about to be launched or uploaded: CUDA_ERROR_OUT_OF_MEMORY if what its nodes allocate would not fit. What is held back
- * for it until it has been is told to memory_after_graph. */
+/* Before a graph is launched or uploaded: reserves what its nodes allocate, or returns CUDA_ERROR_OUT_OF_MEMORY. The reservation is
+ * passed to memory_after_graph. */
 struct graph_hold {
   int device;
   int64_t units;
@@ -89,39 +89,38 @@ struct graph_hold {
 CUresult memory_before_graph(CUgraphExec exec, struct graph_hold *hold);
 void memory_after_graph(CUgraphExec exec, struct graph_hold hold, CUresult result);
 
-/* The allocations that the capture that ends here has put into `graph`. */
+/* Assigns the allocations of the capture that ends here to `graph`. */
 void memory_captured(CUgraph graph);
 
-/* Those that it had are being captured again. */
+/* Its allocations are being captured again. */
 void memory_recaptured(CUgraph graph);
 
-/* In a forked child: nothing of the parent's is ours. */
+/* In a forked child: drops all of the parent's entries. */
 void memory_forked(void);
 
 /* --- meter.c */
 
-/* Returns when the work may be launched: the gate is open, it is the job's turn, it has time left, and not too much is under way.
- * `key`: the function or graph; `blocks`: how large its grid is. True when it is measured by itself: meter_leave once it has been
- * launched. */
+/* Returns when the work may be launched: the gate is open, it is the job's turn, it has time left, and the window is not full. `key`: the
+ * function or graph; `blocks`: size of its grid. True if it is measured by itself: call meter_leave after the launch. */
 bool meter_enter(CUstream stream, const void *key, uint64_t blocks);
 void meter_leave(CUstream stream);
 
-/* The thread has another current context from here on. */
+/* The thread's current context has changed. */
 void meter_moved(void);
 
-/* A capture begins or has ended. What is captured is not measured, and while one is under way nothing is. */
+/* A capture begins or has ended. Captured work is not measured, and nothing is measured during a capture. */
 void meter_capture_begins(CUstream stream);
 void meter_capture_ended(void);
 bool meter_is_captured(CUstream stream);
 
-/* After a wait: what has ended is charged. `all`: whoever launched it, and the thread's batches are closed however short. */
+/* After a wait: charges work that has ended. `all`: of every thread, and closes the thread's batches whatever their length. */
 void meter_settle(bool all);
 
 void meter_stream_ends(CUstream stream);
 void meter_context_ends(CUcontext context);
 void meter_forked(void);
 
-/* A stream by a name that means the same to every call: with `_ptsz`, NULL is the thread's own. */
+/* Returns a stream's name that is the same for every call: with `_ptsz`, NULL is the thread's default stream. */
 static inline CUstream own_stream(CUstream stream) { return stream == NULL ? CU_STREAM_PER_THREAD : stream; }
 static inline CUstream legacy_stream(CUstream stream) { return stream == NULL ? CU_STREAM_LEGACY : stream; }
 

@@ -12,13 +12,13 @@
 #include "ledger.h"
 #include "lender.h"
 
-#define CAP_PPM 900000    /* GaiaGPU's: the rest keeps a device responsive */
-#define TURN_NS 10000000  /* long against the pause between two turns, short against a second */
+#define CAP_PPM 900000    /* GaiaGPU's value; the rest keeps a device responsive */
+#define TURN_NS 10000000  /* long compared with the gap between turns, short compared with a second */
 #define IDLE_NS 1000000
 #define DRAIN_NS 100000000
-#define SWEEP_NS 250000000 /* a dead process's work under way makes its job look busy until then */
+#define SWEEP_NS 250000000 /* until then the work in flight of a dead process makes its job look busy */
 
-#define SWEEP_FACTOR 100 /* the sweeps of one job take a hundredth of a processor at most */
+#define SWEEP_FACTOR 100 /* sweeps of one job use at most a hundredth of a CPU */
 
 struct host {
   pthread_t thread;
@@ -28,10 +28,10 @@ struct host {
   struct arbiter devices[GUARD_DEVICES];
 };
 
-/* --- pages that are cut off
+/* --- truncated pages
  *
- * A job can make the file of its page shorter, and whoever touches what is missing gets a SIGBUS: the daemon, too. Then it has zeros
- * of its own there from now on. */
+ * A job can truncate the file of its page, and an access to the missing part raises SIGBUS, in the daemon too. The handler maps zeros
+ * there. */
 
 static struct guard_job *_Atomic shielded[GUARD_DEVICES * ARBITER_CONTENDERS];
 static struct sigaction before_us;
@@ -48,7 +48,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
   else if (before_us.sa_handler != SIG_DFL && before_us.sa_handler != SIG_IGN)
     before_us.sa_handler(number);
   else
-    (void)signal(number, SIG_DFL); /* it comes again */
+    (void)signal(number, SIG_DFL); /* the signal is raised again */
 }
 
 static void stand_by(void) {
@@ -71,7 +71,7 @@ static int64_t worked_ns(void) {
   return (int64_t)spent.tv_sec * 1000000000 + spent.tv_nsec;
 }
 
-/* A job that has thousands of locks on its page makes a look at them long: it is looked at the less often. */
+/* Thousands of locks on a page make a sweep slow; such a job is swept less often. */
 static void sweep(struct host *host, int64_t now) {
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
     for (uint32_t j = 0; j < host->devices[i].count; j++) {
@@ -176,7 +176,7 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
   return room;
 }
 
-/* The others keep their order; whoever's turn it is keeps it. */
+/* The others keep their order, and the job with the turn keeps it. */
 static void leave(struct arbiter *arbiter, uint32_t which) {
   for (uint32_t i = which; i + 1 < arbiter->count; i++) arbiter->contenders[i] = arbiter->contenders[i + 1];
   arbiter->count--;
@@ -220,13 +220,6 @@ bool host_away(struct host *host, uint32_t device, const struct guard_policy *po
   bool fits = contender == NULL || lend_away(arbiter, contender, away);
   unlock(host);
   return fits;
-}
-
-void host_tune(struct host *host, uint32_t device, uint32_t cap_ppm, int64_t turn_ns) {
-  lock(host);
-  host->devices[device].cap_ppm = cap_ppm;
-  host->devices[device].turn_ns = turn_ns;
-  unlock(host);
 }
 
 bool host_claim(struct guard_job *job, int file, uint32_t pid) {

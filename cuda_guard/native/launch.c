@@ -1,9 +1,9 @@
-/* Work for a device: let through in portions and measured. Capture: told, and left alone. */
+/* Launches: granted in portions and measured. Captures are tracked, and not disturbed. */
 #include "meter.h"
 
 #define BLOCKS(x, y, z) ((uint64_t)(x) * (uint64_t)(y) * (uint64_t)(z))
 
-/* A call that launches `key` on `stream`. Both ways end with a jump, so the arguments on the stack are never copied. */
+/* A call that launches `key` on `stream`. Both paths end with a jump, so the arguments on the stack are not copied. */
 #define LAUNCH(name, parameters, arguments, stream, key, blocks)                                             \
   static __attribute__((noinline)) CUresult name##_the_long_way parameters {                                 \
     if (!meter_enter(stream, key, blocks)) return REAL(name) arguments;                                      \
@@ -42,7 +42,7 @@ static const CUlaunchConfig no_config; /* the driver refuses none itself */
 EXTENDED(cuLaunchKernelEx, legacy_stream)
 EXTENDED(cuLaunchKernelEx_ptsz, own_stream)
 
-/* Each part of it runs in the context of its own stream; all that can be charged here is the current one's. */
+/* Each part of it runs in the context of its own stream; only the current context can be charged here. */
 static const CUDA_LAUNCH_PARAMS no_list;
 #define LIST (list == NULL ? &no_list : list)
 LAUNCH(cuLaunchCooperativeKernelMultiDevice, (CUDA_LAUNCH_PARAMS * list, unsigned int count, unsigned int flags),
@@ -69,7 +69,7 @@ LAUNCH(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream 
 GRAPH(cuGraphLaunch, legacy_stream)
 GRAPH(cuGraphLaunch_ptsz, own_stream)
 
-/* --- waits: what has ended meanwhile is charged, and what pools have returned is not */
+/* --- waits: charge work that has ended, and remove the charge of memory that pools released */
 
 #define WAITED(all, call)       \
   do {                          \
@@ -138,7 +138,7 @@ CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const 
   CAPTURE(own_stream(stream), REAL(cuStreamBeginCaptureToGraph_ptsz)(stream, graph, after, edges, count, mode));
 }
 
-/* What it allocates is told once more. */
+/* Its allocations are recorded again. */
 static CUresult recaptured(CUgraph graph, CUresult result) {
   if (result == CUDA_SUCCESS) memory_recaptured(graph);
   return result;
@@ -166,7 +166,7 @@ CUresult cuStreamBeginCaptureToCig_ptsz(CUstream stream, CUstreamCigCaptureParam
   do {                                                                           \
     bool was_ = meter_is_captured(stream);                                       \
     CUresult result_ = (call);                                                   \
-    was_ = was_ && !meter_is_captured(stream); /* else it was not this stream's, or thread's, to end */ \
+    was_ = was_ && !meter_is_captured(stream); /* else another stream or thread has to end it */ \
     if (was_) meter_capture_ended();                                             \
     if (was_ && result_ == CUDA_SUCCESS && (out) != NULL) memory_captured(*(out)); \
     return result_;                                                              \

@@ -3,13 +3,13 @@
 
 #include <fcntl.h>
 
-/* memory word: units (38 bits) | slot of who changed it last (8) | the low bits of that change's number (18) */
+/* memory word: units (38 bits) | slot of the last change (8) | low bits of that change's number (18) */
 #define SEQ_BITS 18
 #define SLOT_BITS 8
 #define SEQ_MASK ((UINT64_C(1) << SEQ_BITS) - 1)
 #define UNITS_MAX ((UINT64_C(1) << 38) - 1)
 
-/* Of a word that somebody writes to without end: it is no ledger, and the daemon waits for nobody. 256 processes at once need fewer. */
+/* Attempts on a word that is written without end, so that the daemon never blocks. 256 concurrent processes need fewer. */
 #define TRIES 20000
 #define FEW_TRIES 16
 
@@ -23,7 +23,7 @@ static uint64_t word_of(uint64_t units, unsigned slot, uint64_t seq) {
 
 static uint64_t pending_of(unsigned place, uint64_t number) { return PENDING | (uint64_t)place << 58 | number; }
 
-/* The page's owner can write anything there. */
+/* The job can write anything there. */
 static unsigned pending_place(uint64_t pending) {
   unsigned place = (unsigned)(pending >> 58) & 31;
   return place < GUARD_PLACES ? place : 0;
@@ -34,13 +34,13 @@ static unsigned word_slot(uint64_t word) { return (unsigned)(word >> SEQ_BITS) &
 
 uint64_t ledger_used(const struct guard_job *job, unsigned place) { return word_units(atomic_load(&job->uses[place].memory)); }
 
-/* The change that this word shows is about to be written over: whoever made it may be dead and unable to say that it took place. */
+/* Records the change shown by this word before it is overwritten: its process may be dead. */
 static void note_done(struct guard_job *job, uint64_t word) {
   _Atomic uint64_t *done = &job->table[word_slot(word)].done;
   uint64_t known = atomic_load(done);
   for (int i = 0; i < FEW_TRIES; i++) {
     uint64_t ahead = (word - known) & SEQ_MASK;
-    if (ahead == 0 || ahead > SEQ_MASK / 2) return; /* known, or long since passed */
+    if (ahead == 0 || ahead > SEQ_MASK / 2) return; /* recorded already, or superseded */
     if (atomic_compare_exchange_weak(done, &known, known + ahead)) return;
   }
 }
@@ -49,7 +49,7 @@ static bool took_place(const struct guard_job *job, unsigned slot, uint64_t pend
   uint64_t number = pending & NUMBER_MASK;
   uint64_t word = atomic_load(&job->uses[pending_place(pending)].memory);
   if (word_slot(word) == slot && ((word ^ number) & SEQ_MASK) == 0) return true;
-  return atomic_load(&job->table[slot].done) >= number; /* read after the word: it is noted before the word is written over */
+  return atomic_load(&job->table[slot].done) >= number; /* read after the word: it is recorded before the word is overwritten */
 }
 
 bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t units, uint64_t limit) {
@@ -58,7 +58,7 @@ bool ledger_change(struct guard_job *job, unsigned slot, unsigned place, int64_t
   struct guard_use *use = &job->uses[place];
   _Atomic int64_t *held = &mine->used[place];
   int64_t after;
-  if (__builtin_add_overflow(atomic_load(held), units, &after)) after = units; /* the page's owner has written nonsense there */
+  if (__builtin_add_overflow(atomic_load(held), units, &after)) after = units; /* the job has written an impossible value */
   uint64_t number = ++mine->seq & NUMBER_MASK;
   CRASH_POINT(1);
   atomic_store(&mine->pending_used, after);
@@ -104,7 +104,7 @@ static void let_go(int file, int slot) {
 
 static bool is_taken(int file, unsigned slot) {
   struct flock lock = byte_of((int)slot, F_WRLCK);
-  return fcntl(file, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK; /* in doubt it lives */
+  return fcntl(file, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK; /* when in doubt, alive */
 }
 
 unsigned ledger_owner(int file, unsigned slot) {
@@ -116,7 +116,7 @@ unsigned ledger_owner(int file, unsigned slot) {
 bool ledger_claim_slot(struct guard_job *job, int file, unsigned slot, unsigned pid) {
   if (!take(file, (int)slot)) return false;
   struct guard_slot *mine = &job->table[slot];
-  if (slot != 0 && atomic_load(&mine->pid) != 0) { /* of a dead process: only a sweep may free it */
+  if (slot != 0 && atomic_load(&mine->pid) != 0) { /* of a dead process: only a sweep frees it */
     let_go(file, (int)slot);
     return false;
   }
@@ -136,8 +136,8 @@ int ledger_claim(struct guard_job *job, int file, unsigned pid) {
   return -1;
 }
 
-/* The sweeper acts in the dead process's name, so should it die too, the next one finds what it was at like any other change. */
-/* False if it cannot be now. */
+/* The sweeper acts in the dead process's name, so if it dies too, the next one finds its change like any other. */
+/* False if it cannot be done now. */
 static bool bury(struct guard_job *job, unsigned slot) {
   struct guard_slot *dead = &job->table[slot];
   uint64_t pending = atomic_load(&dead->pending);

@@ -6,7 +6,7 @@
 
 void share_out(uint32_t count, const int64_t *weights, const int64_t *room, int64_t left, int64_t *given) {
   for (uint32_t i = 0; i < count; i++) given[i] = 0;
-  for (uint32_t round = 0; round < count && left > 0; round++) { /* each fills somebody up, or is the last */
+  for (uint32_t round = 0; round < count && left > 0; round++) { /* each round fills a job up, or is the last */
     __int128 sum = 0;
     int64_t before = left;
     for (uint32_t i = 0; i < count; i++) sum += given[i] < room[i] ? weights[i] : 0;
@@ -30,7 +30,7 @@ static int64_t limit_of(const struct contender *contender) {
   return limit > INT64_MAX ? INT64_MAX : (int64_t)limit;
 }
 
-/* What it has, by its own page: no more is believed than it can have been allowed. Of one that is away nothing is on the device. */
+/* Returns a job's memory by its page, at most what it can have been allowed. A job that is away has none on the device. */
 static int64_t held(const struct contender *contender) {
   uint64_t used = ledger_used(contender->job, contender->place);
   uint64_t bytes = used > INT64_MAX / GUARD_UNIT ? INT64_MAX : used * GUARD_UNIT;
@@ -41,13 +41,13 @@ static int64_t held(const struct contender *contender) {
 static int64_t beyond(int64_t a, int64_t b) { return a > b ? a - b : 0; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* What it has of the device, or could have the next moment. */
+/* Returns what it has of the device, or may have at any moment. */
 static int64_t claim(const struct contender *contender) {
   int64_t limit = limit_of(contender), has = held(contender);
   return limit > has ? limit : has;
 }
 
-/* What each may have beyond its guarantee: what it has already, and a part of the rest; if that is too much, a part of all. */
+/* Sets what each may have beyond its guarantee: what it has, and a part of the rest; if that is too much, a part of the total. */
 static void apportion(const struct arbiter *arbiter, int64_t room, int64_t *lent) {
   int64_t weights[ARBITER_CONTENDERS], has[ARBITER_CONTENDERS], more[ARBITER_CONTENDERS], part[ARBITER_CONTENDERS], sum = 0;
   for (uint32_t i = 0; i < arbiter->count; i++) {
@@ -65,7 +65,7 @@ static void apportion(const struct arbiter *arbiter, int64_t room, int64_t *lent
   for (uint32_t i = 0; i < arbiter->count; i++) lent[i] = has[i] + part[i];
 }
 
-/* Nobody has the device alone, and how large it is is known. */
+/* True if no job has the whole device, and its size is known. */
 static bool can_be_lent(const struct arbiter *arbiter) {
   for (uint32_t i = 0; i < arbiter->count; i++)
     if (arbiter->contenders[i].memory == ALL_MEMORY) return false;
@@ -84,7 +84,7 @@ bool lend_memory(struct arbiter *arbiter) {
   int64_t cap = (int64_t)((__int128)arbiter->memory * arbiter->cap_ppm / GUARD_PPM);
   int64_t room = beyond(cap, guaranteed + arbiter->memory_foreign);
   apportion(arbiter, room, lent);
-  /* First those whose limit falls: what one of them has got until then is seen below, see memory_change. */
+  /* First lower limits: what a job got until then is seen below, see memory_change. */
   for (uint32_t i = 0; i < arbiter->count; i++) {
     const struct contender *contender = &arbiter->contenders[i];
     wanted[i] = contender->memory + lent[i];

@@ -1,23 +1,23 @@
-/* What of a device nobody needs now, in parts to those who may have more. The memory that no guarantee covers is lent to jobs with a
- * soft limit; memory cannot be taken back from a program as time can, so no byte is lent that a guarantee may claim at once.
+/* Lender: memory that no guarantee covers is lent to jobs with a higher maximum. Unlike time, memory cannot be taken back from a
+ * program, so no byte is lent that a guarantee may claim at once.
  *
- * In force (`memory_limit` of the policy) is what a job may have now. These hold, of what a job has as far as its limits allow it:
- *   - the larger of what a job has and what is in force, summed over a device's jobs, never rises above its memory;
- *   - of that beyond guarantees, never above the cap less what others have on it; it may be more only after a guarantee has come, or
- *     others have, and then it only falls;
- *   - what is in force is no less than the guarantee, once there has been room for that. A job that comes waits for it. */
+ * The limit in force (`memory_limit` of the policy) is what a job may have now. Invariants, for memory within the jobs' limits:
+ *   - the larger of a job's memory and its limit in force, summed over a device's jobs, never rises above the device's memory;
+ *   - the part of that sum beyond guarantees never rises above the cap less the memory used by others. It can be higher only after a new
+ *     guarantee, or after others took memory, and then only falls;
+ *   - the limit in force is at least the guarantee, once that was free. A new job waits for it. */
 #ifndef MESH_GUARD_LENDER_H
 #define MESH_GUARD_LENDER_H
 
 #include "arbiter.h"
 
-/* Adds to `given` what there is, in proportion to `weights`, to nobody more than his `room`. */
+/* Distributes `left` to `given` in proportion to `weights`, to each at most its `room`. */
 void share_out(uint32_t count, const int64_t *weights, const int64_t *room, int64_t left, int64_t *given);
 
-/* Looks at what the jobs hold, and sets what each may have. True if somebody has not yet all that he is guaranteed. */
+/* Reads what the jobs hold, and sets their limits in force. True if a job does not have all of its guarantee yet. */
 bool lend_memory(struct arbiter *arbiter);
 
-/* What this one had is on the host now, or is to come back: false if there is no room for it, and it stays away. */
+/* Records that a job's memory moved to the host, or is to come back: false if there is no space for it, and it stays there. */
 bool lend_away(struct arbiter *arbiter, struct contender *contender, bool away);
 
 #endif

@@ -13,12 +13,12 @@ const _Atomic uint32_t *guard_gate = &open_gate;
 static _Atomic int own_slot = -1;
 static pthread_mutex_t slot_mutex = PTHREAD_MUTEX_INITIALIZER;
 
-/* --- the calls */
+/* --- functions */
 
 struct call {
   const char *name;
   void **slot;
-  void *entry; /* ours; NULL where the program gets the driver's own */
+  void *entry; /* the guard's; NULL if the program gets the driver's own */
   void *real;
   CUresult denied;
 };
@@ -86,7 +86,7 @@ static void forked(void) {
   meter_forked();
 }
 
-/* A driver's function that has two names is ours by both. */
+/* A driver's function with two names is hooked under both. */
 static void also_named(const struct call *one, struct call *other) {
   if (one->real != NULL && one->real == other->real && other->entry == NULL) other->entry = one->entry;
 }
@@ -110,7 +110,7 @@ void guard_load(void) {
   (void)pthread_once(&once, load);
 }
 
-/* --- how a program finds the driver's calls */
+/* --- lookup of the driver's functions */
 
 static bool looks_like_ours(const char *symbol) {
   static const char *const families[] = {"cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister", "cuMemCreate",  "cuMemcpy",      "cuMemset",
@@ -121,7 +121,7 @@ static bool looks_like_ours(const char *symbol) {
   return false;
 }
 
-/* Notes a call that looks like memory or work and is not ours to see. */
+/* Records a call unknown to the guard that may allocate memory or launch work. */
 static void audit(const char *symbol) {
   if (guard_job == NULL) return;
   uint32_t count = atomic_load(&guard_job->audits);
@@ -131,10 +131,10 @@ static void audit(const char *symbol) {
   if (place < GUARD_AUDITS) strncpy(guard_job->audit[place], symbol, GUARD_NAME - 1);
 }
 
-/* What the driver gave to a program that asked for `symbol`, or ours in its place. */
+/* Returns the driver's answer for `symbol`, or the guard's hook in its place. */
 static CUresult swap(CUresult result, const char *symbol, void **address) {
   if (result != CUDA_SUCCESS || address == NULL || *address == NULL) return result;
-  guard_load(); /* the table is in order only then */
+  guard_load(); /* fills the table */
   const struct call *call = call_at(*address);
   if (call == NULL && symbol != NULL && looks_like_ours(symbol)) audit(symbol);
   if (call != NULL && call->entry != NULL) *address = call->entry;
@@ -168,7 +168,7 @@ int guard_slot(void) {
 void guard_sweep(void) { (void)ledger_sweep(guard_job, guard_job_file, atomic_load(&own_slot)); }
 
 int guard_device(CUdevice device) {
-  static _Atomic int known[64]; /* 0: not asked; else the place + 2, so 1 is none */
+  static _Atomic int known[64]; /* 0: unknown; else the place + 2, so 1 means none */
   if (guard_policy == NULL || device < 0) return -1;
   if (device < 64 && atomic_load(&known[device]) != 0) return atomic_load(&known[device]) - 2;
   CUuuid uuid;

@@ -1,12 +1,12 @@
-/* Device memory by address, array and handle: reserve, call, keep or give back. */
+/* Device memory by address, array and handle: reserve, call, keep or release. */
 #include "memory.h"
 
 static pthread_mutex_t ledger_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static struct table pointers = TABLE_EMPTY; /* address -> units, context */
 static struct table arrays = TABLE_EMPTY;   /* array -> units, context */
-static struct table pieces = TABLE_EMPTY;   /* a piece of physical memory -> units; count: handles and mappings that keep it */
-static struct table handles = TABLE_EMPTY;  /* handle -> link: its piece; count: how often it must be released */
+static struct table pieces = TABLE_EMPTY;   /* a piece of physical memory -> units; count: its handles and mappings */
+static struct table handles = TABLE_EMPTY;  /* handle -> link: its piece; count: releases needed */
 static struct table mappings = TABLE_EMPTY; /* address -> link: its piece; units: bytes mapped */
 
 static uint64_t limit_of(int place) {
@@ -19,7 +19,7 @@ bool memory_change(int place, int64_t units, bool whatever_the_limit) {
   uint64_t limit = whatever_the_limit ? UINT64_MAX : limit_of(place);
   (void)pthread_mutex_lock(&ledger_mutex);
   bool done = ledger_change(guard_job, (unsigned)slot, (unsigned)place, units, limit);
-  /* Whoever lowers the limit looks at the counter after it, we at the limit after the counter: one of the two sees the other. */
+  /* The lender reads the counter after it lowers the limit, this reads the limit after it raises the counter: one sees the other. */
   if (done && units > 0 && !whatever_the_limit) {
     uint64_t now = limit_of(place);
     if (now < limit && ledger_used(guard_job, (unsigned)place) > now) {
@@ -35,7 +35,7 @@ void memory_give_back(int place, int64_t units) {
   if (place >= 0) (void)memory_change(place, -units, true);
 }
 
-/* False if the job may not have so much more. What pools and dead processes have given back is looked for first. */
+/* Charges `bytes`; false if the limit forbids it, even after memory of pools and dead processes was released. */
 bool memory_reserve(int place, int64_t units) {
   guard_wait();
   if (place < 0 || memory_change(place, units, false)) return true;
@@ -70,7 +70,7 @@ CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned int flags) {
 CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned int element) {
   CURRENT(device);
   if (pitch == NULL) return CUDA_ERROR_INVALID_VALUE;
-  size_t row = (width + GUARD_UNIT - 1) & ~(size_t)(GUARD_UNIT - 1), bytes; /* should a driver pad to more, it is charged after */
+  size_t row = (width + GUARD_UNIT - 1) & ~(size_t)(GUARD_UNIT - 1), bytes; /* a driver that pads to more is charged afterwards */
   if (row < width || __builtin_mul_overflow(row, height, &bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   int64_t units = units_for(bytes);
   if (!memory_reserve(device, units)) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -90,9 +90,9 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_
 
 CUresult cuMemFree_v2(CUdeviceptr pointer) { FREED(&pointers, pointer, REAL(cuMemFree_v2)(pointer)); }
 
-/* --- arrays: their layout is the driver's secret, so rows are taken to be padded to 64 bytes and their number to 8 */
+/* --- arrays: their layout is undocumented; rows are assumed to be padded to 64 bytes and their number to 8 */
 
-#define DEFERRED 0xc0 /* CUDA_ARRAY3D_SPARSE | _DEFERRED_MAPPING: what is mapped into them later is charged by cuMemCreate */
+#define DEFERRED 0xc0 /* CUDA_ARRAY3D_SPARSE | _DEFERRED_MAPPING: memory mapped into them later is charged by cuMemCreate */
 
 static int64_t array_units(size_t width, size_t height, size_t depth, CUarray_format format, unsigned int channels) {
   size_t bytes = format == CU_AD_FORMAT_UNSIGNED_INT8 || format == CU_AD_FORMAT_SIGNED_INT8   ? 1
@@ -142,7 +142,7 @@ CUresult cuArrayDestroy(CUarray array) { FREED(&arrays, id(array), REAL(cuArrayD
 
 CUresult cuMipmappedArrayDestroy(CUmipmappedArray array) { FREED(&arrays, id(array), REAL(cuMipmappedArrayDestroy)(array)); }
 
-/* --- physical memory: it is there until nobody holds a handle of it and it is mapped nowhere */
+/* --- physical memory: it exists until it has no handle and no mapping */
 
 static void let_go_of_piece(uint64_t piece) {
   if (table_count(&pieces, piece, -1).count == 0) memory_drop(table_take(&pieces, piece));
@@ -172,7 +172,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUme
 
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   struct entry entry = table_count(&handles, handle, -1);
-  if (entry.key != 0 && entry.count == 0) (void)table_take(&handles, handle); /* before: the driver may give the number out again */
+  if (entry.key != 0 && entry.count == 0) (void)table_take(&handles, handle); /* before the call: the driver may reuse the number */
   CUresult result = REAL(cuMemRelease)(handle);
   if (entry.key == 0) return result;
   if (result == CUDA_SUCCESS) {
@@ -242,12 +242,12 @@ void memory_context_gone(uint64_t context) {
   pinned_context_gone(context);
 }
 
-/* --- what a program is told: what the job may have now is the whole */
+/* --- queries: the job's current limit is reported as the total */
 
 static void clamp(int device, size_t *free, size_t *total) {
   const struct guard_allowance *allowance = &guard_policy->allowances[device];
   uint64_t limit = atomic_load(&allowance->memory_limit), used = ledger_used(guard_job, (unsigned)device) * GUARD_UNIT;
-  uint64_t whole = limit > used ? limit : used; /* the limit has fallen below what it holds */
+  uint64_t whole = limit > used ? limit : used; /* the limit may be below what it holds */
   if (free != NULL && *free > whole - used) *free = (size_t)(whole - used);
   if (total != NULL && *total > whole) *total = (size_t)whole;
 }
@@ -268,7 +268,7 @@ CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice number) {
   return result;
 }
 
-/* --- memory of others */
+/* --- memory of other processes */
 
 static void borrowed(void) {
   int device;
@@ -279,7 +279,7 @@ CUresult cuImportExternalMemory(CUexternalMemory *out, const CUDA_EXTERNAL_MEMOR
   THEN(REAL(cuImportExternalMemory)(out, what), borrowed());
 }
 
-/* What this process has made and shared itself may come back as the handle that it has: one more to be released. */
+/* Memory that this process made and shared itself may come back under its handle, which then needs one more release. */
 static void imported(CUmemGenericAllocationHandle handle) {
   struct entry entry = table_count(&handles, handle, 1);
   if (entry.key != 0)

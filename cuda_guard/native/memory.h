@@ -1,4 +1,4 @@
-/* What the parts that charge memory share. */
+/* Interfaces between the parts that charge memory. */
 #ifndef MESH_GUARD_MEMORY_H
 #define MESH_GUARD_MEMORY_H
 
@@ -6,27 +6,27 @@
 #include "ledger.h"
 #include "table.h"
 
-/* Changes what the job is charged with at a place; false if the limit forbids it, also one that falls meanwhile. */
+/* Changes the job's charge at a place; false if the limit forbids it, also if it is lowered meanwhile. */
 bool memory_change(int place, int64_t units, bool whatever_the_limit);
 
-/* False if the job may not have so much more. What pools and dead processes have given back is looked for first. A place below 0
- * is none of ours: nothing is charged. */
+/* Charges `bytes`; false if the limit forbids it, even after memory of pools and dead processes was released. A negative place is not the
+ * job's, and is not charged. */
 bool memory_reserve(int place, int64_t units);
 void memory_give_back(int place, int64_t units);
 
-/* Notes what was charged for `key`, as its context's; false if there is no memory to note it in. */
+/* Records the charge of `key` in its context; false if there is no memory for the entry. */
 bool memory_keep(struct table *table, uint64_t key, int device, int64_t units);
 
 static inline void memory_drop(struct entry entry) {
   if (entry.key != 0) memory_give_back(entry.device, entry.units);
 }
 
-/* Where memory is: a device's place, GUARD_HOST, or -1 of a device that is not the job's. */
+/* Returns the place of memory: a device's, GUARD_HOST, or -1 for a device that is not the job's. */
 static inline int memory_place(const CUmemLocation *where) {
   return where->type == CU_MEM_LOCATION_TYPE_DEVICE ? guard_device(where->id) : GUARD_HOST;
 }
 
-/* A context is gone, and what was allocated in it. */
+/* Removes the charges of a context that is gone. */
 void memory_context_gone(uint64_t context);
 void pinned_context_gone(uint64_t context);
 
@@ -34,7 +34,7 @@ static inline int64_t units_for(size_t bytes) { return bytes > INT64_MAX ? INT64
 
 static inline uint64_t id(const void *handle) { return (uint64_t)(uintptr_t)handle; }
 
-/* The whole of it, for a call that makes one thing: reserve, call, note; with `undo` for what cannot be noted. */
+/* An allocating call: reserve, call, record; `undo` if it cannot be recorded. */
 #define CHARGED(table, device, size, key, call, undo)      \
   do {                                                     \
     int64_t units_ = (size);                               \
@@ -49,7 +49,7 @@ static inline uint64_t id(const void *handle) { return (uint64_t)(uintptr_t)hand
     return result_;                                        \
   } while (0)
 
-/* The other way: nothing is given back before the driver has. An address or handle that we do not know is passed on. */
+/* A freeing call: the charge is removed after the driver has freed. An unknown address or handle is forwarded. */
 #define FREED(table, handle, call)                           \
   do {                                                       \
     struct entry entry_ = table_take(table, handle);         \
@@ -67,7 +67,7 @@ static inline uint64_t id(const void *handle) { return (uint64_t)(uintptr_t)hand
     if (out == NULL) return CUDA_ERROR_INVALID_VALUE; \
   } while (0)
 
-/* Calls, and tells on success. */
+/* Calls, and reports success. */
 #define THEN(call, then)                 \
   do {                                   \
     CUresult result_ = (call);           \

@@ -1,4 +1,4 @@
-/* libnvidia-ml.so.1 for a job that has a part of a device: it sees the same memory here as through the driver, and its own processes. */
+/* libnvidia-ml.so.1 for a job with a part of a device: it reports the same memory as the driver, and only the job's own processes. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -55,7 +55,7 @@ static const struct {
 #define REAL(name) ((__typeof__(&name))slot_##name)
 
 static const _Atomic uint32_t open_gate;
-const _Atomic uint32_t *guard_gate = &open_gate; /* nothing here waits for it */
+const _Atomic uint32_t *guard_gate = &open_gate; /* no function here waits for it */
 
 static int no_library(void) { return NVML_ERROR_LIBRARY_NOT_FOUND; }
 static int no_such_call(void) { return NVML_ERROR_FUNCTION_NOT_FOUND; }
@@ -83,7 +83,7 @@ static int hex(char digit) {
   return digit >= '0' && digit <= '9' ? digit - '0' : digit >= 'a' && digit <= 'f' ? digit - 'a' + 10 : -1;
 }
 
-/* The place in the policy of a device, by its "GPU-01234567-..." name; -1 if it is not the job's. */
+/* Returns the index of a device in the policy, by its "GPU-01234567-..." UUID; -1 if it is not the job's. */
 static int place_of(nvmlDevice_t device) {
   typedef int get_uuid(nvmlDevice_t, char *, unsigned int);
   extern void *slot_nvmlDeviceGetUUID;
@@ -136,7 +136,7 @@ static bool is_ours(unsigned int pid) {
   return false;
 }
 
-/* Leaves the job's own processes in a list; a count without a list is passed on, as an upper bound. */
+/* Reduces a list to the job's own processes; a count without a list is forwarded as an upper bound. */
 #define PROCESSES(name, type)                                                       \
   int name(nvmlDevice_t device, unsigned int *count, struct type *list) {           \
     int result = REAL(name)(device, count, list);                                   \

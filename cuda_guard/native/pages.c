@@ -10,9 +10,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define PAGES "/run/mesh/guard"    /* where an engine mounts them, out of the job's hands */
-#define PAGES_ENV "MESH_GUARD_DIR" /* for jobs without a mount, who could do without the guard anyway */
-#define FILE_FROM 100              /* programs close the low descriptors of theirs */
+#define PAGES "/run/mesh/guard"    /* mount point in containers, which the job cannot change */
+#define PAGES_ENV "MESH_GUARD_DIR" /* for jobs without a mount, where the guard is cooperative */
+#define FILE_FROM 100              /* programs tend to close low descriptors */
 #define FILE_TO 1124
 
 const struct guard_policy *guard_policy;
@@ -28,8 +28,8 @@ void pages_say(const char *what, const char *why) {
   if (write(STDERR_FILENO, line, strlen(line)) < 0) return;
 }
 
-/* The job page's descriptor, if another library of ours in this process has one: with the first of a file's descriptors that a
- * process closes it loses all of its locks on the file, its place in the job with them. */
+/* Finds the job page's descriptor if another library of the guard in this process has one: closing any descriptor of a file releases
+ * all of the process's locks on it, and with them its slot. */
 static int opened_before(const char *path) {
   struct stat wanted, have;
   if (stat(path, &wanted) != 0) return -1;
@@ -38,7 +38,7 @@ static int opened_before(const char *path) {
   return -1;
 }
 
-/* A page by its name in `directory`, mapped; NULL with errno when it cannot be had. */
+/* Maps a page by its name in `directory`; NULL with errno on failure. */
 static void *map(const char *directory, const char *name, size_t size, bool writable, int *file_out) {
   char path[GUARD_PATH + 16];
   size_t length = strlen(directory);

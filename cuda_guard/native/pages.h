@@ -1,4 +1,4 @@
-/* The job's pages, mapped, and the library that they name. */
+/* The job's mapped pages, and the driver library that they name. */
 #ifndef MESH_GUARD_PAGES_H
 #define MESH_GUARD_PAGES_H
 
@@ -6,15 +6,15 @@
 
 #include "page.h"
 
-/* NULL while there are none. Set once, before any call of the driver returns. */
+/* NULL without pages. Set once, before any call of the driver returns. */
 extern const struct guard_policy *guard_policy;
 extern struct guard_job *guard_job;
 extern int guard_job_file;
 
-/* Finds and maps them; false, with a line on the standard error, if that cannot be. */
+/* Finds and maps the pages; false, with a line on standard error, on failure. */
 bool pages_map(void);
 
-/* The real library at an absolute path; NULL, with a line, if it cannot be loaded. */
+/* Loads the real library from an absolute path; NULL, with a line on standard error, on failure. */
 void *pages_open(const char *path);
 
 void pages_say(const char *what, const char *why);

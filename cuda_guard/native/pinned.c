@@ -1,5 +1,5 @@
-/* Memory of the machine that a driver pins for devices. The kernel does not count what a driver allocates itself among a control
- * group's, so the job's own limit is held to here, in the way that a device's is. */
+/* Pinned host memory. The kernel does not charge memory that a driver allocates to a control group, so the job's limit is enforced here,
+ * like a device's. */
 #include "memory.h"
 
 #define PAGE ((size_t)4096)
@@ -8,7 +8,7 @@ static struct table pinned = TABLE_EMPTY; /* address -> units, context */
 
 static int64_t pages_for(size_t bytes) { return bytes > SIZE_MAX - PAGE ? INT64_MAX : units_for((bytes + PAGE - 1) & ~(PAGE - 1)); }
 
-/* A context to pin for, and somewhere to put the address. */
+/* Returns the error if the thread has no current context. */
 #define PINS                                                       \
   do {                                                             \
     int device_;                                                   \
@@ -28,7 +28,7 @@ CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned int flags) {
   CHARGED(&pinned, GUARD_HOST, pages_for(bytes), id(*out), REAL(cuMemHostAlloc)(out, bytes, flags), REAL(cuMemFreeHost)(*out));
 }
 
-/* The program's own memory, which its control group has counted already; pinned, it cannot be swapped out. */
+/* The program's own memory, already charged to its control group; pinned, it cannot be swapped out. */
 #define REGISTERED(name)                                                                                     \
   CUresult name(void *pointer, size_t bytes, unsigned int flags) {                                           \
     PINS;                                                                                                    \

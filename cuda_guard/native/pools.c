@@ -1,10 +1,10 @@
-/* Pools: charged for what they have reserved, whoever uses it. */
+/* Pools: charged for what they have reserved, used or not. */
 #include "pools.h"
 
 static struct table pools = TABLE_EMPTY; /* pool -> units charged for what it has reserved */
 static pthread_mutex_t pool_mutex = PTHREAD_MUTEX_INITIALIZER;
 _Atomic int64_t pools_captured;
-static size_t pool_step = CHUNK; /* what all growth seen so far is a multiple of */
+static size_t pool_step = CHUNK; /* common divisor of all growth observed so far */
 
 static uint64_t pool_attribute(uint64_t pool, CUmemPool_attribute attribute) {
   uint64_t value = 0;
@@ -16,7 +16,7 @@ static uint64_t graph_memory(CUdevice device) {
   return DRIVER(cuDeviceGetGraphMemAttribute)(device, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, &value) == CUDA_SUCCESS ? value : 0;
 }
 
-/* Graphs' memory is a pool of each device that has no handle: this stands for one. */
+/* The memory of a device's graphs is a pool without a handle: this is its key. */
 #define GRAPH_POOL(device) ((uint64_t)(device)*2 + 1)
 #define IS_GRAPH_POOL(key) ((key) & 1)
 
@@ -38,7 +38,7 @@ void memory_settle(void) {
 
 static size_t divisor(size_t a, size_t b) { return b == 0 ? a : divisor(b, a % b); }
 
-/* The pool's charge, made if this is the first that is heard of it: `device` is its. */
+/* Returns the pool's entry on `device`; creates it on first use. */
 static struct entry pool_entry(uint64_t pool, int device) {
   struct entry entry = table_get(&pools, pool);
   if (entry.key != 0) return entry;
@@ -59,7 +59,7 @@ static CUresult real_from_pool(CUdeviceptr *out, size_t bytes, CUmemoryPool pool
   return REAL(cuMemAllocFromPoolAsync)(out, bytes, pool, stream);
 }
 
-/* One at a time: how far a pool has grown can be told only while nobody else makes it grow. */
+/* Serialized: the growth of a pool can be measured only if no other thread makes it grow. */
 static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream, int device) {
   if (meter_is_captured(stream)) {
     CUresult result = real(out, bytes, pool, stream);
@@ -146,7 +146,7 @@ static void meet_pool(uint64_t pool, int device) {
   (void)pthread_mutex_unlock(&pool_mutex);
 }
 
-/* A pool of a device: the first that is heard of it, and only of a device that is the job's. */
+/* Registers a device's pool on first use, only for the job's devices. */
 static CUresult pool_of(CUresult (*real)(CUmemoryPool *, CUdevice), CUmemoryPool *out, CUdevice number) {
   int device = guard_device(number);
   if (device < 0 && guard_policy != NULL && number >= 0) return CUDA_ERROR_NOT_PERMITTED;
@@ -186,7 +186,7 @@ CUresult cuMemPoolDestroy(CUmemoryPool pool) {
   bool used = entry.key != 0 && pool_attribute(entry.key, CU_MEMPOOL_ATTR_USED_MEM_CURRENT) != 0;
   CUresult result = REAL(cuMemPoolDestroy)(pool);
   if (result != CUDA_SUCCESS && entry.key != 0) (void)table_put(&pools, entry);
-  if (result == CUDA_SUCCESS && !used) memory_drop(entry); /* what is still used of it lives on, and stays charged until the process ends */
+  if (result == CUDA_SUCCESS && !used) memory_drop(entry); /* memory still in use survives, and stays charged until the process ends */
   return result;
 }
 

@@ -1,15 +1,15 @@
-/* Memory that is reserved ahead and given out again: the driver's pools, and what graphs allocate when they run. */
+/* Memory that the driver reserves ahead and reuses: its pools, and the allocations of graphs. */
 #ifndef MESH_GUARD_POOLS_H
 #define MESH_GUARD_POOLS_H
 
 #include "memory.h"
 
-#define CHUNK ((size_t)32 << 20) /* by which a driver's pools grow, until one has been seen to grow by less */
+#define CHUNK ((size_t)32 << 20) /* step by which the driver's pools grow, until a smaller one is observed */
 
-/* Units of the allocations that captures under way have recorded. */
+/* Units of the allocations recorded by captures in progress. */
 extern _Atomic int64_t pools_captured;
 
-/* A device's graphs have got or returned memory: brings the charge to what the driver says. */
+/* After a device's graphs have allocated or released memory: sets the charge to the driver's figure. */
 void pools_graph_memory(CUdevice number, int device);
 
 #endif

@@ -1,9 +1,9 @@
 #include "predict.h"
 
 #define PROBES 8
-#define RARELY 64      /* launches of a short kernel between two measurements: they cost it less than half a per cent */
-#define SOON 3         /* while all that is known of it includes idle time */
-#define LONG_NS 400000 /* a kernel of this length does not notice two events */
+#define RARELY 64      /* launches of a short kernel between two measurements, which then cost less than half a per cent */
+#define SOON 3         /* while all measurements include idle time */
+#define LONG_NS 400000 /* the cost of two events is negligible for a kernel this long */
 
 struct prediction predictions[PREDICTIONS];
 
@@ -16,7 +16,7 @@ struct prediction *predict(const void *function, uint64_t blocks) {
     if (there == 0 && atomic_compare_exchange_strong(&place->key, &there, key)) return place;
     if (there == key) return place;
   }
-  struct prediction *place = &predictions[at & (PREDICTIONS - 1)]; /* no room: somebody starts anew */
+  struct prediction *place = &predictions[at & (PREDICTIONS - 1)]; /* full: replaces an entry */
   atomic_store(&place->ns, 0);
   atomic_store(&place->left, 0);
   atomic_store(&place->key, key);
@@ -30,7 +30,7 @@ void predict_learn(struct prediction *prediction, int64_t ns, bool queued) {
   if (known == 0)
     known = ns;
   else if (longer && !queued && ns < 2 * known)
-    known += (ns - known) / 16; /* most likely the idle time before it */
+    known += (ns - known) / 16; /* probably idle time before it */
   else
     known += (ns - known) / (longer ? 4 : 2);
   atomic_store(&prediction->ns, known > 0 ? known : 1);

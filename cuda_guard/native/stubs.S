@@ -1,6 +1,6 @@
-/* One entry for each call of the driver, made from the lists. A call's slot holds the real function's address; before the driver is
- * loaded it holds `guard_lazy`'s stub, which loads it (load.c) and tries again. An entry changes no argument register, so it needs
- * no prototype. */
+/* One entry for each function of the driver, generated from the lists. Its slot holds the real function's address; before the driver is
+ * loaded it holds the stub `guard_lazy`, which loads it (load.c) and retries. An entry changes no argument register, so it needs no
+ * prototype. */
 
 #define SLOT(name) .pushsection .data.guard_slots, "aw"; .balign 8; .globl slot_##name; .hidden slot_##name; slot_##name: .quad lazy_##name; .popsection
 #define HOOK(name, parameters) SLOT(name); LAZY(name)
@@ -18,7 +18,7 @@
   jmpq *(%r11); .size name, . - name
 #define DENY(name, error) SLOT(name); LAZY(name); ENTER(name); leaq slot_##name(%rip), %rdi; jmp guard_denied; .size name, . - name
 
-/* Calls the C function with every argument register kept; r11 (the slot) is on the stack on return. */
+/* Calls the C function and preserves every argument register; r11 (the slot) is on the stack on return. */
 .macro KEEPING function
   pushq %rbp
   movq %rsp, %rbp

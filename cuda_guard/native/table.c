@@ -51,7 +51,7 @@ struct entry table_count(struct table *table, uint64_t key, int32_t change) {
   return found;
 }
 
-/* Those after the gap that would no longer be found move up. */
+/* Entries after the gap that would no longer be found move up. */
 static struct entry take_at(struct table *table, size_t gap) {
   struct entry taken = table->entries[gap];
   table->entries[gap].key = 0;

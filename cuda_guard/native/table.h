@@ -1,4 +1,4 @@
-/* What the driver gave out, by handle or address: open addressing, one lock. Handles are never 0. */
+/* Table of driver objects by handle or address: open addressing, one lock. Handles are never 0. */
 #ifndef MESH_GUARD_TABLE_H
 #define MESH_GUARD_TABLE_H
 
@@ -20,30 +20,30 @@ struct table {
   pthread_mutex_t mutex;
   struct entry *entries;
   size_t size;          /* slots */
-  _Atomic size_t used;  /* of them that hold an entry; 0 may be told without the lock */
+  _Atomic size_t used;  /* slots with an entry; 0 may be read without the lock */
 };
 
 #define TABLE_EMPTY {.mutex = PTHREAD_MUTEX_INITIALIZER}
 
-/* Adds or replaces; false when there is no memory for it. */
+/* Adds or replaces an entry; false if there is no memory for it. */
 bool table_put(struct table *table, struct entry entry);
 
-/* The entry of a key; its key is 0 if there is none. */
+/* Returns the entry of a key; its key is 0 if there is none. */
 struct entry table_get(struct table *table, uint64_t key);
 
-/* The same, and it is there no more. */
+/* The same, and removes it. */
 struct entry table_take(struct table *table, uint64_t key);
 
-/* Any one entry that `matches`, taken out; its key is 0 once there is none. */
+/* Removes and returns any entry that `matches`; its key is 0 if there is none. */
 struct entry table_take_any(struct table *table, bool (*matches)(const struct entry *entry, const void *what), const void *what);
 
-/* Adds to an entry's count; the entry as it then is. */
+/* Adds to an entry's count; returns the changed entry. */
 struct entry table_count(struct table *table, uint64_t key, int32_t change);
 
 /* Calls `each` for every entry, under the lock. */
 void table_each(struct table *table, void (*each)(struct entry *entry, void *with), void *with);
 
-/* Empties it in a forked child. What another of the parent's threads was at may be half done, so nothing of it is freed. */
+/* Empties it in a forked child. Another thread of the parent may have been changing it, so nothing is freed. */
 void table_clear(struct table *table);
 
 #endif

@@ -6,7 +6,7 @@
 
 #include "guard.h"
 
-#define LOOK_NS 50000000 /* a wake may be lost with the daemon; nobody waits longer than this without a look */
+#define LOOK_NS 50000000 /* longest sleep between checks: a wake-up may be lost with the daemon */
 
 #ifndef GUARD_CLOCK
 void futex_wait(const _Atomic uint32_t *word, uint32_t seen, int64_t deadline_ns) {

@@ -1,12 +1,12 @@
-"""Train a small neural network on real handwritten digits, in a way that survives anything.
+"""Train a small neural network on real handwritten digits, with checkpoints that survive any interruption.
 
-The data are scikit-learn's 1,797 images; the model is two layers of plain numpy, seeded, so that an undisturbed run and one that
-was moved between machines end with the same weights, bit for bit. Runs by itself:
+The data are scikit-learn's 1,797 images. The model is two layers of plain numpy with a fixed seed, so an undisturbed run and one
+that moved between machines end with the same weights, bit for bit. It runs alone:
 
     python train_digits.py --ckpt ckpts --out results
 
-and under a mesh (`mesh run --ckpt ckpts -- python train_digits.py`), where it reads the MESH_* variables. Each epoch is saved;
-on SIGTERM it saves in the middle of one, to the very batch, and exits with 85 ("saved, run me again").
+and under a mesh (`mesh run --ckpt ckpts -- python train_digits.py`), where it reads the MESH_* variables. It saves after each
+epoch. On SIGTERM it saves after the present batch and exits with 85 ("saved, run me again").
 """
 
 import argparse
@@ -21,21 +21,21 @@ import sys
 from pathlib import Path
 
 for threads in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[threads] = "1"  # one order of additions, so one result
+    os.environ[threads] = "1"  # a fixed order of additions gives a fixed result
 if "avx2" in Path("/proc/cpuinfo").read_text():
-    os.environ["OPENBLAS_CORETYPE"] = "Haswell"  # one kernel on all machines of ten years, for the same reason
+    os.environ["OPENBLAS_CORETYPE"] = "Haswell"  # the same kernel on all machines since 2013
 
 import numpy as np  # noqa: E402
 
 SEED = 7
 HIDDEN, BATCH, RATE, MOMENTUM = 2048, 32, 0.02, 0.9
-TRAIN_IMAGES = 1437  # the first 80 %; the rest is for the test
+TRAIN_IMAGES = 1437  # the first 80 %; the rest is the test set
 SHIFTS = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]  # each image in nine places
 EXIT_SAVED = 85
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 8, 8) in 0..1 and their labels, from the file scikit-learn ships. Importing it would take a second."""
+    """Return images (1797, 8, 8) in 0..1 and their labels, from scikit-learn's file; importing scikit-learn takes a second."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         sys.exit("train_digits: the digits come with scikit-learn: pip install scikit-learn")
@@ -45,14 +45,14 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def shifted(images: np.ndarray) -> np.ndarray:
-    """Each image moved by up to one pixel in every direction: (9 n, 64)."""
+    """Return each image moved by up to one pixel in every direction: (9 n, 64)."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
     moved = [padded[:, 1 + dy : 9 + dy, 1 + dx : 9 + dx] for dy, dx in SHIFTS]
     return np.concatenate(moved).reshape(-1, 64)
 
 
 class Training:
-    """Weights, momentum and the place in the run: everything that a checkpoint holds."""
+    """Weights, momentum and the position in the run: everything that a checkpoint holds."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(SEED)
@@ -65,11 +65,11 @@ class Training:
         self.epoch = self.batch = 0
 
     def order(self, count: int) -> np.ndarray:
-        """The shuffle of the present epoch, the same whoever computes it."""
+        """Return the order of images in the present epoch, equal on every machine."""
         return np.random.default_rng([SEED, self.epoch]).permutation(count)
 
     def step(self, images: np.ndarray, labels: np.ndarray) -> float:
-        """One batch of gradient descent; its mean loss."""
+        """Train on one batch and return its mean loss."""
         w = self.weights
         hidden = np.maximum(images @ w["w1"] + w["b1"], 0)
         scores = hidden @ w["w2"] + w["b2"]
@@ -93,7 +93,7 @@ class Training:
         return float((scores.argmax(axis=1) == labels).mean())
 
     def save(self, directory: Path, step: int) -> None:
-        """A new directory that appears whole or not at all; the newest two are kept."""
+        """Save to a new directory that appears by rename, and keep the newest two."""
         final = directory / f"step-{step:08d}"
         if final.exists():
             return
@@ -111,15 +111,15 @@ class Training:
         for old in sorted(directory.glob("step-*"))[:-2]:
             shutil.rmtree(
                 old.rename(directory / f".{old.name}.old"), ignore_errors=True
-            )  # never half-deleted under its name
+            )  # never half-deleted under its final name
 
     def load(self, directory: Path) -> bool:
-        """Go on from the newest whole checkpoint; a damaged one is passed over, aloud."""
+        """Load the newest complete checkpoint, skip damaged ones with a message, and return whether one was loaded."""
         for path in sorted(directory.glob("step-*"), reverse=True):
             try:
                 data = (path / "state.npz").read_bytes()
                 if hashlib.sha256(data).hexdigest() != (path / "sha256").read_text():
-                    raise ValueError("its bytes are not those that were saved")
+                    raise ValueError("the file differs from its checksum")
                 with np.load(path / "state.npz") as state:
                     self.epoch, self.batch = (int(number) for number in state["place"])
                     for name in self.weights:

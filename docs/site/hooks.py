@@ -1,7 +1,7 @@
-"""What the site has besides the pages in docs/: the reference, read from the code, and all figures, read from the pages that
-measured them."""
+"""Generate the reference pages from the code, and collect all measured sections on the page of benchmarks."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,32 +14,40 @@ from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
 import mesh
-from mesh.api.errors import ExitCode
 from mesh.cli.main import SECTIONS, cli
+from mesh.util.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PUBLIC = (
     "mesh.job",
-    "mesh.integrations.hf",
-    "mesh.integrations.lightning",
-)  # what programs of users import, besides `mesh`
+    "mesh.sdk.integrations.hf",
+    "mesh.sdk.integrations.lightning",
+)  # modules that users import, besides `mesh`
+PARTS = {
+    "Tutorials": "tutorials",
+    "How-to guides": "how-to",
+    "Reference": "reference",
+    "Explanation": "explanation",
+    "Decisions": "decisions",
+}  # part of the nav -> its folder
+BENCHMARKS = "explanation/benchmarks.md"
 MEASURED = "<!-- measured -->"
 FIGURES = {
     "How it was measured",
     "Measured",
-    "Beside Slurm",
     "What the papers claim",
-}  # headings above sections of figures
+}  # headings of the sections that hold figures
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Put pages that the nav does not name at the end of Concepts, and the decisions in a list of their own."""
+    """Add pages that the nav does not name to the end of the part for their folder."""
     assert config.nav is not None
     named = set(_leaves(config.nav))
-    concepts: list[Any] = next(entry["Concepts"] for entry in config.nav if "Concepts" in entry)
-    concepts += [path.name for path in sorted(DOCS.glob("*.md")) if path.name not in named]
-    concepts.append({"Decisions": [f"decisions/{path.name}" for path in sorted((DOCS / "decisions").glob("*.md"))]})
+    for title, folder in PARTS.items():
+        part: list[Any] = next(entry[title] for entry in config.nav if title in entry)
+        pages = [path.relative_to(DOCS).as_posix() for path in sorted((DOCS / folder).glob("*.md"))]
+        part += [page for page in pages if page not in named]
 
 
 def _leaves(nav: Any) -> Iterator[str]:
@@ -62,14 +70,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.file.src_uri != "benchmarks.md":
+    if page.file.src_uri != BENCHMARKS:
         return markdown
     return markdown.replace(MEASURED, "\n".join([*unlisted(markdown), *measured()]))
 
 
 def commands() -> str:
-    """Every command with its options, as the command line itself knows them."""
-    lines = ["# Every command", "", "Made from the program: `mesh COMMAND --help` says the same.", ""]
+    """Return the page of all commands with their help texts."""
+    lines = ["# Every command", "", "Generated from the program; `mesh COMMAND --help` prints the same text.", ""]
     context = click.Context(cli, info_name="mesh")
     for title, rows in SECTIONS.items():
         lines += [f"## {title}", ""]
@@ -92,8 +100,8 @@ def _command(command: click.Command, context: click.Context, short: str, level: 
 
 
 def python() -> str:
-    """Directives that mkdocstrings fills from signatures and docstrings."""
-    lines = ["# Python", "", "Made from the code's own signatures and docstrings.", "", "## mesh", ""]
+    """Return the page of mkdocstrings directives for the public Python names."""
+    lines = ["# Python", "", "Generated from the code's signatures and docstrings.", "", "## mesh", ""]
     offered = {name: getattr(mesh, name) for name in dir(mesh)}
     for name, thing in offered.items():
         if getattr(thing, "__module__", "").startswith("mesh."):
@@ -104,15 +112,16 @@ def python() -> str:
 
 
 def settings() -> str:
-    """The fields of `Settings`, with their types, defaults and the comments beside them."""
-    source = (ROOT / "mesh" / "config.py").read_text()
+    """Return the page of the fields of `Settings`, with types, defaults and comments."""
+    source = (ROOT / "mesh" / "daemon" / "config.py").read_text()
     lines = source.splitlines()
     owner = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     text = [
         "# Settings",
         "",
-        "`config.toml` in the state directory; all of it may be left out. An unknown key is an error. From `mesh/config.py`.",
-        "When a machine is lent stands in `policy.toml`: [the owner's page](../provider.md#the-policy-file).",
+        "`config.toml` in `~/.config/campus-mesh`, or in the directory that `--state` names. Every setting is optional; "
+        "an unknown key is an error (`mesh/daemon/config.py`).",
+        "`policy.toml` says when a machine is lent: [the policy file](policy.md).",
         "",
         "| key | type | default | |",
         "|---|---|---|---|",
@@ -122,24 +131,21 @@ def settings() -> str:
             assert isinstance(field.target, ast.Name)
             assert field.value is not None
             kind = ast.unparse(field.annotation).replace("|", "\\|")
-            said = " ".join(
-                part.partition("  # ")[2] or part.partition("# ")[2]
-                for part in lines[field.lineno - 1 : field.end_lineno]
-                if "# " in part
-            )
-            text.append(f"| `{field.target.id}` | `{kind}` | `{ast.unparse(field.value)}` | {said} |")
+            above, line = lines[field.lineno - 2], lines[field.lineno - 1]
+            comment = above.strip() if above.strip().startswith("#") else line.partition("  # ")[2]
+            text.append(f"| `{field.target.id}` | `{kind}` | `{ast.unparse(field.value)}` | {comment.lstrip('# ')} |")
     return "\n".join(text)
 
 
 def exit_codes() -> str:
-    """The numbers of `ExitCode`; what they mean to a person is in cli.md."""
+    """Return the page of exit codes; cli.md explains their meaning."""
     rows = [f"| {code.value} | `{code.name}` |" for code in ExitCode]
-    head = ["# Exit codes", "", "Made from `mesh/api/errors.py`; [what each means, and those of jobs](../cli.md).", ""]
+    head = ["# Exit codes", "", "Generated from `mesh/util/errors.py`. [The command line](cli.md) explains them.", ""]
     return "\n".join([*head, "| exit | name |", "|---|---|", *rows])
 
 
 def unlisted(markdown: str) -> Iterator[str]:
-    """Benchmarks of the Makefile that the page's table lacks, with what the Makefile says of them."""
+    """Yield the benchmarks of the Makefile that are missing in `markdown`, with their comments."""
     makefile = (ROOT / "Makefile").read_text()
     for comment, name in re.findall(r"((?:^# .*\n)*)^(bench-[a-z-]+):", makefile, re.MULTILINE):
         if f"`make {name}`" not in markdown:
@@ -147,11 +153,11 @@ def unlisted(markdown: str) -> Iterator[str]:
 
 
 def measured() -> Iterator[str]:
-    """The sections of figures of all pages, as they stand there."""
-    for path in sorted(DOCS.glob("*.md")):
+    """Yield the measured sections of all pages."""
+    for path in sorted(DOCS.glob("*/*.md"), key=lambda path: path.name):
         title, *sections = re.split(r"^#{1,2} ", path.read_text().removeprefix("# "), flags=re.MULTILINE)
         for heading, _, text in (section.partition("\n") for section in sections):
             if heading in FIGURES:
-                page = path.name
-                yield f"## {title.partition(chr(10))[0]}\n\nFrom [{page}]({page}#{slugify(case='lower')(heading, '-')}).\n"
+                page = os.path.relpath(path, (DOCS / BENCHMARKS).parent)
+                yield f"## {title.partition(chr(10))[0]}\n\nFrom [{path.name}]({page}#{slugify(case='lower')(heading, '-')}).\n"
                 yield re.sub(r"\]\(#", f"]({page}#", text.strip()) + "\n"

@@ -1,7 +1,7 @@
-"""Record `mesh demo` as an SVG that plays by itself: `python docs/site/record.py`, from the repository's root; about a minute.
+"""Record `mesh debug demo` as an animated SVG. Run `python docs/site/record.py` in the root of the repository; it takes a minute.
 
-The lines are what the command printed and come at the times at which it printed them, a tenth as long. Nothing is left out but
-checkpoints in a row (`SHOWN`). Without animation, the whole of it is seen at once.
+Lines appear ten times as fast as the command printed them. Only repeated checkpoint lines are left out (`SHOWN`). A reader
+without animation sees all lines at once.
 """
 
 import re
@@ -13,9 +13,9 @@ from xml.sax.saxutils import escape
 
 OUT = Path(__file__).parents[1] / "assets" / "demo.svg"
 FASTER = 10.0
-WIDTH, LINE, MARGIN = 960, 19, 16  # pixels
-CHECKPOINT = re.compile(r" checkpoint \d+ at step ")
-SHOWN = 1  # checkpoints in a row that are shown; a training at rest has nothing else to tell
+WIDTH, LINE, MARGIN = 1140, 19, 16  # pixels
+CHECKPOINT = re.compile(r" checkpoint \d+ saved at step ")
+SHOWN = 1  # consecutive checkpoint lines to show; an undisturbed training prints nothing else
 FRAME = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" xml:space="preserve" role="img">
 <title>{title}</title>
 <style>
@@ -34,7 +34,7 @@ text {{ animation: come 0.2s backwards }}
 
 
 def record(command: list[str]) -> list[tuple[float, str]]:
-    """(seconds since its start, line) of what it prints; its failure is one."""
+    """Run the command and return its lines with their times in seconds. Exit if it fails."""
     begun = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -45,7 +45,7 @@ def record(command: list[str]) -> list[tuple[float, str]]:
 
 
 def shortened(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """All lines, but of checkpoints in a row the first few; how many are left out is said."""
+    """Return the lines with all but the first `SHOWN` consecutive checkpoint lines replaced by a count."""
     kept: list[tuple[float, str]] = []
     row = 0
     for at, line in lines:
@@ -75,4 +75,4 @@ def drawn(title: str, lines: list[tuple[float, str]]) -> str:
 
 
 if __name__ == "__main__":
-    OUT.write_text(drawn("mesh demo", shortened(record([sys.executable, "-m", "mesh.cli", "demo"]))))
+    OUT.write_text(drawn("mesh debug demo", shortened(record([sys.executable, "-m", "mesh.cli", "debug", "demo"]))))

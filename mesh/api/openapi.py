@@ -1,16 +1,16 @@
 """The agent's API as an OpenAPI 3.1 document, made from the routes, the structs that they take and what they answer."""
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from mesh import __version__
-from mesh.api import answers
 from mesh.api.problems import CONTENT_TYPE, Problem
 from mesh.api.queries import Nothing
-from mesh.api.routes import DOCUMENT, FRAMES, ROUTES, Route
+from mesh.api.routing import DOCUMENT, FRAMES, Route
+from mesh.util.version import VERSION
 
 SECTIONS = {
     "mesh": "Nodes, and what they offer (adverts).",
@@ -25,11 +25,11 @@ IN_PATH = {
     "job": "A job's id, the beginning of it, its name, or ARRAY_INDEX.",
     "node": "A node's nick, id, or the beginning of its id.",
     "name": "A file's name.",
-    "way": "What is to be reached (docs/interactive.md).",
+    "way": "What is to be reached (docs/explanation/tunnels.md).",
 }
 DESCRIPTION = (
     "What a daemon answers to programs of its own user, over the unix socket `mesh.sock` in its state directory. "
-    "That nobody else can open the socket is its only authentication. Every JSON answer has `schema`, which grows when a "
+    "Only that user can open the socket; there is no other authentication. Every JSON answer has `schema`, which grows when a "
     "field changes its meaning; new fields may come at any time. Errors are problems (RFC 9457) with the `exit_code` that a "
     "command would end with."
 )
@@ -39,31 +39,31 @@ _ERRORS = {
     "400": "The request is not understood.",
     "403": "It is not allowed.",
     "404": "There is no such thing.",
-    "409": "It cannot be done as things stand.",
+    "409": "The current state does not allow it.",
     "413": "The body is over 1 MiB.",
     "500": "Something broke in the daemon; its log says what.",
 }
 
 
 @cache
-def encoded() -> bytes:
-    return msgspec.json.encode(document())
+def encoded(routes: tuple[Route, ...]) -> bytes:
+    return msgspec.json.encode(document(routes))
 
 
-def document() -> dict[str, Any]:
-    """Plain JSON values, the same for the same code."""
-    bodies = [route.asked for route in ROUTES if route.method == "POST"]
-    told = [kind for route in ROUTES for kind in answers_of(route)]
-    types = list(dict.fromkeys([Problem, *bodies, *told]))
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI document as plain JSON values; the same for the same code."""
+    bodies = [route.asked for route in routes if route.method == "POST"]
+    kinds = [kind for route in routes for kind in answers_of(route)]
+    types = list(dict.fromkeys([Problem, *bodies, *kinds]))
     _, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     paths: dict[str, Any] = {}
-    for route in ROUTES:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "campus-mesh agent",
-            "version": __version__,
+            "version": VERSION,
             "description": DESCRIPTION,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -120,16 +120,16 @@ def _success(route: Route) -> dict[str, Any]:
     if route.content:
         schema: dict[str, Any] = {"type": "object"} if route.content == DOCUMENT else {}
         return {"200": {"description": route.title, "content": {route.content: {"schema": schema}}}}
-    told = [{"$ref": _REFERENCE.format(name=kind.__name__)} for kind in answers_of(route)]
-    answer = {"allOf": [_VERSIONED, told[0] if len(told) == 1 else {"anyOf": told}]}
+    references = [{"$ref": _REFERENCE.format(name=kind.__name__)} for kind in answers_of(route)]
+    answer = {"allOf": [_VERSIONED, references[0] if len(references) == 1 else {"anyOf": references}]}
     return {"200": {"description": route.title, "content": {"application/json": {"schema": answer}}}}
 
 
 def answers_of(route: Route) -> tuple[Any, ...]:
-    """The kinds of JSON objects that it answers, as its function is declared; none if it answers something else."""
+    """Return the structs that the route's function is declared to answer; none if the answer is not JSON."""
     if route.content:
         return ()
-    declared = get_type_hints(route.handle, localns={"answers": answers, "Daemon": object})["return"]
+    declared = get_type_hints(route.handle)["return"]
     return get_args(declared) or (declared,)
 
 

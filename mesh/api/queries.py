@@ -1,4 +1,4 @@
-"""What may stand behind the `?` of a read; like the orders, strict: unknown names and wrong values are refused."""
+"""Query parameters of reads; strict like the orders: unknown names and wrong values are refused."""
 
 from typing import Annotated
 
@@ -12,8 +12,8 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`fits`: a job's id, the beginning of one, a name, or an array; empty for all. `over`: those too that are. `since_s`: of
-    those, also those put away that were not over so many seconds ago."""
+    """`fits`: a job's id, the beginning of one, a name, or an array; empty for all. `over`: include jobs that are over.
+    `since_s`: also archived jobs, and only those that ended within so many seconds."""
 
     fits: str = ""
     over: bool = True
@@ -21,7 +21,7 @@ class JobsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`job`: of this one only."""
+    """`job`: only this job's entries."""
 
     job: str = ""
 
@@ -36,7 +36,7 @@ class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WhyQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`would`: also the nearest changes that would let it start."""
+    """`would`: also find the nearest changes that would let the job start."""
 
     would: bool = False
 
@@ -48,14 +48,17 @@ class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`follow`: until the job is over; `attempt`: of that one only."""
+    """`follow`: until the job is over; `attempt`: only this attempt; `since_unix_ms`: only lines from this time on;
+    `timestamps`: put its time before each line."""
 
     follow: bool = False
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    since_unix_ms: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] | None = None
+    timestamps: bool = False
 
 
 class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`since_s`: so many seconds back; `here`: by this node's own receipts, nobody is asked."""
+    """`since_s`: so many seconds back; `here`: by this node's own receipts, without asking others."""
 
     since_s: Annotated[float, msgspec.Meta(gt=0, lt=1e10)] = 30 * 86_400.0
     by: By = "user"

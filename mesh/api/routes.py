@@ -1,412 +1,367 @@
-"""Every call of the agent's API, once: its method and path, what it takes, what it answers, and what does it.
+"""The route table of the local API: method, path, request, answer and handler of each call.
 
-The server is made of this table (mesh.api.local), and so is the document of it (mesh.api.openapi).
+The server is made from this table (mesh.api.server), and so is its OpenAPI document (mesh.api.openapi).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from mesh.api import lending, orders, queries
-from mesh.api.attendance import survival_of
-from mesh.api.explanation import explanation
-from mesh.api.files import copy
-from mesh.api.gpudesk import change_share, gpu_list, pause_job, receipt_list
-from mesh.api.migration import migrate
-from mesh.api.needs import needs
+from membership.reachability import NetworkReport
+from mesh.api import queries, requests, schemas
+from mesh.api.openapi import encoded
 from mesh.api.queries import Nothing
-from mesh.api.recovery import recover
-from mesh.api.transfers import transfer_list
-from mesh.api.usage import usage as usage_of
-from mesh.api.zones import zone_list
-
-if TYPE_CHECKING:
-    from mesh.api import answers
-    from mesh.daemon import Daemon
-
-A = TypeVar("A")
-BYTES, FRAMES = "application/octet-stream", "websocket"  # what is answered, where it is no JSON
-DOCUMENT, TEXT = "application/openapi+json", "text/plain"
-
-
-class Call(msgspec.Struct, Generic[A], frozen=True):
-    """`asked`: the body of an order, the query of a read."""
-
-    request: web.Request
-    asked: A
-
-    @property
-    def job(self) -> str:
-        return self.request.match_info["job"]
-
-
-class Route(msgspec.Struct, frozen=True):
-    """`content`: the type of what is answered; empty for the JSON object that `handle` is declared to return."""
-
-    method: str
-    path: str
-    section: str
-    asked: type[Any]
-    content: str
-    handle: Callable[["Daemon", Call[Any]], Awaitable[Any]]
-
-    @property
-    def name(self) -> str:
-        return self.handle.__name__
-
-    @property
-    def title(self) -> str:
-        return (self.handle.__doc__ or "").strip()
-
+from mesh.api.routing import BYTES, DOCUMENT, FRAMES, TEXT, A, Call, Handlers, Route
 
 ROUTES: list[Route] = []
-_Handle = Callable[["Daemon", Call[A]], Awaitable[Any]]
+Handle = Callable[[Handlers, Call[A]], Awaitable[Any]]
 
 
-def _route(method: str, path: str, section: str, asked: type[A], content: str) -> Callable[[_Handle[A]], _Handle[A]]:
-    def enter(handle: _Handle[A]) -> _Handle[A]:
-        ROUTES.append(Route(method, f"/v1/{path}", section, asked, content, handle))
+def _route(method: str, path: str, section: str, content: str = "") -> Callable[[Handle[A]], Handle[A]]:
+    def enter(handle: Handle[A]) -> Handle[A]:
+        ROUTES.append(Route(method, path, section, content, handle))
         return handle
 
     return enter
 
 
-def read(path: str, section: str, query: type[A], content: str = "") -> Callable[[_Handle[A]], _Handle[A]]:
-    return _route("GET", path, section, query, content)
+def read(path: str, section: str, content: str = "") -> Callable[[Handle[A]], Handle[A]]:
+    return _route("GET", f"/v1/{path}", section, content)
 
 
-def order(path: str, section: str, body: type[A]) -> Callable[[_Handle[A]], _Handle[A]]:
-    return _route("POST", path, section, body, "")
+def order(path: str, section: str) -> Callable[[Handle[A]], Handle[A]]:
+    return _route("POST", f"/v1/{path}", section)
 
 
 # --- the mesh: nodes and what they offer
 
 
-@read("status", "mesh", Nothing)
-async def status(daemon: "Daemon", call: Call[Nothing]) -> "answers.mesh.Status":
-    """This node's own state."""
-    return daemon.desk.describe()
+@read("status", "mesh")
+async def status(handlers: Handlers, call: Call[Nothing]) -> schemas.mesh.Status:
+    """Return this node's own state."""
+    return handlers.node.status()
 
 
-@read("nodes", "mesh", Nothing)
-async def nodes(daemon: "Daemon", call: Call[Nothing]) -> "answers.mesh.Nodes":
-    """Every node that is known, with what it offers: its advert."""
-    return {"nodes": daemon.desk.nodes()}
+@read("nodes", "mesh")
+async def nodes(handlers: Handlers, call: Call[Nothing]) -> schemas.mesh.Nodes:
+    """List all known nodes with their adverts."""
+    return schemas.mesh.Nodes(nodes=handlers.node.nodes())
 
 
-@read("zones", "mesh", Nothing)
-async def zones(daemon: "Daemon", call: Call[Nothing]) -> "answers.mesh.Zones":
-    """The zones of the campus, and who speaks for each."""
-    return zone_list(daemon)
+@read("zones", "mesh")
+async def zones(handlers: Handlers, call: Call[Nothing]) -> schemas.mesh.Zones:
+    """List the zones of the campus and their coordinators."""
+    return handlers.placement.zones()
 
 
-@read("transfers", "mesh", Nothing)
-async def transfers(daemon: "Daemon", call: Call[Nothing]) -> "answers.mesh.Transfers":
-    """What this node sends to others now."""
-    return transfer_list(daemon)
+@read("transfers", "mesh")
+async def transfers(handlers: Handlers, call: Call[Nothing]) -> schemas.mesh.Transfers:
+    """List the transfers from this node to others."""
+    return handlers.node.transfers()
 
 
-@read("survival/{node}", "mesh", Nothing)
-async def survival(daemon: "Daemon", call: Call[Nothing]) -> "answers.mesh.Survival":
-    """How long a node is likely to stay."""
-    return survival_of(daemon, call.request.match_info["node"])
+@read("survival/{node}", "mesh")
+async def survival(handlers: Handlers, call: Call[Nothing]) -> schemas.mesh.Survival:
+    """Estimate how long a node is likely to stay."""
+    return handlers.placement.survival(call.request.match_info["node"])
 
 
-@read("network", "mesh", Nothing)
-async def network(daemon: "Daemon", call: Call[Nothing]) -> "answers.mesh.Network":
-    """How this node stands in the network, as it and others see it."""
-    return await daemon.desk.network()
+@read("network", "mesh")
+async def network(handlers: Handlers, call: Call[Nothing]) -> NetworkReport:
+    """Diagnose this node's network, as it and others see it."""
+    return await handlers.node.network()
 
 
-@read("openapi.json", "mesh", Nothing, DOCUMENT)
-async def openapi(daemon: "Daemon", call: Call[Nothing]) -> web.Response:
-    """This API, as an OpenAPI document."""
-    from mesh.api.openapi import encoded
-
-    return web.Response(body=encoded(), content_type=DOCUMENT)
+@read("openapi.json", "mesh", DOCUMENT)
+async def openapi(handlers: Handlers, call: Call[Nothing]) -> web.Response:
+    """Return this API as an OpenAPI document."""
+    return web.Response(body=encoded(tuple(ROUTES)), content_type=DOCUMENT)
 
 
 # --- GPUs
 
 
-@read("gpus", "gpus", Nothing)
-async def gpus(daemon: "Daemon", call: Call[Nothing]) -> "answers.gpus.Gpus":
-    """This node's GPUs, and who has what of them."""
-    return gpu_list(daemon)
+@read("gpus", "gpus")
+async def gpus(handlers: Handlers, call: Call[Nothing]) -> schemas.gpus.Gpus:
+    """List this node's GPUs and the jobs on them."""
+    return handlers.gpus.gpu_list()
 
 
-@read("receipts", "gpus", queries.JobQuery)
-async def receipts(daemon: "Daemon", call: Call[queries.JobQuery]) -> "answers.gpus.Receipts":
-    """What guests have used of this node's GPUs, signed."""
-    return await receipt_list(daemon, call.asked.job)
+@read("receipts", "gpus")
+async def receipts(handlers: Handlers, call: Call[queries.JobQuery]) -> schemas.gpus.Receipts:
+    """List signed receipts of guests' use of this node."""
+    return await handlers.gpus.receipt_list(call.asked.job)
 
 
-@order("jobs/{job}/share", "gpus", orders.ShareOrder)
-async def share(daemon: "Daemon", call: Call[orders.ShareOrder]) -> "answers.gpus.Shared":
+@order("jobs/{job}/share", "gpus")
+async def share(handlers: Handlers, call: Call[requests.ShareOrder]) -> schemas.gpus.Shared:
     """Give a job that runs here another share of its GPUs."""
-    return change_share(daemon, call.job, call.asked)
+    return handlers.gpus.change_share(call.job, call.asked)
 
 
-@order("jobs/{job}/gpu-pause", "gpus", orders.GpuPauseOrder)
-async def pause_gpu(daemon: "Daemon", call: Call[orders.GpuPauseOrder]) -> "answers.gpus.GpuPaused":
-    """Take a job off this node's GPUs where it is, alive, or let it go on."""
-    return await pause_job(daemon, call.job, call.asked.paused)
+@order("jobs/{job}/gpu-pause", "gpus")
+async def pause_gpu(handlers: Handlers, call: Call[requests.GpuPauseOrder]) -> schemas.gpus.GpuPaused:
+    """Pause a job on this node's GPUs, or resume it."""
+    return await handlers.gpus.pause_job(call.job, call.asked.paused)
 
 
 # --- jobs
 
 
-@read("jobs", "jobs", queries.JobsQuery)
-async def jobs(daemon: "Daemon", call: Call[queries.JobsQuery]) -> "answers.jobs.Jobs":
-    """All jobs that are at hand here, or those that fit."""
-    return await daemon.job_desk.jobs(call.asked)
+@read("jobs", "jobs")
+async def jobs(handlers: Handlers, call: Call[queries.JobsQuery]) -> schemas.jobs.Jobs:
+    """List the jobs that this node knows, or those that match."""
+    return await handlers.jobs.jobs(call.asked)
 
 
-@order("jobs", "jobs", orders.SubmitOrder)
-async def submit(daemon: "Daemon", call: Call[orders.SubmitOrder]) -> "answers.jobs.Submitted":
+@order("jobs", "jobs")
+async def submit(handlers: Handlers, call: Call[requests.SubmitOrder]) -> schemas.jobs.Submitted:
     """Submit a job, or an array of them."""
-    return await daemon.job_desk.submit(call.asked)
+    return await handlers.submission.submit(call.asked)
 
 
-@read("jobs/{job}", "jobs", Nothing)
-async def job(daemon: "Daemon", call: Call[Nothing]) -> "answers.jobs.OneJob":
-    """One job: state, attempts, checkpoint, outcome."""
-    return await daemon.job_desk.job_detail(call.job)
+@read("jobs/{job}", "jobs")
+async def job(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.OneJob:
+    """Return one job: state, attempts, checkpoint, outcome."""
+    return handlers.jobs.job(call.job)
 
 
-@read("jobs/{job}/describe", "jobs", Nothing)
-async def describe(daemon: "Daemon", call: Call[Nothing]) -> "answers.jobs.Described":
-    """All about one job: what was asked for, and what its witnesses remember."""
-    return await daemon.job_desk.describe(call.job)
+@read("jobs/{job}/describe", "jobs")
+async def describe(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.Described:
+    """Describe one job: its specification, its record and its last events."""
+    return await handlers.jobs.describe(call.job)
 
 
-@read("jobs/{job}/needs", "jobs", Nothing)
-async def needed(daemon: "Daemon", call: Call[Nothing]) -> "answers.jobs.Needs":
-    """What a job has needed so far, by the receipts of the nodes that ran it."""
-    return await needs(daemon, call.job)
+@read("jobs/{job}/needs", "jobs")
+async def needed(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.Needs:
+    """Return the resources a job has used, by the receipts of the nodes that ran it."""
+    return await handlers.usage.needs(call.job)
 
 
-@read("jobs/{job}/why", "jobs", queries.WhyQuery)
-async def why(daemon: "Daemon", call: Call[queries.WhyQuery]) -> "answers.jobs.Why":
-    """Where a job runs or why it waits: the ranking of all nodes, with reasons."""
-    return await explanation(daemon, call.job, call.asked.would)
+@read("jobs/{job}/why", "jobs")
+async def why(handlers: Handlers, call: Call[queries.WhyQuery]) -> schemas.jobs.Why:
+    """Explain where a job runs or why it waits: the ranking of all nodes, with reasons."""
+    return await handlers.placement.why(call.job, call.asked.would)
 
 
-@order("jobs/{job}/cancel", "jobs", Nothing)
-async def cancel(daemon: "Daemon", call: Call[Nothing]) -> "answers.jobs.AllCancelled":
-    """End a job, or all of an array."""
-    return await daemon.job_desk.cancel(call.job)
+@order("jobs/{job}/cancel", "jobs")
+async def cancel(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.AllCancelled:
+    """Cancel a job, or all jobs of an array."""
+    return await handlers.jobs.cancel(call.job)
 
 
-@order("jobs/{job}/migrate", "jobs", orders.MigrateOrder)
-async def migrate_job(daemon: "Daemon", call: Call[orders.MigrateOrder]) -> "answers.jobs.Migrating":
+@order("jobs/{job}/migrate", "jobs")
+async def migrate_job(handlers: Handlers, call: Call[requests.MigrateOrder]) -> schemas.jobs.Migrating:
     """Move a running job to another node."""
-    return await migrate(daemon, call.job, call.asked.to, call.asked.force)
+    return await handlers.jobs.migrate(call.job, call.asked)
 
 
-@order("jobs/{job}/recover", "jobs", orders.RecoverOrder)
-async def recover_job(daemon: "Daemon", call: Call[orders.RecoverOrder]) -> "answers.jobs.Recovered":
-    """Go on with a job whose record is lost, most of it; or say what that would lose."""
-    return await recover(daemon, call.job, call.asked.go)
+@order("jobs/{job}/recover", "jobs")
+async def recover_job(handlers: Handlers, call: Call[requests.RecoverOrder]) -> schemas.jobs.Recovered:
+    """Recover a job that lost its quorum, or report what that would lose."""
+    return await handlers.jobs.recover(call.job, call.asked.go)
 
 
-@order("jobs/{job}/pull", "jobs", orders.PullOrder)
-async def pull(daemon: "Daemon", call: Call[orders.PullOrder]) -> "answers.jobs.Pulled":
+@order("jobs/{job}/pull", "jobs")
+async def pull(handlers: Handlers, call: Call[requests.PullOrder]) -> schemas.jobs.Pulled:
     """Write a finished job's published files to a new directory of this machine."""
-    return await daemon.job_desk.pull(call.job, call.asked.destination)
+    return await handlers.jobs.pull(call.job, call.asked.destination)
 
 
-@read("jobs/{job}/files", "jobs", queries.FilesQuery, BYTES)
-async def files(daemon: "Daemon", call: Call[queries.FilesQuery]) -> AsyncIterator[bytes]:
-    """A job's files as a tar stream, while it runs too."""
-    return await copy(daemon, call.job, call.asked.path)
+@read("jobs/{job}/files", "jobs", BYTES)
+async def files(handlers: Handlers, call: Call[queries.FilesQuery]) -> AsyncIterator[bytes]:
+    """Return a job's files as a stream (mesh/api/file_stream.py), also while it runs."""
+    return await handlers.files.copy(call.job, call.asked.path)
 
 
-@read("jobs/{job}/log", "jobs", queries.LogQuery, BYTES)
-async def log(daemon: "Daemon", call: Call[queries.LogQuery]) -> AsyncIterator[bytes]:
-    """A job's output, over all its attempts, or of one."""
-    return daemon.logs.follow_log(call.job, call.asked.follow, call.asked.attempt)
+@read("jobs/{job}/log", "jobs", BYTES)
+async def log(handlers: Handlers, call: Call[queries.LogQuery]) -> AsyncIterator[bytes]:
+    """Return a job's output, of all its attempts or of one."""
+    return handlers.logs.follow_log(call.job, call.asked)
 
 
-@read("jobs/{job}/tunnel/{way}", "jobs", Nothing, FRAMES)
-async def tunnel(daemon: "Daemon", call: Call[Nothing]) -> web.StreamResponse:
-    """Into a running job, as a WebSocket of frames (docs/interactive.md)."""
-    return await daemon.tunnels.from_here(call.request, call.job, call.request.match_info["way"])
+@read("jobs/{job}/tunnel/{way}", "jobs", FRAMES)
+async def tunnel(handlers: Handlers, call: Call[Nothing]) -> web.StreamResponse:
+    """Open a tunnel into a running job, as a WebSocket of frames (docs/explanation/tunnels.md)."""
+    return await handlers.tunnels.from_here(call.request, call.job, call.request.match_info["way"])
 
 
-@read("jobs/{job}/control/{name}", "jobs", Nothing)
-async def control(daemon: "Daemon", call: Call[Nothing]) -> "answers.jobs.Control":
-    """A small file that a running job keeps in its control directory."""
-    return {"text": await daemon.tunnels.control_file(call.job, call.request.match_info["name"])}
+@read("jobs/{job}/control/{name}", "jobs")
+async def control(handlers: Handlers, call: Call[Nothing]) -> schemas.jobs.Control:
+    """Return a small file from a running job's control directory."""
+    return schemas.jobs.Control(text=await handlers.tunnels.control_file(call.job, call.request.match_info["name"]))
 
 
-@read("events", "jobs", queries.EventsQuery)
-async def events(daemon: "Daemon", call: Call[queries.EventsQuery]) -> "answers.jobs.Events":
-    """What happened to jobs."""
-    return {"events": await daemon.job_desk.events(call.asked.job, call.asked.after, call.asked.audit)}
+@read("events", "jobs")
+async def events(handlers: Handlers, call: Call[queries.EventsQuery]) -> schemas.jobs.Events:
+    """List events of jobs."""
+    return schemas.jobs.Events(events=await handlers.jobs.events(call.asked.job, call.asked.after, call.asked.audit))
 
 
-@read("usage", "mesh", queries.UsageQuery)
-async def usage(daemon: "Daemon", call: Call[queries.UsageQuery]) -> "answers.mesh.Usage":
-    """Hours lent and borrowed, by signed receipts."""
-    return await usage_of(daemon, call.asked.since_s, call.asked.by, call.asked.here)
+@read("usage", "mesh")
+async def usage(handlers: Handlers, call: Call[queries.UsageQuery]) -> schemas.mesh.Usage:
+    """Sum hours lent and borrowed, by signed receipts."""
+    return await handlers.usage.usage(call.asked.since_s, call.asked.by, call.asked.here)
 
 
-async def metrics(daemon: "Daemon", call: Call[Nothing]) -> web.StreamResponse:
-    """What is measured here now, for Prometheus."""
-    return await daemon.metrics.answer(call.request)
-
-
-ROUTES.append(Route("GET", "/metrics", "mesh", Nothing, TEXT, metrics))  # where Prometheus looks
+@_route("GET", "/metrics", "mesh", TEXT)  # Prometheus's default path
+async def metrics(handlers: Handlers, call: Call[Nothing]) -> web.StreamResponse:
+    """Return the metrics of this node for Prometheus."""
+    return await handlers.metrics.answer(call.request)
 
 
 # --- checkpoints
 
 
-@read("checkpoints", "checkpoints", queries.JobQuery)
-async def checkpoints(daemon: "Daemon", call: Call[queries.JobQuery]) -> "answers.checkpoints.Store":
-    """What this node's store keeps."""
-    return await daemon.ckpt_desk.stored(call.asked.job)
+@read("checkpoints", "checkpoints")
+async def checkpoints(handlers: Handlers, call: Call[queries.JobQuery]) -> schemas.checkpoints.Store:
+    """List the checkpoints in this node's store."""
+    return await handlers.checkpoints.stored(call.asked.job)
 
 
-@order("checkpoints/verify", "checkpoints", Nothing)
-async def verify(daemon: "Daemon", call: Call[Nothing]) -> "answers.checkpoints.Verified":
-    """Read everything back, and fetch again what is damaged."""
-    return await daemon.ckpt_desk.verify()
+@order("checkpoints/verify", "checkpoints")
+async def verify(handlers: Handlers, call: Call[Nothing]) -> schemas.checkpoints.Verified:
+    """Verify the store, and fetch damaged data again."""
+    return await handlers.checkpoints.verify()
 
 
-@order("checkpoints/pull", "checkpoints", orders.PullCheckpoint)
+@order("checkpoints/pull", "checkpoints")
 async def pull_checkpoint(
-    daemon: "Daemon", call: Call[orders.PullCheckpoint]
-) -> "answers.checkpoints.CheckpointPulled":
+    handlers: Handlers, call: Call[requests.PullCheckpoint]
+) -> schemas.checkpoints.CheckpointPulled:
     """Write a job's checkpoint to a new directory of this machine."""
-    return await daemon.ckpt_desk.pull(call.asked.job, call.asked.seq, call.asked.destination)
+    return await handlers.checkpoints.pull(call.asked.job, call.asked.seq, call.asked.destination)
 
 
-@order("checkpoints/remove", "checkpoints", orders.RemoveCheckpoints)
-async def remove_checkpoints(daemon: "Daemon", call: Call[orders.RemoveCheckpoints]) -> "answers.checkpoints.Removed":
-    """Forget checkpoints of this node's store."""
-    return await daemon.ckpt_desk.remove(call.asked.ids, call.asked.force)
+@order("checkpoints/remove", "checkpoints")
+async def remove_checkpoints(handlers: Handlers, call: Call[requests.RemoveCheckpoints]) -> schemas.checkpoints.Removed:
+    """Remove checkpoints from this node's store."""
+    return await handlers.checkpoints.remove(call.asked.ids, call.asked.force)
 
 
-@order("checkpoints/collect", "checkpoints", orders.CollectOrder)
-async def collect(daemon: "Daemon", call: Call[orders.CollectOrder]) -> "answers.checkpoints.Collected":
-    """Free what nothing in the store needs."""
-    return await daemon.ckpt_desk.collect(call.asked.min_age_s)
+@order("checkpoints/collect", "checkpoints")
+async def collect(handlers: Handlers, call: Call[requests.CollectOrder]) -> schemas.checkpoints.Collected:
+    """Free space that no checkpoint needs."""
+    return await handlers.checkpoints.collect(call.asked.min_age_s)
 
 
 # --- images
 
 
-@read("images", "images", Nothing)
-async def images(daemon: "Daemon", call: Call[Nothing]) -> "answers.images.Images":
-    """The mesh's list of images, and who has them."""
-    return await daemon.image_desk.all()
+@read("images", "images")
+async def images(handlers: Handlers, call: Call[Nothing]) -> schemas.images.Images:
+    """List the images of the mesh and the nodes that have them."""
+    return await handlers.images.all()
 
 
-@order("images/allow", "images", orders.AllowImage)
-async def allow_image(daemon: "Daemon", call: Call[orders.AllowImage]) -> "answers.images.Allowed":
+@order("images/allow", "images")
+async def allow_image(handlers: Handlers, call: Call[requests.AllowImage]) -> schemas.images.Allowed:
     """Put an image on the mesh's list, or allow it on this node."""
-    return await daemon.image_desk.allow(call.asked)
+    return await handlers.images.allow(call.asked)
 
 
-@order("images/deny", "images", orders.DenyImage)
-async def deny_image(daemon: "Daemon", call: Call[orders.DenyImage]) -> "answers.images.Denied":
+@order("images/deny", "images")
+async def deny_image(handlers: Handlers, call: Call[requests.DenyImage]) -> schemas.images.Denied:
     """Refuse an image here, or take it from the mesh's list."""
-    return await daemon.image_desk.deny(call.asked)
+    return await handlers.images.deny(call.asked)
 
 
-@order("images/prune", "images", orders.PruneImages)
-async def prune_images(daemon: "Daemon", call: Call[orders.PruneImages]) -> "answers.images.AllPruned":
-    """Remove what was fetched and is not used."""
-    return await daemon.image_desk.prune(call.asked)
+@order("images/prune", "images")
+async def prune_images(handlers: Handlers, call: Call[requests.PruneImages]) -> schemas.images.AllPruned:
+    """Remove fetched images that are not used."""
+    return await handlers.images.prune(call.asked)
 
 
-@order("images/pull", "images", orders.PullImage)
-async def pull_image(daemon: "Daemon", call: Call[orders.PullImage]) -> "answers.images.ImagePulled":
-    """Begin to bring an image here."""
-    return await daemon.image_desk.pull(call.asked.alias)
+@order("images/pull", "images")
+async def pull_image(handlers: Handlers, call: Call[requests.PullImage]) -> schemas.images.ImagePulled:
+    """Start to fetch an image to this node."""
+    return await handlers.images.pull(call.asked.alias)
 
 
-@order("images/push", "images", orders.PushImage)
-async def push_image(daemon: "Daemon", call: Call[orders.PushImage]) -> "answers.images.Pushed":
-    """Ask nodes to fetch an image, or how far they are."""
-    return await daemon.image_desk.push(call.asked)
+@order("images/push", "images")
+async def push_image(handlers: Handlers, call: Call[requests.PushImage]) -> schemas.images.Pushed:
+    """Ask nodes to fetch an image, or for their progress."""
+    return await handlers.images.push(call.asked)
 
 
-# --- the owner's word
+# --- the owner's orders
 
 
-@read("lend", "owner", Nothing)
-async def lend(daemon: "Daemon", call: Call[Nothing]) -> "answers.owner.Lend":
-    """What is lent now, and what the owner's policy has seen."""
-    return lending.lend_state(daemon)
+@read("lend", "owner")
+async def lend(handlers: Handlers, call: Call[Nothing]) -> schemas.owner.Lend:
+    """Return what is lent now, and what the owner's policy has observed."""
+    return handlers.lending.lend_state()
 
 
-@order("lend", "owner", orders.LendOrder)
-async def change_lending(daemon: "Daemon", call: Call[orders.LendOrder]) -> "answers.owner.Lend":
-    """Lend or not, and in which hours."""
-    return await lending.lend(daemon, call.asked)
+@order("lend", "owner")
+async def change_lending(handlers: Handlers, call: Call[requests.LendOrder]) -> schemas.owner.Lend:
+    """Start or stop lending, or set its hours."""
+    return await handlers.lending.lend(call.asked)
 
 
-@order("pause", "owner", orders.PauseOrder)
-async def pause(daemon: "Daemon", call: Call[orders.PauseOrder]) -> "answers.owner.Paused":
-    """Take no new guests, or take them again; the machine, or one GPU of it."""
-    return await lending.set_paused(daemon, call.asked.paused, call.asked.gpu, call.asked.for_s)
+@order("pause", "owner")
+async def pause(handlers: Handlers, call: Call[requests.PauseOrder]) -> schemas.owner.Paused:
+    """Pause or resume lending, of the machine or of one GPU."""
+    return await handlers.lending.set_paused(call.asked.paused, call.asked.gpu, call.asked.for_s)
 
 
-@order("reclaim", "owner", orders.ReclaimOrder)
+@order("reclaim", "owner")
 async def reclaim(
-    daemon: "Daemon", call: Call[orders.ReclaimOrder]
-) -> "answers.owner.Rehearsed | answers.owner.Reclaimed":
-    """Take the machine, or one GPU, back from its guests: with notice, or at once."""
+    handlers: Handlers, call: Call[requests.ReclaimOrder]
+) -> schemas.owner.Rehearsed | schemas.owner.Reclaimed:
+    """Reclaim the machine or one GPU from its guests: with notice, or at once."""
     if call.asked.dry_run:
-        return lending.rehearsed(daemon, call.asked)
-    return await lending.reclaim(daemon, call.asked)
+        return handlers.lending.rehearsed(call.asked)
+    return await handlers.lending.reclaim(call.asked)
 
 
-@order("web", "owner", Nothing)
-async def page(daemon: "Daemon", call: Call[Nothing]) -> "answers.owner.Page":
-    """Where this node's page is: an address for one visit (docs/web.md)."""
-    return await daemon.invite_to_page()
+@order("web", "owner")
+async def page(handlers: Handlers, call: Call[Nothing]) -> schemas.owner.Page:
+    """Return the address of this node's page, for one visit (docs/how-to/web.md)."""
+    return await handlers.node.page()
 
 
-@order("down", "owner", orders.DownOrder)
-async def down(daemon: "Daemon", call: Call[orders.DownOrder]) -> "answers.owner.Leaving":
-    """Leave: guests save and move on, then the daemon ends."""
-    return daemon.ask_down(call.asked.grace_s, call.asked.now)
+@order("down", "owner")
+async def down(handlers: Handlers, call: Call[requests.DownOrder]) -> schemas.owner.Leaving:
+    """Stop the daemon: guests save and move on first."""
+    return handlers.node.down(call.asked)
 
 
-# --- who belongs
+# --- members
 
 
-@order("invite", "trust", orders.InviteOrder)
-async def invite(daemon: "Daemon", call: Call[orders.InviteOrder]) -> "answers.trust.Invited":
-    """A string that lets its holder join."""
-    return {"invite": daemon.desk.invite(call.asked)}
+@order("invite", "trust")
+async def invite(handlers: Handlers, call: Call[requests.InviteOrder]) -> schemas.trust.Invited:
+    """Create an invite: for a new user, or for another machine of this node's user."""
+    return schemas.trust.Invited(invite=handlers.trust.invite(call.asked))
 
 
-@read("pending", "trust", Nothing)
-async def pending(daemon: "Daemon", call: Call[Nothing]) -> "answers.trust.Pending":
-    """Who knocks, and waits to be let in."""
-    return {"pending": daemon.desk.pending()}
+@read("pending", "trust")
+async def pending(handlers: Handlers, call: Call[Nothing]) -> schemas.trust.Pending:
+    """List pending join requests."""
+    return schemas.trust.Pending(pending=handlers.trust.pending())
 
 
-@order("approve", "trust", orders.ApproveOrder)
-async def approve(daemon: "Daemon", call: Call[orders.ApproveOrder]) -> "answers.trust.Approved":
-    """Let in one who waits."""
-    return daemon.desk.approve(call.asked)
+@order("approve", "trust")
+async def approve(handlers: Handlers, call: Call[requests.ApproveOrder]) -> schemas.trust.Approved:
+    """Approve a pending join request."""
+    return handlers.trust.approve(call.asked)
 
 
-@read("trust", "trust", Nothing)
-async def trust(daemon: "Daemon", call: Call[Nothing]) -> "answers.trust.Members":
-    """Everybody who belongs, and every key that was shut out."""
-    return {"members": daemon.desk.trusted()}
+@read("trust", "trust")
+async def trust(handlers: Handlers, call: Call[Nothing]) -> schemas.trust.Members:
+    """List all members and all revoked keys."""
+    return schemas.trust.Members(members=handlers.trust.trusted())
 
 
-@order("revoke", "trust", orders.RevokeOrder)
-async def revoke(daemon: "Daemon", call: Call[orders.RevokeOrder]) -> "answers.trust.Revoked":
-    """Shut a node out for good."""
-    return daemon.desk.revoke(call.asked.node, call.asked.reason)
+@order("promote", "trust")
+async def promote(handlers: Handlers, call: Call[requests.PromoteOrder]) -> schemas.trust.Promoted:
+    """Sign that a node may admit others, as one of the mesh's founders."""
+    return handlers.trust.promote(call.asked.node)
+
+
+@order("revoke", "trust")
+async def revoke(handlers: Handlers, call: Call[requests.RevokeOrder]) -> schemas.trust.Revoked:
+    """Revoke a node's key for good."""
+    return handlers.trust.revoke(call.asked.node, call.asked.reason)

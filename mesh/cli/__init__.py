@@ -1,1 +1,1 @@
-"""The command line. Thin: it asks the daemon and prints; nothing heavy is imported before it is needed."""
+"""The command line: a thin client that prints the daemon's answers and imports heavy modules late."""

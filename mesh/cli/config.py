@@ -1,13 +1,14 @@
-"""`mesh config`: this node's settings, as its owner has written them down (config.toml)."""
+"""`mesh config`: the settings of this node in config.toml."""
 
 from typing import Any
 
 import click
 
-from mesh.api.errors import ConfigError, ExitCode, MeshError
 from mesh.cli.listing import listing, show
-from mesh.cli.terminal import client, json_option, layout, print_json, table
-from mesh.layout import Layout
+from mesh.cli.output import print_json, say, table
+from mesh.cli.terminal import client, json_option, layout
+from mesh.daemon.layout import Layout
+from mesh.util.errors import ConfigError, ExitCode, MeshError
 
 
 class Key(click.ParamType[str]):
@@ -16,7 +17,7 @@ class Key(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from difflib import get_close_matches
 
-        from mesh.config import Settings
+        from mesh.daemon.config import Settings
 
         keys = Settings.__struct_fields__
         if value not in keys:
@@ -28,7 +29,7 @@ class Key(click.ParamType[str]):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
         from click.shell_completion import CompletionItem
 
-        from mesh.config import Settings
+        from mesh.daemon.config import Settings
 
         return [CompletionItem(key) for key in Settings.__struct_fields__ if key.startswith(incomplete)]
 
@@ -38,22 +39,20 @@ KEY = Key()
 
 @click.group()
 def config() -> None:
-    """This node's settings: what its owner has written into config.toml. The daemon reads it when it starts."""
+    """Read and change this node's settings in config.toml. The daemon reads them when it starts."""
 
 
 @config.command("ls")
 @listing
 @click.pass_context
 def list_(ctx: click.Context, /, **form: bool) -> None:
-    """List every setting, and whether it is in the file."""
+    """List all settings, and which of them the file has."""
     where = layout(ctx)
     show(form, lambda: _all(where), lambda answer: [row["key"] for row in answer["settings"] if row["written"]], _draw)
 
 
 def _draw(answer: dict[str, Any]) -> None:
-    rows = [
-        [row["key"], _words(row["value"]), "written" if row["written"] else "default"] for row in answer["settings"]
-    ]
+    rows = [[row["key"], _text(row["value"]), "file" if row["written"] else "default"] for row in answer["settings"]]
     table(["KEY", "VALUE", "FROM"], rows)
 
 
@@ -67,7 +66,7 @@ def get(ctx: click.Context, key: str, as_json: bool) -> None:
     if as_json:
         print_json(row)
         return
-    click.echo(_words(row["value"]))
+    say(_text(row["value"]))
 
 
 @config.command("set", context_settings={"ignore_unknown_options": True})  # -1 is a value
@@ -76,15 +75,15 @@ def get(ctx: click.Context, key: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def set_(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -> None:
-    """Write a setting into the file; what else is in it, comments too, stays. A list takes several values, or none as ''."""
-    from mesh.config import parsed_setting
+    """Write a setting into the file, and keep its comments. A list takes several values; '' is the empty list."""
+    from mesh.daemon.config import parsed_setting
 
     where = layout(ctx)
     try:
         value = parsed_setting(key, values)
     except ConfigError as error:
         raise MeshError(str(error), ExitCode.USAGE) from error
-    _tell(ctx, where, _write(where, key, value), as_json)
+    _print_row(ctx, _write(where, key, value), as_json)
 
 
 @config.command()
@@ -92,15 +91,15 @@ def set_(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -
 @json_option
 @click.pass_context
 def unset(ctx: click.Context, key: str, as_json: bool) -> None:
-    """Take a setting out of the file: its default holds."""
+    """Remove a setting from the file, so that its default applies."""
     where = layout(ctx)
-    _tell(ctx, where, _write(where, key, None), as_json)
+    _print_row(ctx, _write(where, key, None), as_json)
 
 
 def _all(where: Layout) -> dict[str, Any]:
     import msgspec
 
-    from mesh.config import load_settings, written_settings
+    from mesh.daemon.config import load_settings, written_settings
 
     try:
         settings, written = load_settings(where.config, {}), written_settings(where.config)
@@ -112,14 +111,14 @@ def _all(where: Layout) -> dict[str, Any]:
 
 
 def _write(where: Layout, key: str, value: Any) -> dict[str, Any]:
-    """Change the file as a whole or not at all; what the daemon would refuse is refused now."""
+    """Change the file as a whole or not at all. Refuse what the daemon would refuse."""
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
     from membership.durable import write_durably
-    from mesh.config import check_settings
+    from mesh.daemon.config import check_settings
 
-    path = where.config.resolve()  # its owner may keep it elsewhere, by a link
+    path = where.config.resolve()  # it may be a link
     try:
         document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")
         if value is None:
@@ -138,17 +137,17 @@ def _write(where: Layout, key: str, value: Any) -> dict[str, Any]:
     return {"key": key, "value": getattr(settings, key), "written": value is not None, "file": str(where.config)}
 
 
-def _tell(ctx: click.Context, where: Layout, row: dict[str, Any], as_json: bool) -> None:
+def _print_row(ctx: click.Context, row: dict[str, Any], as_json: bool) -> None:
     restart = client(ctx).alive()
     if as_json:
         print_json({**row, "restart": restart})
         return
-    click.echo(f"{row['key']} = {_words(row['value'])}" + ("" if row["written"] else " (the default)"))
+    say(f"{row['key']} = {_text(row['value'])}" + ("" if row["written"] else " (the default)"))
     if restart:
-        click.echo("the daemon that runs here goes on as it was: `mesh down`, then `mesh up`", err=True)
+        say("the running daemon does not read it: restart it with `mesh down` and `mesh up`", err=True)
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):

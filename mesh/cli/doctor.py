@@ -1,6 +1,6 @@
-"""`mesh doctor`: what keeps this machine from being a good node, each with its cause and the next command.
+"""`mesh doctor`: find problems of this node, each with its cause and the next command.
 
-`examine` looks, at the daemon's answers and at this machine; `diagnose` decides what that means and does no I/O.
+`examine` reads the daemon's answers and the state of this machine. `diagnose` judges them and does no I/O.
 """
 
 import errno
@@ -8,29 +8,33 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 import msgspec
 
-from membership.skew import CLOCK_WARN_S, PEERS_NEEDED
+from membership.clock_skew import CLOCK_WARN_S, MIN_PEERS
 from membership.trust import CERTIFICATE_WARN_S, CLOCK_GRACE_S, TrustError, TrustStore
-from mesh.api.errors import ConfigError, ExitCode, MeshError
-from mesh.cli.edge import edge_words
-from mesh.cli.telling import patience
-from mesh.cli.terminal import client, json_option, layout, print_json, system_words
-from mesh.config import Settings, load_settings
-from mesh.layout import Layout
+from mesh.api.no_daemon import NoDaemon
+from mesh.cli.nodes import edge_text, system_text
+from mesh.cli.output import print_json, say
+from mesh.cli.progress import waiting_for
+from mesh.cli.terminal import client, json_option, layout
+from mesh.daemon.config import Settings, load_settings
+from mesh.daemon.layout import Layout
+from mesh.util.errors import ConfigError, ExitCode, MeshError
+from mesh.util.text import plural
 
 State = Literal["ok", "warn", "fail"]
 MDNS_GROUP, MDNS_PORT = "224.0.0.251", 5353
 MULTICAST_WAIT_S = 1.0
-LOW_DISK = 2 << 30  # a checkpoint of a small model; ours
+LOW_DISK = 2 << 30  # a checkpoint of a small model (own choice)
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`next` is what to do about it; empty if nothing is to be done."""
+    """The result of one check. `next`: the next command, empty if there is nothing to do."""
 
     check: str
     state: State
@@ -39,16 +43,16 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Port(msgspec.Struct, frozen=True):
-    """`taken_by`: the program that has it, "" if it is free, "?" if it is taken by one that cannot be seen."""
+    """A port of the daemon. `taken_by`: the program that uses it; "" if it is free, "?" if the program is not visible."""
 
     protocol: str
     number: int
-    option: str  # of `mesh up`, that chooses another
+    option: str  # of `mesh up`, to choose another port
     taken_by: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What was seen. `status` and `network` are the daemon's answers; None while none runs."""
+    """All observations. `status` and `network` are the daemon's answers; None if none runs."""
 
     state: str
     key_problem: str = ""
@@ -63,18 +67,18 @@ class Facts(msgspec.Struct, frozen=True):
     status: dict[str, Any] | None = None
     network: dict[str, Any] | None = None
     ports: tuple[Port, ...] = ()
-    left: str = ""  # by a daemon that was killed, although none runs
-    multicast: dict[str, str] = {}  # per address of an interface: "" or what went wrong
+    left: str = ""  # what a killed daemon has left, if none runs
+    multicast: dict[str, str] = {}  # the problem of each interface's address, "" if there is none
     now_unix: float = 0.0
-    free_bytes: int | None = None  # where the state is
+    free_bytes: int | None = None  # on the disk of the state directory
 
 
 @click.command()
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Look for what keeps this machine from being a good node. Exit code 1 if something does."""
-    with patience("asking other nodes how they see this one"):
+    """Find problems of this machine and their remedies. Exit with 1 if one is serious."""
+    with waiting_for("asking other nodes how they reach this one"):
         facts = examine(layout(ctx), lambda path: client(ctx).get(path))
     findings = diagnose(facts)
     failed = any(finding.state == "fail" for finding in findings)
@@ -83,14 +87,14 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     else:
         signs = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
         for finding in findings:
-            click.echo(f"{signs[finding.state]}  {finding.check}: {finding.detail}")
+            say(f"{signs[finding.state]}  {finding.check}: {finding.detail}")
             if finding.next:
-                click.echo(f"      next: {finding.next}")
+                say(f"      next: {finding.next}")
     if failed:
         ctx.exit(int(ExitCode.ERROR))
 
 
-# --- looking
+# --- examine
 
 
 def examine(where: Layout, get: Any) -> Facts:
@@ -103,7 +107,7 @@ def examine(where: Layout, get: Any) -> Facts:
         status = get("/v1/status")
         network = get("/v1/network")
     except MeshError as error:
-        daemon_problem, hangs = str(error), error.code != ExitCode.NO_DAEMON
+        daemon_problem, hangs = str(error), not isinstance(error, NoDaemon) or error.runs
     ports: list[Port] = []
     if status is None:
         wanted = [
@@ -134,7 +138,7 @@ def examine(where: Layout, get: Any) -> Facts:
 
 
 def _left(where: Layout) -> str:
-    from mesh.engine.leftovers import find
+    from mesh.daemon.leftovers import find
 
     return find(where).words
 
@@ -187,7 +191,7 @@ def _certificate(where: Layout) -> tuple[str, float | None]:
 
 
 def _taken_by(protocol: str, host: str, number: int) -> str:
-    """Who has this port, if anybody."""
+    """Return the program that uses this port; "" if it is free."""
     if number == 0:
         return ""
     kind = socket.SOCK_DGRAM if protocol == "udp" else socket.SOCK_STREAM
@@ -197,12 +201,12 @@ def _taken_by(protocol: str, host: str, number: int) -> str:
         try:
             probe.bind((host, number))
         except OSError as error:
-            return _owner(protocol, number) if error.errno == errno.EADDRINUSE else f"nobody, but: {error.strerror}"
+            return _owner(protocol, number) if error.errno == errno.EADDRINUSE else f"no program, but: {error.strerror}"
     return ""
 
 
 def _owner(protocol: str, number: int) -> str:
-    """The program that listens there, as far as this user may see."""
+    """Return the program that listens on this port, as far as this user may see it."""
     inodes = set()
     for table in (f"/proc/net/{protocol}", f"/proc/net/{protocol}6"):
         try:
@@ -222,7 +226,7 @@ def _owner(protocol: str, number: int) -> str:
 
 
 def _multicast(settings: Settings) -> dict[str, str]:
-    """Whether a multicast packet that is sent on each interface comes back to this machine."""
+    """Send a multicast packet on each interface and check that it comes back."""
     from membership.discovery import is_any, lan_addresses
 
     found = {}
@@ -254,260 +258,217 @@ def _multicast_on(address: str) -> str:
         pass
     except OSError as error:
         return error.strerror or str(error)
-    return "what is sent does not come back"
+    return "packets do not come back"
 
 
-# --- deciding
+# --- diagnose
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    findings = [_state(facts), _certificate_finding(facts), _daemon(facts)]
-    findings += [_port(port) for port in facts.ports if port.taken_by]
-    if facts.ports and not any(port.taken_by for port in facts.ports):
-        numbers = ", ".join(f"{port.number}/{port.protocol}" for port in facts.ports)
-        findings.append(Finding("ports", "ok", f"{numbers} are free"))
-    findings += _disk(facts)
-    findings += _multicast_findings(facts)
-    findings += _lending(facts)
+    return [*_findings(facts)]
+
+
+def _findings(facts: Facts) -> Iterator[Finding]:
+    yield _state(facts)
+    yield _certificate_finding(facts)
+    yield _daemon(facts)
+    yield from _ports(facts.ports)
+    yield from _disk(facts)
+    yield from _multicast_findings(facts)
+    yield from _lending(facts)
     if facts.status is not None and facts.network is not None:
-        findings += _network(facts.status, facts.network)
+        yield from _network(facts.status, facts.network)
         engines = facts.status["engines"]
-        findings += [_engine(name, engine) for name, engine in engines.items()]
-        findings += [_system(engines[name]["system"]) for name in engines if name == "docker" and engines[name]["ok"]]
-    findings += _edge(facts)
-    return findings
+        for name, engine in engines.items():
+            yield _engine(name, engine)
+        for name in engines:
+            if name == "docker" and engines[name]["ok"]:
+                yield ok("system checkpoints", system_text(engines[name]["system"]))  # no node must offer them
+    yield from _edge(facts)
+
+
+def ok(check: str, detail: str) -> Finding:
+    return Finding(check, "ok", detail)
+
+
+def warn(check: str, detail: str, next_step: str = "") -> Finding:
+    return Finding(check, "warn", detail, next_step)
+
+
+def fail(check: str, detail: str, next_step: str = "") -> Finding:
+    return Finding(check, "fail", detail, next_step)
 
 
 def _state(facts: Facts) -> Finding:
     if facts.key_problem:
-        return Finding("state", "fail", facts.key_problem)
+        return fail("state", facts.key_problem)
     if facts.settings_problem:
-        return Finding("state", "fail", facts.settings_problem, "correct that line, or remove the file")
+        return fail("state", facts.settings_problem, "correct that line, or remove the file")
     if not facts.member:
-        return Finding(
-            "state",
-            "fail",
-            f"{facts.state} belongs to no mesh",
-            "`mesh init NAME` founds one, `mesh join INVITE` or `mesh join HOST` gets into one",
-        )
+        first = "`mesh init NAME` founds a mesh; `mesh join INVITE` or `mesh join HOST` joins one"
+        return fail("state", f"{facts.state} belongs to no mesh", first)
     if facts.exposed:
-        return Finding("state", "warn", facts.exposed, "keep the state where only you may write: `--state DIR`")
-    return Finding("state", "ok", facts.state)
+        return warn("state", facts.exposed, "move the directory to a place where only you may write: `--state DIR`")
+    return ok("state", facts.state)
 
 
 def _certificate_finding(facts: Facts) -> Finding:
     if facts.certificate_problem:
-        return Finding(
-            "certificate",
-            "fail",
-            facts.certificate_problem,
-            f"ask for an invite (`mesh invite` on a node that may admit); then here: `rm {facts.state}/genesis && "
-            "mesh join INVITE`. The key, and what is stored, stay",
+        join = (
+            f"`rm {facts.state}/genesis && mesh join HOST` here, with the HOST of a member. The key and all data stay"
         )
+        approve = "then `mesh member approve NODE` on a node that may admit others"
+        return fail("certificate", facts.certificate_problem, f"{join}; {approve}")
     if facts.certificate_ends_unix is None:
-        return Finding("certificate", "warn", "none yet")
-    left_s = facts.certificate_ends_unix - facts.now_unix
-    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.certificate_ends_unix))
-    if left_s < CERTIFICATE_WARN_S:
-        return Finding(
-            "certificate",
-            "warn",
-            f"holds until {day}",
-            "it is renewed by itself when a node that may admit is met: `mesh trust ls` shows which may",
-        )
-    return Finding("certificate", "ok", f"holds until {day}")
+        return warn("certificate", "none yet")
+    valid = f"valid until {time.strftime('%Y-%m-%d %H:%M', time.localtime(facts.certificate_ends_unix))}"
+    if facts.certificate_ends_unix - facts.now_unix >= CERTIFICATE_WARN_S:
+        return ok("certificate", valid)
+    renewal = "it is renewed automatically when a node that may admit others is up: `mesh member ls` shows them"
+    return warn("certificate", valid, renewal)
 
 
 def _daemon(facts: Facts) -> Finding:
     if facts.status is None:
-        first = "end it by that pid (`kill -9`), then " if facts.daemon_hangs else ""
+        first = "kill it (`kill -9` and that pid), then " if facts.daemon_hangs else ""
         if facts.certificate_ends_unix is None and not facts.certificate_problem:
             first = "`mesh join INVITE`, or `mesh init NAME`; then "
-        return Finding("daemon", "fail", facts.daemon_problem, f"{first}`mesh up`")
+        return fail("daemon", facts.daemon_problem, f"{first}`mesh up`")
     status = facts.status
-    return Finding("daemon", "ok", f"{status['nick']} runs at {status['address']} (pid {status['pid']})")
+    return ok("daemon", f"{status['nick']} runs at {status['address']} (pid {status['pid']})")
 
 
-def _lending(facts: Facts) -> list[Finding]:
-    """What keeps the machine from ever being lent, by its owner's own words."""
+def _lending(facts: Facts) -> Iterator[Finding]:
+    """Find settings that keep the machine from ever being lent."""
     if facts.policy_problem:
-        return [Finding("policy", "fail", facts.policy_problem, "correct that key; what the file said before goes on")]
-    told = [] if facts.status is None else facts.status.get("lend", {}).get("warnings", [])
-    return [Finding("lending", "warn", warning) for warning in told]
+        yield fail("policy", facts.policy_problem, "correct that key; until then the previous policy applies")
+    elif facts.status is not None:
+        for warning in facts.status.get("lend", {}).get("warnings", []):
+            yield warn("lending", warning)
 
 
-def _port(port: Port) -> Finding:
-    name = f"{port.number}/{port.protocol}"
-    what = "a program of another user" if port.taken_by == "?" else port.taken_by
-    return Finding("ports", "fail", f"{name} is taken by {what}", f"stop it, or `mesh up {port.option} NUMBER`")
+def _ports(ports: Sequence[Port]) -> Iterator[Finding]:
+    names = [f"{port.number}/{port.protocol}" for port in ports]
+    taken = [(name, port) for name, port in zip(names, ports, strict=True) if port.taken_by]
+    for name, port in taken:
+        program = "a program of another user" if port.taken_by == "?" else port.taken_by
+        yield fail("ports", f"{name} is used by {program}", f"stop it, or `mesh up {port.option} NUMBER`")
+    if ports and not taken:
+        yield ok("ports", f"{', '.join(names)} are free")
 
 
-def _multicast_findings(facts: Facts) -> list[Finding]:
-    findings = []
-    for address, problem in facts.multicast.items():
-        if problem:
-            findings.append(
-                Finding(
-                    "multicast",
-                    "warn",
-                    f"does not work on {address}: {problem}",
-                    "allow UDP port 5353 to 224.0.0.251 in the firewall, or name a node: `mesh up --join HOST`",
-                )
-            )
-    network = facts.network
-    if network is None or findings or not facts.multicast:
-        return findings or ([Finding("multicast", "ok", "works on this machine")] if facts.multicast else [])
-    if network["mdns_problem"]:
-        return [Finding("multicast", "warn", network["mdns_problem"])]
-    if network["neighbours"] and not network["neighbours_by_mdns"]:
-        return [
-            Finding(
-                "multicast",
-                "warn",
-                f"{network['neighbours']} nodes are on this network, and mDNS shows none of them: multicast is blocked "
-                "between the machines (a switch, an access point, a firewall)",
-                "nodes that have met remember each other; new ones need `mesh up --join HOST`",
-            )
-        ]
-    return [
-        Finding("multicast", "ok", f"{network['neighbours_by_mdns']} of {network['neighbours']} neighbours seen by it")
-    ]
+def _multicast_findings(facts: Facts) -> Iterator[Finding]:
+    network, problems = facts.network, {address: text for address, text in facts.multicast.items() if text}
+    for address, problem in problems.items():
+        firewall = "allow UDP port 5353 to 224.0.0.251 in the firewall, or name a node: `mesh up --join HOST`"
+        yield warn("multicast", f"does not work on {address}: {problem}", firewall)
+    if problems or not facts.multicast:
+        return
+    if network is None:
+        yield ok("multicast", "works on this machine")
+    elif network["mdns_problem"]:
+        yield warn("multicast", network["mdns_problem"])
+    elif network["neighbours"] and not network["neighbours_by_mdns"]:
+        yield warn(
+            "multicast",
+            f"{plural(network['neighbours'], 'node')} on this network, but mDNS finds none: multicast is blocked "
+            "between the machines (a switch, an access point, a firewall)",
+            "known nodes remember each other; new ones need `mesh up --join HOST`",
+        )
+    else:
+        found, neighbours = network["neighbours_by_mdns"], network["neighbours"]
+        yield ok("multicast", f"{found} of {neighbours} neighbours found by mDNS")
 
 
-def _network(status: dict[str, Any], network: dict[str, Any]) -> list[Finding]:
-    findings = [
-        Finding(topic, "fail", text)
-        for topic, text in status["problems"].items()
-        if topic not in {"clock", "certificate", "mdns", "reach", "policy"}
-    ]
+def _network(status: dict[str, Any], network: dict[str, Any]) -> Iterator[Finding]:
+    for topic, text in status["problems"].items():
+        if topic not in {"clock", "certificate", "mdns", "reach", "policy"}:
+            yield fail(topic, text)
     if not network["others"]:
-        return [
-            *findings,
-            Finding(
-                "others",
-                "warn",
-                "no other node is here",
-                "on another machine: `mesh join` with what `mesh invite` prints here; far away, `mesh up --join HOST` too",
-            ),
-        ]
-    findings.append(Finding("others", "ok", f"{network['others']} other nodes are here"))
-    findings += _versions(status)
-    findings += _reach(status["address"], network["asked"])
-    findings.append(_clock(network["clock_offset_s"], network["clock_peers"]))
-    return findings
+        invite = "on another machine, `mesh join` with the output of `mesh member invite NAME` (or --mine)"
+        yield warn("others", "no other node is up", f"{invite}; on another network also `mesh up --join HOST`")
+        return
+    yield ok("others", f"{plural(network['others'], 'other node')} up")
+    yield from _versions(status)
+    yield from _reach(status["address"], network["asked"])
+    yield _clock(network["clock_offset_s"], network["clock_peers"])
 
 
-def _versions(status: dict[str, Any]) -> list[Finding]:
-    """Two releases in one mesh are meant to be there for as long as an upgrade takes."""
+def _versions(status: dict[str, Any]) -> Iterator[Finding]:
+    """Warn about other releases: they should be in one mesh only during an upgrade."""
     others: dict[str, list[str]] = {}
     for nick, version in status.get("versions", {}).items():
         others.setdefault(version, []).append(nick)
     others.pop(status["version"], None)
-    return [
-        Finding(
-            "versions",
-            "warn",
-            f"this node runs {status['version']}; {', '.join(nicks[:5])}{' ...' if len(nicks) > 5 else ''}: {version}",
-            "bring all nodes to one release, one after the other (docs/upgrade.md)",
+    for version, nicks in sorted(others.items()):
+        text = (
+            f"this node runs {status['version']}; {', '.join(nicks[:5])}{' ...' if len(nicks) > 5 else ''}: {version}"
         )
-        for version, nicks in sorted(others.items())
-    ]
+        yield warn("versions", text, "upgrade the nodes one after the other (docs/how-to/upgrade.md)")
 
 
-def _disk(facts: Facts) -> list[Finding]:
-    if facts.free_bytes is None or facts.free_bytes >= LOW_DISK:
-        return []
-    return [
-        Finding(
+def _disk(facts: Facts) -> Iterator[Finding]:
+    if facts.free_bytes is not None and facts.free_bytes < LOW_DISK:
+        free = f"{facts.free_bytes / 2**30:.1f} GiB are free on the disk of {facts.state}"
+        yield Finding(
             "disk",
             "warn" if facts.free_bytes else "fail",
-            f"{facts.free_bytes / 2**30:.1f} GiB are free where {facts.state} is; checkpoints of others find no room",
-            "free some, `mesh ckpt gc`, `mesh image prune`, or set `store_quota_gib`",
+            f"{free}: no space for checkpoints of other nodes",
+            "free some space, `mesh ckpt gc`, `mesh image prune`, or set `store_quota_gib`",
         )
-    ]
 
 
-def _reach(address: str, asked: list[dict[str, Any]]) -> list[Finding]:
-    port = address.rpartition(":")[2]
+def _reach(address: str, asked: list[dict[str, Any]]) -> Iterator[Finding]:
+    host, _, port = address.rpartition(":")
     silent = [answer for answer in asked if answer["error"]]
-    told = [answer for answer in asked if not answer["error"]]
-    findings = []
-    if silent and not told:
-        names = ", ".join(answer["nick"] for answer in silent)
-        findings.append(
-            Finding(
-                "reaching others",
-                "fail",
-                f"none of {names} answers over TCP ({silent[0]['error']})",
-                f"allow TCP port {port} out of this machine, and into theirs",
-            )
-        )
-    deaf = [answer for answer in told if not answer["udp"] or answer["tcp"] != "acked"]
-    if not told:
-        return findings
-    if not deaf:
-        return [*findings, Finding("address", "ok", f"{len(told)} nodes reach this one at {address}")]
-    nick, seen = deaf[0]["nick"], deaf[0]["seen_host"]
-    who = f"{len(deaf)} of {len(told)} nodes that were asked (as {nick})"
-    if deaf[0]["udp"]:
-        return [
-            *findings,
-            Finding(
-                "TCP",
-                "fail",
-                f"does not come through to {address} from {who} ({deaf[0]['tcp']}); UDP does",
-                f"allow TCP port {port} into this machine: large news and job calls need it",
-            ),
-        ]
-    if deaf[0]["tcp"] == "acked":
-        return [
-            *findings,
-            Finding(
-                "UDP",
-                "fail",
-                f"does not come through to {address} from {who}; TCP does, and is used instead, more slowly",
-                f"allow UDP port {port} into and out of this machine",
-            ),
-        ]
-    elsewhere = f"; they see this machine at {seen}" if seen and seen != address.rpartition(":")[0] else ""
-    return [
-        *findings,
-        Finding(
-            "address",
-            "fail",
-            f"{who} cannot reach this node at {address}, by UDP or by TCP{elsewhere}",
-            f"allow port {port} into this machine, or name the right address: `mesh up --advertise ADDRESS`",
-        ),
-    ]
+    answers = [answer for answer in asked if not answer["error"]]
+    if not answers:
+        if silent:
+            names = ", ".join(answer["nick"] for answer in silent)
+            text = f"none of {names} answers over TCP ({silent[0]['error']})"
+            yield fail("reaching others", text, f"allow outgoing TCP to port {port} here, and incoming there")
+        return
+    unreached = [answer for answer in answers if not answer["udp"] or answer["tcp"] != "acked"]
+    if not unreached:
+        yield ok("address", f"{plural(len(answers), 'node')} can reach this one at {address}")
+        return
+    first = unreached[0]
+    who = f"{len(unreached)} of {len(answers)} asked nodes (for example {first['nick']})"
+    if first["udp"]:
+        text = f"does not reach {address} from {who} ({first['tcp']}); UDP does"
+        yield fail("TCP", text, f"allow incoming TCP port {port}: large messages and calls about jobs need it")
+    elif first["tcp"] == "acked":
+        text = f"does not reach {address} from {who}; TCP does, and is used instead, more slowly"
+        yield fail("UDP", text, f"allow incoming and outgoing UDP port {port}")
+    else:
+        seen = first["seen_host"]
+        elsewhere = f"; they see this machine as {seen}" if seen and seen != host else ""
+        text = f"{who} cannot reach this node at {address}, by UDP or by TCP{elsewhere}"
+        step = f"allow incoming port {port}, or give the right address: `mesh up --advertise ADDRESS`"
+        yield fail("address", text, step)
 
 
 def _clock(offset_s: float | None, peers: int) -> Finding:
     if offset_s is None or abs(offset_s) <= CLOCK_WARN_S:
-        return Finding("clock", "ok", "agrees with the others'")
+        return ok("clock", "agrees with other nodes")
     way = "behind" if offset_s > 0 else "ahead of"
-    text = f"this machine's clock is {abs(offset_s):.0f} s {way} those of {peers} other nodes"
-    if peers < PEERS_NEEDED:
-        return Finding("clock", "warn", text + " (too few to say whose is wrong)", "`timedatectl` on each shows which")
-    state: State = "fail" if abs(offset_s) > CLOCK_GRACE_S else "warn"
-    return Finding("clock", state, text, "`timedatectl set-ntp true`")
+    text = f"this machine's clock is {abs(offset_s):.0f} s {way} the clocks of {plural(peers, 'other node')}"
+    if peers < MIN_PEERS:
+        return warn("clock", text + " (too few to tell which clock is wrong)", "check `timedatectl` on each")
+    judged = fail if abs(offset_s) > CLOCK_GRACE_S else warn
+    return judged("clock", text, "`timedatectl set-ntp true`")
 
 
-def _edge(facts: Facts) -> list[Finding]:
-    """Where it does less than it was asked for, the node still works: only a warning."""
+def _edge(facts: Facts) -> Iterator[Finding]:
+    """Judge the network edge: without all of it the node still works, so a problem is a warning."""
     if facts.status is not None:
         edge = facts.status["edge"]
-        return [Finding("network edge", "warn" if edge["problem"] else "ok", edge_words(edge), edge["next"])]
-    if facts.left:
-        text = f"a daemon that was killed has left on this machine: {facts.left}"
-        return [Finding("leftovers", "warn", text, "`mesh up` puts that right; `mesh down` takes it away")]
-    return []
+        yield Finding("network edge", "warn" if edge["problem"] else "ok", edge_text(edge), edge["next"])
+    elif facts.left:
+        text = f"a killed daemon left on this machine: {facts.left}"
+        yield warn("leftovers", text, "`mesh up` reuses it; `mesh down` removes it")
 
 
 def _engine(name: str, engine: dict[str, Any]) -> Finding:
     detail = f"{engine['detail']}; {engine['isolation']}" if engine["ok"] else engine["detail"]
     return Finding(f"engine {name}", "ok" if engine["ok"] else "warn", detail)
-
-
-def _system(system: dict[str, str]) -> Finding:
-    """Nobody must offer them, so it is never more than said."""
-    return Finding("system checkpoints", "ok", system_words(system))

@@ -1,4 +1,4 @@
-"""`mesh dump`: what somebody needs who is to find out what went wrong here, in one file, without secrets."""
+"""`mesh debug dump`: logs, state and settings of this node in one file without secrets, for a diagnosis."""
 
 import gzip
 import io
@@ -17,11 +17,13 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.telling import patience
-from mesh.cli.terminal import client, json_option, layout, print_json
-from mesh.layout import Layout
-from mesh.redaction import redacted, spellings
+from mesh.cli.output import print_json, say
+from mesh.cli.progress import waiting_for
+from mesh.cli.terminal import client, json_option, layout
+from mesh.daemon.layout import Layout
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.redaction import redacted, spellings
+from mesh.util.text import plural
 
 ANSWERS = {
     "status": "/v1/status",
@@ -38,8 +40,8 @@ ANSWERS = {
     "images": "/v1/images",
     "trust": "/v1/trust",
 }
-FILES = ("config.toml", "policy.toml", "lending.json", "presence.json", "version", "seeds")
-MOST_LOG = 4 << 20  # of the log, its end; ours
+FILES = ("lending.json", "presence.json", "version", "seeds")
+MOST_LOG = 4 << 20  # bytes at the end of the log (own choice)
 KERNEL_LINES = 400
 KERNEL_WORDS = (
     "nvrm",
@@ -59,51 +61,47 @@ PACKAGES = ("aiohttp", "click", "cryptography", "docker", "msgspec", "numpy", "n
 
 @click.command()
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), help="Where to write it (default: here, by name and time)."
+    "-o", "--output", type=click.Path(dir_okay=False), help="File to write (default: mesh-dump-TIME.tar.gz here)."
 )
 @json_option
 @click.pass_context
 def dump(ctx: click.Context, output: str | None, as_json: bool) -> None:
-    """Gather what tells what went wrong here in one .tar.gz, without secrets.
+    """Collect logs, state and settings of this node in one .tar.gz without secrets.
 
-    Keys, invites, tokens and passwords are taken out, however they are written. Names of users, nodes, jobs and files, and the
-    commands of jobs, stay: look at it before you give it to somebody.
+    Keys, invites, tokens and passwords are removed in every spelling. Names of users, nodes, jobs and files stay, and so do the
+    commands of jobs: read it before you give it away.
     """
     where = layout(ctx)
     if not where.root.is_dir():
         raise MeshError(f"there is no node at {where.root}: `mesh --state DIR dump`", ExitCode.NOT_FOUND)
     target = Path(output or time.strftime("mesh-dump-%Y%m%d-%H%M%S.tar.gz")).absolute()
     if target.exists():
-        raise MeshError(f"{target} is there already; name another file with -o")
-    with patience("gathering"):
+        raise MeshError(f"{target} exists already: name another file with -o")
+    with waiting_for("collecting"):
         secrets, unread = secrets_of(where)
-        bundle = {name: redacted(data, secrets) for name, data in gathered(where, lambda path: client(ctx).get(path))}
+        bundle = {name: redacted(data, secrets) for name, data in collected(where, lambda path: client(ctx).get(path))}
         left_out = [name for name, data in bundle.items() if any(one in data for s in secrets for one in spellings(s))]
-        for name in left_out:  # taking one out may have brought the halves of another together
+        for name in left_out:  # removing one may have joined the halves of another
             del bundle[name]
-        told = {"files": sorted(bundle), "left_out": left_out, "unread_secrets": unread}
-        bundle["README.txt"] = redacted(_readme(told).encode(), secrets)
+        summary = {"files": sorted(bundle), "left_out": left_out, "unread_secrets": unread}
+        bundle["README.txt"] = redacted(_readme(summary).encode(), secrets)
         size = _write(target, bundle)
     if as_json:
-        print_json({"schema": 1, "file": str(target), "bytes": size, **told})
+        print_json({"schema": 1, "file": str(target), "bytes": size, **summary})
         return
-    click.echo(str(target))
-    click.echo(
-        f"{len(bundle)} files, {size} bytes; names and commands are in it: look at it before you send it", err=True
-    )
+    say(str(target))
+    say(f"{plural(len(bundle), 'file')}, {size} bytes; it has names and commands: read it before you send it", err=True)
     for problem in unread:
-        click.echo(f"mesh: not all secrets could be looked for: {problem}", err=True)
+        say(f"mesh: some secrets could not be read, and so not removed: {problem}", err=True)
 
 
 def secrets_of(where: Layout) -> tuple[list[bytes], list[str]]:
-    """Every secret that this state directory holds, as bytes; and why some could not be read."""
+    """Return every secret in this state directory, as bytes, and why some could not be read."""
     found: list[bytes] = []
     problems: list[str] = []
     try:
         if where.key.exists():
             found.append(where.key.read_bytes())
-        if where.tls.exists():
-            found += _pem_secrets(where.tls.read_bytes())
         if where.journal.exists():
             found += _journal_secrets(where.journal)
     except (OSError, sqlite3.Error) as error:
@@ -111,19 +109,8 @@ def secrets_of(where: Layout) -> tuple[list[bytes], list[str]]:
     return list(dict.fromkeys(found)), problems
 
 
-def _pem_secrets(pem: bytes) -> list[bytes]:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
-
-    try:
-        key = load_pem_private_key(pem, None)
-    except ValueError:
-        return []
-    der = key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
-    return [der, der[-32:]]  # in PKCS #8 the bytes of an Ed25519 or P-256 key are not far from its end
-
-
 def _journal_secrets(path: Path) -> list[bytes]:
-    from mesh.jobs.shares import decode_share
+    from mesh.checkpoints.key_shares import decode_share
 
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as journal:
         keys = [bytes(row[0]) for row in journal.execute("SELECT key FROM keys")]
@@ -137,17 +124,17 @@ def _journal_secrets(path: Path) -> list[bytes]:
     return keys + shares
 
 
-def gathered(where: Layout, get: Callable[[str], Any]) -> Iterator[tuple[str, bytes]]:
-    """Name and contents of each file, as they are here."""
+def collected(where: Layout, get: Callable[[str], Any]) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each file, before secrets are removed."""
     from mesh.cli.doctor import diagnose, examine
 
     yield "versions.json", _json(_versions())
     yield "doctor.json", _answer(lambda: [_plain(finding) for finding in diagnose(examine(where, get))])
     for name, path in ANSWERS.items():
         yield f"{name}.json", _answer(lambda path=path: get(path))  # type: ignore[misc]
-    for name in FILES:
+    for file in (where.config, where.policy, *(where.root / name for name in FILES)):
         with suppress(OSError):
-            yield name, (where.root / name).read_bytes()
+            yield file.name, file.read_bytes()
     with suppress(OSError), where.log.open("rb") as log:
         log.seek(max(0, where.log.stat().st_size - MOST_LOG))
         yield "daemon.log", log.read()
@@ -179,15 +166,15 @@ def _plain(value: Any) -> Any:
 def _versions() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    from mesh import __version__
-    from mesh.versions import STATE, WIRE
+    from mesh.util.version import VERSION
+    from mesh.util.versions import STATE, WIRE
 
     packages = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {
-        "campus-mesh": __version__,
+        "campus-mesh": VERSION,
         "wire": WIRE,
         "state": STATE,
         "python": platform.python_version(),
@@ -198,7 +185,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _listing(root: Path, depth: int = 2) -> Iterator[str]:
-    """Names, sizes and modes; nothing is opened."""
+    """Yield names, sizes and modes; open no file."""
     for path in sorted(root.iterdir()):
         with suppress(OSError):
             seen = path.lstat()
@@ -217,7 +204,7 @@ def _disks(where: Layout) -> dict[str, Any]:
 
 
 def _kernel() -> bytes:
-    """What the kernel says of GPUs, memory and disks, if this user may read it."""
+    """Return kernel messages about GPUs, memory and disks, if this user may read them."""
     try:
         done = subprocess.run(["dmesg", "--time-format", "iso"], capture_output=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -228,18 +215,18 @@ def _kernel() -> bytes:
     return b"\n".join(lines[-KERNEL_LINES:])
 
 
-def _readme(told: dict[str, Any]) -> str:
+def _readme(summary: dict[str, Any]) -> str:
     lines = [
-        "What `mesh dump` gathered on a node of campus-mesh. Secrets are replaced by [removed].",
-        "Names of users, nodes, jobs and files, and the commands of jobs, are as they were.",
-        *(f"left out, since a secret could not be taken out of it: {name}" for name in told["left_out"]),
-        *(f"not all secrets could be looked for: {problem}" for problem in told["unread_secrets"]),
+        "Collected by `mesh debug dump` on a node of campus-mesh. Secrets are replaced by [removed].",
+        "Names of users, nodes, jobs and files, and the commands of jobs, are unchanged.",
+        *(f"left out, because a secret could not be removed from it: {name}" for name in summary["left_out"]),
+        *(f"some secrets could not be read, and so not removed: {problem}" for problem in summary["unread_secrets"]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _write(target: Path, bundle: dict[str, bytes]) -> int:
-    """Whole or not at all, for its owner's eyes."""
+    """Write the whole archive or nothing, readable by its owner only."""
     whole = io.BytesIO()
     now = int(time.time())
     with gzip.GzipFile(fileobj=whole, mode="wb", filename="") as packed, tarfile.open(fileobj=packed, mode="w") as tar:
@@ -253,7 +240,7 @@ def _write(target: Path, bundle: dict[str, bytes]) -> int:
             file.write(whole.getvalue())
         os.link(temporary, target)
     except OSError as error:
-        raise MeshError(f"{target} cannot be written: {error.strerror}. Name another file with -o") from error
+        raise MeshError(f"cannot write {target}: {error.strerror}. Name another file with -o") from error
     finally:
         temporary.unlink(missing_ok=True)
     return len(whole.getvalue())

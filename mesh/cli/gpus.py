@@ -1,4 +1,4 @@
-"""`mesh gpus`: this machine's GPUs, and what its guests have of them."""
+"""`mesh gpus`: this machine's GPUs, and the share of each guest."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,17 +7,16 @@ import click
 
 from mesh.cli.listing import listing, show
 from mesh.cli.names import JOB
-from mesh.cli.terminal import SIZE, client, job_path, json_option, print_json, table
+from mesh.cli.output import print_json, say, table
+from mesh.cli.terminal import SIZE, client, job_path, json_option
 
 
 @click.group(invoke_without_command=True)
-@click.option(
-    "--receipts", is_flag=True, help="What attempts that have ended used of them, as this node has signed it."
-)
+@click.option("--receipts", is_flag=True, help="Show the signed receipts of ended attempts instead.")
 @listing
 @click.pass_context
 def gpus(ctx: click.Context, /, receipts: bool, **form: bool) -> None:
-    """Show this node's GPUs: what is left of each, and what each job on it has and uses."""
+    """Show this node's GPUs: the free part of each, and what its jobs have and use."""
     if ctx.invoked_subcommand is not None:
         return
     daemon = client(ctx)
@@ -35,29 +34,27 @@ def _draw(answer: dict[str, Any]) -> None:
         spare=["GPU TIME", "MODEL"],
     )
     for problem in _problems(answer):
-        click.echo(f"mesh: {problem}", err=True)
+        say(f"mesh: {problem}", err=True)
 
 
 @gpus.command("set")
 @click.argument("job", type=JOB)
-@click.option("--share", type=click.IntRange(1, 99), help="Per cent of each GPU's time that it is guaranteed.")
-@click.option("--limit", type=click.IntRange(1, 100), help="Per cent that it may use while others leave it idle.")
-@click.option("--vram", "vram_mib", type=SIZE, help="Memory of each GPU that it is guaranteed, as 6g.")
-@click.option(
-    "--vram-limit", "vram_limit_mib", type=SIZE, help="Memory that it may have while no other's share needs it."
-)
+@click.option("--share", type=click.IntRange(1, 99), help="Guaranteed per cent of each GPU's time.")
+@click.option("--limit", type=click.IntRange(1, 100), help="Per cent that it may use while the GPU is idle otherwise.")
+@click.option("--vram", "vram_mib", type=SIZE, help="Guaranteed memory of each GPU, as 6g.")
+@click.option("--vram-limit", "vram_limit_mib", type=SIZE, help="Memory that it may use while no other job needs it.")
 @json_option
 @click.pass_context
 def set_(ctx: click.Context, /, job: str, as_json: bool, **order: int | None) -> None:
-    """Change what JOB has of this node's GPUs, at once. It asks for what it was submitted with wherever it goes next."""
+    """Change the share that JOB has of this node's GPUs, at once. On other nodes it has the share it was submitted with."""
     if all(value is None for value in order.values()):
-        raise click.UsageError("say what is to change: --share, --limit, --vram or --vram-limit", ctx)
+        raise click.UsageError("name a change: --share, --limit, --vram or --vram-limit", ctx)
     answer = client(ctx).post(f"{job_path(job)}/share", order)
     if as_json:
         print_json(answer)
         return
     memory = f"{_gib(answer['vram_mib'])}{_up_to(answer)} GiB"
-    click.echo(f"{answer['share']} % guaranteed, up to {answer['limit']} %, {memory} of each GPU")
+    say(f"{answer['share']} % guaranteed, up to {answer['limit']} %, {memory} of each GPU")
 
 
 @gpus.command()
@@ -65,13 +62,13 @@ def set_(ctx: click.Context, /, job: str, as_json: bool, **order: int | None) ->
 @json_option
 @click.pass_context
 def pause(ctx: click.Context, job: str, as_json: bool) -> None:
-    """Take JOB off this node's GPUs where it is, alive: it computes nothing, and its GPU memory is freed if the driver can."""
+    """Pause JOB on this node's GPUs: it stays alive, and its GPU memory is freed if the driver supports that."""
     answer = client(ctx).post(f"{job_path(job)}/gpu-pause", {"paused": True}, timeout_s=None)
     if as_json:
         print_json(answer)
         return
-    words = "its GPU memory is free" if answer["freed"] else f"its GPU memory stays: {answer['problem']}"
-    click.echo(f"paused; {words}. `mesh gpus resume {job}` lets it go on")
+    memory = "its GPU memory is free" if answer["freed"] else f"its GPU memory is not freed: {answer['problem']}"
+    say(f"paused; {memory}. `mesh gpus resume {job}` resumes it")
 
 
 @gpus.command()
@@ -79,12 +76,12 @@ def pause(ctx: click.Context, job: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def resume(ctx: click.Context, job: str, as_json: bool) -> None:
-    """Let JOB go on where it is, after `mesh gpus pause`, or after it was stopped for being past the guard."""
+    """Resume JOB after `mesh gpus pause`, or after it was stopped because it bypassed the guard."""
     answer = client(ctx).post(f"{job_path(job)}/gpu-pause", {"paused": False}, timeout_s=None)
     if as_json:
         print_json(answer)
         return
-    click.echo("it goes on")
+    say("resumed")
 
 
 def _receipt_jobs(answer: dict[str, Any]) -> Iterable[str]:
@@ -129,12 +126,12 @@ def _job(job: dict[str, Any]) -> list[str]:
 def _problems(answer: dict[str, Any]) -> list[str]:
     jobs = {job["job"]: job for gpu in answer["gpus"] for job in gpu["jobs"]}
     degraded = [
-        f"guard degraded: a program of job {name[:8]} may use {call}, which the guard does not know"
+        f"guard degraded: a program of job {name[:8]} may call {call}, which the guard does not support"
         for name, job in jobs.items()
         for call in job.get("unguarded_calls", [])
     ]
     past = [
-        f"job {job['job'][:8]} is past the guard: {finding['detail']}"
+        f"job {job['job'][:8]} bypasses the guard: {finding['detail']}"
         for gpu in answer["gpus"]
         for job in gpu["jobs"]
         for finding in job.get("findings", [])
@@ -143,7 +140,7 @@ def _problems(answer: dict[str, Any]) -> list[str]:
 
 
 def _up_to(row: dict[str, Any]) -> str:
-    """What it may have of a GPU's memory beyond what it is guaranteed."""
+    """Return the memory that it may use beyond its guarantee."""
     return f" to {_gib(row['vram_limit_mib'])}" if row["vram_limit_mib"] > row["vram_mib"] else ""
 
 

@@ -1,33 +1,35 @@
-"""`mesh image`: which container images may be run, where they are, and bringing them to nodes."""
+"""`mesh image`: the container images that jobs may use, and their transfer between nodes."""
 
 import time
 from typing import Any
 
 import click
 
-from mesh.amount import amount
-from mesh.api.errors import ExitCode, MeshError
+from mesh.api.client import Client
 from mesh.cli.listing import listing, show
 from mesh.cli.names import IMAGE, NODE
-from mesh.cli.telling import patience, telling
-from mesh.cli.terminal import DURATION, client, json_option, print_json, table
-from mesh.client import Client
-from mesh.duration import lasting
+from mesh.cli.output import print_json, say, table
+from mesh.cli.progress import progress, waiting_for
+from mesh.cli.terminal import DURATION, client, json_option
+from mesh.util.byte_text import amount
+from mesh.util.duration import lasting
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.text import plural
 
-LOOK_S = 0.5
-TELL_S = 2.0
+POLL_S = 0.5
+PROGRESS_S = 2.0
 
 
 @click.group()
 def image() -> None:
-    """Container images: which may be run, where they are, and bringing them to nodes. No registry is ever asked."""
+    """Manage the container images that jobs may use, and move them between nodes. No registry is asked."""
 
 
 @image.command("ls")
 @listing
 @click.pass_context
 def list_(ctx: click.Context, /, **form: bool) -> None:
-    """List the images that may be run, who allowed each, and which nodes have it."""
+    """List the allowed images, who allowed each, and which nodes have it."""
     daemon = client(ctx)
     show(form, lambda: daemon.get("/v1/images"), lambda answer: [row["alias"] for row in answer["images"]], _draw)
 
@@ -37,46 +39,45 @@ def _draw(answer: dict[str, Any]) -> None:
         rows = [_row(row) for row in answer["images"]]
         table(["ALIAS", "IMAGE", "SIZE", "SIGNED BY", "HERE", "NODES"], rows)
         if answer["anything"]:
-            click.echo("every other image on a node may be run there too (`*` is on the list)", err=True)
+            say("nodes may also run any other image that they have (`*` is on the list)", err=True)
     else:
-        click.echo(
-            "this mesh has no list of images: what is on a node may be run there, by name, by those whom it accepts; "
-            "`mesh image allow ALIAS` begins a list",
+        say(
+            "this mesh has no list of images: a node runs any image that it has, for the users it accepts. "
+            "`mesh image allow ALIAS` starts a list",
             err=True,
         )
     if answer["by_name"]:
         if answer["listed"]:
-            click.echo("")
+            say()
         table(["BY NAME", "NODES"], [[row["name"], ", ".join(row["nodes"])] for row in answer["by_name"]])
     for alias, row in answer["own"]["allowed"].items():
-        click.echo(f"this node's owner allows {alias} here ({_short(row['id'])})", err=True)
+        say(f"this node's owner allows {alias} here ({_short(row['id'])})", err=True)
     for alias in answer["own"]["denied"]:
-        click.echo(f"this node's owner denies {alias} here", err=True)
+        say(f"this node's owner denies {alias} here", err=True)
     fetched = answer["fetched"]
     if fetched["images"]:
         size = _size(sum(row["bytes"] for row in fetched["images"]))
-        bounds = f"at most {_size(fetched['most_bytes'])}, and each until it was unused for {lasting(fetched['most_unused_s'])}"
-        click.echo(f"fetched from others: {len(fetched['images'])}, {size} ({bounds}; `mesh image prune`)", err=True)
+        bounds = f"at most {_size(fetched['most_bytes'])}, each until unused for {lasting(fetched['most_unused_s'])}"
+        say(
+            f"fetched from other nodes: {plural(len(fetched['images']), 'image')}, {size} ({bounds}; `mesh image prune`)",
+            err=True,
+        )
     for row in answer["images"]:
         if row["problem"]:
-            click.echo(f"mesh: {row['alias']} was not fetched: {row['problem']}", err=True)
+            say(f"mesh: {row['alias']} was not fetched: {row['problem']}", err=True)
 
 
 @image.command()
 @click.argument("alias", type=IMAGE)
-@click.option(
-    "--from", "source", default="", metavar="NAME", help="What it is called on this node's engine, if not ALIAS."
-)
-@click.option(
-    "--id", "id_", default="", metavar="sha256:...", help="An image that is not on this node, by its image id."
-)
-@click.option("--here", is_flag=True, help="On this node alone, whatever the mesh's list says.")
+@click.option("--from", "source", default="", metavar="NAME", help="Its name on this node's engine (default: ALIAS).")
+@click.option("--id", "id_", default="", metavar="sha256:...", help="Id of an image that is not on this node.")
+@click.option("--here", is_flag=True, help="On this node only, whatever the mesh's list says.")
 @json_option
 @click.pass_context
 def allow(ctx: click.Context, alias: str, source: str, id_: str, here: bool, as_json: bool) -> None:
-    """Put an image on the mesh's list under the name ALIAS, signed by this node: jobs may ask for it by that name anywhere.
+    """Put an image on the mesh's list under the name ALIAS, signed by this node. Jobs can then use it on any node.
 
-    The list holds the image's content (both digests), so a tag that is moved later changes nothing. `*` allows every image.
+    The list holds digests, so moving the tag later changes nothing. `*` allows every image.
     """
     order = {"alias": alias, "source": source, "id": id_, "here": here}
     answer = client(ctx).post("/v1/images/allow", order)
@@ -84,42 +85,42 @@ def allow(ctx: click.Context, alias: str, source: str, id_: str, here: bool, as_
         print_json(answer)
         return
     if alias == "*":
-        click.echo("every image on a node may be run there")
+        say("nodes may run every image that they have")
         return
     if answer["by_list"]:
-        click.echo(f"{alias} is not denied here any more: the mesh's list decides ({_short(answer['id'])})")
+        say(f"{alias} is no longer denied here: the mesh's list decides ({_short(answer['id'])})")
         return
     where = "on this node" if here else "on the mesh's list"
     registry = f", in registries {answer['manifest'][:19]}" if answer["manifest"] else ""
-    click.echo(f"{alias} is {_short(answer['id'])}{registry}, {where}")
+    say(f"{alias} is {_short(answer['id'])}{registry}, {where}")
     if answer["first"]:
-        click.echo(
-            "mesh: from now on only what is on the list is started, and what nodes' owners allow on their own; "
-            "`mesh image allow '*'` allows everything again",
+        say(
+            "mesh: from now on nodes run only images on the list, and those that their owners allow with --here; "
+            "`mesh image allow '*'` allows every image again",
             err=True,
         )
     if here and not answer["listed"]:
-        click.echo("mesh: the mesh has no list yet, so everything on this node may be run anyway", err=True)
+        say("mesh: the mesh has no list yet, so this node runs every image that it has anyway", err=True)
     if not answer["on_engine"]:
-        click.echo("mesh: it is not on this node; nodes fetch it from those who have it", err=True)
+        say("mesh: this node does not have it; nodes fetch it from other nodes", err=True)
     if answer["denied_here"]:
-        click.echo(f"mesh: this node's owner denies it here: `mesh image allow {alias} --here` ends that", err=True)
+        say(f"mesh: this node's owner denies it here: `mesh image allow {alias} --here` allows it", err=True)
 
 
 @image.command()
 @click.argument("alias", type=IMAGE)
-@click.option("--mesh", is_flag=True, help="Take it from the mesh's list, for everybody.")
+@click.option("--mesh", is_flag=True, help="Remove it from the mesh's list, for all nodes.")
 @json_option
 @click.pass_context
 def deny(ctx: click.Context, alias: str, mesh: bool, as_json: bool) -> None:
-    """Do not run the image ALIAS on this node, whatever the mesh's list says. Guests that run now are left alone."""
+    """Refuse the image ALIAS on this node, whatever the mesh's list says. Running guests continue."""
     answer = client(ctx).post("/v1/images/deny", {"alias": alias, "mesh": mesh})
     if as_json:
         print_json(answer)
         return
-    click.echo(f"{alias} is {'taken from the list' if mesh else 'denied on this node'}; what runs now is left alone")
+    say(f"{alias} is {'removed from the list' if mesh else 'denied on this node'}; running guests continue")
     if answer["still_allowed_here"]:
-        click.echo(f"mesh: this node's owner still allows it here: `mesh image deny {alias}` ends that", err=True)
+        say(f"mesh: this node's owner still allows it here: `mesh image deny {alias}` denies it", err=True)
 
 
 @image.command()
@@ -127,27 +128,26 @@ def deny(ctx: click.Context, alias: str, mesh: bool, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
-    """Fetch an image of the mesh's list to this node, before a job needs it, from nodes that have it."""
+    """Fetch an image of the mesh's list from another node to this one, before a job needs it."""
     daemon = client(ctx)
     answer = daemon.post("/v1/images/pull", {"alias": alias})
     try:
-        with telling(lambda: f"{alias}: {answer['words']}" if answer["words"] else "", TELL_S):
+        with progress(lambda: f"{alias}: {answer['words']}" if answer["words"] else "", PROGRESS_S):
             while not answer["here"]:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
                 found = [row for row in daemon.get("/v1/images")["images"] if row["id"] == answer["id"]]
                 if not found or found[0]["problem"]:
-                    why = found[0]["problem"] if found else "it is not on the mesh's list any more"
+                    why = found[0]["problem"] if found else "it is no longer on the mesh's list"
                     raise MeshError(why if alias in why else f"{alias}: {why}")
                 answer.update(here=found[0]["here"], words=found[0]["fetching"])
     except KeyboardInterrupt:
-        click.echo(
-            f"\nmesh: it goes on; `mesh image ls` shows how far, `mesh image pull {alias}` waits again", err=True
-        )
+        say(err=True)
+        say(f"mesh: the transfer continues: `mesh image ls` shows it, `mesh image pull {alias}` waits again", err=True)
         raise
     if as_json:
         print_json(answer)
         return
-    click.echo(f"{alias} is here ({_short(answer['id'])})")
+    say(f"{alias} is here ({_short(answer['id'])})")
 
 
 @image.command()
@@ -156,63 +156,64 @@ def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) -> None:
-    """Ask NODES to fetch an image of the mesh's list, and wait until they have it. A node's owner may refuse it."""
+    """Ask NODES to fetch an image of the mesh's list, and wait until they have it. Their owners may refuse."""
     daemon = client(ctx)
     order: dict[str, Any] = {"alias": alias, "nodes": list(nodes)}
-    with patience("asking the nodes"):
+    with waiting_for("asking the nodes"):
         rows = daemon.post("/v1/images/push", order)["nodes"]
 
-    def told() -> str:
-        words = "; ".join(f"{row['node']}: {row['words']}" for row in rows if row["words"])
-        return f"{alias}: {words}" if words else ""
+    def read() -> str:
+        text = "; ".join(f"{row['node']}: {row['words']}" for row in rows if row["words"])
+        return f"{alias}: {text}" if text else ""
 
     try:
-        with telling(told, TELL_S):
+        with progress(read, PROGRESS_S):
             while any(not row["here"] and not row["failed"] for row in rows):
-                time.sleep(LOOK_S)
-                rows = _looked(daemon, order, rows)
+                time.sleep(POLL_S)
+                rows = _refreshed(daemon, order, rows)
     except KeyboardInterrupt:
-        click.echo("\nmesh: they go on; `mesh image ls` shows who has it", err=True)
+        say(err=True)
+        say("mesh: the transfers continue: `mesh image ls` shows which nodes have it", err=True)
         raise
     if as_json:
         print_json({"alias": alias, "nodes": rows})
     else:
         for row in rows:
-            click.echo(f"{row['node']} {'has it' if row['here'] else 'has not got it: ' + row['words']}")
+            say(f"{row['node']} {'has it' if row['here'] else 'does not have it: ' + row['words']}")
     if any(row["failed"] for row in rows):
         raise click.exceptions.Exit(ExitCode.ERROR)
 
 
 @image.command()
-@click.option("--unused", type=DURATION, help="What was not used for so long (default: as image_keep_days says).")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--unused", type=DURATION, help="Only images unused for this long (default: image_keep_days).")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
 @json_option
 @click.pass_context
 def prune(ctx: click.Context, unused: float | None, dry_run: bool, as_json: bool) -> None:
-    """Remove images that were fetched from other nodes, and are not used any more, from this node's engine.
+    """Remove unused images that were fetched from other nodes.
 
-    The daemon does so by itself when they take more than image_keep_gib, or were unused for image_keep_days. What its owner has
-    put there or named himself is never removed, nor what a container is made of, nor what was used in the last ten minutes.
+    The daemon does so itself above image_keep_gib, or after image_keep_days without use. Images that the owner pulled or tagged,
+    images of containers, and images used in the last ten minutes are never removed.
     """
-    with patience("removing images"):
+    with waiting_for("removing images"):
         answer = client(ctx).post("/v1/images/prune", {"unused_s": unused, "dry_run": dry_run}, timeout_s=600)
     if as_json:
         print_json(answer)
         return
     if not answer["images"]:
-        click.echo("nothing is to go: `mesh image ls` shows what was fetched", err=True)
+        say("there is nothing to remove: `mesh image ls` shows the fetched images", err=True)
     for row in answer["images"]:
-        what = "stays" if not row["gone"] else "would go" if dry_run else "is gone"
-        told = f"unused for {lasting(row['unused_s'])}: {row['words']}"
-        click.echo(f"{row['alias']} ({_short(row['id'])}, {_size(row['bytes'])}) {what}; {told}")
+        what = "stays" if not row["gone"] else "would be removed" if dry_run else "removed"
+        reason = f"unused for {lasting(row['unused_s'])}: {row['words']}"
+        say(f"{row['alias']} ({_short(row['id'])}, {_size(row['bytes'])}) {what}; {reason}")
 
 
-def _looked(daemon: Client, order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How far they are; who has settled stays as it is. One that was started anew meanwhile knows nothing of it."""
+def _refreshed(daemon: Client, order: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the present state of nodes that have not finished. A node that was restarted has forgotten the request."""
     now = daemon.post("/v1/images/push", {**order, "look": True})["nodes"]
     for row in now:
         if not row["here"] and not row["words"]:
-            row.update(failed=True, words="it does not fetch it any more; ask again")
+            row.update(failed=True, words="it no longer fetches the image: push it again")
     return [old if old["here"] or old["failed"] else new for old, new in zip(rows, now, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""`mesh exec`, `attach`, `forward` and `jupyter`: into a job that runs somewhere, from here. docs/interactive.md."""
+"""`mesh exec`, and `mesh job attach`, `forward` and `jupyter`: access to a running job (docs/how-to/interactive.md)."""
 
 import asyncio
 import re
@@ -10,15 +10,18 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.jobs import OVER, exit_code, follow_log, submit_job
+from mesh.api.client import Client
+from mesh.cli.job_options import job_settings
+from mesh.cli.jobs import exit_code, follow_log, raw_option, submit_job
 from mesh.cli.names import JOB
-from mesh.cli.order import job_settings
-from mesh.cli.terminal import DURATION, client, job_path, json_option, layout, print_json
-from mesh.client import Client
+from mesh.cli.output import print_json, say
+from mesh.cli.terminal import DURATION, client, job_path, json_option, layout
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.text import OVER, job_text
 
-LOOK_S = 0.5  # at the state of a job that is followed; ours
-FIRST_PORT = 8888  # as JupyterLab itself has it
+POLL_S = 0.5  # of the state of a job that is followed (own choice)
+NOTE_LIMIT = 4096  # characters of a line for the user (own choice)
+FIRST_PORT = 8888  # JupyterLab's default
 TOKEN_PIECES = re.compile(r"[A-Za-z0-9_-]{20,200}")
 FORWARD = re.compile(r"(?:(\d{1,5}):)?(?:(\d{1,5})|([A-Za-z0-9][A-Za-z0-9._-]{0,63}))")
 NOTEBOOKS = "notebooks"
@@ -27,25 +30,25 @@ START = f"import os; exec(os.environ['{PROGRAM}'])"
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
-@click.option("-T", "--no-terminal", is_flag=True, help="Plain pipes, also on a terminal.")
+@click.option("-T", "--no-terminal", is_flag=True, help="Use pipes, also on a terminal.")
 @click.argument("job", type=JOB)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def exec_(ctx: click.Context, no_terminal: bool, job: str, command: tuple[str, ...]) -> None:
-    """Run COMMAND beside JOB, in its container or namespaces, with its files and variables: mesh exec JOB -- nvidia-smi.
+    """Run COMMAND next to JOB, in its container or namespaces, with its files and variables: mesh exec JOB -- nvidia-smi.
 
-    On a terminal it has one too (`~.` at the beginning of a line leaves it); else its streams are pipes. Exits as COMMAND does.
+    On a terminal COMMAND gets a terminal (`~.` at the beginning of a line detaches), otherwise pipes. Exits with its exit code.
     """
     from mesh.cli.tunnel import is_terminal, run_command
 
     argv = command[1:] if command[0] == "--" else command
     if not argv:
-        raise click.UsageError("no COMMAND is named: mesh exec JOB -- COMMAND")
+        raise click.UsageError("COMMAND is missing: mesh exec JOB -- COMMAND")
     daemon = client(ctx)
-    found = _going(daemon, job)
+    found = _unfinished(daemon, job)
     terminal = is_terminal() and not no_terminal
-    code = asyncio.run(run_command(layout(ctx).socket, found["job"], argv, terminal, _say))
-    # The thread that reads the input may stand in a read for ever.
+    code = asyncio.run(run_command(layout(ctx).socket, found["job"], argv, terminal, _report))
+    # The thread that reads the input may be blocked in a read.
     sys.stdout.flush()
     ctx.exit(code)
 
@@ -55,86 +58,89 @@ exec = exec_
 
 @click.command()
 @click.argument("job", type=JOB)
+@raw_option
 @click.pass_context
-def attach(ctx: click.Context, job: str) -> None:
-    """Follow JOB: its output, and beside it its state. Ctrl-C leaves it running. What it reads is nothing: use `mesh exec`."""
+def attach(ctx: click.Context, job: str, raw: bool) -> None:
+    """Follow the output and state of JOB, and exit with its exit code. Ctrl-C leaves it running. For input use `mesh exec`."""
     daemon = client(ctx)
     found = daemon.get(job_path(job))["job"]
     name = found["job"][:8]
-    _say(_state(found))
-    watching = threading.Thread(target=_tell_states, args=(daemon, found), name="states", daemon=True)
+    _report(job_text(found))
+    watching = threading.Thread(target=_report_states, args=(daemon, found), name="states", daemon=True)
     watching.start()
     try:
-        follow_log(daemon, found["job"], lambda words: None)
+        follow_log(daemon, found["job"], lambda words: None, raw=raw)
     except KeyboardInterrupt:
-        click.echo(
-            f"\nmesh: detached; job {name} goes on. `mesh attach {name}` comes back, `mesh cancel {name}` ends it",
+        say(err=True)
+        say(
+            f"mesh: detached; job {name} continues. `mesh job attach {name}` returns, `mesh cancel {name}` ends it",
             err=True,
         )
         ctx.exit(0)
     state = daemon.get(f"/v1/jobs/{found['job']}")["job"]
-    _say(_state(state))
+    _report(job_text(state))
     ctx.exit(exit_code(state))
 
 
 @click.command()
 @click.argument("job", type=JOB)
 @click.argument("ports", metavar="[LOCAL:]PORT", nargs=-1, required=True)
+@json_option
 @click.pass_context
-def forward(ctx: click.Context, job: str, ports: tuple[str, ...]) -> None:
-    """Reach a PORT on JOB's own loopback (or a socket NAME in its $MESH_CTL_DIR) at a port of 127.0.0.1 here, until Ctrl-C.
+def forward(ctx: click.Context, job: str, ports: tuple[str, ...], as_json: bool) -> None:
+    """Forward a port of 127.0.0.1 here to PORT on JOB's loopback, or to socket NAME in its $MESH_CTL_DIR, until Ctrl-C.
 
-    It goes through the mesh's own connection; the job needs no network. If the job moves, the tunnel goes after it.
+    The tunnel uses the mesh's connection, so the job needs no network. It follows the job when that moves.
     """
     wanted = [_parse_forward(text) for text in ports]
     daemon = client(ctx)
-    found = _going(daemon, job)
+    found = _unfinished(daemon, job)
     _until_interrupted(
-        _forward(layout(ctx).socket, daemon, found, wanted), ctx, lambda: f"job {found['job'][:8]} goes on"
+        _forward(layout(ctx).socket, daemon, found, wanted, as_json), ctx, lambda: f"job {found['job'][:8]} continues"
     )
 
 
 @click.command()
 @job_settings
 @click.option(
-    "--idle", type=DURATION, default=3600.0, help="End it when nothing in it was used this long (default 1h; 0: never)."
+    "--idle", type=DURATION, default=3600.0, help="End the session after this idle time (default 1h; 0: never)."
 )
-@click.option("--port", type=click.IntRange(0, 65_535), help=f"Port here (default: {FIRST_PORT}, or any that is free).")
-@click.option("--job", "back", type=JOB, metavar="JOB", help="Come back to one that runs.")
+@click.option("--port", type=click.IntRange(0, 65_535), help=f"Local port (default: {FIRST_PORT}, or any free one).")
+@click.option("--job", "back", type=JOB, metavar="JOB", help="Return to a running session.")
 @json_option
 @click.pass_context
 def jupyter(
     ctx: click.Context, /, idle: float, port: int | None, back: str | None, as_json: bool, **options: Any
 ) -> None:
-    """JupyterLab on a node of the mesh, for the browser here: prints its address. Ctrl-C leaves it running.
+    """Start JupyterLab on a node of the mesh and print its address for a browser here. Ctrl-C leaves it running.
 
-    What is in its folder `notebooks` is kept as a checkpoint, and comes along if it has to move; kernels start anew there.
+    Its folder `notebooks` is saved as a checkpoint and moves along with the session; kernels restart after a move.
     """
     if options["array"] or options["nodes"] != (1, 1):
-        raise click.UsageError("JupyterLab is one job on one node: without --array and --nodes")
+        raise click.UsageError("JupyterLab is one job on one node: leave out --array and --nodes")
     daemon = client(ctx)
     if back is not None:
-        job = _going(daemon, back)["job"]
+        job = _unfinished(daemon, back)["job"]
     else:
         job = _start(daemon, idle, options)
-        _say(f"job {job[:8]} submitted")
-    seat = _jupyter(layout(ctx).socket, daemon, job, port, as_json)
+        _report(f"job {job[:8]} submitted")
+    session = _jupyter(layout(ctx).socket, daemon, job, port, as_json)
 
     def left() -> str:
         name = job[:8]
-        ends = f", until it was idle for {idle / 60:g} min" if idle and back is None else ""
-        return f"the session goes on as job {name}{ends}. `mesh jupyter --job {name}` comes back, `mesh cancel {name}` ends it"
+        ends = f", until it has been idle for {idle / 60:g} min" if idle and back is None else ""
+        return f"the session continues as job {name}{ends}. `mesh job jupyter --job {name}` returns, `mesh cancel {name}` ends it"
 
-    _until_interrupted(seat, ctx, left)
+    _until_interrupted(session, ctx, left)
 
 
 # --- jupyter
 
 
 def _start(daemon: Client, idle_s: float, options: dict[str, Any]) -> str:
-    import mesh.notebook
+    import mesh.sdk.jupyter
 
-    program = Path(mesh.notebook.__file__).read_text(encoding="utf-8")
+    program = Path(mesh.sdk.jupyter.__file__).read_text(encoding="utf-8")
     options["name"] = options["name"] or "jupyter"
     options["ckpt"] = options["ckpt"] or NOTEBOOKS
     options["env"] = (*options["env"], f"{PROGRAM}={program}")
@@ -143,35 +149,35 @@ def _start(daemon: Client, idle_s: float, options: dict[str, Any]) -> str:
 
 
 async def _jupyter(socket_path: Path, daemon: Client, job: str, port: int | None, as_json: bool) -> int:
-    """Wait for it, say where it is, and keep the way open; again after each move. Its end as an exit code."""
+    """Wait for the server, print its address, and forward the port; again after each move. Return the exit code."""
     from mesh.cli.tunnel import Dialler, Forwarder
-    from mesh.notebook import SAYS, SOCKET, base_url
+    from mesh.sdk.jupyter import SAYS, SOCKET, base_url
 
-    way = f"socket-{SOCKET}"
+    target = f"socket-{SOCKET}"
     async with Dialler(socket_path) as dialler:
-        forwarder = Forwarder(dialler, job, way, _say)
-        notes = threading.Thread(target=_tell_notes, args=(daemon, job, SAYS), name="notes", daemon=True)
+        forwarder = Forwarder(dialler, job, target, _report)
+        notes = threading.Thread(target=_report_notes, args=(daemon, job, SAYS), name="notes", daemon=True)
         notes.start()
-        at, told, shown = 0, "", ""
+        at, reported, shown = 0, "", ""
         try:
             while True:
                 state = await asyncio.to_thread(_look, daemon, job)
                 if state["state"] in OVER:
-                    notes.join(LOOK_S)
-                    _say(_state(state))
+                    notes.join(POLL_S)
+                    _report(job_text(state))
                     return exit_code(state)
                 token = await _token(daemon, job, state) if state["state"] == "running" else ""
-                if token and token != shown and await _answers(dialler, job, way):
+                if token and token != shown and await _answers(dialler, job, target):
                     at = at or await _listen(forwarder, port)
-                    again = "it started anew there: the page has a new address" if shown else ""
+                    again = "it has restarted: the page has a new address" if shown else ""
                     shown = token
                     url = f"http://127.0.0.1:{at}{base_url(job)}lab?token={token}"
                     _announce(job, state["node"], url, again, as_json)
-                words = _state(state)
-                if words != told and (not shown or state["state"] != "running"):
-                    _say(words)
-                told = words
-                await asyncio.sleep(LOOK_S)
+                words = job_text(state)
+                if words != reported and (not shown or state["state"] != "running"):
+                    _report(words)
+                reported = words
+                await asyncio.sleep(POLL_S)
         finally:
             forwarder.close()
 
@@ -186,8 +192,8 @@ async def _listen(forwarder: Any, port: int | None) -> int:
 
 
 async def _token(daemon: Client, job: str, state: dict[str, Any]) -> str:
-    """Of the server that runs now; empty while there is none. MeshError if its node lets nobody in."""
-    from mesh.notebook import TOKEN
+    """Return the token of the running server; empty if there is none. MeshError if its node forbids sessions."""
+    from mesh.sdk.jupyter import TOKEN
 
     try:
         text = (await asyncio.to_thread(daemon.get, f"/v1/jobs/{job}/control/{TOKEN}"))["text"].strip()
@@ -198,9 +204,9 @@ async def _token(daemon: Client, job: str, state: dict[str, Any]) -> str:
     return text if TOKEN_PIECES.fullmatch(text) else ""
 
 
-async def _answers(dialler: Any, job: str, way: str) -> bool:
+async def _answers(dialler: Any, job: str, target: str) -> bool:
     try:
-        async with dialler.opened(job, way):
+        async with dialler.opened(job, target):
             return True
     except MeshError:
         return False
@@ -210,34 +216,35 @@ def _announce(job: str, node: str, url: str, again: str, as_json: bool) -> None:
     if as_json:
         print_json({"job": job, "node": node, "url": url})
     else:
-        _say(f"JupyterLab runs on {node}" + (f"; {again}" if again else ""))
-        click.echo(url)
+        _report(f"JupyterLab runs on {node}" + (f"; {again}" if again else ""))
+        say(url)
     sys.stdout.flush()
-    _say("Ctrl-C closes the way there; the session goes on")
+    _report("Ctrl-C closes the tunnel; the session continues")
 
 
-def _tell_notes(daemon: Client, job: str, marked: str) -> None:
-    """Lines of the job's output that are meant for who sits before it."""
+def _report_notes(daemon: Client, job: str, marked: str) -> None:
+    """Report marked lines of the job's output, which are meant for its user."""
     rest = ""
     while True:
         try:
             for piece in daemon.stream(f"/v1/jobs/{job}/log?follow=1"):
                 *lines, rest = (rest + piece.decode(errors="replace")).split("\n")
+                rest = rest[:NOTE_LIMIT]
                 for line in lines:
                     if line.startswith(marked):
-                        _say(line.removeprefix(marked))
+                        _report(line.removeprefix(marked))
             if daemon.get(f"/v1/jobs/{job}")["job"]["outcome"] is not None:
                 return
         except MeshError:
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 # --- forward
 
 
 def _parse_forward(text: str) -> tuple[int, str]:
-    """`8080:80`, `80`, `8080:app.sock` or `app.sock`: the port here (0 for any), and the way there."""
+    """Parse `8080:80`, `80`, `8080:app.sock` or `app.sock`: the local port (0 for any), and the target in the job."""
     found = FORWARD.fullmatch(text)
     if found is None or any(number and not 1 <= int(number) <= 65_535 for number in found.groups()[:2]):
         raise click.BadParameter(f"{text!r} is neither [LOCAL:]PORT nor [LOCAL:]NAME of a socket", param_hint="PORT")
@@ -247,17 +254,24 @@ def _parse_forward(text: str) -> tuple[int, str]:
     return int(local or 0), f"socket-{name}"
 
 
-async def _forward(socket_path: Path, daemon: Client, found: dict[str, Any], wanted: list[tuple[int, str]]) -> int:
+async def _forward(
+    socket_path: Path, daemon: Client, found: dict[str, Any], wanted: list[tuple[int, str]], as_json: bool
+) -> int:
     from mesh.cli.tunnel import Dialler, Forwarder
 
     job = found["job"]
     async with Dialler(socket_path) as dialler:
-        forwarders = [(Forwarder(dialler, job, way, _say), local, way) for local, way in wanted]
+        forwarders = [(Forwarder(dialler, job, target, _report), local, target) for local, target in wanted]
         try:
-            for forwarder, local, way in forwarders:
-                await forwarder.try_it()
-                at = await forwarder.listen(local)
-                click.echo(f"127.0.0.1:{at} leads to {way.replace('-', ' ', 1)} of job {job[:8]} on {found['node']}")
+            ports = []
+            for forwarder, local, target in forwarders:
+                await forwarder.check()
+                ports.append({"local": await forwarder.listen(local), "target": target.replace("-", " ", 1)})
+            if as_json:
+                print_json({"job": job, "node": found["node"], "ports": ports})
+            else:
+                for port in ports:
+                    say(f"127.0.0.1:{port['local']} leads to {port['target']} of job {job[:8]} on {found['node']}")
             sys.stdout.flush()
             return await _follow_moves(daemon, found)
         finally:
@@ -266,32 +280,32 @@ async def _forward(socket_path: Path, daemon: Client, found: dict[str, Any], wan
 
 
 async def _follow_moves(daemon: Client, found: dict[str, Any]) -> int:
-    """Until the job is over; says where it goes."""
+    """Report the job's moves until it has ended."""
     node, waits = found["node"], False
     while True:
         state = await asyncio.to_thread(_look, daemon, found["job"])
         if state["state"] in OVER:
-            _say(_state(state))
+            _report(job_text(state))
             return 0
         if state["state"] == "running" and (state["node"] != node or waits):
-            _say(f"job {state['job'][:8]} runs on {state['node']} now; the tunnel leads there")
+            _report(f"job {state['job'][:8]} runs on {state['node']} now; the tunnel follows it")
             node, waits = state["node"], False
         elif state["state"] != "running" and not waits:
-            _say(f"{_state(state)}; new connections wait for it")
+            _report(f"{job_text(state)}; new connections wait")
             waits = True
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
-# --- all of them
+# --- shared
 
 
-def _going(daemon: Client, job: str) -> dict[str, Any]:
-    """The job, unless it is over."""
+def _unfinished(daemon: Client, job: str) -> dict[str, Any]:
+    """Return the job; MeshError if it has ended."""
     found: dict[str, Any] = daemon.get(job_path(job))["job"]
     if found["outcome"] is not None:
         name = found["job"][:8]
         raise MeshError(
-            f"job {name} is over ({found['state']}): `mesh logs {name}` shows its output", ExitCode.NOT_FOUND
+            f"job {name} has ended ({found['state']}): `mesh logs {name}` shows its output", ExitCode.NOT_FOUND
         )
     return found
 
@@ -301,33 +315,28 @@ def _look(daemon: Client, job: str) -> dict[str, Any]:
     return state
 
 
-def _state(state: dict[str, Any]) -> str:
-    where = f" on {state['node']}" if state["node"] and state["state"] not in OVER else ""
-    return f"job {state['job'][:8]} is {state['state']}{where}" + (f": {state['detail']}" if state["detail"] else "")
+def _report(text: str) -> None:
+    say(f"mesh: {text}", err=True)
 
 
-def _say(text: str) -> None:
-    click.echo(f"mesh: {text}", err=True)
-
-
-def _tell_states(daemon: Client, state: dict[str, Any]) -> None:
-    told = _state(state)
+def _report_states(daemon: Client, state: dict[str, Any]) -> None:
+    reported = job_text(state)
     while state["state"] not in OVER:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         try:
             state = _look(daemon, state["job"])
         except MeshError:
             return
-        if (words := _state(state)) != told and state["state"] not in OVER:
-            _say(words)
-            told = words
+        if (words := job_text(state)) != reported and state["state"] not in OVER:
+            _report(words)
+            reported = words
 
 
 def _until_interrupted(work: Any, ctx: click.Context, left: Any) -> None:
     try:
         code = asyncio.run(work)
     except KeyboardInterrupt:
-        click.echo("", err=True)
-        _say(left())
+        say(err=True)
+        _report(left())
         code = 0
     ctx.exit(code)

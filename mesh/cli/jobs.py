@@ -1,133 +1,132 @@
-"""`mesh run`, `submit`, `ps`, `logs`, `cancel`, `pull`, `events`: what a user does with jobs."""
+"""`mesh run`, `submit`, `ps`, `logs`, `wait`, `cancel`, and `mesh job migrate`, `events` and `recover`."""
 
 import json
-import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mesh.amount import amount, part
-from mesh.api.errors import ExitCode, MeshError
-from mesh.cli.jobfile import JobCommand, job_file, printed_file
+from mesh.api.client import Client
+from mesh.cli.job_file import JobCommand, job_file, printed_file
+from mesh.cli.job_options import job_options, make_order
 from mesh.cli.listing import listing, show
 from mesh.cli.names import JOB, NODE
-from mesh.cli.order import job_options, make_order
-from mesh.cli.telling import patience, telling
-from mesh.cli.terminal import (
-    DURATION,
-    ago,
-    client,
-    job_path,
-    json_option,
-    print_json,
-    quote,
-    table,
-)
-from mesh.client import Client
-from mesh.duration import lasting
-from mesh.words import doing, saving_words
+from mesh.cli.output import Output, confirm, print_json, print_text, say, table
+from mesh.cli.progress import progress, report, waiting_for
+from mesh.cli.terminal import DURATION, ago, client, job_path, json_option, quote
+from mesh.util.byte_text import amount, part
+from mesh.util.duration import lasting, parse_duration
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.text import OVER, doing, plural, saving_words, state_text
 
-OVER = {"done", "failed", "cancelled"}
+STATES = ("pending", "starting", "running", "vacating", "frozen", "stranded", "cancelling", *sorted(OVER))
 POLL_S = 0.3
 WATCH_S = 0.5
-UNHEARD_LOOKS = 10  # at the events of a job that is over, for the word of whoever ended it
+LAST_LOOKS = 10  # at the events of an ended job, for the last event of the node that ended it
+TAIL_BYTES, TAIL_LINE_BYTES = 64 << 20, 1 << 20  # of `--tail`, which keeps them in memory (own choice)
 CANCEL_S = 15.0
-ARRIVING_S = 2.0  # between two looks at how far files are; ours
-MOVE_S = 90.0  # the usual grace, a restore, and some
+PROGRESS_S = 2.0  # between two reports of a transfer (own choice)
+MOVE_S = 90.0  # the usual grace, a restore, and a margin
+
+raw_option = click.option(
+    "--raw", is_flag=True, help="Print the output to a terminal as it is, with all that controls the terminal."
+)
 
 
 def submit_job(daemon: Client, command: tuple[str, ...], options: dict[str, Any], **more: Any) -> dict[str, Any]:
     order = {**make_order(command, options), **more}
-    with packing(daemon):
+    with packing_progress(daemon):
         answer: dict[str, Any] = daemon.post("/v1/jobs", order, timeout_s=600)
     if answer["warning"]:
-        click.echo(f"mesh: {answer['warning']}", err=True)
+        say(f"mesh: {answer['warning']}", err=True)
     return answer
 
 
 @click.command(cls=JobCommand)
 @job_file
 @job_options
-@click.option("--out", metavar="DIR", help="Bring the job's published files to DIR when it is over.")
+@click.option("--out", metavar="DIR", help="Write the job's published files to DIR when it has ended.")
 @json_option
 @click.pass_context
 def submit(
     ctx: click.Context, /, command: tuple[str, ...], out: str | None, as_json: bool, print_file: bool, **options: Any
 ) -> None:
-    """Submit COMMAND to the mesh. Prints the job's id; the rest goes to standard error."""
+    """Submit COMMAND to the mesh and print the job's id."""
     if print_file:
-        click.echo(printed_file(ctx), nl=False)
+        print_text(printed_file(ctx))
         return
-    home = {"out": str(Path(out).resolve())} if out is not None else {}
-    answer = submit_job(client(ctx), command, options, **home)
+    more = {"out": str(Path(out).resolve())} if out is not None else {}
+    answer = submit_job(client(ctx), command, options, **more)
     if as_json:
         print_json(answer)
         return
-    click.echo(answer["job"])
+    say(answer["job"])
     short = answer["job"][:8]
     size = f" with {amount(answer['workdir_bytes'])} of files" if answer["workdir_bytes"] else ""
-    what = f"submitted {len(answer['jobs'])} jobs" if options["array"] else "submitted"
-    who = f"{answer['witnesses']} nodes keep" if answer["witnesses"] != 1 else "one node keeps"
-    click.echo(f"{what}{size}; {who} {'each' if options['array'] else 'its'} record. Next:", err=True)
-    if options["array"]:
-        first = f"{short}_{options['array'][0][0]}"
-        for line in (f"mesh ps {short}", f"mesh logs -f {first}", f"mesh wait {short}", f"mesh cancel {short}"):
-            click.echo(f"  {line}", err=True)
-        return
-    for line in (f"mesh logs -f {short}", f"mesh why {short}", f"mesh cancel {short}"):
-        click.echo(f"  {line}", err=True)
+    what = f"submitted {plural(len(answer['jobs']), 'job')}" if options["array"] else "submitted"
+    keep = f"{plural(answer['witnesses'], 'node')} keep{'s' if answer['witnesses'] == 1 else ''}"
+    say(f"{what}{size}; {keep} {'each' if options['array'] else 'its'} record. Next:", err=True)
+    follow = f"{short}_{options['array'][0][0]}" if options["array"] else short
+    show_state = (f"mesh ps {short}", f"mesh wait {short}") if options["array"] else (f"mesh why {short}",)
+    for line in (f"mesh logs -f {follow}", *show_state, f"mesh cancel {short}"):
+        say(f"  {line}", err=True)
 
 
 @click.command(cls=JobCommand)
 @job_file
 @job_options
-@click.option("--out", metavar="DIR", help="Fetch the job's published files into DIR when it is done.")
+@click.option("--out", metavar="DIR", help="Write the job's published files to DIR when it has ended.")
+@raw_option
 @click.pass_context
-def run(ctx: click.Context, /, command: tuple[str, ...], out: str | None, print_file: bool, **options: Any) -> None:
-    """Run COMMAND on the mesh and follow its output. Ctrl-C once: leave it running; twice: cancel it."""
+def run(
+    ctx: click.Context, /, command: tuple[str, ...], out: str | None, raw: bool, print_file: bool, **options: Any
+) -> None:
+    """Run COMMAND on the mesh, follow its output and exit with its exit code. Ctrl-C leaves it running; twice cancels it.
+
+    As with `docker run`, exit code 125 means that mesh failed or the job ended without an exit code, 126 that COMMAND cannot be
+    executed, and 127 that it was not found.
+    """
     if print_file:
-        click.echo(printed_file(ctx), nl=False)
+        print_text(printed_file(ctx))
         return
     if options["array"]:
-        raise click.UsageError("an array has many outputs to follow: use `mesh submit --array`, then `mesh logs`")
+        raise click.UsageError("an array has several outputs: use `mesh submit --array`, then `mesh logs`")
     daemon = client(ctx)
     job = submit_job(daemon, command, options)["job"]
-    click.echo(f"job {job[:8]} submitted", err=True)
+    say(f"job {job[:8]} submitted", err=True)
     try:
-        with under_way(daemon, job):
-            follow_log(daemon, job)
+        with job_progress(daemon, job):
+            follow_log(daemon, job, raw=raw)
     except KeyboardInterrupt:
         try:
-            click.echo(
-                f"\nstill running; `mesh logs -f {job[:8]}` follows it again. Ctrl-C once more cancels it.", err=True
+            say(err=True)
+            say(
+                f"the job goes on: `mesh logs -f {job[:8]}` follows it again. Press Ctrl-C once more to cancel it.",
+                err=True,
             )
             time.sleep(2.0)
         except KeyboardInterrupt:
             daemon.post(f"/v1/jobs/{job}/cancel")
-            click.echo("cancelled", err=True)
-            ctx.exit(int(ExitCode.JOB_CANCELLED))
+            say("cancelled", err=True)
+            ctx.exit(int(ExitCode.INTERRUPTED))
         ctx.exit(0)
     state = daemon.get(f"/v1/jobs/{job}")["job"]
-    outcome = state["outcome"]
-    if out is not None and outcome is not None:
-        answer = _pull(daemon, f"/v1/jobs/{job}", out)
-        click.echo(f"{_files(answer)} in {answer['destination']}", err=True)
+    if out is not None and state["outcome"] is not None:
+        with waiting_for("fetching its files"):
+            answer = daemon.post(f"/v1/jobs/{job}/pull", {"destination": str(Path(out).resolve())}, timeout_s=3600)
+        say(f"{plural(answer['files'], 'file')} in {answer['destination']}", err=True)
     ctx.exit(exit_code(state))
 
 
-def _files(answer: dict[str, Any]) -> str:
-    return f"{answer['files']} file{'' if answer['files'] == 1 else 's'}"
-
-
-def packing(daemon: Client) -> AbstractContextManager[None]:
-    """Tells how far the working directory is that is being submitted."""
+def packing_progress(daemon: Client) -> AbstractContextManager[None]:
+    """Report how far the working directory of a submission is."""
     begun = time.monotonic()
 
-    def look() -> str:
+    def read() -> str:
         passed_s = time.monotonic() - begun
         try:
             rows = daemon.get("/v1/transfers")["transfers"]
@@ -142,14 +141,13 @@ def packing(daemon: Client) -> AbstractContextManager[None]:
             return f"copying the working directory to other nodes: {', '.join(copies)}"
         return f"packing the working directory ... {passed_s:.0f} s"
 
-    return telling(look, ARRIVING_S)
+    return progress(read, PROGRESS_S)
 
 
-def under_way(daemon: Client, job: str) -> AbstractContextManager[None]:
-    """Tells how far it is with what the job waits for: its image, its files, its checkpoint before it starts; what it has saved
-    when it ends or has to leave."""
+def job_progress(daemon: Client, job: str) -> AbstractContextManager[None]:
+    """Report what a job waits for: its image, files or checkpoint before it starts; what it saves at its end."""
 
-    def look() -> str:
+    def read() -> str:
         try:
             state = daemon.get(f"/v1/jobs/{job}")["job"]
         except MeshError:
@@ -158,35 +156,53 @@ def under_way(daemon: Client, job: str) -> AbstractContextManager[None]:
             return str(state["detail"])
         return "" if state["state"] == "running" else saving_words(state["saving"])
 
-    return telling(look, ARRIVING_S)
+    return progress(read, PROGRESS_S)
+
+
+class Since(click.ParamType[int]):
+    """A time in the past: `10m` ago, or a date with or without a time; converted to Unix milliseconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        from datetime import datetime
+
+        with suppress(ValueError):
+            return max(0, int(1000 * (time.time() - parse_duration(value))))
+        try:
+            return max(0, int(1000 * datetime.fromisoformat(value).timestamp()))
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is neither a duration (10m) nor a time (2026-12-01T08:00)", param, ctx)
 
 
 def exit_code(state: dict[str, Any]) -> int:
-    """What `run` exits with: the job's own code, or 103 if it was cancelled."""
+    """Return the exit code of `run`: the job's own, or 125 if it has none (cancelled, never started, out of time)."""
     outcome = state["outcome"]
-    if outcome is None:
-        return int(ExitCode.ERROR)
-    if outcome["kind"] == "cancelled":
-        return int(ExitCode.JOB_CANCELLED)
-    if outcome["kind"] == "failed":
-        return int(outcome["exit_code"] or ExitCode.JOB_FAILED)
-    return 0
+    if outcome is not None and outcome["kind"] == "done":
+        return 0
+    code = outcome["exit_code"] if outcome is not None and outcome["kind"] == "failed" else None
+    return int(code or ExitCode.NO_EXIT_CODE)
 
 
 def follow_log(
-    daemon: Client, job: str, tell: Callable[[str], None] = lambda words: click.echo(f"mesh: {words}", err=True)
+    daemon: Client,
+    job: str,
+    show: Callable[[str], None] = report,
+    query: str = "",
+    skip: int = 0,
+    raw: bool = False,
 ) -> None:
-    """Output to stdout; moves and waits to stderr."""
-    told = ""
+    """Copy a job's output after `skip` bytes to standard output until it ends; pass its moves and waits to `show`."""
+    shown = ""
     while True:
-        for piece in daemon.stream(f"/v1/jobs/{job}/log?follow=1"):
-            sys.stdout.buffer.write(piece)
-            sys.stdout.buffer.flush()
+        _print_output(daemon.stream(f"/v1/jobs/{job}/log?follow=1{query}"), skip, raw)
         state = daemon.get(f"/v1/jobs/{job}")["job"]
-        words = f"{state['state']}: {state['detail']}" if state["detail"] else state["state"]
-        if words != told:
-            tell(words)
-            told = words
+        text = state_text(state)
+        if text != shown:
+            show(text)
+            shown = text
         if state["state"] in OVER:
             return
         time.sleep(POLL_S)
@@ -194,28 +210,49 @@ def follow_log(
 
 @click.command()
 @click.argument("job", type=JOB, required=False)
-@click.option("-a", "--all", "everything", is_flag=True, help="Ended jobs too, but for those that are put away.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Also list ended jobs, except archived ones.")
+@click.option("--since", type=DURATION, help="Also list all jobs that ended within this time (30d), archived ones too.")
+@click.option("--user", help="Only jobs of this user.")
 @click.option(
-    "--since", type=DURATION, help="Ended jobs too: all that this node remembers and that ended so lately (30d)."
+    "--state", "states", multiple=True, type=click.Choice(STATES), help="Only jobs in this state. Repeatable."
 )
 @listing
 @click.pass_context
-def ps(ctx: click.Context, /, job: str | None, everything: bool, since: float | None, **form: bool) -> None:
-    """List jobs, as this node knows them; or only JOB, or the jobs of an array, ended or not.
+def ps(
+    ctx: click.Context,
+    /,
+    job: str | None,
+    everything: bool,
+    since: float | None,
+    user: str | None,
+    states: tuple[str, ...],
+    **form: bool,
+) -> None:
+    """List jobs that this node knows; or JOB, or the jobs of an array, ended or not.
 
-    What is over for a day is put away when there are over a thousand such jobs. By its id or name it is found all the same.
+    Jobs that ended more than a day ago are archived once there are over a thousand. Every command finds them by id or name.
     """
     daemon = client(ctx)
-    path = f"/v1/jobs?over={'true' if everything or job or since else 'false'}"
+    over = everything or job or since or OVER & {*states}
+    path = f"/v1/jobs?over={'true' if over else 'false'}"
     path += f"&fits={quote(job)}" if job else ""
     path += f"&since_s={since:.3f}" if since else ""
 
+    def ask() -> dict[str, Any]:
+        answer = daemon.get(path)
+        rows = [
+            row
+            for row in answer["jobs"]
+            if (user is None or row["user"] == user) and (not states or row["state"] in states)
+        ]
+        return {**answer, "jobs": rows}
+
     def draw(answer: dict[str, Any]) -> None:
         _draw_jobs(answer)
-        if everything and not since and answer["put_away"]:
-            click.echo(f"and {answer['put_away']} that were over before: `mesh ps --since 30d`", err=True)
+        if everything and not since and answer["archived"]:
+            say(f"and {plural(answer['archived'], 'archived job')}: `mesh ps --since 30d`", err=True)
 
-    show(form, lambda: daemon.get(path), lambda answer: [row["job"] for row in answer["jobs"]], draw)
+    show(form, ask, lambda answer: [row["job"] for row in answer["jobs"]], draw)
 
 
 def _draw_jobs(answer: dict[str, Any]) -> None:
@@ -234,7 +271,7 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
                 row["name"] or "-",
                 row["user"],
                 row["state"],
-                (row["node"] or "-") + (f" +{len(row['mates'])}" if row["mates"] else ""),
+                (row["node"] or "-") + (f" +{len(row['gang'])}" if row["gang"] else ""),
                 str(row["attempts"][-1]["number"] if row["attempts"] else 0),
                 progress,
                 kept,
@@ -248,74 +285,128 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
 
 @click.command()
 @click.argument("job", type=JOB)
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job, or that attempt, ends.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the output until the job, or that attempt, ends.")
+@click.option("--attempt", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Only attempt N (`mesh describe`).")
+@click.option("-n", "--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines so far.")
 @click.option(
-    "--attempt", type=click.IntRange(0, 2**31 - 1), metavar="N", help="Of that attempt only (`mesh describe`)."
+    "--since",
+    type=Since(),
+    help="Only lines printed from this time on: 10m ago, or 2026-12-01T08:00 (local time, unless it names a zone).",
 )
+@click.option("-t", "--timestamps", is_flag=True, help="Put the time (UTC) before each line, to within a second.")
+@raw_option
 @click.pass_context
-def logs(ctx: click.Context, job: str, follow: bool, attempt: int | None) -> None:
-    """Show a job's output, over all its attempts, wherever it ran."""
-    daemon = client(ctx)
+def logs(
+    ctx: click.Context,
+    job: str,
+    follow: bool,
+    attempt: int | None,
+    tail: int | None,
+    since: int | None,
+    timestamps: bool,
+    raw: bool,
+) -> None:
+    """Show a job's output from all its attempts, wherever they ran."""
+    daemon, chosen = (
+        client(ctx),
+        {"attempt": attempt, "since_unix_ms": since, "timestamps": "1" if timestamps else None},
+    )
+    query = "".join(f"&{name}={value}" for name, value in chosen.items() if value is not None)
+    path, shown = f"{job_path(job)}/log", 0
+    if tail is not None:
+        shown = _print_tail(daemon.stream(f"{path}?follow=0{query}"), tail, raw)
+        if not follow:
+            return
     if follow and attempt is None:
         whole = daemon.get(job_path(job))["job"]["job"]
-        with under_way(daemon, whole):
-            follow_log(daemon, whole)
+        with job_progress(daemon, whole):
+            follow_log(daemon, whole, query=query, skip=shown, raw=raw)
         return
-    asked = "?" + "&".join(["follow=1"] * follow + [f"attempt={attempt}"] * (attempt is not None))
-    for piece in daemon.stream(f"{job_path(job)}/log{asked.removesuffix('?')}"):
-        sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()
+    _print_output(daemon.stream(f"{path}?follow={int(follow)}{query}"), shown, raw)
 
 
-@click.command()
-@click.argument("job", type=JOB)
-@click.pass_context
-def cancel(ctx: click.Context, job: str) -> None:
-    """End a job, or all jobs of an array. What it has published or saved so far stays readable."""
-    daemon = client(ctx)
-    rows = daemon.post(f"{job_path(job)}/cancel")["jobs"]
-    asked = {row["job"] for row in rows if not row["already"]}
-    if not asked:
-        for row in rows:
-            click.echo(f"job {row['job'][:8]} is {row['state']} already")
-        return
-    deadline = time.monotonic() + CANCEL_S
-    left = asked
-    while left and time.monotonic() < deadline:
-        time.sleep(0.1)
-        states = {row["job"]: row["state"] for row in daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"]}
-        left = {asked_for for asked_for in asked if states.get(asked_for) not in OVER}
-    for ended in sorted(asked - left):
-        click.echo(f"job {ended[:8]} cancelled")
-    for still in sorted(left):
-        click.echo(f"job {still[:8]} is asked to end; it will when a majority of its witnesses can be reached")
+def _print_tail(pieces: Iterator[bytes], count: int, raw: bool = False) -> int:
+    """Print the last lines of an output, at most TAIL_BYTES; return how many bytes it has."""
+    lines: deque[bytes] = deque()
+    size, kept, rest = 0, 0, b""
+    for piece in pieces:
+        size += len(piece)
+        *whole, rest = (rest + piece).split(b"\n")
+        rest = rest[-TAIL_LINE_BYTES:]
+        for line in whole:
+            lines.append(line + b"\n")
+            kept += len(line) + 1
+            while len(lines) > count + 1 or kept > TAIL_BYTES:  # one more: the last one may still grow
+                kept -= len(lines.popleft())
+    lines.extend([rest] if rest else [])
+    _print_output(iter([b"".join([*lines][-count:] if count else [])]), 0, raw)
+    return size
+
+
+def _print_output(pieces: Iterator[bytes], skip: int, raw: bool = False) -> None:
+    output = Output(raw)
+    try:
+        for piece in pieces:
+            output.write(piece[skip:])
+            skip = max(0, skip - len(piece))
+    finally:
+        output.close()
 
 
 @click.command()
 @click.argument("jobs", type=JOB, nargs=-1, required=True)
-@click.option("--timeout", type=DURATION, help="Give up after this long (exit 124); the jobs go on.")
+@json_option
+@click.pass_context
+def cancel(ctx: click.Context, jobs: tuple[str, ...], as_json: bool) -> None:
+    """End JOBS, or all jobs of arrays. What they have published or saved stays readable."""
+    daemon = client(ctx)
+    paths = [job_path(job) for job in jobs]
+    rows = {row["job"]: row for path in paths for row in daemon.post(f"{path}/cancel")["jobs"]}
+    deadline = time.monotonic() + CANCEL_S
+    waiting = {job for job, row in rows.items() if not row["already"]}
+    while waiting and time.monotonic() < deadline:
+        time.sleep(0.1)
+        states = {job: daemon.get(f"/v1/jobs/{job}")["job"]["state"] for job in waiting}
+        for job in waiting:
+            rows[job]["state"] = states[job]
+        waiting = {job for job in waiting if states[job] not in OVER}
+    if as_json:
+        print_json({"jobs": [*rows.values()]})
+        return
+    for job, row in sorted(rows.items()):
+        if row["already"]:
+            say(f"job {job[:8]} is {row['state']} already")
+        elif row["state"] in OVER:
+            say(f"job {job[:8]} cancelled")
+        else:
+            say(f"job {job[:8]} will end when a majority of its witnesses can be reached: `mesh describe {job[:8]}`")
+
+
+@click.command()
+@click.argument("jobs", type=JOB, nargs=-1, required=True)
+@click.option("--timeout", type=DURATION, help="Stop waiting after this time (exit code 124); the jobs go on.")
 @json_option
 @click.pass_context
 def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
-    """Wait until all JOBS, or arrays, are over. Exits with the code of the first that did not end well."""
+    """Wait until JOBS, or arrays, have ended; exit with the code of the first that did not succeed."""
     daemon = client(ctx)
     for job in jobs:
-        job_path(job)  # an empty one would fit all
+        job_path(job)  # an empty name would fit all jobs
 
-    def look() -> list[dict[str, Any]]:
+    def read() -> list[dict[str, Any]]:
         return [state for job in jobs for state in daemon.get(f"/v1/jobs?fits={quote(job)}")["jobs"]]
 
-    states = look()
+    states = read()
     deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
-    with patience(f"waiting for {len(states)} job{'' if len(states) == 1 else 's'}"):
+    with waiting_for(f"waiting for {plural(len(states), 'job')}"):
         while any(state["outcome"] is None for state in states) and time.monotonic() < deadline:
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-            states = look()
+            states = read()
     if as_json:
         print_json({"jobs": states})
     else:
         for state in states:
-            click.echo(f"{state['job'][:8]} {state['state']}" + (f": {state['detail']}" if state["detail"] else ""))
+            say(f"{state['job'][:8]} {state['state']}" + (f": {state['detail']}" if state["detail"] else ""))
     if any(state["outcome"] is None for state in states):
         ctx.exit(int(ExitCode.TIMED_OUT))
     ctx.exit(next((code for state in states if (code := exit_code(state))), 0))
@@ -323,31 +414,31 @@ def wait(ctx: click.Context, jobs: tuple[str, ...], timeout: float | None, as_js
 
 @click.command()
 @click.argument("job", type=JOB)
-@click.option("--to", type=NODE, metavar="NODE", default="", help="Where to; without it, the best other node.")
-@click.option("--force", is_flag=True, help="Even if it has no checkpoints and starts over.")
+@click.option("--to", type=NODE, metavar="NODE", default="", help="Destination (default: the best other node).")
+@click.option("--force", is_flag=True, help="Also move a job without checkpoints, which starts over.")
 @json_option
 @click.pass_context
 def migrate(ctx: click.Context, job: str, to: str, force: bool, as_json: bool) -> None:
-    """Move a running JOB: it gets notice, saves, and goes on elsewhere."""
+    """Move a running JOB: it gets a notice, saves, and resumes on another node."""
     daemon = client(ctx)
     answer = daemon.post(f"{job_path(job)}/migrate", {"to": to, "force": force})
-    with patience("waiting for it to save and to go on"):
+    with waiting_for("waiting for the job to save and resume"):
         state = _moved(daemon, answer)
-    attempts = state["attempts"]
+    attempts, short = state["attempts"], answer["job"][:8]
     if as_json:
         print_json({**answer, "moved": attempts[-1]["number"] > answer["attempt"], "state": state})
     elif state["outcome"] is not None:
-        click.echo(f"job {answer['job'][:8]} was {state['state']} before it moved")
+        say(f"job {short} was {state['state']} before it moved")
     elif attempts[-1]["number"] > answer["attempt"]:
         resumed = attempts[-1]["resumed_step"]
-        step = f", from step {resumed}" if resumed is not None else ""
-        click.echo(f"job {answer['job'][:8]} left {answer['from']} and goes on on {attempts[-1]['node']}{step}")
+        step = f" from step {resumed}" if resumed is not None else ""
+        say(f"job {short} left {answer['from']} and runs on {attempts[-1]['node']}{step}")
     else:
-        click.echo(f"job {answer['job'][:8]} has notice on {answer['from']}; `mesh events {answer['job'][:8]}` tells")
+        say(f"job {short} has a notice on {answer['from']}; next: `mesh job events {short}`")
 
 
 def _moved(daemon: Client, answer: dict[str, Any]) -> dict[str, Any]:
-    """The job once it runs elsewhere, or is over, or a minute after its grace."""
+    """Return the job's state once it runs elsewhere or has ended; at the latest a minute after its grace."""
     deadline = time.monotonic() + MOVE_S
     while True:
         state: dict[str, Any] = daemon.get(f"/v1/jobs/{answer['job']}")["job"]
@@ -360,79 +451,59 @@ def _moved(daemon: Client, answer: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("job", type=JOB)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_option
 @click.pass_context
 def recover(ctx: click.Context, job: str, yes: bool, as_json: bool) -> None:
-    """Go on with a JOB although most of the nodes that keep its record are gone for good.
+    """Recover a JOB that lost its quorum: most nodes that keep its record are gone for good.
 
-    Without --yes, it says what is known first. If the lost nodes come back later, what only they knew is forgotten.
+    Without --yes, show what is known of it first. If the lost nodes return, what only they knew is discarded.
     """
-    daemon = client(ctx)
-    with patience("asking the nodes for what they know of it"):
-        plan = daemon.post(f"{job_path(job)}/recover", {"go": False}, timeout_s=60)
+    daemon, path = client(ctx), f"{job_path(job)}/recover"
+    with waiting_for("asking the nodes for its record"):
+        plan = daemon.post(path, {"go": False}, timeout_s=60)
     if not yes and as_json:
         print_json(plan)
         return
     if not yes:
-        click.echo(_what_is_left(plan), err=True)
-        click.confirm("go on from there?", abort=True, err=True)
-    answer = daemon.post(f"{job_path(job)}/recover", {"go": True}, timeout_s=60)
+        for line in _recovery(plan):
+            say(line, err=True)
+        confirm("recover it from there?", err=True)
+    answer = daemon.post(path, {"go": True}, timeout_s=60)
     if as_json:
         print_json(answer)
         return
-    click.echo(f"job {answer['job'][:8]} goes on; its record is kept by {', '.join(answer['witnesses'])}")
+    say(f"job {answer['job'][:8]} recovered; its record is kept by {', '.join(answer['witnesses'])}")
 
 
-def _what_is_left(plan: dict[str, Any]) -> str:
+def _recovery(plan: dict[str, Any]) -> tuple[str, str]:
     commit = plan["checkpoint"]
-    where = "the beginning: no checkpoint is known"
+    start = "the beginning, because no checkpoint is known"
     if commit is not None:
         step = f" at step {commit['step']}" if commit["step"] is not None else ""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan["checkpoint_unix_ms"] / 1000))
-        where = f"checkpoint {commit['seq']}{step}, of {when}"
-    if plan["locked_out"]:
-        where += f" (which nobody could open now: {plan['locked_out']})"
+        start = f"checkpoint {commit['seq']}{step} of {when}"
+    if plan["key_problem"]:
+        start += f" (which no node can decrypt now: {plan['key_problem']})"
     return (
-        f"{', '.join(plan['lost'])} of the nodes that keep its record cannot be reached; left is the record of "
-        f"{', '.join(plan['kept'])}.\nit would go on from {where}. A newer one may have been committed by the lost "
-        "nodes: then the job's history forks here, and theirs is forgotten, should they come back."
+        f"nodes that keep its record and cannot be reached: {', '.join(plan['lost'])}; that can: "
+        f"{', '.join(plan['kept'])}.",
+        f"It would resume from {start}. The lost nodes may have committed a newer checkpoint: "
+        "recovery forks the job's history here, and discards theirs if they return.",
     )
 
 
 @click.command()
-@click.argument("job", type=JOB)
-@click.argument("directory", type=click.Path(file_okay=False))
-@json_option
-@click.pass_context
-def pull(ctx: click.Context, job: str, directory: str, as_json: bool) -> None:
-    """Fetch what a finished JOB published ($MESH_OUT_DIR) into DIRECTORY."""
-    answer = _pull(client(ctx), job_path(job), directory)
-    if as_json:
-        print_json(answer)
-        return
-    click.echo(f"{_files(answer)}, {amount(answer['bytes'])} in {answer['destination']}")
-
-
-def _pull(daemon: Client, path: str, directory: str) -> dict[str, Any]:
-    with patience("fetching its files"):
-        answer: dict[str, Any] = daemon.post(
-            f"{path}/pull", {"destination": str(Path(directory).resolve())}, timeout_s=3600
-        )
-    return answer
-
-
-@click.command()
 @click.argument("job", type=JOB, required=False)
-@click.option("-w", "--watch", is_flag=True, help="Go on until the job is over, or Ctrl-C.")
-@click.option("--audit", is_flag=True, help="Of this node itself: who ordered what, whom it refused, its owner.")
+@click.option("-w", "--watch", is_flag=True, help="Show new events until the job ends, or Ctrl-C.")
+@click.option("--audit", is_flag=True, help="Show orders to this node, refusals and its owner's policy instead.")
 @json_option
 @click.pass_context
 def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_json: bool) -> None:
-    """What happened to JOB, by the signed word of each node that had a part in it; or what this node saw, of any job."""
-    daemon, seen, unheard = client(ctx), set(), 0
+    """Show what happened to JOB, as signed by each node involved; without JOB, what this node saw of all jobs."""
+    daemon, seen, looks = client(ctx), set(), 0
     if job and audit:
-        raise click.UsageError("--audit is about this node, not about a job: choose one")
+        raise click.UsageError("--audit is about this node: leave out JOB")
     path = "/v1/events" + (f"?job={quote(job)}" if job else "?audit=true" if audit else "")
     while True:
         answer = daemon.get(path)
@@ -442,12 +513,12 @@ def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_jso
         fresh = [event for event in answer["events"] if (event["node"], event["job"], event["seq"]) not in seen]
         seen |= {(event["node"], event["job"], event["seq"]) for event in fresh}
         for event in fresh:
-            click.echo(json.dumps(event) if as_json else _event_line(event))
+            say(json.dumps(event) if as_json else _event_line(event))
         if not watch or (job and any(event["kind"] == "end" for event in answer["events"])):
             return
-        # Whoever ended it may be gone, and its last word with it.
-        unheard += bool(job and daemon.get(job_path(job))["job"]["outcome"])
-        if unheard > UNHEARD_LOOKS:
+        # The node that ended the job may be gone, and its last event with it.
+        looks += bool(job and daemon.get(job_path(job))["job"]["outcome"])
+        if looks > LAST_LOOKS:
             return
         time.sleep(WATCH_S)
 
@@ -455,5 +526,5 @@ def events(ctx: click.Context, job: str | None, watch: bool, audit: bool, as_jso
 def _event_line(event: dict[str, Any]) -> str:
     form = "%H:%M:%S" if event["job"] else "%Y-%m-%d %H:%M:%S"
     at = time.strftime(form, time.localtime(event["unix_ms"] / 1000))
-    gap = "  (what it said before this is missing)" if event.get("gap") else ""
+    gap = "  (earlier events of this node are missing)" if event.get("gap") else ""
     return f"{at}  {event['actor']:<12} {(event['job'] or '-')[:8]:<8}  {event['text']}{gap}"

@@ -1,4 +1,4 @@
-"""Reads that list things: as a table, as JSON, as ids alone (`-q`), once or over and over (`-w`)."""
+"""Options of commands that show something: as a table, as JSON, ids only (`-q`), once or again and again (`-w`)."""
 
 import json
 import sys
@@ -10,20 +10,21 @@ from typing import Any
 
 import click
 
-from mesh.cli.terminal import json_option, print_json
+from mesh.cli.output import print_json, say
+from mesh.cli.terminal import json_option
 
-WATCH_S = 1.0  # as often as people look; ours
+WATCH_S = 1.0  # own choice
 HOME_AND_CLEAR = "\x1b[H\x1b[J"  # ECMA-48: cursor to the top left, erase to the end of the screen
 
 
-watch_option = click.option("-w", "--watch", is_flag=True, help="Show it again as it changes, until Ctrl-C.")
+watch_option = click.option("-w", "--watch", is_flag=True, help="Show it again when it changes, until Ctrl-C.")
 
 
 def listing(function: Any) -> Any:
-    """The options of a list: its function gets `form`."""
+    """Add the options of a list; the command passes them to `show` as `form`."""
     for option in (
         watch_option,
-        click.option("-q", "--quiet", is_flag=True, help="Print ids alone, one a line."),
+        click.option("-q", "--quiet", is_flag=True, help="Print only ids, one per line."),
         json_option,
     ):
         function = option(function)
@@ -36,13 +37,13 @@ def show(
     ids: Callable[[dict[str, Any]], Iterable[str]],
     draw: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Print what `ask` answers in the form that the options of `listing` say."""
+    """Print the answer of `ask` in the form that the options of `listing` choose."""
     if form["quiet"] and form["as_json"]:
-        raise click.UsageError("-q prints ids and --json everything: choose one")
+        raise click.UsageError("-q prints ids and --json prints everything: use one of them")
 
     def draw_ids(answer: dict[str, Any]) -> None:
         for identity in ids(answer):
-            click.echo(identity)
+            say(identity)
 
     show_answer(ask, draw_ids if form["quiet"] else draw, form["watch"], form["as_json"])
 
@@ -50,7 +51,7 @@ def show(
 def show_answer(
     ask: Callable[[], dict[str, Any]], draw: Callable[[dict[str, Any]], None], watch: bool, as_json: bool
 ) -> None:
-    """Print what `ask` answers; to `watch`, again and again: on a terminal in place, on a pipe when it has changed."""
+    """Print the answer of `ask`; with `watch` repeatedly: in place on a terminal, when it changed on a pipe."""
     answered = print_json if as_json else draw
     if not watch:
         answered(ask())
@@ -61,9 +62,9 @@ def show_answer(
             answered(ask())
         text = page.getvalue()
         if sys.stdout.isatty():
-            click.echo(HOME_AND_CLEAR + text, nl=False)
+            sys.stdout.write(HOME_AND_CLEAR + text)
         elif text != shown:
-            click.echo(json.dumps(json.loads(text)) if as_json else text.rstrip("\n"))
+            sys.stdout.write((json.dumps(json.loads(text)) if as_json else text.rstrip("\n")) + "\n")
         sys.stdout.flush()
         shown = text
         time.sleep(WATCH_S)

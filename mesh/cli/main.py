@@ -1,95 +1,77 @@
-"""`mesh`: the group of all commands, in the order in which a newcomer meets them."""
+"""The `mesh` command: all commands by section, loaded when they are called."""
 
 import gc
 import sys
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.api.errors import MEANS, ExitCode, MeshError
+from mesh.util.errors import ExitCode, MeshError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-SECTIONS: dict[str, list[tuple[str, str, str]]] = {
-    "Use the mesh": [
-        ("run", "mesh.cli.jobs", "Run a command on the mesh and follow it"),
+Command = tuple[str, str, str]  # its name, the module that holds it, one line of help
+SECTIONS: dict[str, list[Command]] = {
+    "Jobs": [
+        ("run", "mesh.cli.jobs", "Run a command on the mesh and follow its output"),
         ("submit", "mesh.cli.jobs", "Submit a command and return at once"),
         ("ps", "mesh.cli.jobs", "List jobs"),
-        ("logs", "mesh.cli.jobs", "Show a job's output, over all its attempts"),
-        ("attach", "mesh.cli.interactive", "Follow a job's output and state"),
-        ("exec", "mesh.cli.interactive", "Run a command beside a running job"),
-        ("forward", "mesh.cli.interactive", "Reach a port of a running job from here"),
-        ("jupyter", "mesh.cli.interactive", "JupyterLab on a node of the mesh"),
-        ("why", "mesh.cli.why", "Explain where a job runs, or why it waits"),
-        ("cancel", "mesh.cli.jobs", "End a job"),
-        ("wait", "mesh.cli.jobs", "Wait until jobs are over"),
-        ("describe", "mesh.cli.inspect", "All about one job"),
-        ("cp", "mesh.cli.inspect", "Copy a job's files here, while it runs too"),
-        ("migrate", "mesh.cli.jobs", "Move a running job to another node"),
-        ("recover", "mesh.cli.jobs", "Go on with a job whose record is lost, most of it"),
-        ("pull", "mesh.cli.jobs", "Fetch a finished job's published files"),
-        ("ckpt", "mesh.cli.ckpt", "The checkpoints kept here: ls, verify, pull, rm, gc"),
-        ("rehearse", "mesh.cli.rehearse", "Find out here whether a job survives departures"),
+        ("logs", "mesh.cli.jobs", "Show a job's output from all its attempts"),
+        ("describe", "mesh.cli.describe", "Show one job in detail"),
+        ("why", "mesh.cli.describe", "Explain where a job runs or why it waits"),
+        ("wait", "mesh.cli.jobs", "Wait until jobs have ended"),
+        ("cancel", "mesh.cli.jobs", "End jobs"),
+        ("exec", "mesh.cli.interactive", "Run a command next to a running job"),
+        ("cp", "mesh.cli.describe", "Copy files of a job to this machine"),
+        ("job", "mesh.cli.main", "jupyter, attach, forward, migrate, events, rehearse, recover"),
+    ],
+    "The mesh": [
+        ("init", "mesh.cli.member", "Found a mesh"),
+        ("join", "mesh.cli.member", "Join a mesh with an invite, or ask one of its nodes"),
+        ("member", "mesh.cli.member", "ls, invite, pending, approve, revoke, key, usage"),
+        ("nodes", "mesh.cli.nodes", "List nodes and what they lend"),
+        ("top", "mesh.cli.top", "Watch the mesh in this terminal, or --web in a browser"),
+        ("ckpt", "mesh.cli.ckpt", "Checkpoints stored here: ls, verify, extract, rm, gc"),
         ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push, prune"),
-        ("events", "mesh.cli.jobs", "What this node saw happen to jobs"),
-        ("nodes", "mesh.cli.nodes", "List nodes, and what they lend"),
-        ("top", "mesh.cli.top", "The mesh in one terminal: nodes, jobs, transfers; pause and reclaim"),
-        ("web", "mesh.cli.web", "This node's page, in a browser"),
-        ("survive", "mesh.cli.survive", "How long a node is likely to stay; eval: on a trace"),
+        ("debug", "mesh.cli.main", "demo, devstack, sim, survive, dump, api, completion"),
     ],
-    "Lend your machine": [
-        ("up", "mesh.cli.nodes", "Start this node's daemon"),
-        ("down", "mesh.cli.nodes", "Leave: guests save and move on, then the daemon ends"),
-        ("lend", "mesh.cli.lend", "Lend this machine, and in which hours"),
-        ("pause", "mesh.cli.lend", "Take no new guests"),
-        ("resume", "mesh.cli.lend", "Take guests again"),
-        ("reclaim", "mesh.cli.lend", "Take the machine, or one GPU, back from its guests"),
-        ("killall", "mesh.cli.seize", "End every guest here at once, also where the daemon hangs or is gone"),
-        ("status", "mesh.cli.nodes", "This node's own state"),
-        ("usage", "mesh.cli.usage", "Hours lent and borrowed, and what ran here"),
-        ("gpus", "mesh.cli.gpus", "This node's GPUs, and who has what of them"),
-        ("install-service", "mesh.cli.service", "Start this node at every boot, by systemd"),
-        ("config", "mesh.cli.config", "This node's settings: ls, get, set, unset"),
-        ("doctor", "mesh.cli.doctor", "Find what keeps this machine from being a good node"),
-        ("dump", "mesh.cli.dump", "What tells what went wrong here, in one file, without secrets"),
-    ],
-    "Found or join a mesh": [
-        ("init", "mesh.cli.trust", "Found a mesh"),
-        ("invite", "mesh.cli.trust", "Print a string that lets its holder join"),
-        ("join", "mesh.cli.trust", "Join a mesh, by an invite or by knocking at a node"),
-        ("revoke", "mesh.cli.trust", "Shut a node out for good"),
-        ("pending", "mesh.cli.trust", "Who knocks, and waits to be let in"),
-        ("approve", "mesh.cli.trust", "Let in one who waits"),
-        ("trust", "mesh.cli.trust", "Who belongs (`mesh trust ls`)"),
-        ("key", "mesh.cli.trust", "This node's own key (`mesh key show`)"),
-    ],
-    "Try it": [
-        ("demo", "mesh.cli.demo", "Watch a training survive three departures"),
-        ("devstack", "mesh.cli.devstack", "Several real daemons on this machine"),
-        ("api", "mesh.cli.api", "The daemon's API, as an OpenAPI document"),
-        ("completion", "mesh.cli.completion", "What makes bash, zsh or fish complete `mesh`"),
-        ("sim", "sim.cli", "Study a campus's churn: which policy, which machines, how much is lost"),
+    "This machine": [
+        ("up", "mesh.cli.nodes", "Start this node"),
+        ("down", "mesh.cli.nodes", "Stop this node; its guests save and move on first"),
+        ("status", "mesh.cli.nodes", "Show this node: what it lends, who uses it"),
+        ("lend", "mesh.cli.lend", "Lend this machine (again), always or in some hours"),
+        ("pause", "mesh.cli.lend", "Accept no new guests for a while"),
+        ("reclaim", "mesh.cli.lend", "Take this machine, or one of its GPUs, back from guests"),
+        ("killall", "mesh.cli.kill", "Kill every guest at once, even if the daemon hangs"),
+        ("gpus", "mesh.cli.gpus", "Show and change how jobs share this node's GPUs"),
+        ("config", "mesh.cli.config", "Settings of this node: ls, get, set, unset"),
+        ("doctor", "mesh.cli.doctor", "Find problems of this machine and their remedies"),
+        ("install-service", "mesh.cli.install_service", "Start this node at every boot (systemd)"),
     ],
 }
 
 
-class Mesh(click.Group):
-    """Commands are imported when they are called, so that the command line answers at once."""
+class LazyGroup(click.Group):
+    """A group that imports a command only when it is called, so that the command line answers at once."""
+
+    sections: dict[str, list[Command]]
+
+    def __init__(self, sections: dict[str, list[Command]], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.sections = sections
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for rows in SECTIONS.values() for name, _, _ in rows]
+        return [name for rows in self.sections.values() for name, _, _ in rows]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         from importlib import import_module
 
-        for rows in SECTIONS.values():
+        for rows in self.sections.values():
             for name, module, _ in rows:
                 if name == cmd_name:
                     command = getattr(import_module(module), name.replace("-", "_"))
-                    if not gc.isenabled():  # as `entry` leaves it: all is loaded now
-                        gc.freeze()
-                        gc.enable()
                     assert isinstance(command, click.Command)
                     return command
         return None
@@ -97,94 +79,176 @@ class Mesh(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if (
-            not ctx.resilient_parsing
-            and args
-            and args[0] not in self.list_commands(ctx)
-            and not args[0].startswith("-")
-        ):
+        if not ctx.resilient_parsing and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], self.list_commands(ctx), 1)
-            hint = f" Did you mean `mesh {near[0]}`?" if near else " `mesh --help` lists them."
-            raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
+            hint = f"Did you mean `{ctx.command_path} {near[0]}`?" if near else f"See `{ctx.command_path} --help`."
+            raise click.UsageError(f"there is no command {args[0]!r}. {hint}", ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
 
-        rows = [(name, words) for section in SECTIONS.values() for name, _, words in section]
-        found = [CompletionItem(name, help=words) for name, words in rows if name.startswith(incomplete)]
+        rows = [row for section in self.sections.values() for row in section]
+        found = [CompletionItem(name, help=text) for name, _, text in rows if name.startswith(incomplete)]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, rows in SECTIONS.items():
+        for title, rows in self.sections.items():
             with formatter.section(title):
-                formatter.write_dl([(name, help_text) for name, _, help_text in rows])
+                formatter.write_dl([(name, text) for name, _, text in rows])
+
+
+class Mesh(LazyGroup):
+    """`mesh` itself: turns errors into messages and exit codes."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[--state DIR] [--version] [--help]", "COMMAND [ARGS]..."]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_commands(ctx, formatter)  # the usage line names the options, so that all fits on one screen
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and not gc.isenabled():  # `entry` disables it until all modules are loaded
+            gc.freeze()
+            gc.enable()
+        return command
 
     def invoke(self, ctx: click.Context) -> object:
+        from mesh.cli.output import say
+
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            if code := self._own_code(ctx, 0):
+                error.show()
+                ctx.exit(code)
+            raise
         except MeshError as error:
-            click.echo(f"mesh: {error}", err=True)
-            if error.code == ExitCode.USAGE and (words := other_release(ctx.obj)):
-                click.echo(f"mesh: {words}", err=True)
-            ctx.exit(int(error.code))
-        except (LookupError, TypeError):  # something in an answer is missing, or is not what it was
-            if not (words := other_release(ctx.obj)):
+            say(f"mesh: {error}", err=True)
+            if error.code == ExitCode.USAGE and (text := other_release(ctx.obj)):
+                say(f"mesh: {text}", err=True)
+            ctx.exit(self._own_code(ctx, int(error.code)))
+        except (LookupError, TypeError):  # an answer lacks a field, or has one of another type
+            if not (text := other_release(ctx.obj)):
                 raise
-            click.echo(f"mesh: {words}", err=True)
-            ctx.exit(int(ExitCode.ERROR))
+            say(f"mesh: {text}", err=True)
+            ctx.exit(self._own_code(ctx, int(ExitCode.ERROR)))
         except KeyboardInterrupt:
-            click.echo("", err=True)
+            say(err=True)
             ctx.exit(int(ExitCode.INTERRUPTED))
         except BrokenPipeError:
-            sys.stderr.close()  # the reader (head, less) has had enough
+            sys.stderr.close()  # the reader (head, less) has read enough
             ctx.exit(0)
+
+    @staticmethod
+    def _own_code(ctx: click.Context, code: int) -> int:
+        """Return the exit code of a failure of mesh itself: `run` reserves one, since it passes the job's codes through."""
+        return int(ExitCode.NO_EXIT_CODE) if ctx.invoked_subcommand == "run" else code
 
 
 def other_release(state: str | None) -> str:
-    """What to do where the daemon is of another release than this command; empty where it is not."""
-    from mesh import __version__
-    from mesh.client import Client
-    from mesh.layout import Layout, state_directory
+    """Return what to do if the daemon runs another release than this command; empty if both are the same."""
+    from mesh.api.client import Client
+    from mesh.daemon.layout import node_layout
+    from mesh.util.version import VERSION
 
     try:
-        version = Client(Layout(state_directory(state)).socket).get("/v1/status", timeout_s=5.0)["version"]
+        version = Client(node_layout(state).socket).get("/v1/status", timeout_s=5.0)["version"]
     except (MeshError, OSError, ValueError, LookupError, TypeError):
         return ""
-    if version == __version__:
+    if version == VERSION:
         return ""
-    return f"the daemon here is campus-mesh {version}, this command is {__version__}: `mesh down`, then `mesh up`, renews it"
+    return (
+        f"the daemon here runs campus-mesh {version}, this command is {VERSION}: "
+        "restart the daemon with `mesh down` and `mesh up`"
+    )
 
 
-def tell_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:
+def print_version(ctx: click.Context, parameter: click.Parameter, asked: bool) -> None:
     if asked and not ctx.resilient_parsing:
-        from mesh.release import release
+        from mesh.cli.output import say
+        from mesh.util.release import release
 
-        click.echo(f"mesh {release()}")
+        say(f"mesh {release()}")
         ctx.exit()
 
 
-@click.group(
-    cls=Mesh,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: "
-    + "; ".join(f"{int(code)} {words.partition(';')[0]}" for code, words in MEANS.items())
-    + "; `run` passes the job's own code through.",
-)
-@click.option("--state", metavar="DIR", help="State directory (default: $MESH_STATE, or ~/.local/state/campus-mesh).")
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=tell_version, help="Print the version."
-)
 @click.pass_context
-def cli(ctx: click.Context, state: str | None) -> None:
-    """Lend and borrow lab GPUs on a campus LAN. No server, no admin.
-
-    The owner always wins; the guest never loses work.
-    """
+def _set_state(ctx: click.Context, state: str | None) -> None:
     ctx.obj = state
 
 
+cli = Mesh(
+    SECTIONS,
+    name="mesh",
+    callback=_set_state,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Lend and borrow lab GPUs on a campus LAN. `mesh COMMAND --help` says more.",
+    params=[
+        click.Option(
+            ["--state"],
+            metavar="DIR",
+            help="State directory (default: $MESH_STATE, else $XDG_STATE_HOME/campus-mesh, else ~/.local/state/campus-mesh).",
+        ),
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=print_version,
+            help="Print the version and exit.",
+        ),
+    ],
+)
+
+
+job = LazyGroup(
+    {
+        "Commands": [
+            ("jupyter", "mesh.cli.interactive", "Open JupyterLab on a node of the mesh"),
+            ("attach", "mesh.cli.interactive", "Follow a job's output and state"),
+            ("forward", "mesh.cli.interactive", "Forward a port of this machine to a running job"),
+            ("migrate", "mesh.cli.jobs", "Move a running job to another node"),
+            ("events", "mesh.cli.jobs", "Show what happened to a job, or on this node"),
+            ("rehearse", "mesh.cli.rehearse", "Test on this machine whether a job survives departures"),
+            ("recover", "mesh.cli.jobs", "Recover a job that lost its quorum"),
+        ]
+    },
+    name="job",
+    help="Interact with a job, move it, recover it, or rehearse it.",
+)
+
+debug = LazyGroup(
+    {
+        "Commands": [
+            ("demo", "mesh.cli.demo", "Watch a training survive three departures"),
+            ("devstack", "mesh.cli.debug", "Run several real daemons on this machine"),
+            ("sim", "sim.cli", "Simulate a campus: compare policies and machines"),
+            ("survive", "mesh.cli.survive", "Estimate how long a node stays, or evaluate the estimate"),
+            ("dump", "mesh.cli.dump", "Collect logs and state into one archive, without secrets"),
+            ("api", "mesh.cli.debug", "Print the daemon's API as an OpenAPI document"),
+            ("completion", "mesh.cli.debug", "Print the completion script of bash, zsh or fish"),
+        ]
+    },
+    name="debug",
+    help="Try, study and diagnose a mesh.",
+)
+
+
+def _show_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an exception that is a bug; its text may be that of another node."""
+    from traceback import format_exception
+
+    from mesh.cli.output import say
+
+    for part in format_exception(kind, error, trace):
+        for line in part.splitlines():
+            say(line, err=True)
+
+
 def main() -> None:
+    sys.excepthook = _show_crash
     cli(prog_name="mesh")

@@ -1,4 +1,4 @@
-"""The manual page, and the table of exit codes, made of the commands themselves.
+"""The manual page and the table of exit codes, made from the commands.
 
 python -m mesh.cli.manual [exits] > mesh.1
 """
@@ -9,13 +9,25 @@ from collections.abc import Iterator
 
 import click
 
-from mesh import __version__
-from mesh.api.errors import MEANS
 from mesh.cli.main import SECTIONS, cli
+from mesh.cli.output import print_text
+from mesh.util.errors import MEANS
+from mesh.util.version import VERSION
+
+FILES = {
+    "~/.local/state/campus-mesh": "State of this node, unless --state or MESH_STATE name another directory.",
+    "~/.config/campus-mesh": "config.toml and policy.toml of this node; --state and MESH_STATE replace it too.",
+}
+ENVIRONMENT = {
+    "MESH_STATE": "State directory, which then holds the configuration too.",
+    "XDG_STATE_HOME": "Replaces ~/.local/state.",
+    "XDG_CONFIG_HOME": "Replaces ~/.config.",
+    "NO_COLOR": "No colors, if it is set.",
+}
 
 
 def exit_table() -> str:
-    rows = [f"| {int(code)} | {words} |" for code, words in MEANS.items()]
+    rows = [f"| {int(code)} | {text} |" for code, text in MEANS.items()]
     return "\n".join(["| exit | means |", "|---|---|", *rows]) + "\n"
 
 
@@ -23,14 +35,14 @@ def page() -> str:
     """mesh(1), in man(7)."""
     root = click.Context(cli, info_name="mesh")
     lines = [
-        f'.TH MESH 1 "" "campus-mesh {__version__}" "User Commands"',
+        f'.TH MESH 1 "" "campus-mesh {VERSION}" "User Commands"',
         ".SH NAME",
         f"mesh \\- {_plain('lend and borrow lab GPUs on a campus LAN')}",
         ".SH SYNOPSIS",
         ".B mesh",
         "[\\fB\\-\\-state\\fR \\fIDIR\\fR] \\fICOMMAND\\fR ...",
         ".SH DESCRIPTION",
-        *_text(cli.help or ""),
+        *_paragraphs(cli.help or ""),
     ]
     for title, rows in SECTIONS.items():
         lines.append(f'.SH "{title.upper()}"')
@@ -39,31 +51,18 @@ def page() -> str:
             assert command is not None
             lines += _command(command, click.Context(command, info_name=name, parent=root))
     lines.append(".SH EXIT STATUS")
-    for code, words in MEANS.items():
-        lines += [".TP", str(int(code)), _plain(words.replace("`", ""))]
-    lines += [
-        *(
-            ".SH FILES",
-            ".TP",
-            "~/.local/state/campus\\-mesh",
-            "The state of this node: $MESH_STATE or \\-\\-state name another.",
-        ),
-        *(
-            ".SH ENVIRONMENT",
-            ".TP",
-            "MESH_STATE",
-            "The state directory.",
-            ".TP",
-            "NO_COLOR",
-            "No colours, if it is set.",
-        ),
-    ]
+    for code, text in MEANS.items():
+        lines += [".TP", str(int(code)), _plain(text.replace("`", ""))]
+    for title, entries in (("FILES", FILES), ("ENVIRONMENT", ENVIRONMENT)):
+        lines.append(f".SH {title}")
+        for name, text in entries.items():
+            lines += [".TP", _plain(name), _plain(text)]
     return "\n".join(lines) + "\n"
 
 
 def _command(command: click.Command, ctx: click.Context) -> Iterator[str]:
     usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
-    yield from (".SS " + _plain(ctx.command_path), ".B " + _plain(usage), ".PP", *_text(command.help or ""))
+    yield from (".SS " + _plain(ctx.command_path), ".B " + _plain(usage), ".PP", *_paragraphs(command.help or ""))
     for parameter in command.params:
         record = parameter.get_help_record(ctx)
         if isinstance(parameter, click.Option) and record is not None and parameter.name != "help":
@@ -75,8 +74,8 @@ def _command(command: click.Command, ctx: click.Context) -> Iterator[str]:
             yield from _command(inner, click.Context(inner, info_name=name, parent=ctx))
 
 
-def _text(words: str) -> Iterator[str]:
-    for paragraph in re.split(r"\n\s*\n", words.strip()):
+def _paragraphs(text: str) -> Iterator[str]:
+    for paragraph in re.split(r"\n\s*\n", text.strip()):
         yield ".PP"
         if paragraph.startswith("\b"):
             yield from (".nf", *(_plain(line.strip()) for line in paragraph.splitlines()[1:]), ".fi")
@@ -85,10 +84,10 @@ def _text(words: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text in which nothing is a request of roff's."""
+    """Escape what roff would read as a request."""
     escaped = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq")
     return "\\&" + escaped if escaped.startswith((".", "\\(aq")) else escaped
 
 
 if __name__ == "__main__":
-    click.echo(exit_table() if sys.argv[1:] == ["exits"] else page(), nl=False)
+    print_text(exit_table() if sys.argv[1:] == ["exits"] else page())

@@ -1,5 +1,6 @@
-"""Names that the daemon knows: of jobs, nodes and images. They complete themselves in a shell, if it answers at once."""
+"""Arguments that name a job, node, zone or image. A shell completes them if the daemon answers at once."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +9,12 @@ import click
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-ANSWER_S = 0.1  # for which a shell waits at most for each read: the time that people take for at once (Nielsen, 1993)
+PLAIN = re.compile(r"[\w@%+=:,./-]+")  # a shell puts a name into the command line as it is, `$(...)` too
+ANSWER_S = 0.1  # timeout of a completion: people perceive it as instantaneous (Nielsen, 1993)
 
 
 class Name(click.ParamType[str]):
-    """`names` makes pairs of a name and words on it of what the daemon answers at `path`; `parted`: several, with commas."""
+    """A name that the daemon lists at `path`. `names` returns (name, help) pairs of its answer; `parted`: a list with commas."""
 
     def __init__(
         self, name: str, path: str, names: Callable[[Any], Iterable[tuple[str, str]]], parted: bool = False
@@ -24,31 +26,35 @@ class Name(click.ParamType[str]):
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
-        """What fits; nothing where no daemon answers in time: a shell is no place for its errors."""
+        """Return the names that fit; none if no daemon answers in time, since a shell must not show its errors."""
         from click.shell_completion import CompletionItem
 
-        from mesh.api.errors import MeshError
-        from mesh.client import Client
-        from mesh.layout import Layout, state_directory
+        from mesh.api.client import Client
+        from mesh.daemon.layout import node_layout
+        from mesh.util.errors import MeshError
 
         head, comma, last = incomplete.rpartition(",") if self._parted else ("", "", incomplete)
         state = ctx.find_root().params.get("state")
         try:
-            answer = Client(Layout(state_directory(state)).socket).get(self._path, timeout_s=ANSWER_S)
+            answer = Client(node_layout(state).socket).get(self._path, timeout_s=ANSWER_S)
             found = dict(self._names(answer))
         except (MeshError, OSError, ValueError, KeyError, TypeError, AttributeError):
             return []
+        from mesh.util.sanitize import sanitize
+
         return [
-            CompletionItem(f"{head}{comma}{name}", help=words) for name, words in found.items() if name.startswith(last)
+            CompletionItem(f"{head}{comma}{name}", help=sanitize(text))
+            for name, text in found.items()
+            if name.startswith(last) and PLAIN.fullmatch(name)
         ]
 
 
 def _jobs(answer: Any) -> Iterable[tuple[str, str]]:
     for row in answer["jobs"]:
-        words = f"{row['state']}: {row['command']}"[:60]
-        yield row["job"][:8], words
+        text = f"{row['state']}: {row['command']}"[:60]
+        yield row["job"][:8], text
         if row["name"]:
-            yield row["name"], words
+            yield row["name"], text
 
 
 def _nodes(answer: Any) -> Iterable[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`mesh up`, `down`, `status`, `nodes`: a machine's own place in the mesh."""
+"""`mesh up`, `down`, `status` and `nodes`: this node, and the list of all nodes."""
 
 import os
 import select
@@ -6,42 +6,49 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import ConfigError, ExitCode, MeshError
-from mesh.cli.edge import edge_words
+from mesh.api.no_daemon import NoDaemon
 from mesh.cli.listing import listing, show, show_answer, watch_option
-from mesh.cli.terminal import DURATION, ago, client, json_option, layout, print_json, system_words, table
-from mesh.engine.descent import process_of
-from mesh.launcher import daemon_command, start_daemon, wait_ready
-from mesh.words import lend_lines, when
+from mesh.cli.output import print_json, say, table
+from mesh.cli.terminal import DURATION, ago, client, json_option, layout
+from mesh.daemon.launcher import daemon_command, start_daemon, wait_ready
+from mesh.util.errors import ConfigError, MeshError
+from mesh.util.processes import process_of
+from mesh.util.text import lend_lines, plural, when
 
 ZONE_NODES_SHOWN = 6
 
 
 @click.command()
 @click.option(
-    "--join", multiple=True, metavar="HOST:PORT", help="Where another node is, if mDNS cannot find it. Repeatable."
+    "--join", multiple=True, metavar="HOST:PORT", help="Address of another node, if mDNS cannot find one. Repeatable."
 )
-@click.option("--lend", is_flag=True, help="Lend this machine: its GPUs, and --slots for jobs without one.")
-@click.option("--slots", type=click.IntRange(0, 1024), help="Jobs without a GPU at a time (default 1).")
+@click.option("--lend", is_flag=True, help="Lend this machine: its GPUs, and --slots for jobs without a GPU.")
+@click.option(
+    "--slots", type=click.IntRange(0, 1024), help="Number of jobs without a GPU that run at a time (default 1)."
+)
 @click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: all).")
 @click.option("--port", type=click.IntRange(0, 65535), help="Gossip port, UDP and TCP (default 7373).")
 @click.option("--api-port", type=click.IntRange(0, 65535), help="Port for direct calls, TLS (default 7374).")
-@click.option("--zone", help="Building or room, for placement.")
-@click.option("--no-mdns", is_flag=True, help="Do not announce or look for nodes by multicast.")
+@click.option("--zone", help="Building or room of this machine, for placement.")
+@click.option("--no-mdns", is_flag=True, help="Do not use multicast to announce this node or find others.")
 @click.option("--engine", "engines", multiple=True, type=click.Choice(["process", "docker"]), help="Engines to offer.")
 @click.option(
-    "--allow-process-guests", is_flag=True, help="Run others' jobs without a container. They could read your files."
+    "--allow-process-guests", is_flag=True, help="Run other users' jobs without a container. They can read your files."
 )
-@click.option("--advertise", metavar="ADDRESS", help="The address others should use, where the right one is not found.")
-@click.option("--open", "open_", is_flag=True, help="Let in everybody who knocks. For a closed network, for a while.")
 @click.option(
-    "--profile", type=click.Choice(["lan", "local"]), help="Timings: lan, or local for many daemons on one machine."
+    "--advertise", metavar="ADDRESS", help="Address that other nodes should use, if the detected one is wrong."
 )
-@click.option("--foreground", is_flag=True, help="Stay in the foreground; Ctrl-C leaves in order.")
+@click.option(
+    "--open", "open_", is_flag=True, help="Admit every node that asks. For closed networks, for a short time."
+)
+@click.option(
+    "--profile", type=click.Choice(["lan", "local"]), help="Timings: lan, or local for several daemons on one machine."
+)
+@click.option("--foreground", is_flag=True, help="Stay in the foreground; Ctrl-C shuts down cleanly.")
 @json_option
 @click.pass_context
 def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -> None:
-    """Start this node. It finds the others by itself (mDNS, remembered peers, --join)."""
+    """Start this node. It finds the others by mDNS, remembered addresses and --join."""
     where = layout(ctx)
     if client(ctx).alive():
         raise MeshError("a daemon runs here already: `mesh status` shows it, `mesh down` stops it")
@@ -54,8 +61,8 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
         overrides["open"] = True
     if overrides.pop("allow_process_guests", False):
         overrides["process_engine_for"] = "all"
-        click.echo(
-            "mesh: guests of the process engine run as you, without a sandbox: they can read and change your files",
+        say(
+            "mesh: guests of the process engine run as your user without a sandbox: they can read and change your files",
             err=True,
         )
     try:
@@ -67,79 +74,86 @@ def up(ctx: click.Context, /, as_json: bool, foreground: bool, **options: Any) -
     except ConfigError as error:
         raise MeshError(str(error)) from error
     except OSError as error:
-        raise MeshError(f"cannot write {where.root}: {error.strerror}. Name another place with --state DIR.") from error
+        raise MeshError(
+            f"cannot write {where.root}: {error.strerror}. Choose another directory with --state"
+        ) from error
     if as_json:
         print_json(status)
         return
-    click.echo(f"{status['nick']} is up in mesh {status['mesh']!r} at {status['address']}, {lending_words(status)}")
+    say(f"{status['nick']} is up in mesh {status['mesh']!r} at {status['address']}, {lending_state(status)}")
     _banner(status)
     for problem in status["problems"].values():
-        click.echo(f"mesh: {problem}", err=True)
-    click.echo("next: `mesh nodes` lists the others; `mesh run -- COMMAND` runs something", err=True)
+        say(f"mesh: {problem}", err=True)
+    say("next: `mesh nodes` lists all nodes; `mesh run -- COMMAND` runs a command", err=True)
 
 
 def _banner(status: dict[str, Any]) -> None:
     if status["open"]:
-        click.echo(
-            "mesh: OPEN MESH: this node lets in everybody who knocks; each can run programs on the lenders' machines. "
-            "`mesh down`, and `mesh up` without --open, end that",
+        say(
+            "mesh: OPEN MESH: this node admits every node that asks, and each can run programs on the machines that are lent. "
+            "`mesh down` and `mesh up` without --open end that",
             err=True,
         )
         if not status["may_admit"]:
-            click.echo("mesh: but it may not admit anybody, so --open does nothing here", err=True)
+            say("mesh: this node may not admit others, so --open has no effect here", err=True)
 
 
-def lending_words(status: dict[str, Any]) -> str:
+def lending_state(status: dict[str, Any]) -> str:
     if status["paused"]:
-        return "lending paused (`mesh resume`)"
+        return "lending paused (`mesh lend` ends that)"
     if not status["lending"]:
         return "not lending"
-    return "lending" if status["lend"]["now"] else "not lent now (`mesh lend`)"
+    return "lending" if status["lend"]["now"] else "not lent now (`mesh status` says why)"
 
 
 @click.command()
-@click.option("--grace", type=DURATION, help="How long guests may take to save (default 30s).")
+@click.option("--grace", type=DURATION, help="Time for guests to save (default 30s).")
 @click.option("--now", is_flag=True, help="Kill guests at once.")
+@json_option
 @click.pass_context
-def down(ctx: click.Context, grace: float | None, now: bool) -> None:
-    """Leave the mesh: guests save, their state is shipped, the node says farewell, the daemon ends.
+def down(ctx: click.Context, grace: float | None, now: bool, as_json: bool) -> None:
+    """Stop this node: guests save and move on, the node leaves the mesh, the daemon ends.
 
-    Where a daemon was killed, takes away what it has left on this machine: containers, their networks and rules, the network
-    edge.
+    After a daemon was killed, remove what it left on this machine: containers, their networks and rules, the network edge.
     """
     try:
         answer = client(ctx).post("/v1/down", {"grace_s": grace, "now": now})
-    except MeshError as error:
-        if error.code != ExitCode.NO_DAEMON or not _took_away(ctx):
+    except NoDaemon as error:
+        if error.runs or not (removed := _remove_leftovers(ctx)):
             raise
+        if as_json:
+            print_json({"removed": removed})
+        else:
+            say(f"no daemon ran here; removed what a killed daemon had left: {removed}", err=True)
         return
-    pid, guests = answer["pid"], answer["guests"]
-    if guests:
-        click.echo(f"{guests} guests {'are killed' if now else 'save and move on'} ...", err=True)
+    if guests := answer["guests"]:
+        verb = "is killed" if now else "saves and moves on"
+        verbs = "are killed" if now else "save and move on"
+        say(f"{plural(guests, 'guest')} {verb if guests == 1 else verbs} ...", err=True)
     try:
-        process = process_of(pid)
+        process = process_of(answer["pid"])
         descriptor = process.open() if process is not None else None
         if descriptor is not None:
             select.select([descriptor], [], [])
     except KeyboardInterrupt:
-        raise MeshError("it goes on leaving in the background; `mesh down --now` hurries it") from None
-    click.echo("down")
+        raise MeshError("it shuts down in the background: `mesh down --now` kills its guests") from None
+    if as_json:
+        print_json(answer)
+    else:
+        say("down")
 
 
-def _took_away(ctx: click.Context) -> bool:
-    """Whether there was anything that a killed daemon had left."""
-    from mesh.engine.leftovers import remove
+def _remove_leftovers(ctx: click.Context) -> str:
+    """Remove what a killed daemon left; return it in words, empty if there was nothing."""
+    from mesh.daemon.leftovers import remove
 
     where = layout(ctx)
     if not where.genesis.exists():
-        return False
+        return ""
     before, still = remove(where)
-    if not before.words:
-        return False
     if still.words:
-        raise MeshError(f"a daemon that was killed has left {before.words}; still there: {still.words} (as root?)")
-    click.echo(f"no daemon ran here; what a killed one had left is gone: {before.words}", err=True)
-    return True
+        raise MeshError(f"a killed daemon left {before.words}; not removed: {still.words}. Run `mesh down` as root")
+    return before.words
 
 
 @click.command()
@@ -148,49 +162,48 @@ def _took_away(ctx: click.Context) -> bool:
 @click.option("--log", is_flag=True, help="Show the end of the daemon's log instead.")
 @click.pass_context
 def status(ctx: click.Context, watch: bool, as_json: bool, log: bool) -> None:
-    """This node: who it is, what it lends, whom it has refused."""
+    """Show this node: its name, what it lends and why not, its engines, its problems."""
     if log:
         if watch:
-            raise click.UsageError("-w shows this node's state again and again, --log what was logged: choose one")
+            raise click.UsageError("-w repeats the state and --log shows the log: use one of them")
         path = layout(ctx).log
         if not path.exists():
-            raise MeshError(f"there is no log yet at {path}")
-        click.echo("\n".join(path.read_text(errors="replace").splitlines()[-50:]))
+            raise MeshError(f"there is no log yet at {path}: `mesh up` starts a daemon")
+        say()
+        say("".join(path.read_text(errors="replace").splitlines()[-50:]))
         return
     daemon = client(ctx)
-    show_answer(lambda: daemon.get("/v1/status"), _tell, watch, as_json)
+    show_answer(lambda: daemon.get("/v1/status"), _draw_status, watch, as_json)
 
 
-def _tell(answer: dict[str, Any]) -> None:
-    click.echo(f"{answer['nick']} ({answer['node']})")
-    click.echo(f"  user {answer['user']}, mesh {answer['mesh']!r}, {answer['address']}, {lending_words(answer)}")
-    click.echo(f"  {answer['alive']} nodes alive, {len(answer['guests'])} guests here")
+def _draw_status(answer: dict[str, Any]) -> None:
+    say(f"{answer['nick']} ({answer['node']})")
+    say(f"  user {answer['user']}, mesh {answer['mesh']!r}, {answer['address']}, {lending_state(answer)}")
+    say(f"  {plural(answer['alive'], 'node')} alive, {plural(len(answer['guests']), 'guest')} here")
     refused = {key: count for key, count in answer["counters"].items() if key.startswith("refused") and count}
     if refused:
-        click.echo(
-            "  refused messages: " + ", ".join(f"{key.removeprefix('refused_')} {n}" for key, n in refused.items())
-        )
+        say("  refused messages: " + ", ".join(f"{key.removeprefix('refused_')} {n}" for key, n in refused.items()))
     for name, engine in answer["engines"].items():
-        click.echo(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
+        say(f"  engine {name}: {engine['detail']}" + (f"; {engine['isolation']}" if engine["ok"] else ""))
         if engine["ok"] and name == "docker":
-            click.echo(f"  system checkpoints: {system_words(engine['system'])}")
+            say(f"  system checkpoints: {system_text(engine['system'])}")
     as_said = answer["lend"]["machine"]["level"] == "lend"
     for line in lend_lines(answer["lend"])[1 if as_said else 0 :]:
-        click.echo(f"  {line.strip()}")
+        say(f"  {line.strip()}")
     for warning in answer["lend"]["warnings"]:
-        click.echo(f"  warning: {warning}")
-    click.echo(f"  network edge: {edge_words(answer['edge'])}")
+        say(f"  warning: {warning}")
+    say(f"  network edge: {edge_text(answer['edge'])}")
     if answer["waiting"]:
-        click.echo(f"  {answer['waiting']} wait to be let in: `mesh pending`")
+        say(f"  {plural(answer['waiting'], 'join request')} pending: `mesh member pending`")
     for problem in answer["problems"].values():
-        click.echo(f"  problem: {problem}")
+        say(f"  problem: {problem}")
     if answer["problems"]:
-        click.echo("  `mesh doctor` looks closer")
+        say("  next: `mesh doctor`")
     _banner(answer)
 
 
 @click.command()
-@click.option("--zones", "by_zone", is_flag=True, help="The zones instead, with who coordinates each.")
+@click.option("--zones", "by_zone", is_flag=True, help="List zones and their coordinators instead.")
 @listing
 @click.pass_context
 def nodes(ctx: click.Context, /, by_zone: bool, **form: bool) -> None:
@@ -207,7 +220,7 @@ def nodes(ctx: click.Context, /, by_zone: bool, **form: bool) -> None:
 def _draw_nodes(answer: dict[str, Any]) -> None:
     rows = []
     for node in answer["nodes"]:
-        lends = _held(node)
+        lends = _not_lent(node)
         if node["lending"]:
             parts = [f"{_gpus_left(node):g}/{len(node['gpus'])} GPUs"] if node["gpus"] else []
             parts += [f"{node['slots_free']}/{node['slots']} slots"] if node["slots"] else []
@@ -228,17 +241,17 @@ def _draw_nodes(answer: dict[str, Any]) -> None:
     table(header, rows, spare=["ENGINES", "SINCE", "USER", "JOBS"])
 
 
-def _held(node: dict[str, Any]) -> str:
-    """Why it lends nothing now."""
+def _not_lent(node: dict[str, Any]) -> str:
+    """Return why it lends nothing now."""
     if not node.get("paused"):
         return "-"
     if node["back_unix"]:
         return f"from {when(node['back_unix'])}"
-    return {"owner": "its owner is there", "hours": "other hours"}.get(node["held_by"], "paused")
+    return {"owner": "owner present", "hours": "outside hours"}.get(node["held_by"], "paused")
 
 
 def _gpus_left(node: dict[str, Any]) -> float:
-    """How many GPUs' time is free; time without memory is of no use."""
+    """Return the free GPU time, in GPUs; a GPU without free memory has none."""
     return sum(int(left["share"]) for left in node["gpu_room"] if left["vram_mib"]) / 100
 
 
@@ -255,3 +268,33 @@ def _draw_zones(answer: dict[str, Any]) -> None:
         for row in answer["zones"]
     ]
     table(["ZONE", "NODES", "WEIGHT", "COORDINATOR", "NOW"], rows)
+
+
+def system_text(system: dict[str, str]) -> str:
+    """Describe a node's system checkpoints, for its owner."""
+    if not system["platform"]:
+        return f"none: {system['problem']}"
+    gpus = f"not of GPU jobs: {system['gpu_problem']}" if system["gpu_problem"] else "also of GPU jobs"
+    return f"on and from nodes that are {system['platform']}; {gpus}"
+
+
+def edge_text(edge: dict[str, Any]) -> str:
+    """Describe a node's network edge (`mesh.network.edge.EdgeState`), for its owner."""
+    if edge["off"]:
+        return "off (`edge` in config.toml)"
+    if not edge["guests"]:
+        return str(edge["problem"])
+    attached = f" ({plural(len(edge['attached']), 'interface')} now)" if edge["attached"] else ""
+    parts = [f"can cut off guests that have a network of their own{attached}"]
+    if edge["shaped_mbps"]:
+        given = f", {edge['reserved_mbps']:g} of them for checkpoints with a deadline" if edge["reserved_mbps"] else ""
+        parts.append(f"shapes {edge['device']} to {edge['shaped_mbps']:g} Mbit/s{given}")
+    elif edge["device"]:
+        parts.append(f"can cut off checkpoints that leave by {edge['device']}")
+    elif not edge["problem"]:
+        parts.append("leaves the machine's own interfaces alone (`edge_device` in config.toml names one to shape)")
+    if edge["problem"]:
+        parts.append(edge["problem"])
+    if edge["cut"]:
+        parts.append(f"CUT OFF NOW: {' and '.join(edge['cut'])}")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""`mesh survive NODE`: how long a node is likely to stay; `mesh survive eval`: how good that estimate is, on a trace."""
+"""`mesh debug survive`: estimate how long a node stays; evaluate that estimate on a trace."""
 
 import sys
 import time
@@ -9,20 +9,21 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import ExitCode, MeshError
 from mesh.cli.names import NODE
-from mesh.cli.telling import AGAIN_S, telling
-from mesh.cli.terminal import client, json_option, print_json, quote, table
-from mesh.duration import lasting
+from mesh.cli.output import print_json, say, table
+from mesh.cli.progress import AGAIN_S, progress
+from mesh.cli.terminal import client, json_option, quote
+from mesh.util.duration import lasting
+from mesh.util.errors import ExitCode, MeshError
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-SHADES = " ░▒▓█"  # of the part of an hour that it was lent: none, up to a quarter, ...
+SHADES = " ░▒▓█"  # part of an hour that it was lent: none, up to a quarter, ...
 NOTHING_KNOWN = "·"
 FORMATS = ("swf-nodes", "spot-json", "fta", "last", "wtmp", "journal")  # mesh/forecast/tracefiles.py
 
 
 class NodeOrEval(click.Group):
-    """A node's name is no command of the group's: it goes to `show`."""
+    """A group that passes the name of a node to `show`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -39,10 +40,9 @@ class NodeOrEval(click.Group):
 
 @click.group(cls=NodeOrEval, options_metavar="", subcommand_metavar="NODE | eval [OPTIONS]")
 def survive() -> None:
-    """How long NODE is likely to stay, and its week, hour by hour: `mesh survive NODE [--json]`.
+    """Estimate how long NODE stays, and show its week hour by hour: `mesh debug survive NODE [--json]`.
 
-    `mesh survive eval --help`: the estimate and others on a trace of machines that came and went. A node called eval or show is
-    named by its id.
+    `mesh debug survive eval` evaluates the estimate on a trace. A node called eval or show is named by its id.
     """
 
 
@@ -51,36 +51,34 @@ def survive() -> None:
 @json_option
 @click.pass_context
 def show(ctx: click.Context, node: str, as_json: bool) -> None:
-    """How long NODE is likely to stay."""
+    """Estimate how long NODE stays."""
     answer = client(ctx).get(f"/v1/survival/{quote(node)}")
     if as_json:
         print_json(answer)
         return
     nick = answer["nick"]
     if answer["lent"]:
-        click.echo(
-            f"{nick} has been lent for {lasting(time.time() - answer['lent_since_unix'])}; weight {answer['weight']}"
-        )
+        say(f"{nick} has been lent for {lasting(time.time() - answer['lent_since_unix'])}; weight {answer['weight']}")
     else:
-        click.echo(f"{nick} is not lent now")
+        say(f"{nick} is not lent now")
     if answer["until_unix"]:
-        click.echo(f"its owner takes it back at {time.strftime('%a %H:%M', time.localtime(answer['until_unix']))}")
+        say(f"its owner's hours end at {time.strftime('%a %H:%M', time.localtime(answer['until_unix']))}")
     if answer["lent"]:
         rows = [
             [_minutes(row["horizon_min"]), f"{row['probability']:.0%}", f"{row['low']:.0%} to {row['high']:.0%}"]
             for row in answer["survival"]
         ]
         table(["STAYS FOR", "CHANCE", "BETWEEN (90 %)"], rows)
-    click.echo(
-        f"departures counted: {answer['departures']:g} (older ones count less); its zone now: "
-        f"{answer['rate_of_room']:.1f} times the usual rate"
+    say(
+        f"departures seen: {answer['departures']:g} (older ones count less); its zone now: "
+        f"{answer['rate_of_zone']:.1f} times the usual rate"
     )
     for row in answer["stays"]:
         if row["part"] == 0.5:
-            click.echo(f"half of its stays last longer than {lasting(row['after_s'])}")
-    click.echo()
+            say(f"half of its stays last longer than {lasting(row['after_s'])}")
+    say()
     for line in heatmap(answer["week"]):
-        click.echo(line)
+        say(line)
 
 
 @survive.command("eval")
@@ -91,10 +89,14 @@ def show(ctx: click.Context, node: str, as_json: bool) -> None:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The trace; several, or a directory, are nodes of one campus.",
+    help="Trace file or directory. Repeatable: all are nodes of one campus.",
 )
 @click.option(
-    "--format", "kind", required=True, type=click.Choice(FORMATS), help="What the file is (docs/survival.md)."
+    "--format",
+    "kind",
+    required=True,
+    type=click.Choice(FORMATS),
+    help="What the file is (docs/reference/trace-formats.md).",
 )
 @click.option("--horizon", default="60,240", show_default=True, metavar="MIN,MIN", help="Minutes ahead.")
 @click.option(
@@ -103,12 +105,12 @@ def show(ctx: click.Context, node: str, as_json: bool) -> None:
     show_default=True,
     type=click.FloatRange(0, min_open=True),
     metavar="UNIX|FRACTION",
-    help="What may be learnt from: up to this time, or this part of the trace's time.",
+    help="Fit on the trace until this time, or on this fraction of it.",
 )
 @click.option(
-    "--utc-offset", default=0.0, type=click.FloatRange(-14, 14), metavar="HOURS", help="Local time's, ahead of UTC."
+    "--utc-offset", default=0.0, type=click.FloatRange(-14, 14), metavar="HOURS", help="Local time's offset from UTC."
 )
-@click.option("--no-boosting", is_flag=True, help="Without scikit-learn's gradient boosting, which takes the time.")
+@click.option("--no-boosting", is_flag=True, help="Leave out gradient boosting, which takes most of the time.")
 @json_option
 def evaluate_(
     traces: tuple[Path, ...],
@@ -119,19 +121,19 @@ def evaluate_(
     no_boosting: bool,
     as_json: bool,
 ) -> None:
-    """How well the estimate foretells who stays, beside others, on a trace.
+    """Compare the survival estimate with other models on a trace.
 
-    Every 15 minutes after the cut, for every lent node: does it stay for so many minutes? Each answer may use what lies before
-    it; models are fitted to what lies before the cut.
+    Every 15 minutes after the cut, each model predicts for every lent node whether it stays for the horizon. A prediction uses
+    only earlier data; models are fitted to data before the cut.
     """
     import msgspec
 
     from mesh.forecast.evaluation import evaluate
-    from placement.stays import TraceError
+    from placement.availability import TraceError
 
     horizons = _horizons(horizon)
     doing = ["reading the trace"]
-    with telling(lambda: f"{doing[-1]} ...", AGAIN_S):
+    with progress(lambda: f"{doing[-1]} ...", AGAIN_S):
         trace = _trace(traces, kind, utc_offset * 3600)
         try:
             outcome = evaluate(trace, horizons, train_until, utc_offset * 3600, not no_boosting, doing.append)
@@ -157,13 +159,13 @@ def evaluate_(
         ],
     )
     for note in outcome.notes:
-        click.echo(f"mesh: {note}", err=True)
+        say(f"mesh: {note}", err=True)
 
 
 def _trace(paths: Sequence[Path], form: Any, utc_offset_s: float) -> Any:
-    """One trace of all these files; MeshError for what cannot be read, or is none."""
+    """Return one trace of all these files; MeshError for a file that cannot be read or is no trace."""
     from mesh.forecast.tracefiles import files_of, read_traces
-    from placement.stays import TraceError
+    from placement.availability import TraceError
 
     try:
         return read_traces(files_of(paths), form, utc_offset_s)
@@ -187,7 +189,7 @@ def _horizons(text: str) -> tuple[int, ...]:
 
 
 def heatmap(week: Sequence[int | None]) -> list[str]:
-    """A line a day, two columns an hour: in how much of each the node was lent."""
+    """Return a line per day with two columns per hour: the part of each hour that the node was lent."""
     plain = (sys.stdout.encoding or "").lower().replace("-", "") not in {"utf8", "utf16"}
     shades, unknown = (" .:+#", "?") if plain else (SHADES, NOTHING_KNOWN)
     lines = ["lent  " + "".join(f"{hour:02}      " for hour in range(0, 24, 4)).rstrip()]
@@ -195,9 +197,7 @@ def heatmap(week: Sequence[int | None]) -> list[str]:
         hours = week[24 * number : 24 * number + 24]
         cells = (unknown if share is None else shades[-(-share * (len(shades) - 1) // 100)] for share in hours)
         lines.append(f"{day}   " + "".join(2 * cell for cell in cells).rstrip())
-    lines.append(
-        f"      {shades[-1]} most of the hour, {shades[1]} a quarter or less, blank never, {unknown} not known yet"
-    )
+    lines.append(f"      {shades[-1]} most of the hour, {shades[1]} a quarter or less, blank never, {unknown} unknown")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`mesh top`: the mesh in one terminal, or once as text."""
+"""`mesh top`: the mesh in one terminal, once as text, or in a browser."""
 
 import os
 import sys
@@ -6,27 +6,48 @@ from typing import Any
 
 import click
 
-from mesh.api.errors import MeshError
-from mesh.cli.terminal import client, json_option, layout, print_json
-from mesh.client import Client
+from mesh.api.client import Client
+from mesh.cli.output import print_json, say
+from mesh.cli.terminal import client, json_option, layout
+from mesh.util.errors import MeshError
 
 EVENTS_SHOWN = 20
-PLAIN_COLUMNS = 160  # where nobody says how wide it is; ours
+PIPE_COLUMNS = 160  # width of the text in a pipe (own choice)
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Print it once, as text, and end; so does a pipe.")
+@click.option("--once", is_flag=True, help="Print the text once and exit; so does a pipe.")
+@click.option("--web", is_flag=True, help="Print the address of this node's web page, valid for one visit.")
+@click.option("--open", "open_", is_flag=True, help="With --web: open the page in the browser.")
 @json_option
 @click.pass_context
-def top(ctx: click.Context, once: bool, as_json: bool) -> None:
-    """Watch the mesh: this node, all nodes, jobs and what is at risk, transfers, events. Keys pause lending and take the
-    machine back; `?` lists them."""
-    if as_json:
+def top(ctx: click.Context, once: bool, web: bool, open_: bool, as_json: bool) -> None:
+    """Watch nodes, jobs at risk, transfers and events. Keys pause lending and reclaim this machine; `?` lists them.
+
+    The web page listens on this machine only; its address is valid for ten minutes. To see it from another machine:
+    `ssh -L PORT:127.0.0.1:PORT this-machine`, with `web_port = PORT` in config.toml.
+    """
+    if web or open_:
+        _show_page(ctx, open_, as_json)
+    elif as_json:
         print_json(_json(ctx))
     elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         _print(ctx)
     else:
         _run(ctx)
+
+
+def _show_page(ctx: click.Context, open_: bool, as_json: bool) -> None:
+    answer = client(ctx).post("/v1/web")
+    if as_json:
+        print_json(answer)
+    else:
+        say(answer["url"])
+    if open_:
+        import webbrowser
+
+        if not webbrowser.open(answer["url"]):
+            say("mesh: no browser could be started: open the address yourself", err=True)
 
 
 def _json(ctx: click.Context) -> dict[str, Any]:
@@ -37,53 +58,46 @@ def _json(ctx: click.Context) -> dict[str, Any]:
     view.take(Source(daemon).look())
     answers = {name: daemon.get(path) for name, path in PATHS.items()}
     schema = answers["node"]["schema"]
-    told = {name: {key: value for key, value in answer.items() if key != "schema"} for name, answer in answers.items()}
-    lists = {name: told[name][name] for name in ("nodes", "jobs", "gpus", "transfers")}
-    return {"schema": schema, "node": told["node"], "totals": view.totals()._asdict(), **lists}
+    shown = {name: {key: value for key, value in answer.items() if key != "schema"} for name, answer in answers.items()}
+    lists = {name: shown[name][name] for name in ("nodes", "jobs", "gpus", "transfers")}
+    return {"schema": schema, "node": shown["node"], "totals": view.totals()._asdict(), **lists}
 
 
 def _print(ctx: click.Context) -> None:
     import shutil
 
     from mesh.top.answers import Source
-    from mesh.top.plain import plain
-    from mesh.top.view import View
+    from mesh.top.view import View, text_lines
 
     view = View()
     view.take(Source(client(ctx)).look())
-    for line in plain(view, shutil.get_terminal_size((PLAIN_COLUMNS, 24)).columns, EVENTS_SHOWN):
-        click.echo(line)
+    for line in text_lines(view, shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns, EVENTS_SHOWN):
+        say(line)
 
 
 def _run(ctx: click.Context) -> None:
     if os.environ.get("TERM", "dumb") == "dumb":
-        raise MeshError("this terminal (TERM) cannot be drawn on: `mesh top --once` prints the same")
+        raise MeshError("this terminal (TERM) cannot show full-screen programs: use `mesh top --once`")
     try:
         import textual  # noqa: F401
     except ImportError as error:
         raise MeshError(
-            "`mesh top` needs textual, which is not installed: pip install 'campus-mesh[top]'. "
-            "`mesh top --once` does without"
+            "`mesh top` needs textual, which is not installed: pip install 'campus-mesh[top]', or use `mesh top --once`"
         ) from error
     from mesh.top.answers import Source
     from mesh.top.app import Top
-    from mesh.top.table import many
 
     where = layout(ctx)
 
-    def strike() -> str:
-        from mesh.cli.seize import strike as end_guests
+    def kill() -> str:
+        from time import monotonic
 
-        struck, problems, by = end_guests(where)
-        struck = [one for one in struck if one.processes]
-        left = [one for one in struck if one.left]
-        if left:
-            return f"{len(left)} guests are left: `mesh killall`. {'; '.join(problems)}"
-        words = (
-            f"yours; {many(len(struck), 'guest')} ended at once, {by} (u lends again)"
-            if struck
-            else "yours; nobody was here"
-        )
-        return "; ".join([words, *problems])
+        from mesh.cli.kill import kill_guests, outcome
 
-    Top(Source(Client(layout(ctx).socket)), strike).run()
+        begun = monotonic()
+        killed, problems, by = kill_guests(where)
+        failed = any(one.left for one in killed)
+        next_step = "run `mesh killall`" if failed else "u lends again"
+        return "; ".join([f"{outcome(killed, by, monotonic() - begun)} ({next_step})", *problems])
+
+    Top(Source(Client(where.socket)), kill).run()

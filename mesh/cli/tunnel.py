@@ -1,4 +1,4 @@
-"""The command line's end of a tunnel: a terminal or pipes for `mesh exec`, a port on this machine's loopback for `forward`."""
+"""The local end of a tunnel: a terminal or pipes for `mesh exec`, a port on the loopback for `mesh job forward`."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import aiohttp
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.api.line import MESSAGE_LIMIT, Line
-from mesh.engine.frames import (
+from mesh.api import no_daemon
+from mesh.cli.output import Output
+from mesh.rpc.frame_connection import MESSAGE_LIMIT, Line
+from mesh.rpc.frames import (
     ERRORS,
     INPUT,
     MOVES_S,
@@ -36,28 +37,24 @@ from mesh.engine.frames import (
     Signal,
     SignalName,
 )
-from mesh.race import race
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.race import race
 
 LOOPBACK = "127.0.0.1"
-AGAIN_S, PATIENT_S = (
-    0.5,
-    120.0,
-)  # between two tries of a connection, and for how long; a move takes a grace and a restore; ours
-CONNECTIONS = 64  # at once, as a job may have tunnels (`mesh.api.tunnels`)
-TELLS_S = 5.0  # for a command that was told to end; ours
-INTERRUPTED = 130
+AGAIN_S = 0.5  # between two attempts to connect (own choice)
+CONNECTIONS = 64  # at once, the limit of a job's tunnels (`mesh.api.handlers.tunnels`)
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Escape:
-    """What is typed, as ssh has it: `~.` at the beginning of a line ends the session here, `~~` is a tilde."""
+    """Escapes in typed input, as in ssh: `~.` at the beginning of a line ends the session, `~~` is a tilde."""
 
     def __init__(self) -> None:
         self._begins, self._tilde = True, False
 
     def take(self, typed: bytes) -> tuple[bytes, bool]:
-        """What goes to the other end, and whether the session is to end."""
+        """Return what to send, and whether to end the session."""
         through = bytearray()
         for byte in typed:
             if self._tilde:
@@ -75,7 +72,7 @@ class Escape:
 
 
 class Gone(MeshError):
-    """The tunnel ended without an exit; `again_s`: how long it is worth trying again."""
+    """The tunnel ended without an exit code. `again_s`: seconds for which it is worth trying again."""
 
     def __init__(self, failure: Failed) -> None:
         super().__init__(failure.text, _code(failure.code))
@@ -105,7 +102,7 @@ class Dialler:
         try:
             web_socket = await self._session.ws_connect(address, max_msg_size=MESSAGE_LIMIT, compress=0)
         except (aiohttp.ClientError, OSError) as error:
-            raise MeshError("the daemon of this machine went away: `mesh up` starts it", ExitCode.NO_DAEMON) from error
+            raise no_daemon.stopped() from error
         line = Line(web_socket)
         try:
             yield line
@@ -114,8 +111,10 @@ class Dialler:
 
     @asynccontextmanager
     async def opened(self, job: str, way: str, *, patient: bool = False) -> AsyncIterator[tuple[Line, str]]:
-        """A tunnel to a port or socket that stands, and the node it leads to; if `patient`, once the job and its program are
-        there again. Gone if it does not come to that."""
+        """Open a tunnel to a port or socket; yield it and the job's node. Gone if that fails.
+
+        If `patient`, wait until the job and its program run again, for example after a move.
+        """
         loop = asyncio.get_running_loop()
         begun = loop.time()
         while True:
@@ -132,7 +131,7 @@ class Dialler:
 
 
 async def until_opened(line: Line) -> Opened:
-    """Gone if it does not come to stand."""
+    """Wait until the other end has accepted the tunnel; Gone if it does not."""
     while True:
         try:
             frame = await line.receive()
@@ -143,14 +142,14 @@ async def until_opened(line: Line) -> Opened:
         if isinstance(frame, Failed):
             raise Gone(frame)
         if frame is None:
-            raise Gone(Failed("the tunnel broke off", again_s=MOVES_S))
+            raise Gone(Failed("the tunnel was closed", again_s=MOVES_S))
 
 
 # --- a command
 
 
-async def run_command(socket_path: Path, job: str, argv: tuple[str, ...], terminal: bool, say: Say) -> int:
-    """Run it beside the job; its exit code."""
+async def run_command(socket_path: Path, job: str, argv: tuple[str, ...], terminal: bool, report: Report) -> int:
+    """Run a command next to the job and return its exit code."""
     async with Dialler(socket_path) as dialler, dialler.line(job, "exec") as line:
         rows, columns = _size() if terminal else (24, 80)
         term = os.environ.get("TERM", "") if terminal else ""
@@ -159,7 +158,8 @@ async def run_command(socket_path: Path, job: str, argv: tuple[str, ...], termin
         ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         with _raw() if terminal else contextlib.nullcontext(), _signals(line, terminal, ending):
             _read_input(line, Escape() if terminal else None, ending)
-            showing = asyncio.create_task(_show(line, node, say), name="output")
+            outputs = {OUTPUT: Output(raw=terminal), ERRORS: Output(raw=terminal, err=True)}
+            showing = asyncio.create_task(_show(line, node, report, outputs), name="output")
             await asyncio.wait([showing, ending], return_when=asyncio.FIRST_COMPLETED)
             if showing.done():
                 return showing.result()
@@ -167,23 +167,25 @@ async def run_command(socket_path: Path, job: str, argv: tuple[str, ...], termin
             return ending.result()
 
 
-async def _show(line: Line, node: str, say: Say) -> int:
+async def _show(line: Line, node: str, report: Report, outputs: dict[int, Output]) -> int:
     while True:
         match await line.receive():
-            case Data(kind=kind, data=data) if kind in {OUTPUT, ERRORS}:
-                await asyncio.to_thread(_write_all, 1 if kind == OUTPUT else 2, data)
+            case Data(kind=kind, data=data) if kind in outputs:
+                await asyncio.to_thread(outputs[kind].write, data)
             case Note(text=text):
-                say(text)
+                report(text)
             case Exit(code=code):
+                for output in outputs.values():
+                    output.close()
                 return code
             case Failed() as failure:
                 raise Gone(failure)
             case None:
-                raise Gone(Failed(f"the connection to {node} broke off: what ran there is ended", again_s=MOVES_S))
+                raise Gone(Failed(f"the connection to {node} was lost, and the command was killed", again_s=MOVES_S))
 
 
 def _read_input(line: Line, escape: Escape | None, ending: "asyncio.Future[int]") -> None:
-    """In a thread that nobody waits for: a read from a terminal cannot be called off."""
+    """Read the input in a daemon thread, because a read from a terminal cannot be cancelled."""
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -206,9 +208,9 @@ def _read_input(line: Line, escape: Escape | None, ending: "asyncio.Future[int]"
 
 @contextmanager
 def _signals(line: Line, terminal: bool, ending: "asyncio.Future[int]") -> Iterator[None]:
-    """Without a terminal, a signal goes to the command; the second of its kind ends the session."""
+    """Send signals to the command if there is no terminal; the second of a kind ends the session."""
     loop = asyncio.get_running_loop()
-    told: set[int] = set()
+    reported: set[int] = set()
     sending: set[asyncio.Task[None]] = set()
 
     def send(frame: Signal | Resize) -> None:
@@ -217,9 +219,9 @@ def _signals(line: Line, terminal: bool, ending: "asyncio.Future[int]") -> Itera
         task.add_done_callback(sending.discard)
 
     def pass_on(number: signal.Signals, name: SignalName) -> None:
-        if (number in told or terminal) and not ending.done():
+        if (number in reported or terminal) and not ending.done():
             ending.set_result(128 + number)
-        told.add(number)
+        reported.add(number)
         send(Signal(name))
 
     names: dict[signal.Signals, SignalName] = {signal.SIGINT: "INT", signal.SIGTERM: "TERM", signal.SIGHUP: "HUP"}
@@ -236,7 +238,7 @@ def _signals(line: Line, terminal: bool, ending: "asyncio.Future[int]") -> Itera
 
 @contextmanager
 def _raw() -> Iterator[None]:
-    """Every key goes to the other end; the terminal is as it was afterwards, whatever happens."""
+    """Send every key to the other end; restore the terminal afterwards."""
     before = termios.tcgetattr(0)
     try:
         tty.setraw(0, termios.TCSANOW)
@@ -253,31 +255,26 @@ def _size() -> tuple[int, int]:
     return rows or 24, columns or 80
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 # --- a port
 
 
 class Forwarder:
-    """Listens on this machine's loopback, and nowhere else; each connection is a tunnel of its own."""
+    """A listener on the loopback. Each connection gets a tunnel of its own."""
 
-    def __init__(self, dialler: Dialler, job: str, way: str, say: Say) -> None:
-        self._dialler, self._job, self._way, self._say = dialler, job, way, say
-        self._turns = asyncio.Semaphore(CONNECTIONS)
-        self._told = ""
+    def __init__(self, dialler: Dialler, job: str, way: str, report: Report) -> None:
+        self._dialler, self._job, self._way, self._report = dialler, job, way, report
+        self._slots = asyncio.Semaphore(CONNECTIONS)
+        self._last_error = ""
         self._server: asyncio.Server | None = None
 
     async def listen(self, port: int) -> int:
-        """On this port, or with 0 on any; which it is."""
+        """Listen on this port, or on any with 0; return it."""
         try:
             self._server = await asyncio.start_server(self._connected, LOOPBACK, port, limit=PIECE_BYTES)
         except OSError as error:
             raise MeshError(
-                f"port {port} on {LOOPBACK} is taken: name another one, as `{port + 1}:...`, or none", ExitCode.USAGE
+                f"port {port} on {LOOPBACK} is in use: choose another local port, as `{port + 1}:...`, or none",
+                ExitCode.USAGE,
             ) from error
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -285,24 +282,24 @@ class Forwarder:
         if self._server is not None:
             self._server.close()
 
-    async def try_it(self) -> None:
-        """Say what stands against it now, before anybody connects; Gone if that is for good."""
+    async def check(self) -> None:
+        """Report a present problem before anyone connects; Gone if it is permanent."""
         try:
             async with self._dialler.opened(self._job, self._way):
                 return
         except Gone as error:
             if not error.again_s:
                 raise
-            self._say(str(error))
+            self._report(str(error))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with self._turns, self._dialler.opened(self._job, self._way, patient=True) as (line, _):
+            async with self._slots, self._dialler.opened(self._job, self._way, patient=True) as (line, _):
                 await _carry(line, reader, writer)
         except MeshError as error:
-            if str(error) != self._told:
-                self._told = str(error)
-                self._say(self._told)
+            if str(error) != self._last_error:
+                self._last_error = str(error)
+                self._report(self._last_error)
         finally:
             writer.transport.abort()
 
@@ -313,7 +310,7 @@ async def _carry(line: Line, reader: asyncio.StreamReader, writer: asyncio.Strea
             while data := await reader.read(PIECE_BYTES):
                 await line.send(Data(INPUT, data))
         await line.send(InputEnd())
-        await asyncio.Event().wait()  # the other end may still have something to say
+        await asyncio.Event().wait()  # the other end may still send data
 
     async def back() -> None:
         with contextlib.suppress(OSError, FrameError):

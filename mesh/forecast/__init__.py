@@ -1,1 +1,1 @@
-"""Trying the survival estimate against others on traces: `mesh survive eval`. Nothing here runs in the daemon."""
+"""Evaluation of the survival estimate and of other models on traces: `mesh debug survive eval`. Not used by the daemon."""

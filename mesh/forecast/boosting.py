@@ -1,7 +1,7 @@
-"""scikit-learn's HistGradientBoosting on the same questions: the peer to reach. It sees every feature the estimate is made from.
+"""Gradient boosting: scikit-learn's HistGradientBoosting on the same questions, with every feature that the estimate uses.
 
-Which features and how much regularisation: the best of six on the last fifth of the time before the cut, then fitted to all of
-it. Its defaults are left out: they over-fit both traces we have by 10 per cent and more.
+Feature set and regularisation are the best of six choices on the last fifth of the time before the cut; the model is then fitted
+to all of it. scikit-learn's defaults are left out: they over-fit both evaluation traces by 10 per cent or more.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"max_iter": 100, "learning_rate": 0.05, "max_leaf_nodes": 8, "min_samples_leaf": 200, "l2_regularization": 10.0},
     {"max_iter": 60, "learning_rate": 0.05, "max_leaf_nodes": 6, "min_samples_leaf": 400, "l2_regularization": 30.0},
 )
-CHECKED = 0.2  # of the time before the cut
+CHECKED = 0.2  # part of the time before the cut on which the choice is made
 SEED = 0
 
 
-def available() -> str:
-    """Why it cannot run; empty if it can."""
+def problem() -> str:
+    """Return why it cannot run; an empty text if it can."""
     try:
         import sklearn.ensemble  # noqa: F401
     except ImportError as error:
@@ -32,7 +32,7 @@ def available() -> str:
 def boosted(
     questions: Questions, train: Sequence[int], test: Sequence[int], horizon_min: int
 ) -> tuple[list[float], str]:
-    """Probabilities for the test questions, and the settings chosen, in words."""
+    """Return the probabilities for the test questions, and a description of the chosen settings."""
     import numpy as np
     from sklearn.ensemble import HistGradientBoostingClassifier
     from threadpoolctl import threadpool_limits
@@ -47,10 +47,10 @@ def boosted(
 
     def fitted(names: Sequence[str], settings: dict[str, Any], places: Any, asked: Any) -> list[float]:
         table = np.stack([columns[name] for name in names], 1)
-        if len(set(stayed[places].tolist())) < 2:  # nobody ever left, or all did: nothing to learn
+        if len(set(stayed[places].tolist())) < 2:  # all outcomes are equal: nothing to learn
             return [float(stayed[places].mean())] * len(asked)
         model = HistGradientBoostingClassifier(random_state=SEED, early_stopping=False, **settings)
-        # One thread: several wait for each other by spinning, and beside other work take ten times as long.
+        # One thread: several threads wait for each other by spinning, and beside other work take ten times as long.
         with threadpool_limits(1, user_api="openmp"):
             model.fit(table[places], stayed[places])
             return [float(chance) for chance in model.predict_proba(table[asked])[:, 1]]

@@ -1,14 +1,14 @@
-"""`mesh survive eval`: our estimate and others on one trace, asked the same questions after the cut."""
+"""Evaluation on a trace (`mesh debug survive eval`): the survival estimate and other models on the same questions."""
 
 from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mesh.forecast import boosting, rivals
+from mesh.forecast import baselines, boosting
 from mesh.forecast.questions import Questions, answer, ask, cut_into_bins
 from mesh.forecast.scores import auc, brier, ece, log_loss
-from placement.stays import Trace, TraceError
+from placement.availability import Trace, TraceError
 
 OURS = "mesh"
 FROZEN = "mesh-frozen"
@@ -21,7 +21,7 @@ CLIMATOLOGY, CONSTANT, WEEKLY, BOOSTING = (
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One model's scores at one horizon. `auc` is None where nobody left, or all did."""
+    """The scores of one model at one horizon. `auc` is None if all outcomes are equal."""
 
     model: str
     horizon_min: int
@@ -33,7 +33,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`chances[model, horizon]` and `stayed[horizon]` are of the questions `asked[horizon]`; `notes` say what was left out."""
+    """The forecasts `chances[model, horizon]` and outcomes `stayed[horizon]` of the questions `asked[horizon]`. `notes`: models
+    that were left out, and chosen settings."""
 
     questions: Questions
     cut: float
@@ -62,7 +63,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def cut_at(trace: Trace, until: float) -> float:
-    """Unix seconds of the cut: `until` up to 1 is the part of the trace's time before it."""
+    """Return the Unix time of the cut. `until` is a Unix time, or up to 1 the part of the trace before the cut."""
     return trace.first + until * (trace.last - trace.first) if until <= 1 else until
 
 
@@ -72,24 +73,24 @@ def evaluate(
     train_until: float,
     utc_offset_s: float = 0.0,
     boosted: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Ask all models; TraceError if nothing lies before the cut, or nothing after it."""
+    """Evaluate all models. Raises TraceError if there is no question before the cut, or none after it."""
     cut = cut_at(trace, train_until)
     bins = cut_into_bins(trace)
-    tell(f"cutting {len(trace.nodes)} nodes' trace into questions")
+    progress(f"cutting {len(trace.nodes)} nodes' trace into questions")
     questions = ask(bins, horizons_min, utc_offset_s)
-    ours = answer(bins, questions, utc_offset_s, float("inf"), lambda day: tell(f"{day} by {OURS}"))
-    frozen = answer(bins, questions, utc_offset_s, cut, lambda day: tell(f"{day} by {FROZEN}"))
-    tell("the simple models")
-    counts = rivals.Counts(bins, cut, utc_offset_s)
+    ours = answer(bins, questions, utc_offset_s, float("inf"), lambda day: progress(f"{day} by {OURS}"))
+    frozen = answer(bins, questions, utc_offset_s, cut, lambda day: progress(f"{day} by {FROZEN}"))
+    progress("the simple models")
+    counts = baselines.Counts(bins, cut, utc_offset_s)
     chances: dict[tuple[str, int], Sequence[float]] = {}
     asked: dict[int, tuple[int, ...]] = {}
     truth: dict[int, tuple[bool, ...]] = {}
-    missing = boosting.available() if boosted else "it was not asked for"
+    missing = boosting.problem() if boosted else "not requested"
     notes = [f"{BOOSTING} is left out: {missing}"] if missing else []
     for horizon in horizons_min:
-        train, test = _parts(questions, horizon, cut)
+        train, test = parts(questions, horizon, cut)
         if not train or not test:
             side = "before" if not train else "after"
             raise TraceError(f"no question for {horizon} minutes lies {side} the cut at unix {cut:.0f}")
@@ -101,19 +102,19 @@ def evaluate(
 
         chances[OURS, horizon] = pick(ours[horizon])
         chances[FROZEN, horizon] = pick(frozen[horizon])
-        base = rivals.climatology([stayed[place] for place in train])
+        base = baselines.climatology([stayed[place] for place in train])
         chances[CLIMATOLOGY, horizon] = [base] * len(test)
-        chances[CONSTANT, horizon] = [rivals.constant(counts, horizon)] * len(test)
-        chances[WEEKLY, horizon] = rivals.hour_of_week(counts, questions, test, horizon)
+        chances[CONSTANT, horizon] = [baselines.constant(counts, horizon)] * len(test)
+        chances[WEEKLY, horizon] = baselines.hour_of_week(counts, questions, test, horizon)
         if not missing:
-            tell(f"{BOOSTING} for {horizon} minutes, of {len(train)} questions")
+            progress(f"{BOOSTING} for {horizon} minutes, of {len(train)} questions")
             chances[BOOSTING, horizon], words = boosting.boosted(questions, train, test, horizon)
             notes.append(f"{BOOSTING} at {horizon} min: {words}")
     return Outcome(questions, cut, asked, truth, chances, tuple(notes))
 
 
-def _parts(questions: Questions, horizon_min: int, cut: float) -> tuple[list[int], list[int]]:
-    """Questions to learn from, whose answer is known at the cut, and those that are put after it."""
+def parts(questions: Questions, horizon_min: int, cut: float) -> tuple[list[int], list[int]]:
+    """Return the questions whose outcome is known at the cut, and those asked after it."""
     train, test = [], []
     for place, number in enumerate(questions.bin):
         if questions.stayed[horizon_min][place] < 0:

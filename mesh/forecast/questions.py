@@ -1,8 +1,8 @@
-"""A trace as a row of questions: at this time, this node is lent; is it still lent so many minutes later?
+"""Evaluation questions from a trace: this node is lent at this time; does it stay lent for the next so many minutes?
 
-Time goes in bins of five minutes; a bin in which somebody else had the node, however shortly, is not lent. Every third bin's
-end is a question for each node that was lent in that bin. The answer needs every bin of the window; where the trace ends before,
-there is none. A question may be answered only from what lies before it.
+Time is divided into bins of five minutes; a bin in which the node was not lent at some moment counts as not lent. The end of
+every third bin is a question for each node that is lent in that bin. The outcome is unknown if the trace ends before the window.
+A model may use only the data before the question.
 """
 
 from array import array
@@ -11,24 +11,24 @@ from math import ceil, floor
 
 import msgspec
 
-from placement.stays import Trace, TraceError
+from placement.availability import Trace, TraceError
 from placement.survival import Estimator
 
 BIN_S = 300
-EVERY_BINS = 3  # a question each 15 minutes
-MOST_BINS = 20_000_000  # of all nodes together; about 200 nodes for a year
+EVERY_BINS = 3  # a question every 15 minutes
+MOST_BINS = 20_000_000  # over all nodes; about 200 nodes for a year
 DAY_BINS = 288
 
 
 class Questions(msgspec.Struct, frozen=True):
-    """Column by column, in the order of time. `stayed[h]` is 1, 0, or -1: not known; `features` are for models without memory."""
+    """The questions as columns, in order of time. `stayed[h]` is 1, 0 or -1 (unknown); `features`: for models without state."""
 
-    first: float  # where the bins begin
+    first: float  # start of the first bin
     bins: int
     nodes: tuple[str, ...]
     horizons_min: tuple[int, ...]
     node: "array[int]"
-    bin: "array[int]"  # the question is put at its end
+    bin: "array[int]"  # the question is asked at its end
     stayed: "dict[int, array[int]]"
     features: "dict[str, array[float]]"
 
@@ -37,7 +37,7 @@ class Questions(msgspec.Struct, frozen=True):
 
 
 class Bins(msgspec.Struct, frozen=True):
-    """Of each node, in order, the runs of bins [from, to) in which it is lent."""
+    """For each node, in order, the runs of bins [begin, end) in which it is lent."""
 
     first: float
     bins: int
@@ -60,7 +60,7 @@ def cut_into_bins(trace: Trace) -> Bins:
 
 
 def walk(trace: Bins) -> Iterator[tuple[int, list[tuple[int, int]], list[int]]]:
-    """Bin by bin: its number, who is lent in it as (node, bin its stay began), and who was lent before it and is not now."""
+    """Yield for each bin: its number, the lent nodes as (node, first bin of its stay), and the nodes whose stay just ended."""
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for node, runs in enumerate(trace.runs):
@@ -78,7 +78,7 @@ def walk(trace: Bins) -> Iterator[tuple[int, list[tuple[int, int]], list[int]]]:
 
 
 def ask(trace: Bins, horizons_min: tuple[int, ...], utc_offset_s: float) -> Questions:
-    """All questions with their answers, and the features that models without a memory need."""
+    """Return all questions with their outcomes and features."""
     windows = {horizon: ceil(horizon * 60 / BIN_S) for horizon in horizons_min}
     names = ("age_h", "hour", "weekday", "node", "last_stay_h", "last_absence_h", "left_day", "share", "left_all_day")
     questions = Questions(
@@ -127,7 +127,7 @@ def ask(trace: Bins, horizons_min: tuple[int, ...], utc_offset_s: float) -> Ques
                 questions.features[name].append(value)
             until = end_of[node][begin]
             for horizon, window in windows.items():
-                known = number + 1 + window <= trace.bins  # else only those who leave would be known
+                known = number + 1 + window <= trace.bins  # else only departures would be known
                 questions.stayed[horizon].append(int(until >= number + 1 + window) if known else -1)
     return questions
 
@@ -137,32 +137,32 @@ def answer(
     questions: Questions,
     utc_offset_s: float,
     frozen_from: float,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> "dict[int, array[float]]":
-    """The estimator's probabilities for every question, each from what was before it; `tell` is told how far it is, day by day.
+    """Return the estimator's probabilities for every question; `progress` is called once for each day of the trace.
 
-    From `frozen_from` on nothing more is counted for the campus: only for nodes and the room.
+    From `frozen_from` on only the factors of nodes and of the zone are updated, not those of the campus.
     """
     estimator = Estimator(trace.first, utc_offset_s)
     names = [node.encode() for node in trace.nodes]
-    room = estimator.room("", trace.first)
+    zone = estimator.zone("", trace.first)
     given: dict[int, array[float]] = {horizon: array("d") for horizon in questions.horizons_min}
     for name in names:
-        estimator.know(name, room, trace.first)
+        estimator.add_node(name, zone, trace.first)
     frozen = False
     for number, lent, left in walk(trace):
         now = questions.time(number)
         if number % DAY_BINS == 0:
-            tell(f"day {number // DAY_BINS + 1} of {-(-trace.bins // DAY_BINS)}")
+            progress(f"day {number // DAY_BINS + 1} of {-(-trace.bins // DAY_BINS)}")
         if now > frozen_from and not frozen:
             frozen = True
             for known in estimator.nodes.values():
                 known.campus = False
         for node in left:
-            estimator.left(names[node], now)
+            estimator.record_end(names[node], now)
         for node, _ in lent:
-            estimator.lent(names[node], now, now - BIN_S)
-        room.see(len(lent), len(names), now)
+            estimator.record_lent(names[node], now, now - BIN_S)
+        zone.observe(len(lent), len(names), now)
         if number % EVERY_BINS:
             continue
         for horizon, chances in given.items():

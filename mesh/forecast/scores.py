@@ -1,30 +1,31 @@
-"""How good a forecast was: probabilities `p` that a node stays, and whether it did."""
+"""Scores of forecasts: probabilities `p` that a node stays, against the outcomes."""
 
 from collections.abc import Sequence
 from math import log
 
-CLIP = 1e-6  # a forecast that was sure and wrong costs 14 nats, not all
-ECE_BINS = 10  # of equal width, as Guo et al. (ICML 2017) have them
+CLIP = 1e-6  # a certain forecast that is wrong costs 14 nats, not infinity
+ECE_BINS = 10  # of equal width, as in Guo et al. (ICML 2017)
 
 
 def log_loss(p: Sequence[float], stayed: Sequence[bool]) -> float:
+    """Return the mean log-loss in nats."""
     return sum(losses(p, stayed)) / len(p)
 
 
 def losses(p: Sequence[float], stayed: Sequence[bool]) -> list[float]:
-    """Of each forecast, in nats."""
+    """Return the log-loss of each forecast in nats."""
     return [
         -log(min(1 - CLIP, max(CLIP, chance if there else 1 - chance))) for chance, there in zip(p, stayed, strict=True)
     ]
 
 
 def brier(p: Sequence[float], stayed: Sequence[bool]) -> float:
-    """The mean square error (Brier 1950, for one of two outcomes)."""
+    """Return the mean squared error (Brier 1950, for one of two outcomes)."""
     return sum((chance - there) ** 2 for chance, there in zip(p, stayed, strict=True)) / len(p)
 
 
 def auc(p: Sequence[float], stayed: Sequence[bool]) -> float | None:
-    """The chance that one who stayed was given more than one who left (ties count half); None if all did the same."""
+    """Return P(a node that stayed had a higher forecast than one that left); ties count half. None if all outcomes are equal."""
     ranked = sorted(zip(p, stayed, strict=True))
     stayers = sum(stayed)
     leavers = len(ranked) - stayers
@@ -41,7 +42,7 @@ def auc(p: Sequence[float], stayed: Sequence[bool]) -> float | None:
 
 
 def reliability(p: Sequence[float], stayed: Sequence[bool]) -> list[tuple[int, float, float]]:
-    """For each tenth that was forecast at all: how often, the mean forecast, the part that stayed."""
+    """Return (count, mean forecast, share that stayed) for each tenth that has forecasts."""
     bins: list[list[tuple[float, bool]]] = [[] for _ in range(ECE_BINS)]
     for chance, there in zip(p, stayed, strict=True):
         bins[min(ECE_BINS - 1, int(chance * ECE_BINS))].append((chance, there))
@@ -49,5 +50,5 @@ def reliability(p: Sequence[float], stayed: Sequence[bool]) -> list[tuple[int, f
 
 
 def ece(p: Sequence[float], stayed: Sequence[bool]) -> float:
-    """The expected calibration error: by how much forecasts and outcomes differ, over the tenths."""
-    return sum(count * abs(said - found) for count, said, found in reliability(p, stayed)) / len(p)
+    """Return the expected calibration error: the mean difference of forecasts and outcomes over the tenths."""
+    return sum(count * abs(forecast - outcome) for count, forecast, outcome in reliability(p, stayed)) / len(p)

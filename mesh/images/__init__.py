@@ -1,1 +1,1 @@
-"""Container images: which may be run, where they are, and how nodes give them to each other without a registry."""
+"""Container images: the rules about them, where they are, and their exchange between nodes without a registry."""

@@ -1,6 +1,7 @@
-"""The images of this node: what may be run, what there is, what can be had; told to others by the advert and by sections.
+"""The images of this node: those allowed, those present and those available elsewhere, published by advert and sections.
 
-Shell around the catalogue (rules), the supply (from others) and the giving (to others). `ready` is what a job's start asks.
+A shell around the catalogue (rules), the fetcher (from other nodes) and the provider (to other nodes). The start of a job calls
+`ready`.
 """
 
 import asyncio
@@ -14,33 +15,36 @@ from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.records import Record
 from membership.trust import TrustStore
-from mesh.api.peer import PeerClient
-from mesh.engine.engine import BadImage, EngineError
-from mesh.engine.imagestore import ImageStore, StoredImage
+from mesh.execution.engine import BadImage, EngineError
 from mesh.images.allowlist import Image, ListError
 from mesh.images.catalogue import SECTION, Catalogue
-from mesh.images.giving import Giving
-from mesh.images.layers import LayerStore
+from mesh.images.engine_store import ImageStore, StoredImage
+from mesh.images.fetcher import ImageFetcher, Pull
+from mesh.images.layer_cache import LayerStore
+from mesh.images.provider import ImageProvider
+from mesh.images.retention import Bounds, Surplus, UsageMarks, surplus
 from mesh.images.rules import OwnRules, Rules, Verdict, short
-from mesh.images.shelf import Bounds, Shelf, Surplus, surplus
-from mesh.images.supply import Pull, Supply
+from mesh.rpc.client import PeerClient
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert
-from placement.images import SHORT, ImageOffer
+from placement.filters import SHORT, ImageOffer
 from placement.rendezvous import rank
 
-LIST_TTL_S = 14 * 86_400.0  # a signer who is away that long has his list shown by others before
+LIST_TTL_S = 14 * 86_400.0  # before it ends, other nodes publish an absent signer's list
 ORPHAN_TTL_S = 3600.0
-LOOK_S = 2.0  # at whose lists nobody shows; ours
-TURNS = 12  # in which all who might show a list have had theirs; ours
+LOOK_S = 2.0  # between checks for lists that nobody publishes (own choice)
+TURNS = 12  # after which every node that might publish a list has had a chance (own choice)
 TRIM_S = 60.0
-NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB for all that it says; ours
+NAMES_BYTES = 4096  # of names in an advert, which has 16 KiB in all (own choice)
 
 log = logging.getLogger(__name__)
 
 
 class Library:
-    """`blame` tells of a node that gave something wrong; `changed` is called when what this node offers is another than before;
-    `fetches`: its owner lets images be fetched; `bounds`: what may stay of them."""
+    """The images of one node.
+
+    `blame` reports a node that sent wrong data; `changed` is called when this node's offer changes; `fetches`: the owner allows
+    fetching; `bounds`: limits of fetched images.
+    """
 
     def __init__(
         self,
@@ -65,16 +69,18 @@ class Library:
         self._engine = ImageStore()
         self._engine_ok = False
         self._showing: dict[str, float] = {}
-        self._missed: dict[str, float] = {}  # since when nobody before this node shows a list
+        self._missed: dict[str, float] = {}  # since when no node ranked before this one publishes a list
 
     async def open(self) -> None:
-        """Before anybody asks. MeshError if the owner's rules cannot be read."""
+        """Prepare the library before its first use. MeshError if the owner's rules cannot be read."""
         layers = await asyncio.to_thread(LayerStore, self._root, self._cache_bytes)
         self._layers = layers
-        self._shelf = await asyncio.to_thread(Shelf, self._root)
+        self._usage = await asyncio.to_thread(UsageMarks, self._root)
         await asyncio.to_thread(self.catalogue.load)
-        self.supply = Supply(self._me, self._engine, layers, self._peers, self.holders, self._blame, self._arrived)
-        self.giving = Giving(self._engine, layers, self._given)
+        self.fetcher = ImageFetcher(
+            self._me, self._engine, layers, self._peers, self.holders, self._blame, self._arrived
+        )
+        self.provider = ImageProvider(self._engine, layers, self._given)
         self.hear_all()
         self.show()
 
@@ -92,8 +98,8 @@ class Library:
                 await self._make_room()
 
     async def close(self) -> None:
-        await self.supply.close()
-        await self.giving.close()
+        await self.fetcher.close()
+        await self.provider.close()
         self._engine.close()
 
     # --- what there is
@@ -103,7 +109,7 @@ class Library:
         return self.catalogue.rules
 
     async def look(self, engine_ok: bool) -> None:
-        """See what is on the engine now."""
+        """List the images on the engine."""
         self._engine_ok = engine_ok
         found: list[StoredImage] = []
         if engine_ok:
@@ -116,7 +122,7 @@ class Library:
 
     @property
     def problem(self) -> str:
-        """Why this node exchanges no images with others; empty if it does."""
+        """Return why this node exchanges no images with others; empty if it does."""
         return self._engine.habits.problem if self._engine_ok else ""
 
     def here(self, image: Image) -> StoredImage | None:
@@ -125,7 +131,7 @@ class Library:
         return found if found is not None and found.is_of(image) else None
 
     def offer(self) -> ImageOffer:
-        """What the advert says of images. It stays small: hashes are cut, and only what may be run is told."""
+        """Return the advert's part about images: shortened hashes of allowed images only, to keep it small."""
         rules = self.rules
         tags = {name: image.id for image in self.stored.values() for name in image.names}
         tags |= {name: image.id for name, own in rules.own.allowed.items() if (image := self.here(own)) is not None}
@@ -145,18 +151,18 @@ class Library:
         )
 
     def name_of(self, config: bytes) -> str:
-        """What an image is called on the list."""
-        for alias, said in (self.rules.listed or {}).items():
-            if said.word.image is not None and said.word.image.config == config:
+        """Return an image's name on the list."""
+        for alias, row in (self.rules.listed or {}).items():
+            if row.entry.image is not None and row.entry.image.config == config:
                 return alias
         return f"sha256:{config.hex()}"
 
     def holders(self, config: bytes) -> list[NodeId]:
-        """The other nodes that say they have it."""
+        """Return the other nodes that claim to have an image."""
         return [ad.node for ad in self._adverts() if config[:SHORT] in ad.image_ids and ad.node != self._me]
 
     def nodes_of(self) -> dict[bytes, list[NodeId]]:
-        """Who says to have what, by the beginnings of hashes."""
+        """Return the nodes that claim to have each image, by shortened hash."""
         found: dict[bytes, list[NodeId]] = {}
         for advert in self._adverts():
             for one in advert.image_ids:
@@ -164,7 +170,7 @@ class Library:
         return found
 
     def _adverts(self) -> list[Advert]:
-        """Of all who are there, whether they may lend or not: who may not lend may have images."""
+        """Return the adverts of all present nodes; nodes that do not lend may have images too."""
         there = {member.node_id for member in self._membership.members() if _is_there(member)}
         found = []
         for record in self._membership.records("advert"):
@@ -177,14 +183,14 @@ class Library:
                 found.append(known[1])
         return found
 
-    # --- what does not stay
+    # --- retention
 
     async def fetched(self) -> dict[bytes, float]:
-        """For how long each image that was fetched has not been used, in seconds."""
+        """Return for how many seconds each fetched image has not been used."""
         if not self._engine_ok:
             return {}
         return await asyncio.to_thread(
-            self._shelf.unused, [image.id for image in self.stored.values() if image.fetched]
+            self._usage.unused, [image.id for image in self.stored.values() if image.fetched]
         )
 
     async def surplus(self, bounds: Bounds) -> list[Surplus]:
@@ -192,7 +198,7 @@ class Library:
         return surplus(self.stored.values(), unused, bounds)
 
     async def remove(self, image: StoredImage) -> bool:
-        """Whether it has gone from the engine; not if a container is made of it. EngineError."""
+        """Remove an image from the engine; return whether it is gone. An image in use stays. EngineError on failure."""
         gone = await self._engine.remove(image)
         if gone:
             self.stored.pop(image.id, None)
@@ -207,17 +213,17 @@ class Library:
         except (EngineError, OSError) as error:
             log.info("fetched images stay for now: %s", error)
 
-    # --- what a start asks
+    # --- starts of jobs
 
-    async def ready(self, name: str, wanted: bytes | None, told: Callable[[str], None]) -> str:
-        """Have the image on the engine: by which id it is run. BadImage with the rule that refuses it, EngineError."""
+    async def ready(self, name: str, wanted: bytes | None, report: Callable[[str], None]) -> str:
+        """Bring an image onto the engine; return its id. BadImage with the rule that refuses it; EngineError on failure."""
         verdict = self.rules.judge(name, wanted)
         if verdict.rule:
             raise BadImage(verdict.words)
         image = await self._find(name, verdict)
         if image is None and verdict.image is not None and self._may_fetch(verdict.image):
-            await self.supply.bring(verdict.image, name, told)
-            verdict = self.rules.judge(name, wanted)  # it took a while
+            await self.fetcher.bring(verdict.image, name, report)
+            verdict = self.rules.judge(name, wanted)  # the rules may have changed meanwhile
             if verdict.rule:
                 raise BadImage(verdict.words)
             image = await self._find(name, verdict)
@@ -226,11 +232,11 @@ class Library:
         if image.id in self.rules.denied_hashes:
             raise BadImage(f"this node's owner denies image {name} (`mesh image deny`)")
         if image.fetched:
-            await asyncio.to_thread(self._shelf.used, image.id)
+            await asyncio.to_thread(self._usage.used, image.id)
         return f"sha256:{image.id.hex()}"
 
     async def _find(self, name: str, verdict: Verdict) -> StoredImage | None:
-        """On the engine, as it is now."""
+        """Find an allowed image on the engine."""
         image = verdict.image
         if image is None:
             return await self._engine.find(name)
@@ -241,13 +247,13 @@ class Library:
         return None
 
     async def named(self, name: str) -> StoredImage | None:
-        """What is called so on this node's engine."""
+        """Return the image of that name on this node's engine."""
         return await self._engine.find(name)
 
-    # --- bringing it beforehand
+    # --- prefetching
 
     async def fetch(self, image: Image, name: str) -> Pull | None:
-        """Begin to bring an image of the list here; None if it is here. BadImage if it may not be run here."""
+        """Start to fetch an image of the list; None if it is here. BadImage if it may not run here."""
         verdict = self.rules.judge(name, image.config)
         if verdict.rule:
             raise BadImage(verdict.words)
@@ -259,7 +265,7 @@ class Library:
             raise BadImage(f"image {name} ({short(image.config)}) cannot be fetched: {self.problem}")
         if not self._may_fetch(image):
             raise BadImage(f"image {name} is not on the mesh's list, so no node gives it to another")
-        pull = self.supply.begin(image, name)
+        pull = self.fetcher.begin(image, name)
         pull.kept = True
         return pull
 
@@ -267,7 +273,7 @@ class Library:
         return self._fetches and not self.problem and image.config in self.rules.shared
 
     def _given(self, config: bytes) -> StoredImage | None:
-        """An image that this node has, and gives to others."""
+        """Return an image that this node has and may give to others; None otherwise."""
         image = self.rules.shared.get(config)
         return self.here(image) if image is not None else None
 
@@ -275,10 +281,10 @@ class Library:
         self.stored[image.id] = image
         self._changed()
 
-    # --- what is said of them
+    # --- the mesh's list
 
     def hear(self, node: NodeId, section: str) -> None:
-        """This section is new."""
+        """Take a new section of another node."""
         record = self._membership.record(node, section)
         if record is not None and self.catalogue.hear(record):
             self._rules_changed()
@@ -288,34 +294,34 @@ class Library:
             self.hear(record.node, record.section)
 
     def say(self, alias: str, image: Image | None, allowed: bool) -> None:
-        """A new word on the mesh's list, signed by this node. ListError if it may not, or it cannot be said."""
+        """Sign a new entry of the mesh's list. ListError if this node may not sign, or the entry is not valid."""
         if not self.catalogue.may_sign():
-            names = sorted(standing.nick for standing in self.catalogue.signers())
+            names = sorted(credentials.nick for credentials in self.catalogue.signers())
             raise ListError(
-                f"this node may not sign the mesh's list of images: that may its founder and those it made admitters "
-                f"({', '.join(names) or 'nobody who is known here'}). For this node alone: --here"
+                f"this node may not sign the mesh's list of images: only the founder and admitters may "
+                f"({', '.join(names) or 'none is known here'}). For this node alone: --here"
             )
         self.catalogue.say(alias, image, allowed, self._membership.chain)
         self.show()
         self._rules_changed()
 
     def rule(self, own: OwnRules) -> None:
-        """What this node's owner says from now on."""
+        """Replace the owner's rules."""
         self.catalogue.own = own
         self._rules_changed()
 
     def _rules_changed(self) -> None:
-        self.supply.keep_only(self.rules.shared)
+        self.fetcher.keep_only(self.rules.shared)
         self._changed()
 
     def show(self) -> None:
-        """This node's own list, again."""
+        """Publish this node's own list again."""
         body = self.catalogue.shown(self._membership.chain)
         if body is not None:
             self._membership.publish(SECTION, body, LIST_TTL_S)
 
     def _show_orphans(self) -> None:
-        """Lists whose signers do not show them any more are shown by others, the first who has one before the next."""
+        """Publish lists of absent signers; nodes take turns in rendezvous order."""
         now, mine = time.monotonic(), dict[str, bytes]()
         signers = self.catalogue.heard_of
         showing = {node for node in signers if self._membership.record(node, SECTION) is not None}
@@ -345,7 +351,7 @@ class Library:
 
 
 def _short_enough(names: Sequence[str]) -> tuple[str, ...]:
-    """As many as an advert has room for."""
+    """Return as many names as fit into an advert."""
     found, room = list[str](), NAMES_BYTES
     for name in names[:MAX_IMAGES]:
         room -= len(name.encode()) + 2

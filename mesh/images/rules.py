@@ -1,7 +1,8 @@
-"""Whether an image may be run on this node, and if not, which rule refuses it. No I/O.
+"""The decision whether an image may run on this node, and which rule refuses it. No I/O.
 
-The node's owner comes first: what he denies is not run, what he allows is run here whatever the mesh says. Then the mesh's list.
-A mesh without a list lets run what is on the node, as its owner put it there. Images are compared by hash, not by name alone.
+The owner comes first: images that the owner denies are not run, and images that the owner allows run whatever the mesh's list
+says. Then the mesh's list decides. In a mesh without a list, every image on the node may run, since its owner put it there.
+Images are compared by hash, not by name alone.
 """
 
 from collections.abc import Mapping
@@ -10,21 +11,24 @@ from typing import Literal
 
 import msgspec
 
-from mesh.images.allowlist import ANYTHING, HASH_BYTES, Image, ListError, Said, check_alias, image_hash
+from mesh.images.allowlist import ANYTHING, HASH_BYTES, Image, ListedEntry, ListError, check_alias, image_hash
 
 Rule = Literal["", "denied here", "not listed", "differs", "no engine", "not here"]
-MAX_OWN = 200  # rules of one owner; his adverts hold the names
+MAX_OWN = 200  # rules of one owner; adverts hold the names
 
 
 class OwnRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What this node's owner has said: images that he allows, and names that he denies, each with the hashes that it had then."""
+    """The owner's rules: allowed images, and denied names, each with the hashes that it had at the time."""
 
     allowed: dict[str, Image] = {}
     denied: dict[str, tuple[bytes, ...]] = {}
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`rule` is empty if it may be run: `image` then, or whatever is called so here if that is None. `words` say why not."""
+    """The decision about an image.
+
+    `rule` is empty if it may run: then `image`, or, if that is None, the image of that name here. `words` says why it may not.
+    """
 
     rule: Rule
     words: str = ""
@@ -32,13 +36,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True, dict=True):
-    """`listed` is None while the mesh has no list."""
+    """The mesh's list and the owner's rules. `listed` is None while the mesh has no list."""
 
-    listed: Mapping[str, Said] | None = None
+    listed: Mapping[str, ListedEntry] | None = None
     own: OwnRules = OwnRules()
 
     def judge(self, name: str, wanted: bytes | None) -> Verdict:
-        """May a job that asks for `name` run here? `wanted`: the hash that the list had for it when it was submitted."""
+        """Decide whether a job that asks for `name` may run here. `wanted`: the list's hash of it when it was submitted."""
         config = wanted if wanted is not None else image_hash(name)
         denials = self.denied_hashes
         if name in self.own.denied or (config is not None and config in denials):
@@ -46,56 +50,56 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         own = self.own.allowed.get(name)
         if own is not None and config in {None, own.config}:
             return _denied(name) if own.config in denials else Verdict("", image=own)
-        said = (self.listed or {}).get(name)
-        known = config in self.images if config is not None else said is not None and said.word.image is not None
+        row = (self.listed or {}).get(name)
+        known = config in self.images if config is not None else row is not None and row.entry.image is not None
         if self.listed is None or (self.anything and not known):
             return Verdict("", image=None if config is None else Image(config))
         if config is not None:
             if known:
                 return Verdict("", image=self.images[config])
-            if said is None or said.word.image is None:
+            if row is None or row.entry.image is None:
                 return Verdict(
                     "not listed", f"image {name} ({short(config)}) is not on the mesh's list: `mesh image ls`"
                 )
-            told = f"{short(said.word.image.config)}, not {short(config)}, which the job was submitted with"
+            digests = f"{short(row.entry.image.config)}, not {short(config)}, which the job was submitted with"
             return Verdict(
-                "differs", f"the digest of image {name} differs from the list's: that has {told}; submit it again"
+                "differs", f"the digest of image {name} differs from the list's: that has {digests}; submit it again"
             )
-        if said is None or said.word.image is None:
-            why = "has been taken from" if said is not None else "is not on"
+        if row is None or row.entry.image is None:
+            why = "has been taken from" if row is not None else "is not on"
             return Verdict("not listed", f"image {name} {why} the mesh's list: `mesh image ls` shows what is")
-        return _denied(name) if said.word.image.config in denials else Verdict("", image=said.word.image)
+        return _denied(name) if row.entry.image.config in denials else Verdict("", image=row.entry.image)
 
     @cached_property
     def anything(self) -> bool:
-        """Whether the list itself says that every image may be run."""
-        said = (self.listed or {}).get(ANYTHING)
-        return said is not None and said.word.allowed
+        """Return whether the list allows every image."""
+        row = (self.listed or {}).get(ANYTHING)
+        return row is not None and row.entry.allowed
 
     @cached_property
     def images(self) -> dict[bytes, Image]:
-        """All that may be run here by hash: the list's and the owner's, but what he denies."""
-        said = [one.word.image for one in (self.listed or {}).values()]
-        found = {image.config: image for image in (*said, *self.own.allowed.values()) if image is not None}
+        """Return the images that may run here, by hash: the list's and the owner's, without denied ones."""
+        images = [one.entry.image for one in (self.listed or {}).values()]
+        found = {image.config: image for image in (*images, *self.own.allowed.values()) if image is not None}
         return {config: image for config, image in found.items() if config not in self.denied_hashes}
 
     @cached_property
     def shared(self) -> dict[bytes, Image]:
-        """Of these, those on the mesh's list: what nodes give to each other."""
-        listed = {one.word.image.config for one in (self.listed or {}).values() if one.word.image is not None}
+        """Return those on the mesh's list, which nodes give to each other."""
+        listed = {one.entry.image.config for one in (self.listed or {}).values() if one.entry.image is not None}
         return {config: image for config, image in self.images.items() if config in listed}
 
     @cached_property
     def denied_hashes(self) -> frozenset[bytes]:
         denied = {config for configs in self.own.denied.values() for config in configs}
         for name in self.own.denied:
-            said = (self.listed or {}).get(name)
-            if said is not None and said.word.image is not None:
-                denied.add(said.word.image.config)
+            row = (self.listed or {}).get(name)
+            if row is not None and row.entry.image is not None:
+                denied.add(row.entry.image.config)
         return frozenset(denied)
 
     def names(self, tags: Mapping[str, bytes]) -> tuple[str, ...]:
-        """Which of the names on this node's engine (and their hashes) a job may ask for by name alone."""
+        """Return the names on this node's engine that a job may ask for by name alone. `tags`: hash by name."""
         denials = self.denied_hashes
         free = self.listed is None or self.anything
         named = [name for name, config in tags.items() if free and config not in denials]
@@ -105,20 +109,20 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
 
 def check_own(own: OwnRules) -> OwnRules:
-    """ListError if these cannot be an owner's rules."""
+    """Return valid rules. ListError if they are not valid."""
     for alias in (*own.allowed, *own.denied):
         check_alias(alias)
     hashes = [image.config for image in own.allowed.values()]
     hashes += [config for configs in own.denied.values() for config in configs]
     if any(len(config) != HASH_BYTES for config in hashes):
-        raise ListError("a digest in the owner's rules has not 32 bytes")
+        raise ListError("a digest in the owner's rules does not have 32 bytes")
     if len(own.allowed) + len(own.denied) > MAX_OWN:
         raise ListError(f"a node's owner has at most {MAX_OWN} rules about images")
     return own
 
 
 def with_allowed(own: OwnRules, alias: str, image: Image) -> OwnRules:
-    """He allows it here; what he denied under that name, and this image, he does no more."""
+    """Return the rules with an image allowed; denials of that name and of this image are dropped."""
     denied = {
         name: tuple(config for config in configs if config != image.config)
         for name, configs in own.denied.items()
@@ -133,13 +137,13 @@ def with_denied(own: OwnRules, alias: str, hashes: frozenset[bytes]) -> OwnRules
 
 
 def without(own: OwnRules, alias: str) -> OwnRules:
-    """He says nothing of it any more: the mesh's list holds."""
+    """Return the rules without an alias: the mesh's list decides about it."""
     allowed = {name: image for name, image in own.allowed.items() if name != alias}
     return OwnRules(allowed, {name: hashes for name, hashes in own.denied.items() if name != alias})
 
 
 def short(config: bytes) -> str:
-    """As engines show an image id."""
+    """Shorten an image id as engines do."""
     return config.hex()[:12]
 
 

@@ -1,5 +1,5 @@
-"""A job's life: one replicated ledger per job, kept by a witness group and moved on by whoever holds the term.
+"""Jobs of one node: the shells around the cores of `mesh.consensus`.
 
-Cores (no I/O): `spec`, `ledger`, `messages`, `witness`, `proposer`, `steward`, `runner`, `contract`.
-Shells: `journal` (SQLite), `attempt` (the guest and its directories), `couriers` (checkpoint transfer), `service` (wires them).
+`service` performs effects, `input_queue` feeds the cores, `attempt` runs a guest, `submission_retry` brings jobs to witnesses,
+`job_table`, `own_status` and `status_gossip` know and publish status, `archive` keeps finished jobs out of memory.
 """

@@ -1,9 +1,9 @@
-"""The shell around one attempt: its directories, its guest, its watchers. Tells the runner core what happens.
+"""Attempt: the shell around one attempt, with its directories, its guest and its watchers. It reports to the runner core.
 
-jobs/<job>/<term>/work   the working directory, restored      .../ckpt  the checkpoint directory (a link leads here from work)
-                 /out    what the job publishes               .../ctl   notice.json, progress.json
-                 /logs   NNN.txt, of earlier attempts, restored
-logs/<job>/NNN.txt       what attempts here have printed; they stay when the attempt is gone (`joblogs.py`)
+jobs/<job>/<term>/work   the working directory, restored    .../ckpt  the checkpoint directory (linked from work)
+                 /out    what the job publishes             .../ctl   notice.json, progress.json, schedule.json
+                 /logs   NNN.txt of earlier attempts, restored
+logs/<job>/NNN.txt       output of attempts here; it stays when the attempt is gone (`logs.py`)
 """
 
 import asyncio
@@ -18,28 +18,21 @@ from typing import Any
 
 import msgspec
 
-from ckptstore.errors import SaveTorn, StoreError
+from ckptstore.cipher import StateCipher
+from ckptstore.errors import FileChanged, StoreError
 from ckptstore.store import Store
-from ckptstore.vault import Vault
-from mesh import trees
-from mesh.chores import Chores
-from mesh.engine.alarm import boot_s
-from mesh.engine.engine import BadCommand, Engine, EngineError, Guest, Launch
-from mesh.engine.notice import give_notice
-from mesh.jobs.cadence import Cadence
-from mesh.jobs.commits import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
-from mesh.jobs.contract import EXIT_CHECKPOINTED, MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
-from mesh.jobs.courier import Courier, FetchError
-from mesh.jobs.ctlfiles import put_file, read_file
-from mesh.jobs.custody import Custody
-from mesh.jobs.deposits import Deposits
-from mesh.jobs.dumps import PARTS, Dumps
-from mesh.jobs.effects import SaveCheckpoint, SaveResult
-from mesh.jobs.joblogs import still_logs
-from mesh.jobs.keyring import NoKey
-from mesh.jobs.ledger import Commit, Ledger
-from mesh.jobs.messages import Post
-from mesh.jobs.reports import (
+from mesh.checkpoints.commit_modes import DONE_MARKER, CommittedTree, being_written, committed_tree, link_checkpoints
+from mesh.checkpoints.keys import NoKey
+from mesh.checkpoints.loss_estimate import LossEstimate, Lost
+from mesh.checkpoints.replica_policy import ReplicaPolicy
+from mesh.checkpoints.replicator import FetchError, Replicator
+from mesh.checkpoints.save_schedule import SaveSchedule
+from mesh.checkpoints.system_checkpoints import PARTS, Dumps
+from mesh.checkpoints.writer import CheckpointWriter
+from mesh.consensus.contract import EXIT_CHECKPOINTED, MAX_PROGRESS_BYTES, Progress, decode_progress, gang_env
+from mesh.consensus.effects import GuestEffect, Kill, Launch, Notify, RunUntil, SaveCheckpoint, SaveResult
+from mesh.consensus.messages import GangPlace
+from mesh.consensus.reports import (
     CheckpointFailed,
     CheckpointFound,
     CheckpointStored,
@@ -50,15 +43,23 @@ from mesh.jobs.reports import (
     ResultStored,
     RunnerEvent,
 )
-from mesh.jobs.spec import JobSpec, format_job
-from mesh.jobs.stake import Lost, Stake
+from mesh.execution.control_files import put_file, read_file
+from mesh.execution.engine import BadCommand, Engine, EngineError, Guest
+from mesh.execution.engine import Launch as GuestLaunch
+from mesh.execution.notice import give_notice
+from mesh.jobs.logs import snapshot_logs
+from mesh.model.record import Commit, JobRecord
+from mesh.model.spec import JobSpec, format_job
+from mesh.util import trees
+from mesh.util.boottime import boot_s
+from mesh.util.task_set import TaskSet
 from placement.advert import Portion
-from placement.allotment import percent
+from placement.allocation import gpu_percent
 
-POLL_S = 0.25  # of the checkpoint directory and the progress file; ours
+POLL_S = 0.25  # between looks at the checkpoint directory and the progress file (own choice)
 TORN_RETRIES = 5
-HEEDS_EVERY = 8  # looks at the files: a guest that catches nothing may yet come to
-FULL_BYTES = 1 << 20  # free space below which a program's writes fail, sooner or later; ours
+HEEDS_EVERY = 8  # looks: a guest may install its signal handler late
+FULL_BYTES = 1 << 20  # free space below which writes are likely to fail (own choice)
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +68,16 @@ HaveImage = Callable[[str, bytes | None, Callable[[str], None]], Awaitable[str]]
 
 
 class Abandoned(Exception):
-    """It is not to start any more."""
+    """The attempt is not to start any more."""
 
 
 class Attempt:
-    """`tell` hands an event to the runner core; `custody` says where replicas may go now; `say` is for the user.
-    `have_image` gives the id of the image that a container is to run, once the node has it (`Library.ready`)."""
+    """One attempt on this node, as runner or gang member.
+
+    `report` hands an event to the job cores; `note` writes an event for the user; `replica_policy` tells where replicas may
+    go now; `cipher` opens the key of what the job saves; `have_image` gives the id of a container's image once the node has
+    it (`Library.ready`); `disk_limit` gives the bytes that an attempt in a directory may hold.
+    """
 
     def __init__(
         self,
@@ -85,74 +90,82 @@ class Attempt:
         portions: tuple[Portion, ...],
         nick: str,
         store: Store,
-        courier: Courier,
+        replicator: Replicator,
         seal: Callable[[bytes], bytes],
-        custody: Callable[[], Custody],
-        vault: Callable[[], Awaitable[Vault | None]],
-        tell: Callable[[RunnerEvent], None],
-        say: Callable[..., None] = lambda text, new="": None,
+        replica_policy: Callable[[], ReplicaPolicy],
+        cipher: Callable[[], Awaitable[StateCipher | None]],
+        report: Callable[[RunnerEvent], Awaitable[None]],
+        disk_limit: Callable[[Path], int],
+        note: Callable[..., None] = lambda text, new="": None,
         have_image: HaveImage | None = None,
     ) -> None:
         self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
         self.progress: Progress | None = None
         self.note = ""
-        self.preparing = ""  # how far what it needs has come
-        self.heeds_notice: bool | None = None  # None until it was looked
-        self.portions = portions  # of its GPUs
-        self.held = ""  # why it stands still, whatever its lease says
-        self.reserve_s = 0.0  # of the grace of a notice, which is not the guest's own
-        self.rungs: dict[str, float] = {}  # of the owner's ladder: when, by CLOCK_BOOTTIME
+        self.preparing = ""  # progress of its files and image
+        self.heeds_notice: bool | None = None  # None until known
+        self.portions = portions  # of this node's GPUs
+        self.held = ""  # why the guest is frozen, whatever its lease allows
+        self.reserve_s = 0.0  # part of a notice's grace that is not the guest's
+        self.stages: dict[str, float] = {}  # times of the reclaim stages, CLOCK_BOOTTIME
         self._nick = nick
-        self._store, self._courier = store, courier
-        self._custody, self._open_vault, self._tell, self._say = custody, vault, tell, say
+        self._store, self._replicator = store, replicator
+        self._replica_policy, self._open_cipher, self._report, self._note = replica_policy, cipher, report, note
         self._guest: Guest | None = None
         self._until = 0.0
         self._held_at = 0.0
         self._allowed = asyncio.Event()
-        self._chores = Chores(log, self._chore_failed)
-        self._stake = Stake(percent(spec.gpus, spec.gpu_share), self._warn, spec.priority)
-        self.cadence = Cadence(spec, base / "ctl", self._stake)
-        self.deposits = Deposits(job, spec, store, courier, seal, custody, self._stake, self.cadence, say)
+        self._tasks = TaskSet(log, self._task_failed)
+        self._loss = LossEstimate(gpu_percent(spec.gpus, spec.gpu_share), self._warn, spec.priority)
+        self.save_schedule = SaveSchedule(spec, base / "ctl", self._loss)
+        self.writer = CheckpointWriter(
+            job, spec, store, replicator, seal, replica_policy, self._loss, self.save_schedule, note
+        )
         self._saved_key: object = None
         self._found_key: object = None
         self._exit_was_clean = self._yielded = False
         self._started = self._unwanted = False
-        self.began_unix_ms = 0  # when its guest started
-        self._have_image = have_image
+        self.began_unix_ms = 0  # start of the guest
+        self._have_image, self._disk_limit = have_image, disk_limit
         self._fetching: asyncio.Future[str] | None = None
         self._notices, self._noticing = 0, asyncio.Lock()
         self._closing = False
-        self._still_since = 0.0  # while it stands still for a dump
+        self._still_since = 0.0  # start of the freeze for a dump, else 0
         self._dumps = Dumps(base, self._stand) if spec.saves_from_outside else None
 
     @property
     def guest(self) -> Guest | None:
-        """Once it has started."""
+        """Return the guest once it has started."""
         return self._guest
 
     # --- what the runner core orders
 
-    def launch(self, ledger: Ledger, post: Post | None) -> None:
-        self._spawn(self._launch(ledger, post), "launch")
-
-    def save(self, order: SaveCheckpoint) -> None:
-        self._spawn(self._save(order), "save checkpoint")
-
-    def save_result(self, order: SaveResult) -> None:
-        self._spawn(self._save_result(order), "save result")
+    def perform(self, effect: GuestEffect) -> None:
+        """Begin what the job's runner or gang member orders."""
+        match effect:
+            case RunUntil(boot_s=until):
+                self._until = until
+                self._allowed.set()
+                if self._guest is not None:
+                    self._guest.allow_until(self._may_run_until)
+            case Launch(record=record, place=place):
+                self._spawn(self._launch(record, place), "launch")
+            case SaveCheckpoint():
+                self._spawn(self._save(effect), "save checkpoint")
+            case SaveResult():
+                self._spawn(self._save_result(effect), "save result")
+            case Notify(kind=kind, grace_s=grace_s, reason=reason):
+                self.notify(kind, grace_s, reason)
+            case Kill():
+                self._abandon()
+                self._spawn(self.kill_guest(), "kill")
 
     def notify(self, kind: str, grace_s: float, reason: str) -> None:
         self._spawn(self._notify(kind, grace_s, reason), "notify")
 
-    def allow_until(self, until: float) -> None:
-        self._until = until
-        self._allowed.set()
-        if self._guest is not None:
-            self._guest.allow_until(self._may_run_until)
-
     def hold(self, why: str) -> None:
-        """Let it stand still, whatever its lease says; for no reason: let it go on."""
+        """Freeze the guest whatever its lease allows, or let it continue if `why` is empty."""
         if why and not self.held:
             self._held_at = boot_s()
         elif self.held and not why:
@@ -163,19 +176,19 @@ class Attempt:
 
     def _stood_still(self) -> None:
         until = boot_s()
-        self._stake.stood_still(self._held_at, until)
-        self.cadence.stood_still(self._held_at, until)
+        self._loss.stood_still(self._held_at, until)
+        self.save_schedule.stood_still(self._held_at, until)
 
     @property
     def _may_run_until(self) -> float:
         return 0.0 if self.held or self._still_since else self._until
 
     def _stand(self, still: bool) -> None:
-        """For a dump."""
+        """Freeze the guest for a dump, or let it continue."""
         if still and not self._still_since:
             self._still_since = boot_s()
         elif self._still_since and not still:
-            self._stake.stood_still(self._still_since, boot_s())
+            self._loss.stood_still(self._still_since, boot_s())
             self._still_since = 0.0
         if self._guest is not None:
             self._guest.allow_until(self._may_run_until)
@@ -186,65 +199,62 @@ class Attempt:
     async def pids(self) -> frozenset[int]:
         return frozenset() if self._guest is None else await self._guest.pids()
 
-    def mark(self, rung: str) -> None:
-        """It has come to this rung now, if it was not there before."""
-        self.rungs.setdefault(rung, boot_s())
+    def mark(self, stage: str) -> None:
+        """Record the time of a reclaim stage, once."""
+        self.stages.setdefault(stage, boot_s())
 
     def lost(self) -> Lost:
-        """What is lost of its work if nothing more of it is saved."""
+        """Return the work that is lost if nothing more is saved."""
         step = self.progress.step if self.progress is not None else None
         now = self._held_at if self.held else boot_s()
-        return self._stake.lost(self.rungs.get("exited", now), step)
-
-    def kill(self) -> None:
-        self._abandon()
-        self._spawn(self.kill_guest(), "kill")
+        return self._loss.lost(self.stages.get("exited", now), step)
 
     def _abandon(self) -> None:
-        """Do not start it, if it has not been."""
+        """Prevent a start that has not happened yet."""
         self._unwanted = True
         if self._fetching is not None:
             self._fetching.cancel()
 
     async def kill_guest(self) -> None:
-        """SIGKILL to all of it; returns when nothing of it is left."""
+        """SIGKILL all processes of the guest; return when none is left."""
         if self._guest is not None:
             self.mark("killed")
             await self._guest.kill()
 
     async def close(self) -> None:
-        """Leave nothing of the attempt: no process, no directory."""
+        """Remove everything of the attempt: processes and directories."""
         self._closing = True
         self._abandon()
         await self.kill_guest()
-        await self._chores.close()
+        await self._tasks.close()
         await asyncio.to_thread(trees.remove, self.base)
 
     # --- starting
 
-    async def _launch(self, ledger: Ledger, post: Post | None) -> None:
+    async def _launch(self, record: JobRecord, place: GangPlace | None) -> None:
         try:
-            self.deposits.vault = await self._open_vault()
-            await self._prepare(ledger)
+            self.writer.cipher = await self._open_cipher()
+            await self._prepare(record)
             self.preparing = ""
             image_id = await self._image()
         except (FetchError, NoKey, StoreError, OSError) as error:
-            self._tell(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
+            await asyncio.to_thread(trees.remove, self.base)
+            await self._report(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
             return
         except (EngineError, Abandoned) as error:
-            self._tell(GuestFailed(str(error), elsewhere=True))
+            await self._report(GuestFailed(str(error), elsewhere=True))
             return
         finally:
             self.preparing = ""
-        resume = await asyncio.to_thread(self._resume, ledger.commit) if ledger.commit is not None else None
-        while boot_s() >= self._until:  # fetching its files can outlast the lease
+        resume = await asyncio.to_thread(self._resume, record.commit) if record.commit is not None else None
+        while boot_s() >= self._until:  # fetching files can outlast the lease
             self._allowed.clear()
             await self._allowed.wait()
-        launch = Launch(
+        launch = GuestLaunch(
             job=format_job(self.job),
             attempt=self.number,
             argv=self.spec.argv,
-            env=self._env(post),
+            env=self._env(place),
             work_dir=str(self.base / "work"),
             ckpt_dir=str(self.base / "ckpt"),
             out_dir=str(self.base / "out"),
@@ -253,7 +263,7 @@ class Attempt:
             node=self._nick,
             grace_s=self.spec.grace_s,
             system=self._dumps is not None,
-            dump=str(self.base / "dump") if self._dumps is not None and ledger.commit is not None else None,
+            dump=str(self.base / "dump") if self._dumps is not None and record.commit is not None else None,
             resume=resume,
             image=self.spec.image,
             image_id=image_id,
@@ -264,35 +274,35 @@ class Attempt:
             cpus=self.spec.cpus,
             until=self._may_run_until,
             wanted=lambda: not self._unwanted,
-            say=self._say,
+            say=self._note,
         )
         if self._unwanted:
-            self._tell(GuestFailed("it was stopped before it began", elsewhere=True))
+            await self._report(GuestFailed("it was stopped before it began", elsewhere=True))
             return
         try:
             self._guest = await self.engine.start(launch)
         except BadCommand as error:
             await asyncio.to_thread(self.log_path.write_text, f"mesh: {error}\n")
-            self._tell(GuestFailed(str(error), elsewhere=False))
+            await self._report(GuestFailed(str(error), elsewhere=False, exit_code=error.exit_code))
             return
         except EngineError as error:
-            self._tell(GuestFailed(str(error), elsewhere=True))
+            await self._report(GuestFailed(str(error), elsewhere=True))
             return
-        self._guest.allow_until(self._may_run_until)  # the lease has gone on while it started
+        self._guest.allow_until(self._may_run_until)  # the lease was renewed meanwhile
         self._started, self.began_unix_ms = True, time.time_ns() // 1_000_000
-        step = ledger.commit.step if ledger.commit is not None else None
-        self._stake.began(boot_s(), ledger.commit is not None, step)
-        self.cadence.began(boot_s())
-        self._tell(GuestStarted(step))
+        step = record.commit.step if record.commit is not None else None
+        self._loss.began(boot_s(), record.commit is not None, step)
+        self.save_schedule.began(boot_s())
+        await self._report(GuestStarted(step))
         self._spawn(self._watch_end(self._guest), "watch the end")
         self._spawn(self._watch_files(), "watch the files")
-        if launch.dump is not None:  # as large as its memory
+        if launch.dump is not None:  # as large as the guest's memory
             self._spawn(asyncio.to_thread(trees.remove, Path(launch.dump)), "remove the dump")
-        if self._unwanted:  # since it began to start, which can take seconds
+        if self._unwanted:  # during the start, which can take seconds
             await self.kill_guest()
 
     async def _image(self) -> str | None:
-        """What the engine calls the image, which is fetched from other nodes if it is not here; None if it needs none."""
+        """Return the engine's id of the image, fetched from other nodes if needed; None if the guest needs no image."""
         if self._unwanted:
             raise Abandoned("it was stopped before it began")
         if self.spec.image is None or not self.engine.own_root or self._have_image is None:
@@ -308,56 +318,65 @@ class Attempt:
         finally:
             self._fetching = None
         if self.preparing:
-            self._say(f"image {self.spec.image} came in {time.monotonic() - begun:.1f} s", "prepared")
+            self._note(f"image {self.spec.image} came in {time.monotonic() - begun:.1f} s", "prepared")
         return found
 
     def _brings(self, what: str) -> Callable[[str], None]:
-        def tell(words: str) -> None:
-            self.preparing = f"preparing: {what}, {words}"
+        def show(text: str) -> None:
+            self.preparing = f"preparing: {what}, {text}"
 
-        return tell
+        return show
 
-    def _fetches(self, words: str) -> None:
-        """How far its image has come."""
+    def _fetches(self, text: str) -> None:
+        """Show how far the image has come."""
         if not self.preparing:
-            self._say(f"image {self.spec.image} is not on this node: it is fetched from others", "preparing")
-        self.preparing = f"preparing: image {words}"
+            self._note(f"image {self.spec.image} is not on this node: it is fetched from others", "preparing")
+        self.preparing = f"preparing: image {text}"
 
-    def _env(self, post: Post | None) -> dict[str, str]:
+    def _env(self, place: GangPlace | None) -> dict[str, str]:
         env, array = dict(self.spec.env), self.spec.array
         if array is not None:
             env |= {"MESH_ARRAY_ID": format_job(array.array), "MESH_ARRAY_INDEX": str(array.index)}
             env["MESH_ARRAY_COUNT"] = str(array.of)
-        return env if post is None else env | gang_env(post)
+        return env if place is None else env | gang_env(place)
 
     def _resume(self, commit: Commit) -> str | None:
-        """Which of the restored entries the guest is to go on from: the one that was the newest when they were saved."""
+        """Return the restored entry from which the guest resumes: the newest one when the checkpoint was saved."""
         if self.spec.checkpointing is None or self._dumps is not None:
             return None
-        newest = self._store.manifest(commit.manifest).open(self.deposits.vault).note.get("resume", "")
+        newest = self._store.manifest(commit.manifest).open(self.writer.cipher).note.get("resume", "")
         inside = newest not in {".", ".."} and "/" not in newest and (self.base / "ckpt" / newest).exists()
         return newest if inside else None
 
-    async def _prepare(self, ledger: Ledger) -> None:
-        """Directories as the guest will find them: working directory, last checkpoint, earlier logs."""
-        base, vault, commit = self.base, self.deposits.vault, ledger.commit
+    async def _prepare(self, record: JobRecord) -> None:
+        """Prepare the guest's directories: working directory, last checkpoint, earlier logs."""
+        base, cipher, commit = self.base, self.writer.cipher, record.commit
         await asyncio.to_thread(trees.remove, base)
         for name in ("out", "ctl"):
             (base / name).mkdir(parents=True)
+        limit, restored = await asyncio.to_thread(self._disk_limit, base), 0
+
+        def restore(manifest: bytes, place: str, prefix: str) -> None:
+            nonlocal restored
+            done = self._store.restore(
+                manifest, base / place, prefix=prefix, cipher=cipher, limit_bytes=max(0, limit - restored)
+            )
+            restored += done.bytes
+
         whole = commit is not None and self._dumps is not None
         if self.spec.workdir is not None and not whole:
-            holders = [*self.spec.workdir_holders, *self._custody().fallback]
-            await self._courier.fetch(self.spec.workdir, holders, self._brings("working directory"))
-            await asyncio.to_thread(self._store.restore, self.spec.workdir, base / "work", prefix="work", vault=vault)
+            holders = [*self.spec.workdir_holders, *self._replica_policy().fallback]
+            await self._replicator.fetch(self.spec.workdir, holders, self._brings("working directory"))
+            await asyncio.to_thread(restore, self.spec.workdir, "work", "work")
         (base / "work").mkdir(exist_ok=True)
         if commit is not None:
-            holders = [*commit.holders, *self._custody().fallback]
-            await self._courier.fetch(commit.manifest, holders, self._brings("checkpoint"))
+            holders = [*commit.holders, *self._replica_policy().fallback]
+            await self._replicator.fetch(commit.manifest, holders, self._brings("checkpoint"))
             kept = commit.manifest
-            self.deposits.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
+            self.writer.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
             parts = {"logs": "log", **{part: part for part in (("dump", *PARTS) if whole else ("ckpt",))}}
             for place, prefix in parts.items():
-                await asyncio.to_thread(self._store.restore, kept, base / place, prefix=prefix, vault=vault)
+                await asyncio.to_thread(restore, kept, place, prefix)
         (base / "ckpt").mkdir(exist_ok=True)
         (base / "logs").mkdir(exist_ok=True)
         if self.spec.checkpointing is not None and self._dumps is None:
@@ -370,18 +389,18 @@ class Attempt:
     async def _watch_end(self, guest: Guest) -> None:
         end = await guest.wait()
         self.mark("exited")
-        self.cadence.ended()
+        self.save_schedule.ended()
         if self.held:
             self._stood_still()
         self._read_progress()
         self._exit_was_clean, self._yielded = end.code < 128, end.code == EXIT_CHECKPOINTED
         done = (self.base / "ckpt" / DONE_MARKER).exists()
         if self.progress is not None:
-            self._tell(Progressed(self.progress.step))
+            await self._report(Progressed(self.progress.step))
         fault = end.fault or ("its node's disk is full" if end.code and self._disk_is_full() else "")
         if end.detail:
-            self._say(end.detail, "ended")
-        self._tell(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))
+            self._note(end.detail, "ended")
+        await self._report(GuestExited(code=end.code, oom=end.oom, forced_done=done, fault=fault))
 
     def _disk_is_full(self) -> bool:
         return shutil.disk_usage(self.base).free < FULL_BYTES
@@ -395,21 +414,21 @@ class Attempt:
                 self.heeds_notice = True
             elif not self.heeds_notice and looks % HEEDS_EVERY == 0 and self._guest is not None:
                 self.heeds_notice = self._watches_notices() or await self._guest.catches_term()
-            self._hear_progress()
+            await self._report_progress()
             if self.spec.checkpointing is not None and self._dumps is None:
                 tree = await asyncio.to_thread(self._committed, False)
-                self.cadence.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
+                self.save_schedule.sees(boot_s(), await asyncio.to_thread(being_written, self.base / "ckpt"))
                 if tree is not None and tree.key not in (self._saved_key, self._found_key):
                     self._found_key = tree.key
-                    self.cadence.saved(boot_s())
-                    self._tell(CheckpointFound())
+                    self.save_schedule.saved(boot_s())
+                    await self._report(CheckpointFound())
 
-    def _hear_progress(self) -> None:
+    async def _report_progress(self) -> None:
         if self._read_progress() and self.progress is not None:
-            self._tell(Progressed(self.progress.step))
+            await self._report(Progressed(self.progress.step))
 
     def _read_progress(self) -> bool:
-        """Whether the progress file says something new; a broken one says nothing."""
+        """Tell whether the progress file has changed; a malformed one is ignored."""
         with suppress(OSError):
             progress = decode_progress(read_file(self.base / "ctl" / "progress.json", MAX_PROGRESS_BYTES))
             if progress is not None and progress != self.progress:
@@ -432,84 +451,84 @@ class Attempt:
             )
         except (StoreError, EngineError, OSError) as error:
             await self._not_saved(order, str(error))
-        except Exception as error:  # or its end would wait for it for ever
+        except Exception as error:  # otherwise the end of the attempt would wait for ever
             await self._not_saved(order, f"internal error: {error!r}")
             raise
         else:
-            self.note = self.note if stored.manifest is None else self.deposits.note
-            self._tell(stored)
+            self.note = self.note if stored.manifest is None else self.writer.note
+            await self._report(stored)
 
     async def _not_saved(self, order: SaveCheckpoint, why: str) -> None:
-        """The one before it stands; of the last one, which nothing follows, its user is told in the log too."""
+        """Report that a checkpoint was not stored. For the last one the user also gets a line in the log."""
         self.note = why
-        self.cadence.failed(boot_s())
+        self.save_schedule.failed(boot_s())
         if order.final:
             stands = "the one before it stands" if order.parent is not None else "there is none before it"
             await asyncio.to_thread(self.log_line, f"its last checkpoint could not be stored: {why}; {stands}")
-            self._say(f"its last checkpoint could not be stored; {stands}: {why}", "not stored")
-        self._tell(CheckpointFailed(why))
+            self._note(f"its last checkpoint could not be stored; {stands}: {why}", "not stored")
+        await self._report(CheckpointFailed(why))
 
     async def _store_checkpoint(self, order: SaveCheckpoint) -> CheckpointStored:
         for remaining in reversed(range(TORN_RETRIES)):
-            self._hear_progress()  # a program tells its step before it saves it
+            await self._report_progress()  # programs write their progress before they save
             tree = await asyncio.to_thread(self._committed, order.final and self._exit_was_clean)
             if tree is None or tree.key == self._saved_key:
                 if order.final and self._yielded:
-                    self._stake.yielded(self.rungs["exited"])
+                    self._loss.yielded(self.stages["exited"])
                 return CheckpointStored(None, (), None)
             step = self.progress.step if self.progress is not None else None
-            logs = await asyncio.to_thread(still_logs, self.base, self.log_path)
+            logs = await asyncio.to_thread(snapshot_logs, self.base, self.log_path)
             try:
-                stored = await self.deposits.checkpoint({**tree.roots, "log": logs}, order, boot_s(), step, tree.resume)
-            except SaveTorn:
+                stored = await self.writer.checkpoint({**tree.roots, "log": logs}, order, boot_s(), step, tree.resume)
+            except FileChanged:
                 if not remaining:
                     raise
                 await asyncio.sleep(POLL_S)
                 continue
             self._saved_key = self._found_key = tree.key
             return stored
-        raise SaveTorn("the checkpoint directory would not stand still")
+        raise FileChanged("the checkpoint directory would not stand still")
 
     async def _store_dump(self, order: SaveCheckpoint, dumps: Dumps) -> CheckpointStored:
         begun = boot_s()
         dumped = await dumps.last(None if order.final else self._guest)
         if dumped is None:
             return CheckpointStored(None, (), None)
-        self.cadence.saved(boot_s(), dumped.stood_s)
+        self.save_schedule.saved(boot_s(), dumped.stood_s)
         step = self.progress.step if self.progress is not None else None
-        logs = await asyncio.to_thread(still_logs, self.base, self.log_path)
+        logs = await asyncio.to_thread(snapshot_logs, self.base, self.log_path)
         try:
-            stored = await self.deposits.checkpoint({**dumped.roots, "log": logs}, order, begun, step)
+            stored = await self.writer.checkpoint({**dumped.roots, "log": logs}, order, begun, step)
         finally:
             await dumps.drop(dumped)
-        return msgspec.structs.replace(stored, like=dumped.like)
+        return msgspec.structs.replace(stored, platform=dumped.platform)
 
     async def _save_result(self, order: SaveResult) -> None:
         try:
-            self.deposits.vault = await self._open_vault()  # it may never have come to start
-            roots = {"log": await asyncio.to_thread(still_logs, self.base, self.log_path)}
+            self.writer.cipher = await self._open_cipher()  # the guest may never have started
+            roots = {"log": await asyncio.to_thread(snapshot_logs, self.base, self.log_path)}
             if (self.base / "out").is_dir():
                 roots["out"] = self.base / "out"
-            self._tell(ResultStored(*await self.deposits.result(roots, order)))
+            await self._report(ResultStored(*await self.writer.result(roots, order)))
         except (NoKey, StoreError, OSError) as error:
-            self._tell(ResultStored(None, (), f"its files could not be kept: {error}"))
-        except Exception as error:  # or its end would wait for it for ever
-            self._tell(ResultStored(None, (), f"its files could not be kept: internal error: {error!r}"))
+            await self._report(ResultStored(None, (), f"its files could not be kept: {error}"))
+        except Exception as error:  # otherwise the end of the attempt would wait for ever
+            await self._report(ResultStored(None, (), f"its files could not be kept: internal error: {error!r}"))
             raise
 
     # --- notices
 
     async def _notify(self, kind: str, grace_s: float, reason: str) -> None:
-        if kind == "checkpoint" and "notice" in self.rungs:
+        if kind == "checkpoint" and "notice" in self.stages:
             return
         if self._dumps is not None and kind == "checkpoint":
-            self._tell(CheckpointFound())
+            await self._report(CheckpointFound())
             return
         self._notices += 1
         own_s = grace_s
         if kind == "vacate":
-            self.cadence.ended()
-            self._stake.noticed(boot_s(), grace_s)
+            self.save_schedule.ended()
+            self._loss.noticed(boot_s(), grace_s)
             self.mark("notice")
             own_s = max(0.0, grace_s - self.reserve_s)
         if self._dumps is not None and self._guest is not None:
@@ -523,41 +542,41 @@ class Attempt:
             "reason": reason,
         }
         try:
-            async with self._noticing:  # the last one is the one that stays
+            async with self._noticing:  # the latest notice wins
                 await asyncio.to_thread(put_file, self.base / "ctl" / "notice.json", json.dumps(notice).encode())
-        except OSError as error:  # a full disk: who catches SIGTERM hears of it all the same
+        except OSError as error:  # a full disk: a guest that catches SIGTERM is notified anyway
             log.warning("the notice to %s cannot be written: %s", format_job(self.job)[:8], error)
         if kind != "vacate" or self._guest is None:
             return
         await asyncio.to_thread(self.log_line, f"{reason}: {own_s:g} s to save")
         if not await give_notice(self._guest, self._may_run_until, self._watches_notices):
-            # Nobody would act on it: the last checkpoint is all there will be, so the owner need not wait.
+            # The guest ignores notices: no more is saved, so the owner need not wait.
             await self.kill_guest()
 
     async def _part(self, guest: Guest, dumps: Dumps, reason: str) -> None:
-        """Save all of a guest that knows of nothing, and end it."""
+        """Dump a guest that cannot save by itself, and end it."""
         try:
             await dumps.part(guest)
             self.mark("saved")
             await asyncio.to_thread(self.log_line, f"{reason}: all of it is saved here, and now stored elsewhere")
         except (EngineError, OSError) as error:
-            words = f"no system checkpoint at the notice: {error}; the last one stands"
-            await asyncio.to_thread(self.log_line, words)
-            self._say(words, "late")
+            text = f"no system checkpoint at the notice: {error}; the last one stands"
+            await asyncio.to_thread(self.log_line, text)
+            self._note(text, "late")
         await self.kill_guest()
 
     def log_line(self, text: str) -> None:
-        """For its user, among what it has printed itself. A full disk keeps the line away, and nothing else."""
+        """Append a line for the user to the guest's log. It is lost if the disk is full."""
         with suppress(OSError), self.log_path.open("a") as file:
             file.write(f"mesh: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _warn(self, text: str) -> None:
-        """Of a last checkpoint that is likely to be late."""
+        """Warn the user of a last checkpoint that will probably be late."""
         self.note = text
-        self._say(text, "late")
+        self._note(text, "late")
 
     def _watches_notices(self) -> bool:
-        """Whether the job has shown that it reads its control directory (it wrote progress there)."""
+        """Tell whether the job has shown that it uses its control directory, by writing its progress there."""
         self._read_progress()
         return self.progress is not None
 
@@ -565,8 +584,11 @@ class Attempt:
         if self._closing:
             work.close()
         else:
-            self._chores.start(work, f"{name} {format_job(self.job)[:8]}")
+            self._tasks.start(work, f"{name} {format_job(self.job)[:8]}")
 
-    def _chore_failed(self, error: BaseException) -> None:
+    def _task_failed(self, error: BaseException) -> None:
         if not self._started:
-            self._tell(GuestFailed(f"internal error: {error!r}", elsewhere=True))
+            self._spawn(self._start_failed(f"internal error: {error!r}"), "report")
+
+    async def _start_failed(self, why: str) -> None:
+        await self._report(GuestFailed(why, elsewhere=True))

@@ -1,39 +1,192 @@
-"""Who may do what with a job: judged from signatures and certificates alone."""
+"""Authority: decides who may do what, from signatures, certificates and witness records alone.
+
+One function for each question; docs/reference/authority.md lists them with the place of each check and its test.
+"""
 
 import time
+from collections.abc import Callable, Sequence
 
-from membership.envelope import EnvelopeError, open_envelope
-from membership.identity import NodeId
-from membership.trust import CLOCK_GRACE_S, NODE_CERTIFICATE_S, USER, TrustError, TrustStore
-from mesh.jobs.messages import Accept
-from mesh.jobs.recovery import Mandate, decode_mandate
-from mesh.jobs.spec import JobSpec, SpecError, decode_spec, job_id
+import msgspec
+
+from ckptstore.manifest import Manifest
+from membership.envelope import EnvelopeError, open_envelope, seal
+from membership.identity import Identity, NodeId
+from membership.malformed import MALFORMED
+from membership.trust import (
+    CLOCK_GRACE_S,
+    PROVIDER,
+    USER,
+    Credentials,
+    TrustError,
+    TrustStore,
+)
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_reconfiguration
+from mesh.consensus.messages import Accept, Enlist, Start
+from mesh.model.record import Config, JobRecord
+from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
+
+MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
+
+
+def is_user(caller: Credentials, user_key: bytes) -> bool:
+    """Tell whether a node belongs to the user with this key: what a job writes and saves is for the nodes of its user."""
+    return caller.user_key == user_key
+
+
+def may_enter(caller: Credentials, user_key: bytes) -> bool:
+    """Tell whether a node may run commands beside a job of this user, and connect to its ports."""
+    return is_user(caller, user_key) and USER in caller.roles
+
+
+def may_order_image(caller: Credentials, own: Credentials, accepts: tuple[str, ...]) -> bool:
+    """Tell whether a node may have this node fetch an image: its user could submit a job that does."""
+    return is_user(caller, own.user_key) or "*" in accepts or caller.user in accepts
+
+
+def runs(caller: NodeId, holder: NodeId | None, record: JobRecord) -> bool:
+    """Tell whether a node holds the job's lease, or is a member of the gang of the node that does."""
+    attempt = record.open_attempt if holder is not None else None
+    return caller == holder or (attempt is not None and caller in {node for node, _ in attempt.gang})
+
+
+def may_give_share(caller: Credentials, known: WitnessRecord, spec: JobSpec) -> bool:
+    """Tell whether a node may give a witness a share of the job's key."""
+    return known.holder == caller.node_id or is_user(caller, spec.user_key)
+
+
+def may_write_log(caller: NodeId, known: WitnessRecord) -> bool:
+    """Tell whether a node may keep a copy of the job's log with a witness."""
+    return known.holder == caller
+
+
+def is_writer(signer: NodeId, manifest: Manifest, identity: bytes, known: WitnessRecord) -> bool:
+    """Tell whether a witness's record vouches for a checkpoint or a result: its signer had that term, or it is committed."""
+    commit, outcome = known.record.commit, known.record.outcome
+    kept = {commit.manifest if commit is not None else None, outcome.manifest if outcome is not None else None}
+    holds = known.holder == signer and known.promised == manifest.term
+    had = any((attempt.node, attempt.term) == (signer, manifest.term) for attempt in known.record.attempts)
+    return holds or had or identity in kept
+
+
+def may_keep_workdir(manifest: Manifest, signer: Credentials | None) -> bool:
+    """Tell whether a working directory, which is saved before there is a job, is one of its signer's user."""
+    no_job = manifest.job == bytes(JOB_ID_BYTES) and (manifest.config, manifest.term, manifest.seq) == (0, 0, 0)
+    return no_job and signer is not None and signer.user == manifest.user and USER in signer.roles
+
+
+def may_start(
+    sender: NodeId, message: Start | Enlist, spec: JobSpec, config: Config | None, records: Sequence[WitnessRecord]
+) -> bool:
+    """Tell whether a node may start a job on another, or enlist it for its gang.
+
+    The first group is the one in the job's description. What a later one says is in the records of its majority: the leader
+    has won the term there, and a runner has the lease.
+    """
+    if config is None:
+        first = isinstance(message, Start) and message.config.members == spec.witnesses
+        return first and any(voter.node == sender for voter in spec.witnesses)
+    if isinstance(message, Enlist):
+        having = [record.holder == sender and record.promised == message.term for record in records]
+    else:
+        having = [sender in config.nodes and record.promised == message.term for record in records]
+    return 2 * sum(having) > len(config.nodes)
+
+
+def may_ask_for_room(sender: NodeId, config: Config, records: Sequence[WitnessRecord]) -> bool:
+    """Tell whether a node may ask for another job's place: it witnesses a job that is not over and that nobody runs."""
+    waiting = [not record.final and record.holder is None for record in records]
+    return sender in config.nodes and 2 * sum(waiting) > len(config.nodes)
+
+
+def may_introduce(message: Accept, config: Config) -> bool:
+    """Tell whether a node that does not know the job becomes its witness: in the present group, or the next one."""
+    return config.members in {message.config.members, message.config.previous}
+
+
+def may_propose(
+    sender: NodeId,
+    message: Accept,
+    known: WitnessRecord,
+    spec: JobSpec,
+    created: bool,
+    warrants: Callable[[bytes, bytes, int, NodeId], NodeId | None],
+    may_lend: Callable[[NodeId], bool],
+) -> bool:
+    """Tell whether a witness may accept this from the sender, who neither recovers the job nor has too low a term.
+
+    The submission, an empty record for the group in the job's description, may come from any node. After that, witnesses of
+    the job propose without a lease, and the node to which one of them has given the term proposes with it. `created`: the
+    witness knows only what this message says, so it takes the group that it names.
+    """
+    if message.config.number == 0 and message.config.members != spec.witnesses:
+        return False
+    if message.term <= 0:
+        blank = message.term == 0 and message.holder is None and message.record == JobRecord()
+        return blank and (created or message.config == known.config)
+    if message.holder is None and sender in known.config.nodes:
+        return True
+    if sender == known.holder and message.term == known.promised:
+        return True
+    givers = (warrants(one, message.job, message.term, sender) for one in message.warrants[:MOST_WARRANTS])
+    return any(giver in known.config.nodes for giver in givers) and (message.holder is None or may_lend(sender))
+
+
+def _check_submitter(credentials: Credentials, spec: JobSpec) -> None:
+    named = credentials.node_id == spec.submitter and credentials.user == spec.user
+    if not named or not is_user(credentials, spec.user_key):
+        raise SpecError("the job carries the certificate of another user")
+
+
+class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A leader's statement that `node` gets this term of the job."""
+
+    job: bytes
+    term: int
+    node: NodeId
+
+
+_decode_warrant = msgspec.msgpack.Decoder(Warrant).decode
+
+
+def encode_warrant(job: bytes, term: int, node: NodeId) -> bytes:
+    return msgspec.msgpack.encode(Warrant(job, term, node))
 
 
 class Authority:
-    def __init__(self, me: NodeId, trust: TrustStore) -> None:
-        self._me = me
-        self._trust = trust
+    """`advertises` tells whether a node offers itself to jobs now."""
+
+    def __init__(
+        self, identity: Identity, trust: TrustStore, advertises: Callable[[NodeId], bool] = lambda node: True
+    ) -> None:
+        self._identity, self._me = identity, identity.node_id
+        self._trust, self._advertises = trust, advertises
+
+    # --- descriptions of jobs
 
     def open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
-        """The job as its submitter signed it, the submitter being a member under the user's name; else SpecError."""
+        """Return the spec of a job that this node takes on: its submitter, a member now, has signed it. SpecError otherwise.
+
+        "Now" is by this node's clock, and by what it knows: a certificate that has ended signs nothing anew, whatever time the
+        job claims. A renewed certificate of the submitter counts, so an old job goes on to new nodes as long as its submitter is
+        a member. A job that this node has taken on is not judged again (`read_spec`).
+        """
         spec = self.read_spec(job, sealed)
-        now, created = time.time(), spec.created_unix_ms / 1000
-        if not now - NODE_CERTIFICATE_S < created < now + CLOCK_GRACE_S:
-            raise SpecError("the job's description is from another time: is the clock right?")
+        now = time.time()
+        if spec.created_unix_ms / 1000 > now + CLOCK_GRACE_S:
+            raise SpecError("the job's creation time is in the future: check the clocks of both nodes")
         try:
-            # Its certificate may have ended since: what counts is that it held when the job was submitted.
-            standing = self._trust.check_chain(spec.chain, min(now, created))
+            # The chain in the spec is for nodes that have never met the submitter.
+            credentials = self._trust.credentials(spec.submitter, now) or self._trust.check_chain(spec.chain, now)
         except TrustError as error:
             raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
-        if standing.node_id != spec.submitter or standing.user != spec.user:
-            raise SpecError("the job's description carries somebody else's certificate")
-        if USER not in standing.roles:
-            raise SpecError(f"{standing.nick} may lend, but not submit")
+        _check_submitter(credentials, spec)
+        if USER not in credentials.roles:
+            raise SpecError(f"{credentials.nick} may lend, but not submit")
         return spec
 
     def read_spec(self, job: bytes, sealed: bytes) -> JobSpec:
-        """The job, for one that was let in before."""
+        """Return the spec of a job that was admitted before; SpecError if the signature does not match."""
         try:
             signer, payload = open_envelope(sealed, self._trust.mesh_id, "job")
         except EnvelopeError as error:
@@ -43,17 +196,71 @@ class Authority:
             raise SpecError("the job's description is not the one its submitter signed")
         return spec
 
-    def may_cancel(self, sender: NodeId, user: str, spec: JobSpec) -> bool:
-        """The user who submitted it, from any of his nodes."""
-        standing = self._trust.standing(sender, time.time())
-        return sender == self._me or (standing is not None and standing.user == user == spec.user)
-
-    def is_mandated(self, message: Accept, spec: JobSpec) -> bool:
-        """Signed by the job's user, at whichever of his nodes."""
+    def read_members_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        """Return the spec of a job whose submitter was a member at some time, under the user's name; SpecError otherwise."""
+        spec = self.read_spec(job, sealed)
         try:
-            signer, payload = open_envelope(message.mandate or b"", self._trust.mesh_id, "recovery")
+            credentials = self._trust.read_chain(spec.chain)
+        except TrustError as error:
+            raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
+        _check_submitter(credentials, spec)
+        return spec
+
+    # --- orders of the job's user
+
+    def may_cancel(self, sender: NodeId, user: str, spec: JobSpec) -> bool:
+        """Tell whether the sender is a node of the user who submitted the job."""
+        credentials = self._trust.credentials(sender, time.time())
+        ordered = credentials is not None and user == spec.user and is_user(credentials, spec.user_key)
+        return sender == self._me or ordered
+
+    def authorizes_reconfiguration(self, message: Accept, spec: JobSpec) -> bool:
+        """Tell whether the job's user, on any of their nodes, signed this group and term."""
+        try:
+            signer, payload = open_envelope(message.reconfiguration or b"", self._trust.mesh_id, "recovery")
         except EnvelopeError:
             return False
-        standing = self._trust.standing(signer, time.time())
-        is_user = standing is not None and standing.user == spec.user and USER in standing.roles
-        return is_user and decode_mandate(payload) == Mandate(message.job, message.term, message.config)
+        return self._is_order(signer, spec) and decode_reconfiguration(payload) == ForcedReconfiguration(
+            message.job, message.term, message.config
+        )
+
+    def recovered_group(self, known: WitnessRecord) -> Config | None:
+        """Return the group that the job's user has named in a recovery, if this record has their word for it."""
+        if not known.reconfiguration:
+            return None
+        try:
+            signer, payload = open_envelope(known.reconfiguration, self._trust.mesh_id, "recovery")
+            spec = self.read_spec(known.job, known.spec)
+        except (EnvelopeError, SpecError):
+            return None
+        stated = decode_reconfiguration(payload)
+        if stated is None or stated.job != known.job or not self._is_order(signer, spec):
+            return None
+        return stated.config
+
+    def _is_order(self, signer: NodeId, spec: JobSpec) -> bool:
+        credentials = self._trust.credentials(signer, time.time())
+        return credentials is not None and is_user(credentials, spec.user_key) and USER in credentials.roles
+
+    # --- terms and leases
+
+    def warrant(self, job: bytes, term: int, node: NodeId) -> bytes:
+        """Seal that a node gets a term that this node has won."""
+        return seal(self._identity, self._trust.mesh_id, "warrant", encode_warrant(job, term, node))
+
+    def warrants(self, warrant: bytes, job: bytes, term: int, node: NodeId) -> NodeId | None:
+        """Return the member that gave the node this term; None if none did."""
+        try:
+            giver, payload = open_envelope(warrant, self._trust.mesh_id, "warrant")
+            stated = _decode_warrant(payload)
+        except (EnvelopeError, *MALFORMED):
+            return None
+        return giver if stated == Warrant(job, term, node) else None
+
+    def may_lend(self, node: NodeId) -> bool:
+        """Tell whether a node may take a lease: a member with the role, whose advert is current."""
+        credentials = self._trust.credentials(node, time.time())
+        return credentials is not None and PROVIDER in credentials.roles and self._advertises(node)
+
+    def may_propose(self, sender: NodeId, message: Accept, known: WitnessRecord, spec: JobSpec, created: bool) -> bool:
+        return may_propose(sender, message, known, spec, created, self.warrants, self.may_lend)

@@ -1,103 +1,127 @@
-"""Jobs on this node: the shell around `Participant`. Performs its effects in order, and carries the world's answers back.
+"""Job service: the shell around `Participant`. It performs the effects of the job cores and feeds them what happens.
 
-One queue of inputs, one task that works it off: messages, timers, changes of the mesh, facts from attempts. So the cores never
-see two things at once, and a promise is on disk before it is sent.
+One queue of inputs and one worker: the cores never see two things at once, and a promise is on disk before it is sent.
 """
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import Any
+
+import msgspec
 
 from ckptstore.store import Store
 from membership.envelope import seal
-from membership.identity import Identity, NodeId, short_id
+from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
-from mesh.api.peer import PeerClient
-from mesh.engine.alarm import boot_s
-from mesh.engine.engine import Engine
-from mesh.jobs.attempt import Attempt, HaveImage
-from mesh.jobs.authority import Authority
-from mesh.jobs.board import OWN, Board
-from mesh.jobs.cadence import Cadences
-from mesh.jobs.chronicle import Chronicle, Waits
-from mesh.jobs.courier import Courier
-from mesh.jobs.custody import Custody, custody_of
-from mesh.jobs.effects import (
-    Cell,
+from mesh.checkpoints.keys import Keyring, KeyRules
+from mesh.checkpoints.repair import LOST_S, Repair
+from mesh.checkpoints.replica_policy import ReplicaPolicy, replica_policy_of
+from mesh.checkpoints.replicator import Replicator
+from mesh.checkpoints.retention import Retention
+from mesh.checkpoints.save_schedule import SaveSchedules, base_rates
+from mesh.checkpoints.witness_group import WitnessGroup
+from mesh.consensus.effects import (
     Committed,
     Concluded,
     Decided,
     Ended,
-    Kill,
-    Launch,
+    GuestEffect,
     Notify,
-    RunUntil,
-    SaveCell,
-    SaveCheckpoint,
-    SaveResult,
+    SaveWitnessRecord,
     Send,
     SetTimer,
     StateChanged,
+    Submitted,
+    WitnessRecord,
 )
-from mesh.jobs.events import Kind, words
-from mesh.jobs.hearing import Hearing
-from mesh.jobs.herald import Herald, speaks_for
-from mesh.jobs.joblogs import JobLogs
-from mesh.jobs.journal import Journal
-from mesh.jobs.keyring import Keyring
-from mesh.jobs.leaving import Leaving
-from mesh.jobs.logcopies import EVERY_S as LOGS_EVERY_S
-from mesh.jobs.logcopies import LogCopies
-from mesh.jobs.mending import Mending
-from mesh.jobs.messages import AnyMessage, Cancel, Enlist, Migrate, Start, Told, decode_message, encode_message
-from mesh.jobs.outlook import Outlook
-from mesh.jobs.participant import Directed, Participant, Role, Rules, Submitted
-from mesh.jobs.past import Past
-from mesh.jobs.postman import Postman
-from mesh.jobs.recovery import Plan
-from mesh.jobs.remains import Remains
-from mesh.jobs.rendezvous import meeting_place
-from mesh.jobs.reports import KillWanted, Recopied, RunnerEvent
-from mesh.jobs.spec import (
-    JobSpec,
-    SpecError,
-    encode_spec,
-    format_job,
-    job_id,
-    placement_request,
-    waiting_place,
+from mesh.consensus.forced_reconfiguration import Plan
+from mesh.consensus.messages import (
+    Accept,
+    AnyMessage,
+    Cancel,
+    Enlist,
+    EventReport,
+    MakeRoom,
+    Migrate,
+    Start,
+    decode_message,
+    encode_message,
 )
-from mesh.jobs.status import JobStatus, status_of
-from mesh.jobs.timers import Timers
-from mesh.jobs.view import Instant, Timer
-from mesh.jobs.warming import Warming
-from mesh.jobs.witness import Witness
-from mesh.provider.inventory import Inventory
+from mesh.consensus.participant import Directed, Participant, Role, Rules
+from mesh.consensus.reports import KillWanted, Recopied, RunnerEvent
+from mesh.consensus.view import Instant, Timer
+from mesh.consensus.witness import Witness
+from mesh.execution.engine import Engine
+from mesh.gpus.inventory import Inventory
+from mesh.jobs.archive import Archive
+from mesh.jobs.attempt import Attempt, HaveImage
+from mesh.jobs.authority import Authority, is_user, may_give_share, runs
+from mesh.jobs.departure_planner import DeparturePlanner
+from mesh.jobs.event_log import EventLog
+from mesh.jobs.input_queue import Input, InputQueue, Overloaded
+from mesh.jobs.job_table import JobTable
+from mesh.jobs.log_times import MARK_EVERY_S, mark_sizes
+from mesh.jobs.logs import SHIP_EVERY_S, JobLogs, LogShipping
+from mesh.jobs.mesh_view import MeshView, instant
+from mesh.jobs.message_sender import MessageSender
+from mesh.jobs.own_status import OwnStatus
+from mesh.jobs.standby import StandbySync
+from mesh.jobs.status_gossip import StatusGossip
+from mesh.jobs.vouching import Vouching
+from mesh.journal import Journal
+from mesh.model.spec import JobSpec, SpecError, encode_spec, format_job, job_id, placement_request
+from mesh.rpc.client import PeerClient
+from mesh.util.task_set import TaskSet
+from mesh.util.text import plural
 from placement.filters import engine_for
+from placement.observed import Caps
+from placement.schedule import Rates
 
-INPUT_LIMIT = 10_000  # inputs waiting; ours
-REMOTE_LIMIT = INPUT_LIMIT // 2  # from here on peers are told to slow down (503): facts of this node always find room
-ACTING = {"asking", "preparing", "offered", "waiting"}  # what a steward says in any other state is about the past
-BATCH = 256  # inputs that are worked off together, so that their cells share one fsync; ours
-LOOK_SHARE = 10  # looking around takes at most one part in so many of a node's time; ours
-MAIL_WITHIN_S = 3.0  # what is not delivered by then is sent again by the cores: `steward.ANSWER_S`
+LOOK_SHARE = 10  # building views takes at most one part in so many of a node's time (own choice)
+MESSAGE_TIMEOUT_S = 3.0  # then the cores send again: `leader.ANSWER_S`
 COLLECT_EVERY_S = 60.0
-
-TIMERS = ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "crew", "kept", "ask")
+KILL_AFTER_GRACE_S = 30.0  # for the last upload of a guest that was given notice
+KILL_WITHIN_S = 10.0
+TIMERS = ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "gang", "kept", "ask")
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LEAST_PORT, MOST_PORT = 20_000, 65_535
+PORT_TRIES = 64
 
 log = logging.getLogger(__name__)
 
-Input = Callable[[Instant], "list[Directed | Submitted]"]
+
+class JobHooks(msgspec.Struct, frozen=True):
+    """Callbacks to the rest of the node.
+
+    `attempt_ended` and `attempt_cleared` get the job, its attempt and the reason: when the attempt is over, and when nothing
+    of it is left. `rates` gives this machine's departures per second from a Unix time on, `stay_caps` the limits to what other
+    nodes claim about their stays. `warn` informs the node's owner.
+    """
+
+    places_changed: Callable[[], None] = lambda: None
+    attempt_ended: Callable[[bytes, Attempt, str], None] = lambda job, attempt, reason: None
+    attempt_cleared: Callable[[bytes, Attempt, str], None] = lambda job, attempt, reason: None
+    rates: Rates = base_rates
+    stay_caps: Callable[[], Mapping[bytes, Caps]] = dict
+    warn: Callable[[str], None] = log.warning
 
 
 class JobService:
+    """The jobs of one node.
+
+    `directory` holds the guests' files; `disk_limit` says how many bytes each attempt may hold. `have_image` gives the id of an
+    image once this node has it. What a job has left stays for `keep_s` once it is over. A checkpoint is copied again when one of
+    its holders has been away for `repair_after_s`.
+    """
+
     def __init__(
         self,
         identity: Identity,
@@ -110,83 +134,117 @@ class JobService:
         peers: PeerClient,
         directory: Path,
         logs: JobLogs,
-        rng: Random,
-        places_changed: Callable[[], None] = lambda: None,
+        disk_limit: Callable[[Path], int],
         have_image: HaveImage | None = None,
         keep_s: float = inf,
+        repair_after_s: float = LOST_S,
+        hooks: JobHooks | None = None,
     ) -> None:
-        self.membership = membership
-        self.journal = journal
-        self.store = store
-        self.inventory = inventory
-        self.courier = Courier(peers, store)
-        self.warming = Warming(self.courier)
-        self.leaving = Leaving(self, instant)
-        self.mending = Mending(identity.node_id, self.courier, store, self.custody, self._recopied)
-        self.attempts: dict[bytes, Attempt] = {}
-        self.states: dict[bytes, tuple[str, str]] = {}
-        self._identity, self._trust = identity, trust
-        self._me = identity.node_id
-        self._authority = Authority(self._me, trust)
-        self._nick = membership.standing.nick
-        self._engines = engines
-        self._directory = directory
-        self._places_changed, self._have_image = places_changed, have_image
-        self.logs = logs
-        self._postman = Postman(lambda node, body: peers.call(node, "POST", "/v1/messages", body, MAIL_WITHIN_S))
-        judges = self._authority
-        rendezvous = partial(meeting_place, membership.host, rng)
-        rules = Rules(judges.open_spec, self._admit, judges.may_cancel, judges.is_mandated, rendezvous)
-        self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
-        self.keyring = Keyring(identity, peers, journal, self.participant, lambda: self.outlook.last.alive)
-        self._inputs: asyncio.Queue[Input] = asyncio.Queue(INPUT_LIMIT)
-        self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
-        self._timers = Timers()
-        self.cadences = Cadences(journal)
-        self._endings: set[asyncio.Task[None]] = set()
-        self._cell_saved = asyncio.Event()
-        self.board = Board()
-        self.chronicle = Chronicle(identity, trust, journal)
-        self.past = Past(
-            journal, self.participant, self.board, judges.read_spec, self._take_up, self._publish, self._put_away
+        self._hooks = hooks = hooks or JobHooks()
+        self._identity, self._trust, self._membership = identity, trust, membership
+        self._me, self._nick = identity.node_id, membership.credentials.nick
+        self._journal, self._store, self._engines, self._inventory = journal, store, engines, inventory
+        self._directory, self.logs, self._have_image = directory, logs, have_image
+        self.authority = Authority(identity, trust, lambda node: membership.record(node, "advert") is not None)
+        self._disk_limit = disk_limit
+        rng = Random()
+        rules = Rules(
+            self.authority.open_spec,
+            self._admit,
+            self.authority.may_cancel,
+            self.authority.authorizes_reconfiguration,
+            self.authority.may_propose,
+            self.authority.warrant,
+            lambda: rendezvous_address(membership.host, rng),
         )
-        self._remains = Remains(store, journal, keep_s)
-        self._log_copies = LogCopies(peers)
-        self._herald = Herald(membership.publish)
-        self.hearing = Hearing(self._me, membership, self.board, self.views_changed)
-        self.outlook = Outlook(self._me, membership, self.board)
-        self._view_changed = asyncio.Event()
-        self._looked_s = 0.0  # how long that last took
-        self._vacated: dict[bytes, asyncio.Event] = {}
-        self._waits = Waits()
-        self.left: Callable[[bytes, Attempt, str], None] = lambda *ended: None  # an attempt has ended here
-        self.cleared: Callable[[bytes, Attempt, str], None] = lambda *ended: None  # and nothing of it is left
+        self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)
+        self.attempts: dict[bytes, Attempt] = {}
+        self.job_table = JobTable()
+        self.event_log = EventLog(identity, trust, journal)
+        self.mesh_view = MeshView(self._me, membership, self.job_table, hooks.stay_caps)
+        self.replicator = Replicator(peers, store, journal, hooks.warn)
+        self._witness_group = WitnessGroup(self._me, peers, self.participant, self.authority.recovered_group)
+        self.keyring = Keyring(
+            identity,
+            peers,
+            journal,
+            self.participant,
+            lambda: self.mesh_view.last.alive,
+            KeyRules(is_user, runs, may_give_share),
+            self._witness_group,
+        )
+        self.vouching = Vouching(self.authority, trust, self.participant, self._witness_group, peers, self.job_table)
+        self.status_gossip = StatusGossip(self._me, membership, self.job_table, self.views_changed)
+        self._standby_sync = StandbySync(self.replicator)
+        self.own_status = OwnStatus(
+            self._me,
+            self.participant,
+            self.attempts,
+            self._standby_sync,
+            self.job_table,
+            self.status_gossip,
+            self.mesh_view,
+            self.event_log,
+            self.views_changed,
+        )
+        self.departure_planner = DeparturePlanner(
+            self.participant,
+            self.attempts,
+            self.replicator.bandwidth,
+            self._standby_sync,
+            self.mesh_view,
+            membership,
+            self.replica_policy,
+            self.own_status.note,
+        )
+        self.archive = Archive(
+            journal,
+            self.participant,
+            self.job_table,
+            self.authority.read_spec,
+            self._restore_records,
+            self.own_status.publish,
+            self.own_status.forget,
+        )
+        self._repair = Repair(self._me, self.replicator, store, self.replica_policy, self._on_recopied, repair_after_s)
+        self._retention = Retention(store, journal, keep_s)
+        self._save_schedules = SaveSchedules(journal, hooks.rates)
+        self._log_shipping = LogShipping(peers)
+        self._message_sender = MessageSender(
+            lambda node, body: peers.call(node, "POST", "/v1/messages", body, MESSAGE_TIMEOUT_S)
+        )
+        self._inputs = InputQueue()
+        self._submissions: dict[bytes, asyncio.Future[str | None]] = {}
+        self._witness_record_saved, self._view_changed = asyncio.Event(), asyncio.Event()
+        self._look_s = 0.0  # that building the last view took
+        self._cleared: dict[bytes, asyncio.Event] = {}
+        self._deliveries, self._endings = TaskSet(log), set[asyncio.Task[None]]()
 
     # --- life
 
     async def restore(self) -> None:
-        """Take up the cells of an earlier run, before anybody can ask about them."""
+        """Restore the witness records of an earlier run; call it before peers can send messages."""
         await self.keyring.restore()
-        await self.cadences.restore()
-        await self.leaving.restore()
-        await self.past.restore()
-        await self._remains.restore()
-        cells, damaged = await self.journal.cells()
+        await self._save_schedules.restore()
+        await self.replicator.restore()
+        await self.archive.restore()
+        await self._retention.restore()
+        records, damaged = await self._journal.witness_records()
         self.participant.forgotten = set(damaged)
         for job, problem in damaged.items():
-            self.chronicle.say(job, "state", f"a damaged witness cell was skipped: {problem}")
-        await self._take_up(cells)
+            self.event_log.add(job, "state", f"a damaged witness record was skipped: {problem}")
+        await self._restore_records(records)
 
-    async def _take_up(self, cells: Sequence[Cell]) -> None:
-        for cell in cells:
+    async def _restore_records(self, records: Sequence[WitnessRecord]) -> None:
+        for record in records:
             try:
-                spec = self._authority.read_spec(cell.job, cell.spec)
+                spec = self.authority.read_spec(record.job, record.spec)
             except SpecError as error:
-                self.chronicle.say(cell.job, "state", f"a witness cell was skipped: {error}")
-                self.participant.forgotten.add(cell.job)
+                self.event_log.add(record.job, "state", f"a witness record was skipped: {error}")
+                self.participant.forgotten.add(record.job)
                 continue
             at = instant()
-            await self._perform_all(self.participant.restore(Witness.restored(cell, spec, at.now), at))
+            await self._perform_all(self.participant.restore(Witness.restored(record, spec, at.now), at))
 
     async def run(self) -> None:
         """Work off inputs until cancelled."""
@@ -194,396 +252,370 @@ class JobService:
             group.create_task(self._work(), name="job inputs")
             group.create_task(self._watch_mesh(), name="job view")
             group.create_task(self._upkeep(), name="job upkeep")
-            group.create_task(self._copy_logs(), name="job logs")
+            group.create_task(self._ship_logs(), name="job logs")
+            group.create_task(self._mark_logs(), name="times of job logs")
 
     async def close(self) -> None:
-        """End every guest at once, whatever its state. Vacate first to be kind."""
-        self._timers.stop()
+        """Kill every guest at once. Call `vacate` first to let guests save."""
+        self._inputs.stop_timers()
         await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
         await asyncio.gather(*self._endings, return_exceptions=True)
-        await asyncio.gather(self.keyring.close(), self.warming.close(), self.mending.close(), self.past.close())
-        await self._postman.close()
-
-    # --- for the API
-
-    def deliver(self, sender: NodeId, data: bytes) -> bool:
-        """A message from a peer; False if this node has too much to do. MessageError if it is none."""
-        message = decode_message(data)
-        if isinstance(message, Told):
-            if message.job in self.participant.witnesses:
-                self.participant.refused += self.chronicle.take(message)
-            return True
-        if self._inputs.qsize() >= REMOTE_LIMIT:
-            return False
-        self.past.at_hand(message.job, lambda: self._feed(lambda at: self.participant.receive(sender, message, at)))
-        return True
-
-    async def submit(self, spec: JobSpec) -> tuple[bytes, bytes, str | None]:
-        """Hand a job to its witnesses: its id, its sealed description, and why no majority has it, or None."""
-        payload = encode_spec(spec)
-        sealed = seal(self._identity, self._trust.mesh_id, "job", payload)
-        job = job_id(payload)
-        await self.journal.save_submitted(job, sealed)
-        return job, sealed, await self.submit_sealed(job, sealed, spec)
-
-    async def submit_sealed(self, job: bytes, sealed: bytes, spec: JobSpec) -> str | None:
-        """The same once more, or for whoever has sealed it."""
-        problem = await self._answered(job, lambda at: self.participant.submit(job, sealed, spec, at))
-        if problem is None:
-            self.chronicle.say(job, "submitted", f"by {spec.user}")
-        return problem
-
-    async def recover(self, plan: Plan, mandate: bytes) -> str | None:
-        """Let the group that the job's user has named take over: why it did not, or None."""
-        job = plan.mandate.job
-        problem = await self._answered(job, lambda at: self.participant.recover(plan, mandate, at))
-        if problem is None:
-            words = f"its user made it go on from the record of {len(plan.kept)}, without {len(plan.lost)}"
-            self.chronicle.say(job, "order", words, new="recover")
-        return problem
-
-    def cancel(self, job: bytes, user: str, nodes: Sequence[NodeId]) -> None:
-        """Ask everybody who may have a part in the job to end it."""
-        self.chronicle.say(job, "order", new="cancel")
-        for node in dict.fromkeys([*nodes, self._me]):
-            self._send(node, Cancel(job=job, user=user))
-
-    def migrate(self, job: bytes, user: str, runner: NodeId, to: NodeId | None) -> None:
-        """Ask the node where it runs to give it notice, and to have it go on elsewhere."""
-        self.chronicle.say(job, "order", new="migrate", target=to)
-        self._send(runner, Migrate(job=job, user=user, to=to))
-
-    def tell(self, job: bytes, event: RunnerEvent) -> None:
-        """Something of this node's, for the job's runner or mate here."""
-        self._feed(lambda at: self.participant.tell_runner(job, event, at))
-
-    async def vacate(self, grace_s: float, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
-        """Give notice to every guest, or to these; wait until each attempt has ended (or its grace has, and it was killed)."""
-        jobs = self._those(only)
-        await self._end_all(self.leaving.notices(jobs, grace_s, reason), grace_s + 30)
-        return jobs
-
-    async def kill(self, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
-        """SIGKILL to every guest, or to these, now; the bookkeeping follows, and knows first that it was no fault of theirs."""
-        jobs = self._those(only)
-        await self._end_all(dict.fromkeys(jobs, KillWanted(reason)), 10.0, at_once=True)
-        return jobs
-
-    def _those(self, only: Sequence[bytes] | None) -> list[bytes]:
-        return [job for job in self.participant.hosted if only is None or job in only]
-
-    async def hand_over(self, timeout_s: float) -> None:
-        """Before leaving: let runners and stewards replace this node in its witness groups, and deliver what is posted."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.participant.replaceable(self.outlook.look().staying):
-                    self._cell_saved.clear()
-                    await self._cell_saved.wait()
-        except TimeoutError:
-            log.info("still a witness of some jobs; their groups go on without this node")
-        await self._postman.flush(1.0)
-
-    def views_changed(self) -> None:
-        self._view_changed.set()
-
-    # --- inputs
-
-    async def _answered(self, job: bytes, item: Input) -> str | None:
-        """Feed what a majority must take in: why it did not, or None."""
-        while job in self._submissions:
-            await asyncio.wait([self._submissions[job]])
-            await asyncio.sleep(0)  # whoever waited for that takes it away
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._submissions[job] = answer
-        self._feed(item)
-        try:
-            return await answer
-        finally:
-            del self._submissions[job]
-
-    def _feed(self, item: Input) -> None:
-        try:
-            self._inputs.put_nowait(item)
-        except asyncio.QueueFull:
-            log.error("too many inputs; one was dropped")
+        await asyncio.gather(self.keyring.close(), self._standby_sync.close(), self._repair.close())
+        await asyncio.gather(self._deliveries.close(), self._message_sender.close())
 
     async def _work(self) -> None:
         while True:
-            batch = [await self._inputs.get()]
-            while len(batch) < BATCH and not self._inputs.empty():
-                batch.append(self._inputs.get_nowait())
+            batch = await self._inputs.batch()
             await self._perform_all([output for item in batch for output in item(instant())])
 
     async def _watch_mesh(self) -> None:
         while True:
             await self._view_changed.wait()
             self._view_changed.clear()
-            self._feed(self._look)
-            await asyncio.sleep(max(0.1, LOOK_SHARE * self._looked_s))  # a burst of changes is one change
+            await self._inputs.put(self._look)
+            await asyncio.sleep(max(0.1, LOOK_SHARE * self._look_s))  # a burst of changes is one change
+
+    def _look(self, at: Instant) -> list[Directed]:
+        begun = time.monotonic()
+        outputs = self.participant.observe(self.mesh_view.look(), at)
+        self._look_s = time.monotonic() - begun
+        return outputs
 
     async def _upkeep(self) -> None:
         collect_at = time.monotonic() + COLLECT_EVERY_S
         while True:
             await asyncio.sleep(1.0)
-            for job in self.leaving.slowest_first({*self.past.present(time.time()), *self.participant.runners}):
-                runner = self.participant.runners.get(job)
-                self.warming.follow(job, runner)
-                self.keyring.follow(job, runner)
-                self._publish(job)
-            guests = {job: self.attempts[job] for job in self.participant.runners if job in self.attempts}
-            await self.cadences.look(guests.values(), instant().now, self.courier.budget_bps)
-            self.mending.look(self.board.all().values(), self.outlook.last.staying, set(self.participant.runners))
-            if self.board.waiting:
+            runners = self.participant.runners
+            for job in self.departure_planner.slowest_first({*self.archive.current(time.time()), *runners}):
+                self._standby_sync.follow(job, runners.get(job))
+                self.keyring.share_with_new_witnesses(job, runners.get(job))
+                self.own_status.publish(job)
+            guests = [self.attempts[job] for job in runners if job in self.attempts]
+            await self._save_schedules.look(guests, instant().now, self.replicator.budget_bps)
+            self._repair.look(self.job_table.all().values(), self.mesh_view.last.staying, set(runners))
+            if self.job_table.waiting:
                 self.views_changed()
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
-                await self._remains.tidy(self.board.all(), time.time())
+                await self._retention.tidy(self.job_table.all(), time.time())
                 await asyncio.to_thread(self.logs.trim, set(self.attempts))
-                await self.past.put_away({*self.attempts, *self._submissions}, time.time())
+                await self.archive.archive_old({*self.attempts, *self._submissions}, time.time())
 
-    async def _copy_logs(self) -> None:
+    async def _mark_logs(self) -> None:
         while True:
-            await asyncio.sleep(LOGS_EVERY_S)
-            await self._log_copies.ship(
+            await asyncio.sleep(MARK_EVERY_S)
+            await asyncio.to_thread(mark_sizes, [attempt.log_path for attempt in self.attempts.values()])
+
+    async def _ship_logs(self) -> None:
+        while True:
+            await asyncio.sleep(SHIP_EVERY_S)
+            running = {job: attempt for job, attempt in self.attempts.items() if job in self.participant.runners}
+            await self._log_shipping.ship(
                 {
                     (job, attempt.number): (attempt.log_path, [node for node in self._group(job) if node != self._me])
-                    for job, attempt in self.attempts.items()
-                    if job in self.participant.runners
+                    for job, attempt in running.items()
                 }
             )
 
-    # --- effects
+    def views_changed(self) -> None:
+        """Have a new view built soon."""
+        self._view_changed.set()
 
-    async def _perform_all(self, outputs: Sequence[Directed | Submitted]) -> None:
-        """Every promise among them is durable before anything else happens: so none is given that could be forgotten."""
-        cells: dict[bytes, Cell] = {}
-        for output in outputs:
-            if isinstance(output, Directed) and isinstance(output.effect, SaveCell):
-                cells[output.job] = output.effect.cell
-        if cells:
-            await self.journal.save_cells(list(cells.values()))
-            self._cell_saved.set()
-        changed = dict.fromkeys(cells)
-        for output in outputs:
-            if isinstance(output, Submitted):
-                future = self._submissions.get(output.job)
-                if future is not None and not future.done():
-                    future.set_result(output.problem)
-            else:
-                self._perform(output)
-                if isinstance(output.effect, Committed | StateChanged | Ended):
-                    changed[output.job] = None
-        self._tell_witnesses()
-        for job in changed:
-            self._publish(job)
+    # --- messages and requests
 
-    def _tell_witnesses(self) -> None:
-        """What was said here of each job, for those who keep its record."""
-        for job, told in self.chronicle.untold():
-            for node in self._group(job):
-                if node != self._me:
-                    self._send(node, told)
-
-    def _group(self, job: bytes) -> tuple[bytes, ...]:
-        """The job's witnesses, as far as this node knows."""
-        runner, witness = self.participant.runners.get(job), self.participant.witnesses.get(job)
-        config = runner.config if runner is not None else witness.cell.config if witness is not None else None
-        known = self.board.get(job)
-        return config.nodes if config is not None else known.witnesses if known is not None else ()
-
-    def _perform(self, output: Directed) -> None:
-        job, role, effect = output.job, output.role, output.effect
-        attempt = self.attempts.get(job)
-        match effect:
-            case Send(to=to, message=message):
-                self._send(to, message)
-            case SetTimer():
-                timer = Timer(effect.name, effect.token)
-                self._timers.set(
-                    (job, role, effect.name),
-                    effect.at - instant().now,
-                    partial(self._feed, lambda at: self.participant.on_timer(job, role, timer, at)),
-                )
-            case Launch(ledger=ledger, post=post) if attempt is not None:
-                attempt.launch(ledger, post)
-            case SaveCheckpoint() if attempt is not None:
-                attempt.save(effect)
-            case SaveResult() if attempt is not None:
-                attempt.save_result(effect)
-            case Notify(kind=kind, grace_s=grace_s, reason=reason) if attempt is not None:
-                self.warming.stop(job)
-                attempt.notify(kind, grace_s, reason)
-            case RunUntil(boot_s=until) if attempt is not None:
-                attempt.allow_until(until)
-            case Kill() if attempt is not None:
-                attempt.kill()
-            case Committed(commit=commit):
-                others = f"on {len(commit.holders)} other node{'' if len(commit.holders) == 1 else 's'}"
-                self.note(job, "checkpoint", others, number=commit.seq, step=commit.step)
-                self.warming.follow(job, self.participant.runners.get(job))
-            case StateChanged(state=state, detail=detail):
-                before = self.states.get(job, ("", ""))
-                if before != (state, detail):
-                    self.states[job] = (state, detail)
-                    self._note_state(job, before[0], state, detail)
-            case Ended(reason=reason):
-                self.note(job, "attempt", reason)
-                self.states.pop(job, None)
-                self._end(job, role, reason)
-            case Decided(decision=decision):
-                self.note(job, "decision", decision.words, target=decision.chosen, decision=decision)
-            case Concluded(outcome=outcome):
-                self.note(job, "end", outcome.detail, new=outcome.kind)
-
-    def _send(self, to: NodeId, message: AnyMessage) -> None:
-        if to == self._me:
-            self._feed(lambda at: self.participant.receive(self._me, message, at))
+    def deliver(self, sender: NodeId, data: bytes) -> bool:
+        """Take in a peer's message; False if this node is overloaded. MessageError if the bytes are not a message."""
+        message = decode_message(data)
+        if isinstance(message, EventReport):
+            if message.job in self.participant.witnesses:
+                self.participant.refused += self.event_log.on_report(message)
+            return True
+        if not self._inputs.has_room_for_peers:
+            return False
+        if (
+            sender != self._me
+            and isinstance(message, Start | Enlist | Accept | MakeRoom)
+            and self._needs_vouching(message)
+        ):
+            if not self.vouching.has_room:
+                return False
+            self._deliveries.start(self._deliver_vouched(sender, message), f"start {format_job(message.job)[:8]}")
+        elif message.job in self.participant.archived:
+            self._deliveries.start(self._deliver_archived(sender, message), f"deliver {format_job(message.job)[:8]}")
         else:
-            self._postman.post(to, encode_message(message))
+            self._inputs.put_now(partial(self.participant.receive, sender, message))
+        return True
 
-    def _end(self, job: bytes, role: Role, reason: str) -> None:
-        self._timers.stop((job, role, name) for name in TIMERS)
-        self.warming.forget(job)
-        attempt = self.attempts.pop(job, None)
-        if attempt is not None:
-            self.left(job, attempt, reason)
-            self.cadences.left(attempt, reason)
-            task = asyncio.create_task(self._clear_away(job, attempt, reason), name=f"end {format_job(job)[:8]}")
-            self._endings.add(task)
-            task.add_done_callback(self._endings.discard)
+    def _needs_vouching(self, message: Start | Enlist | Accept | MakeRoom) -> bool:
+        """Tell whether the cores cannot judge a message: it starts or displaces a job, or names a later group of one."""
+        if not isinstance(message, Accept):
+            return True
+        known = message.job in self.participant.witnesses or message.job in self.participant.archived
+        return not known and bool(message.spec) and message.config.number > 0 and message.reconfiguration is None
 
-    async def _clear_away(self, job: bytes, attempt: Attempt, reason: str) -> None:
+    async def _deliver_vouched(self, sender: NodeId, message: Start | Enlist | Accept | MakeRoom) -> None:
+        if await self.vouching.allows(sender, message):
+            await self._deliver_archived(sender, message)
+        else:
+            self.participant.refused += 1
+
+    async def _deliver_archived(self, sender: NodeId, message: AnyMessage) -> None:
+        await self.archive.take_out((message.job,))
+        await self._inputs.put(partial(self.participant.receive, sender, message))
+
+    async def submit(self, spec: JobSpec) -> tuple[bytes, bytes, str | None]:
+        """Bring a job to its witnesses: its id, its sealed spec, and why no majority has it, or None."""
+        payload = encode_spec(spec)
+        sealed = seal(self._identity, self._trust.mesh_id, "job", payload)
+        job = job_id(payload)
+        await self._journal.save_submitted(job, sealed)
+        return job, sealed, await self.submit_sealed(job, sealed, spec)
+
+    async def submit_sealed(self, job: bytes, sealed: bytes, spec: JobSpec) -> str | None:
+        """Bring a sealed job to its witnesses, perhaps again: why no majority has it, or None."""
+        problem = await self._answered(job, partial(self.participant.submit, job, sealed, spec))
+        if problem is None:
+            self.event_log.add(job, "submitted", f"by {spec.user}")
+        return problem
+
+    async def recover(self, plan: Plan, reconfiguration: bytes) -> str | None:
+        """Bring the remaining record to the group that the job's user has named: why that failed, or None."""
+        job = plan.reconfiguration.job
+        problem = await self._answered(job, partial(self.participant.recover, plan, reconfiguration))
+        if problem is None:
+            text = f"its user recovered it from {len(plan.kept)} of its records; {len(plan.lost)} are lost"
+            self.event_log.add(job, "order", text, new="recover")
+        return problem
+
+    async def _answered(self, job: bytes, item: Input) -> str | None:
+        while job in self._submissions:
+            await asyncio.wait([self._submissions[job]])
+            await asyncio.sleep(0)  # the earlier caller removes its entry first
         try:
-            await attempt.close()
+            self._inputs.put_now(item)
+        except Overloaded as error:
+            return str(error)
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._submissions[job] = answer
+        try:
+            return await answer
         finally:
-            self.cleared(job, attempt, reason)
-            self.inventory.release(job)
-            self._places_changed()
-            self._vacated.pop(job, asyncio.Event()).set()
-            self._publish(job)
+            del self._submissions[job]
 
-    async def _end_all(self, jobs: Mapping[bytes, RunnerEvent], timeout_s: float, at_once: bool = False) -> None:
-        waits = [self._vacated.setdefault(job, asyncio.Event()) for job in jobs]
-        for job, event in jobs.items():
-            self.tell(job, event)
-        if at_once:
-            await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
+    def cancel(self, job: bytes, user: str, nodes: Sequence[NodeId]) -> None:
+        """Ask every node that may take part in the job to end it."""
+        self.event_log.add(job, "order", new="cancel")
+        self._order([*nodes, self._me], Cancel(job=job, user=user))
+
+    def migrate(self, job: bytes, user: str, runner: NodeId, to: NodeId | None) -> None:
+        """Ask the job's runner to give it notice, so that it continues elsewhere."""
+        self.event_log.add(job, "order", new="migrate", target=to)
+        self._order([runner], Migrate(job=job, user=user, to=to))
+
+    def _order(self, nodes: Sequence[NodeId], message: Cancel | Migrate) -> None:
+        if self._me in nodes:
+            self._inputs.put_now(partial(self.participant.receive, self._me, message))
+        for node in dict.fromkeys(nodes):
+            if node != self._me:
+                self._message_sender.post(node, encode_message(message))
+
+    async def vacate(self, grace_s: float, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
+        """Give notice to every guest, or to these; wait until each has ended, or was killed after the grace."""
+        jobs = [job for job in self.participant.hosted if only is None or job in only]
+        notices = self.departure_planner.notices(jobs, grace_s, reason)
+        await self._end_all(notices, grace_s + KILL_AFTER_GRACE_S, at_once=False)
+        return jobs
+
+    async def kill(self, reason: str, only: Sequence[bytes] | None = None) -> list[bytes]:
+        """Kill every guest, or these, now. The cores learn the reason first, so that the job is not blamed."""
+        jobs = [job for job in self.participant.hosted if only is None or job in only]
+        await self._end_all(dict.fromkeys(jobs, KillWanted(reason)), KILL_WITHIN_S, at_once=True)
+        return jobs
+
+    async def _end_all(self, jobs: Mapping[bytes, RunnerEvent], timeout_s: float, at_once: bool) -> None:
+        cleared = [self._cleared.setdefault(job, asyncio.Event()) for job in jobs]
+        reports = [self.report(job, event) for job, event in jobs.items()]
+        kills = [self.attempts[job].kill_guest() for job in jobs if at_once and job in self.attempts]
+        await asyncio.gather(*reports, *kills)  # started in this order; a full queue delays no kill
         try:
             async with asyncio.timeout(timeout_s):
-                for wait in waits:
-                    await wait.wait()
+                for event in cleared:
+                    await event.wait()
         except TimeoutError:
             log.warning("some guests had not ended after %g s; they are killed", timeout_s)
             await asyncio.gather(*(self.attempts[job].kill_guest() for job in jobs if job in self.attempts))
 
-    # --- the rules
+    async def hand_over(self, timeout_s: float) -> None:
+        """Before leaving: wait until witness groups have replaced this node, then deliver what is left to send."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.participant.replaceable(self.mesh_view.look().staying):
+                    self._witness_record_saved.clear()
+                    await self._witness_record_saved.wait()
+        except TimeoutError:
+            log.info("still a witness of some jobs; their groups continue without this node")
+        await self._message_sender.flush(1.0)
+
+    async def report(self, job: bytes, event: RunnerEvent) -> None:
+        """Report an event of this node to the job's runner or gang member here."""
+        await self._inputs.put(partial(self.participant.report, job, event))
+
+    async def _on_recopied(self, job: bytes, manifest: bytes, holders: tuple[NodeId, ...], text: str) -> None:
+        self.own_status.note(job, "state", text, new="copied again")
+        await self.report(job, Recopied(manifest, holders))
+
+    # --- effects
+
+    async def _perform_all(self, outputs: Sequence[Directed]) -> None:
+        """Perform effects in order, after every promise among them is durable: a promise that is given is never forgotten."""
+        records: dict[bytes, WitnessRecord] = {}
+        for output in outputs:
+            if isinstance(output.effect, SaveWitnessRecord):
+                records[output.job] = output.effect.witness_record
+        if records:
+            await self._journal.save_witness_records(list(records.values()))
+            self._witness_record_saved.set()
+        changed = dict.fromkeys(records)
+        for output in outputs:
+            self._perform(output.job, output.role, output)
+            if isinstance(output.effect, Committed | StateChanged | Ended):
+                changed[output.job] = None
+        for job, report in self.event_log.unreported():
+            for node in self._group(job):
+                if node != self._me:
+                    self._message_sender.post(node, encode_message(report))
+        for job in changed:
+            self.own_status.publish(job)
+
+    def _perform(self, job: bytes, role: Role, output: Directed) -> None:
+        note = self.own_status.note
+        match output.effect:
+            case Send(to=to, message=message) if to == self._me:
+                self._inputs.put_own(partial(self.participant.receive, self._me, message))
+            case Send(to=to, message=message):
+                self._message_sender.post(to, encode_message(message))
+            case SetTimer(name=name, token=token, at=at):
+                fired = partial(self.participant.on_timer, job, role, Timer(name, token))
+                self._inputs.set_timer((job, role, name), at - instant().now, fired)
+            case Submitted(problem=problem):
+                answer = self._submissions.get(job)
+                if answer is not None and not answer.done():
+                    answer.set_result(problem)
+            case StateChanged() as state:
+                self.own_status.on_state(job, state)
+            case Committed(commit=commit):
+                copies = f"on {plural(len(commit.holders), 'other node')}"
+                note(job, "checkpoint", copies, number=commit.seq, step=commit.step)
+                self._standby_sync.follow(job, self.participant.runners.get(job))
+            case Decided(decision=decision):
+                note(job, "decision", decision.words, target=decision.chosen, decision=decision)
+            case Concluded(outcome=outcome):
+                note(job, "end", outcome.detail, new=outcome.kind)
+            case Ended(reason=reason):
+                note(job, "attempt", reason)
+                self._end(job, role, reason)
+            case effect if job in self.attempts and isinstance(effect, GuestEffect):
+                if isinstance(effect, Notify):
+                    self._standby_sync.stop(job)
+                self.attempts[job].perform(effect)
+
+    def _end(self, job: bytes, role: Role, reason: str) -> None:
+        self._inputs.stop_timers((job, role, name) for name in TIMERS)
+        self._standby_sync.forget(job)
+        self.own_status.forget_state(job)
+        attempt = self.attempts.pop(job, None)
+        if attempt is not None:
+            self._hooks.attempt_ended(job, attempt, reason)
+            self._save_schedules.left(attempt, reason)
+            task = asyncio.create_task(self._clear(job, attempt, reason), name=f"end {format_job(job)[:8]}")
+            self._endings.add(task)
+            task.add_done_callback(self._endings.discard)
+
+    async def _clear(self, job: bytes, attempt: Attempt, reason: str) -> None:
+        try:
+            await attempt.close()
+        finally:
+            self._hooks.attempt_cleared(job, attempt, reason)
+            self._inventory.release(job)
+            self._hooks.places_changed()
+            self._cleared.pop(job, asyncio.Event()).set()
+            self.own_status.publish(job)
+
+    def _group(self, job: bytes) -> tuple[bytes, ...]:
+        """Return the job's witnesses, as far as this node knows them."""
+        runner, witness = self.participant.runners.get(job), self.participant.witnesses.get(job)
+        config = runner.config if runner is not None else witness.witness_record.config if witness is not None else None
+        known = self.job_table.get(job)
+        return config.nodes if config is not None else known.witnesses if known is not None else ()
+
+    # --- rules of the cores
 
     def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
-        number = order.number if isinstance(order, Enlist) else order.ledger.next_attempt
+        number = order.number if isinstance(order, Enlist) else order.record.next_attempt
         request = placement_request(job, spec, number)
-        refusal = self.inventory.admit(request)
+        refusal = self._inventory.admit(request)
         if refusal is not None:
             return refusal
-        name = engine_for(request, self.inventory.advert())
+        name = engine_for(request, self._inventory.advert())
         engine = self._engines.get(name or "")
         if engine is None:
-            self.inventory.release(job)
+            self._inventory.release(job)
             return f"has no {name} engine"
         self.attempts[job] = Attempt(
             job,
             spec,
             number,
             self._directory / format_job(job) / str(order.term),
-            self.logs.prepare(job, number, spec.user),
+            self.logs.prepare(job, number, spec.user_key),
             engine,
-            self.inventory.portions_of(job),
+            self._inventory.portions_of(job),
             self._nick,
-            self.store,
-            self.courier,
-            lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
-            lambda: self.custody(job),
-            lambda: self.keyring.vault(job, spec, self._group(job)),
-            lambda event: self.tell(job, event),
-            lambda text, new: self.note(job, "state", text, new=new),
+            self._store,
+            self.replicator,
+            partial(seal, self._identity, self._trust.mesh_id, "manifest"),
+            partial(self.replica_policy, job),
+            lambda: self.keyring.cipher(job, spec, self._group(job)),
+            partial(self.report, job),
+            self._disk_limit,
+            lambda text, new: self.own_status.note(job, "state", text, new=new),
             self._have_image,
         )
-        self._places_changed()
+        self._hooks.places_changed()
         return None
 
-    def custody(self, job: bytes) -> Custody:
+    def replica_policy(self, job: bytes) -> ReplicaPolicy:
+        """Return who may hold the job's checkpoints now."""
         runner = self.participant.runners.get(job)
-        hierarchy = self.outlook.hierarchy()
-        custody = custody_of(job, self._me, runner, self.membership.members(), hierarchy)
+        hierarchy = self.mesh_view.hierarchy()
+        policy = replica_policy_of(job, self._me, runner, self._membership.members(), hierarchy)
         if runner is None:
-            return custody
-        return custody.first(self.leaving.order(job, custody.fallback, runner.ledger.prefer))
-
-    def _recopied(self, job: bytes, manifest: bytes, holders: tuple[NodeId, ...], words: str) -> None:
-        self.note(job, "state", words, new="copied again")
-        self.tell(job, Recopied(manifest, holders))
-
-    # --- what others see
-
-    def status(self, job: bytes) -> JobStatus | None:
-        """This node's own view of a job it has a part in."""
-        witness, runner = self.participant.witnesses.get(job), self.participant.runners.get(job)
-        attempt = self.attempts.get(job)
-        if witness is None and runner is None:
-            return None
-        steward = self.participant.stewards.get(job)
-        acts = runner is not None or (steward is not None and steward.state in ACTING)
-        state, detail = self.states.get(job, ("", "")) if acts else ("", "")
-        progress = attempt.progress if attempt is not None else None
-        note, preparing = (attempt.held or attempt.note, attempt.preparing) if attempt is not None else ("", "")
-        waiting = None
-        if steward is not None and acts and runner is None and not steward.held_back:
-            waiting = waiting_place(steward.spec, steward.request(steward.witness.cell.ledger, instant()))
-        warm = runner is not None and self.warming.is_warm(job, runner.spec, runner.onward.heir, runner.ledger.commit)
-        heeds, portions = (attempt.heeds_notice, attempt.portions) if attempt is not None else (None, ())
-        due, saving = (attempt.cadence.next, attempt.deposits.saving) if attempt is not None else (None, None)
-        detail = preparing or detail or note
-        return status_of(job, witness, runner, state, detail, progress, waiting, heeds, warm, portions, due, saving)
-
-    def _publish(self, job: bytes) -> None:
-        """Take note of how this node sees the job now; and tell the others, if it is this node that speaks for it."""
-        known = self.board.own(job)
-        if known is not None and known.outcome is not None and job not in self.participant.runners:
-            status: JobStatus | None = known  # for ever
-        else:
-            status = self.status(job)
-        if status != known:
-            if self.board.tell(OWN, job, status):
-                self.views_changed()
-            if status is None or status.outcome is not None:
-                self.chronicle.forget(job)
-                self._waits.forget(job)
-        if status is not None and self._speaks_for(status):
-            self._herald.tell(status)
-
-    def _put_away(self, job: bytes) -> None:
-        self.states.pop(job, None)
-        self._herald.forget(job)
-
-    def _speaks_for(self, status: JobStatus) -> bool:
-        steward = self.participant.stewards.get(status.job)
-        acting = steward is not None and steward.state in ACTING
-        return speaks_for(status, self._me, status.job in self.participant.runners, acting, self.outlook.last.alive)
-
-    def _note_state(self, job: bytes, old: str, new: str, detail: str) -> None:
-        if self._waits.is_news(job, old, new, time.monotonic()):
-            self.note(job, "state", detail, old=old, new=new)
-
-    def note(self, job: bytes, kind: Kind, reason: str, **fields: Any) -> None:
-        attempt = self.attempts.get(job)
-        event = self.chronicle.say(job, kind, reason, attempt=attempt.number if attempt is not None else None, **fields)
-        log.info("job %s: %s", format_job(job)[:8], words(event, short_id(event.target) if event.target else ""))
-
-    def _look(self, at: Instant) -> list[Directed | Submitted]:
-        begun = time.monotonic()
-        outputs = self.participant.observe(self.outlook.look(), at)
-        self._looked_s = time.monotonic() - begun
-        return outputs
+            return policy
+        return policy.first(self.departure_planner.order(job, policy.fallback, runner.record.prefer))
 
 
-def instant() -> Instant:
-    return Instant(boot_s(), time.time_ns() // 1_000_000)
+def rendezvous_ports(ephemeral: str) -> range:
+    """Return the ports for the rendezvous of a gang, given the kernel's range ("first last") for outgoing connections.
+
+    A port of that range may be taken by any connection between the choice and the guest's `bind`. The result is the larger part
+    of what the range leaves from LEAST_PORT on, or everything if it leaves nothing.
+    """
+    first, last = (int(number) for number in ephemeral.split())
+    below, above = range(LEAST_PORT, min(first, MOST_PORT + 1)), range(max(last + 1, LEAST_PORT), MOST_PORT + 1)
+    return max(below, above, key=len) or range(LEAST_PORT, MOST_PORT + 1)
+
+
+def rendezvous_address(host: str, random: Random) -> tuple[str, int]:
+    """Return `host` and a port that is free there now; the guest binds it later. OSError when none is found."""
+    try:
+        ports = rendezvous_ports(PORT_RANGE.read_text())
+    except (OSError, ValueError):  # not Linux, or /proc is not mounted
+        ports = range(LEAST_PORT, MOST_PORT + 1)
+    for port in random.choices(ports, k=PORT_TRIES):
+        with suppress(OSError):
+            return host, _bound_once(host, port)
+    return host, _bound_once(host, 0)
+
+
+def _bound_once(host: str, port: int) -> int:
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        return int(server.getsockname()[1])

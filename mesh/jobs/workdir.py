@@ -1,36 +1,72 @@
-"""The user's working directory as a job takes it along: which files, and how many bytes."""
+"""Working directory of a job: the files to send, and their size."""
 
 import os
 from pathlib import Path
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.jobs.ignoring import Ignoring
+from pathspec import GitIgnoreSpec
 
-LIMIT_BYTES = 1 << 30  # what a person may send without meaning to; data sets belong elsewhere
+from mesh.util.errors import ExitCode, MeshError
+
+LIMIT_BYTES = 1 << 30  # what a person may send by accident; data sets belong elsewhere
 LIMIT_FILES = 50_000
+ALWAYS_IGNORED = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache")
+IGNORE_FILES = (".gitignore", ".meshignore")  # a rule with ! in the second takes back one of the first
 
 
-def collect_files(directory: Path, leave: tuple[str, ...]) -> dict[str, Path]:
-    """The files to take, by their path in the store (`work/...`); MeshError if they are too many or cannot be read.
+class IgnoreRules:
+    """The ignore rules of a working directory: git's, and those of the directories below it once they are entered."""
 
-    Left out: what `Ignoring` says, and `leave` (the checkpoint directory).
+    def __init__(self, directory: Path, ignored: tuple[str, ...] = ()) -> None:
+        self._directory = directory
+        self._ignored = ignored
+        self._rules: dict[Path, GitIgnoreSpec] = {}
+        self.enter(Path())
+
+    def enter(self, below: Path) -> None:
+        """Read the rules of a directory, given by its path below the working directory."""
+        lines: list[str] = []
+        for name in IGNORE_FILES:
+            path = self._directory / below / name
+            if path.is_file():
+                lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if lines:
+            self._rules[below] = GitIgnoreSpec.from_lines(lines)
+
+    def ignores(self, path: Path, is_directory: bool) -> bool:
+        """Return whether a file is left out; the nearest rules decide, as with git."""
+        if path.name in ALWAYS_IGNORED or path.as_posix() in self._ignored:
+            return True
+        for parent in path.parents:
+            rules = self._rules.get(parent)
+            if rules is not None:
+                text = path.relative_to(parent).as_posix() + ("/" if is_directory else "")
+                verdict = rules.check_file(text).include
+                if verdict is not None:
+                    return verdict
+        return False
+
+
+def collect_files(directory: Path, ignored: tuple[str, ...]) -> dict[str, Path]:
+    """Return the files to send, by their path in the store (`work/...`).
+
+    Left out is what the ignore rules name, and `ignored` (the checkpoint directory). MeshError: too many, or not readable.
     """
     if not directory.is_dir():
         raise MeshError(f"working directory {directory} is not a directory", ExitCode.USAGE)
-    ignoring = Ignoring(directory, leave)
+    rules = IgnoreRules(directory, ignored)
     found: dict[str, Path] = {}
     total = 0
     for parent, names, files in os.walk(directory):
         here = Path(parent)
         below = here.relative_to(directory)
         if below != Path():
-            ignoring.enter(below)
-        names[:] = sorted(n for n in names if not ignoring.leaves(below / n, True))
+            rules.enter(below)
+        names[:] = sorted(n for n in names if not rules.ignores(below / n, True))
         links = [name for name in names if (here / name).is_symlink()]
         names[:] = [name for name in names if name not in links]
         for name in sorted([*files, *links]):
             path = here / name
-            if ignoring.leaves(below / name, False) or not (path.is_file() or path.is_symlink()):
+            if rules.ignores(below / name, False) or not (path.is_file() or path.is_symlink()):
                 continue
             total += path.lstat().st_size
             found[f"work/{(below / name).as_posix()}"] = path

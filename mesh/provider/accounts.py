@@ -1,6 +1,6 @@
-"""This node's books: one signed receipt for each attempt that ran here, from when its guest started until nothing of it was left.
+"""This node's accounts: one signed receipt for each attempt that ran here, from the guest's start until nothing of it was left.
 
-What a daemon that was killed had running is in no receipt.
+Attempts that ran when a daemon was killed have no receipt.
 """
 
 import time
@@ -8,12 +8,7 @@ from collections import Counter
 
 from membership.envelope import seal
 from membership.identity import Identity
-from mesh.engine.alarm import boot_s
-from mesh.jobs.attempt import Attempt
-from mesh.jobs.journal import Journal
-from mesh.jobs.service import JobService
-from mesh.jobs.spec import format_job
-from mesh.provider.receipts import (
+from mesh.gpus.receipts import (
     KIND,
     MAX_RECEIPT_BYTES,
     DeviceUse,
@@ -23,20 +18,25 @@ from mesh.provider.receipts import (
     in_words,
     own_receipt,
 )
-from mesh.provider.tenant import Tenant
+from mesh.gpus.tenant import Tenant
+from mesh.jobs.attempt import Attempt
+from mesh.jobs.service import JobService
+from mesh.journal import Journal
+from mesh.model.spec import format_job
+from mesh.util.boottime import boot_s
 from placement.advert import WHOLE
-from placement.allotment import percent
+from placement.allocation import gpu_percent
 
 ENDS = ("done", "failed", "cancelled", "checkpointed", "vacated", "fenced")
 HAD_TO_LEAVE = {"vacated", "fenced"}
 OTHER = "other"
 REASON_CHARS = 200
-PAGE = 1000  # receipts that are read at once; ours
+PAGE = 1000  # receipts read at a time (own choice)
 DAEMON_ENDS = "its daemon ended"
 
 
 class Accounts:
-    """`ended`: attempts by engine and how they ended; `ran_s` by engine; `gpu_s` and `lost_s`. All since this daemon started."""
+    """Receipts and totals since this daemon started: attempts by engine and end, seconds run, GPU seconds and work lost."""
 
     def __init__(self, identity: Identity, mesh_id: bytes, journal: Journal, jobs: JobService) -> None:
         self._identity, self._mesh_id, self._journal, self._jobs = identity, mesh_id, journal, jobs
@@ -44,44 +44,45 @@ class Accounts:
         self.ended: Counter[tuple[str, str]] = Counter()
         self.ran_s: Counter[str] = Counter()
         self.gpu_s = self.lost_s = 0.0
-        jobs.cleared = self._cleared
 
     def measured(self, tenant: Tenant, used: tuple[DeviceUse, ...]) -> str:
-        """An attempt's guard has let go of it: what it used goes into its receipt; the same in words."""
+        """Record what an attempt used under its guard; return it as text."""
         self._measured[tenant.job, tenant.attempt] = (tenant.began_unix_ms, used)
         return in_words(used)
 
     def running(self) -> list[Receipt]:
-        """What those that run now have used so far: without a reason, as they have not ended."""
+        """Return receipts of the running attempts so far; they have no reason, since they have not ended."""
         made = [self._receipt(job, attempt, "") for job, attempt in self._jobs.attempts.items()]
         return [receipt for receipt in made if receipt is not None]
 
     async def history(self, since_ms: int, most: int) -> list[bytes]:
-        """The newest `most` receipts of attempts here that had not ended before `since_ms`, newest first; sealed. Those that run
-        now come first."""
+        """Return the newest `most` sealed receipts of attempts that ended after `since_ms`, newest first.
+
+        Running attempts come first.
+        """
         sealed = [self._sealed(receipt) for receipt in self.running()]
         before: int | None = None
         while len(sealed) < most:
             page = await self._journal.receipts_before(before, PAGE)
-            for number, told in page:
+            for number, data in page:
                 before = number
                 try:
-                    receipt = own_receipt(told)
+                    receipt = own_receipt(data)
                 except ReceiptError:
                     continue
                 if receipt.until_unix_ms < since_ms:
                     return sealed[:most]
-                sealed.append(told)
+                sealed.append(data)
             if len(page) < PAGE:
                 break
         return sealed[:most]
 
     async def close(self) -> None:
-        """After the guests."""
+        """Write the receipts of the running attempts. Call it after the guests have ended."""
         for job, attempt in self._jobs.attempts.items():
-            self._cleared(job, attempt, DAEMON_ENDS)
+            self.on_attempt_cleared(job, attempt, DAEMON_ENDS)
 
-    def _cleared(self, job: bytes, attempt: Attempt, reason: str) -> None:
+    def on_attempt_cleared(self, job: bytes, attempt: Attempt, reason: str) -> None:
         receipt = self._receipt(job, attempt, reason)
         self._measured.pop((format_job(job), attempt.number), None)
         word = reason.split(" ", 1)[0].rstrip(":;,")
@@ -95,12 +96,12 @@ class Accounts:
         self._journal.keep_receipt(job, self._sealed(receipt))
 
     def _receipt(self, job: bytes, attempt: Attempt, reason: str) -> Receipt | None:
-        """None for one whose guest has not started."""
+        """Return a receipt; None for an attempt whose guest has not started."""
         tenant_began, devices = self._measured.get((format_job(job), attempt.number), (0, ()))
         began = attempt.began_unix_ms or tenant_began
         if not began:
             return None
-        since_exit_s = max(0.0, boot_s() - attempt.rungs["exited"]) if "exited" in attempt.rungs else 0.0
+        since_exit_s = max(0.0, boot_s() - attempt.stages["exited"]) if "exited" in attempt.stages else 0.0
         left = reason.split(":", 1)[0] in HAD_TO_LEAVE
         return Receipt(
             job=format_job(job),
@@ -113,7 +114,7 @@ class Accounts:
             name=attempt.spec.name,
             submitter=attempt.spec.submitter,
             engine=attempt.engine.name,
-            gpu_percent=percent(attempt.spec.gpus, attempt.spec.gpu_share) if attempt.spec.gpus else 0,
+            gpu_percent=gpu_percent(attempt.spec.gpus, attempt.spec.gpu_share) if attempt.spec.gpus else 0,
             reason=reason[:REASON_CHARS],
             lost_ms=round(attempt.lost().seconds * 1000) if left else 0,
         )

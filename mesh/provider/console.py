@@ -1,26 +1,26 @@
-"""When somebody last typed at this machine or moved its mouse, as far as an ordinary user may see.
+"""The time of the last keyboard or mouse input at this machine, as far as an ordinary user may see it.
 
-What is looked at (HTCondor's `condor_kbdd` asks an X server besides, which no daemon of another user may do under Wayland):
+Sources (HTCondor's `condor_kbdd` also asks an X server, which another user's daemon may not do under Wayland):
 
-- a PS/2 keyboard or mouse, as laptops have, by its interrupts (`i8042` in /proc/interrupts);
-- a keyboard or mouse on USB by how often it has been heard (`urbnum` of its HID interface in /sys): an idle one sends nothing;
-- text consoles (/dev/tty1, ...) and, for `all`, terminals (/dev/pts: SSH, terminal windows) by their access time, which the
-  kernel sets when something typed is read, to 8 s. Those of guests do not count.
+- a PS/2 keyboard or mouse, as in laptops: its interrupts (`i8042` in /proc/interrupts);
+- a USB keyboard or mouse: its number of transfers (`urbnum` of its HID interface in /sys); an idle one sends nothing;
+- text consoles (/dev/tty1, ...) and, for `all`, terminals (/dev/pts: SSH, terminal windows): their access time, which the kernel
+  sets when input is read, to 8 s. Guests' terminals do not count.
 """
 
 import os
 import re
 from pathlib import Path
 
-from mesh.engine.descent import descendants_of
 from mesh.provider.policy import Watch
+from mesh.util.processes import descendants_of
 
 KEYBOARD, MOUSE = "01", "02"  # bInterfaceProtocol of the boot interface subclass (USB HID 1.11, 4.3)
 HID = "03"  # bInterfaceClass
 
 
 class Console:
-    """`sources`: what could be seen at the last look; empty if nothing could."""
+    """Observes input devices. `sources`: the kinds of devices seen at the last check."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys"), dev: Path = Path("/dev")) -> None:
         self.sources: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Console:
         self._typed_at: float | None = None
 
     def look(self, watch: Watch, now: float, unix_s: float) -> float | None:
-        """Seconds since somebody typed; None if that cannot be seen. A counter says nothing before it has moved."""
+        """Return the seconds since the last input; None if no source is visible. A counter counts only once it has changed."""
         counters = {**self._interrupts(), **self._usb()}
         times = self._terminals(watch)
         for name, count in counters.items():
@@ -59,7 +59,7 @@ class Console:
         return {f"i8042 {words[0]}": float(sum(int(word) for word in words[1:] if word.isdecimal())) for words in found}
 
     def _usb(self) -> dict[str, float]:
-        """By device: a keyboard with a mouse in it is one."""
+        """Return the transfer counts by device; a keyboard with a built-in mouse is one device."""
         found: dict[str, float] = {}
         for interface in (self._sys / "bus/usb/devices").glob("*:*"):
             try:
@@ -70,7 +70,7 @@ class Console:
                 device = interface.resolve().parent
                 found[f"usb {device.name}"] = float((device / "urbnum").read_text())
             except (OSError, ValueError):
-                continue  # it was pulled out
+                continue  # it was unplugged
         return found
 
     def _terminals(self, watch: Watch) -> dict[str, float]:
@@ -92,12 +92,12 @@ class Console:
         return found
 
     def _of_guests(self) -> set[int]:
-        """The terminals of what this daemon has started: guests type there, not the owner."""
+        """Return the terminals of processes that this daemon started: guests' sessions, not the owner's."""
         me = os.getpid()
         return {self._terminal(pid) for pid in descendants_of(me)} - {self._terminal(me), 0}
 
     def _terminal(self, pid: int) -> int:
-        """The controlling terminal's device, 0 if there is none."""
+        """Return the device number of a process's controlling terminal; 0 if it has none."""
         try:
             number = int((self._proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[4])
         except (OSError, IndexError, ValueError):

@@ -1,9 +1,9 @@
-"""The hours of the week in which a machine is lent, by its own wall clock. Pure: what the clock shows is an argument.
+"""The hours of the week in which a machine is lent, in local time. Pure: the clock is an argument.
 
     Mon-Fri 20-08; Sat-Sun          Mon,Wed 12:30-13:30, 20-08; Sun 0-24          20-08          always          never
 
-A range over midnight belongs to the day on which it begins. As the wall clock goes, so do the hours: in the night in which it
-jumps ahead, a range is an hour shorter; in the one in which an hour comes twice, it is in the range both times or neither.
+A range over midnight belongs to the day on which it begins. Hours follow the local clock: when daylight saving time begins, a
+range is an hour shorter; when it ends, the repeated hour is in the range both times or neither.
 """
 
 import re
@@ -13,22 +13,20 @@ import msgspec
 
 DAY, WEEK = 24 * 60, 7 * 24 * 60  # minutes
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-SHIFT = 120  # minutes by which a zone's clock may jump; two hours have been the most (double summer time)
+SHIFT = 120  # minutes by which local time may jump; two hours is the historical maximum (double summer time)
 MOST_CHARS = 1000
 
 _HOURS = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
 
-Clock = Callable[
-    [float], int
-]  # of Unix seconds, the minute of the week that the wall clock shows, Monday 00:00 being 0
+Clock = Callable[[float], int]  # Unix seconds -> minute of the week in local time; Monday 00:00 is 0
 
 
 class HoursError(ValueError):
-    """A text that says no hours."""
+    """A text does not name hours."""
 
 
 class Hours(msgspec.Struct, frozen=True):
-    """`spans`: minutes of the week, from (with) to (without), apart from each other and in order."""
+    """Hours of the week. `spans`: half-open intervals of minutes, disjoint and sorted."""
 
     spans: tuple[tuple[int, int], ...]
 
@@ -38,12 +36,12 @@ class Hours(msgspec.Struct, frozen=True):
 
     @property
     def minutes(self) -> int:
-        """Of a week."""
+        """Return the minutes in a week."""
         return sum(end - begin for begin, end in self.spans)
 
     @property
     def longest(self) -> int:
-        """Minutes of the longest time without a break, over the end of the week too."""
+        """Return the longest uninterrupted time in minutes, across the end of the week too."""
         if self.always or not self.spans:
             return self.minutes
         lengths = [end - begin for begin, end in self.spans]
@@ -52,17 +50,17 @@ class Hours(msgspec.Struct, frozen=True):
         return max(lengths)
 
     def hold(self, minute: int) -> bool:
-        """Whether it is lent in this minute of the week."""
+        """Return whether this minute of the week is within the hours."""
         return any(begin <= minute < end for begin, end in self.spans)
 
     def changes_at(self, now_unix: float, clock: Clock) -> float | None:
-        """When (Unix seconds, to the minute) they next begin or end; None if never."""
+        """Return when the hours next begin or end (Unix seconds, to the minute); None if never."""
         if self.always or not self.spans:
             return None
         present, minute = self.hold(clock(now_unix)), clock(now_unix)
         edges = {edge % WEEK for span in self.spans for edge in span}
         ahead = min((edge - minute - 1) % WEEK + 1 for edge in edges if self.hold(edge) != present)
-        # The wall clock may jump before then: from some time before on, it is asked minute by minute.
+        # Local time may jump before then: check it minute by minute from SHIFT minutes before.
         start = now_unix - now_unix % 60
         for step in range(max(1, ahead - SHIFT), ahead + WEEK):
             if self.hold(clock(start + 60 * step)) != present:
@@ -70,7 +68,7 @@ class Hours(msgspec.Struct, frozen=True):
         return None
 
     def __str__(self) -> str:
-        """As it can be read back: ranges that begin on several days at the same hours together."""
+        """Return the text that parses back to these hours, with days of equal ranges combined."""
         if self.always:
             return "always"
         days: dict[tuple[int, int], list[int]] = {}
@@ -86,7 +84,7 @@ ALWAYS, NEVER = Hours(((0, WEEK),)), Hours(())
 
 
 def parse_hours(texts: str | Sequence[str]) -> Hours:
-    """What one text says, or several together. HoursError names the part that is not understood."""
+    """Parse one text, or several combined. HoursError names the part that is wrong."""
     spans: list[tuple[int, int]] = []
     for text in [texts] if isinstance(texts, str) else texts:
         if len(text) > MOST_CHARS:
@@ -100,12 +98,12 @@ def parse_hours(texts: str | Sequence[str]) -> Hours:
             if part.strip():
                 spans += _part(part.strip())
         if not text.strip(" ;\t\n"):
-            raise HoursError("no hours are said: write Mon-Fri 20-08, always or never")
+            raise HoursError("no hours given: write Mon-Fri 20-08, always or never")
     return Hours(_merged(spans))
 
 
 def _part(text: str) -> list[tuple[int, int]]:
-    """Days, then hours; without days every day, without hours all day."""
+    """Parse days, then hours; without days every day, without hours all day."""
     days: list[int] = []
     hours: list[tuple[int, int]] = []
     for word in re.split(r",|(?<=[A-Za-z])\s+(?=\d)", text):
@@ -126,12 +124,12 @@ def _part(text: str) -> list[tuple[int, int]]:
 def _hours(item: str, text: str) -> tuple[int, int]:
     found = _HOURS.fullmatch(item)
     if found is None:
-        raise HoursError(f"{text!r}: {item!r} is no range of hours: write 20-08 or 20:30-08:00")
+        raise HoursError(f"{text!r}: {item!r} is not a range of hours: write 20-08 or 20:30-08:00")
     begin, end = (int(hour) * 60 + int(minute or 0) for hour, minute in (found.group(1, 2), found.group(3, 4)))
     if begin >= DAY or end > DAY or int(found[2] or 0) > 59 or int(found[4] or 0) > 59:
-        raise HoursError(f"{text!r}: {item!r} has a time that no clock shows: 0:00 to 24:00")
+        raise HoursError(f"{text!r}: {item!r} is not a time of day: write 0:00 to 24:00")
     if begin == end:
-        raise HoursError(f"{text!r}: {item!r} begins when it ends: all day is 0-24")
+        raise HoursError(f"{text!r}: {item!r} is empty: all day is 0-24")
     return begin, end if end > begin else end + DAY
 
 
@@ -139,13 +137,13 @@ def _day_range(item: str, text: str) -> list[int]:
     names = [name.strip()[:3].title() for name in item.split("-")]
     whole = [name.strip().lower() for name in item.split("-")]
     if len(names) > 2 or any(name not in DAYS for name in names) or not all(map(_is_day, whole)):
-        raise HoursError(f"{text!r}: {item!r} is no day: write Mon, Mon-Fri or Mon,Wed")
+        raise HoursError(f"{text!r}: {item!r} is not a day: write Mon, Mon-Fri or Mon,Wed")
     first, last = DAYS.index(names[0]), DAYS.index(names[-1])
     return [(first + step) % 7 for step in range((last - first) % 7 + 1)]
 
 
 def _is_day(word: str) -> bool:
-    """Three letters or the whole name."""
+    """Return whether a word is a day: three letters or the whole name."""
     return word in {name.lower() for name in DAYS} or word in LONG_DAYS
 
 
@@ -153,7 +151,7 @@ LONG_DAYS = {"monday", "tuesday", "wednesday", "thursday", "friday", "saturday",
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Within one week, each minute once."""
+    """Return the spans folded into one week, merged and sorted."""
     folded = [part for begin, end in spans for part in ((begin, min(end, WEEK)), (0, end - WEEK)) if part[1] > part[0]]
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(folded):
@@ -165,7 +163,7 @@ def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _whole(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each from where it begins, cut at midnights where it is longer than a day."""
+    """Return spans unfolded at the end of the week, and cut at midnights where longer than a day."""
     if len(spans) > 1 and spans[0][0] == 0 and spans[-1][1] == WEEK:
         spans = [*spans[1:-1], (spans[-1][0], WEEK + spans[0][1])]
     found = []
@@ -180,7 +178,7 @@ def _whole(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _days(days: Sequence[int]) -> str:
-    """Runs as Mon-Fri, over the end of the week too."""
+    """Format days with runs as Mon-Fri."""
     runs: list[list[int]] = []
     for day in sorted(days):
         if runs and day == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""The owner of this machine, as far as it shows that he is there: looks once a second, and has guests stand aside by his policy.
+"""The owner's presence: checked once a second, and applied to guests by the owner's policy.
 
-The looking is here and in `console.py`, `load.py` and the guard's audit (who is on the GPUs); what it means is `presence.py`,
-what is done to guests `ladder.py`. It asks no other node and needs no quorum.
+The observations come from here, `console.py`, `load.py` and the guard's audit (programs on the GPUs); `presence.py` interprets
+them, and `reclaim.py` acts on guests. It asks no other node and needs no quorum.
 """
 
 import asyncio
@@ -13,36 +13,39 @@ from pathlib import Path
 
 import msgspec
 
-from cuda_guard.auditor import Seen as OnGpu
-from mesh.engine.alarm import boot_s
-from mesh.engine.descent import descendants_of
-from mesh.engine.register import boot_id
+from cuda_guard.auditor import GpuProcess as OnGpu
+from mesh.execution.guest_registry import boot_id
+from mesh.gpus.guard import NodeGuard
+from mesh.gpus.guest_processes import Whereabouts
+from mesh.gpus.inventory import Inventory
+from mesh.gpus.inventory import Presence as Held
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.service import JobService
 from mesh.provider.console import Console
-from mesh.provider.guard import NodeGuard
 from mesh.provider.hours import DAY
-from mesh.provider.inventory import Inventory
-from mesh.provider.inventory import Presence as Held
-from mesh.provider.ladder import Ladder, Leave
 from mesh.provider.load import Load
-from mesh.provider.memory import Moment, load_memories, save_memories
+from mesh.provider.memory_recall import Recall
 from mesh.provider.policy import MOST_BYTES, Policy, PolicyError, never_lends, read_policy
 from mesh.provider.presence import MACHINE, Memory, Presence, Seen, Stand
-from mesh.provider.recall import Recall
-from mesh.provider.whereabouts import Whereabouts
+from mesh.provider.presence_file import Moment, load_memories, save_memories
+from mesh.provider.reclaim import Leave, Reclaimer
+from mesh.util.boottime import boot_s
+from mesh.util.processes import descendants_of
 
 LOOK_S = 1.0
-STALE_S = 5.0  # since the GPUs were last looked at; then it is not known who is on them
-DRAWS_BUSY = 20.0  # per cent of a GPU's time by which a program that only draws is one of the owner's at work; ours
-COMM_CHARS = 15  # of a program's name that the kernel keeps
+STALE_S = 5.0  # age after which an observation of the GPUs no longer counts
+DRAWS_BUSY = 20.0  # per cent of a GPU's time from which a graphics program counts as the owner at work (own choice)
+COMM_CHARS = 15  # the kernel's limit for a program's name
 
 log = logging.getLogger(__name__)
 
 
 class Owner:
-    """`memory`: the file that outlasts this process. `say`: for the node's events; `changed`: the advert is another one now;
-    `problems`: what `mesh status` shows. `programs`: of the owner's on each GPU, at the last look: pids and names."""
+    """Observes the owner and applies the policy.
+
+    `memory`: the file that outlasts this process. `say` reports to the node's events; `changed` is called when the advert
+    changes; `problems` is shown by `mesh status`. `programs`: pids and names of the owner's programs on each GPU.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Owner:
         jobs: JobService,
         guard: NodeGuard,
         inventory: Inventory,
-        ladder: Ladder,
+        reclaimer: Reclaimer,
         grace_s: float,
         say: Callable[[str], None],
         changed: Callable[[], None],
@@ -61,20 +64,19 @@ class Owner:
         self.console = Console()
         self.typed_s: float | None = None
         self.load: float | None = None
-        self._path, self._jobs, self._guard, self._inventory, self._ladder = path, jobs, guard, inventory, ladder
+        self._path, self._jobs, self._guard, self._inventory, self._reclaimer = path, jobs, guard, inventory, reclaimer
         self._memory = memory
-        self._kept: tuple[Memory, ...] | None = None  # None until what an earlier run kept is read
+        self._kept: tuple[Memory, ...] | None = None  # None until the memory of an earlier run is read
         self._keeping = asyncio.Lock()
         self._grace_s, self._say, self._changed, self._problems = grace_s, say, changed, problems
         self._uuids = tuple(gpu.uuid for gpu in inventory.gpus)
         self._stamp: object = None
-        self._known = False  # whether there has been a policy that could be read
+        self._known = False  # a valid policy has been read
         self._load = Load()
         self._whereabouts: dict[Attempt, Whereabouts] = {}  # of guests in containers
         self._gpus_seen: tuple[float, dict[str, bool | None]] = (0.0, {})
         self._presence = Presence(Policy(), self._uuids)
-        guard.looked = self._saw_gpus
-        self.recall = Recall(guard, ladder, jobs, lambda: self.notice_s)
+        self.recall = Recall(guard, reclaimer, jobs, lambda: self.notice_s)
 
     @property
     def policy(self) -> Policy:
@@ -89,12 +91,14 @@ class Owner:
         return self._grace_s if self.policy.notice is None else self.policy.notice
 
     def opens_at(self) -> float | None:
-        """When the calendar next changes its mind, in Unix seconds: while the machine is lent, when that ends."""
+        """Return when the hours of lending next begin or end, in Unix seconds; None if never."""
         return self.policy.hours.changes_at(time.time(), local_minute)
 
     async def read(self) -> None:
-        """The policy anew, if its file has changed. A broken one changes nothing but for what is said; one that was never good is
-        no leave to lend."""
+        """Read the policy again if its file has changed.
+
+        An invalid policy is reported and changes nothing; without any valid policy nothing is lent.
+        """
         stamp, text = await asyncio.to_thread(_read, self._path, self._stamp)
         if stamp == self._stamp:
             return
@@ -104,13 +108,13 @@ class Owner:
                 raise PolicyError(text.strerror or str(text))
             policy = read_policy(text)
         except PolicyError as error:
-            kept = "what it said before goes on" if self._known else "nothing is lent until it is right"
+            kept = "the previous policy stays in force" if self._known else "nothing is lent until it is corrected"
             self._problems["policy"] = f"{self._path}: {error}; {kept}"
             self._say(self._problems["policy"])
             return
         self._problems.pop("policy", None)
         if self._known and policy != self.policy:
-            self._say(f"its owner's policy has changed ({self._path.name})")
+            self._say(f"the owner's policy has changed ({self._path.name})")
         self._known = True
         self._presence.take(policy)
 
@@ -120,8 +124,8 @@ class Owner:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Once."""
-        time.tzset()  # the machine may have moved to another zone
+        """Check the owner once."""
+        time.tzset()  # the time zone may have changed
         await self.read()
         if self._kept is None:
             await self._remember()
@@ -139,8 +143,8 @@ class Owner:
         self._stand(before, self._presence.step(seen, now))
         await self._keep()
 
-    async def _saw_gpus(self, strangers: dict[str, tuple[OnGpu, ...]]) -> None:
-        """After each look of the guard's."""
+    async def on_gpus_seen(self, strangers: dict[str, tuple[OnGpu, ...]]) -> None:
+        """Take the guard's latest observation of the GPUs."""
         guests = (
             frozenset(descendants_of(os.getpid())) | await self._guests() if any(strangers.values()) else frozenset()
         )
@@ -160,13 +164,13 @@ class Owner:
         try:
             kept = await asyncio.to_thread(load_memories, self._memory, _moment())
         except (OSError, ValueError) as error:
-            self._say(f"whether its owner was here a moment ago is not known: {self._memory}: {error}")
+            self._say(f"it is unknown whether the owner was present before the restart: {self._memory}: {error}")
             kept = ()
         self._kept = kept
         self._presence.remember(kept)
 
     async def _keep(self) -> None:
-        """What a restart is to know, where that has changed."""
+        """Save the state that a restart needs, if it has changed."""
         async with self._keeping:
             memories = self._presence.memories()
             if self._kept is None or _whole(memories) == _whole(self._kept):
@@ -177,17 +181,17 @@ class Owner:
                 self._problems.pop("presence", None)
             except OSError as error:
                 words = f"{self._memory} cannot be written ({error.strerror})"
-                self._problems["presence"] = f"{words}: a restart forgets that its owner was here"
+                self._problems["presence"] = f"{words}: after a restart, the owner's presence is forgotten"
 
     async def _guests(self) -> frozenset[int]:
-        """Processes of guests that do not descend from this daemon."""
+        """Return the processes of guests that are not descendants of this daemon."""
         attempts = [attempt for attempt in self._jobs.attempts.values() if attempt.engine.own_root]
         self._whereabouts = {one: self._whereabouts.get(one) or Whereabouts(one.pids) for one in attempts}
         return frozenset().union(*await asyncio.gather(*(where.pids() for where in self._whereabouts.values())))
 
     def _stand(self, before: dict[str, Stand], after: dict[str, Stand]) -> None:
-        """Guests first, then everybody else."""
-        self._ladder.look(self._presence.stand, self._leave)
+        """Apply the state: to guests first, then to the log and the advert."""
+        self._reclaimer.look(self._presence.stand, self._leave)
         for scope, stand in after.items():
             if (stand.level, stand.causes) != (before[scope].level, before[scope].causes):
                 what = "the machine" if scope == MACHINE else scope
@@ -216,35 +220,35 @@ class Owner:
         return Leave(self.notice_s, self.policy.pause, f"its owner took the machine back: {stand.why}", stand.why)
 
     def warnings(self) -> list[str]:
-        """What in all that he has said means that nothing is ever lent, or that he is not seen."""
+        """Return warnings about settings with which nothing is ever lent, or the owner is not seen."""
         policy, lending = self.policy, self._inventory.lending
         found = never_lends(policy)
         if not self._uuids and not self._inventory.slots:
             found.append("never lends: there is no GPU here, and slots is 0 (`mesh up --slots 1`)")
         elif self._uuids and not self._inventory.slots and set(self._uuids) <= set(lending.withheld):
-            found.append("never lends: all its GPUs are taken back (`mesh resume`)")
+            found.append("never lends: all its GPUs are taken back (`mesh lend`)")
         if not policy.hours.always and (lending.paused or not lending.lending):
-            found.append("hours are set, and nothing is lent in them: `mesh lend on`")
+            found.append("hours are set, and nothing is lent in them: `mesh lend`")
         if policy.keyboard != "off" and self.typed_s is None:
-            found.append("the keyboard is watched, and nothing on this machine shows when somebody types")
+            found.append("the keyboard is watched, but nothing on this machine shows keyboard use")
         if policy.gpu and self._uuids and self._guard.audit_problem:
-            found.append(f"a program of the owner's on a GPU is not seen: {self._guard.audit_problem}")
+            found.append(f"the owner's programs on a GPU are not seen: {self._guard.audit_problem}")
         return found
 
 
 def works(seen: OnGpu) -> bool:
-    """Whether it is at work on the GPU, and does not only draw a little."""
+    """Return whether a program works on the GPU, beyond drawing a little."""
     return seen.computes or (seen.busy or 0.0) >= DRAWS_BUSY
 
 
 def local_minute(unix_s: float) -> int:
-    """Of the week, as this machine's wall clock shows it."""
+    """Return the minute of the week in local time."""
     shown = time.localtime(unix_s)
     return shown.tm_wday * DAY + shown.tm_hour * 60 + shown.tm_min
 
 
 def _whole(memories: tuple[Memory, ...]) -> list[Memory]:
-    """To the second: when a key was pressed last is seen with some jitter."""
+    """Round to seconds: the time of the last key press is seen with some jitter."""
     return [
         msgspec.structs.replace(memory, quiet_since=memory.quiet_since and round(memory.quiet_since))
         for memory in memories
@@ -256,7 +260,7 @@ def _moment() -> Moment:
 
 
 def _read(path: Path, stamp: object) -> tuple[object, str | OSError]:
-    """The file's mark, and what is in it if that is another than `stamp`. No file says nothing."""
+    """Return the file's stamp and, if it differs from `stamp`, its text. A missing file is empty."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             seen = os.fstat(file.fileno())

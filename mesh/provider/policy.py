@@ -1,8 +1,8 @@
-"""When this machine is lent, and how it is taken back: the owner's policy, as `policy.toml` says it. Pure: text in, a policy out.
+"""The owner's policy: when this machine is lent and how it is taken back, from `policy.toml`. Pure: text in, a policy out.
 
-Clocks are durations (`"2m"`, `"1h30m"`, or seconds). Of each thing that says that the owner is there: `after`, for how long it
-has to be seen before guests feel it; `suspend`, how long they stand still then before they are asked to leave; `resume`, for how
-long it has to be gone before they go on; `idle`, before the machine is lent to new ones again.
+Clocks are durations (`"2m"`, `"1h30m"`, or seconds). Each sign of the owner's presence has four: `after`, how long it must last
+before it affects guests; `suspend`, how long guests are then stopped before they are asked to leave; `resume`, how long it must
+be gone before they resume; `idle`, before the machine takes new guests again.
 """
 
 import re
@@ -11,13 +11,13 @@ from typing import Literal
 
 import msgspec
 
-from mesh.duration import DurationError, duration_words, parse_duration
 from mesh.provider.hours import ALWAYS, Hours, HoursError, parse_hours
+from mesh.util.duration import DurationError, duration_words, parse_duration
 
-MOST_S = 30 * 86_400.0  # of any clock; ours
-MOST_BYTES = 64 * 1024  # of the file; ours
+MOST_S = 30 * 86_400.0  # of any clock (own choice)
+MOST_BYTES = 64 * 1024  # of the file (own choice)
 
-# On a GPU whenever somebody is logged in, or a service runs: a display's programs, MPS, DCGM; ours.
+# Programs that use a GPU whenever a user is logged in or a service runs: displays, MPS, DCGM (own list).
 ALWAYS_THERE = (
     *("Xorg", "Xwayland", "gnome-shell", "kwin_x11", "kwin_wayland", "plasmashell"),
     *("nvidia-persistenced", "nvidia-cuda-mps-server", "nv-hostengine"),
@@ -32,7 +32,7 @@ class PolicyError(ValueError):
 
 
 class Clocks(msgspec.Struct, frozen=True):
-    """Of one thing that says that the owner is there. Seconds."""
+    """The clocks of one sign of the owner's presence, in seconds."""
 
     after: float
     suspend: float
@@ -41,9 +41,12 @@ class Clocks(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """`gpu`: whether a program of the owner's on a GPU takes that one back, `ignore`: but for programs of these names.
-    `keyboard`: which keys count. `load`: cores that others than guests may use, None if that is not looked at. `notice` and
-    `pause`: the ladder's rungs in seconds; without a notice of its own the node's `grace_s`."""
+    """A valid policy.
+
+    `gpu`: a program of the owner on a GPU takes that GPU back, except programs named in `ignore`. `keyboard`: the input that
+    counts. `load`: cores that programs outside the mesh may use before the machine is taken back; None: not checked. `notice` and
+    `pause`: seconds of these reclaim stages; without `notice`, the node's `grace_s` applies.
+    """
 
     hours: Hours = ALWAYS
     gpu: bool = True
@@ -52,7 +55,7 @@ class Policy(msgspec.Struct, frozen=True):
     load: float | None = None
     notice: float | None = None
     pause: float = 0.0
-    # A short run on the GPU (is it there? how full is it?) only freezes guests; ours.
+    # A short run on the GPU (is it there? how full is it?) only stops guests (own choice).
     gpu_clocks: Clocks = Clocks(0.0, 30.0, 5.0, 60.0)
     # HTCondor's policy for desktops: continue after 5 minutes, vacate after 10, start after 15.
     keyboard_clocks: Clocks = Clocks(0.0, 600.0, 300.0, 900.0)
@@ -60,7 +63,7 @@ class Policy(msgspec.Struct, frozen=True):
     calendar_clocks: Clocks = Clocks(0.0, 0.0, 0.0, 0.0)
 
     def clocks(self, source: Source) -> Clocks:
-        """Of one of the things that say that the owner is there."""
+        """Return the clocks of one sign of the owner's presence."""
         found: Clocks = getattr(self, f"{source}_clocks")
         return found
 
@@ -88,28 +91,28 @@ class _Load(_Watched, frozen=True, forbid_unknown_fields=True):
     above: float = 1.0
 
 
-class _Ladder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Reclaim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notice: Span | None = None
     pause: Span | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A section that is not there is not watched, but for the GPU."""
+    """The file's structure. A missing section is not watched, except the GPU."""
 
     hours: str | list[str] = "always"
     gpu: _Gpu = _Gpu()
     keyboard: _Keyboard | None = None
     load: _Load | None = None
     calendar: _Watched = _Watched()
-    ladder: _Ladder = _Ladder()
+    reclaim: _Reclaim = _Reclaim()
 
 
 def read_policy(text: str) -> Policy:
-    """What the file says. PolicyError names the key that is wrong."""
+    """Parse the file. PolicyError names the key that is wrong."""
     if len(text) > MOST_BYTES:
         raise PolicyError(f"it has more than {MOST_BYTES} characters")
     try:
-        told = msgspec.convert(tomllib.loads(text), _File)
+        parsed = msgspec.convert(tomllib.loads(text), _File)
     except tomllib.TOMLDecodeError as error:
         raise PolicyError(str(error)) from error
     except RecursionError as error:
@@ -117,35 +120,35 @@ def read_policy(text: str) -> Policy:
     except msgspec.ValidationError as error:
         raise PolicyError(_by_key(str(error))) from error
     bare = Policy()
-    above = None if told.load is None else told.load.above
+    above = None if parsed.load is None else parsed.load.above
     if above is not None and not 0 <= above < 1e6:
-        raise PolicyError(f"load.above: {above:g} is no number of cores")
+        raise PolicyError(f"load.above: {above:g} is not a number of cores")
     try:
-        hours = parse_hours(told.hours)
+        hours = parse_hours(parsed.hours)
     except HoursError as error:
         raise PolicyError(f"hours: {error}") from error
-    ladder = told.ladder
+    reclaim = parsed.reclaim
     return Policy(
         hours=hours,
-        gpu=told.gpu.watch,
-        ignore=bare.ignore if told.gpu.ignore is None else told.gpu.ignore,
-        keyboard="off" if told.keyboard is None else told.keyboard.watch,
+        gpu=parsed.gpu.watch,
+        ignore=bare.ignore if parsed.gpu.ignore is None else parsed.gpu.ignore,
+        keyboard="off" if parsed.keyboard is None else parsed.keyboard.watch,
         load=above,
-        notice=None if ladder.notice is None else _seconds("ladder.notice", ladder.notice),
-        pause=bare.pause if ladder.pause is None else _seconds("ladder.pause", ladder.pause),
-        gpu_clocks=_clocks("gpu", told.gpu, bare.gpu_clocks),
-        keyboard_clocks=_clocks("keyboard", told.keyboard, bare.keyboard_clocks),
-        load_clocks=_clocks("load", told.load, bare.load_clocks),
-        calendar_clocks=_clocks("calendar", told.calendar, bare.calendar_clocks),
+        notice=None if reclaim.notice is None else _seconds("reclaim.notice", reclaim.notice),
+        pause=bare.pause if reclaim.pause is None else _seconds("reclaim.pause", reclaim.pause),
+        gpu_clocks=_clocks("gpu", parsed.gpu, bare.gpu_clocks),
+        keyboard_clocks=_clocks("keyboard", parsed.keyboard, bare.keyboard_clocks),
+        load_clocks=_clocks("load", parsed.load, bare.load_clocks),
+        calendar_clocks=_clocks("calendar", parsed.calendar, bare.calendar_clocks),
     )
 
 
-def _clocks(section: str, told: _Watched | None, bare: Clocks) -> Clocks:
-    if told is None:
+def _clocks(section: str, watched: _Watched | None, bare: Clocks) -> Clocks:
+    if watched is None:
         return bare
-    spans = {name: getattr(told, name) for name in Clocks.__struct_fields__}
-    said = {name: _seconds(f"{section}.{name}", span) for name, span in spans.items() if span is not None}
-    return msgspec.structs.replace(bare, **said)
+    spans = {name: getattr(watched, name) for name in Clocks.__struct_fields__}
+    clocks = {name: _seconds(f"{section}.{name}", span) for name, span in spans.items() if span is not None}
+    return msgspec.structs.replace(bare, **clocks)
 
 
 def _seconds(key: str, span: Span) -> float:
@@ -159,17 +162,17 @@ def _seconds(key: str, span: Span) -> float:
 
 
 def _by_key(words: str) -> str:
-    """msgspec's words, the key first."""
+    """Return msgspec's message with the key first."""
     reason, _, place = words.partition(" - at `$")
     key = place.rstrip("`").lstrip(".")
     unknown = re.search(r"unknown field `(.*)`", reason)
     if unknown is not None:
-        return f"{'.'.join(filter(None, [key, unknown[1]]))}: there is no such key"
+        return f"{'.'.join(filter(None, [key, unknown[1]]))}: unknown key"
     return f"{key}: {reason[:1].lower()}{reason[1:]}" if key else reason
 
 
 def with_hours(text: str, texts: tuple[str, ...]) -> str:
-    """The file with other hours, all else as it stands. PolicyError if it, or the hours, cannot be understood."""
+    """Return the file with new hours and the rest unchanged. PolicyError if the file or the hours are invalid."""
     before = read_policy(text)
     try:
         hours = parse_hours(texts)
@@ -185,16 +188,16 @@ def with_hours(text: str, texts: tuple[str, ...]) -> str:
     except PolicyError:
         after = None
     if after != msgspec.structs.replace(before, hours=hours):
-        raise PolicyError("hours: written over several lines; change them in the file itself")
+        raise PolicyError("hours: they span several lines; edit the file instead")
     return changed
 
 
 def never_lends(policy: Policy) -> list[str]:
-    """What in it means that the machine is never lent, or that a rung is never reached; in words, with the keys."""
+    """Return warnings about settings with which the machine is never lent or guests never resume."""
     found = []
     longest_s = policy.hours.longest * 60
     if not policy.hours.spans:
-        found.append("never lends: hours say never (`mesh lend --hours always`)")
+        found.append("never lends: hours is never (`mesh lend --hours always`)")
     elif not policy.hours.always and policy.calendar_clocks.idle >= longest_s:
         idle = duration_words(policy.calendar_clocks.idle)
         found.append(
@@ -209,7 +212,7 @@ def never_lends(policy: Policy) -> list[str]:
         if 0 < clocks.suspend <= min(clocks.resume, clocks.idle):
             suspend, resume = duration_words(clocks.suspend), duration_words(clocks.resume)
             words = f"{source}.suspend ({suspend}) is not longer than {source}.resume ({resume})"
-            found.append(f"guests never go on where they stand: {words}")
+            found.append(f"stopped guests never resume in place: {words}")
     return found
 
 

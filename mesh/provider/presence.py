@@ -1,7 +1,7 @@
-"""Whether this machine's owner is there, and what guests feel of it. Pure: what was seen and a clock in, how things stand out.
+"""The owner's presence and its effect on guests. Pure: observations and a clock in, levels out.
 
-Each thing that says so (a *cause*) has its own clocks (`policy.py`); each *scope*, the machine or one of its GPUs, has the causes
-that concern it, and stands at one level:
+Each sign of presence (a *cause*) has its own clocks (`policy.py`); each *scope*, the machine or one of its GPUs, has the causes
+that concern it, and is at one level:
 
     lend --seen for `after`--> suspend --`suspend` is over--> vacate
       ^                           |                              |
@@ -10,8 +10,8 @@ that concern it, and stands at one level:
       +------gone for `idle`---- calm                            |
       +----------------------------------------gone for `idle`---+
 
-Guests run at `lend` and `calm`, stand still at `suspend`, leave at `vacate`; new ones are taken at `lend` only. The vocabulary
-(suspend, vacate) and the separate clocks are HTCondor's; a GPU as a scope is ours.
+Guests run at `lend` and `calm`, are stopped at `suspend`, leave at `vacate`; new guests come at `lend` only. The terms suspend
+and vacate and the separate clocks are HTCondor's; a GPU as a scope is new here.
 """
 
 import math
@@ -22,32 +22,38 @@ import msgspec
 
 from mesh.provider.policy import Clocks, Policy, Source
 
-MACHINE = ""  # the scope of what concerns all of it; a GPU's is its UUID
-TYPING_S = 10.0  # input within this time is one and the same; terminals tell of it in steps of 8 s (`tty_update_time`)
+MACHINE = ""  # the scope of the whole machine; a GPU's scope is its UUID
+TYPING_S = 10.0  # input at shorter intervals counts as continuous; terminals update in steps of 8 s (`tty_update_time`)
 
 Level = Literal["lend", "calm", "suspend", "vacate"]
 
 WORDS: dict[Source, str] = {
-    "gpu": "a program of its owner's runs on its GPU",
-    "keyboard": "somebody is at its keyboard",
-    "load": "its owner's programs need its processors",
+    "gpu": "the owner's program runs on its GPU",
+    "keyboard": "its keyboard or mouse is in use",
+    "load": "the owner's programs need its processors",
     "calendar": "its hours of lending are over",
 }
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """One look. `foreign`: of each GPU, whether a program of the owner's is on it. `typed_s`: how long ago somebody typed or
-    moved the mouse. `load`: cores that others than guests use. What cannot be seen now is None, or not there."""
+    """One observation.
+
+    `foreign`: for each GPU, whether a program of the owner is on it. `typed_s`: seconds since keyboard or mouse input. `load`:
+    cores used outside the mesh. None, or a missing key: not visible now.
+    """
 
     foreign: Mapping[str, bool | None] = {}
     typed_s: float | None = None
     load: float | None = None
-    open: bool = True  # by the calendar
+    open: bool = True  # within the hours of lending
 
 
 class Stand(msgspec.Struct, frozen=True):
-    """How a scope stands. `causes`: why it is not lent. `pressing`: one of them is there now, or was just now. `next_s`: seconds
-    until the next level if all stays as it is; None if it would stay too."""
+    """The state of a scope.
+
+    `causes`: why it is not lent. `pressing`: one of them is active now or was just now. `next_s`: seconds until the next level
+    if nothing changes; None if the level would stay.
+    """
 
     level: Level = "lend"
     causes: tuple[Source, ...] = ()
@@ -60,8 +66,7 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What one cause knows of the past that a look does not show, in seconds of CLOCK_BOOTTIME. `vacating`: its scope was left
-    already."""
+    """The remembered state of one cause, in seconds of CLOCK_BOOTTIME. `vacating`: guests of its scope were asked to leave."""
 
     scope: str
     source: Source
@@ -73,13 +78,13 @@ class Memory(msgspec.Struct, frozen=True):
     quiet_since: float | None
 
     def moved(self, by_s: float) -> "Memory":
-        """The same on a clock that shows so much more."""
+        """Return the same state with times shifted by `by_s` seconds."""
         times = {"pressed_at": self.pressed_at, "active_since": self.active_since, "quiet_since": self.quiet_since}
         return msgspec.structs.replace(self, **{name: at and at + by_s for name, at in times.items()})
 
 
 class Cause:
-    """One thing that says that the owner is there: with hysteresis, from both sides."""
+    """One sign of the owner's presence, with hysteresis in both directions."""
 
     def __init__(self, source: Source, clocks: Clocks) -> None:
         self.source, self.clocks = source, clocks
@@ -89,7 +94,7 @@ class Cause:
         self._quiet_since: float | None = None
 
     def step(self, active: bool | None, now: float, quiet_s: float = 0.0) -> None:
-        """`quiet_s`: for how long it is known to have been quiet. Of what cannot be seen nothing changes."""
+        """Take an observation; None (not visible) changes nothing. `quiet_s`: for how long it is known to be inactive."""
         if active:
             self._quiet_since = None
             self._active_since = now if self._active_since is None else self._active_since
@@ -104,7 +109,7 @@ class Cause:
             self.holds = self.holds and now - self._quiet_since < self.clocks.idle
 
     def memory(self, scope: str, vacating: bool) -> Memory | None:
-        """None where there is nothing to remember."""
+        """Return the state to remember; None if there is none."""
         if not self.holds and self._active_since is None:
             return None
         times = (self.pressed_at, self._active_since, self._quiet_since)
@@ -120,11 +125,13 @@ class Cause:
 
     @property
     def lends_at(self) -> float | None:
-        """If it stays quiet; None while it is not."""
+        """Return when it stops holding if it stays inactive; None while it is active."""
         return None if self._quiet_since is None else self._quiet_since + self.clocks.idle
 
 
 class Scope:
+    """The machine or one GPU, with the causes that concern it."""
+
     def __init__(self) -> None:
         self.causes: dict[Source, Cause] = {}
         self.vacating = False
@@ -146,7 +153,7 @@ class Scope:
 
 
 class Presence:
-    """`gpus`: their UUIDs."""
+    """The presence state of the machine and its GPUs. `gpus`: their UUIDs."""
 
     def __init__(self, policy: Policy, gpus: tuple[str, ...]) -> None:
         self._gpus = gpus
@@ -156,7 +163,7 @@ class Presence:
         self.take(policy)
 
     def take(self, policy: Policy) -> None:
-        """Another policy, from the next step on: what is not watched any more holds nothing back."""
+        """Apply another policy from the next step on; causes that it does not watch are dropped."""
         self.policy = policy
         watched: dict[Source, tuple[str, ...]] = {
             "gpu": self._gpus if policy.gpu else (),
@@ -174,7 +181,7 @@ class Presence:
                     scope.causes[source] = Cause(source, policy.clocks(source))
 
     def memories(self) -> tuple[Memory, ...]:
-        """What is to outlast this process."""
+        """Return the state that must outlast this process."""
         found = (
             cause.memory(name, scope.vacating)
             for name, scope in self._scopes.items()
@@ -183,7 +190,7 @@ class Presence:
         return tuple(memory for memory in found if memory is not None)
 
     def remember(self, memories: Iterable[Memory]) -> None:
-        """Of scopes and causes that are watched still."""
+        """Restore the state of scopes and causes that are still watched."""
         for memory in memories:
             scope = self._scopes.get(memory.scope)
             if scope is not None and memory.source in scope.causes:
@@ -191,7 +198,7 @@ class Presence:
                 scope.vacating = scope.vacating or memory.vacating
 
     def step(self, seen: Seen, now: float) -> dict[str, Stand]:
-        """One look, at `now` of CLOCK_BOOTTIME: how each scope stands."""
+        """Take one observation at `now` of CLOCK_BOOTTIME; return the state of each scope."""
         for uuid in self._gpus:
             self._tell(uuid, "gpu", seen.foreign.get(uuid), now)
         typed_s = seen.typed_s
@@ -202,13 +209,13 @@ class Presence:
         return self._look(now)
 
     def step_gpus(self, foreign: Mapping[str, bool | None], now: float) -> dict[str, Stand]:
-        """The same of the GPUs alone, which are looked at by themselves."""
+        """Take an observation of the GPUs alone; return the state of each scope."""
         for uuid, there in foreign.items():
             self._tell(uuid, "gpu", there, now)
         return self._look(now)
 
     def stand(self, gpus: tuple[str, ...]) -> Stand:
-        """Of a guest on these GPUs: as the worst of the scopes it is in."""
+        """Return the state for a guest on these GPUs: the worst of its scopes."""
         mine = [self.stands[MACHINE], *(self.stands[uuid] for uuid in gpus if uuid in self.stands)]
         worst = max(mine, key=lambda stand: ("lend", "calm", "suspend", "vacate").index(stand.level))
         causes = [cause for stand in mine if stand.level == worst.level for cause in stand.causes]

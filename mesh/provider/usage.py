@@ -1,4 +1,4 @@
-"""Hours lent and borrowed, from receipts: whose machine ran whose work, for how long. A receipt is the lender's word alone."""
+"""Hours lent and borrowed, computed from receipts. A receipt is the lender's claim alone."""
 
 import time
 from calendar import timegm
@@ -8,18 +8,20 @@ from typing import Literal
 import msgspec
 
 from membership.identity import NodeId
-from mesh.provider.receipts import Receipt
+from mesh.gpus.receipts import Receipt
 from placement.advert import WHOLE
 
 By = Literal["user", "node", "zone", "month"]
-AHEAD_MS = 300_000  # of this clock: more is a wrong one (`membership.trust.CLOCK_GRACE_S`)
+AHEAD_MS = 300_000  # a receipt further in the future has a wrong clock (`membership.trust.CLOCK_GRACE_S`)
 HOUR_MS = 3_600_000
 
 
 class Account(msgspec.Struct):
-    """Of one user, node, zone or month. Hours of whole GPUs by what attempts held of them, and of slots, for those without one.
-    `own`: by and for the same. `measured_gpu_h`: computing time of what was lent, as guards have measured it, of all devices;
-    `lost_h`: of what was borrowed, work that was lost when it had to leave."""
+    """Totals of one user, node, zone or month: hours of whole GPUs, by the shares that attempts held, and of slots.
+
+    `own`: lender and borrower are the same. `measured_gpu_h`: computing time on lent devices, measured by guards; `lost_h`:
+    borrowed work that was lost when it had to leave.
+    """
 
     lent_gpu_h: float = 0.0
     lent_slot_h: float = 0.0
@@ -33,7 +35,7 @@ class Account(msgspec.Struct):
 
 
 def newest(receipts: Iterable[Receipt], now_ms: int) -> list[Receipt]:
-    """One receipt of each attempt on each node, the last; without those that end before they begin, or in the future."""
+    """Return the last valid receipt of each attempt on each node; times must be ordered and not in the future."""
     found: dict[tuple[NodeId, str, int], Receipt] = {}
     for receipt in receipts:
         if not 0 <= receipt.from_unix_ms <= receipt.until_unix_ms <= now_ms + AHEAD_MS or receipt.gpu_percent < 0:
@@ -48,7 +50,7 @@ def newest(receipts: Iterable[Receipt], now_ms: int) -> list[Receipt]:
 def accounts(
     receipts: Iterable[Receipt], since_ms: int, lender: Callable[[Receipt], str], borrower: Callable[[Receipt], str]
 ) -> dict[str, Account]:
-    """By whom `lender` and `borrower` name; "" is nobody's. Of an attempt that began earlier, what came after `since_ms`."""
+    """Return totals by the names that `lender` and `borrower` give ("" counts for none), for the time after `since_ms`."""
     found: dict[str, Account] = {}
     for receipt in receipts:
         begun = max(receipt.from_unix_ms, since_ms)
@@ -58,7 +60,7 @@ def accounts(
 
 
 def by_month(receipts: Iterable[Receipt], since_ms: int, node: NodeId, user: str) -> dict[str, Account]:
-    """What this node has lent, and this user borrowed, in each month (UTC)."""
+    """Return what this node lent and this user borrowed in each month (UTC)."""
     found: dict[str, Account] = {}
     for receipt in receipts:
         lent, borrowed = receipt.node == node, receipt.user == user
@@ -93,7 +95,7 @@ def _enter(found: dict[str, Account], receipt: Receipt, hours: float, lender: st
 
 
 def _months(begun_ms: int, until_ms: int) -> Iterator[tuple[str, float]]:
-    """The hours of that time in each month."""
+    """Yield the hours of an interval in each month."""
     while begun_ms <= until_ms:
         moment = time.gmtime(begun_ms // 1000)
         year, month = divmod(moment.tm_year * 12 + moment.tm_mon, 12)  # of the month after it, from 0

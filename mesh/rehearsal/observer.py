@@ -1,7 +1,7 @@
-"""One job on a private mesh, watched from outside: what the nodes say of it, and what lies in their directories.
+"""Observer of one job on a private mesh: the nodes' answers about it, and the files in their directories.
 
-Nothing is asked of the job. Its steps are read where the mesh reads them, only oftener; checkpoints are told apart by the
-digests that their manifests hold.
+The job needs no change: its steps are read where the mesh reads them, only more often, and checkpoints are compared by the
+digests in their manifests.
 """
 
 import hashlib
@@ -14,23 +14,23 @@ from typing import Any
 
 import msgspec
 
-from mesh.jobs.contract import decode_progress
-from mesh.rehearsal.facts import Attempt, Checkpoint, Departure, Entry, Play, Sight
-from mesh.stack import Stack
+from mesh.consensus.contract import decode_progress
+from mesh.daemon.stack import Stack
+from mesh.rehearsal.observations import Attempt, Checkpoint, Departure, DirectoryState, Entry, Run
 
-STATE_S = 0.2  # between two questions to the nodes
-TREES_S = 0.25  # between two looks into checkpoints; the mesh's own pace (mesh/jobs/attempt.py)
+STATE_S = 0.2  # between two calls to the nodes
+TREES_S = 0.25  # between two scans of checkpoints, as in mesh/jobs/attempt.py
 STRAYS_S = 1.0
-FILES_LOOKED_AT = 2000  # of one directory; a data set need not be read through
+FILES_SCANNED = 2000  # per directory: data sets are not scanned whole
 STRAYS_TOLD = 5
 LINES_KEPT = 200
 NOT_STORED = "checkpoint not stored: "
 
-Tree = dict[str, tuple[int, int]]  # size and time of each file below an entry, "" being itself
+Tree = dict[str, tuple[int, int]]  # size and time of each file below an entry; "" is the entry itself
 
 
-class _Stay:
-    """One attempt's directory on one node, for as long as it is there."""
+class _AttemptFiles:
+    """The files of one attempt on one node, while they exist."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -45,30 +45,30 @@ class Observer:
         self._stack, self.job, self._mesh_id, self._mode = stack, job, mesh_id, mode
         self.state: dict[str, Any] = {}
         self.torn: dict[str, None] = {}
-        self._stays: dict[int, _Stay] = {}
+        self._files: dict[int, _AttemptFiles] = {}
         self._commits: dict[str, tuple[int, Checkpoint]] = {}  # with the term each was made under
         self._attempts: dict[int, dict[str, Any]] = {}
-        self._sight = Sight()
-        self._due = {"state": 0.0, "trees": 0.0, "strays": 0.0}
+        self._directory_state = DirectoryState()
+        self._due = {"state": 0.0, "trees": 0.0, "outside": 0.0}
 
-    # --- looking
+    # --- reading
 
-    def look(self) -> None:
-        """Take in what is new; cheap enough to be called twenty times a second."""
+    def poll(self) -> None:
+        """Read what is new. Cheap enough for twenty calls a second."""
         for node in self._stack.nodes:
             with suppress(OSError):
                 for base in (node.where.jobs / self.job).iterdir():
                     if base.name.isdigit():
-                        self._stays.setdefault(int(base.name), _Stay(base))
+                        self._files.setdefault(int(base.name), _AttemptFiles(base))
         trees = self._is_due("trees", TREES_S)
-        for stay in self._stays.values():
-            self._look_at_step(stay)
+        for seen in self._files.values():
+            self._read_step(seen)
             with suppress(OSError):
-                self._look_at_entries(stay, trees)
+                self._read_entries(seen, trees)
         if self._is_due("state", STATE_S):
-            self._ask()
-        if not self._commits and self._is_due("strays", STRAYS_S):
-            self._look_around()
+            self._read_state()
+        if not self._commits and self._is_due("outside", STRAYS_S):
+            self._read_outside()
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()
@@ -77,73 +77,77 @@ class Observer:
             self._due[what] = now + every_s
         return due
 
-    def _ask(self) -> None:
+    def _read_state(self) -> None:
         self.state = self._stack.job(self.job) or self.state
         self._attempts |= {attempt["number"]: attempt for attempt in self.state.get("attempts", [])}
         detail = str(self.state.get("detail", ""))
         if detail.startswith(NOT_STORED):
-            self._sight = msgspec.structs.replace(self._sight, trouble=detail.removeprefix(NOT_STORED))
+            self._directory_state = msgspec.structs.replace(
+                self._directory_state, trouble=detail.removeprefix(NOT_STORED)
+            )
         commit = self.state.get("checkpoint")
         if commit is not None and commit["manifest"] not in self._commits:
             self._read_manifest(commit)
 
     @staticmethod
-    def _look_at_step(stay: _Stay) -> None:
-        path = stay.base / "ctl" / "progress.json"
+    def _read_step(seen: _AttemptFiles) -> None:
+        path = seen.base / "ctl" / "progress.json"
         try:
             at, progress = path.stat().st_mtime, decode_progress(path.read_bytes())
         except OSError:
             return
-        if progress is not None and (not stay.steps or stay.steps[-1][1] != progress.step):
-            stay.steps.append((at, progress.step))
+        if progress is not None and (not seen.steps or seen.steps[-1][1] != progress.step):
+            seen.steps.append((at, progress.step))
 
-    def _look_at_entries(self, stay: _Stay, trees: bool) -> None:
-        from mesh.jobs.commits import MARKER, unfinished
+    def _read_entries(self, seen: _AttemptFiles, trees: bool) -> None:
+        from mesh.checkpoints.commit_modes import MARKER, unfinished
 
         waiting = []
-        for path in (stay.base / "ckpt").iterdir():
+        for path in (seen.base / "ckpt").iterdir():
             if unfinished(path.name):
                 waiting.append(path.name)
                 continue
-            with suppress(FileNotFoundError):  # the job prunes while we look
+            with suppress(FileNotFoundError):  # the job may prune meanwhile
                 info = path.stat()
-                stay.entries[path.name] = max(info.st_mtime, stay.entries.get(path.name, 0.0))
+                seen.entries[path.name] = max(info.st_mtime, seen.entries.get(path.name, 0.0))
                 if trees:
                     tree = _tree(path)
                     newest = max((time_ns for _, time_ns in tree.values()), default=0) / 1e9
-                    stay.entries[path.name] = max(newest, stay.entries[path.name])
+                    seen.entries[path.name] = max(newest, seen.entries[path.name])
                     complete = self._mode == "rename" or (self._mode == "marker" and MARKER in tree)
-                    inode, before = stay.trees.get(path.name, (0, {}))
+                    inode, before = seen.trees.get(path.name, (0, {}))
                     if inode == info.st_ino and any(before.get(file) != now for file, now in tree.items() if file):
                         self.torn[path.name] = None
                     if complete:
-                        stay.trees[path.name] = (info.st_ino, tree)
-        stay.unfinished = tuple(sorted(waiting))
+                        seen.trees[path.name] = (info.st_ino, tree)
+        seen.unfinished = tuple(sorted(waiting))
 
-    def _look_around(self) -> None:
-        """What there is while no checkpoint comes: in its directory, and beside it."""
-        if not self._stays:
+    def _read_outside(self) -> None:
+        """Read the checkpoint directory, and files outside of it, while no checkpoint is committed."""
+        if not self._files:
             return
-        from mesh.jobs.commits import MARKER, open_for_writing, unfinished
+        from mesh.checkpoints.commit_modes import MARKER, open_for_writing, unfinished
 
-        stay = self._stays[max(self._stays)]
-        begun, now = self._running_unix(max(self._stays)), time.time()
+        seen = self._files[max(self._files)]
+        begun, now = self._running_unix(max(self._files)), time.time()
         entries = []
         with suppress(OSError):
-            for path in sorted((stay.base / "ckpt").iterdir()):
+            for path in sorted((seen.base / "ckpt").iterdir()):
                 tree = _tree(path)
                 newest = max((time_ns for _, time_ns in tree.values()), default=0) / 1e9
                 final = not unfinished(path.name)
                 entries.append(Entry(path.name, final, MARKER in tree, now - newest))
-        strays: list[tuple[str, int]] = []
+        outside: list[tuple[str, int]] = []
         with suppress(OSError):
-            found = _tree(stay.base / "work").items()
-            strays = [(name, size) for name, (size, time_ns) in found if name and begun and time_ns / 1e9 > begun]
-        if entries or strays or not self._sight.entries:
-            largest = sorted(strays, key=lambda stray: -stray[1])[:STRAYS_TOLD] or self._sight.strays
-            opened = open_for_writing(stay.base / "ckpt")
-            entries = entries or list(self._sight.entries)
-            self._sight = Sight(tuple(entries), opened, tuple(largest), self._sight.trouble)
+            found = _tree(seen.base / "work").items()
+            outside = [(name, size) for name, (size, time_ns) in found if name and begun and time_ns / 1e9 > begun]
+        if entries or outside or not self._directory_state.entries:
+            largest = sorted(outside, key=lambda stray: -stray[1])[:STRAYS_TOLD] or self._directory_state.outside
+            opened = open_for_writing(seen.base / "ckpt")
+            entries = entries or list(self._directory_state.entries)
+            self._directory_state = DirectoryState(
+                tuple(entries), opened, tuple(largest), self._directory_state.trouble
+            )
 
     def _running_unix(self, term: int) -> float:
         found = [attempt["running_unix_ms"] for attempt in self.attempts if attempt["term"] == term]
@@ -161,7 +165,7 @@ class Observer:
             except OSError:
                 continue
             _, manifest = decode_manifest(sealed, lambda data: open_envelope(data, self._mesh_id, "manifest"))
-            tree = manifest.open()  # the stage does not encrypt, so that what is alike can be seen
+            tree = manifest.open()  # the private mesh does not encrypt, so that equal files have equal digests
             files = {
                 entry.path.removeprefix("ckpt/"): hashlib.blake2b(
                     b"".join(manifest.content(entry)), digest_size=16
@@ -171,10 +175,10 @@ class Observer:
                 if entry.path.startswith("ckpt/") and not stat.S_ISDIR(entry.mode)
             }
             resume, committed = tree.note.get("resume", ""), commit["created_unix_ms"] / 1000
-            stay = self._stays.get(manifest.term)
+            seen = self._files.get(manifest.term)
             written = committed
-            if stay is not None:
-                times = stay.entries.values() if not resume else [stay.entries.get(resume, committed)]
+            if seen is not None:
+                times = seen.entries.values() if not resume else [seen.entries.get(resume, committed)]
                 written = min(max(times, default=committed), committed)
             whole = f"ckpt/{resume}".rstrip("/")
             size = sum(e.size for e in tree.files if e.path == whole or e.path.startswith(f"{whole}/"))
@@ -185,7 +189,7 @@ class Observer:
             return
 
     def commits(self, number: int) -> int:
-        """How many checkpoints were committed since an attempt began, those between two looks too."""
+        """Return the number of checkpoints committed since an attempt began, including those between two polls."""
         seqs = [checkpoint.seq for checkpoint in self.checkpoints() if checkpoint.attempt >= number]
         before = [checkpoint.seq for checkpoint in self.checkpoints() if checkpoint.attempt < number]
         return max(seqs) - max(before, default=0) if seqs else 0
@@ -198,11 +202,11 @@ class Observer:
             if term in numbers
         ]
 
-    # --- telling
+    # --- answers
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """All of them; the nodes tell of the last few only."""
+        """Return all attempts; the nodes list only the last few."""
         return [self._attempts[number] for number in sorted(self._attempts)]
 
     @property
@@ -210,29 +214,29 @@ class Observer:
         return self.state.get("outcome") is not None
 
     def running(self, number: int) -> dict[str, Any] | None:
-        """The attempt whose guest runs now, if it is this one or a later one: a job may ask to be run again by itself."""
+        """Return the attempt that runs now, if it is this or a later one: a job may ask to be run again."""
         found = [a for a in self.attempts if a["number"] >= number and a["running_unix_ms"] and not a["reason"]]
         return found[-1] if found and self.state["state"] == "running" else None
 
     def started(self, number: int) -> dict[str, Any] | None:
-        """An attempt, if its guest runs or has run."""
+        """Return an attempt if its guest runs or has run."""
         attempt = self._attempts.get(number)
         return attempt if attempt is not None and attempt["running_unix_ms"] else None
 
     def unfinished(self, number: int) -> tuple[str, ...]:
-        """What lay in an attempt's checkpoint directory under no final name, when it was last seen."""
+        """Return the unfinished entries of an attempt's checkpoint directory at the last poll."""
         terms = [attempt["term"] for attempt in self.attempts if attempt["number"] == number]
-        return self._stays[terms[0]].unfinished if terms and terms[0] in self._stays else ()
+        return self._files[terms[0]].unfinished if terms and terms[0] in self._files else ()
 
-    def sight(self) -> Sight:
-        return self._sight
+    def directory_state(self) -> DirectoryState:
+        return self._directory_state
 
-    def play(
+    def run(
         self, noticed: Departure | None = None, sudden: Departure | None = None, published: dict[str, str] | None = None
-    ) -> Play:
-        """What was seen so far."""
+    ) -> Run:
+        """Return all observations so far."""
         outcome = self.state.get("outcome") or {}
-        return Play(
+        return Run(
             attempts=tuple(self._attempt(attempt) for attempt in self.attempts),
             checkpoints=tuple(self.checkpoints()),
             noticed=noticed,
@@ -245,9 +249,9 @@ class Observer:
         )
 
     def _attempt(self, attempt: dict[str, Any]) -> Attempt:
-        stay = self._stays.get(attempt["term"])
+        seen = self._files.get(attempt["term"])
         running = attempt["running_unix_ms"] / 1000
-        entries = sorted(stay.entries.items(), key=lambda item: item[1]) if stay is not None else []
+        entries = sorted(seen.entries.items(), key=lambda item: item[1]) if seen is not None else []
         return Attempt(
             number=attempt["number"],
             node=attempt["node"],
@@ -255,7 +259,7 @@ class Observer:
             ended_unix=attempt["ended_unix_ms"] / 1000,
             exit_code=attempt["exit_code"],
             reason=attempt["reason"],
-            steps=tuple(stay.steps) if stay is not None else (),
+            steps=tuple(seen.steps) if seen is not None else (),
             written=tuple(name for name, written in entries if written > running),
             output=self._output(attempt["node"], attempt["number"]),
         )
@@ -270,7 +274,7 @@ class Observer:
 
 
 def _tree(path: Path) -> Tree:
-    """Size and time of what lies below; of the first two thousand files, if there are more."""
+    """Return size and time of the files below; of the first two thousand, if there are more."""
     info = path.lstat()
     found: Tree = {"": (info.st_size, info.st_mtime_ns)}
     for parent, _, files in os.walk(path):
@@ -279,7 +283,7 @@ def _tree(path: Path) -> Tree:
                 file = Path(parent) / name
                 info = file.lstat()
                 found[file.relative_to(path).as_posix()] = (info.st_size, info.st_mtime_ns)
-        if len(found) > FILES_LOOKED_AT:
+        if len(found) > FILES_SCANNED:
             break
     if not path.is_dir():
         found[path.name] = found[""]

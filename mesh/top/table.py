@@ -1,33 +1,42 @@
-"""Tables of cells, and how wide their columns are. No I/O, no terminal."""
+"""Tables of cells, and the widths of their columns. No I/O, no terminal."""
 
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from mesh.duration import lasting
-from mesh.harmless import width_of
+from mesh.util.duration import lasting
+from mesh.util.sanitize import sanitize, width_of
 
 Tone = Literal["", "dim", "good", "warn", "bad", "bold"]
 BAR_CELLS = 8
 GAP = "  "  # between columns
 SORTED = " ▾"
-LEAST, LEAST_LAST = 6, 16  # cells of a column that is cut, and of the last one; ours
+LEAST, LEAST_LAST = 6, 16  # least widths of a cut column, and of the last one (own choice)
 
 
-class Cell(NamedTuple):
+class _Cell(NamedTuple):
     text: str
-    tone: Tone = ""
+    tone: Tone
+
+
+class Cell(_Cell):
+    """A text on the screen, which is made harmless here: others choose names, reasons and commands."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: str, tone: Tone = "") -> "Cell":
+        return super().__new__(cls, sanitize(text), tone)
 
 
 class Row(NamedTuple):
-    """`key` is what it is about (a job's id, a node's), the same in every look."""
+    """A row. `key` identifies its job or node in every refresh."""
 
     key: str
     cells: tuple[Cell, ...]
 
 
 class Column(NamedTuple):
-    """`most`: cells wide, at most; `rank`: those of a high rank go first where there is no room; 0 stays."""
+    """A column. `most`: largest width; `rank`: columns of a higher rank are dropped first on a narrow terminal, 0 never."""
 
     title: str
     most: int
@@ -36,7 +45,7 @@ class Column(NamedTuple):
 
 
 class Sorting(NamedTuple):
-    """By what, and the column that is marked for it."""
+    """An order of the rows, and the column that is marked for it."""
 
     name: str
     column: int
@@ -44,7 +53,7 @@ class Sorting(NamedTuple):
 
 
 class Table(NamedTuple):
-    """`all`: how many there would be without the filter."""
+    """A table. `all`: number of rows without the filter."""
 
     name: str
     columns: tuple[Column, ...]
@@ -54,7 +63,7 @@ class Table(NamedTuple):
 
 
 def bar(part: float, cells: int = BAR_CELLS) -> str:
-    """A part of 1 as a bar; anything used shows, and only what is full is full."""
+    """Draw a fraction as a bar. A fraction above 0 shows one cell, one below 1 leaves one empty."""
     part = min(1.0, max(0.0, part))
     full = round(part * cells)
     if 0 < part < 1:
@@ -63,7 +72,7 @@ def bar(part: float, cells: int = BAR_CELLS) -> str:
 
 
 def age(seconds: float) -> str:
-    """Coarse, so that a table of hundreds does not change all of it every second."""
+    """Return a coarse age, so that a long table does not change every second."""
     if seconds < 60:
         return "<1m"
     return lasting(seconds) if seconds >= 3600 else f"{int(seconds // 60)}m"
@@ -76,16 +85,12 @@ def coming(seconds: float) -> str:
 def clock(unix: float, form: str = "%H:%M:%S") -> str:
     try:
         return time.strftime(form, time.localtime(unix))
-    except (OverflowError, ValueError, OSError):  # of a clock that is far off
+    except (OverflowError, ValueError, OSError):  # the clock of another node is far off
         return "?"
 
 
-def many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def titles_of(table: Table) -> list[str]:
-    """Of its columns; the first says how many rows there are, if they are counted, and one by which they are sorted."""
+    """Return the titles of its columns, with the number of rows and a mark on the sorted column."""
     titles = [column.title for column in table.columns]
     if table.sorting is not None:
         shown = str(len(table.rows)) if len(table.rows) == table.all else f"{len(table.rows)}/{table.all}"
@@ -95,8 +100,11 @@ def titles_of(table: Table) -> list[str]:
 
 
 def widths_of(table: Table, room: int) -> list[int]:
-    """Cells for each column, in order: as wide as its widest text; 0 for one that is empty. Those of the highest rank are left
-    out until all fit into `room`; the last one is cut before that, while something of it can be read."""
+    """Return the width of each column: that of its widest text, 0 if it is empty or dropped.
+
+    Columns of the highest rank are dropped until the rest fits into `room`; before that, the last one is cut as far as it stays
+    readable.
+    """
     columns, titles, widths = table.columns, titles_of(table), []
     for place, column in enumerate(columns):
         texts = {row.cells[place].text for row in table.rows}
@@ -116,6 +124,6 @@ def widths_of(table: Table, room: int) -> list[int]:
     if widths[last]:
         widths[last] = wanted
         widths[last] = max(min(wanted, LEAST_LAST), wanted - excess())
-    for place in range(last, -1, -1):  # what is still too much is taken from what must stay
+    for place in range(last, -1, -1):  # the rest is taken from columns that must stay
         widths[place] -= min(excess(), max(0, widths[place] - LEAST))
     return widths

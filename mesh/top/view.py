@@ -1,21 +1,21 @@
-"""What `mesh top` shows of its looks at the daemon: tables in an order, totals, what has changed, how fast streams are. No I/O;
-the time comes with each look."""
+"""State of `mesh top`: sorted and filtered tables, totals, recent changes, rates of streams. No I/O.
+
+The time comes with each `Look`, a set of answers of the daemon.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from mesh.amount import amount
-from mesh.duration import lasting
 from mesh.top.answers import Look
-from mesh.top.rows import (
+from mesh.top.table import GAP, Column, Row, Sorting, Table, age, titles_of, widths_of
+from mesh.top.table_rows import (
     EVENT_COLUMNS,
     GPU_COLUMNS,
     JOB_COLUMNS,
     JOB_SORTINGS,
     NODE_COLUMNS,
     NODE_SORTINGS,
-    OVER,
     TRANSFER_COLUMNS,
     event_row,
     gpu_row,
@@ -25,10 +25,13 @@ from mesh.top.rows import (
     slots_row,
     transfer_row,
 )
-from mesh.top.table import Column, Row, Sorting, Table, age, many
+from mesh.util.byte_text import amount
+from mesh.util.duration import lasting
+from mesh.util.sanitize import cut, sanitize
+from mesh.util.text import OVER, plural
 
-NEWS_S = 5.0  # that what has changed is marked; ours
-EVENTS_KEPT = 500  # ours
+NEWS_S = 5.0  # for which a change is marked (own choice)
+EVENTS_KEPT = 500  # own choice
 
 
 class Totals(NamedTuple):
@@ -46,11 +49,11 @@ class Totals(NamedTuple):
 
     @property
     def words(self) -> str:
-        alive = f"{self.alive}/{many(self.nodes, 'node')} alive, {self.lending} lend"
+        alive = f"{self.alive}/{plural(self.nodes, 'node')} alive, {self.lending} lend"
         free = [f"{self.gpus_free:.3g}/{self.gpus} GPUs"] if self.gpus else []
         free += [f"{self.slots_free}/{self.slots} slots"] if self.slots else []
         parts = [alive, f"free: {', '.join(free)}" if free else "nothing is lent"]
-        parts.append(f"{many(self.running, 'job')} run, {self.waiting} wait")
+        parts.append(f"{plural(self.running, 'job')} run, {self.waiting} wait")
         parts.append(f"at risk {lasting(self.at_risk_s)}")
         if self.sending_bps:
             parts.append(f"sends {amount(self.sending_bps)}/s")
@@ -58,32 +61,34 @@ class Totals(NamedTuple):
 
 
 class View:
-    """Of one daemon, over many looks: what changed between them, how fast streams are, the last events."""
+    """The view of one daemon over many looks."""
 
     def __init__(self) -> None:
         self.look: Look | None = None
         self.events: deque[Row] = deque(maxlen=EVENTS_KEPT)  # the newest first
         self.filter = ""
         self.sortings = {"nodes": NODE_SORTINGS[0], "jobs": JOB_SORTINGS[0]}
-        self._said: dict[str, tuple[object, ...]] = {}
-        self._news: dict[str, float] = {}  # by key: when it changed
+        self._states: dict[str, tuple[object, ...]] = {}
+        self._news: dict[str, float] = {}  # time of the last change, by key
         self._rates: dict[int, float] = {}
         self._rows: dict[str, tuple[object, Row]] = {}
 
     def take(self, look: Look) -> None:
-        """A new look."""
+        """Take in a new look."""
         before = self.look
         if before is None or before.status.pid != look.status.pid:
             self.events.clear()
-            self._said, self._news = {}, {}
-        first = not self._said
-        said: dict[str, tuple[object, ...]] = {node.node: (node.state, node.lending, node.jobs) for node in look.nodes}
+            self._states, self._news = {}, {}
+        first = not self._states
+        states: dict[str, tuple[object, ...]] = {
+            node.node: (node.state, node.lending, node.jobs) for node in look.nodes
+        }
         for job in look.jobs:
-            said[job.job] = (job.state, job.node, job.checkpoint.seq if job.checkpoint is not None else None)
-        changed = {} if first else {key: look.at_unix for key, what in said.items() if self._said.get(key) != what}
+            states[job.job] = (job.state, job.node, job.checkpoint.seq if job.checkpoint is not None else None)
+        changed = {} if first else {key: look.at_unix for key, what in states.items() if self._states.get(key) != what}
         self._news = {key: at for key, at in (self._news | changed).items() if look.at_unix - at < NEWS_S}
-        self._said = said
-        self._rows = {key: row for key, row in self._rows.items() if key in said}
+        self._states = states
+        self._rows = {key: row for key, row in self._rows.items() if key in states}
         self._rates = self._measured(before, look)
         self.events.extendleft(map(event_row, look.events))
         self.look = look
@@ -119,7 +124,7 @@ class View:
         )
 
     def sort_next(self, name: str) -> Sorting | None:
-        """Another order for a table; None for one that has a single order."""
+        """Choose the next order of a table; None if it has a single order."""
         choices: dict[str, tuple[Sorting, ...]] = {"nodes": NODE_SORTINGS, "jobs": JOB_SORTINGS}
         if name not in choices:
             return None
@@ -153,7 +158,7 @@ class View:
             if name == "jobs":
                 yield row(thing, now, news)
                 continue
-            # A node's row changes with its answer, and with its age; both seldom.
+            # A node's row is cached: it seldom changes.
             made_from = (thing, news, age(now - thing.since_unix))
             found = self._rows.get(key)
             if found is None or found[0] != made_from:
@@ -164,3 +169,27 @@ class View:
         wanted = self.filter.casefold()
         kept = [row for row in rows if not wanted or any(wanted in cell.text.casefold() for cell in row.cells)]
         return Table(name, columns, kept, self.sortings.get(name), count)
+
+
+def text_lines(view: View, width: int, events: int) -> list[str]:
+    """Return all tables that are not empty as lines of text, for a pipe or a script; at most so many events."""
+    look = view.look
+    assert look is not None
+    status = look.status
+    state = "paused" if status.paused else "lending" if status.lend.now else "not lending now"
+    lines = [f"{sanitize(status.nick)} of {sanitize(status.user)}, mesh {sanitize(status.mesh)}, {state}"]
+    lines.append(view.totals().words)
+    for table in view.tables().values():
+        shown = table._replace(rows=table.rows[:events]) if table.name == "events" else table
+        if shown.rows:
+            lines += ["", *table_lines(shown, width)]
+    return lines
+
+
+def table_lines(table: Table, width: int) -> list[str]:
+    widths = widths_of(table, width)
+    lines = []
+    for texts in (titles_of(table), *([cell.text for cell in row.cells] for row in table.rows)):
+        columns = zip(texts, widths, table.columns, strict=True)
+        lines.append(GAP.join(cut(text, room, column.right) for text, room, column in columns if room).rstrip())
+    return lines

@@ -1,4 +1,4 @@
-"""What all pages have in common: head, navigation, forms, figures in a line. Text becomes markup here and in the pages only."""
+"""Common parts of all pages: head, navigation, forms, tables. Text becomes markup here and in the pages only."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ TITLES = {"/": "Nodes", "/jobs": "Jobs", "/week": "Availability", "/lend": "Lend
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """A page's parts by their ids, and what is told to who does not look, by what it is about."""
+    """A page's parts by their ids, and texts for screen readers by subject."""
 
     parts: Mapping[str, Markup]
     facts: Mapping[str, str] = {}
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """For whom a page is made: a node, its mesh and its user; `word` goes into the forms."""
+class Viewer(msgspec.Struct, frozen=True):
+    """The viewer of a page: a node, its mesh and its user; `word` is the token of the session's forms."""
 
     nick: str
     mesh: str
@@ -26,7 +26,7 @@ class Standing(msgspec.Struct, frozen=True):
     word: str
 
 
-def document(standing: Standing, title: str, here: str, stream: str, *inside: str) -> str:
+def document(viewer: Viewer, title: str, here: str, stream: str, *inside: str) -> str:
     """A whole page. `here`: which entry of the navigation it belongs to; `stream`: where its changes come from, if they do."""
     entries = [
         element("li", element("a", name, href=path, aria_current="page" if path == here else None))
@@ -34,7 +34,7 @@ def document(standing: Standing, title: str, here: str, stream: str, *inside: st
     ]
     header = element(
         "header",
-        element("p", standing.nick, " ", element("span", f"in {standing.mesh}"), class_="brand"),
+        element("p", viewer.nick, " ", element("span", f"in {viewer.mesh}"), class_="brand"),
         element("nav", element("ul", *entries), aria_label="Pages"),
         element("p", "not live", id="link", class_="link") if stream else "",
         element("p", id="said", class_="unseen", role="status", aria_live="polite"),
@@ -44,11 +44,11 @@ def document(standing: Standing, title: str, here: str, stream: str, *inside: st
     )
     footer = element(
         "footer",
-        element("span", f"This is {standing.user}'s own page, on this machine only."),
-        form(standing, "/leave", element("button", "Sign out")),
+        element("span", f"This is {viewer.user}'s own page, on this machine only."),
+        form(viewer, "/leave", element("button", "Sign out")),
     )
     return whole(
-        f"{title} · {standing.nick}",
+        f"{title} · {viewer.nick}",
         stream,
         header,
         element("main", still if stream else "", *inside, id="main"),
@@ -76,9 +76,9 @@ def message(title: str, *lines: str) -> str:
     return whole(title, "", element("main", element("h1", title), *(element("p", line) for line in lines), id="main"))
 
 
-def form(standing: Standing, action: str, *inside: str, **values: str) -> Markup:
+def form(viewer: Viewer, action: str, *inside: str, **values: str) -> Markup:
     hidden = [element("input", type="hidden", name=name, value=value) for name, value in values.items()]
-    word = element("input", type="hidden", name="word", value=standing.word)
+    word = element("input", type="hidden", name="word", value=viewer.word)
     return element("form", word, *hidden, *inside, method="post", action=action)
 
 
@@ -115,7 +115,7 @@ def badge(text: str, kind: str = "") -> Markup:
 
 
 def bar(used: float, colour: int) -> Markup:
-    """So much of one; what it says stands beside it in words."""
+    """Draw a bar for a part of one; the text beside it says the same."""
     full = element("rect", width=f"{min(max(used, 0.0), 1.0):.0%}", height="100%", class_=f"f{colour}")
     return element("svg", full, class_="bar", aria_hidden="true")
 
@@ -129,7 +129,3 @@ def clock(unix_ms: float) -> Markup:
         datetime=time.strftime("%Y-%m-%dT%H:%M:%S%z", there),
         class_="nowrap",
     )
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -56,7 +56,7 @@
   source.onerror = () => {
     link.classList.remove("live");
     told(source.readyState === EventSource.CLOSED
-      ? "not live: run `mesh web` again, or reload"
+      ? "not live: run `mesh top --web` again, or reload"
       : "not connected; trying again");
   };
   source.addEventListener("part", (event) => {

@@ -50,7 +50,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(one: str, other: str) -> float:
-    """From 1 to 21 (WCAG 2.2)."""
+    """Return the contrast ratio of two colours, from 1 to 21 (WCAG 2.2)."""
     darker, lighter = sorted((luminance(one), luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
@@ -63,7 +63,7 @@ def linear(colour: str) -> tuple[float, float, float]:
 
 
 def style(palette: Palette) -> str:
-    """As custom properties of a style sheet."""
+    """Return the palette as custom properties of a style sheet."""
     named = {name: getattr(palette, name) for name in ("ground", "raised", "text", "muted", "grid", "link")}
     for kind in ("series", "heat", "heat_text"):
         named |= {f"{kind.replace('_', '-')}-{place}": colour for place, colour in enumerate(getattr(palette, kind))}

@@ -1,6 +1,6 @@
-"""Who may see the page: tokens that are shown once, sessions that follow from them, and requests that no other page can make.
+"""Access to the page: one-time tokens, sessions that follow from them, and protection against cross-site requests.
 
-A token (from `mesh web`) is good for one visit within ten minutes; it is exchanged for a session, whose id is a cookie that
+A token (from `mesh top --web`) is good for one visit within ten minutes; it is exchanged for a session, whose id is a cookie that
 scripts cannot read. Only digests of both are kept. A form carries its session's own word besides, which another page cannot know.
 """
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-TOKEN_BYTES = 32  # as JupyterLab's and ours elsewhere: cannot be guessed
-TOKEN_S = 600.0  # ours: time to carry it to a browser
-SESSION_S = 12 * 3600.0  # without a request; ours, a working day
-MOST = 64  # tokens, and sessions; the oldest goes; ours
+TOKEN_BYTES = 32  # as JupyterLab's: cannot be guessed
+TOKEN_S = 600.0  # time to open it in a browser (own choice)
+SESSION_S = 12 * 3600.0  # without a request: a working day (own choice)
+MOST = 64  # tokens, and sessions; the oldest is dropped (own choice)
 FROM_HERE = frozenset({"", "same-origin", "none"})  # of Sec-Fetch-Site, which only browsers send
 
 
@@ -83,12 +83,12 @@ class Sessions:
 
 
 def is_word(session: Session, word: str) -> bool:
-    """Whether a form is one that this session was given."""
+    """Return whether a form carries this session's token."""
     return compare_digest(session.word.encode(), word.encode(errors="replace"))
 
 
 def objection(method: str, headers: Mapping[str, str], port: int) -> str:
-    """Why a request is not one of this page's own, or of a person who came here by himself; empty if it is.
+    """Return why a request is refused; empty if it comes from this page or from a person who opened the address.
 
     The Host is compared because a name of another site's may be made to mean this machine (DNS rebinding).
     """

@@ -1,4 +1,4 @@
-"""The page's server: loopback only, opened when `mesh web` first asks, with what the unix socket answers and nothing else.
+"""The page's server: loopback only, opened when `mesh top --web` first asks, with what the unix socket answers and nothing else.
 
 States of a request: refused (another user's program, another host's name, another site), without a session (told how to get
 one), with a session. States of the server: not open, open, closed with its daemon.
@@ -12,34 +12,36 @@ import resource
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, TypeVar, get_args
 
 from aiohttp import web
 
-from membership.identity import short_id
-from mesh.api.errors import ExitCode, MeshError
-from mesh.api.lending import reclaim, set_paused
-from mesh.api.orders import ReclaimOrder
+from membership.identity import NodeId, short_id
+from membership.node import MembershipNode
+from mesh.api import schemas
 from mesh.api.problems import problem
+from mesh.api.queries import LogQuery
+from mesh.api.requests import ReclaimOrder
+from mesh.api.routing import Handlers
 from mesh.provider.usage import By
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.text import plural
 from mesh.web import frame, views
-from mesh.web.caller import is_ours, user_of
-from mesh.web.frame import Shown, Standing, document
+from mesh.web.frame import Shown, Viewer, document
 from mesh.web.markup import element
+from mesh.web.peer_credentials import is_ours, user_of
 from mesh.web.session import Session, Sessions, is_word, objection
-from mesh.web.sheet import sheet
 from mesh.web.stream import Output, Topic
+from mesh.web.stylesheet import sheet
 from mesh.web.views import PATIENCE_S
 
-if TYPE_CHECKING:
-    from mesh.api import answers
-    from mesh.daemon import Daemon
+A = TypeVar("A")
 
 HOST = "127.0.0.1"
-MOST_BODY = 4096  # bytes of a form; ours have two short fields
-FILES_KEPT = 512  # open files that viewers leave to the daemon; ours
+MOST_BODY = 4096  # bytes of a form; the forms here have two short fields
+FILES_KEPT = 512  # open files that viewers leave to the daemon (own choice)
 ORDER_S = 1.0  # for an order to be carried out before the page is shown again
-TOLD_S = 120.0  # for which the page says what became of an order; ours
+TOLD_S = 120.0  # for which the page shows the result of an order (own choice)
 ANSWERED = (MeshError, OSError, RuntimeError)
 
 # No script, style, frame or connection but our own, and nothing kept. A form's Origin would be null with no-referrer.
@@ -53,7 +55,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 SIGN_IN = (
-    "Run `mesh web` on this machine: it prints an address that is good for one visit within ten minutes.",
+    "Run `mesh top --web` on this machine: it prints an address that is good for one visit within ten minutes.",
     "If you have just opened such an address from another page, open this one again in the address bar.",
 )
 log = logging.getLogger(__name__)
@@ -62,27 +64,28 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Site:
-    def __init__(self, daemon: "Daemon", port: int) -> None:
-        self._daemon = daemon
-        self._wanted_port = port
+    def __init__(self, handlers: Handlers, membership: MembershipNode, me: NodeId, mesh: str, port: int) -> None:
+        self._handlers, self._membership = handlers, membership
+        self._mesh, self._wanted_port = mesh, port
+        self._cookie = f"mesh-{short_id(me)}"  # cookies ignore ports, and a machine may have several nodes
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
         self._sessions = Sessions(os.urandom)
         self._topics: dict[tuple[str, ...], Topic] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._order: asyncio.Task[dict[str, Any]] | None = None
+        self._order: asyncio.Task[None] | None = None
         self._ordered_at = 0.0
         self._told = ""
         self._problem = ""
         self.port = 0
 
-    async def invite(self) -> "answers.owner.Page":
-        """Where the page is, for one visit. It is served from now on."""
+    async def invite(self) -> schemas.owner.Page:
+        """Serve the page from now on; return its address for one visit."""
         async with self._opening:
             if self._runner is None:
                 await self._open()
         token = self._sessions.invite(time.monotonic())
-        return {"url": f"http://{HOST}:{self.port}/enter?token={token}", "port": self.port}
+        return schemas.owner.Page(url=f"http://{HOST}:{self.port}/enter?token={token}", port=self.port)
 
     async def close(self) -> None:
         for topic in list(self._topics.values()):
@@ -127,9 +130,6 @@ class Site:
         self.port = int(runner.addresses[0][1])
         self._css_text = sheet()
         self._script_text = files("mesh.web").joinpath("live.js").read_text("utf-8")
-        self._cookie = (
-            f"mesh-{short_id(self._daemon.me)}"  # cookies know no ports, and a machine may have several nodes
-        )
 
     # --- who may
 
@@ -155,12 +155,12 @@ class Site:
     def _session(self, request: web.Request) -> Session | None:
         return self._sessions.find(request.cookies.get(self._cookie, ""), time.monotonic())
 
-    def _asker(self, request: web.Request) -> tuple[Session, Standing]:
+    def _asker(self, request: web.Request) -> tuple[Session, Viewer]:
         session = self._session(request)
         if session is None:
             raise _Stranger
-        standing = self._daemon.membership.standing
-        return session, Standing(standing.nick, self._daemon.trust.genesis.name, standing.user, session.word)
+        credentials = self._membership.credentials
+        return session, Viewer(credentials.nick, self._mesh, credentials.user, session.word)
 
     async def _enter(self, request: web.Request) -> web.StreamResponse:
         """The token becomes a cookie, and leaves the address."""
@@ -193,10 +193,10 @@ class Site:
         return await self._shown(request, ("jobs",), "Jobs", "/jobs")
 
     async def _week(self, request: web.Request) -> web.StreamResponse:
-        _, standing = self._asker(request)
-        shown = views.week(self._daemon, request.query.get("node", ""))
+        _, viewer = self._asker(request)
+        shown = views.week(self._handlers, request.query.get("node", ""))
         inside = [element("h1", "Availability"), shown.parts["which"], shown.parts["week"]]
-        return _page(200, document(standing, "Availability", "/week", "", *inside))
+        return _page(200, document(viewer, "Availability", "/week", "", *inside))
 
     async def _lend(self, request: web.Request) -> web.StreamResponse:
         return await self._shown(request, ("lend",), "Lend this machine", "/lend")
@@ -208,14 +208,14 @@ class Site:
         return await self._shown(request, ("usage", by), "Lent and borrowed", "/usage")
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
-        await self._daemon.job_desk.heard_of(request.match_info["job"])
-        status = self._daemon.job_desk.find_job(request.match_info["job"])
-        shown = self._daemon.job_desk.show(status)
-        return await self._shown(request, ("jobs", shown["job"]), shown["name"] or f"Job {shown['job'][:8]}", "/jobs")
+        await self._handlers.lookup.load(request.match_info["job"])
+        status = self._handlers.lookup.find_job(request.match_info["job"])
+        shown = self._handlers.jobs.show(status)
+        return await self._shown(request, ("jobs", shown.job), shown.name or f"Job {shown.job[:8]}", "/jobs")
 
     async def _shown(self, request: web.Request, what: tuple[str, ...], title: str, here: str) -> web.StreamResponse:
-        session, standing = self._asker(request)
-        topic = self._topic(what, session, standing)
+        session, viewer = self._asker(request)
+        topic = self._topic(what, session, viewer)
         shown, _ = await asyncio.gather(topic.look(), topic.read_some(PATIENCE_S))
         parts = list(shown.parts.values())
         if topic.tail is not None:
@@ -229,10 +229,10 @@ class Site:
                 data_place=topic.tail.place,
             )
             parts[1:1] = [element("h2", "Output"), output]
-        return _page(200, document(standing, title, here, f"/stream/{'/'.join(what)}", element("h1", title), *parts))
+        return _page(200, document(viewer, title, here, f"/stream/{'/'.join(what)}", element("h1", title), *parts))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        session, standing = self._asker(request)
+        session, viewer = self._asker(request)
         what = tuple(request.match_info.values())
         match what:
             case ("nodes" | "jobs" | "lend",):
@@ -240,7 +240,7 @@ class Site:
             case ("usage", by) if by in get_args(By):
                 pass
             case ("jobs", job):
-                what = ("jobs", self._daemon.job_desk.show(self._daemon.job_desk.find_job(job))["job"])
+                what = ("jobs", self._handlers.jobs.show(self._handlers.lookup.find_job(job)).job)
             case _:
                 raise web.HTTPNotFound
         if (
@@ -248,7 +248,7 @@ class Site:
             >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES_KEPT
         ):
             return _page(503, frame.message("Too many look at this page", "Close some, or reload this one by hand."))
-        topic = self._topic(what, session, standing)
+        topic = self._topic(what, session, viewer)
         await topic.ready()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -264,12 +264,12 @@ class Site:
             await topic.follow(write, place)
         return response
 
-    def _topic(self, what: tuple[str, ...], session: Session, standing: Standing) -> Topic:
-        """Its forms carry a session's word, so the owner's page is one for each."""
+    def _topic(self, what: tuple[str, ...], session: Session, viewer: Viewer) -> Topic:
+        """Return the topic of a page. The owner's page has one for each session, since its forms carry the session's token."""
         key = (*what, session.word) if what[0] == "lend" else what
         topic = self._topics.get(key)
         if topic is None:
-            render, output = self._renderer(what, standing)
+            render, output = self._renderer(what, viewer)
             topic = self._topics[key] = Topic(render, output, lambda: self._forget(key))
             topic.open()
         return topic
@@ -277,44 +277,41 @@ class Site:
     def _forget(self, key: tuple[str, ...]) -> None:
         self._topics.pop(key, None)
 
-    def _renderer(
-        self, what: tuple[str, ...], standing: Standing
-    ) -> tuple[Callable[[], Awaitable[Shown]], Output | None]:
-        daemon = self._daemon
+    def _renderer(self, what: tuple[str, ...], viewer: Viewer) -> tuple[Callable[[], Awaitable[Shown]], Output | None]:
+        handlers = self._handlers
         if what[0] == "lend":
-            return lambda: views.lend(daemon, standing, self._under_way(), self._problem), None
+            return lambda: views.lend(handlers, viewer, self._under_way(), self._problem), None
         if what[0] == "usage":
-            return views.Ledger(daemon, what[1]).render, None
+            return views.Ledger(handlers, what[1]).render, None
         if len(what) > 1:
-            return views.Job(daemon, what[1]).render, lambda: daemon.logs.follow_log(what[1], True)
+            return views.Job(handlers, what[1]).render, lambda: handlers.logs.follow_log(what[1], LogQuery(follow=True))
         if what[0] == "jobs":
-            return lambda: views.jobs(daemon, standing), None
-        return lambda: views.nodes(daemon), None
+            return lambda: views.jobs(handlers, viewer), None
+        return lambda: views.nodes(handlers), None
 
     # --- orders
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
-        return await self._ordered(set_paused(self._daemon, True), "no new guests from now on")
+        paused = self._handlers.lending.set_paused(True)
+        return await self._ordered(paused, lambda _: "no new guests from now on")
 
     async def _resume(self, request: web.Request) -> web.StreamResponse:
-        return await self._ordered(set_paused(self._daemon, False), "lending")
+        return await self._ordered(self._handlers.lending.set_paused(False), lambda _: "lending")
 
     async def _reclaim(self, request: web.Request) -> web.StreamResponse:
         now = (await request.post()).get("now") == "1"
-        return await self._ordered(reclaim(self._daemon, ReclaimOrder(now=now)), "")
+        return await self._ordered(self._handlers.lending.reclaim(ReclaimOrder(now=now)), _gone)
 
-    async def _ordered(self, order: Any, words: str) -> web.StreamResponse:
-        """Carry it out, also if whoever asked goes away; and show the page, which says how far it is."""
+    async def _ordered(self, order: Awaitable[A], words: Callable[[A], str]) -> web.StreamResponse:
+        """Carry out an order, even if the browser goes away, and show the page, which says how far it is."""
 
-        async def carry_out() -> dict[str, Any]:
+        async def carry_out() -> None:
             self._problem, self._told = "", ""
             try:
-                answer: dict[str, Any] = await order
+                self._told = words(await order)
             except ANSWERED as error:
                 self._problem = str(error) or type(error).__name__
                 raise
-            self._told = words or _gone(answer)
-            return answer
 
         task = asyncio.create_task(carry_out(), name="the page's order")
         self._order, self._ordered_at = task, time.monotonic()
@@ -338,19 +335,19 @@ class _Stranger(MeshError):
         super().__init__(" ".join(SIGN_IN), ExitCode.REFUSED)
 
 
-def _gone(answer: dict[str, Any]) -> str:
-    """As `mesh reclaim` has it."""
-    gone = len(answer["reclaimed"])
+def _gone(answer: schemas.owner.Reclaimed) -> str:
+    """Return the result of a reclaim in the words of `mesh reclaim`."""
+    gone = len(answer.reclaimed)
     if not gone:
-        return "yours; nobody was here"
-    losers = [row for row in answer["guests"] if row["lost_s"] >= 0.1]
-    lost = [f"{row['name'] or row['job'][:8]} of {row['user']} lost {row['lost_s']:.1f} s" for row in losers]
-    words = f"yours again after {answer['seconds']:.1f} s; {frame.count(gone, 'guest has', 'guests have')} gone"
+        return "yours; there were no guests"
+    losers = [row for row in answer.guests if row.lost_s >= 0.1]
+    lost = [f"{row.name or row.job[:8]} of {row.user} lost {row.lost_s:.1f} s" for row in losers]
+    words = f"yours again after {answer.seconds:.1f} s; {plural(gone, 'guest has', 'guests have')} gone"
     return "; ".join([words, *lost])
 
 
 def _is_ours(request: web.Request) -> bool:
-    """Whether the other end is a program of this node's user."""
+    """Return whether the other end is a program of this node's user."""
     near, far = (request.get_extra_info(name) for name in ("peername", "sockname"))
     try:
         return bool(near and far) and is_ours(user_of(near, far))

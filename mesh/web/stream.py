@@ -1,4 +1,4 @@
-"""What changes on a page, to all who look at it: server-sent events (HTML Living Standard, 9.2).
+"""Updates of a page for all its viewers: server-sent events (HTML Living Standard, 9.2).
 
 A page's parts are rendered once a second for all its viewers, and not at all while there are none. A viewer that is slow is
 given the parts as they are when it reads again, so nothing waits for it in memory and nothing stays wrong. A job's output
@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from mesh.logtext import MOST, LogText, lines
+from mesh.util.log_text import MOST, LogText, lines
 from mesh.web.frame import Shown
 
 TICK_S = 1.0
 BEAT_TICKS = 15  # after which a silent stream says that it is there; proxies and browsers close those that do not
-LINGER_S = 20.0  # after its last viewer; a reload comes back to the same place in the log; ours
-SAID_MOST = 16
-WRITE_S = 30.0  # a viewer that takes nothing for so long is gone; ours
+LINGER_S = 20.0  # after its last viewer; a reload returns to the same place in the log (own choice)
+SENT_MOST = 16
+WRITE_S = 30.0  # a viewer that reads nothing for this long is gone (own choice)
 BEAT = b": still here\n\n"
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class LogTail:
         self.text = (self.text + text)[-MOST:]
 
     def after(self, place: str) -> tuple[bool, str]:
-        """Whether it is from the start of what is kept, and what comes after a place."""
+        """Return whether the text starts at the beginning of what is kept, and the text after a place."""
         epoch, _, number = place.partition(".")
         start = self.end - len(self.text)
         at = int(number) if number.isascii() and number.isdecimal() and len(number) < 20 else -1
@@ -72,7 +72,7 @@ class Topic:
         self._render, self._output, self._over = render, output, over
         self._parts: dict[str, tuple[int, bytes]] = {}  # id: version, event
         self._facts: dict[str, str] = {}
-        self._said: deque[tuple[int, bytes]] = deque(maxlen=SAID_MOST)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=SENT_MOST)
         self._number = 0
         self._viewers: set[asyncio.Event] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,7 +105,7 @@ class Topic:
         wake.set()
         self._viewers.add(wake)
         seen: dict[str, int] = {}
-        said = self._number
+        sent_number = self._number
         try:
             while True:
                 await wake.wait()
@@ -114,13 +114,13 @@ class Topic:
                     return
                 pieces = [made for name, (version, made) in self._parts.items() if seen.get(name) != version]
                 seen = {name: version for name, (version, _) in self._parts.items()}
-                pieces += [made for number, made in self._said if number > said]
-                said = self._number
+                pieces += [made for number, made in self._sent if number > sent_number]
+                sent_number = self._number
                 if self.tail is not None and place != self.tail.place:
                     from_start, text = self.tail.after(place)
                     place = self.tail.place
-                    told = {"from": "start" if from_start else "", "text": text, "most": MOST}
-                    pieces.append(event("log", told, place))
+                    change = {"from": "start" if from_start else "", "text": text, "most": MOST}
+                    pieces.append(event("log", change, place))
                 async with asyncio.timeout(WRITE_S):
                     await write(b"".join(pieces) or BEAT)
         finally:
@@ -139,7 +139,7 @@ class Topic:
                 await asyncio.wait_for(self._tail_read.wait(), patience_s)
 
     async def look(self) -> Shown:
-        """As it is now."""
+        """Render the page now."""
         shown = await self._render()
         self._take(shown)
         return shown
@@ -156,7 +156,7 @@ class Topic:
         self._facts = dict(shown.facts)
         if news:
             self._number += 1
-            self._said.append((self._number, event("say", "; ".join(news[:5]))))
+            self._sent.append((self._number, event("say", "; ".join(news[:5]))))
         if changed or news:
             self._wake()
 

@@ -1,1 +1,1 @@
-"""Campus churn studies: owners who come and go, jobs that move, and policies that are held against each other."""
+"""Campus studies: machines whose owners come and go, jobs that move, and policies to compare."""

@@ -1,8 +1,8 @@
-"""When owners take their machines back, and how: a schedule of absences for each machine, before anything else happens.
+"""Churn: the absences of each machine, computed before the simulation starts.
 
-It depends on the world and the seed alone, never on the policy: all policies meet the very same departures. An owner's hazard is
-`rate x machine x hour-of-day x weekend x age`, constant between the edges of hours and ages, so that its integral is inverted
-exactly (no thinning, one draw a stay). Classes and shocks take rooms and buildings back together.
+They depend on the world and the seed, not on the policy, so all policies meet the same departures. An owner's hazard is `rate x
+machine x hour-of-day x weekend x age`. It is piecewise constant, so its integral is inverted exactly, with one draw for each
+stay. Classes, shocks and outages take rooms and buildings together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,21 @@ from math import ceil, exp, fsum, inf
 
 import msgspec
 
-from sim.campus.chance import quantile, unlike, waiting
+from sim.campus.distributions import exponential, lognormal_factor, quantile
 from sim.campus.traces import Away, read_trace
 from sim.campus.world import DAYS, Kind, Lesson, Owners, Shock, World
-from sim.streams import Streams
+from sim.kernel import Streams
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
-AGE_EDGES_S = tuple(300.0 * 2**power for power in range(12))  # as the survival estimate's
+AGE_EDGES_S = tuple(300.0 * 2**power for power in range(12))  # as in the survival estimate
 PIVOT_S = 4 * HOUR_S
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """Not lent from `start` (when the notice, if any, is over) to `end`. Without notice the machine is off the network too,
-    and if it is `dark`."""
+    """An absence from `start` (the end of the notice, if any) to `end`, in seconds.
+
+    The machine is off the network if it left without notice or is `dark` (without power).
+    """
 
     start: float
     end: float
@@ -44,6 +46,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def machines(world: World) -> list[Machine]:
+    """Return all machines, distributed over the rooms of their groups."""
     found = []
     for group in world.groups:
         for number in range(group.count):
@@ -55,7 +58,7 @@ def machines(world: World) -> list[Machine]:
 
 
 def absences(world: World, there: Sequence[Machine], streams: Streams) -> list[list[Absence]]:
-    """Of each machine, in order and apart from each other, over the world's days."""
+    """Return the absences of each machine, in order and without overlap."""
     end = world.days * DAY_S
     forced = _forced(world, there, streams, end)
     hours = {name: hours_of(world, name) for name in world.owners}
@@ -64,8 +67,8 @@ def absences(world: World, there: Sequence[Machine], streams: Streams) -> list[l
     found = []
     for number, machine in enumerate(there):
         if nodes and (not world.trace or not world.trace.owners or machine.owners in world.trace.owners):
-            told = _told_of(world, machine, streams, nodes[traced % len(nodes)])
-            found.append(list(_merged([*told, *forced[number]])) if forced[number] else told)
+            own = _traced_absences(world, machine, streams, nodes[traced % len(nodes)])
+            found.append(list(_merged([*own, *forced[number]])) if forced[number] else own)
             traced += 1
         else:
             found.append(list(_of_owner(world, machine, streams, hours[machine.owners], forced[number], end)))
@@ -82,14 +85,14 @@ def _of_owner(
 ) -> Iterator[Absence]:
     owners = world.owners[machine.owners]
     stream = streams.get(machine.name, "churn")
-    rate = owners.reclaims_per_day / DAY_S * unlike(owners.spread, stream.random())
+    rate = owners.reclaims_per_day / DAY_S * lognormal_factor(owners.spread, stream.random())
     ages = age_rates(owners.age_shape, owners.reclaims_per_day)
     waits = iter([*forced, Absence(inf, inf, "sudden", 0.0)])
     next_forced = next(waits)
     now = 0.0
     while True:
         hazard, chosen, length, notice = (stream.random() for _ in range(4))
-        leaves = departure(now, waiting(hazard) / rate if rate else inf, hours, ages, min(end, next_forced.start))
+        leaves = departure(now, exponential(hazard) / rate if rate else inf, hours, ages, min(end, next_forced.start))
         if min(leaves, next_forced.start) >= end:
             return
         forced_first = next_forced.start <= leaves
@@ -114,7 +117,7 @@ def _drawn(owners: Owners, start: float, chosen: float, length: float, notice: f
 
 
 def departure(since: float, threshold: float, hours: Sequence[float], ages: Sequence[float], until: float) -> float:
-    """When the integral of hours x ages from `since` on reaches the threshold (seconds); `inf` if not before `until`."""
+    """Return when the integral of hours x ages from `since` reaches the threshold (seconds); `inf` if not before `until`."""
     now, total, age = since, 0.0, 0
     while now < until:
         hour = int(now // HOUR_S)
@@ -133,7 +136,7 @@ def departure(since: float, threshold: float, hours: Sequence[float], ages: Sequ
 
 
 def relative_hours(owners: Owners, first_day: int) -> list[float]:
-    """The week from the world's first day on, 168 factors; of a working day they have the mean 1."""
+    """Return the 168 factors of a week from the world's first day; their mean over a working day is 1."""
     day = list(owners.by_hour) or [1.0] * 24
     mean = fsum(day) / 24
     return [
@@ -144,23 +147,27 @@ def relative_hours(owners: Owners, first_day: int) -> list[float]:
 
 
 def hours_of(world: World, name: str) -> list[float]:
-    """The factors of a week, or those of all the world's hours if some of its days are unlike others for these owners."""
+    """Return the factors of a week, or of all hours of the world if special periods apply to these owners."""
     week = relative_hours(world.owners[name], world.first_day)
-    told = [period for period in world.periods if period.reclaims != 1 and (not period.owners or name in period.owners)]
-    if not told:
+    special = [
+        period
+        for period in world.periods
+        if period.reclaim_factor != 1 and (not period.owners or name in period.owners)
+    ]
+    if not special:
         return week
     hours = [week[hour % len(week)] for hour in range(24 * ceil(world.days))]
-    for period in told:
+    for period in special:
         for hour in range(
             max(0, 24 * world.day_of(period.first)), min(len(hours), 24 * (world.day_of(period.last) + 1))
         ):
-            hours[hour] *= period.reclaims
+            hours[hour] *= period.reclaim_factor
     return hours
 
 
 @lru_cache(maxsize=64)
 def age_rates(shape: float, per_day: float) -> tuple[float, ...]:
-    """The factor of each age bin: h(age) of a Weibull, so scaled that stays have the mean that `per_day` says."""
+    """Return the factor of each age bin: a Weibull's hazard, scaled so that the mean stay is 1 / `per_day` days."""
     edges = (0.0, *AGE_EDGES_S)
     middles = [(low + high) / 2 for low, high in pairwise(edges)] + [7 * DAY_S]
     raw = [(middle / PIVOT_S) ** (shape - 1) for middle in middles]
@@ -177,7 +184,7 @@ def age_rates(shape: float, per_day: float) -> tuple[float, ...]:
 
 
 def mean_stay_s(factors: Sequence[float], per_day: float) -> float:
-    """The integral of the survival under these factors of age."""
+    """Return the mean stay: the integral of the survival function under these age factors."""
     total, survives, edges = 0.0, 1.0, (0.0, *AGE_EDGES_S, inf)
     for number, factor in enumerate(factors):
         rate = factor * per_day / DAY_S
@@ -188,13 +195,13 @@ def mean_stay_s(factors: Sequence[float], per_day: float) -> float:
 
 
 def _forced(world: World, there: Sequence[Machine], streams: Streams, end: float) -> list[list[Absence]]:
-    """What classes and shocks take back, of each machine in order."""
+    """Return the absences of each machine that classes, shocks and outages cause, in order."""
     found: list[list[Absence]] = [[] for _ in there]
     for lesson in world.lessons:
         for start in _begins(lesson, world.first_day, end):
             held = _held(world, int(start // DAY_S))
             for number, machine in enumerate(there):
-                # Drawn whether it is held or not: a break moves nobody's luck after it.
+                # Draw even if the class is cancelled, so that a break does not change later draws.
                 if (
                     machine.room in lesson.rooms
                     and streams.get(machine.name, "lessons").random() < lesson.share
@@ -206,7 +213,7 @@ def _forced(world: World, there: Sequence[Machine], streams: Streams, end: float
         for where in sorted({_scope(shock, machine) for machine in there}):
             stream, now = streams.get(where, f"shock {place}"), 0.0
             while shock.per_week:
-                now += waiting(stream.random()) * 7 * DAY_S / shock.per_week
+                now += exponential(stream.random()) * 7 * DAY_S / shock.per_week
                 length = quantile(shock.absent_h, stream.random()) * HOUR_S
                 if now >= end:
                     break
@@ -215,12 +222,12 @@ def _forced(world: World, there: Sequence[Machine], streams: Streams, end: float
                         continue
                     if streams.get(machine.name, f"shock {place}").random() < shock.share:
                         found[number].append(Absence(now, now + length, shock.kind, _notice(shock)))
-    for cut in world.cuts:
-        start = world.seconds_of(cut.at)
-        kind: Kind = "noticed" if cut.notice_s else "sudden"
+    for outage in world.outages:
+        start = world.seconds_of(outage.at)
+        kind: Kind = "noticed" if outage.notice_s else "sudden"
         for number, machine in enumerate(there):
-            if not cut.buildings or machine.building in cut.buildings:
-                found[number].append(Absence(start, start + cut.hours * HOUR_S, kind, cut.notice_s, True))
+            if not outage.buildings or machine.building in outage.buildings:
+                found[number].append(Absence(start, start + outage.hours * HOUR_S, kind, outage.notice_s, True))
     return [sorted((one for one in each if one.start < end), key=lambda one: (one.start, one.end)) for each in found]
 
 
@@ -250,14 +257,14 @@ def _traced(world: World) -> list[list[Away]]:
     return list(read_trace(world.trace, world.days * DAY_S, world.first_day).values())
 
 
-def _told_of(world: World, machine: Machine, streams: Streams, node: Sequence[Away]) -> list[Absence]:
-    """What the trace does not say of a departure is drawn as for the owners."""
+def _traced_absences(world: World, machine: Machine, streams: Streams, node: Sequence[Away]) -> list[Absence]:
+    """Return the absences of a traced node; what the trace does not say is drawn as for the owners."""
     owners, stream = world.owners[machine.owners], streams.get(machine.name, "churn")
-    return [_told(owners, away, stream.random(), stream.random()) for away in node]
+    return [_absence_of(owners, away, stream.random(), stream.random()) for away in node]
 
 
 def _merged(absences: Sequence[Absence]) -> Iterator[Absence]:
-    """Apart from each other: what begins before another is over makes that one longer."""
+    """Merge overlapping absences; the kind of the first one stays."""
     last: Absence | None = None
     for absence in sorted(absences, key=lambda one: (one.start, one.end)):
         if last is not None and absence.start <= last.end:
@@ -270,9 +277,9 @@ def _merged(absences: Sequence[Absence]) -> Iterator[Absence]:
         yield last
 
 
-def _told(owners: Owners, away: Away, chosen: float, notice: float) -> Absence:
+def _absence_of(owners: Owners, away: Away, chosen: float, notice: float) -> Absence:
     kind = away.cause
     if kind is None:
         noticed = chosen < owners.noticed
-        kind = "noticed" if noticed else "brief" if away.end - away.start <= owners.brief_s.most else "sudden"
+        kind = "noticed" if noticed else "brief" if away.end - away.start <= owners.brief_s.max else "sudden"
     return Absence(away.start, away.end, kind, quantile(owners.notice_s, notice) if kind == "noticed" else 0.0)

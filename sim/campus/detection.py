@@ -1,6 +1,6 @@
-"""How long a mesh takes to know that a machine is gone without a word: measured in the membership protocol's own simulation.
+"""Detection delays of sudden departures, measured in the simulation of the membership protocol.
 
-`python -m sim.campus.detection` measures anew, and writes `detection.json` beside this file, which campus studies load.
+`python -m sim.campus.detection` repeats the measurement and writes `detection.json` beside this file, which campus studies load.
 """
 
 from functools import cache
@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 
 FILE = Path(__file__).with_name("detection.json")
-STEPS = 20  # of the quantiles, from the least to the most
+STEPS = 20  # between the quantiles, from minimum to maximum
 NODES, SEEDS = 20, 100
-SETTLE_S, LOOK_S, LIMIT_S = 40.0, 0.05, 60.0
+SETTLE_S, OBSERVE_S, LIMIT_S = 40.0, 0.05, 60.0
 LOSS = 0.01
 
 
 class Detected(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds from a power cut until half of the others hold the machine present no more."""
+    """Quantiles of the seconds from a power cut until half of the other nodes no longer see the machine."""
 
     how: str
     n: int
@@ -36,15 +36,15 @@ def measure(seeds: int = SEEDS) -> Detected:
 
 
 def detected_after_s(seed: int) -> float:
-    from sim.gossip import GossipWorld
-    from sim.mix import Mix
+    from sim.protocol.faults import FaultPlan
+    from sim.protocol.membership import MembershipWorld
 
-    world = GossipWorld(seed, nodes=NODES, mix=Mix(loss=LOSS), checkers=())
+    world = MembershipWorld(seed, nodes=NODES, faults=FaultPlan(loss=LOSS), checkers=())
     world.begin()
     rng = world.streams.get("world", "detection")
     world.kernel.run(SETTLE_S + rng.uniform(0.0, 5.0))
     victim = rng.choice(world.nodes)
-    victim.dark = True
+    victim.powered_off = True
     victim.crash()
     begun = world.kernel.now
     others = [node for node in world.nodes if node is not victim]
@@ -56,7 +56,7 @@ def detected_after_s(seed: int) -> float:
     while not known():
         if world.kernel.now - begun > LIMIT_S:
             raise AssertionError(f"not detected within {LIMIT_S:g} s: seed {seed}")
-        world.kernel.run(world.kernel.now + LOOK_S)
+        world.kernel.run(world.kernel.now + OBSERVE_S)
     return world.kernel.now - begun
 
 

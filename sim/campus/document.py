@@ -1,6 +1,6 @@
-"""A TOML file that is taken at its word: unknown keys, wrong types and impossible numbers are errors that name the line.
+"""Strict TOML documents: unknown keys, wrong types and impossible numbers are errors that name the line.
 
-A typo must never silently mean "default". A change is made to what the file says before it is looked at: `jobs.per_day=200`.
+A typo must never silently mean "default". Changes such as `jobs.per_day=200` apply before validation.
 """
 
 import re
@@ -10,19 +10,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 Place = tuple[str | int, ...]
-Change = tuple[str, Any]  # the place of a value, and the value
+Change = tuple[str, Any]  # the dotted path of a value, and the value
 Kind = TypeVar("Kind")
 
 
 def strict(
     data: bytes, source: str, kind: type[Kind], error: type[ValueError], changes: Sequence[str | Change] = ()
-) -> "tuple[Kind, Places]":
-    """What these bytes say, and where in them; `error` with the source, the line and what is wrong."""
-    if len(data) > MOST_BYTES:
-        raise error(f"{source}: {len(data)} bytes are no {kind.__name__.lower()} (at most {MOST_BYTES})")
+) -> "tuple[Kind, Positions]":
+    """Decode a document of this kind and return it with its line numbers.
+
+    Raises `error` with the source, the line and the mistake.
+    """
+    if len(data) > MAX_BYTES:
+        raise error(f"{source}: {len(data)} bytes; a {kind.__name__.lower()} file has at most {MAX_BYTES}")
     try:
         text = data.decode()
         values = tomllib.loads(text)
@@ -32,26 +35,26 @@ def strict(
         raise error(f"{source}: {wrong}") from wrong
     for change in changes:
         _apply(values, change, error)
-    places = Places(text)
+    positions = Positions(text)
     try:
-        return msgspec.convert(values, kind), places
+        return msgspec.convert(values, kind), positions
     except (msgspec.ValidationError, RecursionError) as wrong:
-        where, words = places.of_error(str(wrong))
-        raise error(f"{source}: line {where}: {words}") from wrong
+        line, text = positions.of_error(str(wrong))
+        raise error(f"{source}: line {line}: {text}") from wrong
 
 
 def parse_change(text: str, wrong: type[ValueError]) -> Change:
     place, equals, written = text.partition("=")
     if not equals or not place.strip():
-        raise wrong(f"{text!r} is no change: write PLACE=VALUE, as jobs.per_day=200")
+        raise wrong(f"{text!r} is not a change: write PATH=VALUE, as in jobs.per_day=200")
     try:
         return place, tomllib.loads(f"value = {written}")["value"]
     except (ValueError, RecursionError, KeyError) as error:
-        raise wrong(f"{text!r}: {written!r} is no TOML value (text needs quotes)") from error
+        raise wrong(f"{text!r}: {written!r} is not a TOML value (text needs quotes)") from error
 
 
 def flat(values: dict[str, Any], above: str = "") -> list[Change]:
-    """Tables in tables as changes: the place of each value that is no table."""
+    """Flatten nested tables into changes, one for each value that is not a table."""
     found: list[Change] = []
     for name, value in values.items():
         place = f"{above}.{name}" if above else name
@@ -63,26 +66,26 @@ def _apply(values: dict[str, Any], change: str | Change, wrong: type[ValueError]
     place, value = parse_change(change, wrong) if isinstance(change, str) else change
     names = [name.strip() for name in place.split(".")]
     if not all(names):
-        raise wrong(f"{place!r} is no place: write names with dots between them, as jobs.per_day")
+        raise wrong(f"{place!r} is not a path: join names with dots, as in jobs.per_day")
     inside: Any = values
     for name in names[:-1]:
         inside = inside.setdefault(name, {}) if isinstance(inside, dict) else inside[_index(inside, name, place, wrong)]
     if isinstance(inside, dict):
         inside[names[-1]] = value
     elif names[-1] == str(len(inside) if isinstance(inside, list) else ""):
-        inside.append(value)  # one more at the end of a list
+        inside.append(value)  # the index after the last one adds an item
     else:
         inside[_index(inside, names[-1], place, wrong)] = value
 
 
 def _index(inside: Any, name: str, place: str, wrong: type[ValueError]) -> int:
     if not isinstance(inside, list) or not name.isdecimal() or int(name) >= len(inside):
-        raise wrong(f"{place!r}: there is no {name!r} in it")
+        raise wrong(f"{place!r}: {name!r} does not exist")
     return int(name)
 
 
-class Places:
-    """Where in a TOML file a value stands: as good as can be told from headers and keys at the beginnings of lines."""
+class Positions:
+    """The line numbers of the values in a TOML file, found from headers and keys at the start of lines."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[Place, int] = {}
@@ -113,22 +116,22 @@ class Places:
         return place in self._lines
 
     def line(self, place: Place) -> int:
-        """Of this value, or of the nearest thing around it."""
+        """Return the line of this value, or of the nearest enclosing table that has one."""
         for depth in range(len(place), 0, -1):
             if place[:depth] in self._lines:
                 return self._lines[place[:depth]]
         return 1
 
-    def of_error(self, words: str) -> tuple[int, str]:
-        """The line, and the words without msgspec's path."""
-        told, _, rest = words.partition(" - at `$")
+    def of_error(self, message: str) -> tuple[int, str]:
+        """Return the line of a msgspec error, and its text without msgspec's path."""
+        text, _, rest = message.partition(" - at `$")
         path = rest.rstrip("`")
         place: Place = tuple(
             int(index) if index else name for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path)
         )
-        field = re.search(r"unknown field `([^`]*)`", told)
+        field = re.search(r"unknown field `([^`]*)`", text)
         if field:
             place = (*place, field[1])
         name = ".".join(str(part) for part in place)
-        # A name of the user's own, as a table's, shows as [...] in msgspec's path: the table around it has to do.
-        return self.line(place), f"{told[:1].lower()}{told[1:]}" + (f" ({name})" if name and not field else "")
+        # msgspec writes [...] for the user's own keys (an owner's name): the line is that of the enclosing table.
+        return self.line(place), f"{text[:1].lower()}{text[1:]}" + (f" ({name})" if name and not field else "")

@@ -1,8 +1,8 @@
-"""Flows over the campus network: max-min fair shares of edge, uplink and core links, as in SimGrid's flow model.
+"""Flows over the campus network with max-min fair shares of edge, uplink and core links, as in SimGrid's flow model.
 
-A flow is a checkpoint on its way to all of its holders at once: it uses the sender's edge once for each copy. A link's `demand`
-is the campus's own traffic. Who `yields` (background pacing) has only what that traffic and the others leave; who does not
-competes with it.
+A flow sends a checkpoint to all of its holders at once and uses the sender's edge once for each copy. The `demand` of a link is
+other campus traffic. A flow that `yields` (background pacing) gets only what that traffic and other flows leave; other flows
+compete with it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,24 +12,26 @@ import msgspec
 
 from sim.kernel import Kernel
 
-BACKGROUND_FLOWS = 8.0  # streams that a link's own traffic is made of, when somebody competes with it; ours
+BACKGROUND_FLOWS = 8.0  # streams of other traffic on a link, for its fair share against flows (own choice)
 HOUR_S = 3600.0
-NEARLY = 1 - 1e-9  # of a link's capacity is all of it, for rounding
+NEARLY = 1 - 1e-9  # a share of this size counts as all, against rounding errors
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """One flow as the sharing sees it: (link, how often it crosses it), its weight, and the most it wants."""
+    """One flow in the fair-share computation: (link, copies that cross it), weight, and maximum rate."""
 
     path: tuple[tuple[int, float], ...]
     weight: float = 1.0
-    most: float = inf
+    limit: float = inf
 
 
 def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[float]:
-    """The rate of each (Bertsekas and Gallager 1992, 6.5.2, by progressive filling): all rise together, in proportion to
-    their weights, until a link is full or one has what it wants."""
+    """Return the max-min fair rate of each demand, by progressive filling (Bertsekas and Gallager 1992, 6.5.2).
+
+    All rates rise together, in proportion to their weights, until a link is full or a demand reaches its limit.
+    """
     rates = [0.0] * len(demands)
-    rising = [place for place, demand in enumerate(demands) if demand.most > 0]
+    rising = [place for place, demand in enumerate(demands) if demand.limit > 0]
     left = list(capacities)
     level = 0.0
     while rising:
@@ -38,9 +40,9 @@ def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[floa
             for link, uses in demands[place].path:
                 pull[link] = pull.get(link, 0.0) + uses * demands[place].weight
         step = min([left[link] / pulled for link, pulled in pull.items()], default=inf)
-        step = max(0.0, min(step, min([demands[place].most / demands[place].weight for place in rising]) - level))
+        step = max(0.0, min(step, min([demands[place].limit / demands[place].weight for place in rising]) - level))
         if step == inf:
-            raise ValueError("a flow that crosses no link and wants everything has no rate")
+            raise ValueError("a flow without links and without a limit has no rate")
         level += step
         full = set()
         for link, pulled in pull.items():
@@ -50,16 +52,18 @@ def max_min(demands: Sequence[Demand], capacities: Sequence[float]) -> list[floa
         still = []
         for place in rising:
             demand = demands[place]
-            rates[place] = min(demand.most, demand.weight * level)
-            if rates[place] < demand.most * NEARLY and full.isdisjoint([link for link, _ in demand.path]):
+            rates[place] = min(demand.limit, demand.weight * level)
+            if rates[place] < demand.limit * NEARLY and full.isdisjoint([link for link, _ in demand.path]):
                 still.append(place)
         rising = still
     return rates
 
 
 class Link:
-    """`capacity` and `demand` in bytes a second, one direction; `spare`: what its own traffic leaves. `carried`: our bytes by
-    hour, where that is watched; of all links that share it."""
+    """One direction of a link. `capacity` and `demand` (other traffic) are in bytes a second; `spare` is the rest.
+
+    `carried` counts the bytes of flows by hour; several links can share one counter.
+    """
 
     __slots__ = (
         "_short_since",
@@ -79,15 +83,15 @@ class Link:
         self.name, self.capacity, self.carried = name, capacity, carried
         self.limit = self.spare = capacity * (1 + 1e-9)
         self.demand = 0.0
-        self.potential = 0.0  # what its flows could use together, each alone
+        self.potential = 0.0  # sum of the peak rates of its flows
         self.flows: dict[Flow, float] = {}
-        self.short = 0.0  # of its own traffic's demand, because of us
-        self.lost = 0.0  # bytes that its own traffic could not send in time
+        self.short = 0.0  # rate that flows take from other traffic
+        self.lost = 0.0  # bytes of other traffic that were not sent in time
         self._short_since = 0.0
 
     @property
     def contended(self) -> bool:
-        """Whether its flows and its own traffic could fill it, were they all as fast as they can be; alone one cannot do harm."""
+        """Tell whether its flows and other traffic could fill it at their peak rates. A single flow alone cannot."""
         return self.potential > self.spare and (self.demand > 0 or len(self.flows) > 1)
 
     def fall_short(self, short: float, now: float) -> None:
@@ -96,7 +100,7 @@ class Link:
 
 
 class Path:
-    """Each link with how often it is crossed; `peak`: bytes a second to each holder, were nobody else there."""
+    """The links of a path with the copies that cross each; `peak` is the rate to each holder if idle, bytes a second."""
 
     __slots__ = ("links", "peak")
 
@@ -106,8 +110,10 @@ class Path:
 
 
 class Flow:
-    """So many bytes to each holder along a path; `done` is called once all have them. `remaining` holds at `at`; `owner` is whom
-    it is for; `over`: it has arrived, or was broken off."""
+    """A transfer of some bytes to each holder along a path; `done` is called when all have them.
+
+    `remaining` bytes are left at time `at`. `owner` is the job; the flow is `over` when it has arrived or was cancelled.
+    """
 
     __slots__ = ("at", "bytes", "done", "number", "over", "owner", "path", "peak", "rate", "remaining", "yields")
 
@@ -131,9 +137,11 @@ class Flow:
 
 
 class Network:
+    """All flows; rates are recomputed when a flow starts or ends and when other traffic changes."""
+
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self.shared = 0  # times that rates had to be worked out together
+        self.shared = 0  # number of fair-share computations
 
     def start(
         self,
@@ -150,7 +158,7 @@ class Network:
             flows = link.flows
             flows[flow] = uses
             link.potential = potential = link.potential + uses * peak
-            if potential > link.spare and (link.demand > 0 or len(flows) > 1):  # as `contended`, without the way there
+            if potential > link.spare and (link.demand > 0 or len(flows) > 1):  # `contended`, inlined for speed
                 alone = False
         if alone:
             flow.rate, flow.number = peak, 1
@@ -159,14 +167,14 @@ class Network:
             self._share([flow])
         return flow
 
-    def stop(self, flow: Flow) -> float:
-        """Break it off; what was still to be sent."""
-        self._settle(flow)
-        self._leave(flow)
-        return flow.remaining
+    def stop(self, flow: Flow) -> None:
+        """Cancel the transfer, unless it is over."""
+        if not flow.over:
+            self._settle(flow)
+            self._leave(flow)
 
     def set_demand(self, link: Link, demand: float) -> None:
-        """The link's own traffic changes."""
+        """Change the other traffic on a link."""
         contended = link.contended
         link.demand, link.spare = demand, link.limit - demand
         if link.flows and (contended or link.contended):
@@ -199,7 +207,7 @@ class Network:
                 self._share(list(others))
 
     def _share(self, seeds: Iterable[Flow]) -> None:
-        """Give new rates to these and to all whom they could touch: those they meet on a link that could be full."""
+        """Give new rates to these flows and to all flows that they meet, directly or not, on contended links."""
         found: dict[Flow, None] = dict.fromkeys(seeds)
         links: dict[Link, int] = {}
         queue = list(found)
@@ -228,7 +236,7 @@ class Network:
             self._run_at(flow, rate)
 
     def _left_by_own(self, links: Iterable[Link]) -> list[float]:
-        """What the links' own traffic leaves where nobody competes with it."""
+        """Return what other traffic leaves on links where no flow competes with it."""
         left = []
         for link in links:
             if link.short:
@@ -237,7 +245,7 @@ class Network:
         return left
 
     def _left_by(self, pressing: Sequence[Flow], links: dict[Link, int]) -> list[float]:
-        """Give those who compete their rates; what they and the links' own traffic leave to who yields."""
+        """Give competing flows their rates; return what they and other traffic leave to yielding flows."""
         capacities = [link.capacity for link in links]
         demands = [self._demand(flow, links) for flow in pressing]
         own = [Demand(((number, 1.0),), BACKGROUND_FLOWS, link.demand) for link, number in links.items()]

@@ -1,6 +1,6 @@
-"""The policies that are compared: ours and the baselines, all on the same ports.
+"""The policies to compare: the product's and the baselines.
 
-docs/simulator.md says where each number comes from.
+docs/reference/campus-worlds.md gives the source of each number.
 """
 
 import re
@@ -13,30 +13,35 @@ from sim.campus.schedules import Never, Oracle, Periodic, Product, Schedule, You
 
 
 class Detection(msgspec.Struct, frozen=True):
-    """How long until a machine that is gone without a word is given up and its jobs may start elsewhere: `least_s`, and evenly up
-    to `spread_s` more; or, with `measured`, drawn from what the membership protocol does in its own simulation, and not before
-    the job's lease is over."""
+    """The delay from a sudden departure until the machine's jobs may start elsewhere.
 
-    least_s: float
+    It is uniform between `min_s` and `min_s + spread_s`. With `measured`, it is drawn from the simulated delays of the membership
+    protocol, and is not shorter than the rest of the job's lease (`min_s`).
+    """
+
+    min_s: float
     spread_s: float = 0.0
     measured: bool = False
 
 
 class Redundancy(msgspec.Struct, frozen=True):
-    """Each step is computed twice, on two machines: so much more work, and so long a pause when one of them goes."""
+    """Redundant execution of each step on two machines: extra work (a share), and the pause when one of them departs."""
 
     overhead: float
     pause_s: float
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """`place`: who gets a job. `keeps`: where checkpoints lie: with `copies` peers, on a file server that never fails, nowhere.
-    `notice`: what is done with one. `requeue_s`: from a departure that is known to the next start, at least. `yields`: its
-    checkpoints give way to the campus's own traffic. `goes_home`: jobs return to where they first ran. `destinations`: whether
-    the jobs of a machine that leaves are sent to others by one plan, or each by itself."""
+    """A policy for placement, checkpoints and departures.
+
+    `place` selects the machine of a job. `keeps` is the storage of checkpoints: `copies` peers, a file server that never fails,
+    or none. `notice` is the reaction to a notice. `requeue_s` is the minimum time from a known departure to the next start. With
+    `yields`, checkpoints give way to other campus traffic. With `migrates_back`, jobs return to their first machine.
+    `destinations` tells whether one plan places all jobs of a leaving machine, or each job is placed alone.
+    """
 
     name: str
-    says: str
+    description: str
     schedule: Schedule
     detection: Detection
     place: Literal["rendezvous", "first fit", "longest"] = "first fit"
@@ -45,21 +50,20 @@ class Policy(msgspec.Struct, frozen=True):
     copies: int = 2
     requeue_s: float = 0.0
     yields: bool = False
-    goes_home: bool = False
+    migrates_back: bool = False
     settle_s: float = 60.0
     redundancy: Redundancy | None = None
     destinations: Literal["joint", "solo"] = "joint"
 
 
-# SlurmdTimeout's default; and the shortest that `make bench-slurm` got to work: detection and restart together 12.7 s.
-SLURM = Detection(300.0)
-# A requeued job is held back until its credential has expired (cred_expire, 120 s) and the scheduler has turned.
+SLURM = Detection(300.0)  # default of SlurmdTimeout
+# Slurm holds a requeued job until its credential has expired (cred_expire, 120 s) and the scheduler has run.
 SLURM_REQUEUE_S = 121.0
-SLURM_FAST, SLURM_FAST_REQUEUE_S = Detection(6.0), 6.9  # `make bench-slurm`, medians
-LEASE_S = 15.0  # mesh/config.py
+SLURM_FAST, SLURM_FAST_REQUEUE_S = Detection(6.0), 6.9  # shortest timings that worked: medians of `make bench-slurm`
+LEASE_S = 15.0  # mesh/daemon/config.py
 MESH = Detection(LEASE_S, 0.0, measured=True)
 HANDOVER_S = 0.4  # from a stored checkpoint to a start elsewhere: `make bench-jobs`, upper end
-# Three missed heartbeats of ten seconds: found between 20 and 30 s after the last one.
+# Three missed heartbeats of ten seconds: detected between 20 and 30 s after the last one.
 GPUNION = Detection(20.0, 10.0)
 
 POLICIES: dict[str, Policy] = {
@@ -67,7 +71,7 @@ POLICIES: dict[str, Policy] = {
     for policy in (
         Policy(
             "mesh",
-            "ours: survival-weighted rendezvous, checkpoints by the hazard's integral on two peers, migration under notice",
+            "the product: survival-weighted rendezvous, checkpoints on two peers by integrated hazard, migration under notice",
             Product(),
             MESH,
             place="rendezvous",
@@ -75,11 +79,11 @@ POLICIES: dict[str, Policy] = {
             notice="migrate",
             requeue_s=HANDOVER_S,
             yields=True,
-            goes_home=True,
+            migrates_back=True,
         ),
         Policy(
             "slurm-s0",
-            "Slurm, preempt and requeue: starts from its beginning",
+            "Slurm, preempt and requeue: jobs start from the beginning",
             Never(),
             SLURM,
             keeps="nowhere",
@@ -87,21 +91,21 @@ POLICIES: dict[str, Policy] = {
         ),
         Policy(
             "slurm-s60",
-            "Slurm, requeue; the program saves every hour to a file server",
+            "Slurm, requeue; the program checkpoints every hour to a file server",
             Periodic(3600.0),
             SLURM,
             requeue_s=SLURM_REQUEUE_S,
         ),
         Policy(
             "slurm-s60-fast",
-            "as slurm-s60, with the shortest timings that Slurm was made to work with",
+            "as slurm-s60, with the shortest timings that worked in Slurm",
             Periodic(3600.0),
             SLURM_FAST,
             requeue_s=SLURM_FAST_REQUEUE_S,
         ),
         Policy(
             "periodic-30",
-            "our mechanics with a checkpoint every half hour, and no use of notices",
+            "the product with a checkpoint every half hour, ignoring notices",
             Periodic(1800.0),
             MESH,
             place="rendezvous",
@@ -111,7 +115,7 @@ POLICIES: dict[str, Policy] = {
         ),
         Policy(
             "young-daly",
-            "our mechanics with Daly's interval for the campus's mean, and no use of notices",
+            "the product with Daly's interval for the mean departure rate, ignoring notices",
             Young(daly=True),
             MESH,
             place="rendezvous",
@@ -121,24 +125,24 @@ POLICIES: dict[str, Policy] = {
         ),
         Policy(
             "gpunion",
-            "a coordinator with heartbeats, a fixed interval, a last save under notice, and return",
+            "a coordinator with heartbeats, a fixed interval, a last checkpoint under notice, and migrating back",
             Periodic(900.0),
             GPUNION,
             notice="save",
             requeue_s=5.0,
-            goes_home=True,
+            migrates_back=True,
             settle_s=0.0,
         ),
         Policy(
             "redundant",
-            "Bamboo-like: every step on two machines, half-hourly checkpoints for when both go",
+            "as Bamboo: every step on two machines, half-hourly checkpoints in case both depart",
             Periodic(1800.0),
             Detection(0.0),
             redundancy=Redundancy(0.15, 40.0),
         ),
         Policy(
             "oracle",
-            "knows when each machine goes: the longest stay, and one checkpoint just before its end",
+            "knows every departure: placement by the longest stay, one checkpoint just before its end",
             Oracle(),
             MESH,
             place="longest",
@@ -155,7 +159,7 @@ POLICIES: dict[str, Policy] = {
 POLICIES["mesh-solo"] = msgspec.structs.replace(
     POLICIES["mesh"],
     name="mesh-solo",
-    says="as mesh, but the jobs of a leaving machine choose where to go one by one, whatever the paths can carry",
+    description="as mesh, but each job of a leaving machine chooses its destination alone, without regard to bandwidth",
     destinations="solo",
 )
 
@@ -167,25 +171,25 @@ def is_policy(name: str) -> bool:
 
 
 def find_policy(name: str) -> Policy:
-    """One of the above, or `periodic-N` with an interval of N minutes; ValueError if there is none of that name."""
+    """Return a policy by name, or `periodic-N` with an interval of N minutes; ValueError if the name is unknown."""
     if name in POLICIES:
         return POLICIES[name]
     if (found := PERIODIC.fullmatch(name)) is None:
-        raise ValueError(f"there is no policy {name!r}; there are: {', '.join(POLICIES)}, and periodic-N (minutes)")
-    says = f"a checkpoint every {found[1]} minutes on two peers"
+        raise ValueError(f"unknown policy {name!r}; choose from {', '.join(POLICIES)}, or periodic-N (minutes)")
+    description = f"a checkpoint every {found[1]} minutes on two peers"
     return msgspec.structs.replace(
-        POLICIES["periodic-30"], name=name, says=says, schedule=Periodic(60.0 * int(found[1]))
+        POLICIES["periodic-30"], name=name, description=description, schedule=Periodic(60.0 * int(found[1]))
     )
 
 
 def delay_s(detection: Detection, quantiles: tuple[float, ...], rng: Random) -> float:
-    """From a sudden departure to the next start that it allows."""
+    """Draw the delay from a sudden departure to the earliest start elsewhere."""
     u = rng.random()
     if not detection.measured:
-        return detection.least_s + u * detection.spread_s
+        return detection.min_s + u * detection.spread_s
     place = u * (len(quantiles) - 1)
     below = int(place)
     above = min(below + 1, len(quantiles) - 1)
     found = quantiles[below] + (quantiles[above] - quantiles[below]) * (place - below)
-    # The lease was renewed some time ago, at most a third of it: its rest on the witnesses' side is 1.05 less that.
-    return max(found, detection.least_s * (1.05 - u / 3))
+    # The last renewal was up to a third of the lease ago; witnesses wait 1.05 leases from it.
+    return max(found, detection.min_s * (1.05 - u / 3))

@@ -1,7 +1,7 @@
-"""When the next checkpoint is due: the port, and the rules that are held against each other on it.
+"""Checkpoint schedules: rules for the time of the next checkpoint, behind one interface.
 
-`next_checkpoint(now, since, outlook)` is asked when a guest begins and after each checkpoint. `since` is when the work began
-that is not saved yet. It gives a time, not before `now`; `inf` is never.
+The simulator calls `next_checkpoint(now, since, outlook)` when a guest starts and after each checkpoint. `since` is the start of
+the work that is not saved yet. The result is a time not before `now`; `inf` means never.
 """
 
 from math import inf, sqrt
@@ -13,14 +13,17 @@ from placement.schedule import LEAST_S, MOST_S, Cost, Rates, due_at
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """What a rule may look at. `stall_s`: what a checkpoint costs the training; `upload_s`: until it is safe elsewhere;
-    `most_upload_s`: that of the whole state, with those of all guests of the machine before it; `lossy`: the part of the
-    departures that a notice does not cover; `rates(t)`: departures a second from t on, each with until when it holds;
-    `mean_rate`: over the campus; `departs_at`: when this machine will really go, for the oracle alone."""
+    """The inputs of a schedule.
+
+    `stall_s` is the pause of the training at a checkpoint, `upload_s` the time until it is safe elsewhere, and `max_upload_s`
+    the time for the whole state behind those of all guests of the machine. `lossy` is the share of departures that no notice
+    covers. `rates(t)` yields (departures a second, end of that rate) from t on; `mean_rate` is the campus's mean. `departs_at`
+    is the true departure, for the oracle only.
+    """
 
     stall_s: float
     upload_s: float
-    most_upload_s: float
+    max_upload_s: float
     lossy: float
     rates: Rates
     mean_rate: float
@@ -44,8 +47,10 @@ class Periodic(msgspec.Struct, frozen=True):
 
 
 class Young(msgspec.Struct, frozen=True):
-    """sqrt(2 C M) with the campus's mean rate (Young 1974), or Daly's higher order (2006). Departures with a notice count as any
-    other: the rule knows of none."""
+    """Young's interval sqrt(2 C M) with the campus's mean rate (1974), or Daly's higher-order one (2006).
+
+    Departures with a notice count like all others.
+    """
 
     daly: bool = False
 
@@ -63,7 +68,7 @@ class Young(msgspec.Struct, frozen=True):
 
 
 class Product:
-    """The rule of `placement/schedule.py`."""
+    """The product's rule (`placement.schedule`)."""
 
     def next_checkpoint(self, now: float, since: float, outlook: Outlook) -> float:
         cost = Cost(outlook.stall_s, outlook.upload_s)
@@ -71,8 +76,8 @@ class Product:
 
 
 class Oracle:
-    """One, so that it is safe just before the machine goes."""
+    """One checkpoint, timed to be safe just before the machine departs."""
 
     def next_checkpoint(self, now: float, since: float, outlook: Outlook) -> float:
-        due = outlook.departs_at - 1.5 * (outlook.stall_s + outlook.most_upload_s) - 1.0
+        due = outlook.departs_at - 1.5 * (outlook.stall_s + outlook.max_upload_s) - 1.0
         return due if due >= now and since < due else inf

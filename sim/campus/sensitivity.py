@@ -1,7 +1,7 @@
-"""What a world's answer hangs on: each doubtful input moved down and up, all else as it was, under the same luck.
+"""Sensitivity of a world's result: each uncertain input changed down and up, one at a time, with the same random draws.
 
-How owners announce themselves, and how often they come together, is known of no campus (docs/simulator.md): a study whose answer
-turns with one of these has to measure it first.
+No public data says how often owners give notice and how often machines leave together. A study whose answer depends on these
+inputs has to measure them first.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,41 +9,41 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from sim.campus.statistics import Interval, difference, mean_of
-from sim.campus.study import Side, shared
-from sim.campus.world import Kind, Owners, Shock, Spread, World
+from sim.campus.study import Sample, common_seeds
+from sim.campus.world import Kind, Lognormal, Owners, Shock, World
 
-FACTOR = 4.0  # down and up, of what has no natural end; ours
-TOGETHER = 0.25  # of the departures, at the upper end, take a whole room; ours
+FACTOR = 4.0  # down and up, for inputs without natural bounds (own choice)
+TOGETHER = 0.25  # of the departures take a whole room at the upper end (own choice)
 Change = Callable[[World], World]
 
 
-class Knob(msgspec.Struct, frozen=True):
-    """An input, and what its low and its high end are."""
+class Input(msgspec.Struct, frozen=True):
+    """An uncertain input, with its change to a low and to a high end."""
 
     name: str
-    low_says: str
-    high_says: str
+    low_label: str
+    high_label: str
     low: Change
     high: Change
-    of_owners: bool = False  # a trace says it instead
+    of_owners: bool = False  # does not apply to worlds with a trace
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """One end of a knob: the figure there, and by how much it is more than at the base, paired by seed."""
+    """One end of an input: the metric there, and its change from the base, paired by seed."""
 
-    knob: str
+    name: str
     end: str
-    says: str
+    label: str
     value: Interval
-    more: Interval
+    change: Interval
 
 
 class Tornado(msgspec.Struct, frozen=True):
-    """The widest swing first."""
+    """The sensitivity of a metric to all inputs, the widest swing first."""
 
     world: str
     policy: str
-    figure: str
+    metric: str
     base: Interval
     bars: list[Bar]
 
@@ -52,12 +52,12 @@ def _each_owner(world: World, change: Callable[[Owners], Owners]) -> World:
     return msgspec.structs.replace(world, owners={name: change(one) for name, one in world.owners.items()})
 
 
-def _times(spread: Spread, factor: float) -> Spread:
-    return Spread(spread.median * factor, spread.sigma, spread.least * factor, min(1e9, spread.most * factor))
+def _times(spread: Lognormal, factor: float) -> Lognormal:
+    return Lognormal(spread.median * factor, spread.sigma, spread.min * factor, min(1e9, spread.max * factor))
 
 
 def _noticed(share: Callable[[float], float]) -> Change:
-    """Of the owners' own departures; the rest is brief as often as before."""
+    """Change the share of noticed departures; the others keep their proportions."""
 
     def change(one: Owners) -> Owners:
         now = share(one.noticed)
@@ -72,8 +72,8 @@ def _notice_s(factor: float) -> Change:
         longer = _each_owner(world, lambda one: msgspec.structs.replace(one, notice_s=_times(one.notice_s, factor)))
         lessons = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.lessons)
         shocks = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.shocks)
-        cuts = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.cuts)
-        return msgspec.structs.replace(longer, lessons=lessons, shocks=shocks, cuts=cuts)
+        outages = tuple(msgspec.structs.replace(one, notice_s=one.notice_s * factor) for one in world.outages)
+        return msgspec.structs.replace(longer, lessons=lessons, shocks=shocks, outages=outages)
 
     return change
 
@@ -88,14 +88,14 @@ def _state(factor: float) -> Change:
 
 def _uplink(factor: float) -> Change:
     def change(world: World) -> World:
-        wire = msgspec.structs.replace(world.wire, uplink_gbps=world.wire.uplink_gbps * factor)
-        return msgspec.structs.replace(world, wire=wire)
+        network = msgspec.structs.replace(world.network, uplink_gbps=world.network.uplink_gbps * factor)
+        return msgspec.structs.replace(world, network=network)
 
     return change
 
 
 def _apart(world: World) -> World:
-    """No shocks: what they took is taken by the owners, each machine for itself."""
+    """Replace shocks by independent departures at the same rate for each machine."""
     shocked = sum(shock.per_week / 7 * shock.share for shock in world.shocks)
     alone = _each_owner(
         world, lambda one: msgspec.structs.replace(one, reclaims_per_day=min(1000.0, one.reclaims_per_day + shocked))
@@ -104,12 +104,12 @@ def _apart(world: World) -> World:
 
 
 def _together(world: World) -> World:
-    """A part of the owners' departures takes the whole room, as often and of the same kinds, but at any time of the day."""
+    """Let a share of the owners' departures take the whole room, at the same rate and kinds, at any time of the day."""
     machines = {name: sum(group.count for group in world.groups if group.owners == name) for name in world.owners}
     mean = sum(world.owners[name].reclaims_per_day * count for name, count in machines.items()) / world.machines
     most = world.owners[max(machines, key=lambda name: machines[name])]
     sudden = max(0.0, 1 - most.noticed - most.brief)
-    kinds: tuple[tuple[Kind, float, Spread], ...] = (
+    kinds: tuple[tuple[Kind, float, Lognormal], ...] = (
         ("noticed", most.noticed, most.absent_h),
         ("brief", most.brief, _times(most.brief_s, 1 / 3600)),
         ("sudden", sudden, most.absent_h),
@@ -130,21 +130,21 @@ def _together(world: World) -> World:
     return msgspec.structs.replace(fewer, shocks=(*world.shocks, *shocks))
 
 
-KNOBS: tuple[Knob, ...] = (
-    Knob(
+INPUTS: tuple[Input, ...] = (
+    Input(
         "notice share",
         "half as many are noticed",
-        "half of the others too",
+        "half of the others are noticed too",
         _noticed(lambda share: share / 2),
         _noticed(lambda share: (1 + share) / 2),
         of_owners=True,
     ),
-    Knob("notice length", "a quarter", "four times", _notice_s(1 / FACTOR), _notice_s(FACTOR)),
-    Knob("state size", "a quarter", "four times", _state(1 / FACTOR), _state(FACTOR)),
-    Knob("uplink bandwidth", "a quarter", "four times", _uplink(1 / FACTOR), _uplink(FACTOR)),
-    Knob(
+    Input("notice length", "a quarter", "four times", _notice_s(1 / FACTOR), _notice_s(FACTOR)),
+    Input("state size", "a quarter", "four times", _state(1 / FACTOR), _state(FACTOR)),
+    Input("uplink bandwidth", "a quarter", "four times", _uplink(1 / FACTOR), _uplink(FACTOR)),
+    Input(
         "correlation",
-        "each machine for itself",
+        "each machine departs alone",
         "a quarter take the whole room",
         _apart,
         _together,
@@ -153,36 +153,36 @@ KNOBS: tuple[Knob, ...] = (
 )
 
 
-def knobs(world: World) -> list[Knob]:
-    """Those that mean something there."""
-    return [knob for knob in KNOBS if world.trace is None or not knob.of_owners]
+def inputs_of(world: World) -> list[Input]:
+    """Return the inputs that apply to a world."""
+    return [input_ for input_ in INPUTS if world.trace is None or not input_.of_owners]
 
 
 def variants(world: World) -> list[World]:
-    """All that have to be run, the base first."""
-    return [world, *(change(world) for knob in knobs(world) for change in (knob.low, knob.high))]
+    """Return the worlds to run: the base, then both ends of each input."""
+    return [world, *(change(world) for input_ in inputs_of(world) for change in (input_.low, input_.high))]
 
 
-def tornado(world: World, policy: str, figure: str, sides: Mapping[str, Side]) -> Tornado:
-    """`sides`: by the digest of each variant. ValueError if there is no seed that all have."""
-    found = [sides[one.digest] for one in variants(world)]
-    seeds = shared(*found)
+def tornado(world: World, policy: str, metric: str, samples: Mapping[str, Sample]) -> Tornado:
+    """Return the sensitivities from `samples`, by the digest of each variant; ValueError without a common seed."""
+    found = [samples[one.digest] for one in variants(world)]
+    seeds = common_seeds(*found)
     if not seeds:
-        raise ValueError("no seed is finished for all ends of all inputs")
-    base = found[0].values(figure, seeds)
+        raise ValueError("no seed has finished for both ends of all inputs")
+    base = found[0].values(metric, seeds)
     bars = []
-    for place, knob in enumerate(knobs(world)):
-        for end, says, side in (
-            ("low", knob.low_says, found[1 + 2 * place]),
-            ("high", knob.high_says, found[2 + 2 * place]),
+    for place, input_ in enumerate(inputs_of(world)):
+        for end, label, sample in (
+            ("low", input_.low_label, found[1 + 2 * place]),
+            ("high", input_.high_label, found[2 + 2 * place]),
         ):
-            values = side.values(figure, seeds)
-            bars.append(Bar(knob.name, end, says, mean_of(values), difference(base, values)))
-    return Tornado(world.name, policy, figure, mean_of(base), _widest_first(bars))
+            values = sample.values(metric, seeds)
+            bars.append(Bar(input_.name, end, label, mean_of(values), difference(base, values)))
+    return Tornado(world.name, policy, metric, mean_of(base), _widest_first(bars))
 
 
 def _widest_first(bars: Iterable[Bar]) -> list[Bar]:
     swing: dict[str, float] = {}
     for bar in bars:
-        swing[bar.knob] = max(swing.get(bar.knob, 0.0), abs(bar.more.value))
-    return sorted(bars, key=lambda bar: -swing[bar.knob])
+        swing[bar.name] = max(swing.get(bar.name, 0.0), abs(bar.change.value))
+    return sorted(bars, key=lambda bar: -swing[bar.name])

@@ -1,4 +1,4 @@
-"""What replications say together: ratios of sums with bootstrap intervals, paired by seed, corrected for many comparisons."""
+"""Statistics over replications: bootstrap intervals, paired differences and reductions, p-values with Holm's correction."""
 
 from collections.abc import Callable, Sequence
 from math import fsum
@@ -7,12 +7,12 @@ from statistics import NormalDist
 
 import msgspec
 
-from sim.campus.tally import percentile
+from sim.campus.metrics import percentile
 
 RESAMPLES = 2000
 LEVEL = 0.95
-SEED = 20130  # of the resampling: the same replications give the same interval
-ENOUGH = 0.02  # half of the interval, relative to the headline: then more replications are not needed
+SEED = 20130  # of the resampling, so that the same replications give the same interval
+ENOUGH = 0.02  # half width of a reduction at which a study may stop
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -27,7 +27,10 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def bootstrap(count: int, statistic: Callable[[Sequence[int]], float], resamples: int = RESAMPLES) -> Interval:
-    """Of a statistic of replications by their places: bias-corrected percentiles (Efron 1987, without acceleration)."""
+    """Return a statistic with its bootstrap interval: bias-corrected percentiles (Efron 1987, without acceleration).
+
+    `statistic` takes the indices of the resampled replications.
+    """
     value = statistic(range(count))
     if count < 2:
         return Interval(value, value, value, count)
@@ -46,12 +49,12 @@ def mean_of(values: Sequence[float]) -> Interval:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Mean of second - first, paired."""
+    """Return the mean of second - first, paired."""
     return mean_of([b - a for a, b in zip(first, second, strict=True)])
 
 
 def reduction(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """By how much of the first the second is less: 1 - sum / sum, paired; 0 if the first is nothing."""
+    """Return the relative reduction from first to second, 1 - sum / sum, paired; 0 if the first sum is 0."""
 
     def ratio(places: Sequence[int]) -> float:
         base = fsum([first[p] for p in places])
@@ -61,7 +64,7 @@ def reduction(first: Sequence[float], second: Sequence[float]) -> Interval:
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """That a paired difference is none: permutation of signs (Fisher), all of them up to 2 to the 12th, else 10,000 drawn."""
+    """Return the p-value of "no difference" by permutation of signs (Fisher): all up to 2^12, else 10,000 draws."""
     there = [one for one in differences if one]
     if not there:
         return 1.0
@@ -80,7 +83,7 @@ def p_value(differences: Sequence[float]) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979), in the order given."""
+    """Return adjusted p-values (Holm 1979) in the given order."""
     order = sorted(range(len(values)), key=lambda place: values[place])
     adjusted = [0.0] * len(values)
     least = 0.0

@@ -1,4 +1,4 @@
-"""A study as a TOML file: a grid of worlds, settings, policies and seeds. This is the list of all its keys.
+"""Study files: a TOML grid of worlds, settings, policies and seeds. This module lists all keys.
 
 ```toml
 name = "notices"
@@ -6,10 +6,10 @@ seeds = 30
 policies = ["mesh", "slurm-s60"]
 worlds = ["lab-building", "ours.toml"]  # presets, or files beside the study
 
-[set]  # in all of them
+[set]  # in every world
 days = 14
 
-[grid]  # every combination
+[grid]  # every combination of these values
 "owners.students.noticed" = [0, 0.3, 0.6]
 ```
 """
@@ -22,27 +22,28 @@ from typing import Annotated, Any
 import msgspec
 
 from sim.campus.document import Change, flat, strict
+from sim.campus.metrics import METRICS, Result
 from sim.campus.policies import find_policy
 from sim.campus.statistics import Interval, mean_of
-from sim.campus.study import Cell
-from sim.campus.tally import FIGURES, Result
-from sim.campus.world import World, WorldError, find_world, presets
+from sim.campus.study import Replication
+from sim.campus.world import World, WorldError
+from sim.campus.world_files import find_world, presets
 
-MOST_CELLS = 200_000  # replications; more is a mistake
+MAX_REPLICATIONS = 200_000  # a larger grid is a mistake
 
 Wrong = Callable[..., "StudyError"]
 
 
 class StudyError(ValueError):
-    """A file that is no study; the text names the file, the line and what is wrong with it."""
+    """An invalid study file; the text names the file, the line and the mistake."""
 
 
 class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`set` and `grid` name places in a world, as `--set` does."""
+    """The content of a study file. The keys of `set` and `grid` are paths of world values, as in `--set`."""
 
     worlds: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     name: str = ""
-    says: str = ""
+    description: str = ""
     policies: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("mesh",)
     seeds: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
     first_seed: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 1
@@ -50,27 +51,27 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: dict[str, Any] = {}
 
     @property
-    def numbers(self) -> range:
+    def seed_range(self) -> range:
         return range(self.first_seed, self.first_seed + self.seeds)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One world under one policy. `named`: as the study names the world; `settings`: its place in the grid."""
+    """One world under one policy. `world_name` is the name in the study file; `settings` are the values from the grid."""
 
-    named: str
+    world_name: str
     world: World
     settings: dict[str, Any]
     policy: str
 
-    def cell(self, seed: int) -> Cell:
-        return Cell(self.world, self.policy, seed)
+    def replication(self, seed: int) -> Replication:
+        return Replication(self.world, self.policy, seed)
 
-    def summed(self, results: Sequence[Result]) -> dict[str, Interval]:
-        return {name: mean_of([result.figures[name] for result in results]) for name in FIGURES} if results else {}
+    def summarize(self, results: Sequence[Result]) -> dict[str, Interval]:
+        return {name: mean_of([result.metrics[name] for result in results]) for name in METRICS} if results else {}
 
 
 def read_study(path: Path) -> tuple[Study, list[Point]]:
-    """The study, and its points in their order; StudyError."""
+    """Return the study and its points in grid order; StudyError if the file is invalid."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -79,10 +80,10 @@ def read_study(path: Path) -> tuple[Study, list[Point]]:
 
 
 def parse_study(data: bytes, source: str, beside: Path) -> tuple[Study, list[Point]]:
-    study, places = strict(data, source, Study, StudyError)
+    study, positions = strict(data, source, Study, StudyError)
 
-    def wrong(words: str, *place: str | int) -> StudyError:
-        return StudyError(f"{source}: line {places.line(place)}: {words}")
+    def wrong(text: str, *place: str | int) -> StudyError:
+        return StudyError(f"{source}: line {positions.line(place)}: {text}")
 
     for policy in study.policies:
         try:
@@ -92,15 +93,15 @@ def parse_study(data: bytes, source: str, beside: Path) -> tuple[Study, list[Poi
     axes = flat(study.grid)
     for place, values in axes:
         if not isinstance(values, list) or not values:
-            raise wrong(f"{place} needs a list of values to try", "grid", *place.split("."))
+            raise wrong(f"{place} must be a list of values", "grid", *place.split("."))
     count = len(study.worlds) * len(study.policies) * study.seeds
     for _, values in axes:
         count *= len(values)
-    if count > MOST_CELLS:
-        raise wrong(f"{count} replications; at most {MOST_CELLS}", "grid")
+    if count > MAX_REPLICATIONS:
+        raise wrong(f"the grid has {count} replications; the limit is {MAX_REPLICATIONS}", "grid")
     for field in (study.worlds, study.policies):
         if len(set(field)) < len(field):
-            raise wrong("something is named twice", "worlds" if field is study.worlds else "policies")
+            raise wrong("a name occurs twice", "worlds" if field is study.worlds else "policies")
     return study, list(_points(study, axes, beside, wrong))
 
 

@@ -1,7 +1,7 @@
-"""Absences from a file, in one neutral form: node,start,end,state,cause (seconds; state `away`; cause noticed, sudden, brief
-or nothing).
+"""Absences from trace files. The form `events` has the columns node,start,end,state,cause.
 
-Other forms are read by placement's importers, which give stays: whatever lies between them is an absence.
+Times are in seconds, the state is `away`, and the cause is noticed, sudden, brief or empty. The importers of `placement` read all
+other forms; they yield stays, and the time between stays is absence.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,31 +14,33 @@ from typing import TypeVar
 import msgspec
 
 from mesh.forecast.tracefiles import files_of, read_traces
-from placement.stays import Stay, TraceError
-from sim.campus.world import DAYS, Kind, Mix, Trace, WorldError
+from placement.availability import Stay, TraceError
+from sim.campus.world import DAYS, JobTrace, Kind, Trace, WorldError
 
 HEADER = ["node", "start", "end", "state", "cause"]
 KINDS: dict[str, Kind | None] = {"": None, "noticed": "noticed", "sudden": "sudden", "brief": "brief"}
-NAMED = 5  # of the lines that are wrong
-LATEST = 2.0**40
+NAMED = 5  # malformed lines that an error names
+MAX_VALUE = 2.0**40
 DAY_S = 86_400.0
 EPOCH_WEEKDAY = 3  # Unix time began on a Thursday
 
-Source = TypeVar("Source", Trace, Mix)
+Source = TypeVar("Source", Trace, JobTrace)
 
 
 class Away(msgspec.Struct, frozen=True):
+    """One absence of a traced node, in seconds; `cause` None if the trace does not say."""
+
     start: float
     end: float
     cause: Kind | None = None
 
 
-def sealed(source: Source) -> Source:
-    """The same, with the digest of what its files hold; WorldError if it has another one already, or they cannot be read."""
+def with_digest(source: Source) -> Source:
+    """Return the source with the digest of its files' content; WorldError if it differs from a present one, or on read errors."""
     digest = blake2b(digest_size=16)
     try:
         for path in files_of([Path(source.file)]):
-            # Of a database that may be in use, what is read from it counts.
+            # A journal may be in use, so its parsed content counts, not its bytes.
             journal = source.form == "journal"
             content = repr(read_traces([path], "journal", 0.0)).encode() if journal else path.read_bytes()
             digest.update(len(content).to_bytes(8, "big") + content)
@@ -47,16 +49,14 @@ def sealed(source: Source) -> Source:
     except OSError as error:
         raise WorldError(f"{source.file}: {error.strerror or error}") from error
     if source.digest not in {"", digest.hexdigest()}:
-        raise WorldError(
-            f"{source.file} is not what it was: its digest is {digest.hexdigest()}, and not {source.digest}"
-        )
+        raise WorldError(f"{source.file} has changed: its digest is {digest.hexdigest()}, expected {source.digest}")
     return msgspec.structs.replace(source, digest=digest.hexdigest())
 
 
 @lru_cache(maxsize=8)
 def read_trace(trace: Trace, length_s: float, first_day: int) -> dict[str, list[Away]]:
-    """Of each node, its absences in order, from the world's beginning on; WorldError naming the lines that are wrong."""
-    sealed(trace)
+    """Return the absences of each node in order, from the start of the world; WorldError names malformed lines."""
+    with_digest(trace)
     if trace.form == "events":
         path = Path(trace.file)
         try:
@@ -72,20 +72,20 @@ def read_trace(trace: Trace, length_s: float, first_day: int) -> dict[str, list[
     if stays.last < begins + length_s:
         has = max(0.0, stays.last - begins) / DAY_S
         raise WorldError(
-            f"{trace.file}: from its first {DAYS[first_day]} on it has {has:.1f} days, and the world {length_s / DAY_S:g}"
+            f"{trace.file}: it has {has:.1f} days from its first {DAYS[first_day]} on; the world needs {length_s / DAY_S:g}"
         )
     return {node: list(_between(spans, begins, begins + length_s)) for node, spans in stays.nodes.items()}
 
 
 def midnight(unix: float, weekday: int, utc_offset_s: float) -> float:
-    """The first local midnight from then on that a day of this kind begins with."""
+    """Return the first local midnight from `unix` on that starts this weekday (Monday is 0)."""
     day = ceil((unix + utc_offset_s) / DAY_S)
     day += (weekday - EPOCH_WEEKDAY - day) % 7
     return day * DAY_S - utc_offset_s
 
 
 def _between(stays: Iterable[Stay], first: float, last: float) -> Iterator[Away]:
-    """What lies between stays, of which no cause is known; times count from `first`."""
+    """Yield the absences between stays, without causes; times count from `first`."""
     since = first
     for stay in stays:
         if stay.start >= last:
@@ -120,7 +120,7 @@ def parse_events(text: str, source: str, length_s: float) -> dict[str, list[Away
         more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
         raise WorldError(f"{source}: {'; '.join(wrong[:NAMED])}{more}")
     if last < length_s:
-        raise WorldError(f"{source}: it ends after {last / 86_400:.1f} days, and the world has {length_s / 86_400:g}")
+        raise WorldError(f"{source}: it has {last / 86_400:.1f} days; the world needs {length_s / 86_400:g}")
     return {node: _merged(spans, length_s) for node, spans in nodes.items()}
 
 
@@ -134,20 +134,20 @@ def _line(line: str) -> tuple[str, Away]:
     if words[3] != "away":
         raise ValueError(f"the state {words[3][:20]!r} is not away")
     if words[4] not in KINDS:
-        raise ValueError(f"the cause {words[4][:20]!r} is none of noticed, sudden, brief, or nothing")
+        raise ValueError(f"the cause {words[4][:20]!r} is not noticed, sudden, brief or empty")
     if end < start:
         raise ValueError("it ends before it starts")
     return node, Away(start, end, KINDS[words[4]])
 
 
 def number(word: str) -> float:
-    """A field of a file; ValueError saying what is wrong with it."""
+    """Parse a number of a file; ValueError names the mistake."""
     try:
         value = float(word)
     except ValueError:
-        raise ValueError(f"{word[:40]!r} is no number") from None
-    if not 0 <= value < LATEST:
-        raise ValueError(f"{word[:40]!r} is out of all bounds")
+        raise ValueError(f"{word[:40]!r} is not a number") from None
+    if not 0 <= value < MAX_VALUE:
+        raise ValueError(f"{word[:40]!r} is out of range")
     return value
 
 

@@ -1,1 +1,1 @@
-"""A study on one page: figures drawn as SVG, tables of their data, no script, nothing fetched."""
+"""The HTML report of a study: SVG figures with their data, without scripts or external resources."""

@@ -1,4 +1,4 @@
-"""Figures of who is there and when, and of how well that was foretold: they depend on the world, and on no policy."""
+"""Figures of availability and of its forecasts. They depend on the world, not on the policy."""
 
 from collections.abc import Sequence
 from math import log10
@@ -7,7 +7,7 @@ from typing import TypeVar
 from mesh.forecast.scores import brier, ece, reliability
 from mesh.web.markup import Markup
 from mesh.web.palette import LEVELS
-from placement.stays import greenwood, kaplan_meier
+from placement.availability import greenwood, kaplan_meier
 from sim.campus.observation import AGES_S, HOUR_S, WINDOWS_S, Observation
 from sim.campus.world import DAYS
 from sim.report.figure import Figure
@@ -15,15 +15,15 @@ from sim.report.plot import Axis, Entry, Point, area, bar, box, frame, legend, l
 from sim.report.scale import Scale, percent, shares, spans, ticks
 
 T = TypeVar("T")
-FEW = 30  # forecasts in a tenth that say little; ours
-CURVE = 60  # ages that a curve of stays is drawn at
-CELL, ROW = 27.0, 26.0
+MIN_FORECASTS = 30  # in a bin, for the line to pass through it (own choice)
+CURVE = 60  # points of the curve of stays
+CELL, ROW = 27.0, 26.0  # size of a cell of the heat map, px
 
 
 def availability(by_hour: Sequence[Sequence[float]], place: str) -> Figure:
-    """`by_hour`: the part of the GPUs that is lent, by weekday and hour; below 0 where there was no such hour."""
+    """Draw `by_hour`, the share of GPUs lent by weekday and hour (below 0: no such hour), as a heat map."""
     left, top = 46.0, 40.0
-    parts: list[Markup] = [text(left, 16, "part of all GPUs that is lent, %; columns are hours of the day", "title")]
+    parts: list[Markup] = [text(left, 16, "share of all GPUs that is lent, %; columns are hours of the day", "title")]
     for hour in range(24):
         parts.append(text(left + CELL * (hour + 0.5), top - 6, str(hour), "tick", "middle"))
     for day, row in enumerate(by_hour):
@@ -35,27 +35,27 @@ def availability(by_hour: Sequence[Sequence[float]], place: str) -> Figure:
             level = min(LEVELS - 1, int(part * LEVELS))
             told = f"{DAYS[day]} {hour}:00 to {hour + 1}:00: {percent(part)} lent"
             parts.append(bar(x + 0.5, y + 0.5, CELL - 1, ROW - 1, f"h{level}", told))
-            parts.append(text(x + CELL / 2, y + ROW / 2 + 4, f"{100 * part:.0f}", f"cell t{level}", "middle"))
+            parts.append(text(x + CELL / 2, y + ROW / 2 + 4, f"{100 * part:.0f}", f"replication t{level}", "middle"))
     known = [(part, day, hour) for day, row in enumerate(by_hour) for hour, part in enumerate(row) if part >= 0]
     mean = sum(part for part, _, _ in known) / len(known)
     (low, low_day, low_hour), (high, high_day, high_hour) = min(known), max(known)
-    says = (
-        f"On average {percent(mean)} of the GPUs are lent. Least: {percent(low)}, {DAYS[low_day]} from {low_hour}:00; "
-        f"most: {percent(high)}, {DAYS[high_day]} from {high_hour}:00."
+    summary = (
+        f"On average {percent(mean)} of the GPUs are lent. Minimum: {percent(low)}, {DAYS[low_day]} from {low_hour}:00; "
+        f"maximum: {percent(high)}, {DAYS[high_day]} from {high_hour}:00."
     )
-    title = "When machines are lent"
+    title = "Lent GPUs by weekday and hour"
     return Figure(
         "availability",
         title,
-        says,
-        picture(top + ROW * 7 + 8, f"{place}-availability", title, says, *parts),
+        summary,
+        picture(top + ROW * 7 + 8, f"{place}-availability", title, summary, *parts),
         ("hour", *DAYS),
         [(hour, *(round(row[hour], 4) for row in by_hour)) for hour in range(24)],
     )
 
 
 def survival(seen: Observation, place: str) -> Figure:
-    """Stays as they were (Kaplan and Meier), and as the estimator foretold them when they began."""
+    """Draw the Kaplan-Meier curve of stays beside the estimator's forecast at their start."""
     curve, band = kaplan_meier(seen.stays), greenwood(seen.stays)
     low, high = AGES_S[0], AGES_S[-1]
     ages = [10 ** (log10(low) + step * (log10(high) - log10(low)) / (CURVE - 1)) for step in range(CURVE)]
@@ -64,55 +64,61 @@ def survival(seen: Observation, place: str) -> Figure:
         [
             Entry("stays (Kaplan-Meier)", 0),
             Entry("their 95 % interval", 0, "area", style="band f0"),
-            Entry("foretold at their beginning", 1, dash=1),
+            Entry("forecast at their start", 1, dash=1),
         ],
         14,
     )
     inside = box(340, top=36 + space)
     x = Axis("age of the stay", Scale(low, high, inside.left, inside.right, log=True), spans(low, high))
-    y = Axis("part that still lasts", Scale(0, 1, inside.bottom, inside.top), shares(ticks(0, 1)))
+    y = Axis("share that still lasts", Scale(0, 1, inside.bottom, inside.top), shares(ticks(0, 1)))
     upper = [(x.scale(age), y.scale(one[1])) for age, one in zip(ages, bounds, strict=True)]
     lower = [(x.scale(age), y.scale(one[0])) for age, one in zip(ages, bounds, strict=True)]
-    foretold = list(zip(AGES_S, seen.foretold, strict=True)) if seen.stays else []
-    says = _of_stays(seen, curve, foretold)
-    title = "How long machines stay"
+    predicted = list(zip(AGES_S, seen.predicted, strict=True)) if seen.stays else []
+    summary = _of_stays(seen, curve, predicted)
+    title = "Length of stays"
     parts = (
         top,
         frame(inside, x, y),
         area(upper, lower, "band f0"),
         steps([(x.scale(age), y.scale(part)) for age, part in zip(ages, found, strict=True)], 0),
-        *([line([(x.scale(age), y.scale(chance)) for age, chance in foretold], 1, 1)] if foretold else []),
-        *(mark(x.scale(age), y.scale(chance), 1, f"{_words(age)}: {percent(chance)}", 3.5) for age, chance in foretold),
+        *([line([(x.scale(age), y.scale(chance)) for age, chance in predicted], 1, 1)] if predicted else []),
+        *(
+            mark(x.scale(age), y.scale(chance), 1, f"{_duration(age)}: {percent(chance)}", 3.5)
+            for age, chance in predicted
+        ),
     )
     rows = [
         (int(age), round(_at(curve, [age])[0], 4), *(round(one, 4) for one in _at_band(band, age)), round(chance, 4))
-        for age, chance in foretold
+        for age, chance in predicted
     ]
-    columns = ("age, s", "still lasts", "low", "high", "foretold")
-    return Figure("survival", title, says, picture(340, f"{place}-survival", title, says, *parts), columns, list(rows))
+    columns = ("age, s", "still lasts", "low", "high", "forecast")
+    return Figure(
+        "survival", title, summary, picture(340, f"{place}-survival", title, summary, *parts), columns, list(rows)
+    )
 
 
-def _of_stays(seen: Observation, curve: Sequence[tuple[float, float]], foretold: Sequence[tuple[float, float]]) -> str:
+def _of_stays(seen: Observation, curve: Sequence[tuple[float, float]], predicted: Sequence[tuple[float, float]]) -> str:
     if not seen.stays:
         return "No stay began after the warm-up."
-    gaps = [abs(chance - _at(curve, [age])[0]) for age, chance in foretold]
-    half = next((f"half end within {_words(age)}" for age, part in curve if part <= 0.5), "fewer than half end")
+    gaps = [abs(chance - _at(curve, [age])[0]) for age, chance in predicted]
+    half = next((f"half end within {_duration(age)}" for age, part in curve if part <= 0.5), "fewer than half end")
     return (
-        f"Of {len(seen.stays)} stays, {half}. What the estimator foretold as they began is off "
-        f"by at most {100 * max(gaps):.1f} percentage points (at {_words(foretold[gaps.index(max(gaps))][0])})."
+        f"Of {len(seen.stays)} stays, {half}. The estimator's forecast at their start is off by at most "
+        f"{100 * max(gaps):.1f} percentage points (at {_duration(predicted[gaps.index(max(gaps))][0])})."
     )
 
 
 def calibration(seen: Observation, place: str) -> Figure:
-    """Forecasts by tenths against what came, for each window."""
-    names = [f"another {_words(window_s)}" for window_s in WINDOWS_S]
+    """Draw forecasts, in bins of a tenth, against the observed outcomes, for each window."""
+    names = [f"another {_duration(window_s)}" for window_s in WINDOWS_S]
     top, space = legend(
-        [*(Entry(name, number, "mark") for number, name in enumerate(names)), Entry("as it should be", 4, dash=4)], 14
+        [*(Entry(name, number, "mark") for number, name in enumerate(names)), Entry("perfect calibration", 4, dash=4)],
+        14,
     )
     height = 440.0
     inside = box(height, top=36 + space, left=190, right=190)
-    x = Axis("forecast: the chance to stay", Scale(0, 1, inside.left, inside.right), shares(ticks(0, 1)))
-    y = Axis("the part that stayed", Scale(0, 1, inside.bottom, inside.top), shares(ticks(0, 1)))
+    x = Axis("forecast: probability to stay", Scale(0, 1, inside.left, inside.right), shares(ticks(0, 1)))
+    y = Axis("share that stayed", Scale(0, 1, inside.bottom, inside.top), shares(ticks(0, 1)))
     parts: list[str] = [top, frame(inside, x, y, grid_x=True)]
     parts.append(line([(x.scale(0), y.scale(0)), (x.scale(1), y.scale(1))], 4, 4))
     rows: list[tuple[str | int | float, ...]] = []
@@ -123,7 +129,9 @@ def calibration(seen: Observation, place: str) -> Figure:
         chances, stayed = [chance for chance, _ in pairs], [there for _, there in pairs]
         bins = reliability(chances, stayed)
         points: list[Point] = [(x.scale(said), y.scale(came)) for _, said, came in bins]
-        parts.append(line([at for at, (count, _, _) in zip(points, bins, strict=True) if count >= FEW], number))
+        parts.append(
+            line([at for at, (count, _, _) in zip(points, bins, strict=True) if count >= MIN_FORECASTS], number)
+        )
         for (count, said, came), (px, py) in zip(bins, points, strict=True):
             size = 3 + 5 * (count / len(pairs)) ** 0.5
             parts.append(mark(px, py, number, f"{count} forecasts of {percent(said)}: {percent(came)} stayed", size))
@@ -131,23 +139,23 @@ def calibration(seen: Observation, place: str) -> Figure:
         told.append(
             f"over {name}: ECE {ece(chances, stayed):.3f}, Brier score {brier(chances, stayed):.3f}, {len(pairs)} forecasts"
         )
-    says = (
-        f"Forecasts, in tenths, against what came ({'; '.join(told)}). Asked every hour of each machine that is "
-        "lent and has given no notice; larger marks are more forecasts, and lines leave out tenths of fewer than 30."
+    summary = (
+        f"Forecasts in bins of a tenth against the outcomes ({'; '.join(told)}). One forecast an hour for each machine that is "
+        "lent and has given no notice. Larger marks stand for more forecasts; lines skip bins with fewer than 30."
     )
-    title = "Whether forecasts come true"
+    title = "Calibration of forecasts"
     return Figure(
         "calibration",
         title,
-        says,
-        picture(height, f"{place}-calibration", title, says, *parts),
+        summary,
+        picture(height, f"{place}-calibration", title, summary, *parts),
         ("window", "forecasts", "mean forecast", "stayed"),
         rows,
     )
 
 
 def _at(curve: Sequence[tuple[float, T]], ages: Sequence[float]) -> list[T]:
-    """What holds at each of these ages, which are in order."""
+    """Return the value of a step curve at each of these ages, which are in order."""
     found, place = [], 0
     for age in ages:
         while place + 1 < len(curve) and curve[place + 1][0] <= age:
@@ -160,7 +168,7 @@ def _at_band(band: Sequence[tuple[float, float, float]], age: float) -> tuple[fl
     return _at([(at, (low, high)) for at, low, high in band], [age])[0]
 
 
-def _words(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / HOUR_S:.3g} h"

@@ -1,4 +1,4 @@
-"""A figure: its picture, what it says in words, and the numbers that it is drawn of, as a table, as CSV and as JSON."""
+"""Figures: a picture, a summary in words, and the data as a table, as CSV and as JSON."""
 
 import csv
 import io
@@ -9,26 +9,27 @@ from typing import Any
 
 import msgspec
 
-from mesh.web.markup import Markup, element, join, plain
+from mesh.util.sanitize import fit
+from mesh.web.markup import Markup, element, join
 from sim.report.scale import written
 
 Value = str | int | float
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute, at the beginning of a cell
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of cells that a spreadsheet would compute
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """`name` is a word for files and links; `says` is the text alternative; `rows` have a value for each of `columns`."""
+    """One figure. `name` is used in file names and links; `summary` is the text alternative; rows follow `columns`."""
 
     name: str
     title: str
-    says: str
+    summary: str
     picture: Markup
     columns: tuple[str, ...]
     rows: list[tuple[Value, ...]]
 
 
 def as_csv(figure: Figure) -> str:
-    """RFC 4180. A text that a spreadsheet would take for a formula gets an apostrophe before it."""
+    """Return the data as CSV (RFC 4180). Text that a spreadsheet would take for a formula gets a leading apostrophe."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\r\n")
     lines.writerow(figure.columns)
@@ -39,13 +40,13 @@ def as_csv(figure: Figure) -> str:
 def _cell(value: Value) -> Value:
     if not isinstance(value, str):
         return value
-    text = plain(value)
+    text = fit(value)
     return f"'{text}" if text.startswith(FORMULA) else text
 
 
 def as_json(figure: Figure, **more: Any) -> str:
-    told = {"schema": 1, **more, "figure": figure.name, "title": figure.title, "says": figure.says}
-    return json.dumps({**told, "columns": figure.columns, "rows": figure.rows}, indent=1) + "\n"
+    head = {"schema": 1, **more, "figure": figure.name, "title": figure.title, "summary": figure.summary}
+    return json.dumps({**head, "columns": figure.columns, "rows": figure.rows}, indent=1) + "\n"
 
 
 def as_table(columns: Sequence[str], rows: Sequence[Sequence[str | float]], caption: str = "") -> Markup:
@@ -64,11 +65,11 @@ def _data(value: str | float) -> Markup:
 
 
 def block(figure: Figure, place: str) -> Markup:
-    """As it stands in the page; `place` makes its name the only one."""
+    """Return the figure as HTML; `place` is its id, unique on the page."""
     data = b64encode(as_csv(figure).encode("utf-8", "replace")).decode()
     return element(
         "figure",
-        element("figcaption", element("h3", figure.title), element("p", figure.says)),
+        element("figcaption", element("h3", figure.title), element("p", figure.summary)),
         element("div", figure.picture, class_="scroll", tabindex="0", role="region", aria_label=figure.title),
         element(
             "details",

@@ -1,4 +1,4 @@
-"""What figures are drawn of: a frame with its axes, lines, areas, marks, a legend. All is text; nothing remembers anything."""
+"""SVG parts of figures: frame and axes, lines, areas, bars, marks, legend. All functions are pure and return markup."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,7 +9,7 @@ from mesh.web.markup import Markup, element, join, number
 from sim.report.scale import Scale, Tick
 
 WIDTH = 720.0
-LETTER = 6.6  # the width of a letter of 12 px, about
+LETTER = 6.6  # approximate width of a letter at 12 px
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "12 4", "3 3 1 3", "6 2 1 2 1 2", "10 2")
 Point = tuple[float, float]
 Anchor = Literal["start", "middle", "end"]
@@ -22,7 +22,7 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class Box(msgspec.Struct, frozen=True):
-    """Where the values lie."""
+    """The plotting area inside the axes, px."""
 
     left: float
     top: float
@@ -34,24 +34,24 @@ def box(height: float, left: float = 62, top: float = 34, right: float = 16, bot
     return Box(left, top, WIDTH - right, height - bottom)
 
 
-def text(x: float, y: float, words: str, kind: str = "label", anchor: Anchor = "start", **more: float | str) -> Markup:
-    return element("text", words, x=x, y=y, class_=kind, text_anchor=None if anchor == "start" else anchor, **more)
+def text(x: float, y: float, label: str, kind: str = "label", anchor: Anchor = "start", **more: float | str) -> Markup:
+    return element("text", label, x=x, y=y, class_=kind, text_anchor=None if anchor == "start" else anchor, **more)
 
 
 def frame(inside: Box, x: Axis, y: Axis, grid_x: bool = False) -> Markup:
-    """Both axes, the lines of the grid behind the values, the titles."""
+    """Draw both axes, the grid and the titles."""
     parts: list[str] = []
-    for value, words in y.ticks:
+    for value, label in y.ticks:
         place = y.scale(value)
         parts.append(_rule(inside.left, place, inside.right, place))
-        parts.append(text(inside.left - 7, place + 4, words, "tick", "end"))
-    for value, words in x.ticks:
+        parts.append(text(inside.left - 7, place + 4, label, "tick", "end"))
+    for value, label in x.ticks:
         place = x.scale(value)
         if grid_x:
             parts.append(_rule(place, inside.top, place, inside.bottom))
         parts.append(element("path", d=f"M{number(place)} {number(inside.bottom)}v5", class_="axis"))
-        half = len(words) * LETTER / 2
-        parts.append(text(min(place, WIDTH - 2 - half), inside.bottom + 18, words, "tick", "middle"))
+        half = len(label) * LETTER / 2
+        parts.append(text(min(place, WIDTH - 2 - half), inside.bottom + 18, label, "tick", "middle"))
     parts.append(
         element("path", d=f"M{number(inside.left)} {number(inside.bottom)}H{number(inside.right)}", class_="axis")
     )
@@ -66,20 +66,20 @@ def _rule(x: float, y: float, to_x: float, to_y: float) -> Markup:
     return element("path", d=f"M{number(x)} {number(y)}L{number(to_x)} {number(to_y)}", class_="grid")
 
 
-def line(points: Sequence[Point], series: int, dash: int = 0, told: str = "") -> Markup:
-    """Through these places; `told` is shown to who points at it."""
-    title = [element("title", told)] if told else []
+def line(points: Sequence[Point], series: int, dash: int = 0, tooltip: str = "") -> Markup:
+    """Draw a line through these points; `tooltip` appears when the pointer is on it."""
+    title = [element("title", tooltip)] if tooltip else []
     return element("path", *title, d=path(points), class_=f"line s{series}", stroke_dasharray=DASHES[dash] or None)
 
 
-def steps(points: Sequence[Point], series: int, dash: int = 0, told: str = "") -> Markup:
-    """Level until the next place."""
+def steps(points: Sequence[Point], series: int, dash: int = 0, tooltip: str = "") -> Markup:
+    """Draw a step function: level until the next point."""
     found: list[Point] = []
     for point in points:
         if found:
             found.append((point[0], found[-1][1]))
         found.append(point)
-    return line(found, series, dash, told)
+    return line(found, series, dash, tooltip)
 
 
 def path(points: Sequence[Point], close: bool = False) -> str:
@@ -91,13 +91,13 @@ def area(upper: Sequence[Point], lower: Sequence[Point], kind: str) -> Markup:
     return element("path", d=path([*upper, *reversed(lower)], close=True), class_=kind)
 
 
-def bar(x: float, y: float, width: float, height: float, kind: str, told: str = "") -> Markup:
-    title = [element("title", told)] if told else []
+def bar(x: float, y: float, width: float, height: float, kind: str, tooltip: str = "") -> Markup:
+    title = [element("title", tooltip)] if tooltip else []
     return element("rect", *title, x=x, y=y, width=max(0.0, width), height=max(0.0, height), class_=kind)
 
 
-def mark(x: float, y: float, series: int, told: str = "", size: float = 4.5) -> Markup:
-    """A shape of its own for each series, so that colour is not needed."""
+def mark(x: float, y: float, series: int, tooltip: str = "", size: float = 4.5) -> Markup:
+    """Draw a mark. Each series has its own shape, so that colour is not needed to tell them apart."""
     a, b = number(size), number(2 * size)
     shapes = (
         f"M{number(x - size)} {number(y)}a{a} {a} 0 1 0 {b} 0a{a} {a} 0 1 0 -{b} 0",
@@ -106,12 +106,12 @@ def mark(x: float, y: float, series: int, told: str = "", size: float = 4.5) -> 
         path([(x, y - size * 1.4), (x + size * 1.4, y), (x, y + size * 1.4), (x - size * 1.4, y)], True),
         path([(x - size * 1.2, y - size), (x + size * 1.2, y - size), (x, y + size * 1.25)], True),
     )
-    title = [element("title", told)] if told else []
+    title = [element("title", tooltip)] if tooltip else []
     return element("path", *title, d=shapes[series % len(shapes)], class_=f"mark f{series}")
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A line of a legend."""
+    """One entry of a legend."""
 
     name: str
     series: int
@@ -121,7 +121,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def legend(entries: Sequence[Entry], y: float, left: float = 62.0) -> tuple[Markup, float]:
-    """One after the other, in as many lines as they need; with the height that they take."""
+    """Draw the entries in as many lines as needed; return the markup and its height."""
     parts: list[str] = []
     x, top = left, y
     for entry in entries:
@@ -139,14 +139,14 @@ def legend(entries: Sequence[Entry], y: float, left: float = 62.0) -> tuple[Mark
     return join(*parts), y - top + 20
 
 
-def picture(height: float, name: str, title: str, says: str, *inside: str) -> Markup:
-    """With its text alternative: screen readers read the title and the description, and not each label."""
+def picture(height: float, name: str, title: str, summary: str, *inside: str) -> Markup:
+    """Draw a whole picture. Screen readers read the title and the summary, not each label."""
     return element(
         "svg",
         element("title", title, id=f"{name}-title"),
-        element("desc", says, id=f"{name}-says"),
+        element("desc", summary, id=f"{name}-summary"),
         *inside,
         viewBox=f"0 0 {number(WIDTH)} {number(height)}",
         role="img",
-        aria_labelledby=f"{name}-title {name}-says",
+        aria_labelledby=f"{name}-title {name}-summary",
     )

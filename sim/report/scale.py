@@ -1,15 +1,15 @@
-"""From values to places on a picture, and the values that are worth a mark."""
+"""Scales from values to positions, tick values, and formatting of numbers."""
 
 from collections.abc import Sequence
 from math import ceil, floor, log10
 
 import msgspec
 
-Tick = tuple[float, str]  # a value, and how it is written
+Tick = tuple[float, str]  # a value and its label
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """From `low`..`high` to `start`..`end`; with `log`, equal ratios are equal lengths. What lies outside lies at the edge."""
+    """A linear or logarithmic map from `low`..`high` to `start`..`end`; values outside map to the edge."""
 
     low: float
     high: float
@@ -26,22 +26,24 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values between, about so many (steps of 1, 2, 5 and their tens)."""
+    """Return about `count` round values between `low` and `high` (steps of 1, 2 or 5 times a power of ten)."""
     if not high > low:
         return [low]
     rough = (high - low) / count
     ten = 10.0 ** floor(log10(rough))
-    step = next(ten * round_ for round_ in (1, 2, 5, 10) if ten * round_ >= rough * (1 - 1e-9))
+    step = next(ten * factor for factor in (1, 2, 5, 10) if ten * factor >= rough * (1 - 1e-9))
+    if step > high - low:  # only for a count of 2: a range shorter than the step may contain no multiple of it
+        step = 2 * ten
     return [step * place for place in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
 
 
 def decades(low: float, high: float) -> list[float]:
-    """The powers of ten between."""
+    """Return the powers of ten between `low` and `high`."""
     return [10.0**power for power in range(ceil(log10(low) - 1e-9), floor(log10(high) + 1e-9) + 1)]
 
 
 def written(value: float, digits: int = 3) -> str:
-    """So many digits, and no more than it needs."""
+    """Format a number with `digits` significant digits, without trailing zeros."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-4:
@@ -80,5 +82,5 @@ SPANS: tuple[Tick, ...] = (
 
 
 def spans(low: float, high: float) -> tuple[Tick, ...]:
-    """Seconds between, as people say them."""
+    """Return the labelled durations between `low` and `high` seconds."""
     return tuple(tick for tick in SPANS if low * (1 - 1e-9) <= tick[0] <= high * (1 + 1e-9))

@@ -1,4 +1,4 @@
-"""The agent's API and its document are one: same calls, same terms, errors as problems."""
+"""The OpenAPI document matches the agent's API: routes, schemas, and errors as problem details."""
 
 import json
 from collections.abc import Iterator
@@ -10,19 +10,22 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from click.testing import CliRunner
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.api.local import MAX_BODY_BYTES, application
 from mesh.api.openapi import SECTIONS, document
 from mesh.api.problems import CONTENT_TYPE, Problem
-from mesh.api.routes import FRAMES, ROUTES
+from mesh.api.routes import ROUTES
+from mesh.api.routing import FRAMES
+from mesh.api.server import MAX_BODY_BYTES, application
 from mesh.cli.main import cli
+from mesh.util.errors import ExitCode, MeshError
 
 
-def test_the_document_has_what_is_served_and_nothing_else() -> None:
+def test_document_matches_the_routes() -> None:
     served = {
-        (route.method, route.resource.canonical) for route in application(Mock()).router.routes() if route.resource
+        (route.method, route.resource.canonical)
+        for route in application(Mock(), Mock()).router.routes()
+        if route.resource
     }
-    told = document()
+    told = document(ROUTES)
     assert served == {(method.upper(), path) for path, methods in told["paths"].items() for method in methods}
     assert len(served) == len(ROUTES) == len({route.name for route in ROUTES})
     operations = [operation for methods in told["paths"].values() for operation in methods.values()]
@@ -30,16 +33,16 @@ def test_the_document_has_what_is_served_and_nothing_else() -> None:
     assert all(operation["summary"].endswith(".") for operation in operations)
 
 
-def test_it_is_an_openapi_document_that_others_can_read() -> None:
+def test_document_is_valid_openapi() -> None:
     import schemathesis
 
-    schema = schemathesis.openapi.from_dict(json.loads(CliRunner().invoke(cli, ["api"]).output))
+    schema = schemathesis.openapi.from_dict(json.loads(CliRunner().invoke(cli, ["debug", "api"]).output))
     schema.validate()
     assert {found.ok().label for found in schema.get_all_operations()} == {f"{r.method} {r.path}" for r in ROUTES}
 
 
 def test_every_field_of_an_answer_is_described() -> None:
-    """But for what a job was submitted with: whatever it was."""
+    """Check that each field has a type, except the free-form submission of a job."""
 
     def bare(schema: dict[str, Any], where: str) -> Iterator[str]:
         parts = [schema.get("items"), schema.get("additionalProperties"), *schema.get("anyOf", [])]
@@ -57,11 +60,13 @@ def test_every_field_of_an_answer_is_described() -> None:
         for name, field in fields.items():
             yield from bare(field, f"{where}.{name}")
 
-    components = document()["components"]["schemas"]
-    assert all(name.isidentifier() for name in components), "two kinds of one name are told apart by their modules"
+    components = document(ROUTES)["components"]["schemas"]
+    assert all(name.isidentifier() for name in components), (
+        "two structs of the same name: the document then uses their modules"
+    )
     found = [place for name, schema in components.items() for place in bare(schema, name)]
     assert [place for place in found if place != "Nothing"] == ["Described.asked"]
-    nodes = document()["paths"]["/v1/nodes"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    nodes = document(ROUTES)["paths"]["/v1/nodes"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert {"$ref": "#/components/schemas/Nodes"} in nodes["allOf"]
 
 
@@ -85,7 +90,7 @@ def test_every_field_of_an_answer_is_described() -> None:
             b'{"destination": "here"}',
             400,
             "destination",
-        ),  # not in the daemon's own directory
+        ),  # a relative path: the daemon has another working directory
         ("POST", "/v1/pause", b"[" * 100_000, 400, "not understood"),
         ("POST", "/v1/jobs", b" " * (MAX_BODY_BYTES + 1), 413, "Too Large"),
         ("GET", "/v1/pending", b"", 409, "not now ??"),
@@ -93,10 +98,10 @@ def test_every_field_of_an_answer_is_described() -> None:
     ],
 )
 async def test_errors_are_problems(method: str, path: str, body: bytes, status: int, words: str) -> None:
-    daemon = Mock()
-    daemon.desk.pending.side_effect = MeshError("not now \udcff?")
-    daemon.desk.trusted.side_effect = KeyError("nobody foresaw")
-    async with TestClient(TestServer(application(daemon))) as client:
+    handlers = Mock()
+    handlers.trust.pending.side_effect = MeshError("not now \udcff?")
+    handlers.trust.trusted.side_effect = KeyError("nobody foresaw")
+    async with TestClient(TestServer(application(handlers, Mock()))) as client:
         answer = await client.request(method, path, data=body)
         assert answer.status == status and answer.content_type == CONTENT_TYPE
         told = msgspec.json.decode(await answer.read(), type=Problem)
@@ -105,7 +110,7 @@ async def test_errors_are_problems(method: str, path: str, body: bytes, status: 
     assert status != 405 or answer.headers["Allow"]
 
 
-def test_only_what_is_a_websocket_answers_no_200() -> None:
+def test_every_route_but_the_websocket_answers_200() -> None:
     for route in ROUTES:
-        answers = document()["paths"][route.path][route.method.lower()]["responses"]
+        answers = document(ROUTES)["paths"][route.path][route.method.lower()]["responses"]
         assert ("101" in answers) == (route.content == FRAMES) != ("200" in answers)

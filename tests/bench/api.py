@@ -1,4 +1,4 @@
-"""How many reads a second the agent's API answers over its socket, beside a bare aiohttp server that answers the same bytes."""
+"""Reads a second of the daemon's API over its socket, beside a bare aiohttp server that returns the same bytes."""
 
 import importlib
 import importlib.util
@@ -13,12 +13,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mesh.stack import Stack  # noqa: E402
+from mesh.daemon.stack import Stack  # noqa: E402
 from tests.bench.harness import cpu_s, row, write  # noqa: E402
 
 READS = ("/v1/status", "/v1/nodes", "/v1/jobs", "/v1/lend", "/v1/openapi.json")
 ROUNDS, ROUND_S = 5, 2.0
-CONNECTIONS = 8  # each asks as soon as it is answered
+CONNECTIONS = 8  # each sends the next request as soon as it has an answer
 JOBS = 20
 GOAL = 2000.0
 
@@ -38,7 +38,7 @@ web.run_app(app, path=sys.argv[1], access_log=None, print=None)
 
 
 class Reader:
-    """Connections that stay open; one thread, so that it takes little of the machine from the server."""
+    """Open connections in one thread, so that the client takes little CPU from the server."""
 
     def __init__(self, path: Path, target: str) -> None:
         self._request = f"GET {target} HTTP/1.1\r\nHost: mesh\r\n\r\n".encode()
@@ -111,7 +111,7 @@ def main() -> None:
             goal, met = f">= {GOAL:g}", None if target.endswith(".json") else sorted(ours)[ROUNDS // 2] >= GOAL
             what = f"GET {target} ({len(body)} bytes)"
             rows.append(row(what, ours, "a second", goal=goal, met=met, peer="bare aiohttp", peer_values=theirs))
-            # What a busy machine leaves as it is: how many a core of its own would answer.
+            # Requests for each second of CPU time do not depend on other load of the machine.
             fast = None if met is None else sorted(work)[ROUNDS // 2] >= GOAL
             rows.append(row(f"{what}, a second of the daemon's CPU", work, "", goal=goal, met=fast))
     if importlib.util.find_spec("tests.bench.web") is not None:

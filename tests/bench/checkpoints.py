@@ -1,10 +1,10 @@
-"""Makes the checkpoints that the store is measured on, as torch writes them: real trainings on the CPU, seeded.
+"""Checkpoints to measure the store with, written by torch from real, seeded trainings on the CPU.
 
     python checkpoints.py DIRECTORY [CASE ...]
 
-Each case becomes DIRECTORY/CASE/1 and DIRECTORY/CASE/2, the same training ten steps apart, 500 MB or more: `full`: a GPT, all of
-whose weights train, with AdamW's state (steps 20 and 30); `froz`: a larger one of which only the last block trains; `emb`: an
-embedding table of which 8 % of the rows change; `lora`: the weights of `froz`, then the same with LoRA tensors in front.
+Each case becomes DIRECTORY/CASE/1 and DIRECTORY/CASE/2, the same training ten steps apart, 500 MB or more. `full` is a GPT that
+trains all weights, with AdamW's state (steps 20 and 30). `froz` is a larger GPT that trains only the last block. `emb` is an
+embedding table with 8 % of its rows changed. `lora` has the weights of `froz`, then the same with LoRA tensors in front.
 """
 
 import sys
@@ -49,7 +49,7 @@ class Gpt(nn.Module):
 
 
 def text() -> Tokens:
-    """The standard library's own source, in pairs of bytes."""
+    """Return the source of the standard library, in pairs of bytes."""
     data = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     pairs = torch.frombuffer(bytearray(data[: len(data) // 2 * 2]), dtype=torch.int16).long()
     return pairs.remainder(VOCABULARY)

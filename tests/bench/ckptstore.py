@@ -1,10 +1,10 @@
-"""The checkpoint store beside backup tools and copies: bytes of a second checkpoint, time to save and to restore.
+"""The checkpoint store beside backup and copy tools: size of a second checkpoint, times to save and restore.
 
-`--rounds` each; `--cases` of checkpoints.py; `--on` the directories on which everything lies (a tmpfs and a disk). The
-checkpoints are made first, by `--torch`, a Python that has torch; where they are already in `--data`, that takes no time. Peers:
-restic, borgbackup, casync, rsync and zstd from Debian; what is not installed is left out, and told. In each round every tool
-begins with an empty store, takes the first checkpoint, then (timed) the second, and gives it back (timed), compared byte by byte.
-The rows of streams.py, of wire.py and of snapshot.py, which run alone too, come after.
+`--rounds` of each; `--cases` of checkpoints.py; `--on` the directories to work in (a tmpfs and a disk). `--torch`, a Python
+that has torch, makes the checkpoints first, unless they are in `--data`. Peers are restic, borgbackup, casync, rsync and zstd
+from Debian; the report names those that are not installed. In each round, every tool starts with an empty store, saves the
+first checkpoint, saves the second one (timed), and restores it (timed) with a comparison of all bytes. The rows of streams.py,
+wire.py and snapshot.py, which also run alone, come last.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tests.bench import snapshot, streams, wire  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 from tests.bench.keep import keep  # noqa: E402
 from tests.ckptstore.test_crash_states import play  # noqa: E402
-from tests.ckptstore.worlds import VAULT  # noqa: E402
+from tests.ckptstore.worlds import CIPHER  # noqa: E402
 
 CASES = ("full", "froz", "emb", "lora")
 KEEP = [sys.executable, str(Path(__file__).parent / "keep.py")]
@@ -49,7 +49,7 @@ def run(*arguments: str | Path, cwd: Path | None = None, home: Path) -> None:
 
 
 class Tool:
-    """`save` takes the folder of checkpoint 1 or 2; `restore` brings back the second as `out/model.pt`."""
+    """A tool to measure. `save` stores checkpoint 1 or 2; `restore` writes the second one to `out/model.pt`."""
 
     needs = ""
 
@@ -88,7 +88,7 @@ class OursSealed(Ours):
 
 
 class OursInside(Tool):
-    """As the daemon does it: the store is open, nothing is started."""
+    """The store as the daemon uses it: open, without starting a process."""
 
     def begin(self) -> None:
         super().begin()
@@ -208,13 +208,13 @@ def one_round(tool: Tool, data: Path, taken: dict[str, list[float]]) -> None:
     before = stored(tool)
     os.sync()
     taken["save"].append(timed(lambda: tool.save(2, data / "2")))
-    # rsync keeps one copy; what it sent is not what is stored.
+    # rsync stores one copy, so the bytes it sent differ from the bytes stored.
     taken["bytes"].append(stored(tool) - before)
     os.sync()
     taken["restore"].append(timed(tool.restore))
     (back,) = tool.out.rglob("model.pt")
     if not filecmp.cmp(back, data / "2" / "model.pt", shallow=False):
-        raise SystemExit(f"{type(tool).__name__} gave something else back")
+        raise SystemExit(f"{type(tool).__name__} restored other bytes")
     shutil.rmtree(tool.home)
 
 
@@ -240,12 +240,12 @@ def measure(place: Path, data: Path, cases: list[str], rounds: int) -> dict[str,
     return found
 
 
-SHOWN = [  # without a goal: what encryption costs
+SHOWN = [  # the cost of encryption, without a goal
     ("save of checkpoint 2, encrypted, with the command's start", "full", "ours, sealed", "save", "ours"),
     ("verified restore, delta, encrypted", "full", "ours, sealed", "restore", "ours"),
 ]
 
-GOALS = [  # measure, case, ours, what, peers (the best of them), times that
+GOALS = [  # measure, case, subject, value, peers (the best counts), factor of the goal
     ("bytes of checkpoint 2", "full", "ours", "bytes", ("borg zstd", "restic", "casync"), 0.84),
     ("bytes of checkpoint 2", "froz", "ours", "bytes", ("casync",), 0.85),
     ("bytes of checkpoint 2", "emb", "ours", "bytes", ("borg zstd", "restic", "casync"), 0.07),
@@ -264,7 +264,7 @@ MOST_MB = 200.0  # of memory, for a save or a restore of any size
 
 
 def memory(place: Path, data: Path) -> list[dict[str, Any]]:
-    """The most that each command had, of a checkpoint that is much larger."""
+    """Return the peak memory of each command, for a checkpoint that is much larger."""
     if not (data / "full").exists():
         return []
     store, rows = place / "memory" / "store", []
@@ -276,14 +276,14 @@ def memory(place: Path, data: Path) -> list[dict[str, Any]]:
     ):
         done = subprocess.run([*KEEP, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
         peak = int(done.stdout) * 1024 / 1e6
-        rows.append(row(f"peak of memory {what}", [peak], "MB", goal=f"<= {MOST_MB:g}", met=peak <= MOST_MB))
+        rows.append(row(f"peak memory {what}", [peak], "MB", goal=f"<= {MOST_MB:g}", met=peak <= MOST_MB))
     shutil.rmtree(place / "memory")
     return rows
 
 
 def crashes(place: Path) -> list[dict[str, Any]]:
-    """Every state in which a crash may leave a store; the first that is not as it must be ends the benchmark."""
-    states = [play(place / name, vault) for name, vault in (("open", None), ("sealed", VAULT))]
+    """Check every state that a crash can leave in a store; the first wrong one ends the benchmark."""
+    states = [play(place / name, cipher) for name, cipher in (("open", None), ("sealed", CIPHER))]
     rows = [row("crash states that satisfy I1 to I8", [100.0], "%", goal="100 %", met=True)]
     rows[0]["n"] = sum(states)
     return rows

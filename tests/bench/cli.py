@@ -1,5 +1,7 @@
-"""How fast the command line answers: `mesh --help`, and `mesh ps` against a running daemon, beside a bare interpreter; what
-the daemon takes while it has nothing to do, and what `mesh top` takes."""
+"""Latency of the command line: `mesh --help` and `mesh ps` with a running daemon, beside a bare interpreter.
+
+Also the CPU time of an idle daemon, and of `mesh top`.
+"""
 
 import shutil
 import statistics
@@ -11,20 +13,20 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mesh.stack import Stack  # noqa: E402
+from mesh.daemon.stack import Stack  # noqa: E402
 from tests.bench import top  # noqa: E402
 from tests.bench.harness import command, cpu_s, interleave, resident_mib, row, write  # noqa: E402
 from tests.tiers import docker_problem  # noqa: E402
 
 ROUNDS = 30
 GOAL_MS = 150.0
-OVER_MS = 80.0  # of `mesh --help`, beyond what the interpreter itself takes
+OVER_MS = 80.0  # limit of `mesh --help`, beyond the start of the interpreter
 IDLE_MIB, IDLE_PERCENT = 70.0, 0.5
 SETTLE_S, IDLE_S, SLICES = 20.0, 60.0, 6
 
 
 def idle_rows() -> list[dict[str, Any]]:
-    """One daemon of the timings of a LAN, alone in its mesh, with the process engine; in slices of ten seconds."""
+    """Measure one idle daemon with LAN timings, alone in its mesh, with the process engine, in slices of ten seconds."""
     with Stack(1, overrides={"profile": "lan"}) as stack:
         stack.start_all()
         process = stack.nodes[0].process

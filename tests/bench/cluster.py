@@ -1,6 +1,6 @@
-"""A Slurm cluster on this machine: a controller and nodes, each in a network namespace of its own; all state in one directory.
+"""A Slurm cluster on this machine: a controller and nodes in network namespaces, with all state in one directory.
 
-Debian's slurmctld, slurmd and munged, started as plain processes: no service, nothing under /etc, no systemd.
+Debian's slurmctld, slurmd and munged run as plain processes: no service, nothing under /etc, no systemd.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ UP_S = 60.0
 
 @dataclass(frozen=True)
 class Timings:
-    """How long Slurm waits before it does something; docs/jobs.md says why these."""
+    """Slurm's timeouts; docs/explanation/slurm.md gives the reasons."""
 
     slurmd_timeout_s: int
     message_timeout_s: int
     tcp_timeout_s: int
-    cred_expire_s: int  # also how long a requeued job waits before it may start
+    cred_expire_s: int  # also the wait of a requeued job before it may start
     scheduler: str
 
 
 SHIPPED = Timings(300, 10, 2, 120, "batch_sched_delay=3,sched_interval=60,bf_interval=30")
-# A shorter lifetime of credentials is refused. With timeouts of 3 and 2 s a lost node is found some 3 s later.
+# Slurm rejects a shorter lifetime of credentials. Timeouts of 3 and 2 s detect a lost node about 3 s later.
 QUICK = Timings(2, 1, 1, 5, "batch_sched_delay=0,sched_interval=1,sched_min_interval=1,bf_interval=1")
 
 CONF = """\
@@ -73,7 +73,7 @@ PartitionName=guests Nodes=ALL Default=YES PriorityTier=1 GraceTime={grace_s} Ma
 PartitionName=owners Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 
-# srun, since only a step is told of a preemption in time, and not the script around it.
+# srun, because only a step receives the preemption signal in time; the batch script does not.
 SCRIPT = """\
 #!/bin/sh
 export MESH_NODE=$SLURMD_NODENAME MESH_ATTEMPT=${{SLURM_RESTART_COUNT:-0}} MESH_CTL_DIR={home} MESH_OUT_DIR={home}
@@ -85,7 +85,7 @@ exec srun {command}
 
 
 class Cluster:
-    """`shared`: trainings find their checkpoints again, in a directory that all nodes share; without, they start over."""
+    """A cluster. With `shared`, trainings find their checkpoints in a shared directory; without it, they start over."""
 
     def __init__(self, lan: Lan, nodes: int, *, shared: bool, timings: Timings, grace_s: int) -> None:
         self.home = lan.directory
@@ -111,7 +111,7 @@ class Cluster:
     def conf(self) -> Path:
         return self.home / "slurm.conf"
 
-    # --- what a system does (training.System)
+    # --- training.System
 
     def submit(self, trace: Trace, steps: int, pace_s: float) -> str:
         home = self.home / f"{trace.path.name}-job"
@@ -125,13 +125,13 @@ class Cluster:
 
     def depart(self, kind: Kind, node: str) -> None:
         host = self._host(node)
-        if kind == "notice":  # the owner's own job takes the place of the guest's
+        if kind == "notice":  # the owner's job preempts the guest's
             wants = ("-p", "owners", "-w", node, f"--output={host.state}/owner", "--wrap", "sleep infinity")
             self._owners[node] = self._sbatch(*wants)
         elif kind == "killed":
             host.power_off()
         else:
-            # A machine that is cut off from the shared directory stands still at its next write; here at once.
+            # A machine without its shared directory would hang at its next write; here it stops at once.
             for pid in host.processes():
                 if b"count.py" in _command(pid):
                     with contextlib.suppress(ProcessLookupError):
@@ -153,7 +153,7 @@ class Cluster:
     # --- processes
 
     def _authenticate(self) -> None:
-        """One munged for all: it speaks through a file, and every namespace sees the files. Nobody else need: `--force`."""
+        """Start one munged for all nodes: they reach it through a file, which every namespace sees. `--force` allows that."""
         home = self.home / "munge"
         home.mkdir(mode=0o755)
         (home / "key").write_bytes(secrets.token_bytes(128))
@@ -167,7 +167,7 @@ class Cluster:
         host.daemon = self._start(host, "slurmd", "-D", "-f", str(self.conf))
 
     def _start(self, host: Host, *command: str) -> "subprocess.Popen[bytes]":
-        """A daemon that finds itself on a machine of this name. `ip netns exec` would hide the cgroups slurmd looks for."""
+        """Start a daemon that sees this host name. `ip netns exec` would hide the cgroups that slurmd looks for."""
         named = f"hostname {host.name} && exec {shlex.join(command)}"
         with (host.state / "out").open("ab") as file:
             return subprocess.Popen(
@@ -200,7 +200,7 @@ class Cluster:
         return self._at_control("sbatch", "--parsable", *options).strip()
 
     def _state(self, node: str) -> str:
-        """In Slurm's word; empty while the controller does not answer."""
+        """Return the job's state in Slurm's words; empty while the controller does not answer."""
         try:
             found = re.search(r"State=(\w+\*?)", self._at_control("scontrol", "show", "node", node))
         except subprocess.CalledProcessError:

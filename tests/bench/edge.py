@@ -1,7 +1,7 @@
-"""The network edge, measured: from the flip of its switch to the last packet of a guest that comes through, and what is left of a
-flow of the machine's own while a checkpoint with a deadline fills the link.
+"""The network edge: time from the kill switch to a guest's last packet, and the owner's flow during a checkpoint.
 
-The machine, its guest and its neighbour are network namespaces; packets, sockets, queues and programs are the kernel's own.
+The owner's flow shares a link with a checkpoint that has a deadline. The machine, its guest and its neighbour are network
+namespaces; packets, sockets, queues and programs are the kernel's own.
 """
 
 import asyncio
@@ -21,36 +21,36 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bandwidth import SEEN
-from mesh.api.wire import Wire
-from mesh.edge import bpf
-from mesh.edge.edge import Edge
-from mesh.edge.elf import read_object
-from mesh.edge.keeper import keep
-from mesh.edge.program import compile_source
-from mesh.edge.switch import GUESTS
-from mesh.engine.alarm import boot_s
-from mesh.jobs.courier import Courier
-from tests.api.nodes import Keeper, client_of, leaving
+from mesh.checkpoints.replicator import Replicator
+from mesh.daemon.edge_shaping import keep
+from mesh.network import bpf
+from mesh.network.edge import Edge
+from mesh.network.elf import read_object
+from mesh.network.program import compile_source
+from mesh.network.switch import GUESTS
+from mesh.rpc.pacing import Wire
+from mesh.util.boottime import boot_s
 from tests.bench.harness import not_run, row
 from tests.bench.wire import checkpoint
 from tests.ckptstore.worlds import open_store
-from tests.edge.wires import NEIGHBOUR, UP, Wires, inside
+from tests.network.wires import NEIGHBOUR, UP, Wires, inside
+from tests.rpc.nodes import Keeper, client_of, leaving, node_named
 from tests.tiers import bpf_problem
 
 FLOW = Path(__file__).parent / "flow.py"
 FLIPS, FLOOD_MBPS = 1000, 1000.0
 CUT_MS = 1.0
-FLOWING, FLOWING_S = 100, (0.003, 0.006)  # packets seen before a flip, and for how long
-QUIET_S = 0.005  # in which nothing comes after it
+FLOWING, FLOWING_S = 100, (0.003, 0.006)  # packets seen before a flip, and the time of flooding
+QUIET_S = 0.005  # without a packet, the flow counts as stopped
 TRIALS, LINK_MBPS = 8, 200.0
-OWN_SHARE, COPY_SHARE, WINDOW_S = 0.60, 0.24, 5.0  # of the link, the second over the whole window
+OWN_SHARE, COPY_SHARE, WINDOW_S = 0.60, 0.24, 5.0  # shares of the link; the second over the whole window
 DEGRADED = 3.0  # per cent
 SETTLE_S, ALONE_S = 0.5, 2.0
-PEER = b"p" * 32
+PEER = node_named("p").node_id
 
 
 class Witness:
-    """Sees what comes in by an interface of the namespace that it is made in."""
+    """A packet counter on an interface of the namespace in which it is created."""
 
     def __init__(self, directory: Path, interface: str) -> None:
         made = directory / "witness.o"
@@ -73,13 +73,13 @@ class Witness:
         return self.map.get(2) or 0
 
     def last_ns(self) -> int:
-        """Once nothing comes any more."""
+        """Return the time of the last packet, once no more arrive."""
         value: int = struct.unpack("=Q", struct.pack("=II", self.map.get(0), self.map.get(1)))[0]
         return value
 
 
 def cut(trials: int | None = None) -> Sequence[dict[str, Any]]:
-    """A guest floods the machine's neighbour; the switch is turned, again and again."""
+    """Flip the kill switch again and again while a guest floods the machine's neighbour."""
     measure = "map flip -> last guest packet seen at the neighbour (netns, 1,000 flips at 1 Gbit/s)"
     goal = f"p99 < {CUT_MS:g} ms"
     if bpf_problem():
@@ -89,7 +89,7 @@ def cut(trials: int | None = None) -> Sequence[dict[str, Any]]:
         with inside(wires.neighbour):
             witness = Witness(Path(directory), "eth0")
             sink = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            sink.bind((NEIGHBOUR, 0))  # nobody reads: what is too much is dropped behind the witness
+            sink.bind((NEIGHBOUR, 0))  # never read; excess packets are dropped behind the counter
             port = sink.getsockname()[1]
         with inside(wires.machine):
             edge = Edge(Path(directory) / "run" / "node")
@@ -106,7 +106,7 @@ def cut(trials: int | None = None) -> Sequence[dict[str, Any]]:
 
 
 def _flip(edge: Edge, witness: Witness, rng: random.Random) -> tuple[float, float]:
-    """Milliseconds, 0 if nothing came after the call had begun; and Mbit/s that came until then."""
+    """Return milliseconds to the last packet (0 if none came after the call began), and the Mbit/s before it."""
     edge.restore(GUESTS)
     start = witness.count
     while witness.count == start:
@@ -126,10 +126,15 @@ def _flip(edge: Edge, witness: Witness, rng: random.Random) -> tuple[float, floa
 
 
 def background(trials: int | None = None) -> Sequence[dict[str, Any]]:
-    """A flow of the machine's own, that is not greedy, while a checkpoint leaves as fast as it goes: its peer was slow at other
-    times, so it is not expected to be in time. Beside it the same without the edge."""
-    measure = "background flow while a migration fills the link (HTB, namespaces): lost of its rate"
-    goal, in_time = f"< {DEGRADED:g} %, the migration meeting its deadline", "migrations in time beside it"
+    """Measure the owner's own moderate flow beside a checkpoint that is sent at full speed, with and without the edge.
+
+    The peer was slow before, so the checkpoint is not expected to meet its deadline.
+    """
+    measure = "background flow while a migration fills the link (HTB, namespaces): loss of rate"
+    goal, in_time = (
+        f"< {DEGRADED:g} %, the migration meeting its deadline",
+        "migrations that meet their deadline beside it",
+    )
     if bpf_problem():
         return [not_run(measure, "%", goal, bpf_problem()), not_run(in_time, "of 1", "1", bpf_problem())]
     lost: dict[bool, list[float]] = {}
@@ -151,33 +156,33 @@ async def _beside(shaped: bool, trials: int) -> tuple[list[float], list[bool]]:
         directory = Path(text)
         store = open_store(directory / "ours")
         stack.callback(store.close)
-        stack.enter_context(inside(wires.machine))  # before there are threads: they stay where they begin
+        stack.enter_context(inside(wires.machine))  # before any thread: threads stay in the namespace of their start
         taking = stack.enter_context(_flow(wires.neighbour, "take", NEIGHBOUR, talks=True))
         assert taking.stdout is not None
         port = (await asyncio.to_thread(taking.stdout.readline)).strip()
         stack.enter_context(_flow(wires.machine, "stream", NEIGHBOUR, port, str(OWN_SHARE * LINK_MBPS)))
         with inside(wires.neighbour):
-            keeper = Keeper(directory / "keeper")
+            keeper = Keeper(directory / "keeper", identity=node_named("p"))
             there = await keeper.serve(NEIGHBOUR)
         wire = Wire()
         edge = Edge(directory / "run" / "node", shaped, UP if shaped else "", LINK_MBPS)
         stack.callback(edge.close)
         edge.open()
-        assert not edge.standing().problem, edge.standing().problem
+        assert not edge.state().problem, edge.state().problem
         peers = await client_of({PEER: there}, wire)
-        courier = Courier(peers, store)
-        keeping = asyncio.create_task(keep(edge, wire, courier.departures, print))
+        replicator = Replicator(peers, store)
+        keeping = asyncio.create_task(keep(edge, wire, replicator.departures, print))
         alone, beside, met = [], [], []
         for number in range(trials):
             saved = checkpoint(store, directory / "in", number, int(COPY_SHARE * LINK_MBPS / 8 * 1e6 * WINDOW_S))
             for _ in range(SEEN):
-                courier.bandwidth.saw(PEER, 10**7, 10.0)
+                replicator.bandwidth.record(PEER, 10**7, 10.0)
             await asyncio.sleep(SETTLE_S)
             begun = time.monotonic()
             await asyncio.sleep(ALONE_S)
             alone.append((begun, time.monotonic()))
             begun, deadline = time.monotonic(), boot_s() + WINDOW_S
-            copies = await courier.replicate(saved.id, [PEER], [], 1, stake=leaving(WINDOW_S))
+            copies = await replicator.replicate(saved.id, [PEER], [], 1, loss=leaving(WINDOW_S))
             met.append(copies.holders == (PEER,) and boot_s() <= deadline)
             beside.append((begun, time.monotonic()))
         keeping.cancel()

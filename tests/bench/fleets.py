@@ -1,5 +1,7 @@
-"""Fleets of real membership agents, each in a network namespace of its own: ours, serf's and kinship's, told apart by nothing but
-how they are started and how they say what they learnt."""
+"""Fleets of real membership agents, each in its own network namespace: this project's, serf's and kinship's.
+
+They differ only in how they are started and in the format of their output.
+"""
 
 import os
 import re
@@ -14,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from membership.identity import Identity
-from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
+from membership.trust import found_mesh
+from tests.chains import admitted
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -22,7 +25,7 @@ FIRST_PORT = 17_000
 
 
 class Fleet:
-    """`view[observer][subject]` is the latest word and when it came; `words` keeps all of them, in order."""
+    """A fleet. `view[observer][subject]` is the latest event and its time; `words` keeps all events in order."""
 
     name = ""
 
@@ -53,14 +56,14 @@ class Fleet:
         return FIRST_PORT + 2 * int(nick[1:])
 
     def seeds(self, nick: str) -> list[str]:
-        """Everybody knows the first two."""
+        """Return the addresses of the first two agents, which all others know."""
         return [f"{HOST}:{self.port(other)}" for other in self.nicks[:2] if other != nick]
 
     def command(self, nick: str) -> list[str]:
         raise NotImplementedError
 
     def parse(self, line: str) -> tuple[str, str] | None:
-        """(word, subject) of a line of output."""
+        """Parse a line of output into (event, subject)."""
         words = line.split()
         return (words[0], words[1] if len(words) > 1 else "") if words else None
 
@@ -86,7 +89,7 @@ class Fleet:
         self._selector.register(process.stdout, selectors.EVENT_READ, nick)
 
     def kill(self, nick: str) -> float:
-        """SIGKILL; when."""
+        """Send SIGKILL; return the time."""
         process = self.processes.pop(nick)
         at = time.monotonic()
         process.kill()
@@ -117,17 +120,17 @@ class Fleet:
         subprocess.run(["ip", "netns", "del", self.namespace], check=False, capture_output=True)
 
     def drop(self, share: float) -> None:
-        """Lose this share of all UDP packets, from now on; 0 for none."""
+        """Drop this share of all UDP packets from now on; 0 for none."""
         base = ["ip", "netns", "exec", self.namespace, "iptables"]
         _run(*base, "-F", "INPUT")
         if share:
             rule = ["-p", "udp", "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
             _run(*base, "-A", "INPUT", *rule)
 
-    # --- looking
+    # --- observing
 
     def complete(self) -> bool:
-        """Whether everybody who runs sees all the others."""
+        """Tell whether every running agent sees all others."""
         with self._lock:
             running = set(self.processes)
             return all(
@@ -137,7 +140,7 @@ class Fleet:
             )
 
     def heard(self, word: str, subject: str, since: float) -> list[float]:
-        """When each observer first said this word about the subject."""
+        """Return when each observer first reported this event about the subject."""
         first: dict[str, float] = {}
         with self._lock:
             for at, observer, said, about in self.words:
@@ -218,13 +221,14 @@ class MeshFleet(Fleet):
         now = time.time()
         founder = Identity.generate()
         genesis, chain = found_mesh(founder, "bench", self.nicks[0], "bench", now)
-        invite = parse_invite(make_invite(founder, chain, genesis, (), 80 * 86_400, now), now)
         for number, nick in enumerate(self.nicks):
             home = directory / nick
             home.mkdir()
             identity = founder if number == 0 else Identity.generate()
             identity.save(home / "node.key")
-            own = chain if number == 0 else accept_invite(invite, identity.node_id, nick, "bench", now)
+            own = chain
+            if number > 0:
+                own = admitted(founder, genesis, chain, identity.node_id, nick, "bench", now)
             (home / "genesis").write_bytes(genesis)
             (home / "chain").write_bytes(own)
 
@@ -273,7 +277,7 @@ class KinshipFleet(Fleet):
 
 
 def available(build: Path) -> tuple[list[type[Fleet]], dict[str, str]]:
-    """The fleets this machine can run, and why not the others."""
+    """Return the fleets that this machine can run, and the reasons for the others."""
     found: list[type[Fleet]] = [MeshFleet]
     missing: dict[str, str] = {}
     if shutil.which("serf"):
@@ -292,7 +296,7 @@ def available(build: Path) -> tuple[list[type[Fleet]], dict[str, str]]:
 
 
 def wait(ready: Any, timeout_s: float) -> bool:
-    """Whether the condition came true in time."""
+    """Wait for a condition; return whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         if time.monotonic() > deadline:

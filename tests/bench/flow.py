@@ -1,8 +1,8 @@
-"""One end of a flow, as a process of its own in a network namespace, so that nothing else in it takes its time.
+"""One end of a flow, as its own process in a network namespace, so that nothing else takes its time.
 
 flow.py flood ADDRESS PORT MBPS          datagrams of 1,400 bytes, until it is ended
-flow.py stream ADDRESS PORT MBPS         TCP, as much as it is given to send and no more: what cannot go in time is dropped
-flow.py take ADDRESS                     takes one stream; says its port, and at the end of its input (t, bytes) as JSON
+flow.py stream ADDRESS PORT MBPS         TCP at a fixed rate; data that cannot be sent in time is dropped
+flow.py take ADDRESS                     receives one stream; prints its port, and at the end of its input (t, bytes) as JSON
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import time
 
 DATAGRAM = 1400
 TOGETHER = 16  # datagrams in one call
-LATE_S = 0.05  # of a stream that is as old is dropped: a study that is fed from the network does not catch up later
+LATE_S = 0.05  # older data of a stream is dropped, as in a live stream, which does not catch up
 TICK_S = 0.002
 
 
@@ -53,7 +53,7 @@ def flood(address: str, port: int, mbps: float) -> None:
     while True:
         now = time.monotonic()
         if now < due:
-            continue  # a sleep would be longer than the step
+            continue  # a sleep would take longer than the step
         libc.sendmmsg(fd, messages, TOGETHER, 0)
         due = max(due + step, now - 0.01)
 
@@ -91,7 +91,7 @@ def take(address: str) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(PermissionError):
-        os.nice(-10)  # what is measured is the edge, not who else computes here
+        os.nice(-10)  # other load on this machine should not change the result
     match sys.argv[1:]:
         case ["flood", address, port, mbps]:
             flood(address, int(port), float(mbps))

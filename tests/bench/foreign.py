@@ -1,4 +1,4 @@
-"""From a program of the owner's on a GPU until nothing of a guest can be launched there. On the double of the driver and NVML."""
+"""Time from the start of an owner's program on a GPU until guests can launch nothing there, on fake driver and NVML."""
 
 import random
 import tempfile
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
 from tests.bench.harness import not_run, row
 from tests.e2e.commands import until
 from tests.e2e.test_presence import WHOLE_GPU, WORK, Owners, log_at, on_gpus_of, policy
@@ -18,11 +18,11 @@ from tests.tiers import cc_problem
 
 TRIALS = 30
 MOST_S = 1.5
-LOOK_S = 1.0  # from one of the node's looks at its GPUs to the next
+LOOK_S = 1.0  # between two looks of the node at its GPUs
 
 
 def foreign(trials: int | None = None) -> Sequence[dict[str, Any]]:
-    measure, goal = "foreign GPU process seen to guest launches stopped (double of NVML)", f"<= {MOST_S:g} s"
+    measure, goal = "foreign GPU process detected to guest launches stopped (fake NVML)", f"<= {MOST_S:g} s"
     if problem := cc_problem():
         return [not_run(measure, "s", goal, problem)]
     taken: list[float] = []
@@ -42,11 +42,11 @@ def foreign(trials: int | None = None) -> Sequence[dict[str, Any]]:
                     until(lambda: (rows := on_gpus(node)) and rows[0].get("launches", 0) > 10, "it to work")
                     device = [f"GPU-{one}" for one in world.uuids].index(on_gpus_of(node, job))
                     for _ in range(trials or TRIALS):
-                        time.sleep(rng.uniform(0, LOOK_S))  # at any moment between two looks
+                        time.sleep(rng.uniform(0, LOOK_S))  # start at a random moment between two looks
                         owners = Owners(world, device)
                         shut = until(lambda: log_at(node, "GPU gate closed")[len(taken) :], "the gate to shut")
                         taken.append(shut[0] - owners.began_unix)
-                        until(lambda: len(log_at(node, "rung suspended")) == len(taken), "it to stand still")
+                        until(lambda: len(log_at(node, "stage suspended")) == len(taken), "it to stand still")
                         launches = on_gpus(node)[0]["launches"]
                         owners.end()
                         until(lambda before=launches: on_gpus(node)[0]["launches"] > before, "it to go on")

@@ -1,8 +1,8 @@
-"""How exact the guard is, and what it costs, with a double of the CUDA driver whose devices take real time.
+"""Accuracy and overhead of the guard, with a fake CUDA driver whose devices take real time.
 
-What a device did is told by the double's own account, which the guard has no part in. No other guard runs without a GPU: the
-peer is time slicing, as the double does it where nobody guards; for the cost of a call, the call made directly.
-`--seconds`: how long shares are watched (60 in the issue). About four minutes.
+The fake driver's own account says what a device did; the guard has no part in it. No other guard runs without a GPU, so the
+peer is the fake driver's time slicing without a guard, and for the cost of a call the direct call. `--seconds`: duration of
+each share measurement (60 in the issue). Takes about four minutes.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from tests.fake.client import CudaError, Driver  # noqa: E402
 
 Work = Callable[[Driver], Any]
 Row = dict[str, Any]
-Party = tuple[float, Work]  # its share; what it does
+Party = tuple[float, Work]  # share, workload
 
-SLICING = "time slicing (the double's)"
-SETTLE_S = 0.5  # until predictions and turns are what they stay
+SLICING = "time slicing (fake driver)"
+SETTLE_S = 0.5  # until predictions and turns are stable
 TRAINING_US = (50, 100, 200, 500, 1000, 2000)
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     write("guard", rows)
 
 
-# --- a machine, and who works on it
+# --- a machine and its jobs
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def machine(**world: Any) -> Iterator[Bench]:
 def at_work(
     node: Bench, parties: Sequence[Party], guarded: bool = True, window_ms: float = WINDOW_MS
 ) -> Iterator[list[tuple[GuardedJob | None, Guest]]]:
-    """Each party's job and process, once all of them work as they will go on."""
+    """Start a job for each party and yield them once all work steadily."""
     jobs = [node.job(share=share, window_ms=window_ms) if guarded else None for share, _ in parties]
     guests = [node.start(job, work) for job, (_, work) in zip(jobs, parties, strict=True)]
     try:
@@ -104,7 +104,7 @@ def at_work(
 
 
 def observe(node: Bench, guests: Sequence[Guest], seconds: float, every_s: float) -> list[tuple[float, list[int]]]:
-    """Moments, and what the device had executed of each process by then."""
+    """Return moments, and what the device had executed of each process by then."""
     seen, begun = [], time.monotonic()
     for n in range(round(seconds / every_s) + 1):
         time.sleep(max(0.0, begun + n * every_s - time.monotonic()))
@@ -113,7 +113,7 @@ def observe(node: Bench, guests: Sequence[Guest], seconds: float, every_s: float
 
 
 def between(first: tuple[float, list[int]], last: tuple[float, list[int]]) -> list[float]:
-    """What each had of the device, in per cent."""
+    """Return each process's share of the device between two moments, in per cent."""
     return [(b - a) / (last[0] - first[0]) / 1e7 for a, b in zip(first[1], last[1], strict=True)]
 
 
@@ -121,11 +121,11 @@ def percentile(values: Sequence[float], part: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * part))]
 
 
-# --- what they do
+# --- workloads
 
 
 def training(driver: Driver) -> float:
-    """Seconds for steps of a fixed length, each with a wait at its end."""
+    """Return the seconds of steps of fixed length, each with a synchronization at its end."""
     driver.start()
     kernels = [driver.kernel(f"k_{us}us") for us in TRAINING_US]
 
@@ -159,7 +159,7 @@ def timed(work: Callable[[], None], warmup: int, count: int) -> float:
 
 
 def on_and_off(seed: int, kernel: str) -> Work:
-    """Works as much as it may for half a second to one and a half, then rests as long, on average half of the time."""
+    """Work for 0.5 to 1.5 s, then rest as long: half of the time on average."""
 
     def work(driver: Driver) -> None:
         driver.start()
@@ -232,7 +232,7 @@ def ratio(seconds: float) -> list[Row]:
 
 
 def steps(rounds: int) -> list[Row]:
-    """From another share's being set until the last 100 ms are within 3 points of it."""
+    """Measure the time from setting another share until the last 100 ms are within 3 points of it."""
     every_s, window = 0.005, 20
     taken: dict[str, list[float]] = {"10 to 50": [], "50 to 10": []}
     with machine() as node, at_work(node, [(10, busy("k_100us"))]) as there:
@@ -252,7 +252,7 @@ def steps(rounds: int) -> list[Row]:
 
 
 def victim(seconds: float, rounds: int) -> list[Row]:
-    """What a job with 60 % loses to four others with 10 % each."""
+    """Measure what a job with 60 % loses to four others with 10 % each."""
     alone: list[Party] = [(60.0, busy("k_200us"))]
     beside: list[Party] = [*alone, *((10.0, busy(f"k_{us}us")) for us in (50, 100, 300, 500))]
 
@@ -268,13 +268,13 @@ def victim(seconds: float, rounds: int) -> list[Row]:
     ours = [loss(True) for _ in range(max(1, rounds))]
     met = statistics.median(ours) < 10
     return [
-        row("loss of a job with 60 %, with four of 10 % beside it", ours, "%", goal="< 10 %", met=met, peer=SLICING,
+        row("loss of a job with 60 % beside four jobs with 10 %", ours, "%", goal="< 10 %", met=met, peer=SLICING,
             peer_values=[loss(False)])
     ]  # fmt: skip
 
 
 def elastic(seconds: float) -> list[Row]:
-    """Static shares beside ones that may have what others leave, under the same load."""
+    """Compare static shares with shares that may use what others leave, under the same load."""
     loads = [(45.0, on_and_off(1, "k_100us")), (30.0, on_and_off(2, "k_300us")), (15.0, on_and_off(3, "k_50us"))]
 
     def run(limit: float | None) -> tuple[float, float]:
@@ -292,7 +292,7 @@ def elastic(seconds: float) -> list[Row]:
         return (after[0] - before[0]) / took / 1e7, (after[1] - before[1]) / took
 
     static, lending = run(None), run(90.0)
-    what = "elastic against static shares, three jobs that work half of the time"
+    what = "elastic against static shares, three jobs with 50 % load"
     lines = []
     for name, goal, n, unit in (("utilisation", 37, 0, "% of the device"), ("throughput", 26, 1, "kernels/s")):
         gain = (lending[n] / static[n] - 1) * 100
@@ -307,8 +307,7 @@ def elastic(seconds: float) -> list[Row]:
 
 
 def overhead(what: str, work: Work, goal: float, rounds: int) -> list[Row]:
-    """Of a job that has the whole device, beside the driver without the guard: many short runs in turns, for other work comes and
-    goes."""
+    """Measure the overhead for a job with the whole device, beside the unguarded driver, in many short alternating runs."""
     guarded, plain = [], []
     with machine() as node:
         job = node.job(window_ms=ALONE_WINDOW_MS)
@@ -330,7 +329,7 @@ def overhead(what: str, work: Work, goal: float, rounds: int) -> list[Row]:
 
 
 def calls(rounds: int) -> list[Row]:
-    """A launch by way of the guard, and directly: see guard_call.c."""
+    """Measure a launch through the guard and directly (guard_call.c)."""
     source = Path(__file__).parent / "guard_call.c"
     compiler = [*find_compiler(), "-std=c11", "-O2", f"-I{NATIVE}", str(source)]
     device = "GPU-00000000-0000-0000-0000-000000000001"
@@ -359,8 +358,10 @@ def calls(rounds: int) -> list[Row]:
 
 
 def overshoot(seconds: float) -> list[Row]:
-    """Eight processes race for the last of a quota with every kind of allocation, while it falls and rises; the driver's own
-    account tells. What the job had when the quota fell it may keep."""
+    """Let eight processes race for the rest of a quota with all kinds of allocation, while it falls and rises.
+
+    The driver's own account decides. A job may keep what it had when the quota fell.
+    """
     quotas = [8 * CONTEXT + more * MIB for more in (1024, 512, 768)]
     quota, picks = quotas[0], Random(2)
     with machine(memory=65536 * MIB) as node:
@@ -397,8 +398,10 @@ def overshoot(seconds: float) -> list[Row]:
 
 
 def recalls(count: int) -> list[Row]:
-    """A job comes whose guarantee was lent: from its coming until the borrower is refused more, and from the moment that this one
-    has given back until all of the guarantee is there."""
+    """Measure how fast lent memory comes back when the owner of its guarantee starts a job.
+
+    The two times are until the borrower is refused more, and from the borrower's release until the whole guarantee is free.
+    """
     refused_ms, back_ms = [], []
     with machine(memory=8192 * MIB) as node:
         borrower, (heard, say), (turn, go) = node.job(memory=1024 * MIB, memory_limit=6144 * MIB), os.pipe(), os.pipe()
@@ -425,7 +428,7 @@ def recalls(count: int) -> list[Row]:
             newcomer = node.job(memory=6500 * MIB)
             refused_ms.append((told() - begun) * 1000)
             freed = told()
-            while not newcomer.has_room:
+            while not newcomer.has_guarantee:
                 time.sleep(0.0002)
             back_ms.append((time.monotonic() - freed) * 1000)
             node.end(newcomer)
@@ -436,8 +439,8 @@ def recalls(count: int) -> list[Row]:
         guest.wait()
     lease = "<= 20 ms (one lease)"
     what = (
-        ("guarantee comes, borrower refused (P99)", refused_ms),
-        ("borrower has freed, guarantee is there (P99)", back_ms),
+        ("lender's job starts -> borrower refused (P99)", refused_ms),
+        ("borrower frees -> guarantee available (P99)", back_ms),
     )
     tails = [(text, taken, percentile(taken, 0.99)) for text, taken in what]
     return [
@@ -447,7 +450,7 @@ def recalls(count: int) -> list[Row]:
 
 
 def closings(window_ms: float, count: int) -> list[Row]:
-    """From the gate's closing until the last kernel that had been launched is done."""
+    """Measure the time from closing the gate until the last launched kernel has ended."""
     taken, rng = [], Random(1)
     with machine() as node, at_work(node, [(100, busy("k_100us"))], window_ms=window_ms) as there:
         job, guest = there[0]
@@ -459,7 +462,7 @@ def closings(window_ms: float, count: int) -> list[Row]:
             seen = []
             while not seen or time.monotonic() < begun + (window_ms + 16) / 1000:
                 seen.append((time.monotonic(), node.world.executed_ns(guest.pid)))
-                time.sleep(20e-6)  # who looks holds up the device's own account
+                time.sleep(20e-6)  # reading too often slows down the device's account
             job.set_gate(closed=False)
             done = next(moment for moment, executed in seen if executed == seen[-1][1])
             taken.append((done - begun) * 1000)
@@ -467,17 +470,17 @@ def closings(window_ms: float, count: int) -> list[Row]:
     goal = f"<= window of {window_ms:g} ms + 1 ms"
     p99 = percentile(taken, 0.99)
     found = row(
-        f"gate closed, last kernel done (P99), window {window_ms:g} ms", taken, "ms", goal=goal, met=p99 <= most
+        f"gate closed -> last kernel done (P99), window {window_ms:g} ms", taken, "ms", goal=goal, met=p99 <= most
     )
     return [
-        row(f"gate closed, last kernel done (P50), window {window_ms:g} ms", taken, "ms", goal="", met=None),
+        row(f"gate closed -> last kernel done (P50), window {window_ms:g} ms", taken, "ms", goal="", met=None),
         {**found, "value": round(p99, 4)},
     ]
 
 
 def resolution() -> list[Row]:
     wanted = pairs()
-    what, goal = "(name, version) pairs resolved right", "all of cuda.h's"
+    what, goal = "(name, version) pairs resolved correctly", "all of cuda.h's"
     if not wanted:
         return [not_run(what, "pairs", goal, "nvidia-cuda-runtime, which has the header, is not installed")]
     with machine() as node:

@@ -1,9 +1,9 @@
-"""The guard on a real GPU: `make bench-guard`'s questions that only a real driver answers, beside time slicing and MPS.
+"""The guard on a real GPU, beside time slicing and MPS: the questions of `make bench-guard` that need a real driver.
 
-A share is what a job got done in a second, of what it gets done alone. Where there is no GPU, each line of the report says so.
-`--python`: a Python with PyTorch or CuPy for GPUs; without one, kernels are launched by the driver alone, and what only a
-framework does is left out. `--seconds`: of each measurement (15; with 5 it takes about ten minutes). `--only WORDS`: lines with
-these words. What has been measured is on disk after each part, so a run can be broken off.
+A share is the work of a job in a second, relative to its work alone. Without a GPU, each row gives the reason. `--python`
+is a Python with PyTorch or CuPy for GPUs; without one, the driver API alone launches kernels, and rows that need a framework
+are left out. `--seconds` of each measurement (15; with 5 it takes about ten minutes). `--only WORDS` runs rows with these
+words. The report is written after each part, so a run can be interrupted.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from cuda_guard.driver import CUDA, NVML, Driver, find_driver  # noqa: E402
 from cuda_guard.guard import PAGES_ENV, Guard, GuardedJob  # noqa: E402
 from cuda_guard.page import ALONE_WINDOW_MS, WINDOW_MS, Quota  # noqa: E402
 from cuda_guard.pause import Pause, PauseError, Step, available  # noqa: E402
-from cuda_guard.symbols import unknown_to_the_guard  # noqa: E402
+from cuda_guard.symbols import missing_in_guard  # noqa: E402
 from tests.bench.harness import not_run, row, save, write  # noqa: E402
 
 Row = dict[str, Any]
@@ -52,11 +52,11 @@ except Exception:
 
 
 class Unable(Exception):
-    """Why something cannot be measured here."""
+    """The reason why something cannot be measured here."""
 
 
 class Machine:
-    """A GPU, the Python that works on it, and the guard's pages, in `directory`."""
+    """A GPU, the Python that works on it, and the guard's pages in `directory`."""
 
     def __init__(self, directory: Path, python: str, seconds: float) -> None:
         driver = find_driver()
@@ -79,14 +79,14 @@ class Machine:
         except pynvml.NVMLError as error:
             raise Unable(f"no NVIDIA GPU: {error}") from None
         if has_mig(pynvml, self.device):
-            raise Unable("the GPU is in MIG mode (`nvidia-smi -mig 0` gives it back whole)")
+            raise Unable("the GPU is in MIG mode (`nvidia-smi -mig 0` disables it)")
         self.nvml, self.driver, self.python, self.seconds = pynvml, driver, python, seconds
         self.directory = directory
         try:
             self.guard = Guard(directory / "pages", libraries(ROOT / "build" / "guard"), driver, (self.uuid,))
         except (BuildError, OSError) as error:
             raise Unable(str(error)) from None
-        self.unknown: set[str] = set()  # calls that programs have asked for
+        self.unknown: set[str] = set()  # calls that programs looked up
         self._names = (f"job{n}" for n in range(10_000))
         self._alone: dict[str, dict[str, Any]] = {}
 
@@ -103,7 +103,7 @@ class Machine:
     def start(
         self, workload: str, amount: float, env: dict[str, str] | None = None, before: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """`before`: a command that runs the one that follows it."""
+        """Start the workload; `before` is a command that runs the command after it."""
         return subprocess.Popen(
             [*before, self.python, str(AGENT), workload, str(amount)],
             env={**os.environ, **(env or {})},
@@ -114,7 +114,7 @@ class Machine:
         )
 
     def run(self, workload: str, envs: Sequence[dict[str, str]], before: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The workload in as many processes, begun together; what each did."""
+        """Run the workload in several processes that start together; return their results."""
         working = [self.start(workload, self.seconds, env, before) for env in envs]
         try:
             for process in working:
@@ -141,7 +141,7 @@ class Machine:
 def has_mig(pynvml: Any, device: Any) -> bool:
     try:
         return bool(pynvml.nvmlDeviceGetMigMode(device)[0])
-    except pynvml.NVMLError:  # a device that cannot
+    except pynvml.NVMLError:  # a device without support for it
         return False
 
 
@@ -149,7 +149,7 @@ def has_mig(pynvml: Any, device: Any) -> bool:
 
 
 def expect(process: subprocess.Popen[str]) -> None:
-    """Returns once it says that it is ready."""
+    """Wait until the agent prints that it is ready."""
     assert process.stdout and process.stderr
     patience = threading.Timer(WAIT_S, process.kill)
     patience.start()
@@ -169,7 +169,7 @@ def say(process: subprocess.Popen[str], word: str) -> None:
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it says at its end."""
+    """Return the agent's final result."""
     out, errors = process.communicate(timeout=WAIT_S)
     if process.returncode or not out.strip():
         raise Unable(reason(process, errors))
@@ -177,7 +177,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def reason(process: subprocess.Popen[str], errors: str) -> str:
-    """Why it ended: its last line, and what the guard has said before."""
+    """Return why the agent ended: its last line, and earlier messages of the guard."""
     process.wait()
     lines = [line for line in errors.splitlines() if line.strip()]
     said = [line for line in lines[:-1] if line.startswith("mesh guard:")] + lines[-1:]
@@ -189,7 +189,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-# --- arms: what stands between three jobs and the device
+# --- arms: guard, time slicing, MPS
 
 
 def slicing(machine: Machine, stack: ExitStack) -> list[dict[str, str]]:
@@ -202,7 +202,7 @@ def mps(machine: Machine, stack: ExitStack) -> list[dict[str, str]]:
         raise Unable("nvidia-cuda-mps-control is not installed")
     home = stack.enter_context(tempfile.TemporaryDirectory())
     env = {"CUDA_MPS_PIPE_DIRECTORY": home, "CUDA_MPS_LOG_DIRECTORY": home}
-    words = Path(home) / "words"  # no pipe: the daemon would keep it open
+    words = Path(home) / "words"  # no pipe, because the daemon would keep it open
 
     def control(*options: str, order: str = "") -> int:
         with words.open("w") as file:
@@ -219,7 +219,7 @@ def mps(machine: Machine, stack: ExitStack) -> list[dict[str, str]]:
         return done.returncode
 
     if control("-d"):
-        raise Unable(f"the MPS daemon does not start: {words.read_text().strip()[:100]}")
+        raise Unable(f"the MPS daemon did not start: {words.read_text().strip()[:100]}")
     stack.callback(control, order="quit\n")
     return [{**env, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share:g}"} for share in SHARES]
 
@@ -236,7 +236,7 @@ ARMS = {"time slicing": slicing, "MPS": mps, "ours hard": hard, "ours elastic": 
 
 
 def shares(machine: Machine, arm: str, workload: str) -> list[Row]:
-    """Mean error of the shares 45/30/15 that all three of them got."""
+    """Measure the mean error of three jobs' shares of 45, 30 and 15 %."""
     solo = machine.alone(workload)["rate"]
     with ExitStack() as stack:
         did = machine.run(workload, ARMS[arm](machine, stack))
@@ -256,7 +256,7 @@ def one_to_nine(machine: Machine) -> list[Row]:
 
 
 def overhead(machine: Machine, workload: str) -> list[Row]:
-    """Of a job that has the whole device, and what a launch takes; in turns."""
+    """Measure the overhead for a job with the whole device, and the time of a launch, in turns."""
     plain, guarded = [], []
     with machine.job(window_ms=ALONE_WINDOW_MS) as job:
         for _ in range(3):
@@ -277,7 +277,7 @@ def overhead(machine: Machine, workload: str) -> list[Row]:
 
 
 def identity(machine: Machine) -> list[Row]:
-    """Whether what cuGetProcAddress gives out is an export, and ours where it is hooked."""
+    """Check that the functions from cuGetProcAddress are exports, and the guard's own where they are hooked."""
     from tests.cuda_guard.resolution import pairs
 
     if not pairs():
@@ -299,21 +299,21 @@ def identity(machine: Machine) -> list[Row]:
 
 
 def exports(machine: Machine) -> list[Row]:
-    """Who looks one of them up by name is told that there is none: `python -m cuda_guard.symbols --write LIBRARY` adds them."""
-    names = unknown_to_the_guard(machine.driver.cuda)
+    """Check that looking up a hooked name fails clearly: `python -m cuda_guard.symbols --write LIBRARY` adds missing ones."""
+    names = missing_in_guard(machine.driver.cuda)
     return [{**row(EXPORTS, [len(names)], "calls", goal="0", met=not names), "names": names}]
 
 
 def asked(machine: Machine) -> list[Row]:
-    """By all programs before: of those that look like memory or work."""
+    """Return the calls of all programs so far that look like memory or work and that the guard does not know."""
     names = sorted(machine.unknown)
     return [{**row(ASKED, [len(names)], "calls", goal="0", met=not names), "names": names}]
 
 
 def mounted(machine: Machine) -> list[Row]:
-    """As in a container: the guard over the driver, and no variable that names it."""
+    """Check the guard mounted over the driver, as in a container, without a variable that names it."""
     if os.geteuid() or shutil.which("unshare") is None:
-        raise Unable("it takes root and unshare")
+        raise Unable("needs root and unshare")
     ours, driver = machine.guard.libraries, machine.driver
     over = f"mount --bind '{ours.cuda}' '{driver.cuda}' && mount --bind '{ours.nvml}' '{driver.nvml}'"
     with tempfile.TemporaryDirectory() as aside:
@@ -334,7 +334,7 @@ def mounted(machine: Machine) -> list[Row]:
 
 
 def gate(machine: Machine) -> list[Row]:
-    """From the owner's word until the device stands still."""
+    """Measure the time from the owner's order until the device is idle."""
     taken = []
     with machine.job() as job:
         process = machine.start("gate", 0, job.process_env())
@@ -342,7 +342,7 @@ def gate(machine: Machine) -> list[Row]:
             expect(process)
             assert process.stdout and process.stderr
             for _ in range(CLOSINGS):
-                time.sleep(0.02)  # of work
+                time.sleep(0.02)  # let it work
                 begun = time.monotonic_ns()
                 job.set_gate(True)
                 say(process, "closed")
@@ -367,7 +367,7 @@ def queue_depth(machine: Machine) -> list[Row]:
 
 
 def killed(machine: Machine) -> list[Row]:
-    """From SIGKILL until NVML no longer counts what the process held."""
+    """Measure the time from SIGKILL until NVML no longer counts the process's memory."""
     taken = []
     for _ in range(5):
         before, process = machine.used(), machine.start("hold", 1)
@@ -384,7 +384,7 @@ def killed(machine: Machine) -> list[Row]:
 
 
 def checkpoint(machine: Machine, gib: int) -> list[Row]:
-    """A pause in place, and back, as the daemon makes them."""
+    """Measure a pause in place and its end, as the daemon does them."""
     problem = available(machine.driver.cuda)
     if problem:
         raise Unable(problem)
@@ -414,14 +414,14 @@ def duration_s(steps: Sequence[Step]) -> float:
 
 # --- the report
 
-IDENTITY = "(name, version) pairs resolved right, by the real driver"
+IDENTITY = "(name, version) pairs resolved correctly, by the real driver"
 EXPORTS = "calls that the driver exports and the guard does not"
-ASKED = "calls that programs asked for and the guard does not know"
-MOUNTED = "launches that the guard counted, mounted over the driver"
+ASKED = "calls that programs looked up and the guard does not know"
+MOUNTED = "launches counted by the guard, mounted over the driver"
 RATIO = "10 and 90 %, small kernels"
-GATE = "gate closed, last kernel done, kernels of 250 us"
-DEPTH = "launches that the driver takes before one waits"
-KILLED = "SIGKILL, memory free"
+GATE = "gate closed -> last kernel done, kernels of 250 us"
+DEPTH = "launches that the driver queues"
+KILLED = "SIGKILL -> memory free"
 
 
 def overhead_names(workload: str) -> tuple[str, str]:
@@ -439,7 +439,7 @@ Part = tuple[Sequence[tuple[str, str, str]], Callable[[Machine], list[Row]]]
 
 
 def parts() -> Iterator[Part]:
-    """Lines of the report (measure, unit, goal), and what measures them: first what takes seconds."""
+    """Return the rows of the report (measure, unit, goal) with their functions, the quick ones first."""
     yield [(IDENTITY, "pairs", "all of cuda.h's")], identity
     yield [(EXPORTS, "calls", "0")], exports
     yield [(DEPTH, "launches", "")], queue_depth
@@ -462,7 +462,7 @@ def parts() -> Iterator[Part]:
 
 
 def measure(machine: Machine, todo: Sequence[Part]) -> list[Row]:
-    """One part after another: one that cannot be measured says why, and the others go on."""
+    """Measure the parts in turn. A part that cannot be measured says why, and the others continue."""
     rows: list[Row] = []
     for number, (lines, work) in enumerate(todo, 1):
         print(f"{number} of {len(todo)}: {lines[0][0]}", file=sys.stderr, flush=True)
@@ -476,7 +476,7 @@ def measure(machine: Machine, todo: Sequence[Part]) -> list[Row]:
 
 
 def usable_python() -> str:
-    """The first that has a framework for GPUs; without one, the one that runs this."""
+    """Return the first Python that has a GPU framework, else the one that runs this."""
     for candidate in (str(ROOT / ".venv-frameworks" / "bin" / "python"), sys.executable, shutil.which("python3") or ""):
         try:
             done = subprocess.run([candidate, "-c", HAS_GPU], capture_output=True, timeout=WAIT_S, check=False)
@@ -496,7 +496,7 @@ def main() -> None:
     wanted = options.only or [""]
     todo = [part for part in parts() if any(words in line[0] for line in part[0] for words in wanted)]
     if not todo:
-        parser.error(f"no line of the report has the words {' or '.join(wanted)}")
+        parser.error(f"no row of the report contains {' or '.join(wanted)}")
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
         try:
             machine = Machine(Path(directory), options.python or usable_python(), options.seconds)

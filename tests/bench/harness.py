@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing of whole commands, and build/bench/<area>.json."""
+"""Shared parts of the benchmarks: interleaved timing of whole commands, and build/bench/<area>.json."""
 
 import json
 import os
@@ -15,7 +15,7 @@ BUILD = ROOT / "build" / "bench"
 
 
 def machine() -> str:
-    """The machine in words: what a reader needs to compare figures."""
+    """Describe the machine, as readers need it to compare figures."""
     model = "unknown CPU"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -34,7 +34,7 @@ def commit() -> str:
 
 
 def interleave(subjects: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds each subject took, round after round, so that a slow moment of the machine hits all alike."""
+    """Time each subject in turn, round after round, so that a slow moment of the machine hits all alike; return seconds."""
     taken: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(warmup + rounds):
         for name, subject in subjects.items():
@@ -46,13 +46,15 @@ def interleave(subjects: Mapping[str, Callable[[], None]], rounds: int, warmup: 
 
 
 def installed() -> dict[str, str]:
-    """The environment of a command as its users have it: what pip installs has its bytecode. A developer's setting may keep
-    this tree from having it, and then each start would compile the sources anew."""
+    """Return the environment of an installed command, which has bytecode.
+
+    A developer's setting may disable bytecode in this tree; each start would then compile the sources again.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def command(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Callable[[], None]:
-    """A whole process, which must succeed."""
+    """Run a whole process, which must succeed."""
     environment = {**installed(), **(env or {})}
 
     def run() -> None:
@@ -62,13 +64,13 @@ def command(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> C
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process: fields 14 and 15 of proc_pid_stat(5)."""
+    """Return the user and system time of a process (fields 14 and 15 of proc_pid_stat(5))."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_mib(pid: int) -> float:
-    """What a process has in memory, libraries that it shares with others included (proc_pid_statm(5))."""
+    """Return the resident memory of a process, shared libraries included (proc_pid_statm(5))."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -83,7 +85,7 @@ def row(
     peer: str = "",
     peer_values: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """One line of the report: medians with their spread."""
+    """Return one row of the report: the median with its spread."""
     return {
         "measure": measure,
         "value": round(statistics.median(values), 4),
@@ -99,7 +101,7 @@ def row(
 
 
 def not_run(measure: str, unit: str, goal: str, why: str) -> dict[str, Any]:
-    """A line of the report for what could not be measured, and why."""
+    """Return a row for a measure that could not run, with the reason."""
     return {
         "measure": measure,
         "value": None,
@@ -116,7 +118,7 @@ def not_run(measure: str, unit: str, goal: str, why: str) -> dict[str, Any]:
 
 
 def save(area: str, rows: Sequence[Mapping[str, Any]], **about: str) -> Path:
-    """Write the area's report, with more about where it was made."""
+    """Write the report of an area, with more details about its machine."""
     BUILD.mkdir(parents=True, exist_ok=True)
     report = {"area": area, "commit": commit(), "machine": machine(), **about, "rows": list(rows)}
     path = BUILD / f"{area}.json"
@@ -125,7 +127,7 @@ def save(area: str, rows: Sequence[Mapping[str, Any]], **about: str) -> Path:
 
 
 def write(area: str, rows: Sequence[Mapping[str, Any]], **about: str) -> None:
-    """Write the area's report and show it."""
+    """Write the report of an area and print it."""
     path = save(area, rows, **about)
     for line in rows:
         verdict = {True: "met", False: "NOT MET", None: "not run" if line["value"] is None else "-"}[line["met"]]

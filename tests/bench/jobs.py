@@ -1,8 +1,8 @@
-"""Jobs on real daemons, on this machine: how soon they run, how soon they go on, and what their departures cost.
+"""Jobs on real daemons on this machine: time to start, time to resume, and the cost of departures.
 
-`--rounds`, `--departures`, `--minutes`: how often, how many noticed departures, how long the training is (10 in the issue).
-`--returns`: how many owners give their machine back.
-Gossip runs with its `local` timings and a lease of 4 s; detection is measured in the same run.
+`--rounds`, `--departures`, `--minutes`: number of rounds, number of noticed departures, length of the training (10 in the
+issue). `--returns`: number of owners who lend their machine again. Gossip runs with its `local` timings and a lease of 4 s;
+detection is measured in the same run.
 """
 
 import argparse
@@ -22,23 +22,23 @@ import msgspec
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mesh.engine.engine import Launch  # noqa: E402
-from mesh.engine.process import ProcessEngine  # noqa: E402
-from mesh.jobs.effects import Send  # noqa: E402
-from mesh.jobs.ledger import Ledger  # noqa: E402
-from mesh.jobs.messages import Start  # noqa: E402
-from mesh.jobs.proposer import Proposer  # noqa: E402
-from mesh.jobs.spec import waiting_place  # noqa: E402
-from mesh.jobs.steward import Steward  # noqa: E402
-from mesh.stack import Stack, StackNode  # noqa: E402
+from mesh.consensus.effects import Send  # noqa: E402
+from mesh.consensus.leader import Leader  # noqa: E402
+from mesh.consensus.messages import Start  # noqa: E402
+from mesh.consensus.proposer import Proposer  # noqa: E402
+from mesh.daemon.stack import Stack, StackNode  # noqa: E402
+from mesh.execution.engine import Launch  # noqa: E402
+from mesh.execution.process.engine import ProcessEngine  # noqa: E402
+from mesh.model.record import JobRecord  # noqa: E402
+from mesh.model.spec import waiting_place  # noqa: E402
 from placement.queue import Queue  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
+from tests.consensus.worlds import DISK, at, make_advert, make_spec, make_view, make_witness, voters  # noqa: E402
 from tests.e2e.commands import PROJECT, count_digest  # noqa: E402
-from tests.jobs.worlds import DISK, at, make_advert, make_spec, make_view, make_witness, seats  # noqa: E402
 
 LEASE_S = 4.0
 WAIT_S = 120.0
-HOME_WITHIN_S = 30.0  # after it was lent again: the wait of 3 s, a notice, a start, and plenty
+HOME_WITHIN_S = 30.0  # after the machine was lent again: the wait of 3 s, a notice, a start, and a margin
 CLOCK = ("sh", "-c", "date +%s%N")
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def starts(rounds: int) -> list[dict[str, Any]]:
-    """From the order to the daemon until the command runs; beside the engine alone, in turns."""
+    """Measure the time from the order to the daemon until the command runs, beside the engine alone, in turns."""
     ours, engine = [], []
     with Stack(5, overrides={"slots": 2}) as stack, tempfile.TemporaryDirectory() as directory:
         stack.start_all()
@@ -77,7 +77,7 @@ def starts(rounds: int) -> list[dict[str, Any]]:
             wait_for(stack.nodes[number % 5], job, lambda state: state["outcome"])
             told = int(output(stack.nodes[number % 5], job).splitlines()[-1])
             alone = asyncio.run(engine_alone(Path(directory) / str(number)))
-            if number >= 2:  # the first two warm everything up
+            if number >= 2:  # the first two rounds are warm-up
                 ours.append((told - begun) / 1e6)
                 engine.append(alone)
     over = [mine - alone for mine, alone in zip(ours, engine, strict=True)]
@@ -91,7 +91,7 @@ def starts(rounds: int) -> list[dict[str, Any]]:
 
 
 async def engine_alone(root: Path) -> float:
-    """Milliseconds until the same command runs, with nothing around the engine."""
+    """Return the milliseconds until the same command runs with the engine alone."""
     for name in ("work", "ckpt", "out", "ctl"):
         (root / name).mkdir(parents=True)
     places = {f"{name}_dir": str(root / name) for name in ("work", "ckpt", "out", "ctl")}
@@ -108,7 +108,7 @@ async def engine_alone(root: Path) -> float:
 
 
 def departures(trials: int) -> list[dict[str, Any]]:
-    """One long job whose host takes its machine back, again and again; each time it must go on with the very next step."""
+    """Reclaim the host of one long job again and again; the job must continue with the next step each time."""
     lost, took, good = [], [], 0
     with Stack(4, overrides={"slots": 1, "grace_s": 10.0}) as stack:
         stack.start_all()
@@ -132,7 +132,7 @@ def departures(trials: int) -> list[dict[str, Any]]:
     share = 100.0 * good / trials
     return [
         row(
-            "noticed departures after which the next step follows",
+            "noticed departures continued with the next step",
             [share],
             "%",
             goal="100 % (GPUnion 94 %)",
@@ -143,13 +143,13 @@ def departures(trials: int) -> list[dict[str, Any]]:
     ]
 
 
-# --- owners who take their machine back and give it back
+# --- owners who reclaim their machine and lend it again
 
 
 def returns(trials: int) -> list[dict[str, Any]]:
-    """A job each, whose home is where it ran first: taken back there, and lent again as soon as the job runs elsewhere."""
+    """Run one job for each owner, who reclaims its first machine and lends it again when the job runs elsewhere."""
     share, whole = (
-        "migrate-back: share of jobs that are home again after their owner returned",
+        "migrate-back: share of jobs back on their first machine after its return",
         "migrate-back: steps lost",
     )
     if trials == 0:
@@ -184,8 +184,8 @@ def returns(trials: int) -> list[dict[str, Any]]:
         row(whole, lost, "steps", goal="0", met=max(lost) <= 0),
     ]
     if took:
-        goal = "none: told beside, the wait here is 3 s, 60 s by default"
-        rows.append(row("owner returns -> job runs at home", took, "s", goal=goal, met=None))
+        goal = "none; the wait is 3 s here, 60 s by default"
+        rows.append(row("machine lent again -> job runs there", took, "s", goal=goal, met=None))
     return rows
 
 
@@ -210,7 +210,7 @@ def ends_of_hosts(times: int) -> list[dict[str, Any]]:
             begun = time.monotonic()
             host.process.kill() if how == "kill" else host.process.terminate()
             if how == "kill":
-                wait(lambda user=user, host=host: dead(user, host), "its death to be seen")  # type: ignore[misc]
+                wait(lambda user=user, host=host: dead(user, host), "its death to be detected")  # type: ignore[misc]
                 detected.append(time.monotonic() - begun)
             wait_for(user, job, lambda s: runs_since(s, 1))
             (died if how == "kill" else left).append(time.monotonic() - begun)
@@ -225,7 +225,7 @@ def ends_of_hosts(times: int) -> list[dict[str, Any]]:
             goal=goal,
             met=max(died) <= bound,
         ),
-        row("host killed -> seen by the submitter", detected, "s", goal="none: told beside", met=None),
+        row("host killed -> detected by the submitter", detected, "s", goal="none: told beside", met=None),
         row(
             "host leaves -> running elsewhere", left, "s", goal="<= 2 s + transfer", met=statistics.median(left) <= 2.0
         ),
@@ -242,7 +242,7 @@ def dead(user: StackNode, host: StackNode) -> bool:
 
 
 def interruptions(seconds: float) -> list[dict[str, Any]]:
-    """The same count twice at the same time: left alone, and sent away 2, 3 and 4 times."""
+    """Run the same count twice at the same time: undisturbed, and displaced 2, 3 and 4 times."""
     pace, rows = 0.1, []
     steps = int(seconds / pace)
     with Stack(5, overrides={"slots": 4, "grace_s": 10.0}) as stack:
@@ -269,47 +269,49 @@ def interruptions(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-# --- many that wait
+# --- many waiting jobs
 
 
 def decisions(jobs: int, nodes: int = 20, rounds: int = 10) -> list[dict[str, Any]]:
-    """The production stewards of so many waiting jobs in one process: each decides, with a place free on every node, whether it
-    is its job's turn and where it goes. Nothing is sent and nothing is stored."""
+    """Run the production leaders of many waiting jobs in one process, without sending or storing anything.
+
+    Each decides whether it is its job's turn and where the job goes, with one free slot on every node.
+    """
     name = f"{jobs} queued jobs on {nodes} nodes: decisions of one process"
     if jobs == 0:
         return [not_run(name, "1/s", ">= 200 a second", "left out")]
     ids = [number.to_bytes(32, "big") for number in range(1, nodes + 1)]
     adverts = tuple(make_advert(node, version=1) for node in ids)
-    stewards, waiting = [], []
+    leaders, waiting = [], []
     for number in range(jobs):
         spec = make_spec(
-            created_unix_ms=number, priority=number % 100, user=f"user{number % 7}", witnesses=seats(*ids[:3])
+            created_unix_ms=number, priority=number % 100, user=f"user{number % 7}", witnesses=voters(*ids[:3])
         )
         witness = make_witness(tuple(ids[:3]), spec)
-        witness.cell = msgspec.structs.replace(witness.cell, job=number.to_bytes(16, "big"))
-        stewards.append(Steward(witness, spec, Random(number)))
-        waiting.append(waiting_place(spec, stewards[-1].request(Ledger(), at(0))))
+        witness.witness_record = msgspec.structs.replace(witness.witness_record, job=number.to_bytes(16, "big"))
+        leaders.append(Leader(witness, spec, Random(number)))
+        waiting.append(waiting_place(spec, leaders[-1].request(JobRecord(), at(0))))
     rates = []
     for _ in range(rounds):
-        for steward in stewards:
-            steward.state, steward._proposer = "waiting", steward_proposer(steward)
+        for leader in leaders:
+            leader.state, leader._proposer = "waiting", leader_proposer(leader)
         begun = time.perf_counter()
         queued = Queue(waiting, {}, adverts, 1000)
         view = make_view(ids[0], tuple(ids), adverts=adverts, queue=queued, disks=dict.fromkeys(ids, DISK))
-        outputs = [steward.observe(view, at(1000)) for steward in stewards]
+        outputs = [leader.observe(view, at(1000)) for leader in leaders]
         rates.append(jobs / (time.perf_counter() - begun))
         starts = sum(isinstance(e, Send) and isinstance(e.message, Start) for out in outputs for e in out)
-        assert starts == nodes, f"{starts} jobs go to {nodes} places"
+        assert starts == nodes, f"{starts} jobs placed on {nodes} nodes"
     return [row(name, rates, "1/s", goal=">= 200 a second", met=statistics.median(rates) >= 200)]
 
 
-def steward_proposer(steward: Steward) -> Proposer:
-    cell = steward.witness.cell
-    return Proposer(cell.job, cell.spec, 1, cell.config, Ledger(), None)
+def leader_proposer(leader: Leader) -> Proposer:
+    witness_record = leader.witness.witness_record
+    return Proposer(witness_record.job, witness_record.spec, 1, witness_record.config, JobRecord(), None)
 
 
 def queue(jobs: int) -> list[dict[str, Any]]:
-    names = (f"{jobs} queued jobs of no length, on 20 daemons of this machine: jobs done", "mesh ps with them")
+    names = (f"{jobs} queued empty jobs on 20 daemons of this machine: jobs done", "mesh ps with them")
     if jobs == 0:
         return [
             not_run(names[0], "1/s", "none: told beside", "left out"),

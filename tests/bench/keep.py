@@ -1,5 +1,4 @@
-"""One save or restore of the store as a command of its own, so that it can be timed beside other tools. Prints the most memory
-that it had, in KiB.
+"""One save or restore of the store as its own command, to time it beside other tools. Prints the peak memory in KiB.
 
 keep.py save|raw|sealed STORE NUMBER DIRECTORY        restore STORE NUMBER DIRECTORY
 """
@@ -9,11 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from ckptstore.cipher import StateCipher
 from ckptstore.store import Store
-from ckptstore.vault import Vault
 
 JOB = b"benchmark's job."
-VAULT = Vault(b"the key of the benchmark's job..")
+CIPHER = StateCipher(b"the key of the benchmark's job..")
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
 def keep(store: Store, order: str, number: int, directory: Path) -> None:
     known = {info.seq: info.id for info in store.manifests(JOB)}
     if order == "restore":
-        store.restore(known[number], directory, prefix="ckpt", vault=VAULT)
+        store.restore(known[number], directory, prefix="ckpt", cipher=CIPHER)
         return
     store.save(
         {"ckpt": directory},
@@ -41,8 +40,8 @@ def keep(store: Store, order: str, number: int, directory: Path) -> None:
         kind="checkpoint",
         created_unix=0,
         seal=lambda payload: payload,
-        encoding=order != "raw",
-        vault=VAULT if order == "sealed" else None,
+        compress=order != "raw",
+        cipher=CIPHER if order == "sealed" else None,
     )
 
 

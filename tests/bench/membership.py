@@ -1,7 +1,7 @@
-"""Detection, spread, idle cost and false accusations of membership, beside serf and kinship in the same run.
+"""Detection, dissemination, idle cost and false accusations of membership, beside serf and kinship in the same run.
 
-Real processes, each system in a network namespace of its own, all at once; kills take turns. Needs root, `ip` and, for loss,
-`iptables`. `--quick` is a look at the small sizes.
+Real processes, each system in its own network namespace, all at once; kills take turns. Needs root, `ip` and, for loss,
+`iptables`. `--quick` runs the small sizes only.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from tests.bench.fleets import Fleet, available, wait  # noqa: E402
 from tests.bench.harness import BUILD, not_run, row, write  # noqa: E402
 
 DETECT_WITHIN_S = 60.0
-SETTLE_S, IDLE_S = 30.0, 60.0  # the news of the start must have run dry
-STALL_S, RUN_S = 8.0, 0.4  # the rhythm of a stalled node
+SETTLE_S, IDLE_S = 30.0, 60.0  # until the messages of the start have ended
+STALL_S, RUN_S = 8.0, 0.4  # stall and run times of a stalled node
 SOAK_NODES = 40
 
 Figures = dict[str, dict[int, dict[str, list[float]]]]
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of loss, and of stalls")
     parser.add_argument("--only", help="one system")
     parser.add_argument("--quick", action="store_true", help="small simulations")
-    parser.add_argument("--no-scenarios", action="store_true", help="leave out what is measured without processes")
+    parser.add_argument("--no-scenarios", action="store_true", help="leave out the simulated rows")
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("bench-membership makes network namespaces: run it as root")
@@ -58,7 +58,9 @@ def main() -> None:
             finally:
                 for fleet in fleets:
                     fleet.close()
-            report(figures, {}, missing, simulated, options)  # an hour's work is not lost with its last minute
+            report(
+                figures, {}, missing, simulated, options
+            )  # write the report early, so that a late failure does not lose an hour of work
         false = soak(kinds, Path(directory), options.minutes) if options.minutes else {}
     report(figures, false, missing, simulated, options)
 
@@ -70,7 +72,7 @@ def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
         for nick in fleet.nicks:
             fleet.start(nick)
         if not wait(fleet.complete, 120):
-            print(f"{fleet.name} of {fleet.size} did not come together within 120 s", flush=True)
+            print(f"{fleet.name} of {fleet.size} did not converge within 120 s", flush=True)
         last = max(fleet.up_at.values(), default=0.0)
         seen = [at for nick in fleet.nicks for at in fleet.joined_at(nick)]
         mine["converge_s"] = [max(seen, default=last) - last]
@@ -79,7 +81,7 @@ def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
         for fleet in fleets:
             late_join(fleet, figures[fleet.name][fleet.size])
     for number in range(kills):
-        # In one namespace each, on the same two cores: at the same time, so that a slow moment hits all alike.
+        # All systems run at the same time on the same two cores, so that a slow moment hits all alike.
         nick, other = draw.sample(fleets[0].nicks[2:], 2)
         at_once(fleets, lambda fleet, nick=nick: one_kill(fleet, figures[fleet.name][fleet.size], nick))  # type: ignore[misc]
         at_once(fleets, lambda fleet, nick=other: one_leave(fleet, figures[fleet.name][fleet.size], nick))  # type: ignore[misc]
@@ -92,7 +94,7 @@ def at_once(fleets: list[Fleet], act: Callable[[Fleet], None]) -> None:
 
 
 def late_join(fleet: Fleet, mine: dict[str, list[float]]) -> None:
-    """How long a node that comes to a mesh that stands needs to see all of it."""
+    """Measure how long a new node takes to see a whole mesh."""
     nick = fleet.nicks[-1]
     fleet.leave(nick)
     wait(lambda: len(fleet.heard("left", nick, 0.0)) >= fleet.size - 1, 30)
@@ -141,7 +143,7 @@ def one_leave(fleet: Fleet, mine: dict[str, list[float]], nick: str) -> None:
 
 
 def soak(kinds: list[type[Fleet]], directory: Path, minutes: float) -> dict[str, dict[str, int]]:
-    """False deaths about healthy nodes: with a quarter of all packets lost, then with a tenth of the nodes stalled."""
+    """Count false deaths of healthy nodes: with 25 % packet loss, then with a tenth of the nodes stalled."""
     fleets = [kind(SOAK_NODES, directory / f"{kind.name}-soak") for kind in kinds]
     found: dict[str, dict[str, int]] = {fleet.name: {} for fleet in fleets}
     try:
@@ -178,7 +180,7 @@ def soak(kinds: list[type[Fleet]], directory: Path, minutes: float) -> dict[str,
 
 
 GOALS: list[tuple[str, int, str, str, float]] = [
-    # measure, N, unit, goal in words, limit of the median
+    # measure, N, unit, goal as text, limit of the median
     ("detect_all_s", 60, "s", "<= 6 s", 6.0),
     ("leave_all_s", 120, "s", "<= 0.5 s", 0.5),
     ("idle_bytes_per_node_s", 120, "B/s", "<= 450 B/s", 450.0),
@@ -230,7 +232,7 @@ def report(
 
 
 def _constant(figures: Figures) -> list[dict[str, Any]]:
-    """Whether the idle traffic of a node depends on how many there are."""
+    """Test whether the idle traffic of a node depends on the number of nodes."""
     idle = {
         size: of["idle_bytes_per_node_s"]
         for size, of in figures.get("mesh", {}).items()
@@ -239,7 +241,7 @@ def _constant(figures: Figures) -> list[dict[str, Any]]:
     if len(idle) < 2:
         return []
     ratio = statistics.median(idle[max(idle)]) / statistics.median(idle[min(idle)])
-    name = f"idle bytes at N={max(idle)}, times those at N={min(idle)}"
+    name = f"idle bytes at N={max(idle)} over those at N={min(idle)}"
     return [row(name, [ratio], "x", goal="constant in N (<= 1.5)", met=ratio <= 1.5)]
 
 

@@ -1,8 +1,8 @@
-"""What a placement costs and moves; and how good the survival estimate is on real traces, beside climatology, a constant hazard,
-hours of the week and boosted trees.
+"""Cost and stability of placement, and quality of the survival estimate on real traces.
 
-The traces lie outside the project: `--traces DIR` (docs/survival.md says which; $MESH_TRACES, else ../shared/data). Where they
-are not, their rows say so. All that is random has a seed; costs are CPU time. A minute of it.
+The estimate is compared with climatology, a constant hazard, hours of the week and boosted trees. The traces lie outside the
+project: `--traces DIR` (docs/explanation/survival-evaluation.md names them; $MESH_TRACES, else ../shared/data). Rows of missing
+traces say so. All randomness is seeded; costs are CPU time. Takes about a minute.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from mesh.forecast.evaluation import (  # noqa: E402
 )
 from mesh.forecast.scores import losses  # noqa: E402
 from mesh.forecast.tracefiles import files_of, read_traces  # noqa: E402
-from placement.stays import Trace, kaplan_meier, nelson_aalen, of_lent  # noqa: E402
+from placement.availability import Trace, kaplan_meier, nelson_aalen, trace_of_lent  # noqa: E402
 from placement.survival import Estimator  # noqa: E402
 from placement.traces import read_swf  # noqa: E402
-from tests.bench import rankings, schedule  # noqa: E402
+from tests.bench import ablation, rankings, schedule  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 
 Row = dict[str, Any]
 
 HORIZONS = (60, 240)
-FIT = 0.7  # of the time
+FIT = 0.7  # share of the time
 DAY_S = 86_400
 DRAWS = 1000  # of the block bootstrap
 SETS = (
@@ -53,14 +53,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     default = os.environ.get("MESH_TRACES", str(ROOT.parent / "shared" / "data"))
     parser.add_argument("--traces", type=Path, default=Path(default))
-    directory = parser.parse_args().traces
+    parser.add_argument(
+        "--ablation", action="store_true", help="also score the survival estimate without each of its parts"
+    )
+    arguments = parser.parse_args()
+    directory = arguments.traces
     rows = [*rankings.rows(), *costs(), *curves(directory)]
     traces: list[tuple[str, Trace, float]] = []
     for name, file, kind, offset_s, allowed in SETS:
         path = directory / file
         if not path.exists():
             rows.append(
-                not_run(f"survival on {name}", "nats", f"<= {allowed:g} x gradient boosting", f"{path} is not there")
+                not_run(f"survival on {name}", "nats", f"<= {allowed:g} x gradient boosting", f"{path} does not exist")
             )
             continue
         trace = read_traces(files_of([path]), kind, offset_s)
@@ -68,12 +72,14 @@ def main() -> None:
         rows += early(name, trace, offset_s)
         traces.append((name, trace, offset_s))
     rows += schedule.rows(traces)
+    if arguments.ablation:
+        rows += ablation.rows(traces, FIT)
     write("placement", rows)
 
 
 def forecasts(name: str, trace: Trace, offset_s: float, allowed: float) -> list[Row]:
-    """Log-loss, Brier, AUC and ECE after the cut, and the intervals of log-loss and of its difference to boosting's."""
-    outcome = evaluate(trace, HORIZONS, FIT, offset_s, tell=lambda what: print(f"{name}: {what}", flush=True))
+    """Return log-loss, Brier, AUC and ECE after the cut, with intervals of the log-loss and of its difference to boosting."""
+    outcome = evaluate(trace, HORIZONS, FIT, offset_s, progress=lambda what: print(f"{name}: {what}", flush=True))
     scores = {(score.model, score.horizon_min): score for score in outcome.rows()}
     rows: list[Row] = []
     for horizon in HORIZONS:
@@ -86,7 +92,7 @@ def forecasts(name: str, trace: Trace, offset_s: float, allowed: float) -> list[
             interval = bootstrap(outcome, horizon, measure)
             rows.append(
                 row(
-                    f"{measure} of whether a node stays: {where}",
+                    f"{measure} of survival: {where}",
                     [value],
                     "nats" if measure == "log_loss" else "squared",
                     goal=goal,
@@ -131,7 +137,7 @@ def forecasts(name: str, trace: Trace, offset_s: float, allowed: float) -> list[
 
 
 def bootstrap(outcome: Outcome, horizon: int, measure: str) -> dict[str, Any]:
-    """95 per cent intervals over whole node-days, which are drawn with replacement: what lies near in time is not independent."""
+    """Return 95 % intervals from whole node-days drawn with replacement, because close moments are not independent."""
     stayed = outcome.stayed[horizon]
     costs_of: dict[str, list[float]] = {}
     for model in (OURS, BOOSTING):
@@ -169,14 +175,14 @@ def _interval(values: Sequence[float]) -> list[float]:
 
 
 def early(name: str, trace: Trace, offset_s: float) -> list[Row]:
-    """Log-loss beside climatology's where so much lies before the cut, over all windows of the trace three days apart."""
+    """Return the log-loss beside climatology's with little data before the cut, over windows three days apart."""
     rows = []
     for days in (0.5, 1.0, 2.0, 3.0):
         cost = {OURS: 0.0, CLIMATOLOGY: 0.0}
         count, begin = 0, trace.first
         while begin + (days + 2) * DAY_S <= trace.last:
             lent = {node: [(stay.start, stay.end) for stay in stays] for node, stays in trace.nodes.items()}
-            part = of_lent(lent, begin, begin + (days + 2) * DAY_S)
+            part = trace_of_lent(lent, begin, begin + (days + 2) * DAY_S)
             for score in evaluate(part, HORIZONS, begin + days * DAY_S, offset_s, boosted=False).rows():
                 if score.model in cost:
                     cost[score.model] += score.n * score.log_loss
@@ -185,7 +191,7 @@ def early(name: str, trace: Trace, offset_s: float) -> list[Row]:
         ratio = cost[OURS] / cost[CLIMATOLOGY]
         rows.append(
             row(
-                f"log_loss with {days:g} days of data, of climatology's: {name}",
+                f"log_loss with {days:g} days of data over climatology's: {name}",
                 [ratio],
                 "ratio",
                 goal="<= 1.02",
@@ -197,7 +203,7 @@ def early(name: str, trace: Trace, offset_s: float) -> list[Row]:
 
 
 def costs() -> list[Row]:
-    """One update, and the survival of 500 nodes."""
+    """Measure one update, and the survival of 500 nodes."""
     random, estimator = Random(3), Estimator(0.0)
     nodes = [b"node %d" % number for number in range(500)]
     updates: list[float] = []
@@ -206,9 +212,9 @@ def costs() -> list[Row]:
         begun = time.process_time()
         for node in nodes:
             if random.random() < 0.02:
-                estimator.left(node, now)
+                estimator.record_end(node, now)
             else:
-                estimator.lent(node, now)
+                estimator.record_lent(node, now)
         updates.append((time.process_time() - begun) / len(nodes) * 1e6)
     rows = [row("one update", updates[1:], "us", goal="< 20", met=statistics.median(updates[1:]) < 20)]
     for minutes in HORIZONS:
@@ -226,12 +232,12 @@ def costs() -> list[Row]:
         begun = time.process_time()
         assert len(read_swf(text)) == len(lines)
         taken.append(time.process_time() - begun)
-    rows.append(row("a workload of 20,000 jobs read", taken, "s", goal="< 1", met=statistics.median(taken) < 1))
+    rows.append(row("read a workload of 20,000 jobs", taken, "s", goal="< 1", met=statistics.median(taken) < 1))
     return rows
 
 
 def curves(directory: Path) -> list[Row]:
-    """Kaplan and Meier's and Nelson and Aalen's, on real stays, beside lifelines'."""
+    """Compare the Kaplan-Meier and Nelson-Aalen curves of real stays with lifelines'."""
     measure, goal = "largest difference to lifelines' curves", "< 1e-9"
     try:
         import lifelines
@@ -239,7 +245,7 @@ def curves(directory: Path) -> list[Row]:
         return [not_run(measure, "", goal, "lifelines is not installed: pip install 'campus-mesh[bench]'")]
     path = directory / SETS[0][1]
     if not path.exists():
-        return [not_run(measure, "", goal, f"{path} is not there")]
+        return [not_run(measure, "", goal, f"{path} does not exist")]
     trace = read_traces([path], "swf-nodes", 3600.0)
     stays = [(stay.end - stay.start, stay.ended) for stays in trace.nodes.values() for stay in stays]
     lengths, ended = [length for length, _ in stays], [end for _, end in stays]

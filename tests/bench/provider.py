@@ -1,8 +1,8 @@
-"""What an owner can rely on: how fast guests are off the network, and whether his own traffic is whole while checkpoints leave.
+"""Promises to owners: how fast guests are off the network, and whether the owner's traffic is undisturbed by checkpoints.
 
-Root, namespaces, tc, clang, and a Docker engine (its own, and the one of DOCKER_HOST) are needed; a row that lacks one says so.
-`--rows NAME ...` runs some; each row's function is in ROWS, by name, and rows of an earlier run of the same commit are kept for
-those that are not run. `--trials N` has each measure taken so often, to see that all of it runs.
+Needs root, namespaces, tc, clang, and a Docker engine (its own, and the one of DOCKER_HOST). A row without one gives the reason.
+`--rows NAME ...` runs some rows of ROWS, and keeps other rows of an earlier run of the same commit. `--trials N` takes each
+measure N times, to check that everything runs.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROWS: dict[str, Callable[[int | None], Sequence[Row]]] = {
 
 
 def kept(names: Sequence[str]) -> list[Row]:
-    """What an earlier run of this very commit found for the rows that are not run now."""
+    """Return the rows of an earlier run of this commit that are not run now."""
     path = BUILD / "provider.json"
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""What a placement costs, how jobs move as survival drifts, whether everybody decides alike: rows of `make bench-placement`."""
+"""Rows of `make bench-placement`: cost of a placement, movement of jobs as survival drifts, agreement of all nodes."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from placement.advert import MAX_WEIGHT, Advert, Gpu
-from placement.allotment import served, untouched
+from placement.allocation import all_free, reserve
 from placement.decision import decide
 from placement.ranking import rank_nodes
 from placement.request import Request
@@ -26,14 +26,14 @@ from tests.bench.harness import row
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 
-SIZES = ((54, 40.0), (1000, 700.0))  # nodes, and the most microseconds
+SIZES = ((54, 40.0), (1000, 700.0))  # nodes, and the limit in microseconds
 ROUNDS, JOBS = 5, 100
-STEPS = 4 * 96  # quarters of an hour
+STEPS = 4 * 96  # quarter hours
 KEYS = 540
 
 
 def campus(count: int, seed: int) -> list[Advert]:
-    """Machines of one to eight GPUs, some taken, some paused, in twelve zones."""
+    """Return machines with one to eight GPUs, some in use, some paused, in twelve zones."""
     random = Random(seed)
     return [_machine(number, random) for number in range(count)]
 
@@ -55,7 +55,7 @@ def _machine(number: int, random: Random) -> Advert:
         lending=True,
         paused=random.random() < 0.1,
         gpus=gpus,
-        room=untouched(gpus)[taken:],
+        free_portions=all_free(gpus)[taken:],
         guards=True,
         gpu_sharing=True,
         slots=slots,
@@ -75,7 +75,7 @@ def rows() -> list[Row]:
 
 
 def costs() -> list[Row]:
-    """CPU time of one placement: what is asked, filtered, ranked, decided. `known`: adverts have met requests of this shape."""
+    """Measure the CPU time of one placement: request, filters, ranking, decision. `known`: adverts have cached this request."""
     found: list[Row] = []
     for count, most in SIZES:
         adverts = campus(count, 1)
@@ -106,14 +106,12 @@ def costs() -> list[Row]:
             begun = time.process_time()
             decide(request, rank_nodes(request, new))
             fresh.append((time.process_time() - begun) * 1e6)
-        found.append(
-            row(f"the first of its shape among {count} nodes never seen before", fresh, "us", goal="-", met=None)
-        )
+        found.append(row(f"the first of its shape among {count} new nodes", fresh, "us", goal="-", met=None))
     return found
 
 
 def _each(place: Callable[[Request], object], asks: dict[str, Any]) -> list[float]:
-    """Microseconds of a placement, by round."""
+    """Return the microseconds of a placement, by round."""
     place(Request(b"first", 0, "ada", **asks))
     taken = []
     for number in range(ROUNDS):
@@ -130,7 +128,7 @@ def _placed(adverts: Sequence[Advert], homes: dict[bytes, str] | None, request: 
 
 
 def _floating(adverts: Sequence[Advert], request: Request) -> bytes:
-    """The textbook's: a keyed hash of each node, -w / ln(u), the best."""
+    """Return the textbook choice: the node with the largest -w / ln(u), with u a keyed hash of the node."""
     start = blake2b(request.key, digest_size=8)
     best, chosen = -1.0, b""
     for advert in adverts:
@@ -143,13 +141,15 @@ def _floating(adverts: Sequence[Advert], request: Request) -> bytes:
 
 
 def movement() -> list[Row]:
-    """Four days in which every node's survival swings by the day and by chance: how many jobs move in a quarter of an hour, where
-    each asks at every step where it should be."""
+    """Count the jobs that move in a quarter hour, over four days of survival that changes with the day and at random.
+
+    Each job asks at every step where it should run.
+    """
     found = []
     for where, low, high in (("as in the survey", 0.1, 0.9), ("of surer nodes", 0.4, 0.95)):
         random = Random(1)
         nodes = [(random.uniform(low, high), random.random() * 2 * math.pi) for _ in range(54)]
-        slots = KEYS  # room is no obstacle
+        slots = KEYS  # enough slots for all
         adverts = [
             msgspec.structs.replace(_machine(n, random), paused=False, slots=slots, slots_free=slots) for n in range(54)
         ]
@@ -171,7 +171,7 @@ def movement() -> list[Row]:
                 assert best is not None
                 new = number_of[best.node]
                 if new != now:
-                    adverts[new] = served(adverts[new], request)
+                    adverts[new] = reserve(adverts[new], request)
                     if now is not None:
                         free = adverts[now].slots_free + 1
                         adverts[now] = msgspec.structs.replace(adverts[now], slots_free=free)
@@ -211,7 +211,7 @@ for number in range(1000):
 
 
 def agreement() -> Row:
-    """Of a thousand decisions, how many are equal to the byte in eight processes with other hash seeds and orders of adverts."""
+    """Compare a thousand decisions, byte for byte, in eight processes with other hash seeds and orders of adverts."""
     told = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM, str(seed)],
@@ -224,6 +224,6 @@ def agreement() -> Row:
     ]
     same = sum(len(set(answers)) == 1 for answers in zip(*told, strict=True))
     share = 100 * same / len(told[0])
-    return row("decisions alike in 8 processes, given the same adverts", [share], "%", goal="100", met=share == 100) | {
+    return row("equal decisions in 8 processes with the same adverts", [share], "%", goal="100", met=share == 100) | {
         "decisions": len(told[0])
     }

@@ -1,4 +1,4 @@
-"""What of membership is measured without processes: packets a second through the real core, and meshes in virtual time."""
+"""Membership without processes: packets a second through the real core, and meshes in virtual time."""
 
 import os
 import time
@@ -11,16 +11,17 @@ import msgspec
 from membership.config import SwimConfig
 from membership.core import Core
 from membership.effects import Effect, SendPacket
-from membership.envelope import Seals
+from membership.envelope import MeshSealer
 from membership.node import SystemClock
 from membership.trust import TrustStore
 from membership.wire import Alive, Ping, encode
-from sim.gossip import GossipWorld
-from sim.mix import Mix
-from sim.paper import people
+from sim.protocol.fakes import members
+from sim.protocol.faults import FaultPlan
+from sim.protocol.membership import MembershipWorld
+from sim.protocol.membership_checkers import all_checkers
 from tests.bench.harness import row
 
-QUIET = Mix(loss=0.01, news_every_s=0.0, until_s=1e9)
+QUIET = FaultPlan(loss=0.01, news_every_s=0.0, until_s=1e9)
 
 
 def rows(quick: bool) -> list[dict[str, Any]]:
@@ -37,8 +38,8 @@ def rows(quick: bool) -> list[dict[str, Any]]:
 
 
 def packets(rounds: int, count: int = 4000) -> dict[str, Any]:
-    """Signed pings from fifty members, each checked, taken in and answered with a signed ack, on one core."""
-    mesh = people(51)
+    """Measure signed pings from fifty members, each verified, handled and answered with a signed ack, on one core."""
+    mesh = members(51)
     trust = TrustStore(mesh.genesis)
     clock = SystemClock()
     for chain in mesh.chains:
@@ -55,10 +56,19 @@ def packets(rounds: int, count: int = 4000) -> dict[str, Any]:
     me, *others = mesh.identities
     config = msgspec.structs.replace(SwimConfig.lan(), source_packets_s=1e9)
     core = Core(
-        Seals(me, trust.mesh_id), trust, mesh.chains[0], config, Random(1), clock, perform, host="h", port=1, epoch=1
+        MeshSealer(me, trust.mesh_id),
+        trust,
+        mesh.chains[0],
+        config,
+        Random(1),
+        clock,
+        perform,
+        host="h",
+        port=1,
+        epoch=1,
     )
     core.start()
-    writers = [Seals(other, trust.mesh_id) for other in others]
+    writers = [MeshSealer(other, trust.mesh_id) for other in others]
     for writer in writers:
         word = Alive(writer.node_id, 1, 0, "h", 1, False, 1)
         core.swim.on_evidence(writer.node_id, word, writer.seal("member", encode(word)), clock.boot())
@@ -70,16 +80,16 @@ def packets(rounds: int, count: int = 4000) -> dict[str, Any]:
         for packet in data:
             core.on_datagram(packet, ("h", 1))
         rates.append(count / (time.process_time() - begun))
-        assert sent - before >= count, "every ping was answered"
+        assert sent - before >= count, "all pings answered"
     goal = ">= 10,000 a second a core"
     return row(
-        "signed packets accepted (checked, taken in, answered)", rates, "1/s", goal=goal, met=min(rates) >= 10_000
+        "signed packets accepted (verified, handled, answered)", rates, "1/s", goal=goal, met=min(rates) >= 10_000
     )
 
 
-def together(count: int, seed: int, spread_s: float = 5.0) -> GossipWorld:
-    """A mesh of so many that has come together."""
-    world = GossipWorld(seed, nodes=count, mix=QUIET, checkers=[])
+def together(count: int, seed: int, spread_s: float = 5.0) -> MembershipWorld:
+    """Return a mesh of this many nodes that has converged."""
+    world = MembershipWorld(seed, nodes=count, faults=QUIET, checkers=[])
     world.begin(spread_s)
     world.kernel.run(spread_s)
     world.until(world.converged, 120.0, "M8")
@@ -87,7 +97,7 @@ def together(count: int, seed: int, spread_s: float = 5.0) -> GossipWorld:
 
 
 def joins(count: int, times: int) -> dict[str, Any]:
-    """From a newcomer's start until it sees everybody."""
+    """Measure the time from a new node's start until it sees all others."""
     world = together(count, 1)
     took = []
     for node in world.nodes[-times:]:
@@ -103,7 +113,7 @@ def joins(count: int, times: int) -> dict[str, Any]:
 
 
 def heals(count: int, seeds: int) -> dict[str, Any]:
-    """From the end of a cut of five minutes, after which both sides were dead to each other, until all see all."""
+    """Measure the time from the end of a partition of five minutes, after mutual death, until all see all."""
     took = []
     for seed in range(seeds):
         world = together(count, seed)
@@ -121,7 +131,7 @@ def heals(count: int, seeds: int) -> dict[str, Any]:
 
 
 def restarts(count: int, seeds: int) -> dict[str, Any]:
-    """From the first crash of all nodes within three seconds, each back 4 to 30 s later, until all see all."""
+    """Measure the time until all see all, after all nodes crash within 3 s and restart 4 to 30 s later."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as workers:
         took = list(workers.map(_restart, [(count, seed) for seed in range(seeds)]))
     line = row(f"mass restart, {count} nodes (simulated)", took, "s (virtual)", goal="<= 60 s, 1,000 seeds", met=None)
@@ -143,9 +153,9 @@ def _restart(what: tuple[int, int]) -> float:
 
 
 def real_time(count: int) -> dict[str, Any]:
-    """Virtual seconds a second of a core, once the mesh stands, with a node lost and one come back on the way."""
+    """Return virtual seconds a second of CPU time in a converged mesh in which one node leaves and one returns."""
     world = together(count, 1)
-    while any(len(node.core.swim.rumours) for node in world.nodes):  # the news of the start, of all of them at once
+    while any(len(node.core.swim.rumours) for node in world.nodes):  # until the messages of the start have ended
         world.kernel.run(world.kernel.now + 5.0)
     rates = []
     for node in world.nodes[-3:]:
@@ -155,21 +165,21 @@ def real_time(count: int) -> dict[str, Any]:
         rates.append(20.0 / (time.process_time() - begun))
         node.start()
         world.kernel.run(world.kernel.now + 5.0)
-    name = f"{count} nodes simulated, times real time"
+    name = f"{count} nodes simulated, multiple of real time"
     return row(name, rates, "x", goal=">= 1", met=min(rates) >= 1.0)
 
 
 def weather(seeds: int) -> dict[str, Any]:
-    """The full fault menu with all checkers, on all cores."""
+    """Run all faults with all checkers, on all cores."""
     begun = time.monotonic()
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as workers:
         violations = sum(workers.map(_play, range(seeds)))
     took = time.monotonic() - begun
     assert not violations, f"{violations} violations"
-    name = f"{seeds} seeds x 20 nodes x 30 virtual minutes, full fault menu, 0 violations"
+    name = f"{seeds} seeds x 20 nodes x 30 virtual minutes, all faults, 0 violations"
     return row(name, [took], "s", goal="<= 180 s for 200 seeds", met=took <= 180 if seeds >= 200 else None)
 
 
 def _play(seed: int) -> int:
-    GossipWorld(seed).run()
+    MembershipWorld(seed, checkers=all_checkers()).run()
     return 0

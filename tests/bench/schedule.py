@@ -1,8 +1,8 @@
-"""The checkpoint rule (`placement/schedule.py`) beside Young's fixed interval with the true mean rate: seconds lost and stalled.
+"""The checkpoint rule (`placement/schedule.py`) beside Young's fixed interval with the true mean rate: time lost and stalled.
 
-The same departures for both (common random numbers); ratios of sums, with 95 per cent intervals by drawing whole runs, or nodes
-of a trace. On made hazards the rule is given the rate, or what the survival estimator has learnt of a campus with that hazard; on
-a trace the estimator knows only what was before. Jobs that share a wire are played on it, checkpoint by checkpoint.
+Both meet the same departures (common random numbers). Results are ratios of sums, with 95 % intervals from resampled runs, or
+nodes of a trace. On synthetic hazards, the rule gets the true rate, or the survival estimator's after observing a campus with
+that hazard; on a trace, the estimator knows only the past. Jobs that share a link are simulated checkpoint by checkpoint.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from placement.availability import Stay, Trace
 from placement.schedule import (
     LEAST_S,
     MOST_S,
@@ -21,29 +22,28 @@ from placement.schedule import (
     Upload,
     next_due,
     shares,
-    turn_share,
+    upload_weight,
 )
-from placement.stays import Stay, Trace
 from placement.survival import Estimator
 from tests.bench.harness import row
 
 Row = dict[str, Any]
 Hazard = Callable[[float], float]  # departures a second
-Next = Callable[[float, float], float]  # (the stay began, work since) -> when the next checkpoint begins
+Next = Callable[[float, float], float]  # (start of the stay, start of unsaved work) -> start of the next checkpoint
 Spent = tuple[float, float]  # seconds lost, seconds stalled
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
-MONDAY_S = 4 * DAY_S  # of Unix time
+MONDAY_S = 4 * DAY_S  # in Unix time
 STALL_S = 20.0
 RUNS, DAYS = 40, 60.0
-FIT = 0.7  # of a trace's time
-BUSY, QUIET = 1.0 / HOUR_S, 0.1 / HOUR_S  # from 8 to 18 h, and else
-MACHINES, LEARNT_S, AWAY_S, TICK_S = 20, 28 * DAY_S, 60.0, 900.0  # a campus that is watched
+FIT = 0.7  # share of a trace's time
+BUSY, QUIET = 1.0 / HOUR_S, 0.1 / HOUR_S  # from 8:00 to 18:00, and at other times
+MACHINES, LEARNT_S, AWAY_S, TICK_S = 20, 28 * DAY_S, 60.0, 900.0  # an observed campus
 CAMPUSES = 4
-COVERED = 0.6  # of departures, by a notice that suffices; the testbed's part of noticed ones
-DRAWS = 2000  # of the bootstrap
-NODES, STAYS = 100, 40  # that share a wire
-# Of a working day, as the worlds of `mesh sim` have students' machines, and a twentieth of it at weekends.
+COVERED = 0.6  # share of departures with a sufficient notice; the testbed's share of noticed ones
+DRAWS = 2000  # bootstrap resamples
+NODES, STAYS = 100, 40  # that share a link
+# Hours of a working day of students' machines, as in the worlds of `mesh debug sim`; a twentieth at weekends.
 STUDENTS = (
     *(0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.05, 0.2, 0.59, 1.19, 1.78, 2.97),
     *(2.97, 2.77, 2.77, 2.57, 1.98, 1.58, 1.19, 0.79, 0.3, 0.1, 0.05, 0.02),
@@ -52,7 +52,7 @@ STUDENTS_A_DAY, WEEKEND = 1.5, 0.05
 
 
 def rows(traces: Sequence[tuple[str, Trace, float]]) -> list[Row]:
-    """`traces`: each with its name and how far local time is ahead of UTC."""
+    """Return the rows; `traces` are pairs of a name and its UTC offset."""
     found = [*made(), noticed(), *shared()]
     return found + [replayed(name, trace, offset_s) for name, trace, offset_s in traces]
 
@@ -61,12 +61,14 @@ def rows(traces: Sequence[tuple[str, Trace, float]]) -> list[Row]:
 
 
 def play(next_at: Next, departures: Sequence[float], upload_s: float = 0.0, covered: Sequence[bool] = ()) -> Spent:
-    """A job without end that goes on at once after each departure; the last of them is the end, and takes nothing. Of one that is
-    `covered`, nothing is lost."""
+    """Simulate an endless job that continues at once after each departure; the last departure is the end and loses nothing.
+
+    A departure in `covered` loses nothing.
+    """
     lost = stalled = begun = 0.0
     for number, departs in enumerate(departures):
         resumed, stood = begun, 0.0
-        saves = [(begun, begun, 0.0)]  # safe from then on, computed on from then, had stood still for so long
+        saves = [(begun, begun, 0.0)]  # (time it is safe, time of its state, stalled seconds until then)
         while (at := next_at(begun, resumed)) + STALL_S <= departs:
             resumed, stood = at + STALL_S, stood + STALL_S
             saves.append((resumed + upload_s, resumed, stood))
@@ -90,7 +92,7 @@ def by_young(rate: float) -> Next:
 
 
 def by_learnt(estimator: Estimator, node: bytes, base: float, upload_s: float = 0.0) -> Next:
-    """On this machine, with what is known now; `base`: the estimator's time at 0."""
+    """Return the rule for this machine with present knowledge; `base` is the estimator's time at 0."""
     cost = Cost(STALL_S, upload_s)
 
     def rates(start: float) -> Iterator[tuple[float, float]]:
@@ -104,7 +106,7 @@ def by_learnt(estimator: Estimator, node: bytes, base: float, upload_s: float = 
     return next_at
 
 
-# --- made hazards
+# --- synthetic hazards
 
 
 def stepped(time: float) -> float:
@@ -127,7 +129,7 @@ def hourly(hazard: Hazard) -> Rates:
 
 
 def drawn(hazard: Hazard, length_s: float, random: Random) -> list[float]:
-    """Departures of a Poisson process, by thinning; and the end."""
+    """Return departures of a Poisson process, by thinning, and the end."""
     most = max(hazard(hour * HOUR_S) for hour in range(168))
     found, now = [], 0.0
     while (now := now - log(1 - random.random()) / most) < length_s:
@@ -137,7 +139,7 @@ def drawn(hazard: Hazard, length_s: float, random: Random) -> list[float]:
 
 
 def learnt(hazard: Hazard, seed: int) -> Estimator:
-    """What is known of machines that were watched for four weeks, each away for a minute at a time."""
+    """Return an estimator that observed machines for four weeks, with absences of one minute."""
     estimator, random = Estimator(MONDAY_S), Random(seed)
     gone = [drawn(hazard, LEARNT_S, random)[:-1] for _ in range(MACHINES)]
     happened = [(time, 0, number) for number, times in enumerate(gone) for time in times]
@@ -147,9 +149,9 @@ def learnt(hazard: Hazard, seed: int) -> Estimator:
         node = b"machine %d" % number
         known = estimator.nodes.get(node)
         if kind == 0:
-            estimator.left(node, MONDAY_S + time)
+            estimator.record_end(node, MONDAY_S + time)
         elif kind == 1 or (known is not None and known.since is not None):
-            estimator.lent(node, MONDAY_S + time)
+            estimator.record_lent(node, MONDAY_S + time)
     return estimator
 
 
@@ -176,15 +178,15 @@ def made() -> list[Row]:
                     rule = by_learnt(campuses[seed % CAMPUSES], node, base, upload_s)
                 ours.append(play(rule, gone, upload_s))
                 young.append(play(by_young(average), gone, upload_s))
-            measure = f"lost and stalled, of fixed Young's: {name}; knows {knows}"
-            # What is uploaded late costs both of them the same, which is no part of the day's goal.
+            measure = f"lost and stalled, relative to fixed Young's: {name}; knows {knows}"
+            # Late uploads cost both the same, and are not part of this goal.
             goal = limit if upload_s == 0 or limit > 1 else None
             found.append(compared(measure, ours, young, goal) | {"limit_of_small_stalls": round(bound, 4)})
     return found
 
 
 def noticed() -> Row:
-    """Young's interval counts every departure; the rule knows from the node's record how many a notice covers."""
+    """Compare with notices: Young's interval counts every departure; the rule knows the share that a notice covers."""
     ours: list[Spent] = []
     young: list[Spent] = []
     for seed in range(RUNS):
@@ -192,19 +194,21 @@ def noticed() -> Row:
         gone = drawn(stepped, DAYS * DAY_S, random)
         covered = [random.random() < COVERED for _ in gone]
         cover = Cover()
-        for one in covered[:100]:  # of other days
+        for one in covered[:100]:  # from other days
             cover = cover.after(one)
         average = sum(stepped(hour * HOUR_S) for hour in range(24)) / 24
         ours.append(play(by_rule(hourly(stepped), lossy=cover.lossy), gone, covered=covered))
         young.append(play(by_young(average), gone, covered=covered))
-    return compared("lost and stalled, of fixed Young's: day-shaped hazard, 60 % of departures covered", ours, young)
+    return compared(
+        "lost and stalled, relative to fixed Young's: day-shaped hazard, 60 % of departures covered", ours, young
+    )
 
 
 # --- a trace
 
 
 def replayed(name: str, trace: Trace, offset_s: float) -> Row:
-    """A job through each stay of the last 30 per cent of the time; Young's with these stays' own mean rate."""
+    """Run a job through each stay of the last 30 % of the time; Young's interval uses the mean rate of these stays."""
     trace = finer(trace)
     cut = trace.first + FIT * (trace.last - trace.first)
     estimator = Estimator(trace.first, offset_s)
@@ -217,15 +221,15 @@ def replayed(name: str, trace: Trace, offset_s: float) -> Row:
             happened += [(stay.start + tick * TICK_S, True, node, stay) for tick in ticks]
             happened.append((stay.end, False, node, stay))
     spent: dict[str, list[tuple[Spent, Spent]]] = {}
-    begun: dict[str, list[float]] = {}  # checkpoints of the stay that goes on
+    begun: dict[str, list[float]] = {}  # checkpoints of the present stay
     for time, lent, node, stay in sorted(happened, key=lambda event: event[:3]):
         key, counts = node.encode(), stay.start >= cut
         if lent:
-            estimator.lent(key, time, stay.start)
+            estimator.record_lent(key, time, stay.start)
         if counts:
             settle(estimator, key, begun.setdefault(node, []), stay.start, time)
         if not lent:
-            estimator.left(key, time, reclaimed=stay.ended)
+            estimator.record_end(key, time, reclaimed=stay.ended)
             if counts:
                 length = stay.end - stay.start
                 gone = [length, length] if stay.ended else [length]
@@ -235,12 +239,12 @@ def replayed(name: str, trace: Trace, offset_s: float) -> Row:
         [(sum(one[side][0] for one in of_node), sum(one[side][1] for one in of_node)) for of_node in spent.values()]
         for side in (0, 1)
     ]
-    measure = f"lost and stalled, of fixed Young's: the last 30 % of {name}, foretold as it goes"
+    measure = f"lost and stalled, relative to fixed Young's: the last 30 % of {name}, forecast online"
     return compared(measure, *sums, 0.87) | {"departures": sum(stay.ended for stay in late)}
 
 
 def finer(trace: Trace) -> Trace:
-    """One that looks at machines every few minutes does not say when between two looks one left: that is drawn."""
+    """Draw the time of departures between two samples of a coarse trace."""
     random, ends = Random(7), [stay.end for stays in trace.nodes.values() for stay in stays]
     grain_s = gcd(*(round(end - trace.first) for end in ends))
     drawn = {
@@ -251,7 +255,7 @@ def finer(trace: Trace) -> Trace:
 
 
 def settle(estimator: Estimator, node: bytes, begun: list[float], start: float, now: float) -> None:
-    """All checkpoints that are due before `now`, by what is known a little before it."""
+    """Take all checkpoints due before `now`, with the knowledge of shortly before."""
     while True:
         since = begun[-1] + STALL_S if begun else start
         at = next_due(since, since, Cost(STALL_S), 1.0, lambda begin: estimator.rates(node, begin)).at
@@ -261,36 +265,36 @@ def settle(estimator: Estimator, node: bytes, begun: list[float], start: float, 
 
 
 def listed(begun: Sequence[float], start: float) -> Next:
-    """At these times, and then no more."""
+    """Return a rule with these times and no more."""
     times = iter(begun)
     return lambda began, since: next(times, inf) - start
 
 
-# --- a shared wire
+# --- a shared link
 
 
 class Job(msgspec.Struct):
-    """On a node; `share` of the wire while it sends."""
+    """A job on a node; `share` is its share of the link while it sends."""
 
     upload: Upload
     every_s: float
     share: float
-    since: float = 0.0  # it computes on from then, since its last checkpoint was copied
-    safe: float = 0.0  # work up to then is safe
-    stood: float = 0.0  # it has stood still since then
+    since: float = 0.0  # computes from then on; end of the last copy
+    safe: float = 0.0  # time up to which work is safe
+    stood: float = 0.0  # stalled seconds since the last safe checkpoint
     due: float = 0.0
-    left: float = 0.0  # bytes of the checkpoint that is on its way
-    sent: tuple[float, float] = (0.0, 0.0)  # of that one: computed up to then; stood still before
+    left: float = 0.0  # bytes of the checkpoint in transfer
+    sent: tuple[float, float] = (0.0, 0.0)  # of that checkpoint: time of its state, stalled seconds before
 
 
 def shared() -> list[Row]:
-    """Nodes with two to six jobs, whose checkpoints together want 1.2 to 8 times what the wire takes."""
+    """Simulate nodes with two to six jobs whose checkpoints together need 1.2 to 8 times the link's capacity."""
     random = Random(5)
     spent: dict[str, list[Spent]] = {"ours": [], "parts": [], "equal": []}
     for _ in range(NODES):
         jobs, budget = drawn_node(random)
         found = shares(jobs, budget)
-        turns = [turn_share(job) for job in jobs]
+        turns = [upload_weight(job) for job in jobs]
         young = [sqrt(2 * job.stall_s / job.rate) for job in jobs]
         ways = {
             "ours": ([job.bytes / bps for job, bps in zip(jobs, found.bps, strict=True)], turns, True),
@@ -312,15 +316,15 @@ def shared() -> list[Row]:
                 more = one_stay(one, budget, stay, lends)
                 lost, stalled = lost + more[0], stalled + more[1]
             spent[name].append((lost, stalled))
-    words = "GPU-seconds lost and stalled by jobs that share a wire"
+    words = "GPU-seconds lost and stalled by jobs that share a link"
     return [
-        compared(f"{words}, of equal parts of it", spent["ours"], spent["parts"], 0.9),
-        compared(f"{words}, of equal turns and Young's intervals", spent["ours"], spent["equal"], 0.9),
+        compared(f"{words}, relative to equal shares", spent["ours"], spent["parts"], 0.9),
+        compared(f"{words}, relative to equal turns and Young's intervals", spent["ours"], spent["equal"], 0.9),
     ]
 
 
 def drawn_node(random: Random) -> tuple[list[Upload], float]:
-    """The job mix of the research testbed: state of 4 GiB in the median, of which 5 to 30 % changes; nine in ten have one GPU."""
+    """Draw the job mix of the research testbed: median state 4 GiB, 5 to 30 % changed; nine in ten have one GPU."""
     rate = exp(random.uniform(log(0.5 / DAY_S), log(0.5 / HOUR_S)))
     jobs = []
     for _ in range(random.randint(2, 6)):
@@ -332,7 +336,7 @@ def drawn_node(random: Random) -> tuple[list[Upload], float]:
 
 
 def one_stay(jobs: Sequence[Job], budget: float, departs: float, lends: bool) -> Spent:
-    """Until the node goes, and what is not safe with it. `lends`: a part that nobody uses is used by the others."""
+    """Simulate one stay and return its loss. With `lends`, unused shares of the link go to other jobs."""
     now = stalled = 0.0
     for job in jobs:
         job.due = job.every_s
@@ -354,7 +358,7 @@ def one_stay(jobs: Sequence[Job], budget: float, departs: float, lends: bool) ->
             break
         for job in jobs:
             if job.left <= 0 and job.due <= now:
-                # Sent while it is copied: the stall is counted, and nothing waits for its end.
+                # The transfer overlaps the copy; the stall counts, and nothing waits for its end.
                 held = min(job.upload.stall_s, departs - now)
                 stalled += held * job.upload.weight
                 job.stood += held
@@ -367,7 +371,7 @@ def one_stay(jobs: Sequence[Job], budget: float, departs: float, lends: bool) ->
 
 
 def compared(measure: str, ours: Sequence[Spent], theirs: Sequence[Spent], limit: float | None = None) -> Row:
-    """The ratio of all that was lost and stalled, with its interval; `limit`: the goal."""
+    """Return the ratio of time lost and stalled, with its interval; `limit` is the goal."""
     sums = [(sum(one), sum(other)) for one, other in zip(ours, theirs, strict=True)]
     random, ratios = Random(1), []
     for _ in range(DRAWS):

@@ -1,7 +1,7 @@
-"""From the owner's order until no process of any guest is alive, whoever else stands still.
+"""Time from the owner's order until no process of a guest is alive, even if all other parts hang.
 
-The order goes to the switch's own socket, as `mesh reclaim --now` gives it (its Python's start is not in the figures); that a
-process has ended is told by the kernel (pidfd).
+The order goes to the kill switch's own socket, as `mesh reclaim --now` sends it, without the start of its Python. The kernel
+reports the end of a process (pidfd).
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.harness import not_run, row
+from tests.container_images import import_busybox
 from tests.dockerd import Dockerd, dockerd
-from tests.engine.place import Place, fresh_mark
-from tests.images import import_busybox
+from tests.execution.place import Place, fresh_mark
 from tests.tiers import dockerd_problem
 
 TRIALS = 100
@@ -79,7 +79,7 @@ async def _trials(
 
 
 async def _trial(place: Place, state: str, engine: Dockerd | None) -> float:
-    """Milliseconds."""
+    """Return milliseconds."""
     assert (await place.bench.engine.availability()).ok
     await place.guest(fresh_mark())
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ async def _trial(place: Place, state: str, engine: Dockerd | None) -> float:
         order.start()
         left = set(ends)
         if state == "loop blocked":
-            while left:  # on the loop itself, which does nothing else meanwhile
+            while left:  # directly on the loop, which has nothing else to do
                 left -= _ended(poller, left)
         else:
             while left:
@@ -127,7 +127,7 @@ def _watched(pid: int) -> Iterator[int]:
 
 
 def escapes(trials: int | None = None) -> Sequence[dict[str, Any]]:
-    """The list of tests/engine/test_escapes.py, on a real engine: each tries several ways out, once."""
+    """Run the tests of tests/execution/test_escapes.py once on a real engine; each tries several escapes."""
     measure, goal = "container escape attempts that succeed, host unharmed", "0"
     command = [
         sys.executable,
@@ -138,7 +138,7 @@ def escapes(trials: int | None = None) -> Sequence[dict[str, Any]]:
         "0",
         "-p",
         "no:cacheprovider",
-        "tests/engine/test_escapes.py",
+        "tests/execution/test_escapes.py",
     ]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     words = done.stdout.strip().splitlines()[-1].replace(",", "").split() if done.stdout.strip() else []

@@ -1,6 +1,6 @@
-"""`make bench-sim`: how fast the simulator is, beside SimPy, and what it says of the policies; build/bench/sim.json.
+"""`make bench-sim`: speed of the simulator, beside SimPy, and its results for the policies; writes build/bench/sim.json.
 
-Times are of the processor, not of the wall: other work on the machine changes them little. `--seeds N` and `--quick` are shorter.
+Times are CPU time, which other load changes little. `--seeds N` and `--quick` shorten it.
 """
 
 import argparse
@@ -21,13 +21,12 @@ MEAN_AWAY_S, TICK_S = (
     7200.0,
     600.0,
 )  # the churn model: Weibull stays, exponential absences, a checkpoint each ten minutes
-SHAPE, SCALE_S = 0.57, 5.55 * 3600.0  # the fit to 1,266 stays of a university cluster
+SHAPE, SCALE_S = 0.57, 5.55 * 3600.0  # fitted to 1,266 stays of a university cluster
 
 
 def churn_here(nodes: int, days: float) -> tuple[int, float]:
-    """Events, and the work that departures cost, in seconds."""
-    from sim.kernel import Kernel
-    from sim.streams import Streams
+    """Return the number of events, and the work in seconds that departures cost."""
+    from sim.kernel import Kernel, Streams
 
     kernel, streams = Kernel(), Streams(1)
     post = kernel.post
@@ -68,10 +67,10 @@ def churn_here(nodes: int, days: float) -> tuple[int, float]:
 
 
 def churn_simpy(nodes: int, days: float) -> tuple[int, float]:
-    """The same model as SimPy's documentation would have it: processes and interrupts."""
+    """Run the same model in SimPy as its documentation suggests: processes and interrupts."""
     import simpy
 
-    from sim.streams import Streams
+    from sim.kernel import Streams
 
     streams = Streams(1)
     environment = simpy.Environment()
@@ -110,14 +109,14 @@ def churn_simpy(nodes: int, days: float) -> tuple[int, float]:
 def replication(world: str, policy: str, changes: list[str]) -> tuple[int, float]:
     from sim.campus.policies import POLICIES
     from sim.campus.replication import replicate
-    from sim.campus.world import find_world
+    from sim.campus.world_files import find_world
 
     result = replicate(find_world(world, changes), POLICIES[policy], 1)
-    return result.events, result.figures["lost"]
+    return result.events, result.metrics["lost"]
 
 
 def measure(what: str) -> None:
-    """In a process of its own, so that memory is only its own: events, an answer, processor seconds, MiB."""
+    """Measure in a separate process, for its own memory: events, result, CPU seconds, MiB."""
     name, _, rest = what.partition(" ")
     begun = time.process_time()
     if name == "here":
@@ -154,7 +153,7 @@ def kernel_rows(rounds: int) -> list[dict[str, Any]]:
         beside = True
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
-    for _ in range(rounds):  # one after the other, so that a slow moment hits both
+    for _ in range(rounds):  # in turns, so that a slow moment hits both
         ours.append(measured("here"))
         if beside:
             theirs.append(measured("simpy"))
@@ -175,7 +174,13 @@ def kernel_rows(rounds: int) -> list[dict[str, Any]]:
             )
         )
         rows.append(
-            row(f"{title}: SimPy's time over ours", ratio, "x", goal=">= 1.2", met=sorted(ratio)[rounds // 2] >= 1.2)
+            row(
+                f"{title}: SimPy's time over this kernel's",
+                ratio,
+                "x",
+                goal=">= 1.2",
+                met=sorted(ratio)[rounds // 2] >= 1.2,
+            )
         )
     else:
         rows.append(row(title, speed, "events/s of CPU", goal=">= 1.2 x SimPy", met=None))
@@ -186,13 +191,13 @@ def kernel_rows(rounds: int) -> list[dict[str, Any]]:
 
 
 TIMES = "groups.0.count={} groups.1.count={} groups.2.count={} groups.3.count={}"
-# world, policy, changes, seconds it may take, whether it is slow
+# world, policy, changes, limit in seconds, slow
 RUNS = (
     ("reclaimnet-54", "mesh", "", 5.0, False),
     ("reclaimnet-54", "gpunion", "", 5.0, False),
     ("campus-500", "mesh", "", 60.0, True),
     ("campus-500", "gpunion", "", 60.0, True),
-    # As many jobs for all: memory is that of the machines.
+    # The same number of jobs for all, so that memory depends on the machines only.
     ("campus-500", "mesh", "days=7", None, True),
     ("campus-500", "mesh", f"{TIMES.format(480, 360, 100, 60)} days=7", None, True),
     ("campus-500", "mesh", f"{TIMES.format(2400, 1800, 500, 300)} days=7", None, True),
@@ -200,7 +205,7 @@ RUNS = (
 
 
 def run_rows(quick: bool, rounds: int) -> list[dict[str, Any]]:
-    from sim.campus.world import find_world
+    from sim.campus.world_files import find_world
 
     rows = []
     for world, policy, changes, limit, slow in RUNS:
@@ -216,14 +221,14 @@ def run_rows(quick: bool, rounds: int) -> list[dict[str, Any]]:
         )
         speed = [run["events"] / run["cpu_s"] for run in found]
         rows.append(row(f"{name}: speed", speed, "events/s of CPU", goal=">= 150000", met=min(speed) >= 150_000))
-        rows.append(row(f"{name}: memory", [run["rss_mib"] for run in found], "MiB", goal="told", met=None))
+        rows.append(row(f"{name}: memory", [run["rss_mib"] for run in found], "MiB", goal="none", met=None))
     return rows
 
 
 def claim_rows(seeds: int) -> list[dict[str, Any]]:
-    """The headline table; the values are its intervals."""
+    """Return the table of claims; the values of a row are the ends of its interval."""
     done = subprocess.run(
-        [sys.executable, "-m", "mesh.cli", "sim", "headline", "--seeds", str(seeds), "--json"],
+        [sys.executable, "-m", "mesh.cli", "debug", "sim", "claims", "--seeds", str(seeds), "--json"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -234,9 +239,9 @@ def claim_rows(seeds: int) -> list[dict[str, Any]]:
         met = {"met": True, "not met": False}.get(claim["verdict"])
         line = row(
             f"{claim['source']}: {claim['claim']} ({claim['world']})",
-            [claim["ours"]],
+            [claim["value"]],
             "share",
-            goal=claim["verdict"] + (f"; {claim['differs']}" if claim["differs"] else ""),
+            goal=claim["verdict"] + (f"; {claim['caveat']}" if claim["differs"] else ""),
             met=met,
         )
         rows.append({**line, "min": round(claim["low"], 4), "max": round(claim["high"], 4), "n": claim["n"]})
@@ -246,7 +251,7 @@ def claim_rows(seeds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--seeds", type=int, default=30, help="replications of the headline table; 0 leaves it out")
+    parser.add_argument("--seeds", type=int, default=30, help="replications for the table of claims; 0 leaves it out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="without the runs of 500 and 5,000 machines")
     parser.add_argument("--python", action="append", default=[], help="another Python whose digests must be the same")

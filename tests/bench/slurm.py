@@ -1,8 +1,8 @@
-"""The same training under campus-mesh and under Slurm with preempt-and-requeue, through the same departures in the same run.
+"""The same training under campus-mesh and under Slurm with preempt-and-requeue, with the same departures in the same run.
 
-In each round three systems run it at once, each on machines (network namespaces) of its own: a mesh; a Slurm cluster whose nodes
-share a directory, from which the training goes on (S1); and one where a requeued job starts over (S0). docs/jobs.md says what is
-fair about this and what is not. Needs root and Debian's Slurm.
+In each round three systems run it at once, each on its own machines (network namespaces): a mesh; a Slurm cluster whose nodes
+share a directory, from which the training resumes (S1); and one where a requeued job starts over (S0).
+docs/explanation/slurm.md discusses the fairness of this comparison. Needs root and Debian's Slurm.
 """
 
 import argparse
@@ -30,21 +30,22 @@ GRACE_S = 10
 PACE_S = 0.25
 SCRIPT: Script = ((8.0, "notice"), (20.0, "killed"), (36.0, "cut"))
 KINDS: dict[Kind, str] = {
-    "notice": "owner takes his machine back",
+    "notice": "owner reclaims the machine",
     "killed": "all processes of a machine killed",
     "cut": "a machine cut off",
 }
 LOST, AGAIN = "work lost", "until it runs elsewhere"
 IN_ALL = f"{len(SCRIPT)} departures: all work lost"
-LONGER = f"{len(SCRIPT)} departures: more time than undisturbed"
+LONGER = f"{len(SCRIPT)} departures: extra time over undisturbed"
 GOAL = "<= Slurm S1"
 
 
 class Mesh:
-    """A user's machine, which lends nothing, and so many others."""
+    """A user's machine, which lends nothing, and several lenders."""
 
     def __init__(self, lan: Lan, nodes: int, *, profile: str) -> None:
         self.settings: dict[str, Any] = {"profile": profile, "lend": True, "slots": 1, "grace_s": float(GRACE_S)}
+        self.settings["process_home"] = "shared"  # jobs write their trace to a file beside the nodes' directories
         self.hosts: list[Host] = office(lan, nodes + 1, **self.settings)
         self.hosts[0].client.post("/v1/pause", {"paused": True})
 
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="each about two minutes")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--shipped", action="store_true", help="the timings both come with, not the quickest: 25 minutes a round"
+        "--shipped", action="store_true", help="use the default timings of both, not the shortest: 25 minutes a round"
     )
     options = parser.parse_args()
     why = missing()
@@ -113,15 +114,15 @@ def main() -> None:
 
 
 def missing() -> str:
-    """Why this machine cannot run it; empty if it can."""
+    """Return why this machine cannot run the benchmark; empty if it can."""
     if os.geteuid() != 0:
-        return "it makes network namespaces: run it as root"
+        return "needs network namespaces: run it as root"
     absent = [name for name in NEEDS if shutil.which(name) is None]
     return f"{', '.join(absent)} not installed (Debian: apt-get install {PACKAGES})" if absent else ""
 
 
 def one_round(number: int, steps: int, shipped: bool) -> dict[str, Ordeal]:
-    """All three at once, so that a slow moment hits all alike. Each round strikes at another place between two checkpoints."""
+    """Run all three at once, so that a slow moment hits all alike. Each round departs at another phase between checkpoints."""
     phase = (5, 1, 7, 3, 9)[number % 5]
     digest = count_digest(steps)
     timings = SHIPPED if shipped else QUICK
@@ -153,7 +154,7 @@ def report(ordeals: dict[str, list[Ordeal]]) -> list[dict[str, Any]]:
         away = {name: [d.still_s for d in of] for name, of in met.items()}
         rows += [*beside(f"{words}: {LOST}", lost), *beside(f"{words}: {AGAIN}", away)]
     in_all = {name: [PACE_S * sum(d.lost_steps for d in o.departures) for o in of] for name, of in ordeals.items()}
-    # The undisturbed time is the training's own; the shortest of the three is the one that nothing else has touched.
+    # The undisturbed time is a property of the training, so the shortest of the three is the least disturbed.
     calm = [min(ordeal.calm_s for ordeal in of) for of in zip(*ordeals.values(), strict=True)]
     longer = {name: [o.took_s - c for o, c in zip(of, calm, strict=True)] for name, of in ordeals.items()}
     rows += [*beside(IN_ALL, in_all), *beside(LONGER, longer)]
@@ -161,12 +162,12 @@ def report(ordeals: dict[str, list[Ordeal]]) -> list[dict[str, Any]]:
         right = [100.0 * o.right for o in of]
         moves = [float(o.unasked) for o in of]
         rows.append(row(f"{name}: result equal to an undisturbed one", right, "%", goal="100 %", met=min(right) == 100))
-        rows.append(row(f"{name}: moves that no departure asked for", moves, "", goal="0", met=max(moves) == 0))
+        rows.append(row(f"{name}: moves without a departure", moves, "", goal="0", met=max(moves) == 0))
     return rows
 
 
 def beside(measure: str, values: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Ours against Slurm at its best; then each variant of Slurm with its own spread."""
+    """Return rows of the mesh against the best Slurm variant, then each Slurm variant alone."""
     peers = {f"Slurm {name}": of for name, of in values.items() if name != "mesh"}
     said = ", ".join(f"{name} {statistics.median(of):.3g}" for name, of in peers.items())
     good = statistics.median(values["mesh"]) <= statistics.median(values["S1"])

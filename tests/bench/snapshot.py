@@ -1,9 +1,9 @@
-"""What saving costs a training: `mesh.job`'s background snapshots beside torch's own async_save and a plain torch.save.
+"""Cost of a save for a training: `mesh.job`'s background snapshots beside torch's async_save and a plain torch.save.
 
-The same small GPT trains on the CPU in turns, block after block: without a save, and with one by each way. By how much a block
-with a save takes longer is what it costs, the stall and what the writer takes from the training's cores; the overhead is that,
-divided by the interval between two saves. Many short blocks tell it better than a few long ones where other work comes and goes.
-Four minutes. Needs a Python that has torch (`make frameworks`).
+The same small GPT trains on the CPU in turns, block after block: without a save, and with one by each method. The extra time of
+a block with a save is its cost: the stall, and the CPU time that the writer takes from the training. The overhead is that cost
+divided by the interval between saves. Many short blocks are more precise than a few long ones under other load. Takes four
+minutes and needs a Python with torch (`make frameworks`).
 """
 
 import argparse
@@ -19,14 +19,14 @@ sys.path.insert(0, str(ROOT))
 
 from tests.bench.harness import not_run, row, write  # noqa: E402
 
-INTERVAL_S = 10.0  # from one save to the next; often; ours
-PAIRS = 4  # of blocks, in a round
-OVERHEAD, PEER = "overhead of background snapshots", "async_save with a kept stager"
-STALL = "training stands still for a snapshot"
+INTERVAL_S = 10.0  # between two saves; shorter than usual (own choice)
+PAIRS = 4  # pairs of blocks in a round
+OVERHEAD, PEER = "overhead of background snapshots", "async_save with a persistent stager"
+STALL = "training stall for a snapshot"
 
 
 def rows(python: str, place: Path, rounds: int) -> list[dict[str, Any]]:
-    """The lines of the report; all is written to a new directory in `place`, which is gone afterwards."""
+    """Return the rows of the report; data goes to a temporary directory in `place`."""
     agent = Path(__file__).parent / "agents" / "snapshots.py"
     try:
         with TemporaryDirectory(prefix="bench-snapshot-", dir=place) as directory:

@@ -1,6 +1,6 @@
-"""From the word to a running container, through the mesh and by `docker run`, of the same image, one after the other.
+"""Time from the command to a running container, through the mesh and by `docker run`, with the same image, in turns.
 
-The engine itself says when a container starts: its events are of one clock, which is the machine's.
+The engine's own events give the start of a container; they use the machine's clock.
 """
 
 import contextlib
@@ -14,24 +14,27 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
 from tests.bench.harness import installed, not_run, row
-from tests.images import busybox_image, remove_images
+from tests.container_images import busybox_image, remove_images
 from tests.tiers import docker_problem
 
 ROUNDS, WARMUP = 20, 2
-MOST = 1.3  # times as long as `docker run`
+MOST = 1.3  # times the duration of `docker run`
 WAIT_S = 60.0
 
 
 class Starts:
-    """When containers of one image start, as the engine tells."""
+    """The starts of containers of one image, from the engine's events."""
 
     def __init__(self, image: str) -> None:
         import docker
 
         self._client: Any = docker.from_env()
-        self._names = {image, str(self._client.images.get(image).id)}  # `docker run` starts it by name, the mesh by id
+        self._names = {
+            image,
+            str(self._client.images.get(image).id),
+        }  # `docker run` names the image, the mesh gives its id
         self._events = self._client.events(decode=True, filters={"event": "start", "type": "container"})
         self._seen: queue.Queue[float] = queue.Queue()
         self._thread = threading.Thread(target=self._listen, name="events of the engine", daemon=True)
@@ -44,8 +47,8 @@ class Starts:
                     self._seen.put(event["timeNano"] / 1e9)
 
     def after(self, begin: Callable[[], object]) -> float:
-        """Seconds from before `begin` to the next start."""
-        with contextlib.suppress(queue.Empty):  # of what was not timed
+        """Return the seconds from before `begin` to the next start."""
+        with contextlib.suppress(queue.Empty):  # of earlier starts
             while True:
                 self._seen.get_nowait()
         begun = time.time()
@@ -60,7 +63,7 @@ class Starts:
 
 @contextlib.contextmanager
 def lender(order: dict[str, Any]) -> Iterator[StackNode]:
-    """A mesh of one node, which has done this once: a daemon looks which images there are now and then."""
+    """Start a mesh of one node that has run such a container once."""
     with Stack(1, overrides={"engines": ["docker"], "slots": 2}) as stack:
         stack.start_all()
         node = stack.nodes[0]
@@ -69,7 +72,7 @@ def lender(order: dict[str, Any]) -> Iterator[StackNode]:
 
 
 def start(trials: int | None = None) -> Sequence[dict[str, Any]]:
-    measure, goal = "container start through mesh beside docker run of the same image, interleaved", f"<= {MOST:g}x"
+    measure, goal = "container start through mesh and by docker run of the same image, interleaved", f"<= {MOST:g}x"
     if docker_problem():
         return [not_run(f"{measure}: {way}", "s", goal, docker_problem()) for way in ("call", "command")]
     import docker
@@ -108,7 +111,7 @@ def start(trials: int | None = None) -> Sequence[dict[str, Any]]:
 
 
 def finish(node: StackNode, job: str) -> None:
-    """Nothing of one round is left in the next."""
+    """Remove everything of a round before the next."""
     deadline = time.monotonic() + WAIT_S
     while (state := node.client.get(f"/v1/jobs/{job}", timeout_s=WAIT_S)["job"])["outcome"] is None:
         assert time.monotonic() < deadline, f"{job} did not end"

@@ -1,7 +1,8 @@
-"""Checkpoints between nodes: our streams beside `rsync -W`, `iperf3` and `rsync --partial`, on loopback.
+"""Checkpoints between nodes: the mesh's streams beside `rsync -W`, `iperf3` and `rsync --partial`, on loopback.
 
-Each node is a process with its store and its API (agents/store_node.py); the other end is the real courier. In each round the
-tools take turns, each into a new directory. Peers from Debian: rsync, iperf3; what is not installed is left out, and told.
+Each node is a process with its store and API (agents/store_node.py); the other end is the real replicator. In each round the
+tools take turns, each into a new directory. Peers are from Debian: rsync, iperf3; the report names those that are not
+installed.
 """
 
 import argparse
@@ -24,22 +25,22 @@ import aiohttp
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ckptstore.layout import CHUNK_BYTES  # noqa: E402
-from ckptstore.questions import Question, decode_ids, encode_question  # noqa: E402
+from ckptstore.chunker import CHUNK_BYTES  # noqa: E402
+from ckptstore.messages import MissingQuery, decode_ids, encode_missing_query  # noqa: E402
 from ckptstore.store import SavedManifest, Store  # noqa: E402
 from membership.envelope import seal  # noqa: E402
 from membership.identity import Identity  # noqa: E402
 from membership.trust import TrustStore  # noqa: E402
-from mesh.api.peer import READ_BYTES, Address, PeerClient, PeerError  # noqa: E402
-from mesh.api.streams import sliced  # noqa: E402
-from mesh.jobs.courier import Courier  # noqa: E402
-from mesh.stack import Stack  # noqa: E402
+from mesh.checkpoints.replicator import Replicator  # noqa: E402
+from mesh.daemon.stack import Stack  # noqa: E402
+from mesh.rpc.client import READ_BYTES, Address, PeerClient, PeerError  # noqa: E402
+from mesh.rpc.streams import sliced  # noqa: E402
 from tests.bench.agents.store_node import open_store  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 from tests.ckptstore.worlds import save as stored  # noqa: E402
 
 CASE = "full"  # of checkpoints.py
-RATES = (20, 40, 80)  # MB/s of the sources of a restore
+RATES = (20, 40, 80)  # MB/s of each source of a restore
 PLAIN_BYTES = 3 << 30
 LISTENS_S = 20.0
 STREAM, PLAIN = "stream between two nodes, with TLS, hash, disk and fsync", "plain stream"
@@ -53,7 +54,7 @@ GOALS = {
 
 
 class Bench:
-    """A mesh of four: the first node is this process, the others are started as they are needed."""
+    """A mesh of four nodes: the first is this process, the others start on demand."""
 
     def __init__(self, home: Path, data: Path) -> None:
         self.home, self.data = home, home / "data"
@@ -75,9 +76,7 @@ class Bench:
         with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())
-            self.addresses[self.others[number - 1]] = Address(
-                "127.0.0.1", said["port"], bytes.fromhex(said["fingerprint"])
-            )
+            self.addresses[self.others[number - 1]] = Address("127.0.0.1", said["port"])
             yield said
             process.communicate()
 
@@ -93,13 +92,13 @@ class Bench:
     def fresh(self, name: str) -> Path:
         path = self.home / name
         shutil.rmtree(path, ignore_errors=True)
-        os.sync()  # what was written before is no burden of who comes next
+        os.sync()  # flush earlier writes, so that they do not slow down the next tool
         return path
 
 
 def save(identity: Identity, trust: TrustStore, store: Store, data: Path) -> SavedManifest:
     signed = partial(seal, identity, trust.mesh_id, "manifest")
-    return stored(store, data, encoding=False, seal=signed)  # the same bytes for all
+    return stored(store, data, compress=False, seal=signed)  # the same bytes for all tools
 
 
 async def timed(work: Awaitable[object]) -> float:
@@ -122,7 +121,7 @@ def free_port() -> int:
 
 
 def listens(port: int) -> None:
-    """Wait until somebody does."""
+    """Wait until a server listens."""
     deadline = time.monotonic() + LISTENS_S
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -149,16 +148,16 @@ def rsync_daemon(bench: Bench, target: Path) -> Iterator[int]:
 
 
 async def copies(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """MB/s of whole copies into an empty store, or directory."""
+    """Measure MB/s of whole copies into an empty store or directory."""
 
     async def ours() -> float:
         with bench.node(1, bench.fresh("theirs")):
             async with bench.peers() as peers:
-                courier = Courier(peers, bench.store)
-                taken = await timed(courier.replicate(bench.saved.id, bench.others[:1], (), 1))
+                replicator = Replicator(peers, bench.store)
+                taken = await timed(replicator.replicate(bench.saved.id, bench.others[:1], (), 1))
         copy = Store(bench.home / "theirs", bench.store.unseal)
         if copy.missing(bench.saved.manifest.chunks) or not copy.has(bench.saved.id):
-            raise SystemExit("the copy is not whole")
+            raise SystemExit("the copy is incomplete")
         copy.close()
         return taken
 
@@ -173,7 +172,7 @@ async def copies(bench: Bench, rounds: int) -> dict[str, list[float]]:
 
 
 async def plain(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """MB/s of bytes that nobody reads from a disk or keeps."""
+    """Measure MB/s of bytes that are neither read from disk nor stored."""
     frame = memoryview(bytearray(CHUNK_BYTES))
     with bench.node(1, bench.fresh("theirs")) as said:
         async with bench.peers() as peers:
@@ -191,7 +190,7 @@ async def plain(bench: Bench, rounds: int) -> dict[str, list[float]]:
                 port = free_port()
                 server = subprocess.Popen(["iperf3", "-s", "-1", "-p", str(port)], stdout=subprocess.DEVNULL)
                 try:
-                    for _ in range(100):  # a probe would be its one client
+                    for _ in range(100):  # a probe would count as its only client
                         if f":{port:04X} " in Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text():
                             break
                         await asyncio.sleep(0.05)
@@ -214,7 +213,7 @@ async def plain(bench: Bench, rounds: int) -> dict[str, list[float]]:
 
 
 async def restores(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """MB/s of a restore from three that hold it, each with its own pace."""
+    """Measure MB/s of a restore from three holders with different speeds."""
     for number in range(1, 1 + len(RATES)):
         shutil.copytree(bench.home / "ours", bench.home / f"source{number}")
 
@@ -224,9 +223,9 @@ async def restores(bench: Bench, rounds: int) -> dict[str, list[float]]:
             for number, rate in enumerate(RATES, 1):
                 stack.enter_context(bench.node(number, bench.home / f"source{number}", rate * 1_000_000))
             async with bench.peers() as peers:
-                taken = await timed(Courier(peers, store).fetch(bench.saved.id, bench.others))
+                taken = await timed(Replicator(peers, store).fetch(bench.saved.id, bench.others))
         if store.missing(bench.saved.manifest.chunks) or not store.has(bench.saved.id):
-            raise SystemExit("the restored checkpoint is not whole")
+            raise SystemExit("the restored checkpoint is incomplete")
         store.close()
         return taken
 
@@ -234,7 +233,7 @@ async def restores(bench: Bench, rounds: int) -> dict[str, list[float]]:
 
 
 class Proxy:
-    """Between a client and a server: counts what the client sends on, and cuts all connections after so many bytes."""
+    """A proxy that counts the client's bytes and cuts all connections after some number of bytes."""
 
     def __init__(self, port: int, cut_after: int | None) -> None:
         self._port, self._left = port, cut_after
@@ -249,10 +248,10 @@ class Proxy:
             self._cut()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, onward = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers += [writer, onward]
+        there, next_placement = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, next_placement]
         with suppress(OSError, asyncio.CancelledError):
-            await asyncio.gather(self._pass(reader, onward, True), self._pass(there, writer, False))
+            await asyncio.gather(self._pass(reader, next_placement, True), self._pass(there, writer, False))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: bool) -> None:
         while data := await reader.read(1 << 18):
@@ -273,7 +272,7 @@ class Proxy:
 
 
 async def cuts(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """MB that were sent more than by a copy that nobody cut: the copy is cut at half of it, then tried again."""
+    """Measure the extra MB of a copy that is cut at half and retried, over an undisturbed copy."""
 
     async def ours() -> float:
         passed = []
@@ -283,10 +282,10 @@ async def cuts(bench: Bench, rounds: int) -> dict[str, list[float]]:
                     proxy = Proxy(said["port"], cut_after)
                     async with proxy.serve() as port, bench.peers() as peers:
                         address = bench.addresses[bench.others[0]]
-                        bench.addresses[bench.others[0]] = Address("127.0.0.1", port, address.fingerprint)
-                        courier = Courier(peers, bench.store)
+                        bench.addresses[bench.others[0]] = Address("127.0.0.1", port)
+                        replicator = Replicator(peers, bench.store)
                         with suppress(PeerError):
-                            await courier.send_chunks(bench.others[0], bench.saved.id)
+                            await replicator.send_chunks(bench.others[0], bench.saved.id)
                         bench.addresses[bench.others[0]] = address
                         await settled(peers, bench)
                     passed.append(proxy.passed)
@@ -314,23 +313,23 @@ async def cuts(bench: Bench, rounds: int) -> dict[str, list[float]]:
 
 
 async def settled(peers: PeerClient, bench: Bench) -> None:
-    """Until the node has kept what had arrived: then it lacks fewer chunks than all."""
+    """Wait until the node has stored the received chunks."""
     chunks = bench.saved.manifest.chunks
     deadline = time.monotonic() + LISTENS_S
     while time.monotonic() < deadline:
         with suppress(PeerError):
-            question = encode_question(Question(chunks))
+            question = encode_missing_query(MissingQuery(chunks))
             answer = await peers.call(bench.others[0], "POST", "/v1/chunks/missing", question)
             if len(decode_ids(answer)) < len(chunks):
                 return
         await asyncio.sleep(0.05)
-    raise SystemExit("nothing was kept of what had arrived")
+    raise SystemExit("no received data was stored")
 
 
 async def in_turns(
     subjects: dict[str, Callable[[], Awaitable[float]]], rounds: int, size: int | None
 ) -> dict[str, list[float]]:
-    """What each gives in each round, as MB/s where `size` bytes were moved."""
+    """Run each subject in each round; return MB/s where `size` bytes were moved."""
     found: dict[str, list[float]] = {name: [] for name in subjects}
     for number in range(rounds):
         for name in list(subjects)[:: 1 if number % 2 == 0 else -1]:
@@ -343,7 +342,7 @@ async def in_turns(
 def line(
     measure: str, found: dict[str, list[float]], mine: str, peer: str, times: float, where: str, judged: bool = True
 ) -> dict[str, Any]:
-    """`found` are rates: more is better."""
+    """Return a row; `found` are rates, and more is better."""
     unit, goal = GOALS[measure]
     name = f"{measure}{mine.removeprefix('ours')}, on {where}" if where else f"{measure}{mine.removeprefix('ours')}"
     if peer not in found:
@@ -397,18 +396,20 @@ PARTS = ("copies", "plain", "restores", "cuts")
 
 
 def make(python: str, data: Path, case: str) -> None:
-    """The checkpoints of a case, by a Python that has torch, unless they are there."""
+    """Make the checkpoints of a case with a Python that has torch, unless they exist."""
     if not (data / case / "2" / "model.pt").exists():
         print(f"making the checkpoints of {case}", flush=True)
         subprocess.run([python, str(Path(__file__).parent / "checkpoints.py"), str(data), case], check=True)
 
 
 def rows(data: Path, places: list[str], rounds: int, only: Sequence[str] = PARTS) -> list[dict[str, Any]]:
-    """The lines of the report; `data` has the checkpoints."""
+    """Return the rows of the report; `data` has the checkpoints."""
     lines: list[dict[str, Any]] = []
     for number, place in enumerate(places):
         home = Path(place) / f"bench-streams-{os.getpid()}"
-        parts = only if number == 0 else [part for part in only if part == "copies"]  # the others hardly touch the disk
+        parts = (
+            only if number == 0 else [part for part in only if part == "copies"]
+        )  # the other parts hardly use the disk
         try:
             lines += asyncio.run(measure(home, data / CASE / "2", place, rounds, parts))
         finally:

@@ -1,4 +1,4 @@
-"""Rows of `make bench-sim` about studies: sweeps, their executors, Pythons, closed forms, and how fast traces are read."""
+"""Rows of `make bench-sim` on studies: sweeps, executors, Python versions, closed forms, and reading of traces."""
 
 import json
 import os
@@ -27,7 +27,7 @@ JOBS, NODES = 20_000, 44
 CLOSED_FORMS = ("tests/sim/test_closed_forms.py", "tests/sim/test_network.py")
 DIGESTS = """
 from sim.campus.replication import replicate_named
-from sim.campus.world import find_world
+from sim.campus.world_files import find_world
 for world in ("gpunion-11", "reclaimnet-54", "lab-building"):
     for policy in ("mesh", "young-daly", "gpunion", "redundant"):
         print(world, policy, replicate_named(find_world(world, ["days=4"]), policy, 3).digest)
@@ -35,10 +35,10 @@ for world in ("gpunion-11", "reclaimnet-54", "lab-building"):
 
 
 def swept(executor: str, folder: Path, seeds: int, world: str = "gpunion-11", days: float = 2) -> tuple[bytes, float]:
-    """What the sweep prints, and the processor seconds of it and all its processes."""
+    """Return the output of a sweep, and the CPU seconds of all its processes."""
     study = folder / f"{executor}.toml"
     study.write_text(SWEEP.format(seeds=seeds, policies=json.dumps(POLICIES), world=world, days=days))
-    words = ["sim", "sweep", str(study), "--executor", executor, "--workers", "2", "--json"]
+    words = ["debug", "sim", "sweep", str(study), "--executor", executor, "--workers", "2", "--json"]
     before = _children_s()
     done = subprocess.run([sys.executable, "-m", "mesh.cli", *words], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     return done.stdout, _children_s() - before
@@ -66,7 +66,7 @@ def executor_rows() -> list[dict[str, Any]]:
 
 
 def sweep_rows(seeds: int) -> list[dict[str, Any]]:
-    """Two processes have two cores to themselves where nothing else runs: then half of this is what one waits."""
+    """Measure sweeps. Two processes on two idle cores need half of this CPU time as wall time."""
     title, goal = f"reclaimnet-54, 7 policies x {seeds} paired seeds, two processes: half of their CPU", "<= 10"
     with tempfile.TemporaryDirectory() as folder:
         _, spent = swept("process", Path(folder), seeds, "reclaimnet-54", 60)
@@ -96,7 +96,7 @@ def _digests(python: str) -> list[str]:
 
 
 def closed_form_rows() -> list[dict[str, Any]]:
-    """Each test holds what is measured to 3 sigma or 1 per cent of what theory says; docs/simulator.md names them."""
+    """Run the closed-form tests; docs/explanation/campus-simulator.md names them. Tolerances are 3 sigma or 1 %."""
     rows = []
     for file in CLOSED_FORMS:
         words = ["-q", "-n", "0", "-p", "no:cacheprovider", file]
@@ -136,5 +136,5 @@ def import_rows(rounds: int) -> list[dict[str, Any]]:
     title = f"Standard Workload Format, {JOBS} jobs with their nodes"
     return [
         row(f"{title}: read", read, "s of CPU", goal="< 1", met=max(read) < 1),
-        row(f"{title}: read and made absences of {NODES} nodes", whole, "s of CPU", goal="< 1", met=max(whole) < 1),
+        row(f"{title}: read, and absences of {NODES} nodes built", whole, "s of CPU", goal="< 1", met=max(whole) < 1),
     ]

@@ -1,6 +1,6 @@
-"""What `mesh top` takes of a processor and of memory, at a terminal, for a daemon that tells of many nodes and jobs.
+"""CPU time and memory of `mesh top` in a terminal, with a daemon of many nodes and jobs.
 
-The daemon is a recorded one (tests/top/recorded.py) that answers for itself: one node and every running job change between looks.
+The daemon replays a recording (tests/top/recorded.py); between two refreshes, one node and every running job change.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from mesh.layout import Layout
+from mesh.daemon.layout import Layout
 from tests.bench.harness import cpu_s, resident_mib, row
 from tests.top.recorded import Recorded
 
@@ -31,7 +31,7 @@ SETTLE_S, SLICES, SLICE_S = 5.0, 5, 4.0
 
 
 class Busy(Recorded):
-    """A large mesh, in which something happens between two looks."""
+    """A large mesh that changes between two refreshes."""
 
     def __init__(self, socket_path: Path) -> None:
         super().__init__(socket_path)
@@ -47,7 +47,7 @@ class Busy(Recorded):
         self._look = 0
 
     async def _answer(self, request: web.Request) -> web.Response:
-        if request.path == "/v1/status":  # with which a look begins
+        if request.path == "/v1/status":  # the first request of a refresh
             self._look += 1
             node = self.answers["/v1/nodes"]["nodes"][1 + self._look % (NODES - 1)]
             node["slots_free"] = 1 - node["slots_free"]
@@ -110,9 +110,9 @@ def _taken(state: str, columns: int, lines: int) -> tuple[list[float], list[floa
 
 
 def _take(terminal: int, drawn: bytearray) -> None:
-    """What it draws, until its end."""
+    """Read its output to the end."""
     try:
         while data := os.read(terminal, 65_536):
             drawn += data
-    except OSError:  # EIO: nobody has the other end any more
+    except OSError:  # EIO: the other end is closed
         return

@@ -1,7 +1,7 @@
-"""What a training goes through, told by itself: it notes who did which step when, whatever system runs it.
+"""A training that records who did which step and when, under any system.
 
-`endure` sends it through a script of departures: each takes the machine that runs it at that moment, at the same place between
-two checkpoints, and gives it back once the training runs elsewhere.
+`endure` sends it through a script of departures. Each departure takes the machine that runs it, at the same phase between two
+checkpoints, and returns the machine once the training runs elsewhere.
 """
 
 import time
@@ -30,7 +30,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Trace:
-    """One line a step; everybody who runs the training writes it, by the one clock of this machine."""
+    """A file with one line for each step, written by every process that runs the training, with this machine's clock."""
 
     path: Path
 
@@ -41,11 +41,11 @@ class Trace:
         return [Beat(float(at), node, int(attempt), int(step)) for at, node, attempt, step in lines]
 
     def newest(self) -> Beat | None:
-        """The last step of the newest attempt; a former one may still be at it on a machine that is cut off."""
+        """Return the last step of the newest attempt; an older one may still run on a partitioned machine."""
         return max(self.beats(), key=lambda beat: (beat.attempt, beat.at), default=None)
 
     def attempts(self) -> list[list[Beat]]:
-        """The steps of each attempt, in their order."""
+        """Return the steps of each attempt, in order."""
         beats = sorted(self.beats(), key=lambda beat: (beat.attempt, beat.at))
         return [list(group) for _, group in groupby(beats, key=lambda beat: beat.attempt)]
 
@@ -55,7 +55,7 @@ class Trace:
 
 
 class System(Protocol):
-    """Something that runs trainings on machines that come and go."""
+    """A system that runs trainings on machines that come and go."""
 
     def submit(self, trace: Trace, steps: int, pace_s: float) -> str: ...
 
@@ -64,7 +64,7 @@ class System(Protocol):
     def come_back(self, kind: Kind, node: str) -> None: ...
 
     def result(self, job: str) -> str:
-        """What the training ended with; empty while it has not."""
+        """Return the result of the training; empty while it runs."""
         ...
 
 
@@ -72,7 +72,7 @@ class System(Protocol):
 class Departure:
     kind: Kind
     attempt: int
-    lost_steps: int  # done before it, and done again after it
+    lost_steps: int  # done before the departure and again after it
     still_s: float  # from the departure to the first step elsewhere
 
 
@@ -80,15 +80,15 @@ class Departure:
 class Ordeal:
     departures: list[Departure]
     took_s: float
-    right: bool  # both ended with what they had to
-    calm_s: float  # what the same training took beside it, on a machine that stayed
-    unasked: int  # moves of either that nothing in the script asked for
+    right: bool  # both trainings ended with the right result
+    calm_s: float  # duration of the same training on a machine that stayed
+    unasked: int  # moves of either training outside of the script
 
 
 def endure(
     system: System, directory: Path, script: Script, *, phase: int, steps: int, pace_s: float, digest: str
 ) -> Ordeal:
-    """Two trainings: one on a machine that stays, and one whose machines leave; `phase`: so many steps after a checkpoint."""
+    """Run two trainings: one on a machine that stays, one on machines that depart `phase` steps after a checkpoint."""
     calm, trace = Trace(directory / "calm"), Trace(directory / "trace")
     beside = system.submit(calm, steps, pace_s)
     until(calm.newest, "the first training to run")
@@ -109,7 +109,7 @@ def endure(
 
 
 def _ripe(trace: Trace, due: float, phase: int, pace_s: float) -> Beat | None:
-    """The present step, if a departure that is due may strike now."""
+    """Return the present step if a due departure may happen now."""
     beat = trace.newest()
     fresh = beat is not None and beat.at > time.time() - 2 * pace_s
     return beat if beat is not None and fresh and beat.at >= due and beat.step % EVERY == phase else None
@@ -120,7 +120,7 @@ def _survived(trace: Trace, kind: Kind, at: float, attempt: int) -> Departure:
         return next((beat for beat in trace.beats() if beat.attempt > attempt), None)
 
     first = until(again, f"the training to go on ({kind})")
-    # Who was given notice works on until it has saved; what a machine does after it was cut off is not work anybody had.
+    # After a notice, a guest works until it has saved. Steps on a partitioned machine do not count as done.
     own = [beat for beat in trace.beats() if beat.attempt == attempt and (kind == "notice" or beat.at <= at)]
     return Departure(kind, attempt, max(beat.step for beat in own) - (first.step - 1), first.at - at)
 

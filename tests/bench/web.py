@@ -1,4 +1,4 @@
-"""The daemon's page: when a browser first paints it, what it weighs, and a thousand viewers of a job's output.
+"""The daemon's web page: time to first paint, size, and a thousand viewers of a job's output.
 
 Run by `make bench-api`; alone: `python tests/bench/web.py`. Chromium is driven as in the tests.
 """
@@ -17,13 +17,13 @@ import aiohttp
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mesh.stack import Stack, StackNode  # noqa: E402
+from mesh.daemon.stack import Stack, StackNode  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 from tests.e2e.browser import Page  # noqa: E402
 from tests.e2e.commands import job_state, ok, until  # noqa: E402
 from tests.tiers import browser_problem  # noqa: E402
 
-LOADS = 11  # of each page; the first, of a cold browser and daemon, counts too
+LOADS = 11  # loads of each page, including the first one with a cold browser and daemon
 VIEWERS, LINES, PACE_S = 1000, 600, 0.1
 FILES = 2 * VIEWERS + 512
 PAINT_MS, WEIGHT_KB = 300.0, 150.0
@@ -102,7 +102,7 @@ async def _painted(node: StackNode, job: str) -> list[dict[str, Any]]:
 
 
 async def _held(node: StackNode, job: str) -> list[dict[str, Any]]:
-    """Viewers of the job's output, who each must have every line once, in order."""
+    """Open viewers of the job's output; each must receive every line once, in order."""
     url = node.client.post("/v1/web")["url"]
     base = url.partition("/enter")[0]
     jar, connector = aiohttp.CookieJar(unsafe=True), aiohttp.TCPConnector(limit=0)
@@ -143,18 +143,18 @@ async def _held(node: StackNode, job: str) -> list[dict[str, Any]]:
     lost = sum(text != printed for text, _, _ in seen)
     return [
         row(
-            f"{VIEWERS} viewers: who lost or repeated a line of {printed.count(chr(10))}",
+            f"{VIEWERS} viewers: viewers that lost or repeated a line of {printed.count(chr(10))}",
             [lost],
             "viewers",
             goal="0",
             met=lost == 0,
         ),
-        row("until the last of them was connected", [max(opened)], "s", goal="-", met=None),
-        row("lines that came while they watched", [live for _, _, live in seen], "lines", goal="-", met=None),
-        row("changes told to each, besides lines", [parts for _, parts, _ in seen], "events", goal="-", met=None),
-        row("the daemon's memory before they came", [small], "MiB", goal="-", met=None),
-        row("the daemon's memory with them", [large], "MiB", goal="-", met=None),
-        row("the daemon's CPU meanwhile", [100 * spent / took], "% of a core", goal="-", met=None),
+        row("until the last viewer was connected", [max(opened)], "s", goal="-", met=None),
+        row("lines during the viewing", [live for _, _, live in seen], "lines", goal="-", met=None),
+        row("other changes sent to each viewer", [parts for _, parts, _ in seen], "events", goal="-", met=None),
+        row("the daemon's memory before", [small], "MiB", goal="-", met=None),
+        row("the daemon's memory with all viewers", [large], "MiB", goal="-", met=None),
+        row("the daemon's CPU during the viewing", [100 * spent / took], "% of a core", goal="-", met=None),
     ]
 
 

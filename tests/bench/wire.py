@@ -1,8 +1,7 @@
-"""The wire: how exactly streams keep to a rate, whether checkpoints with a deadline are on another node in time, and how fast
-it is known which can be.
+"""Checkpoint streams: accuracy of pacing, checkpoints that meet their deadline, and the time to plan them.
 
-Real connections with TLS on loopback, our own client, real stores under `--on`; the receiver counts. Its own report is
-build/bench/wire.json; `ckptstore.py` has the same rows in its own.
+Real connections with TLS on loopback, the project's own client, real stores under `--on`; the receiver counts. Writes
+build/bench/wire.json; `ckptstore.py` includes the same rows.
 """
 
 import argparse
@@ -24,40 +23,35 @@ from aiohttp import web  # noqa: E402
 from ckptstore.deadline import Upload, plan  # noqa: E402
 from ckptstore.pacing import AIM, Background  # noqa: E402
 from ckptstore.store import SavedManifest, Store  # noqa: E402
-from membership.identity import Identity  # noqa: E402
-from mesh.api.peer import READ_BYTES, Address  # noqa: E402
-from mesh.api.tls import server_context  # noqa: E402
-from mesh.api.wire import Wire  # noqa: E402
-from mesh.engine.alarm import boot_s  # noqa: E402
-from mesh.jobs.courier import Courier  # noqa: E402
-from tests.api.nodes import Keeper, Link, client_of, leaving  # noqa: E402
+from mesh.checkpoints.replicator import Replicator  # noqa: E402
+from mesh.rpc.client import Address  # noqa: E402
+from mesh.rpc.pacing import Wire  # noqa: E402
+from mesh.rpc.server import PeerServer  # noqa: E402
+from mesh.util.boottime import boot_s  # noqa: E402
 from tests.bench.harness import row, write  # noqa: E402
 from tests.ckptstore.worlds import open_store, save  # noqa: E402
+from tests.rpc.nodes import Keeper, Link, client_of, leaving, node_named, serve  # noqa: E402
 
 MB = 10**6
-PEER = b"p" * 32
-RATES_BPS = (12.5e6, 50e6, 117e6)  # Fast Ethernet, and up to gigabit
+PEER = node_named("p").node_id
+RATES_BPS = (12.5e6, 50e6, 117e6)  # Fast Ethernet to gigabit
 SETTLE_S, WINDOW_S = 0.5, 2.0
-LINK_BPS = 40e6  # a slow gigabit port, shared
+LINK_BPS = 40e6  # a slow, shared gigabit port
 WINDOWS_S = (0.5, 0.8)
-FILLED = (0.4, AIM)  # of what the link carries in the window
-BATCH = 20  # trials, after which the stores begin anew
+FILLED = (0.4, AIM)  # share of the link's capacity in the window
+BATCH = 20  # trials with the same stores
 
 
 class Counter:
-    """Takes what comes, and notes when how much had come."""
+    """A receiver that records when how much had arrived."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, int]] = []
 
-    async def serve(self, directory: Path) -> tuple[web.AppRunner, Address]:
+    async def serve(self) -> tuple[PeerServer, Address]:
         app = web.Application()
         app.add_routes([web.put("/", self._take)])
-        context, fingerprint = server_context(directory / "tls.pem", Identity.generate().seed, "counter")
-        runner = web.AppRunner(app, read_bufsize=READ_BYTES)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-        return runner, Address("127.0.0.1", runner.addresses[0][1], fingerprint)
+        return await serve(app, node_named("p"))
 
     async def _take(self, request: web.Request) -> web.Response:
         count = 0
@@ -68,7 +62,7 @@ class Counter:
         return web.Response()
 
     def rate_bps(self) -> float:
-        """Over the window, once it has settled."""
+        """Return the rate over the window, after settling."""
         start = self.seen[0][0] + SETTLE_S
         inside = [(at, count) for at, count in self.seen if start <= at <= start + WINDOW_S]
         (first_at, first), (last_at, last) = inside[0], inside[-1]
@@ -77,7 +71,7 @@ class Counter:
 
 async def pacing_errors(directory: Path, rounds: int) -> dict[float, list[float]]:
     counter = Counter()
-    runner, address = await counter.serve(directory)
+    server, address = await counter.serve()
     found: dict[float, list[float]] = {rate: [] for rate in RATES_BPS}
     for _ in range(rounds):
         for rate in RATES_BPS:
@@ -90,7 +84,7 @@ async def pacing_errors(directory: Path, rounds: int) -> dict[float, list[float]
             await peers.close()
             found[rate].append(abs(counter.rate_bps() / rate - 1))
             print(f"asked {rate / MB:g} MB/s: wrong by {found[rate][-1]:.2%}", flush=True)
-    await runner.cleanup()
+    await server.close()
     return found
 
 
@@ -101,7 +95,7 @@ async def pieces(count: int) -> Any:
 
 
 class Trials:
-    """Checkpoints that must be on another node, which a link of LINK_BPS leads to, by a deadline."""
+    """Checkpoints that must reach another node over a link of LINK_BPS by a deadline."""
 
     def __init__(self, directory: Path, rng: random.Random) -> None:
         self._directory, self._rng = directory, rng
@@ -111,14 +105,14 @@ class Trials:
     async def run(self, count: int) -> None:
         for start in range(0, count, BATCH):
             here = self._directory / str(start)
-            keeper, store = Keeper(here / "keeper", Link(LINK_BPS)), open_store(here / "ours")
+            keeper, store = Keeper(here / "keeper", Link(LINK_BPS), node_named("p")), open_store(here / "ours")
             peers = await client_of({PEER: await keeper.serve()})
-            courier = Courier(peers, store)
+            replicator = Replicator(peers, store)
             try:
                 for number in range(min(BATCH, count - start)):
-                    await self._possible(courier, store, keeper, here / "in", number)
-                await self._impossible(courier, store, keeper, here / "in", BATCH)
-                await self._impossible(courier, store, keeper, here / "in", BATCH + 1)
+                    await self._possible(replicator, store, keeper, here / "in", number)
+                await self._impossible(replicator, store, keeper, here / "in", BATCH)
+                await self._impossible(replicator, store, keeper, here / "in", BATCH + 1)
             finally:
                 await peers.close()
                 await keeper.close()
@@ -126,19 +120,21 @@ class Trials:
                 shutil.rmtree(here)
             print(f"{sum(self.met)} of {len(self.met)} in time, {self.torn} torn", flush=True)
 
-    async def _possible(self, courier: Courier, store: Store, keeper: Keeper, source: Path, number: int) -> None:
+    async def _possible(self, replicator: Replicator, store: Store, keeper: Keeper, source: Path, number: int) -> None:
         window_s = self._rng.uniform(*WINDOWS_S)
         saved = checkpoint(store, source, number, int(self._rng.uniform(*FILLED) * LINK_BPS * window_s))
         deadline = boot_s() + window_s
-        copies = await courier.replicate(saved.id, [PEER], [], 1, stake=leaving(window_s))
+        copies = await replicator.replicate(saved.id, [PEER], [], 1, loss=leaving(window_s))
         self.met.append(copies.holders == (PEER,) and boot_s() <= deadline)
         self.torn += keeper.torn()
 
-    async def _impossible(self, courier: Courier, store: Store, keeper: Keeper, source: Path, number: int) -> None:
-        """Three times what fits; the node is gone at the deadline."""
+    async def _impossible(
+        self, replicator: Replicator, store: Store, keeper: Keeper, source: Path, number: int
+    ) -> None:
+        """Try three times what fits; the node leaves at the deadline."""
         window_s = self._rng.uniform(*WINDOWS_S)
         saved = checkpoint(store, source, number, int(3 * LINK_BPS * window_s))
-        sending = asyncio.create_task(courier.replicate(saved.id, [PEER], [], 1, stake=leaving(window_s)))
+        sending = asyncio.create_task(replicator.replicate(saved.id, [PEER], [], 1, loss=leaving(window_s)))
         await asyncio.wait([sending], timeout=window_s)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -150,11 +146,11 @@ class Trials:
 def checkpoint(store: Store, source: Path, number: int, size: int) -> SavedManifest:
     source.mkdir(parents=True, exist_ok=True)
     (source / "model.bin").write_bytes(os.urandom(size))
-    return save(store, source, job=b"%016d" % number, encoding=False)
+    return save(store, source, job=b"%016d" % number, compress=False)
 
 
 def planning(rng: random.Random, count: int) -> list[float]:
-    """Seconds to tell which of 64 checkpoints can be in time."""
+    """Measure the seconds to tell which of 64 checkpoints can meet their deadline."""
     taken = []
     for _ in range(count):
         uploads = [
@@ -168,7 +164,7 @@ def planning(rng: random.Random, count: int) -> list[float]:
 
 
 def rows(place: Path, rounds: int = 5, trials: int = 200) -> list[dict[str, Any]]:
-    """The rows of the report; `place` is for the stores."""
+    """Return the rows of the report; the stores are in `place`."""
     home = place / f"bench-wire-{os.getpid()}"
     home.mkdir(parents=True)
     rng = random.Random(1)
@@ -184,7 +180,7 @@ def rows(place: Path, rounds: int = 5, trials: int = 200) -> list[dict[str, Any]
             taken,
             "of the rate",
             goal="<= 0.02",
-            met=statistics.median(taken) <= 0.02,  # a machine that is busy with something else misses now and then
+            met=statistics.median(taken) <= 0.02,  # other load on the machine causes occasional misses
         )
         for rate, taken in errors.items()
     ]
@@ -193,7 +189,7 @@ def rows(place: Path, rounds: int = 5, trials: int = 200) -> list[dict[str, Any]
         "deadline met when bytes <= 0.8 x bandwidth x window", [share], "of trials", goal=">= 0.99", met=share >= 0.99
     )
     torn = row(
-        "torn or partial checkpoints shown", [done.torn + done.shown], "checkpoints", goal="0", met=not done.torn
+        "torn or partial checkpoints visible", [done.torn + done.shown], "checkpoints", goal="0", met=not done.torn
     )
     quick = planning(rng, 50)
     return [

@@ -1,8 +1,8 @@
-"""Every state in which a crash may leave a store: its writes, syncs, renames and removals are recorded, then replayed in part.
+"""Every state that a crash can leave of a store: its writes, syncs, renames and removals are recorded, then replayed in part.
 
-The rules are POSIX's, not those of one file system: what was written to a file is there after a crash only if the file was
-synced since, and may else be there in part, or as zeros; a new name, a rename or a removal is there only if its directory was
-synced since, and each of those that were not may have happened or not, whatever came before or after it.
+The rules are POSIX's, not those of one file system. Written bytes survive a crash for certain only if the file was synced
+afterwards; else they may be missing, partial, or zeros. A new name, a rename or a removal survives for certain only if its
+directory was synced afterwards; those that were not may each have happened or not, independent of the others.
 """
 
 import itertools
@@ -23,7 +23,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """`name` means this file from now on; `old` is the name it had."""
+    """`name` refers to this file from now on; `old` is its previous name."""
 
     name: str
     file: int
@@ -35,14 +35,14 @@ class Unlink(msgspec.Struct, frozen=True):
 
 
 class Sync(msgspec.Struct, frozen=True):
-    """Of a file, or of a directory."""
+    """An fsync of a file or a directory."""
 
     file: int | None
     directory: str = ""
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Something was promised here: whoever called was told so."""
+    """A promise made to the caller at this step."""
 
     what: str
     value: Any
@@ -53,7 +53,7 @@ State = tuple[tuple[str, bytes], ...]
 
 
 class Recorder:
-    """Records what happens below `root` while it is entered."""
+    """Records file operations below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -120,7 +120,7 @@ class Recorder:
             yield
 
     def _name(self, path: Any) -> str | None:
-        """Below the root; the index is a cache, and what becomes of it is another matter."""
+        """Return the name below the root; None elsewhere and for the index, which is a cache."""
         if not isinstance(path, str | os.PathLike):
             return None
         found = Path(os.fspath(path))
@@ -130,7 +130,7 @@ class Recorder:
 
 
 def crash_states(steps: list[Step]) -> Iterator[tuple[State, list[Mark]]]:
-    """Every state, and what had been promised by then."""
+    """Yield every possible state with the promises made before it."""
     seen: set[tuple[State, int]] = set()
     marks: list[Mark] = []
     for count in range(len(steps) + 1):
@@ -166,7 +166,7 @@ def _states(done: list[Step]) -> Iterator[State]:
 
 
 def _contents(done: list[Step], file: int) -> list[bytes]:
-    """What may be in a file: all, if it was synced since; else also nothing, half of it, or zeros."""
+    """Return the possible contents of a file: complete if it was synced, else also empty, half of it, or zeros."""
     data = bytearray()
     unsynced = False
     for step in done:

@@ -1,4 +1,4 @@
-"""Every way of storing a chunk gives it back, and hostile bytes give one kind of error and no more memory than was announced."""
+"""Codec: every encoding round-trips; hostile bytes raise one kind of error and use no more memory than announced."""
 
 import contextlib
 import os
@@ -10,31 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.codec import choose, decode, encode
-from ckptstore.coding import PLANES, RAW, WIDTHS, ZSTD, Coding
+from ckptstore.encoding import PLANES, RAW, WIDTHS, ZSTD, Encoding
 from ckptstore.errors import CorruptChunk
 
 CODINGS = st.one_of(
-    st.builds(Coding, st.sampled_from([RAW, ZSTD]), delta=st.booleans()),
-    st.builds(Coding, st.just(PLANES), st.sampled_from(WIDTHS), st.integers(0, 255), st.booleans()),
+    st.builds(Encoding, st.sampled_from([RAW, ZSTD]), delta=st.booleans()),
+    st.builds(Encoding, st.just(PLANES), st.sampled_from(WIDTHS), st.integers(0, 255), st.booleans()),
 )
 
 
 @given(st.binary(max_size=300), st.binary(min_size=300, max_size=300), CODINGS)
-def test_every_coding_gives_the_chunk_back(data: bytes, other: bytes, coding: Coding) -> None:
+def test_every_encoding_round_trips(data: bytes, other: bytes, encoding: Encoding) -> None:
     base = other[: len(data)]
-    stored = encode(data, coding, base)
-    assert bytes(decode(stored, coding.codec, coding.width, len(data), base if coding.delta else None)) == data
+    stored = encode(data, encoding, base)
+    assert bytes(decode(stored, encoding.codec, encoding.width, len(data), base if encoding.delta else None)) == data
 
 
 @given(st.binary(max_size=200), st.integers(0, 9), st.integers(0, 9), st.integers(0, 300))
-def test_hostile_bytes_are_one_kind_of_error(stored: bytes, codec: int, width: int, length: int) -> None:
+def test_hostile_bytes_raise_corrupt_chunk(stored: bytes, codec: int, width: int, length: int) -> None:
     with contextlib.suppress(CorruptChunk):
         assert len(decode(stored, codec, width, length)) == length
 
 
 @pytest.mark.parametrize("size", [10, 1 << 26])
-def test_a_bomb_is_not_unpacked(size: int) -> None:
-    bomb = encode(bytes(size), Coding(ZSTD))
+def test_decompression_bomb_is_refused(size: int) -> None:
+    bomb = encode(bytes(size), Encoding(ZSTD))
     with pytest.raises(CorruptChunk):
         decode(bomb, ZSTD, 0, 9)
 
@@ -50,19 +50,19 @@ def a_step(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("make", "chosen"),
     [
-        (lambda: (os.urandom(1 << 18), None), lambda c: c == Coding()),
+        (lambda: (os.urandom(1 << 18), None), lambda c: c == Encoding()),
         (lambda: (b"a text that repeats itself. " * 9999, None), lambda c: c.codec == ZSTD),
         (lambda: (weights().tobytes(), None), lambda c: c.codec == PLANES and c.width == 4 and c.planes == 0b1000),
         (lambda: (a_step(weights()).tobytes(), weights().tobytes()), lambda c: c.delta and c.codec == PLANES),
         (lambda: (weights().tobytes(), os.urandom(1 << 18)), lambda c: not c.delta),
-        (lambda: (b"", b""), lambda c: c == Coding()),
+        (lambda: (b"", b""), lambda c: c == Encoding()),
         (lambda: (b"abc", b"abd"), lambda c: not c.planes),
     ],
 )
-def test_the_best_way_is_found_on_a_sample(
-    make: Callable[[], tuple[bytes, bytes | None]], chosen: Callable[[Coding], bool]
+def test_best_encoding_is_chosen_on_a_sample(
+    make: Callable[[], tuple[bytes, bytes | None]], chosen: Callable[[Encoding], bool]
 ) -> None:
     data, base = make()
-    coding = choose(data, base)
-    assert chosen(coding), coding
-    assert len(encode(data, coding, base)) <= len(data) + 32
+    encoding = choose(data, base)
+    assert chosen(encoding), encoding
+    assert len(encode(data, encoding, base)) <= len(data) + 32

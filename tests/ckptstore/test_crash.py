@@ -1,4 +1,4 @@
-"""kill -9 at every named step; then the store is reopened and must keep I1, I3 and I8."""
+"""SIGKILL at every failpoint; the reopened store must keep I1, I3 and I8."""
 
 import os
 import shutil
@@ -23,8 +23,8 @@ if sys.argv[2] == "save":
     save(store, root / "new", seq=2, term=2)
 elif sys.argv[2] == "restore":
     store.restore(store.manifests(JOB)[0].id, root / "restored", prefix="ckpt")
-else:  # everything goes, or all but what little the second checkpoint needs of the first one's pack
-    store.prune(JOB, committed_seq=99 if sys.argv[2] == "collect" else 2, keep=0 if sys.argv[2] == "collect" else 1)
+else:  # collect everything, or all but the few chunks of the first pack that the second checkpoint needs
+    store.forget_old(JOB, committed_seq=99 if sys.argv[2] == "collect" else 2, keep=0 if sys.argv[2] == "collect" else 1)
     store.collect(min_age_s=0, now_unix=time.time() + 1000)
 print("survived")
 """
@@ -47,7 +47,7 @@ COLLECTS = [point for point in NAMES if point.startswith("collect")]
 
 
 @pytest.mark.parametrize("point", [*COLLECTS, *(point for point in WRITES if point.startswith("pack"))])
-def test_killed_while_a_pack_is_written_anew(point: str, tmp_path: Path) -> None:
+def test_killed_while_a_pack_is_rewritten(point: str, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     trees = [{"a": os.urandom(5000), "same": b"s" * 3000} for _ in range(2)]
     for number, tree in enumerate(trees, 1):
@@ -55,7 +55,7 @@ def test_killed_while_a_pack_is_written_anew(point: str, tmp_path: Path) -> None
         last = save(store, tmp_path / str(number), seq=number)
     store.close()
     kill_at(point, tmp_path, "repack")
-    for _ in range(2):  # as it was left, and after it has been done again
+    for _ in range(2):  # after the crash, and after another collection
         store = open_store(tmp_path / "store")
         assert verify(store).bad_chunks == 0
         store.restore(last.id, tmp_path / "out", prefix="ckpt")
@@ -67,7 +67,7 @@ def test_killed_while_a_pack_is_written_anew(point: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("point", NAMES)
-def test_killed_at(point: str, tmp_path: Path) -> None:
+def test_killed_at_a_failpoint(point: str, tmp_path: Path) -> None:
     old, new = ({"a": os.urandom(5000), "same": b"s" * 3000} for _ in range(2))
     write_tree(tmp_path / "old", old)
     write_tree(tmp_path / "new", new)
@@ -78,10 +78,10 @@ def test_killed_at(point: str, tmp_path: Path) -> None:
     kill_at(point, tmp_path, action)
 
     store = open_store(tmp_path / "store")
-    assert not list((tmp_path / "store" / "tmp").iterdir()), "leftovers are cleared"
+    assert not list((tmp_path / "store" / "tmp").iterdir()), "leftovers are removed"
     report = verify(store)
     assert report.bad_chunks == 0 and report.damaged_manifests == (), "I1"
-    assert not (tmp_path / "restored").exists(), "I3: a restore is whole or not there"
+    assert not (tmp_path / "restored").exists(), "I3: a restore is complete or absent"
     if action != "collect":
         store.restore(first.id, tmp_path / "out", prefix="ckpt")
         assert read_tree(tmp_path / "out") == old, "I8: the earlier checkpoint is untouched"

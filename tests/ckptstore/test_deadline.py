@@ -1,4 +1,4 @@
-"""The order of a leaving node's uploads, against every order there is."""
+"""Upload order of a leaving node, compared with every possible order."""
 
 from itertools import permutations
 
@@ -31,13 +31,13 @@ def test_no_order_saves_more(jobs: list[tuple[int, int, int]]) -> None:
     early = on_time(times, deadlines, weights)
     assert sum(weights[i] for i in early) == best_of_all(jobs)
     first = tuple(sorted(early, key=lambda i: deadlines[i]))
-    assert on_time_weight(first, jobs) == sum(weights[i] for i in early), "these are on time by earliest deadline"
+    assert on_time_weight(first, jobs) == sum(weights[i] for i in early), "this set is on time in order of deadlines"
 
 
 @given(JOBS)
 @settings(max_examples=150)
-def test_a_plan_saves_as_much_as_any_order(jobs: list[tuple[int, int, int]]) -> None:
-    """Times of whole steps are not rounded: one upload has the longest window, of 4096 of them."""
+def test_plan_saves_as_much_as_any_order(jobs: list[tuple[int, int, int]]) -> None:
+    """One upload has the longest window of 4096 steps, so whole steps are not rounded."""
     bps, step = 1000.0, 1.0
     jobs = [*jobs, (0, STEPS, 1)][-7:]
     uploads = [Upload(w, int(t * bps * step), d * step / AIM, bps) for t, d, w in jobs]
@@ -56,9 +56,9 @@ def test_a_plan_saves_as_much_as_any_order(jobs: list[tuple[int, int, int]]) -> 
     )
 )
 @settings(max_examples=100)
-def test_what_is_said_to_be_on_time_is_and_the_work_is_bounded(uploads: list[Upload]) -> None:
+def test_uploads_planned_on_time_are_on_time_and_work_is_bounded(uploads: list[Upload]) -> None:
     times, deadlines = scaled(uploads, 0.0)
-    assert max(deadlines) <= STEPS and max(times) <= STEPS + 1, "cells of the table: jobs times steps"
+    assert max(deadlines) <= STEPS and max(times) <= STEPS + 1, "the table has jobs x steps cells"
     found = plan(uploads, 0.0)
     clock = 0.0
     for i in found.order:
@@ -68,16 +68,16 @@ def test_what_is_said_to_be_on_time_is_and_the_work_is_bounded(uploads: list[Upl
             assert clock <= AIM * window + 1e-5 * max(1.0, *(u.deadline_s for u in uploads))
 
 
-def test_many_uploads_of_many_gigabytes_make_no_larger_table() -> None:
+def test_table_size_does_not_grow_with_upload_sizes() -> None:
     uploads = [Upload(i + 1, 10**12 * (i % 7 + 1), 3600.0 * (i + 1), 1e6) for i in range(64)]
     times, deadlines = scaled(uploads, 0.0)
     assert len(times) == len(deadlines) == 64 and max(deadlines) == STEPS and max(times) <= STEPS + 1
 
 
-def test_with_one_deadline_the_most_is_saved_and_the_rest_follows_by_weight_for_each_byte() -> None:
+def test_with_one_deadline_late_uploads_follow_by_weight_per_byte() -> None:
     gb = 10**9
     uploads = [
-        Upload(100, 3 * gb, 50.0, 1e8),  # 30 s of the 40 that count
+        Upload(100, 3 * gb, 50.0, 1e8),  # 30 s of the usable 40 s
         Upload(60, 2 * gb, 50.0, 1e8),
         Upload(60, 2 * gb, 50.0, 1e8),
         Upload(1, 8 * gb, 50.0, 1e8),
@@ -86,17 +86,17 @@ def test_with_one_deadline_the_most_is_saved_and_the_rest_follows_by_weight_for_
     assert found.order == (1, 2, 0, 3) and found.late == {0, 3}
 
 
-def test_what_is_not_known_is_not_refused() -> None:
+def test_upload_of_unknown_rate_is_not_refused() -> None:
     assert feasible(10**12, None, 1.0) and not feasible(10**9, 1e7, 30.0)
     assert feasible(int(AIM * 30e7), 1e7, 30.0) and not feasible(int(AIM * 30e7) + 1, 1e7, 30.0)
     unknown = plan([Upload(1, 10**12, 10.0, None), Upload(2, 10**12, 5.0, None)], 0.0)
     assert unknown.order == (1, 0) and not unknown.late
     beside = plan([Upload(1, 10**9, 10.0, None), Upload(2, 10**7, 10.0, 1e7)], 0.0)
-    assert beside.late == {0}, "they leave by the same port"
+    assert beside.late == {0}, "uploads share a port"
 
 
 @pytest.mark.parametrize("deadline", [0.0, -5.0])
-def test_after_the_deadline_all_are_late_and_the_densest_goes_first(deadline: float) -> None:
+def test_after_the_deadline_all_are_late_and_ordered_by_density(deadline: float) -> None:
     found = plan([Upload(1, 1000, deadline, 1e6), Upload(5, 1000, deadline, None)], 0.0)
     assert found.order == (1, 0) and found.late == {0, 1}
     assert plan([], 0.0).order == ()

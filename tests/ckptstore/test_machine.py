@@ -1,4 +1,4 @@
-"""Two stores that save, send, break off, prune, collect, are damaged and reopened, against a plain dictionary."""
+"""Two stores that save, send, abort, forget, collect, get damaged and reopen, compared with a plain dictionary."""
 
 import shutil
 import tempfile
@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ckptstore.checker import verify
+from ckptstore.cipher import StateCipher
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
-from ckptstore.vault import Vault
-from tests.ckptstore.worlds import JOB, VAULT, open_store, read_tree, save, stream, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, stream, write_tree
 
 NAMES = ("ours", "theirs")
 BLOCK = 5000
 
 
 class Stores(RuleBasedStateMachine):
-    """`held` is what each store must be able to give back; `seq` only grows, as a runner's does."""
+    """`held`: what each store must be able to restore; `seq` only grows, as a runner's does."""
 
-    @initialize(vault=st.sampled_from([None, VAULT]))
-    def begin(self, vault: Vault | None) -> None:
-        self.vault = vault
+    @initialize(cipher=st.sampled_from([None, CIPHER]))
+    def begin(self, cipher: StateCipher | None) -> None:
+        self.cipher = cipher
         self.root = Path(tempfile.mkdtemp(prefix="ckptstore-"))
         self.blocks = [Random(number).randbytes(BLOCK) for number in range(4)]
         self.stores: dict[str, Store] = {name: open_store(self.root / name) for name in NAMES}
@@ -42,7 +42,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), files=st.lists(st.integers(0, 3), min_size=1, max_size=3), moved=st.booleans())
     def save(self, name: str, files: list[int], moved: bool) -> None:
-        """Some files as they were, or each changed a little since."""
+        """Save some files, unchanged or each changed a little."""
         if moved:
             for number in files:
                 changed = bytearray(self.blocks[number])
@@ -53,7 +53,7 @@ class Stores(RuleBasedStateMachine):
         directory = self.root / f"in-{self.seq}"
         write_tree(directory, tree)
         parent = next(reversed(self.held[name]), None)
-        saved = save(self.stores[name], directory, seq=self.seq, parent=parent, vault=self.vault)
+        saved = save(self.stores[name], directory, seq=self.seq, parent=parent, cipher=self.cipher)
         self.held[name][saved.id] = tree
         self.sealed[saved.id] = saved.sealed
 
@@ -77,7 +77,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), keep=st.integers(1, 2), later=st.sampled_from([10**4, 0]))
     def make_room(self, name: str, keep: int, later: int) -> None:
-        for identity in self.stores[name].prune(JOB, committed_seq=self.seq, keep=keep):
+        for identity in self.stores[name].forget_old(JOB, committed_seq=self.seq, keep=keep):
             del self.held[name][identity]
         self.stores[name].collect(min_age_s=900, now_unix=time.time() + later)
 
@@ -91,8 +91,8 @@ class Stores(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), place=st.integers(0, 10**6), bit=st.integers(0, 7))
     def damage(self, name: str, place: int, bit: int) -> None:
-        """What can no longer be given back is told by `verify`, and by nothing else; the rest is as it was."""
-        packs = sorted((self.root / name / "packs").iterdir(), key=Path.read_bytes)  # their names are drawn by lot
+        """`verify` reports exactly the checkpoints that cannot be restored; the others are intact."""
+        packs = sorted((self.root / name / "packs").iterdir(), key=Path.read_bytes)  # their names are random
         if not packs:
             return
         pack = packs[place % len(packs)]
@@ -111,7 +111,7 @@ class Stores(RuleBasedStateMachine):
             assert {info.id for info in store.manifests()} == set(self.held[name])
             for identity, tree in self.held[name].items():
                 try:
-                    store.restore(identity, out, prefix="ckpt", vault=self.vault)
+                    store.restore(identity, out, prefix="ckpt", cipher=self.cipher)
                 except StoreError as error:
                     raise AssertionError(f"{name} cannot give back what it holds: {error}") from error
                 assert read_tree(out) == tree
@@ -119,7 +119,7 @@ class Stores(RuleBasedStateMachine):
             for identity in (chunk for info in store.manifests() for chunk in store.manifest(info.id).chunks):
                 where = store.index.find(identity)
                 base = store.index.find(where.base) if where is not None and where.base is not None else None
-                assert base is None or base.base is None, "I5: one deep"
+                assert base is None or base.base is None, "I5: no delta chains"
 
 
 TestStores = Stores.TestCase

@@ -1,4 +1,4 @@
-"""How fast streams may send: what they never do, and where they come to rest, on a network that is made up."""
+"""Pacing of streams on a simulated network: bounds and steady states."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +10,18 @@ CALM, BUSY = Rtt(0.001, 0.001), Rtt(0.001 + 2 * TARGET_S, 0.001)
 
 
 class Queue:
-    """A bottleneck: what comes faster than it carries waits in it, and makes the round trip longer."""
+    """A bottleneck with a queue that lengthens the round trip."""
 
     def __init__(self, capacity_bps: float) -> None:
         self.capacity_bps, self.waiting, self.sent, self.now = capacity_bps, 0.0, 0, 0.0
 
     def run(self, pace: Background, others_bps: float, seconds: float, budget_bps: float | None = None) -> float:
-        """The mean rate of the stream."""
+        """Return the mean rate of the stream."""
         before = self.sent
         for _ in range(int(seconds / TICK_S)):
             rtt = Rtt(0.001 + self.waiting / self.capacity_bps, 0.001)
             rate = pace.tick(self.now, self.sent, rtt, budget_bps)
-            # Without a limit of its own a TCP stream fills what it finds, and a quarter of a second of queue besides.
+            # An unlimited TCP stream fills the free capacity and a quarter of a second of queue.
             most = self.capacity_bps * 1.25 if rate is None else rate
             free = self.capacity_bps - others_bps
             self.waiting = min(max(0.0, self.waiting + (most - free) * TICK_S), self.capacity_bps * 0.25)
@@ -30,21 +30,21 @@ class Queue:
         return (self.sent - before) / seconds
 
 
-def test_alone_a_background_stream_gets_what_there_is_and_beside_others_what_is_left() -> None:
+def test_background_stream_uses_only_idle_bandwidth() -> None:
     link, pace = Queue(100e6), Background()
     assert link.run(pace, 0.0, 60) > 60e6
     link.run(pace, 60e6, 20)
     assert link.waiting < 0.25 * 100e6, "the queue does not stay full"
     assert link.run(pace, 60e6, 60) > 20e6
-    assert link.run(pace, 0.0, 60) > 60e6, "it comes back"
+    assert link.run(pace, 0.0, 60) > 60e6, "its rate recovers"
 
 
-def test_it_keeps_to_its_budget() -> None:
+def test_background_stream_keeps_its_budget() -> None:
     link, pace = Queue(100e6), Background()
     assert link.run(pace, 0.0, 20, 10e6) == pytest.approx(10e6, rel=0.01) and link.waiting == 0
 
 
-def test_a_network_that_stays_busy_leaves_it_the_floor() -> None:
+def test_background_stream_keeps_the_floor_on_a_busy_network() -> None:
     pace, sent = Background(), 0
     assert pace.tick(0.0, 0, CALM, None) is None
     for tick in range(1, 60):
@@ -52,7 +52,7 @@ def test_a_network_that_stays_busy_leaves_it_the_floor() -> None:
         rate = pace.tick(tick * TICK_S, sent, BUSY, None)
     assert rate == FLOOR_BPS
     rates = [pace.tick((60 + tick) * TICK_S, sent + tick * 10**5, CALM, None) or 1e12 for tick in range(400)]
-    assert rates == sorted(rates) and rates[-1] == 1e12, "in the end nothing is left of it"
+    assert rates == sorted(rates) and rates[-1] == 1e12, "the limit finally disappears"
 
 
 SAMPLES = st.lists(
@@ -63,7 +63,7 @@ SAMPLES = st.lists(
 
 @given(SAMPLES, st.none() | st.floats(1e3, 1e10))
 @settings(max_examples=200)
-def test_whatever_comes_it_is_between_the_floor_and_the_budget(
+def test_background_rate_stays_between_floor_and_budget(
     samples: list[tuple[float, int, Rtt | None]], budget: float | None
 ) -> None:
     pace, now, sent, before = Background(), 0.0, 0, None
@@ -79,7 +79,7 @@ def test_whatever_comes_it_is_between_the_floor_and_the_budget(
         before = rate
 
 
-def test_a_stream_with_a_deadline_is_done_in_its_part_of_the_window() -> None:
+def test_deadline_stream_finishes_in_its_part_of_the_window() -> None:
     now, sent = 0.0, 0
     done_by = aim(0.0, 10.0)
     pace = Deadline(100 * 10**6, lambda: done_by - now)
@@ -90,12 +90,12 @@ def test_a_stream_with_a_deadline_is_done_in_its_part_of_the_window() -> None:
         sent += int(rate * TICK_S)
         now += TICK_S
     assert now <= 10.0 * AIM + 2 * TICK_S and rates[0] == pytest.approx(100e6 / 8)
-    assert max(rates[:-2]) == pytest.approx(min(rates[:-2]), rel=0.01), "an even pace"
+    assert max(rates[:-2]) == pytest.approx(min(rates[:-2]), rel=0.01), "an even rate"
 
 
 @given(st.floats(0.1, 100), st.integers(1, 10**10), st.none() | st.floats(1e3, 1e9), st.floats(0.3, 1.0))
 @settings(max_examples=200)
-def test_who_falls_behind_goes_faster_and_who_is_late_as_fast_as_it_goes(
+def test_deadline_stream_speeds_up_when_behind_and_is_unlimited_when_late(
     window: float, total: int, budget: float | None, luck: float
 ) -> None:
     now, sent = 0.0, 0
@@ -117,7 +117,7 @@ def test_who_falls_behind_goes_faster_and_who_is_late_as_fast_as_it_goes(
     st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.0, 100)), max_size=5),
 )
 @settings(max_examples=200)
-def test_those_behind_are_in_time_too(own: int, window: float, others: list[tuple[int, float]]) -> None:
+def test_queued_streams_are_on_time_too(own: int, window: float, others: list[tuple[int, float]]) -> None:
     behind = [Load(size, window + more) for size, more in sorted(others, key=lambda other: other[1])]
     seconds = time_for(Load(own, window), behind)
     assert 0 < seconds <= window

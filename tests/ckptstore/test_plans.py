@@ -6,63 +6,63 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.fetch import Cancel, Fetch, Fetched, Request
-from ckptstore.questions import decode_order, encode_order
-from ckptstore.replication import Ask, Replication, Settled, StandIn
+from ckptstore.fetch import Cancel, Fetch, FetchEnded, Request
+from ckptstore.messages import decode_chunk_request, encode_chunk_request
+from ckptstore.replication import CopyTo, Replication, Settled, Substitute
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 
 
-def test_chosen_peers_come_first_and_a_stand_in_is_told() -> None:
+def test_chosen_peers_come_first_and_a_substitute_is_reported() -> None:
     plan = Replication([A, B], [C, D], want=2)
-    assert plan.start() == [Ask(A), Ask(B)]
-    assert plan.failed(A, "disk full") == [Ask(C)]
+    assert plan.start() == [CopyTo(A), CopyTo(B)]
+    assert plan.retry_elsewhere(A, "disk full") == [CopyTo(C)]
     assert plan.durable(B) == []
     assert plan.durable(C) == [Settled((B, C), "")]
-    assert plan.stand_ins == [StandIn(C, A, "disk full")] and plan.failures == {A: "disk full"}
+    assert plan.substitutes == [Substitute(C, A, "disk full")] and plan.failures == {A: "disk full"}
 
 
-def test_one_that_is_known_to_be_gone_is_not_asked() -> None:
-    plan = Replication([A, B], [C, D], want=1, gone={A: "is gone", D: "nobody chose it"})
-    assert plan.start() == [Ask(B), Ask(C)]
+def test_chosen_peer_known_to_be_gone_is_skipped() -> None:
+    plan = Replication([A, B], [C, D], want=1, gone={A: "is gone", D: "not chosen"})
+    assert plan.start() == [CopyTo(B), CopyTo(C)]
     plan.durable(B)
-    assert plan.durable(C) == [Settled((B, C), "")] and plan.stand_ins == [StandIn(C, A, "is gone")]
+    assert plan.durable(C) == [Settled((B, C), "")] and plan.substitutes == [Substitute(C, A, "is gone")]
 
 
-def test_a_slow_peer_is_doubled_and_whoever_is_done_first_counts() -> None:
+def test_slow_peer_gets_a_substitute_and_the_first_to_finish_counts() -> None:
     plan = Replication([A], [B], want=1)
     plan.start()
-    assert plan.slow(A, "too slow") == [Ask(B)]
-    assert plan.durable(B) == [Settled((B,), "")] and plan.stand_ins == [StandIn(B, A, "too slow")]
+    assert plan.slow(A, "too slow") == [CopyTo(B)]
+    assert plan.durable(B) == [Settled((B,), "")] and plan.substitutes == [Substitute(B, A, "too slow")]
     plan = Replication([A], [B], want=1)
     plan.start()
     plan.slow(A, "too slow")
-    assert plan.durable(A) == [Settled((A,), "")] and plan.stand_ins == []
+    assert plan.durable(A) == [Settled((A,), "")] and plan.substitutes == []
 
 
-def test_when_time_is_over_whoever_holds_it_has_to_do() -> None:
+def test_enough_ends_with_the_present_holders() -> None:
     plan = Replication([A, B], [C], want=3)
     plan.start()
-    assert plan.enough("no time") == [], "somebody has to"
+    assert plan.enough("no time") == [], "replication continues without a holder"
     plan.durable(B)
     assert plan.enough("no time") == [Settled((B,), "on 1 of 3 peers: no time")]
 
 
-def test_with_nobody_else_left_the_slow_one_is_waited_for() -> None:
+def test_slow_peer_is_awaited_if_there_is_no_other() -> None:
     plan = Replication([A], [], want=1)
     plan.start()
     assert plan.slow(A, "too slow") == [] and plan.slow(A, "too slow") == []
-    assert plan.durable(A) == [Settled((A,), "")] and plan.stand_ins == []
+    assert plan.durable(A) == [Settled((A,), "")] and plan.substitutes == []
 
 
-def test_too_few_peers_is_said_with_the_reason() -> None:
+def test_too_few_copies_are_reported_with_the_reason() -> None:
     plan = Replication([], [A], want=2)
-    assert plan.start() == [Ask(A)]
-    (settled,) = plan.failed(A, "did not answer")
+    assert plan.start() == [CopyTo(A)]
+    (settled,) = plan.retry_elsewhere(A, "did not answer")
     assert isinstance(settled, Settled) and "0 of 2" in settled.short and "did not answer" in settled.short
 
 
-def test_an_answer_nobody_asked_for_does_not_count() -> None:
+def test_unexpected_answer_is_ignored() -> None:
     plan = Replication([], [A, B], want=1)
     plan.start()
     assert plan.durable(B) == [] and plan.holders == []
@@ -79,18 +79,18 @@ def test_replication_always_settles_and_counts_only_acks(chosen: list[bytes], wa
             assert set(settled[0].holders) == acked
             assert len(acked) >= max(want, len(set(chosen))) or settled[0].short
             return
-        busy += [action.peer for action in pending if isinstance(action, Ask)]
+        busy += [action.peer for action in pending if isinstance(action, CopyTo)]
         peer = busy.pop(data.draw(st.integers(0, len(busy) - 1)))
         if data.draw(st.booleans()):
             acked.add(peer)
             pending = plan.durable(peer)
         else:
-            pending = plan.failed(peer, "no")
+            pending = plan.retry_elsewhere(peer, "no")
     raise AssertionError("never settled")
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.data())
-def test_a_fetch_gets_everything_while_one_honest_source_lasts(chunks: int, sources: int, data: st.DataObject) -> None:
+def test_fetch_completes_with_one_honest_source(chunks: int, sources: int, data: st.DataObject) -> None:
     ids = {bytes([n]): 1 + 100_000 * (n % 7) for n in range(chunks)}
     names = [bytes([100 + n]) for n in range(sources)]
     fetch, got, now = Fetch(ids, names), set[bytes](), 0.0
@@ -99,14 +99,14 @@ def test_a_fetch_gets_everything_while_one_honest_source_lasts(chunks: int, sour
     for _ in range(300):
         for action in actions:
             match action:
-                case Fetched(problem=problem):
+                case FetchEnded(problem=problem):
                     assert problem == "" and got == set(ids)
                     return
                 case Request(source=source):
-                    assert source not in running and source not in fetch.dropped, "one request each"
+                    assert source not in running and source not in fetch.dropped, "one request per source"
                     running[source] = action
                 case Cancel(source=source):
-                    assert got >= set(running.pop(source).ids), "nothing that is still needed is given up"
+                    assert got >= set(running.pop(source).ids), "only an unneeded request is cancelled"
         request = running.pop(data.draw(st.sampled_from(sorted(running))))
         now += data.draw(st.floats(0, 3))
         honest = request.source == names[0] or data.draw(st.booleans())
@@ -118,12 +118,12 @@ def test_a_fetch_gets_everything_while_one_honest_source_lasts(chunks: int, sour
     raise AssertionError("never ended")
 
 
-def test_a_fetch_without_sources_says_so() -> None:
+def test_fetch_without_sources_reports_the_problem() -> None:
     (ended,) = Fetch({b"x": 1}, []).start(0.0)
-    assert isinstance(ended, Fetched) and "nobody" in ended.problem
+    assert isinstance(ended, FetchEnded) and "no holder" in ended.problem
 
 
-def test_a_source_that_gives_less_than_asked_is_dropped() -> None:
+def test_source_with_an_incomplete_answer_is_dropped() -> None:
     fetch = Fetch({b"1": 1, b"2": 1}, [A, B])
     first, _ = fetch.start(0.0)
     assert isinstance(first, Request)
@@ -132,14 +132,14 @@ def test_a_source_that_gives_less_than_asked_is_dropped() -> None:
 
 
 def play(sizes: dict[bytes, int], rates: dict[bytes, float]) -> tuple[float, int]:
-    """Seconds until all is there, and the bytes sent, with sources of these rates."""
+    """Return the duration and the bytes sent with sources of these rates."""
     fetch, now, sent = Fetch(sizes, list(rates)), 0.0, 0
     actions = fetch.start(now)
     due: dict[bytes, tuple[float, Request]] = {}
     while True:
         for action in actions:
             match action:
-                case Fetched(problem=problem):
+                case FetchEnded(problem=problem):
                     assert problem == ""
                     return now, sent
                 case Request(source=source, ids=ids):
@@ -153,7 +153,7 @@ def play(sizes: dict[bytes, int], rates: dict[bytes, float]) -> tuple[float, int
 
 
 @pytest.mark.parametrize("rates", [(234e6, 200e6, 114e6), (1e9, 1e8, 1e7), (1e8, 1e8, 1e8), (5e8,)])
-def test_unequal_sources_end_together(rates: tuple[float, ...]) -> None:
+def test_unequal_sources_finish_together(rates: tuple[float, ...]) -> None:
     sizes = {number.to_bytes(2, "big"): 4 << 20 for number in range(137)}
     took, sent = play(sizes, {bytes([number]): rate for number, rate in enumerate(rates)})
     total = sum(sizes.values())
@@ -163,15 +163,15 @@ def test_unequal_sources_end_together(rates: tuple[float, ...]) -> None:
 @given(
     st.lists(st.integers(1, 4 << 20), min_size=1, max_size=60), st.lists(st.floats(1e6, 1e9), min_size=1, max_size=5)
 )
-def test_no_fetch_takes_much_longer_than_all_together_could(lengths: list[int], rates: list[float]) -> None:
+def test_fetch_is_nearly_as_fast_as_all_sources_together(lengths: list[int], rates: list[float]) -> None:
     sizes = {number.to_bytes(2, "big"): length for number, length in enumerate(lengths)}
     took, _ = play(sizes, {bytes([number]): rate for number, rate in enumerate(rates)})
-    first = max(8 << 20, *lengths) / min(rates)  # nobody knows how slow a source is before it has sent something
+    first = max(8 << 20, *lengths) / min(rates)  # the rate of a source is unknown before its first answer
     assert took <= sum(lengths) / sum(rates) * 1.5 + 2 * first
 
 
 @given(st.binary(max_size=80))
-def test_hostile_orders_are_one_kind_of_error(data: bytes) -> None:
+def test_hostile_chunk_request_raises_value_error(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        order = decode_order(data)
-        assert decode_order(encode_order(order)) == order
+        order = decode_chunk_request(data)
+        assert decode_chunk_request(encode_chunk_request(order)) == order

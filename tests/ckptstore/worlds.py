@@ -1,19 +1,19 @@
-"""Stores for tests: a fake seal (a hash, named as such), trees of files, and ways to damage packs."""
+"""Stores for tests, with a fake seal (a hash), trees of files, and ways to damage packs."""
 
 import hashlib
 from pathlib import Path
 
-from ckptstore.coding import RAW
+from ckptstore.cipher import StateCipher
+from ckptstore.encoding import RAW
 from ckptstore.manifest import Seal
 from ckptstore.pack import chunk_name, encode_header, wrap
 from ckptstore.store import SavedManifest, Store
-from ckptstore.vault import Vault
 
 JOB = b"j" * 16
 
 
 def fake_seal(payload: bytes) -> bytes:
-    """Stands in for a signature: enough to see that altered bytes are refused."""
+    """Seal with a hash instead of a signature; enough to detect altered bytes."""
     return hashlib.sha256(payload).digest() + payload
 
 
@@ -27,7 +27,7 @@ def open_store(root: Path, quota_bytes: int | None = None) -> Store:
     return Store(root, fake_unseal, quota_bytes=quota_bytes)
 
 
-VAULT = Vault(b"a key of a job's, of 32 bytes...")
+CIPHER = StateCipher(b"a key of a job's, of 32 bytes...")
 
 
 def save(
@@ -37,12 +37,13 @@ def save(
     term: int = 1,
     parent: bytes | None = None,
     job: bytes = JOB,
-    vault: Vault | None = None,
-    encoding: bool = True,
+    cipher: StateCipher | None = None,
+    compress: bool = True,
     seal: Seal = fake_seal,
+    prefix: str = "ckpt",
 ) -> SavedManifest:
     return store.save(
-        {"ckpt": path},
+        {prefix: path},
         job=job,
         config=0,
         term=term,
@@ -51,20 +52,20 @@ def save(
         kind="checkpoint",
         created_unix=1_800_000_000,
         seal=seal,
-        encoding=encoding,
-        vault=vault,
+        compress=compress,
+        cipher=cipher,
     )
 
 
 def stream(ours: Store, theirs: Store, identity: bytes) -> list[memoryview]:
-    """The objects that one node sends another for a checkpoint."""
-    needed, bases = ours.needed(ours.manifest(identity).chunks)
+    """Return the objects that one node sends another for a checkpoint."""
+    needed, bases = ours.with_bases(ours.manifest(identity).chunks)
     missing = set(theirs.missing(needed, bases))
-    return list(ours.frames([chunk for chunk in needed if chunk in missing]))
+    return list(ours.stream([chunk for chunk in needed if chunk in missing]))
 
 
 def copy(ours: Store, theirs: Store, saved: SavedManifest) -> int:
-    """As two daemons do it; how many bytes went over."""
+    """Copy a checkpoint as two daemons do; return the bytes sent."""
     receiver, sent = theirs.receive(10**9), 0
     for piece in stream(ours, theirs, saved.id):
         receiver.feed(piece)
@@ -75,7 +76,7 @@ def copy(ours: Store, theirs: Store, saved: SavedManifest) -> int:
 
 
 def frame(data: bytes) -> bytes:
-    """A chunk as peers send it, as it is."""
+    """Return a raw chunk as an object of a stream."""
     header, stored = wrap(chunk_name(data), data, len(data), RAW, 0, None)
     return encode_header(header) + stored
 

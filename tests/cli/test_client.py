@@ -1,4 +1,4 @@
-"""The command line's own HTTP: what a daemon says, said whole or not; anything else is an error in words."""
+"""The HTTP client of the command line: complete answers are returned, all others raise a readable error."""
 
 import json
 import os
@@ -10,12 +10,16 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mesh.api.errors import ExitCode, MeshError
-from mesh.cli import telling, terminal
-from mesh.client import BrokenAnswer, Client, _Answer
+from mesh.api.client import BrokenAnswer, Client, _Answer
+from mesh.api.no_daemon import NoDaemon
+from mesh.cli import progress, terminal
+from mesh.cli.main import cli
+from mesh.daemon.layout import Layout
+from mesh.util.errors import ExitCode, MeshError
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
@@ -34,18 +38,18 @@ def chunked(pieces: list[bytes]) -> bytes:
 
 
 @given(pieces=some.lists(some.binary(min_size=1, max_size=40), max_size=5), cut=some.integers(0, 400))
-def test_a_body_comes_whole_or_not_at_all(pieces: list[bytes], cut: int) -> None:
+def test_client_returns_complete_bodies_only(pieces: list[bytes], cut: int) -> None:
     body = b"".join(pieces)
     for whole in (chunked(pieces), HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body):
         assert answer_of(whole) == body
-        least = len(whole) - (len(b"\r\n") if b"Chunked" in whole else 0)  # nobody needs its last empty line
+        least = len(whole) - (len(b"\r\n") if b"Chunked" in whole else 0)  # the last empty line is not needed
         if cut < least:
             with pytest.raises(BrokenAnswer):
                 answer_of(whole[:cut])
 
 
 @given(data=some.binary(max_size=200) | some.binary(max_size=100).map(lambda rest: HEAD + rest))
-def test_what_is_no_answer_is_an_error(data: bytes) -> None:
+def test_client_rejects_malformed_answers(data: bytes) -> None:
     try:
         answer_of(data)
     except BrokenAnswer:
@@ -71,7 +75,7 @@ def daemon_that_says(path: Path, said: bytes) -> Iterator[Client]:
         thread.join()
 
 
-def test_errors_are_what_the_daemon_says(tmp_path: Path) -> None:
+def test_client_raises_the_error_of_the_daemon(tmp_path: Path) -> None:
     body = json.dumps({"detail": "no such job", "exit_code": 4}).encode()
     said = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with daemon_that_says(tmp_path / "s", said) as client, pytest.raises(MeshError, match="no such job") as found:
@@ -79,59 +83,76 @@ def test_errors_are_what_the_daemon_says(tmp_path: Path) -> None:
     assert found.value.code == ExitCode.NOT_FOUND
 
 
-def test_a_stream_that_breaks_off_is_told(tmp_path: Path) -> None:
+def test_client_reports_interrupted_stream(tmp_path: Path) -> None:
     with daemon_that_says(tmp_path / "s", chunked([b"half"])[:-5]) as client:
         heard = client.stream("/v1/jobs/x/log")
         assert next(heard) == b"half"
-        with pytest.raises(MeshError, match="went away") as found:
+        with pytest.raises(MeshError, match="it stopped while it answered") as found:
             next(heard)
     assert found.value.code == ExitCode.NO_DAEMON
-    with pytest.raises(MeshError, match="no daemon runs here"):
+    with pytest.raises(MeshError, match="no daemon answers"):
         Client(tmp_path / "none").get("/")
 
 
-def test_a_daemon_that_is_busy_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "s"
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[socket.socket]:
+    """The socket of a daemon that accepts no connections, with a full queue."""
+    path = tmp_path / "mesh.sock"
     with ExitStack() as opened:
         listener = opened.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(path))
         listener.listen(0)
         with pytest.raises(BlockingIOError):
-            while True:  # as many as its queue holds
+            while True:
                 other = opened.enter_context(socket.socket(socket.AF_UNIX))
                 other.setblocking(False)
                 other.connect(str(path))
-        monkeypatch.setattr("mesh.client.BUSY_S", 0.05)
-        with pytest.raises(MeshError, match="does not answer") as found:
-            Client(path).get("/")
-        assert found.value.code != ExitCode.NO_DAEMON
-        monkeypatch.setattr("mesh.client.BUSY_S", 30.0)
-
-        def accepts_when_asked_again(_: float) -> None:
-            opened.enter_context(listener.accept()[0])
-
-        monkeypatch.setattr("mesh.client.time.sleep", accepts_when_asked_again)
-        with pytest.raises(MeshError, match="does not answer"):
-            Client(path).get("/", timeout_s=0.05)  # it is heard, and nobody says anything
+        yield listener
 
 
-def test_what_else_is_wrong_with_its_socket_is_told(tmp_path: Path) -> None:
-    with pytest.raises(MeshError, match="cannot be asked by"):
+def test_client_distinguishes_busy_daemon_from_no_daemon(
+    tmp_path: Path, busy: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(tmp_path / "mesh.sock")
+    monkeypatch.setattr("mesh.api.client.BUSY_S", 0.05)
+    with pytest.raises(NoDaemon, match="the one here hangs, or is too busy") as found:
+        client.get("/")
+    assert found.value.code == ExitCode.NO_DAEMON and found.value.runs
+    monkeypatch.setattr("mesh.api.client.BUSY_S", 30.0)
+    accepted = ExitStack()
+    monkeypatch.setattr("mesh.api.client.time.sleep", lambda _: accepted.enter_context(busy.accept()[0]))
+    with accepted, pytest.raises(NoDaemon, match="hangs, or is too busy"):
+        client.get("/", timeout_s=0.05)  # accepted, but not answered
+
+
+def test_down_leaves_the_guests_of_a_daemon_that_hangs(
+    tmp_path: Path, busy: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "genesis").touch()
+    removed: list[Layout] = []
+    monkeypatch.setattr("mesh.api.client.BUSY_S", 0.05)
+    monkeypatch.setattr("mesh.daemon.leftovers.remove", removed.append)
+    done = CliRunner().invoke(cli, ["--state", str(tmp_path), "down"])
+    assert done.exit_code == ExitCode.NO_DAEMON and "`mesh killall` ends all guests" in done.stderr and not removed
+
+
+def test_client_reports_unusable_socket_path(tmp_path: Path) -> None:
+    with pytest.raises(MeshError, match="cannot be used"):
         Client(tmp_path / ("s" * 200)).get("/")
 
 
-def test_a_daemon_that_hangs_is_named(tmp_path: Path) -> None:
+def test_client_reports_pid_of_hanging_daemon(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "mesh.sock"))
         listener.listen()
-        with pytest.raises(MeshError, match=rf"\(pid {os.getpid()}\) does not answer.*mesh killall") as found:
+        with pytest.raises(MeshError, match=rf"pid {os.getpid()} hangs.*mesh killall") as found:
             Client(tmp_path / "mesh.sock").get("/v1/status", timeout_s=0.05)
-    assert found.value.code == ExitCode.ERROR
+    assert found.value.code == ExitCode.NO_DAEMON
 
 
-def test_who_waits_for_a_slow_daemon_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reports_slow_daemon_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, heard = list[str](), threading.Event()
-    monkeypatch.setattr(telling, "say", lambda words: (said.append(words), heard.set()))
+    monkeypatch.setattr(progress, "report", lambda words: (said.append(words), heard.set()))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "mesh.sock"))
         listener.listen()
@@ -148,7 +169,7 @@ def test_who_waits_for_a_slow_daemon_is_told_once(tmp_path: Path, monkeypatch: p
         thread.start()
         daemon = terminal.client(click.Context(click.Command("x"), obj=tmp_path))
         assert daemon.get("/v1/jobs") == {}
-        with telling.patience("something else"):
-            assert telling.under_way == 1 and daemon.get("/v1/jobs") == {} and telling.under_way == 1
+        with progress.waiting_for("something else"):
+            assert progress.active == 1 and daemon.get("/v1/jobs") == {} and progress.active == 1
         thread.join()
-    assert len(said) == 1 and said[0].startswith("waiting for the daemon ... ") and not telling.under_way
+    assert len(said) == 1 and said[0].startswith("waiting for the daemon ... ") and not progress.active

@@ -1,4 +1,4 @@
-"""`mesh config`: the owner's file is changed in one place, keeps what else is in it, and never holds what the daemon refuses."""
+"""`mesh config` changes one setting of the owner's file, keeps the rest, and refuses values invalid for the daemon."""
 
 import json
 import time
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import membership.durable
 from membership.trust import TrustStore
 from mesh.cli.main import cli
-from mesh.config import Settings, load_settings
-from mesh.layout import Layout
+from mesh.daemon.config import Settings, load_settings
+from mesh.daemon.layout import Layout
 
 OWN = '# the lab\'s second desk\nnick = "desk"   # as on its sticker\n\nslots = 2\n'
 
@@ -28,7 +28,7 @@ def state(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_change_keeps_comments_and_order(state: Path) -> None:
+def test_config_set_keeps_comments_and_order(state: Path) -> None:
     assert run(state, "set", "slots", "4").output == "slots = 4\n"
     assert run(state, "set", "accepts", "ada", "lin").output == "accepts = ada lin\n"
     assert run(state, "set", "lend", "true").exit_code == 0
@@ -36,17 +36,17 @@ def test_a_change_keeps_comments_and_order(state: Path) -> None:
     assert text == OWN.replace("slots = 2", "slots = 4") + 'accepts = ["ada", "lin"]\nlend = true\n'
     assert run(state, "get", "accepts").output == "ada lin\n"
     assert run(state, "unset", "slots").output == "slots = 1 (the default)\n"
-    assert run(state, "unset", "slots").exit_code == 0, "again does no harm"
+    assert run(state, "unset", "slots").exit_code == 0, "a second unset has no effect"
     assert load_settings(state / "config.toml", {}) == Settings(nick="desk", accepts=("ada", "lin"), lend=True)
 
 
-def test_a_node_founds_its_mesh_by_the_name_that_the_file_gives_it(state: Path) -> None:
+def test_init_uses_nick_from_config_file(state: Path) -> None:
     assert CliRunner().invoke(cli, ["--state", str(state), "init", "lab"]).exit_code == 0
     where = Layout(state)
     assert TrustStore(where.genesis.read_bytes()).check_chain(where.chain.read_bytes(), time.time()).nick == "desk"
 
 
-def test_what_is_written_is_told_from_defaults(state: Path) -> None:
+def test_config_ls_distinguishes_file_values_from_defaults(state: Path) -> None:
     answer = json.loads(run(state, "ls", "--json").output)
     assert answer["schema"] == 1 and answer["file"] == str(state / "config.toml")
     rows = {row["key"]: row for row in answer["settings"]}
@@ -68,23 +68,23 @@ def test_what_is_written_is_told_from_defaults(state: Path) -> None:
         (("set", "edge_device", "a/b"), "edge_device must be the name of a network interface"),
     ],
 )
-def test_what_the_daemon_would_refuse_is_refused(state: Path, words: tuple[str, ...], text: str) -> None:
+def test_config_refuses_settings_invalid_for_the_daemon(state: Path, words: tuple[str, ...], text: str) -> None:
     done = run(state, *words)
     assert done.exit_code == 2 and text in done.stderr
     assert (state / "config.toml").read_text() == OWN
 
 
-def test_a_broken_file_is_left_alone(state: Path) -> None:
+def test_config_leaves_unparsable_file_unchanged(state: Path) -> None:
     (state / "config.toml").write_text("slots = = 2\n")
     for words in (("ls",), ("get", "slots"), ("set", "slots", "1")):
         done = run(state, *words)
         assert done.exit_code == 1 and "config.toml" in done.stderr
     assert (state / "config.toml").read_text() == "slots = = 2\n"
     (state / "config.toml").write_text('slots = "two"\n')
-    assert run(state, "set", "slots", "2").exit_code == 0, "a wrong value can be put right"
+    assert run(state, "set", "slots", "2").exit_code == 0, "a wrong value can be corrected"
 
 
-def test_a_crash_leaves_the_old_file_or_the_new_one(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_during_config_write_leaves_old_or_new_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -104,7 +104,7 @@ def test_a_crash_leaves_the_old_file_or_the_new_one(state: Path, monkeypatch: py
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.sampled_from(Settings.__struct_fields__), st.lists(st.text(max_size=8), min_size=1, max_size=3))
-def test_after_any_change_the_file_can_be_used(state: Path, key: str, values: list[str]) -> None:
+def test_config_file_is_valid_after_any_change(state: Path, key: str, values: list[str]) -> None:
     before = (state / "config.toml").read_text()
     done = run(state, "set", key, "--", *values)
     assert done.exit_code in (0, 2), done.output

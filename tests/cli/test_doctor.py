@@ -1,4 +1,4 @@
-"""What the doctor makes of what it sees, and how it looks; with networks that are really broken see tests/netns."""
+"""Findings of the doctor from observations. tests/netns runs the doctor on broken networks."""
 
 import socket
 import time
@@ -9,26 +9,27 @@ import msgspec
 import pytest
 
 from membership.identity import Identity, format_id
-from membership.trust import accept_invite, found_mesh, make_invite, parse_invite
-from mesh.api.errors import ExitCode
+from membership.trust import found_mesh
 from mesh.cli.doctor import Facts, Finding, Port, diagnose
-from mesh.cli.edge import edge_words
-from mesh.edge.edge import Standing
-from mesh.engine.egress import tag_of
-from mesh.engine.leftovers import Leftovers, find
-from mesh.engine.warden import LABEL_NODE
-from mesh.layout import Layout, save_membership
-from mesh.stack import Stack
+from mesh.cli.nodes import edge_text
+from mesh.daemon.layout import Layout, save_membership
+from mesh.daemon.leftovers import Leftovers, find
+from mesh.daemon.stack import Stack
+from mesh.execution.docker.watchdog import LABEL_NODE
+from mesh.network.edge import EdgeState
+from mesh.network.egress import tag_of
+from mesh.util.errors import ExitCode
+from tests.chains import admitted
+from tests.container_images import import_busybox
 from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import mesh, read
-from tests.images import import_busybox
 
 NOW = 1_800_000_000.0
 
 
 def edge(**changes: Any) -> dict[str, Any]:
-    standing: dict[str, Any] = msgspec.to_builtins(Standing(guests=True))
-    return {**standing, **changes}
+    state: dict[str, Any] = msgspec.to_builtins(EdgeState(guests=True))
+    return {**state, **changes}
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -70,13 +71,13 @@ def worst(seen: Facts) -> Finding:
     return min(findings, key=lambda finding: order[finding.state])
 
 
-def test_a_sound_node_is_sound() -> None:
+def test_doctor_finds_no_problem_on_healthy_node() -> None:
     assert {finding.state for finding in diagnose(facts())} == {"ok"}
 
 
-def test_what_keeps_a_machine_from_being_lent_is_found() -> None:
-    never = worst(facts(status=status(lend={"warnings": ["never lends: hours say never"]})))
-    assert (never.check, never.state, never.detail) == ("lending", "warn", "never lends: hours say never")
+def test_doctor_finds_what_prevents_lending() -> None:
+    never = worst(facts(status=status(lend={"warnings": ["never lends: hours is never"]})))
+    assert (never.check, never.state, never.detail) == ("lending", "warn", "never lends: hours is never")
     broken = worst(facts(policy_problem="/state/policy.toml: gpu.idle: '5x' is not a duration"))
     assert (broken.check, broken.state) == ("policy", "fail") and "gpu.idle" in broken.detail
 
@@ -100,7 +101,7 @@ def asked(**changes: Any) -> dict[str, Any]:
             facts(ports=(Port("udp", 7373, "--port", "dnsmasq (pid 7)"),)),
             "ports",
             "fail",
-            "7373/udp is taken by dnsmasq",
+            "7373/udp is used by dnsmasq",
         ),
         (facts(ports=(Port("tcp", 7374, "--api-port", "?"),)), "ports", "fail", "another user"),
         (facts(multicast={"10.0.0.1": "No route"}), "multicast", "warn", "No route"),
@@ -109,7 +110,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(network=network(others=0)), "others", "warn", "no other node"),
         (facts(network=asked(tcp="acked")), "UDP", "fail", "used instead"),
         (facts(network=asked(udp=True)), "TCP", "fail", "UDP does"),
-        (facts(network=asked()), "address", "fail", "they see this machine at 10.0.0.7"),
+        (facts(network=asked()), "address", "fail", "they see this machine as 10.0.0.7"),
         (facts(network=asked(error="timed out")), "reaching others", "fail", "timed out"),
         (facts(network=network(clock_offset_s=240.0)), "clock", "fail", "240 s behind"),
         (facts(network=network(clock_offset_s=-30.0)), "clock", "warn", "30 s ahead"),
@@ -122,19 +123,19 @@ def asked(**changes: Any) -> dict[str, Any]:
         (facts(status=status(problems={"cloned": "another machine"})), "cloned", "fail", "another machine"),
     ],
 )
-def test_each_trouble_is_named_with_what_to_do(seen: Facts, check: str, state: str, words: str) -> None:
+def test_doctor_names_each_problem_and_the_next_step(seen: Facts, check: str, state: str, words: str) -> None:
     found = worst(seen)
     assert (found.check, found.state) == (check, state) and words in found.detail
     assert found.next or check in {"state", "cloned", "multicast"}
 
 
-def test_a_daemon_that_hangs_is_ended_before_another_starts() -> None:
+def test_doctor_advises_killing_a_hanging_daemon_first() -> None:
     for hangs in (True, False):
         found = worst(facts(status=None, network=None, daemon_problem="it is silent", daemon_hangs=hangs))
         assert ("kill -9" in found.next) == hangs and "`mesh up`" in found.next
 
 
-def test_it_finds_who_has_the_port_without_a_daemon(tmp_path: Path) -> None:
+def test_doctor_names_the_process_on_the_port_without_a_daemon(tmp_path: Path) -> None:
     state = tmp_path / "a"
     assert mesh(state, "init", "lab", "--nick", "desk").returncode == 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as holder:
@@ -142,29 +143,28 @@ def test_it_finds_who_has_the_port_without_a_daemon(tmp_path: Path) -> None:
         port = holder.getsockname()[1]
         (state / "config.toml").write_text(f'bind = "127.0.0.1"\nport = {port}\napi_port = 0\nmdns = false\n')
         done = mesh(state, "doctor")
-        assert done.returncode == 1 and f"{port}/udp is taken by" in done.stdout and "(pid " in done.stdout
-        assert "no daemon runs here" in done.stdout and "next: `mesh up`" in done.stdout
+        assert done.returncode == 1 and f"{port}/udp is used by" in done.stdout and "(pid " in done.stdout
+        assert "no daemon answers" in done.stdout and "next: `mesh up`" in done.stdout
     (state / "config.toml").write_text("port = 'x'\n")
     assert "config.toml" in mesh(state, "doctor").stdout
 
 
-def test_it_names_an_ended_certificate_and_the_way_back(tmp_path: Path) -> None:
-    root, old = Identity.generate(), time.time() - 10 * 86_400
+def test_doctor_reports_expired_certificate_and_the_next_step(tmp_path: Path) -> None:
+    root, old = Identity.generate(), time.time() - 100 * 86_400
     genesis, chain = found_mesh(root, "lab", "root", "ada", old)
-    invite = parse_invite(make_invite(root, chain, genesis, (), 3600, old), old)
     where = Layout(tmp_path / "a")
     where.root.mkdir()
     identity = Identity.generate()
     identity.save(where.key)
-    save_membership(where, identity, genesis, accept_invite(invite, identity.node_id, "rack", "bob", old), ())
+    save_membership(where, genesis, admitted(root, genesis, chain, identity.node_id, "rack", "bob", old), ())
     answer = mesh(where.root, "doctor", "--json")
     assert answer.returncode == 1
-    assert "has ended" in answer.stdout and "mesh invite" in answer.stdout
+    assert "has expired" in answer.stdout and "mesh member approve" in answer.stdout
     refused = mesh(where.root, "up", "--bind", "127.0.0.1", "--port", "0", "--api-port", "0")
-    assert refused.returncode == 1 and "has ended" in refused.stderr
+    assert refused.returncode == 1 and "has expired" in refused.stderr
 
 
-def test_its_json_is_versioned(tmp_path: Path) -> None:
+def test_doctor_json_is_versioned(tmp_path: Path) -> None:
     assert mesh(tmp_path / "x", "doctor").returncode == 1
     assert '"schema": 1' in mesh(tmp_path / "x", "doctor", "--json").stdout
     with pytest.raises(AssertionError):
@@ -172,34 +172,36 @@ def test_its_json_is_versioned(tmp_path: Path) -> None:
 
 
 @pytest.mark.dockerd
-def test_what_a_killed_daemon_left_is_named_and_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_leftovers_of_killed_daemon_and_down_removes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Stack(1, directory=tmp_path) as stack, dockerd() as engine, client_of(engine.host) as client:
         monkeypatch.setenv("DOCKER_HOST", engine.host)
         where = stack.nodes[0].where
         node = format_id(Identity.load(where.key).node_id)
-        assert mesh(where.root, "down").returncode == ExitCode.NO_DAEMON, "nothing is left"
+        assert mesh(where.root, "down").returncode == ExitCode.NO_DAEMON, "there are no leftovers"
         for name in (node, "another node's"):
             client.api.create_container(import_busybox(), "true", labels={LABEL_NODE: name})
             client.networks.create(tag_of(name), labels={LABEL_NODE: name})
         told = mesh(where.root, "doctor").stdout
-        assert "leftovers: a daemon that was killed has left on this machine: 1 container, 1 network" in told
-        assert "`mesh down` takes it away" in told
+        assert "leftovers: a killed daemon left on this machine: 1 container, 1 network" in told
+        assert "`mesh down` removes it" in told
         taken = mesh(where.root, "down")
-        assert taken.returncode == 0 and "is gone: 1 container, 1 network" in taken.stderr
-        assert find(where) == Leftovers() and "leftovers" not in mesh(where.root, "doctor").stdout
+        assert taken.returncode == 0 and "had left: 1 container, 1 network" in taken.stderr
+        assert find(where) == Leftovers() and "leftovers:" not in mesh(where.root, "doctor").stdout
         (other,) = client.containers.list(all=True)
         assert other.labels[LABEL_NODE] == "another node's" and client.networks.list(names=[tag_of("another node's")])
 
 
 @pytest.mark.parametrize(
-    ("standing", "words"),
+    ("state", "words"),
     [
         (edge(off=True), "off (`edge`"),
-        (edge(attached=["a", "b"]), "cut off (2 interfaces now); this machine's own interfaces are left alone"),
-        (edge(device="eth0", shaped_mbps=1000.0, reserved_mbps=120.5), "shaped for 1000 Mbit/s, 120.5 of them"),
-        (edge(device="eth0", problem="a queue of somebody else's"), "that leave by eth0 can be cut off; a queue of"),
+        (edge(attached=["a", "b"]), "of their own (2 interfaces now); leaves the machine's own interfaces alone"),
+        (edge(device="eth0", shaped_mbps=1000.0, reserved_mbps=120.5), "shapes eth0 to 1000 Mbit/s, 120.5 of them"),
+        (edge(device="eth0", problem="a queue of somebody else's"), "that leave by eth0; a queue of"),
         (edge(cut=["guests", "checkpoints"]), "CUT OFF NOW: guests and checkpoints"),
     ],
 )
-def test_the_network_edge_in_words(standing: dict[str, Any], words: str) -> None:
-    assert words in edge_words(standing)
+def test_doctor_describes_network_edge(state: dict[str, Any], words: str) -> None:
+    assert words in edge_text(state)

@@ -1,4 +1,4 @@
-"""A dump holds what tells what went wrong, and no secret of the node's, however it is written."""
+"""A dump holds what a diagnosis needs, and no secret of the node in any encoding."""
 
 import base64
 import json
@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.identity import Identity
-from membership.trust import found_mesh, make_invite
+from membership.trust import TrustStore, found_mesh, make_invite
+from mesh.checkpoints.key_shares import Share, encode_share
 from mesh.cli.dump import secrets_of
 from mesh.cli.main import cli
-from mesh.jobs.journal import Journal
-from mesh.jobs.shares import Share, encode_share
-from mesh.layout import Layout, save_membership
-from mesh.redaction import REMOVED, redacted, spellings
+from mesh.daemon.layout import Layout, save_membership
+from mesh.journal import Journal
+from mesh.util.redaction import REMOVED, redacted, spellings
 
 JOB = b"j" * 16
 
 
 def every_writing(secret: bytes) -> list[bytes]:
-    """As others would write it: on its own, and between other bytes."""
+    """Return the secret in common encodings, alone and between other bytes."""
     around = [secret] + [b"#" * before + secret + b"##" for before in range(5)]
     encoders = (
         base64.b64encode,
@@ -41,7 +41,7 @@ def every_writing(secret: bytes) -> list[bytes]:
 
 
 def is_in(secret: bytes, data: bytes) -> bool:
-    """Whether somebody who tries all that decodes it would find it; apart from how `redaction` looks for it."""
+    """Search for the secret in every decoding of the text, independently of `redaction`."""
     low = data.lower()
     if secret in data or secret.hex().encode() in low or repr(secret)[2:-1].encode() in data:
         return True
@@ -57,7 +57,7 @@ def is_in(secret: bytes, data: bytes) -> bool:
 
 
 @given(st.binary(min_size=16, max_size=48), st.text().map(str.encode), st.text().map(str.encode))
-def test_a_known_secret_is_found_however_it_is_written(secret: bytes, before: bytes, after: bytes) -> None:
+def test_known_secret_is_redacted_in_every_encoding(secret: bytes, before: bytes, after: bytes) -> None:
     for writing in every_writing(secret):
         left = redacted(before + b"\n" + writing + b"\n" + after, [secret])
         assert not is_in(secret, left) or is_in(secret, before + after) or secret in REMOVED, writing
@@ -78,22 +78,22 @@ def test_a_known_secret_is_found_however_it_is_written(secret: bytes, before: by
         (b"-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\nBBBB\n-----END OPENSSH PRIVATE KEY-----\nx", [b"AAAA", b"BBBB"]),
     ],
 )
-def test_what_looks_like_a_secret_is_taken_out(line: bytes, secret: list[bytes]) -> None:
+def test_secret_like_values_are_redacted(line: bytes, secret: list[bytes]) -> None:
     left = redacted(line, [])
     assert REMOVED in left and not [one for one in secret if one in left], left
 
 
-def test_plain_lines_stay() -> None:
+def test_lines_without_secrets_are_unchanged() -> None:
     line = b"job p2jyx5st: its steps: 12 of 20, on node1 at 10.0.0.7:7373; key rotated, tokens per second 88"
     assert b"12 of 20, on node1 at 10.0.0.7:7373" in redacted(line, [b"\x01" * 32])
 
 
 async def planted(where: Layout) -> list[bytes]:
-    """A node's state with every kind of secret that there is, and a log that babbles of them all."""
+    """Write a node's state with every kind of secret and a log that contains them all; return the secrets."""
     where.make()
     identity, now = Identity.generate(), time.time()
     genesis, chain = found_mesh(identity, "m", "n", "ada", now)
-    save_membership(where, identity, genesis, chain, ("10.0.0.7:7373",))
+    save_membership(where, genesis, chain, ("10.0.0.7:7373",))
     identity.save(where.key)
     journal = Journal(where.journal)
     await journal.open()
@@ -102,19 +102,20 @@ async def planted(where: Layout) -> list[bytes]:
     await journal.save_shares(JOB, [encode_share(Share(b"l" * 8, 2, 1, share))])
     await journal.close()
     secrets = [identity.seed, realm_key, share]
-    invite = make_invite(identity, chain, genesis, (), 3600, now).encode()
+    trust = TrustStore(genesis)
+    invite = make_invite(identity, trust, trust.admit_chain(chain, now), (), 3600, now, user="bob").encode()
     token = b"Zm9vYmFyLTQ3MTE"
     babble = [writing for secret in secrets for writing in every_writing(secret)]
-    where.log.write_bytes(b"\n".join([*babble, invite, b"token: " + token, where.tls.read_bytes(), b"the end is told"]))
+    where.log.write_bytes(b"\n".join([*babble, invite, b"token: " + token, b"the end is told"]))
     where.config.write_bytes(b'nick = "desk"\njoin = ["' + identity.seed.hex().encode() + b'"]\n')
     return [*secrets, invite, token]
 
 
 def dumped(where: Layout, *arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["--state", str(where.root), "dump", *arguments], prog_name="mesh")
+    return CliRunner().invoke(cli, ["--state", str(where.root), "debug", "dump", *arguments], prog_name="mesh")
 
 
-async def test_no_secret_of_a_node_is_in_its_dump(tmp_path: Path) -> None:
+async def test_dump_contains_no_secret_of_the_node(tmp_path: Path) -> None:
     where = Layout(tmp_path / "state")
     secrets = await planted(where)
     assert set(secrets[:3]) <= set(secrets_of(where)[0])
@@ -135,7 +136,7 @@ async def test_no_secret_of_a_node_is_in_its_dump(tmp_path: Path) -> None:
         "README.txt",
     } <= set(bundle)
     assert b"the end is told" in bundle["daemon.log"] and b'nick = "desk"' in bundle["config.toml"]
-    assert "no daemon" in json.loads(bundle["status.json"])["problem"] and not {"node.key", "tls.pem"} & set(bundle)
+    assert "no daemon" in json.loads(bundle["status.json"])["problem"] and "node.key" not in bundle
     everything = b"\n".join(bundle.values())
     for secret in secrets:
         assert not is_in(secret, everything)
@@ -143,16 +144,16 @@ async def test_no_secret_of_a_node_is_in_its_dump(tmp_path: Path) -> None:
     assert b"PRIVATE KEY" not in everything and b"mesh1-" not in everything
 
     again = dumped(where, "-o", str(target))
-    assert again.exit_code == 1 and "is there already" in again.output
+    assert again.exit_code == 1 and "exists already" in again.output
     nowhere = dumped(where, "-o", str(tmp_path / "none" / "x.tar.gz"))
-    assert nowhere.exit_code == 1 and "cannot be written" in nowhere.output
+    assert nowhere.exit_code == 1 and "cannot write" in nowhere.output
     assert dumped(Layout(tmp_path / "nobody")).exit_code == 4
 
 
-def test_a_journal_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_dump_warns_about_unreadable_journal(tmp_path: Path) -> None:
     where = Layout(tmp_path / "state")
     where.make()
     where.journal.write_bytes(b"no journal" * 1000)
     done = dumped(where, "-o", str(tmp_path / "x.tar.gz"))
-    assert done.exit_code == 0 and "not all secrets could be looked for" in done.stderr
+    assert done.exit_code == 0 and "some secrets could not be read" in done.stderr
     assert sqlite3.sqlite_version

@@ -1,4 +1,4 @@
-"""GPUs, and shares of them, as they are asked for and shown."""
+"""GPU options of submissions, and the display of GPUs and their shares."""
 
 import re
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from mesh.cli import gpus, inspect, nodes
-from mesh.cli.order import job_options, make_order
+from mesh.cli import describe, gpus, nodes
+from mesh.cli.job_options import job_options, make_order
 
 
 def ordered(*arguments: str) -> tuple[int, int, int | None, int, int]:
@@ -19,7 +19,7 @@ def ordered(*arguments: str) -> tuple[int, int, int | None, int, int]:
     return order["gpus"], order["gpu_share"], order["gpu_share_limit"], order["vram_mib"], order["vram_limit_mib"]
 
 
-def test_a_share_is_of_one_gpu_unless_more_are_asked_for() -> None:
+def test_gpu_share_implies_one_gpu_by_default() -> None:
     assert ordered() == (0, 100, None, 0, 0)
     assert ordered("--gpus", "2", "--vram", "20g") == (2, 100, None, 20 * 1024, 0)
     soft = "--gpu-share", "30", "--gpu-share-limit", "90", "--vram", "6g", "--vram-limit", "20g"
@@ -28,7 +28,7 @@ def test_a_share_is_of_one_gpu_unless_more_are_asked_for() -> None:
     assert ordered("--gpus", "3", "--gpu-share", "30") == (3, 30, None, 0, 0)
 
 
-def test_the_kind_of_gpu_is_asked_for_by_name_and_versions() -> None:
+def test_gpu_kind_options_take_model_and_versions() -> None:
     command = click.command()(job_options(lambda **_: None))
 
     def kind(*arguments: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -49,7 +49,7 @@ def test_the_kind_of_gpu_is_asked_for_by_name_and_versions() -> None:
 
 @pytest.mark.parametrize("option", ["--gpu-share", "--gpu-share-limit"])
 @pytest.mark.parametrize("value", ["0", "101"])
-def test_a_share_is_1_to_100_per_cent(option: str, value: str) -> None:
+def test_gpu_share_is_1_to_100_per_cent(option: str, value: str) -> None:
     with pytest.raises(click.BadParameter, match=f"{value} is not in the range 1<=x<=100."):
         ordered(option, value)
 
@@ -68,7 +68,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, module: Any, command: click.Command, 
         ([], "0/2 GPUs"),
     ],
 )
-def test_what_is_left_of_gpus_is_shown(
+def test_nodes_shows_free_gpu_capacity(
     monkeypatch: pytest.MonkeyPatch, room: list[tuple[str, int, int]], words: str
 ) -> None:
     row = {"nick": "n", "me": True, "state": "alive", "since_unix": 0, "lending": True, "slots": 0, "jobs": 1}
@@ -85,10 +85,10 @@ def test_what_is_left_of_gpus_is_shown(
         ((1, 100, 100, 6144, 0), (), "1 whole, of 6144 MiB at least"),
         ((1, 30, 30, 6144, 0), ("GPU-a",), "30 % and 6144 MiB of 1: GPU-a"),
         ((2, 30, 90, 6144, 0), (), "30 % and 6144 MiB of 2, up to 90 % while others leave it idle"),
-        ((1, 30, 30, 6144, 9000), (), "30 % and 6144 MiB of 1, up to 9000 MiB while no other's share needs it"),
+        ((1, 30, 30, 6144, 9000), (), "30 % and 6144 MiB of 1, up to 9000 MiB while no other job needs it"),
     ],
 )
-def test_what_a_job_has_of_gpus_is_described(
+def test_describe_shows_gpus_of_a_job(
     monkeypatch: pytest.MonkeyPatch, asked: tuple[int, int, int, int, int], has: tuple[str, ...], words: str
 ) -> None:
     gpus = dict(zip(("gpus", "gpu_share", "gpu_share_limit", "vram_mib", "vram_limit_mib"), asked, strict=True))
@@ -97,7 +97,7 @@ def test_what_a_job_has_of_gpus_is_described(
     state["next_checkpoint"] = state["saving"] = None
     state |= {"attempts": [], **gpus, "gpu_portions": [{"uuid": uuid, "share": 1, "vram_mib": 1} for uuid in has]}
     answer = {"job": state, "asked": {"argv": [], **gpus}, "group": 0, "events": []}
-    text = shown(monkeypatch, inspect, inspect.describe, "job", answer=answer)
+    text = shown(monkeypatch, describe, describe.describe, "job", answer=answer)
     assert "saving      -\n" in text
     state["saving"] = {
         "kind": "checkpoint",
@@ -107,16 +107,16 @@ def test_what_a_job_has_of_gpus_is_described(
         "bytes": 3 << 20,
         "nodes": 2,
     }
-    far = shown(monkeypatch, inspect, inspect.describe, "job", answer=answer)
+    far = shown(monkeypatch, describe, describe.describe, "job", answer=answer)
     assert "saving      checkpoint 4: 1.0 of 3.0 MiB sent to 2 nodes\n" in far
     state["saving"] |= {"bytes": 0}
     assert "saving      checkpoint 4 is being stored\n" in shown(
-        monkeypatch, inspect, inspect.describe, "job", answer=answer
+        monkeypatch, describe, describe.describe, "job", answer=answer
     )
     assert f"GPUs        {words}\n" in text and "share" not in text.replace(words, "")
 
 
-def test_this_nodes_gpus_are_shown_with_who_has_what_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_shows_local_gpus_with_the_share_of_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     gpu = {"uuid": "GPU-0123456789ab", "model": "H200", "vram_mib": 143_360, "share_free": 70, "vram_free_mib": 137_216}
     job = {"job": "abcdefghij", "name": "", "share": 30, "limit": 90, "vram_mib": 6144, "guarded": True}
@@ -150,12 +150,12 @@ def test_this_nodes_gpus_are_shown_with_who_has_what_of_them(monkeypatch: pytest
         "GPU-b | T4, 16 GiB | 100 %, 16 GiB | - | - | - | - | -",
         "GPU-c | T4, 16 GiB | 0 %, 0 GiB | big | 100 % | 80 GiB | - | -",
         "mesh: GPUs cannot be shared: it rains",
-        "mesh: guard degraded: a program of job abcdefgh may use cuMemAllocNext, which the guard does not know",
-        "mesh: job klmnopqr is past the guard: process 7 uses 300 MiB of the GPU without the guard",
+        "mesh: guard degraded: a program of job abcdefgh may call cuMemAllocNext, which the guard does not support",
+        "mesh: job klmnopqr bypasses the guard: process 7 uses 300 MiB of the GPU without the guard",
     ]
 
 
-def test_receipts_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     use = {"uuid": "GPU-0123456789ab", "gpu_ns": 12_340_000_000, "byte_s": 9 << 42, "launches": 7, "peak": 3 << 30}
     row = {"job": "abcdefghij", "attempt": 2, "user": "ada"}
@@ -172,16 +172,16 @@ def test_receipts_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "answer", "words"),
     [
-        ("pause", {"freed": True, "problem": ""}, "paused; its GPU memory is free. `mesh gpus resume j` lets it go on"),
+        ("pause", {"freed": True, "problem": ""}, "paused; its GPU memory is free. `mesh gpus resume j` resumes it"),
         (
             "pause",
             {"freed": False, "problem": "it rains"},
-            "paused; its GPU memory stays: it rains. `mesh gpus resume j`",
+            "paused; its GPU memory is not freed: it rains. `mesh gpus resume j`",
         ),
-        ("resume", {}, "it goes on"),
+        ("resume", {}, "resumed"),
     ],
 )
-def test_a_pause_says_what_came_of_the_memory(
+def test_pause_reports_the_effect_on_gpu_memory(
     monkeypatch: pytest.MonkeyPatch, command: str, answer: dict[str, Any], words: str
 ) -> None:
     asked: list[tuple[str, Any]] = []
@@ -195,7 +195,7 @@ def test_a_pause_says_what_came_of_the_memory(
     assert asked == [("/v1/jobs/j/gpu-pause", {"paused": command == "pause"})]
 
 
-def test_a_share_is_changed_by_what_is_named() -> None:
+def test_gpus_set_requires_an_option_and_valid_values() -> None:
     result = CliRunner().invoke(gpus.gpus, ["set", "job"])
     assert result.exit_code == 2 and "--share, --limit, --vram or --vram-limit" in result.output
     assert CliRunner().invoke(gpus.gpus, ["set", "job", "--share", "100"]).exit_code == 2

@@ -1,4 +1,4 @@
-"""Job files: the same fields as the options, an option wins, and every mistake names its line."""
+"""Job files: fields match the options, options override the file, and each error names its line."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mesh.cli.jobfile import JobCommand, job_file, printed_file, read_job
+from mesh.cli.job_file import JobCommand, job_file, printed_file, read_job
+from mesh.cli.job_options import job_options, make_order
 from mesh.cli.main import cli
-from mesh.cli.order import job_options, make_order
 
 WHOLE = """\
 name: bert
@@ -32,7 +32,7 @@ no-workdir: false
 
 
 def order(*words: str) -> tuple[dict[str, Any], str]:
-    """What a command line asks for, and the file that it becomes."""
+    """Return the submission of a command line and the job file made of it."""
     seen: dict[str, Any] = {}
 
     @click.command(cls=JobCommand)
@@ -51,7 +51,7 @@ def order(*words: str) -> tuple[dict[str, Any], str]:
     return seen, done.stdout
 
 
-def test_a_file_has_the_fields_of_the_options(tmp_path: Path) -> None:
+def test_job_file_has_the_fields_of_the_options(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(WHOLE)
     asked, printed = order("-f", str(file))
@@ -60,13 +60,13 @@ def test_a_file_has_the_fields_of_the_options(tmp_path: Path) -> None:
     assert (asked["least_nodes"], asked["most_nodes"], asked["retry_on"], asked["after"]) == (2, 4, [75, 85], ["first"])
     assert asked["env"] == {"SEED": "7", "ON": "on", "NOTHING": ""} and asked["ckpt_to"] == ["alice-desk", "lab-nas"]
     assert asked["array"] == [1, 3, 7] and asked["array_limit"] == 2
-    assert asked["workdir"] == str(tmp_path / "code"), "relative to the file"
+    assert asked["workdir"] == str(tmp_path / "code"), "paths are relative to the file"
     again = tmp_path / "again.yaml"
     again.write_text(printed)
     assert order("-f", str(again))[0] == asked
 
 
-def test_an_option_wins_over_the_file(tmp_path: Path) -> None:
+def test_option_overrides_job_file(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(WHOLE)
     asked, printed = order("--gpus", "1", "--env", "SEED=8", "-f", str(file), "--", "true")
@@ -84,7 +84,7 @@ def test_an_option_wins_over_the_file(tmp_path: Path) -> None:
         max_size=3,
     ),
 )
-def test_what_is_written_reads_back(
+def test_printed_job_file_round_trips(
     tmp_path_factory: pytest.TempPathFactory, words: list[str], name: str, env: dict[str, str]
 ) -> None:
     options = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
@@ -102,13 +102,13 @@ def test_what_is_written_reads_back(
         ("command: x\nqqqq: 1\n", 2, "`mesh submit --help` lists them, without their dashes"),
         ("command: x\nckpt_every: 5m\n", 2, "did you mean 'ckpt-every'?"),
         ("command: x\ngpus: many\n", 2, "gpus: 'many' is not a valid integer"),
-        ("command: x\ngpus: [1]\n", 2, "gpus is one value, not a list or a mapping"),
+        ("command: x\ngpus: [1]\n", 2, "gpus must be one value, not a list or a mapping"),
         ("command: x\nvram: 12q\n", 2, "write 6g, 512m or a number of MiB"),
-        ("command: x\ngpus: 1\ngpus: 2\n", 3, "gpus is there twice"),
-        ("command: x\nno-workdir: yes\n", 2, "no-workdir is true or false"),
-        ("command: {a: b}\n", 1, "command is a line or a list of words"),
+        ("command: x\ngpus: 1\ngpus: 2\n", 3, "gpus is set twice"),
+        ("command: x\nno-workdir: yes\n", 2, "no-workdir must be true or false"),
+        ("command: {a: b}\n", 1, "command must be a line or a list of words"),
         ("command: x\nname:\n", 2, "name has no value"),
-        ("command: x\nenv:\n  A: [1]\n", 3, "env is one value"),
+        ("command: x\nenv:\n  A: [1]\n", 3, "env must be one value"),
         ("command: x\nenv: {A: 1, A: 2}\n", 2, "env has a name twice"),
         ("command: x\n[1]: 2\n", 2, "this is no key"),
         ("command: x\n  gpus: 1\n", 2, "mapping values are not allowed here"),
@@ -116,7 +116,7 @@ def test_what_is_written_reads_back(
         ("command: x\nprint-file: true\n", 2, "there is no key 'print-file'"),
     ],
 )
-def test_a_mistake_names_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_job_file_error_names_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(text)
     done = CliRunner().invoke(cli, ["--state", str(tmp_path), "submit", "-f", str(file)])
@@ -126,7 +126,7 @@ def test_a_mistake_names_its_line(tmp_path: Path, text: str, line: int, words: s
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=60) | st.text(":{}[]-&*!|>'\"%@`# \n\tgpus1command", max_size=40).map(str.encode))
-def test_whatever_is_in_a_file_it_is_read_or_refused(data: bytes) -> None:
+def test_job_file_parser_accepts_or_raises(data: bytes) -> None:
     ctx = click.Context(click.command()(job_options(lambda **_: None)), info_name="submit")
     try:
         assert isinstance(read_job(ctx, data, "job.yaml", Path("/")), dict)
@@ -134,7 +134,7 @@ def test_whatever_is_in_a_file_it_is_read_or_refused(data: bytes) -> None:
         assert error.message.startswith("job.yaml")
 
 
-def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_job_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("command: " + "[" * 20_000)
     done = CliRunner().invoke(cli, ["--state", str(tmp_path), "submit", "-f", str(file)])

@@ -1,4 +1,4 @@
-"""How lending is shown."""
+"""Text output of the lending state."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.cli import lend
-from mesh.cli.nodes import _held
-from mesh.words import lend_lines
+from mesh.cli.nodes import _not_lent
+from mesh.util.text import lend_lines
 
 QUIET: dict[str, Any] = {"level": "lend", "why": "", "next_s": None}
 
@@ -32,36 +32,39 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def machine(level: str, next_s: float | None = None) -> dict[str, Any]:
-    return {"level": level, "why": "somebody is at its keyboard", "next_s": next_s}
+    return {"level": level, "why": "its keyboard or mouse is in use", "next_s": next_s}
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({}, "lending"),
-        ({"paused": True}, "paused (`mesh resume`)"),
-        ({"paused": True, "paused_until_unix": 4_000_000_000}, "paused until 2096-10-02 07:06 (`mesh resume`)"),
-        ({"lending": False}, "not lending (`mesh lend on`)"),
+        ({"paused": True}, "paused (`mesh lend`)"),
+        ({"paused": True, "paused_until_unix": 4_000_000_000}, "paused until 2096-10-02 07:06 (`mesh lend`)"),
+        ({"lending": False}, "not lending (`mesh lend`)"),
         (
             {"now": False, "machine": machine("suspend", 100)},
-            "not lent now: somebody is at its keyboard; guests stand still, and are asked to leave in 1m40s",
+            "not lent now: its keyboard or mouse is in use; guests stand still, and are asked to leave in 1m40s",
         ),
-        ({"now": False, "machine": machine("suspend", 100), "guests": 0}, "not lent now: somebody is at its keyboard"),
+        (
+            {"now": False, "machine": machine("suspend", 100), "guests": 0},
+            "not lent now: its keyboard or mouse is in use",
+        ),
         (
             {"now": False, "machine": machine("vacate", 50)},
-            "not lent now: somebody is at its keyboard; guests are asked to leave; lent again in 50s if it stays quiet",
+            "not lent now: its keyboard or mouse is in use; guests are asked to leave; lent again in 50s if it stays quiet",
         ),
         (
             {"now": False, "machine": machine("calm", 50)},
-            "not lent now: guests go on, new ones come in 50s; before: somebody is at its keyboard",
+            "not lent now: guests go on, new ones come in 50s; before: its keyboard or mouse is in use",
         ),
     ],
 )
-def test_how_the_machine_stands(changes: dict[str, Any], line: str, utc: None) -> None:
+def test_lend_status_line(changes: dict[str, Any], line: str, utc: None) -> None:
     assert lend_lines(answer(**changes)) == [line]
 
 
-def test_hours_typing_load_and_gpus_have_their_lines() -> None:
+def test_lend_status_has_lines_for_hours_typing_load_and_gpus() -> None:
     gpus = [
         {"index": 0, "withheld": True, "programs": [], **QUIET},
         {"index": 1, "withheld": False, "programs": [{"pid": 7, "name": "python"}], **machine("vacate")},
@@ -72,25 +75,26 @@ def test_hours_typing_load_and_gpus_have_their_lines() -> None:
         "  hours: never",
         "  last typed 12s ago (seen by USB)",
         "  1.5 cores used by others than guests",
-        "  GPU 0: taken back (`mesh resume --gpu 0`)",
-        "  GPU 1: somebody is at its keyboard; guests are asked to leave [python (7)]",
+        "  GPU 0: taken back (`mesh lend --gpu 0`)",
+        "  GPU 1: its keyboard or mouse is in use; guests are asked to leave [python (7)]",
     ]
 
 
-def test_warnings_are_said_and_what_was_asked_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lend_prints_warnings_and_sends_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Any]] = []
 
     def post(path: str, body: Any, **_: Any) -> dict[str, Any]:
         asked.append((path, body))
-        return answer(warnings=["never lends: hours say never"])
+        return answer(warnings=["never lends: hours is never"])
 
     monkeypatch.setattr(lend, "client", lambda ctx: SimpleNamespace(post=post, get=lambda path: answer()))
     done = CliRunner().invoke(lend.lend, ["--hours", "never", "--hours", "Sat"])
-    assert done.exit_code == 0 and "mesh: never lends: hours say never" in done.stderr
-    CliRunner().invoke(lend.lend, ["off"])
-    assert asked == [("/v1/lend", {"on": None, "hours": ["never", "Sat"]}), ("/v1/lend", {"on": False, "hours": None})]
-    assert CliRunner().invoke(lend.lend, ["maybe"]).exit_code == 2
-    assert CliRunner().invoke(lend.lend, []).output == "lending\n" and len(asked) == 2
+    assert done.exit_code == 0 and "mesh: never lends: hours is never" in done.stderr
+    CliRunner().invoke(lend.lend, [])
+    assert asked == [("/v1/lend", {"on": True, "hours": ["never", "Sat"]}), ("/v1/lend", {"on": True, "hours": None})]
+    assert CliRunner().invoke(lend.lend, ["--gpu", "1"]).output == "lending\n"
+    assert asked[2:] == [("/v1/pause", {"paused": False, "gpu": "1"})]
+    assert CliRunner().invoke(lend.lend, ["maybe"]).exit_code == 2 and len(asked) == 3
 
 
 @pytest.mark.parametrize(
@@ -100,10 +104,10 @@ def test_warnings_are_said_and_what_was_asked_is_sent(monkeypatch: pytest.Monkey
         ({"paused": False, "held_by": "owner", "back_unix": 0}, "-"),
         ({"paused": True, "held_by": "", "back_unix": 0}, "paused"),
         ({"paused": True, "held_by": "", "back_unix": 4_000_000_000}, "from 2096-10-02 07:06"),
-        ({"paused": True, "held_by": "owner", "back_unix": 0}, "its owner is there"),
-        ({"paused": True, "held_by": "hours", "back_unix": 0}, "other hours"),
+        ({"paused": True, "held_by": "owner", "back_unix": 0}, "owner present"),
+        ({"paused": True, "held_by": "hours", "back_unix": 0}, "outside hours"),
     ],
 )
-def test_why_a_node_lends_nothing_now(node: dict[str, Any], words: str, utc: None) -> None:
-    assert _held(node) == words
-    assert _held({"paused": True, "held_by": "hours", "back_unix": 1_800_000_000}).startswith("from ")
+def test_nodes_gives_the_reason_for_not_lending(node: dict[str, Any], words: str, utc: None) -> None:
+    assert _not_lent(node) == words
+    assert _not_lent({"paused": True, "held_by": "hours", "back_unix": 1_800_000_000}).startswith("from ")

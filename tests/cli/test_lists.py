@@ -1,4 +1,4 @@
-"""Lists in every form, and names that complete themselves, against a daemon that says what it is told to."""
+"""Lists in every format, and completion of names, with a daemon that gives fixed answers."""
 
 import json
 import socketserver
@@ -15,19 +15,20 @@ from click.testing import CliRunner, Result
 
 import mesh.cli.listing
 import mesh.cli.names
-from mesh import __version__
 from mesh.cli.main import SECTIONS, cli
+from mesh.util.version import VERSION
 
 MEMBER = {"nick": "desk", "user": "ada", "node": "abc234", "founder": True, "ends_unix": None, "revoked_unix": None}
+MEMBER |= {"ended": False, "problem": ""}
 JOBS = [
     {"job": "7kq2abcdefgh", "name": "bert", "state": "running", "command": "python3 train.py"},
     {"job": "7kzzabcdefgh", "name": "", "state": "done", "command": "true"},
 ]
 SAID: dict[str, dict[str, Any]] = {
     "/v1/trust": {"schema": 1, "members": [MEMBER, {**MEMBER, "nick": "lab", "node": "def567"}]},
-    "/v1/jobs": {"schema": 1, "jobs": JOBS, "put_away": 0},
-    "/v1/jobs?over=true": {"schema": 1, "jobs": JOBS, "put_away": 0},
-    "/v1/jobs?over=false": {"schema": 1, "jobs": JOBS[:1], "put_away": 0},
+    "/v1/jobs": {"schema": 1, "jobs": JOBS, "archived": 0},
+    "/v1/jobs?over=true": {"schema": 1, "jobs": JOBS, "archived": 0},
+    "/v1/jobs?over=false": {"schema": 1, "jobs": JOBS[:1], "archived": 0},
     "/v1/nodes": {
         "nodes": [
             {"nick": nick, "node": node, "state": "alive", "user": "ada"}
@@ -70,52 +71,54 @@ def run(state: Path, *words: str) -> Result:
     return CliRunner().invoke(cli, ["--state", str(state), *words], prog_name="mesh")
 
 
-def test_a_list_is_a_table_or_ids_or_json(state: Path) -> None:
-    assert "STANDING" in run(state, "trust", "ls").stdout
-    assert run(state, "trust", "ls", "-q").stdout == "abc234\ndef567\n"
+def test_list_prints_table_ids_or_json(state: Path) -> None:
+    assert "STANDING" in run(state, "member", "ls").stdout
+    assert run(state, "member", "ls", "-q").stdout == "abc234\ndef567\n"
     assert (
         run(state, "ps", "-aq").stdout == "7kq2abcdefgh\n7kzzabcdefgh\n" and run(state, "ps", "-q").stdout[:4] == "7kq2"
     )
-    answer = json.loads(run(state, "trust", "ls", "--json").stdout)
+    answer = json.loads(run(state, "member", "ls", "--json").stdout)
     assert answer["schema"] == 1 and len(answer["members"]) == 2
     both = run(state, "ps", "-q", "--json")
-    assert both.exit_code == 2 and "choose one" in both.stderr
+    assert both.exit_code == 2 and "use one of them" in both.stderr
 
 
-def test_nobody_is_shut_out_by_mistake(state: Path) -> None:
+def test_revoke_needs_an_exact_name_and_confirmation(state: Path) -> None:
     for words, code, said in (
         (["nobody"], 4, "no node called 'nobody'"),
         (["la"], 4, "la"),
-        (["lab"], 1, "shut lab ("),
+        (["lab"], 1, "revoke lab ("),
     ):
-        done = CliRunner().invoke(cli, ["--state", str(state), "revoke", *words], prog_name="mesh", input="n\n")
+        done = CliRunner().invoke(
+            cli, ["--state", str(state), "member", "revoke", *words], prog_name="mesh", input="n\n"
+        )
         assert done.exit_code == code and said in done.output, words
 
 
-def test_no_name_is_not_every_name(state: Path) -> None:
+def test_wait_refuses_an_empty_name(state: Path) -> None:
     done = run(state, "wait", "")
-    assert done.exit_code == 4 and "no job is named" in done.stderr
+    assert done.exit_code == 4 and "the name of the job is empty" in done.stderr
 
 
-def test_watching_prints_what_has_changed_until_ctrl_c(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watched_list_prints_changes_until_ctrl_c(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
 
     def sleep(seconds: float) -> None:
         nonlocal looks
         looks += 1
-        if looks == 2:  # the second look has shown the same
+        if looks == 2:  # the second read was unchanged
             monkeypatch.setitem(SAID["/v1/trust"], "members", [MEMBER])
         if looks == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(mesh.cli.listing.time, "sleep", sleep)
-    done = run(state, "trust", "ls", "-w", "--json")
+    done = run(state, "member", "ls", "-w", "--json")
     assert done.exit_code == 130
     assert [len(json.loads(line)["members"]) for line in done.stdout.splitlines()] == [2, 1]
 
 
 @pytest.mark.parametrize(("words", "path"), [(["status"], "/v1/status"), (["describe", "x"], "/v1/jobs/x/describe")])
-def test_what_is_no_list_is_watched_too(
+def test_watch_works_for_commands_other_than_lists(
     tmp_path: Path, words: list[str], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {path: {"looks": 1}}
@@ -136,20 +139,20 @@ def completed(words: list[str], incomplete: str) -> list[str]:
     return [item.value for item in items]
 
 
-def test_names_complete_themselves(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_offers_names(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh.cli.names, "ANSWER_S", 60.0)
     here = ["--state", str(state)]
     assert completed([*here, "logs"], "7k") == ["7kq2abcd", "7kzzabcd"] and completed([*here, "why"], "be") == ["bert"]
     assert completed([*here, "cancel"], "") == ["7kq2abcd", "bert", "7kzzabcd"]
-    assert completed([*here, "migrate", "x", "--to"], "de") == ["desk", "den"]
+    assert completed([*here, "job", "migrate", "x", "--to"], "de") == ["desk", "den"]
     assert completed([*here, "submit", "--ckpt-to"], "lab,de") == ["lab,desk", "lab,den"]
     assert completed([*here, "run", "--image"], "") == ["torch"]
-    assert "pending" in completed([*here, "pend"], "") and completed(here, "pend") == ["pending"]
+    assert "pending" in completed([*here, "member", "pend"], "") and completed([*here, "member"], "pend") == ["pending"]
     assert completed([*here, "config", "get"], "image_k") == ["image_keep_gib", "image_keep_days"]
 
 
 @pytest.mark.parametrize("said", [{}, {"/v1/jobs": {"jobs": 7}}, {"/v1/jobs": {}}])
-def test_completion_is_silent_where_the_daemon_is_not_as_it_should_be(
+def test_completion_is_silent_when_daemon_fails(
     tmp_path: Path, said: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert completed(["--state", str(tmp_path), "logs"], "") == [], "no daemon"
@@ -168,19 +171,20 @@ def test_every_command_is_listed_without_being_imported(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_script(tmp_path: Path, shell: str) -> None:
-    done = run(tmp_path, "completion", shell)
+def test_completion_script_is_printed_for_each_shell(tmp_path: Path, shell: str) -> None:
+    done = run(tmp_path, "debug", "completion", shell)
     assert done.exit_code == 0 and "_MESH_COMPLETE" in done.stdout and done.stderr == ""
 
 
-@pytest.mark.parametrize("version", ["0.0.9", __version__])
-def test_a_daemon_of_another_release_is_named_where_its_answer_is_not_understood(tmp_path: Path, version: str) -> None:
+@pytest.mark.parametrize("version", ["0.0.9", VERSION])
+def test_unreadable_answer_names_the_release_of_the_daemon(tmp_path: Path, version: str) -> None:
     said: dict[str, Any] = {"/v1/trust": {"schema": 1}, "/v1/status": {"version": version}}
     with daemon(tmp_path, said):
-        done = run(tmp_path, "trust", "ls")
-    if version == __version__:
-        assert isinstance(done.exception, KeyError), "a fault of ours is not hidden"
+        done = run(tmp_path, "member", "ls")
+    if version == VERSION:
+        assert isinstance(done.exception, KeyError), "an error in this release is not hidden"
     else:
         assert done.exit_code == 1 and done.stderr == (
-            f"mesh: the daemon here is campus-mesh 0.0.9, this command is {__version__}: `mesh down`, then `mesh up`, renews it\n"
+            f"mesh: the daemon here runs campus-mesh 0.0.9, this command is {VERSION}: "
+            "restart the daemon with `mesh down` and `mesh up`\n"
         )

@@ -1,4 +1,4 @@
-"""The reference that is made of the code: exit codes in the docs, and the manual page."""
+"""The generated reference: exit codes in the docs, and the manual page."""
 
 import shutil
 import subprocess
@@ -6,21 +6,21 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-import mesh.release
-from mesh import __version__
+import mesh.util.release
 from mesh.cli.main import SECTIONS, cli
 from mesh.cli.manual import exit_table, page
-from mesh.release import built_from
+from mesh.util.release import built_from
+from mesh.util.version import VERSION
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
-def test_the_docs_have_the_exit_codes_of_the_code() -> None:
+def test_docs_list_every_exit_code() -> None:
     _, _, rest = DOCS.read_text().partition("<!-- exit codes: made by `python -m mesh.cli.manual exits` -->\n")
     assert rest.partition("<!-- end -->")[0] == exit_table()
 
 
-def test_the_page_has_every_command_and_groff_finds_nothing_wrong() -> None:
+def test_manual_page_has_every_command_and_no_groff_warning() -> None:
     text = page()
     for rows in SECTIONS.values():
         for name, _, _ in rows:
@@ -33,12 +33,12 @@ def test_the_page_has_every_command_and_groff_finds_nothing_wrong() -> None:
         assert done.stderr == b""
 
 
-def test_the_version_has_the_commit_where_it_is_known(tmp_path: Path) -> None:
+def test_version_includes_known_commit(tmp_path: Path) -> None:
     said = CliRunner().invoke(cli, ["--version"]).output
-    assert said.startswith(f"mesh {__version__}")
+    assert said.startswith(f"mesh {VERSION}")
     assert built_from(tmp_path) == ""
     (tmp_path / ".git").mkdir()
-    assert built_from(tmp_path) == "", "no repository, whatever it looks like"
+    assert built_from(tmp_path) == "", "an empty .git is no repository"
     (tmp_path / "mesh").mkdir()
-    (tmp_path / "mesh" / mesh.release.COMMIT).write_text("0123456789ab\n")
+    (tmp_path / "mesh" / mesh.util.release.COMMIT).write_text("0123456789ab\n")
     assert built_from(tmp_path) == "0123456789ab"

@@ -1,6 +1,6 @@
-"""Every message that a user can meet without a daemon, as it stands: usage, refusals, and what to do next.
+"""Recorded texts of all messages that need no daemon: usage, refusals and next steps.
 
-`python -m tests.cli.test_messages` writes them anew; the difference is to be read like code.
+`python -m tests.cli.test_messages` records them again; review the difference like code.
 """
 
 import re
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mesh.api.errors import ExitCode
-from mesh.cli.main import SECTIONS, cli
+from mesh.cli.main import SECTIONS, cli, debug, job
+from mesh.util.errors import ExitCode
 
 FILE = Path(__file__).parent / "messages.txt"
-CLICKS = re.compile(  # they are another with another version of it
+CLICKS = re.compile(  # these texts depend on the version of click
     r"Error: (No such|Missing|Option '|Invalid value for .* is not (a valid|in the range|one of))"
 )
 LINES = [line for line in FILE.read_text().splitlines() if line.startswith("$ ")]
 
 
 def met(line: str, state: Path) -> str:
-    """What `mesh ...` says, and its exit code, in a directory in which nothing is."""
+    """Return the output and exit code of `mesh ...` in an empty directory."""
     words = shlex.split(line.removeprefix("$ mesh").replace("STATE", str(state)))
     env = {"COLUMNS": "120", "MESH_STATE": str(state), "NO_COLOR": "1"}
     done = CliRunner().invoke(cli, words, prog_name="mesh", env=env)
@@ -42,19 +42,32 @@ def expected() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_message_is_as_it_stands(line: str, expected: dict[str, str], tmp_path: Path) -> None:
+def test_message_matches_recorded_text(line: str, expected: dict[str, str], tmp_path: Path) -> None:
     assert met(line, tmp_path / "s") == expected[line]
 
 
-def test_every_exit_code_is_a_documented_one(expected: dict[str, str]) -> None:
+def test_every_exit_code_is_documented(expected: dict[str, str]) -> None:
     codes = {int(block.rsplit(" ", 1)[1]) for block in expected.values()}
     assert codes <= {int(code) for code in ExitCode}
 
 
-@pytest.mark.parametrize("name", [name for rows in SECTIONS.values() for name, _, _ in rows])
-def test_each_command_refuses_what_it_does_not_know_and_has_help(name: str, tmp_path: Path) -> None:
-    assert met(f"$ mesh {name} --no-such-option", tmp_path).endswith("! (in click words)\nexit 2")
+def names() -> list[str]:
+    groups = {"": SECTIONS, "job ": job.sections, "debug ": debug.sections}
+    return [group + name for group, sections in groups.items() for rows in sections.values() for name, _, _ in rows]
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_command_refuses_unknown_options_and_has_help(name: str, tmp_path: Path) -> None:
+    code = 125 if name == "run" else 2
+    assert met(f"$ mesh {name} --no-such-option", tmp_path).endswith(f"! (in click words)\nexit {code}")
     assert met(f"$ mesh {name} --help", tmp_path).endswith("exit 0")
+
+
+def test_help_overview_fits_on_a_screen() -> None:
+    done = CliRunner().invoke(cli, ["--help"], prog_name="mesh", env={"COLUMNS": "80"})
+    lines = done.output.splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) <= 80
+    assert sum(len(rows) for rows in SECTIONS.values()) <= 30
 
 
 if __name__ == "__main__":

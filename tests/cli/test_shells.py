@@ -1,4 +1,4 @@
-"""Completion in the shells themselves: at a terminal, by Tab, with the scripts where `mesh completion` says that they go."""
+"""Completion in real shells: Tab on a terminal, with the scripts in the places that `mesh debug completion` names."""
 
 import os
 import pty
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cli.completion import FILES, script
+from mesh.cli.debug import COMPLETION_FILES, completion_script
 from tests.cli.test_lists import SAID, daemon
 
 WAIT_S = 60.0
 PROMPT = "what? "
-STARTS = {  # by shell: what starts it, and what it reads first
-    "bash": (["bash", "--noprofile", "-i"], ".bashrc", f"PS1='{PROMPT}'\n. {FILES['bash']}\n"),
+STARTS = {  # shell -> command, startup file and its text
+    "bash": (["bash", "--noprofile", "-i"], ".bashrc", f"PS1='{PROMPT}'\n. {COMPLETION_FILES['bash']}\n"),
     "zsh": (
         ["zsh", "-d", "-i"],
         ".zshrc",
@@ -29,7 +29,7 @@ STARTS = {  # by shell: what starts it, and what it reads first
         f"function fish_prompt; echo -n '{PROMPT}'; end\nset -g fish_greeting\n",
     ),
 }
-# It answers the shell's questions, however busy the machine is, and tells what it would have been asked to do.
+# Answers completion requests without the usual time limit, and prints the arguments of any other call.
 MESH = f"""#!/bin/sh
 test -z "$_MESH_COMPLETE" ||
   exec {sys.executable} -c 'from mesh.cli import main, names; names.ANSWER_S = {WAIT_S}; main.main()' "$@"
@@ -38,7 +38,7 @@ echo "asked: $*."
 
 
 class Terminal:
-    """A shell at a terminal of its own."""
+    """A shell on its own terminal."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         self._here, there = pty.openpty()
@@ -51,7 +51,7 @@ class Terminal:
         os.write(self._here, text.encode())
 
     def wait_for(self, text: str) -> None:
-        """What is shown up to there is forgotten."""
+        """Wait for this text, and discard the output up to its end."""
         until = time.monotonic() + WAIT_S
         while text not in self.shown:
             assert select.select([self._here], [], [], max(0.0, until - time.monotonic()))[0], f"{text!r}: {self.shown}"
@@ -79,7 +79,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 )
 def test_tab_completes_commands_options_and_names(shell: str, home: Path) -> None:
     command, place, text = STARTS[shell]
-    for path, content in ((place, text), (FILES[shell].removeprefix("~/"), script(shell))):
+    for path, content in ((place, text), (COMPLETION_FILES[shell].removeprefix("~/"), completion_script(shell))):
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(content)
     env = {

@@ -1,4 +1,4 @@
-"""Durations, sizes, tables and patience."""
+"""Parsing of durations, sizes, arrays and deadlines; tables; progress messages."""
 
 import time
 from contextlib import redirect_stdout
@@ -9,22 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.errors import MeshError
-from mesh.cli.telling import patience
-from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path, table
-from mesh.duration import duration_words, parse_duration
+from mesh.cli.output import table
+from mesh.cli.progress import waiting_for
+from mesh.cli.terminal import ARRAY, DEADLINE, SIZE, ago, job_path
+from mesh.util.duration import duration_words, lasting, parse_duration
+from mesh.util.errors import MeshError
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("30", 30), ("30s", 30), ("2m", 120), ("1.5h", 5400), ("1d", 86_400), ("0", 0), ("1h30m", 5400), ("1d2s", 86_402)],
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @given(st.text(max_size=12))
-def test_a_duration_is_a_number_of_seconds_or_an_error_in_words(text: str) -> None:
+def test_duration_parser_returns_seconds_or_raises_with_example(text: str) -> None:
     try:
         assert 0 <= parse_duration(text) < 1e9
     except ValueError as error:
@@ -32,13 +33,13 @@ def test_a_duration_is_a_number_of_seconds_or_an_error_in_words(text: str) -> No
 
 
 @pytest.mark.parametrize("text", ["30m1h", "1m1m", "m", "", "-1s", "1 h", "٣s", "nan", "inf", "9" * 400, "2m30"])
-def test_no_durations(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a duration"):
         parse_duration(text)
 
 
 @pytest.mark.parametrize("columns", ["40", "60", "200"])
-def test_a_table_that_is_told_whole_loses_no_word(
+def test_whole_table_wraps_without_losing_words(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -50,19 +51,19 @@ def test_a_table_that_is_told_whole_loses_no_word(
 
 
 @given(st.integers(0, 10**10 - 1))
-def test_a_duration_in_words_reads_back(tenths: int) -> None:
+def test_formatted_duration_round_trips(tenths: int) -> None:
     assert parse_duration(duration_words(tenths / 10)) == pytest.approx(tenths / 10)
 
 
 @pytest.mark.parametrize(
     ("text", "mebibytes"), [("512", 512), ("512m", 512), ("6g", 6144), ("6GiB", 6144), ("1.5gb", 1536), ("1t", 1 << 20)]
 )
-def test_sizes(text: str, mebibytes: int) -> None:
+def test_sizes_are_parsed(text: str, mebibytes: int) -> None:
     assert SIZE.convert(text, None, None) == mebibytes
 
 
 @given(st.text(max_size=12))
-def test_a_size_is_a_number_of_mebibytes_or_an_error_in_words(text: str) -> None:
+def test_size_parser_returns_mebibytes_or_raises_with_example(text: str) -> None:
     try:
         assert 0 <= SIZE.convert(text, None, None) < 2**31
     except click.BadParameter as error:
@@ -73,17 +74,17 @@ def test_a_size_is_a_number_of_mebibytes_or_an_error_in_words(text: str) -> None
     ("text", "indices", "limit"),
     [("1-4%2", (1, 2, 3, 4), 2), ("0-30:10", (0, 10, 20, 30), 0), ("7", (7,), 0), ("1,3-4,3%9", (1, 3, 4), 9)],
 )
-def test_arrays(text: str, indices: tuple[int, ...], limit: int) -> None:
+def test_arrays_are_parsed(text: str, indices: tuple[int, ...], limit: int) -> None:
     assert ARRAY.convert(text, None, None) == (indices, limit)
 
 
 @given(st.text(max_size=12) | st.text("0123456789-:,%", max_size=12))
-def test_an_array_is_indices_or_an_error_in_words(text: str) -> None:
+def test_array_parser_returns_indices_or_raises(text: str) -> None:
     try:
         indices, limit = ARRAY.convert(text, None, None)
         assert 1 <= len(indices) <= 1000 and len(set(indices)) == len(indices) and limit >= 0
     except click.BadParameter as error:
-        assert any(word in str(error) for word in ("no array", "indices", "goes nowhere"))
+        assert any(word in str(error) for word in ("not an array", "indices", "a step of 0"))
 
 
 def test_a_deadline_is_a_duration_or_a_date() -> None:
@@ -94,7 +95,7 @@ def test_a_deadline_is_a_duration_or_a_date() -> None:
 
 
 @given(st.text(max_size=30))
-def test_a_job_name_cannot_leave_its_place_in_the_path(text: str) -> None:
+def test_job_name_is_escaped_in_url_path(text: str) -> None:
     try:
         path = job_path(text)
     except MeshError:
@@ -103,9 +104,7 @@ def test_a_job_name_cannot_leave_its_place_in_the_path(text: str) -> None:
     assert path.startswith("/v1/jobs/") and "/" not in path.removeprefix("/v1/jobs/") and "?" not in path
 
 
-def test_a_table_is_as_wide_as_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     table(["JOB", "COMMAND"], [["a", "x" * 100], ["long-name", "y"]])
     lines = capsys.readouterr().out.splitlines()
@@ -116,7 +115,7 @@ def test_a_table_is_as_wide_as_the_terminal(
 @pytest.mark.parametrize(
     ("columns", "left"), [("200", "JOB USER MOVES COMMAND"), ("30", "JOB USER COMMAND"), ("24", "JOB COMMAND")]
 )
-def test_a_narrow_terminal_has_fewer_columns_and_no_broken_lines(
+def test_table_drops_columns_on_narrow_terminal(
     columns: str, left: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -125,7 +124,9 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_broken_lines(
     assert lines[0].split() == left.split() and all(len(line) <= int(columns) for line in lines)
 
 
-def test_a_program_gets_whole_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_not_truncated_without_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError("no terminal")))
     table(["JOB", "COMMAND"], [["a", "x" * 300]], spare=["JOB"])
@@ -133,25 +134,34 @@ def test_a_program_gets_whole_words(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @given(st.text(max_size=40))
-def test_what_others_are_called_does_nothing_to_the_terminal(name: str) -> None:
+def test_hostile_names_print_no_control_characters(name: str) -> None:
     with redirect_stdout(StringIO()) as shown:
         table(["NODE", "USER"], [[name, "ada"], ["desk\x1b[2J", name]])
     lines = shown.getvalue().split("\n")
     assert len(lines) == 4 and all(line.isprintable() for line in lines)
 
 
-def test_ages_are_short() -> None:
+def test_ages_are_formatted_briefly() -> None:
     now = time.time() * 1000
     assert [ago(now - s * 1000) for s in (5, 65, 3700, 90_000)] == ["5s", "1m5s", "1h1m", "1d1h"]
+    assert [lasting(s) for s in (0, 59.9, 60, 3600, 3659, 86_400, 30 * 86_400)] == [
+        "0s",
+        "59s",
+        "1m",
+        "1h",
+        "1h",
+        "1d",
+        "30d",
+    ]
 
 
-def test_what_takes_long_is_told_and_what_is_quick_is_not(
+def test_progress_reports_slow_operations_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with patience("waiting"):
+    with waiting_for("waiting"):
         pass
     assert capsys.readouterr().err == ""
-    with patience("waiting for the other side"):
+    with waiting_for("waiting for the other side"):
         deadline = time.monotonic() + 20
         heard = ""
         while not heard and time.monotonic() < deadline:

@@ -1,13 +1,13 @@
-"""What a person types on a session's terminal and on its command line."""
+"""Keys on a session's terminal, and its command-line options."""
 
 import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.api.ways import Way, parse_way
 from mesh.cli.interactive import _parse_forward
 from mesh.cli.tunnel import Escape
+from mesh.jobs.tunnel_targets import TunnelTarget, parse_target
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,17 @@ from mesh.cli.tunnel import Escape
         (b"\x03~.", b"\x03", True),
     ],
 )
-def test_a_tilde_and_a_point_at_the_beginning_of_a_line_leave(typed: bytes, through: bytes, over: bool) -> None:
+def test_tilde_and_point_at_line_start_end_the_session(typed: bytes, through: bytes, over: bool) -> None:
     assert Escape().take(typed) == (through, over)
     escape, found, ended = Escape(), b"", False
     for byte in typed:
         piece, ended = escape.take(bytes([byte]))
         found += piece
-    assert (found, ended) == (through, over), "however it comes"
+    assert (found, ended) == (through, over), "one byte at a time"
 
 
 @given(st.binary().filter(lambda typed: b"~" not in typed))
-def test_everything_else_goes_through(typed: bytes) -> None:
+def test_other_input_passes_through(typed: bytes) -> None:
     assert Escape().take(typed) == (typed, False)
 
 
@@ -45,25 +45,25 @@ def test_everything_else_goes_through(typed: bytes) -> None:
         ("8080:app.sock", (8080, "socket-app.sock")),
     ],
 )
-def test_what_is_forwarded(text: str, meant: tuple[int, str]) -> None:
+def test_forward_option_is_parsed(text: str, meant: tuple[int, str]) -> None:
     assert _parse_forward(text) == meant
-    parse_way(meant[1])
+    parse_target(meant[1])
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[0-9]{1,6}(:[0-9a-z./]{1,6})?", fullmatch=True))
-def test_any_text_is_a_forward_or_refused_in_words(text: str) -> None:
+def test_forward_parser_accepts_or_raises(text: str) -> None:
     try:
         local, way = _parse_forward(text)
     except click.BadParameter as error:
         assert "is neither" in error.message
         return
-    assert 0 <= local <= 65_535 and parse_way(way) != Way()
+    assert 0 <= local <= 65_535 and parse_target(way) != TunnelTarget()
 
 
 @given(st.text(max_size=80) | st.text(max_size=20).map(lambda text: f"port-{text}") | st.text().map("socket-{}".format))
-def test_any_text_is_a_way_or_refused(text: str) -> None:
+def test_tunnel_target_parser_accepts_or_raises(text: str) -> None:
     try:
-        way = parse_way(text)
+        way = parse_target(text)
     except ValueError:
         return
     assert text == "exec" or 1 <= way.port <= 65_535 or "/" not in way.socket not in {"", ".", ".."}

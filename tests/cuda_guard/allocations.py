@@ -1,4 +1,4 @@
-"""Device memory as programs ask for it: every kind of allocation, and how to free it."""
+"""Every kind of device memory allocation, and its release."""
 
 import ctypes
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def physical(driver: Driver, size: int) -> Callable[[], None]:
 
 
 def mapped(driver: Driver, size: int) -> Callable[[], None]:
-    """As PyTorch's expandable segments: the handle is released at once, the mapping keeps the memory."""
+    """Allocate like PyTorch's expandable segments: the handle is released at once, the mapping keeps the memory."""
     at = driver.out("cuMemAddressReserve", size, 0, 0, 0)
     handle = driver.out("cuMemCreate", size, ctypes.byref(pinned()), 0)
     driver.cuMemMap(at, size, 0, handle, 0)

@@ -1,4 +1,4 @@
-"""The daemon's native half, as Python sees its structures."""
+"""Structures of the daemon's native library for ctypes."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""The guard's libraries and the doubles of NVIDIA's, compiled once for all workers and runs; machines that have them."""
+"""Fixtures: the guard's libraries and fakes of NVIDIA's, compiled once for all workers and runs, and machines that use them."""
 
 import tempfile
 import time
@@ -28,7 +28,7 @@ def device_uuid(number: int) -> str:
 
 @pytest.fixture(scope="session")
 def built() -> Libraries:
-    """As a daemon would have them."""
+    """Return the libraries as a daemon gets them."""
     return libraries(ROOT / "build" / "guard")
 
 
@@ -39,14 +39,14 @@ def fakes() -> Fakes:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A directory in shared memory: a world's file is as large as all that could ever be in it, and nearly all of it holes."""
+    """Return a directory in shared memory, since a world's file is large and sparse."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as name:
         yield Path(name)
 
 
 @pytest.fixture
 def make_world(fakes: Fakes, folder: Path) -> Iterator[Callable[..., World]]:
-    """`make_world(devices=2, ...)`: a machine with fake GPUs, and no guard."""
+    """`make_world(devices=2, ...)` makes a machine with fake GPUs and no guard."""
     with ExitStack() as stack:
 
         def make(**settings: Any) -> World:
@@ -62,7 +62,7 @@ def world(make_world: Callable[..., World]) -> World:
 
 @pytest.fixture
 def make_bench(folder: Path, built: Libraries, fakes: Fakes) -> Iterator[Callable[..., Bench]]:
-    """The same with a guard."""
+    """`make_bench(...)` makes a machine with fake GPUs and a guard."""
     with ExitStack() as stack:
 
         def make(**settings: Any) -> Bench:
@@ -80,7 +80,7 @@ def host(built: Libraries) -> Iterator[Host]:
 
 @pytest.fixture
 def make_pages(tmp_path: Path) -> Iterator[Callable[..., Pages]]:
-    """Pages of a job for devices with these bounds; the real libraries are where it says."""
+    """Make the pages of a job for devices with these quotas."""
     made: list[Pages] = []
 
     def make(*quotas: Quota, driver: Path = NOWHERE, nvml: Path = NOWHERE) -> Pages:

@@ -1,4 +1,4 @@
-"""A node with fake GPUs and its guard; processes that run as jobs on it."""
+"""A node with fake GPUs and a guard, and processes that run as its jobs."""
 
 import ctypes
 import faulthandler
@@ -22,12 +22,12 @@ from tests.fake.client import Driver
 from tests.fake.world import World
 
 MIB = 1 << 20
-CONTEXT = 300 * MIB  # what a context takes of the fake's devices
+CONTEXT = 300 * MIB  # size of a context on the fake devices
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Bench:
-    """`world`: the devices as they really are; `guard`: what the daemon would have."""
+    """`world`: the devices' real state; `guard`: the daemon's guard."""
 
     def __init__(self, directory: Path, built: Libraries, fakes: Fakes, **world: Any) -> None:
         self.libraries = built
@@ -46,7 +46,7 @@ class Bench:
         host_memory: int | None = None,
         **quota: Any,
     ) -> GuardedJob:
-        """A job with this much of each device, and so many bytes of the machine's memory to pin."""
+        """Admit a job with these quotas and this limit of pinned host memory."""
         made = {"context_bytes": CONTEXT, **quota, "memory": memory, "share": share, "limit": limit or share}
         quotas = tuple(Quota(uuid=uuid, **made) for uuid in self.uuids)
         job = self.guard.admit(next(self._names), quotas, in_container=False, host_memory=host_memory)
@@ -62,11 +62,11 @@ class Bench:
         return {**pages, **self.world.environment(fail=fail)}
 
     def start(self, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str = "") -> "Guest":
-        """A process of the job that does the work with the driver: the guard's, or without a job the fake itself."""
+        """Start a process of the job that runs `work` with the guard's driver, or without a job with the fake itself."""
         return Guest(self, job, work, fail)
 
     def run(self, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str = "") -> Any:
-        """What the work gave, done in a process of the job."""
+        """Return the result of `work` in a process of the job."""
         return self.start(job, work, fail).result()
 
     def close(self) -> None:
@@ -77,15 +77,17 @@ class Bench:
 
 
 def _be_a_guest() -> None:
-    """It goes with its test, and a crash that a test wants leaves no dump."""
+    """End with the test, and leave no core dump of an intended crash."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()
 
 
 class Guest:
-    """A forked process; what its work gave or raised is its result. The driver's libraries are loaded only here: the double has
-    the world of the environment that it is loaded in."""
+    """A forked process whose result is what its work returned or raised.
+
+    The driver's libraries are loaded only here: the fake uses the world of the environment in which it is loaded.
+    """
 
     def __init__(self, bench: Bench, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str) -> None:
         reading, writing = os.pipe()
@@ -112,7 +114,7 @@ class Guest:
     def result(self) -> Any:
         data = self._answer.read()
         code = self.wait()
-        assert data, f"the guest ended with {code} and said nothing"
+        assert data, f"the guest ended with {code} and no message"
         good, value = pickle.loads(data)
         assert good, value
         return value

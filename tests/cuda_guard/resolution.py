@@ -1,4 +1,4 @@
-"""What `cuGetProcAddress` should give out: for tests by the double, and for the first look at a real driver. Without pytest."""
+"""Expected results of `cuGetProcAddress`, for tests with the fake and for a real driver. Without pytest."""
 
 import re
 from pathlib import Path
@@ -12,21 +12,23 @@ HOOKED = set(re.findall(r"^(?:HOOK|GATE|DENY)\((\w+)", (NATIVE / "hooks.def").re
 
 
 def pairs() -> set[tuple[str, int]]:
-    """Every form of every call that cuda.h knows."""
+    """Return every variant of every function in cuda.h."""
     return {(name, version) for name, version, _ in typedefs()}
 
 
 def misresolved(driver: Driver, behind: Path) -> list[tuple[str, int, int]]:
-    """The queries whose answer is not what it should be, or whose status is not the driver's."""
+    """Return the queries with a wrong answer or another status than the driver's."""
     real = Driver(behind)
 
     def ask(one: Driver, *query: Any) -> tuple[int, int | None]:
         try:
             return one.address(*query)
-        except CudaError as error:  # as drivers before CUDA 12 say that there is none
+        except CudaError as error:  # drivers before CUDA 12 report a missing function so
             return error.code, None
 
-    by_address = {real.export(name): name for name in exports() if hasattr(real.library, name)}  # one of its age
+    by_address = {
+        real.export(name): name for name in exports() if hasattr(real.library, name)
+    }  # those this driver exports
     wrong = []
     for name, version, flags in ((*pair, flags) for pair in sorted(pairs()) for flags in (0, 1, 2)):
         status, address = ask(real, name, version, flags)

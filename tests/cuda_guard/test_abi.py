@@ -1,4 +1,4 @@
-"""What the guard declares of the driver's interface is what NVIDIA's own header says."""
+"""The guard's declarations of the driver's interface match NVIDIA's header."""
 
 import subprocess
 from importlib.metadata import files
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cc
 
 
 def header_directory() -> Path:
-    """Where PyPI's `nvidia-cuda-runtime` has put `cuda.h`."""
+    """Return the path of `cuda.h` from PyPI's `nvidia-cuda-runtime`."""
     found = next(file for file in files("nvidia-cuda-runtime") or [] if file.name == "cuda.h")
     return Path(str(found.locate())).parent
 
@@ -28,14 +28,14 @@ def told(directory: Path, *options: str) -> str:
 REAL = ("-DREAL_HEADER", "-D__CUDA_API_VERSION_INTERNAL")
 
 
-def test_every_number_layout_and_prototype_is_the_real_one(tmp_path: Path) -> None:
+def test_numbers_layouts_and_prototypes_match_cuda_h(tmp_path: Path) -> None:
     ours, theirs = told(tmp_path), told(tmp_path, *REAL, f"-I{header_directory()}")
     assert ours.splitlines() == theirs.splitlines() and len(ours.splitlines()) == 85
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuLaunchKernel_ptsz", "cuGraphAddNode_v2", "cuGetProcAddress_v2"])
-def test_a_wrong_prototype_would_be_found(tmp_path: Path, call: str) -> None:
-    """The comparison can fail: a parameter too many is a conflict with the header."""
+def test_wrong_prototype_is_detected(tmp_path: Path, call: str) -> None:
+    """The comparison can fail: an extra parameter conflicts with the header."""
     (tmp_path / "hooks.def").write_text(
         (NATIVE / "hooks.def").read_text().replace(f"HOOK({call}, (", f"HOOK({call}, (int more, ")
     )

@@ -1,4 +1,4 @@
-"""Shares and turns in virtual time: jobs that are played here, the daemon's own code, and what a job can write to upset it."""
+"""Arbiter in virtual time: shares and turns of simulated jobs, and hostile job pages."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ START = 1_000_000 * MS
 
 
 class Job:
-    """Does what a guarded job does: launches when it is its turn, it has time left and the window has room."""
+    """A simulated guarded job. It launches in its turn while it has time left and the window is not full."""
 
     def __init__(self, share: float, limit: float, kernel_ns: int) -> None:
         self.policy, self.page = PolicyPage(), JobPage()
@@ -37,7 +37,7 @@ class Job:
         self.slot = self.page.table[1]
         self.slot.pid = 1
         self.works = self.lives = True
-        self.left: list[int] = []  # of its kernels under way
+        self.left: list[int] = []  # remaining time of each kernel in flight
 
     def launch(self, native: ctypes.CDLL, now: int) -> None:
         policy, page = ctypes.addressof(self.policy), ctypes.addressof(self.page)
@@ -56,7 +56,7 @@ class Job:
             self.left.append(self.kernel_ns)
 
     def run(self, ns: int) -> int:
-        """Lets the device work for it; what it did not need."""
+        """Run the device for this job and return the unused time."""
         while self.left and ns:
             step = min(ns, self.left[0])
             self.left[0] -= step
@@ -70,7 +70,7 @@ class Job:
 
 
 class Play:
-    """One device, jobs on it, and the arbiter; `had` is what the device did for each, in ns."""
+    """One device, its jobs and the arbiter; `had` is the device time of each, in ns."""
 
     def __init__(self, native: ctypes.CDLL, jobs: Sequence[Job]) -> None:
         self.native, self.jobs, self.now = native, jobs, START
@@ -79,7 +79,7 @@ class Play:
             contender.policy, contender.job = ctypes.addressof(job.policy), ctypes.addressof(job.page)
             contender.share_ppm, contender.limit_ppm, contender.trim_ppm = job.share, job.limit, PPM
         self.had = [0] * len(jobs)
-        self.most = 0.0  # of all that was lent, in per cent
+        self.most = 0.0  # largest total lent, in per cent
         self._next = START
 
     def set_share(self, which: int, share: float) -> None:
@@ -89,7 +89,7 @@ class Play:
         return float(self.arbiter.contenders[which].lent_ppm) * 100 / PPM
 
     def go(self, seconds: float, tick_ns: int = 100_000) -> list[float]:
-        """What each had of the device in this time, in per cent."""
+        """Return each job's part of the device in this time, in per cent."""
         before, until = list(self.had), self.now + round(seconds * 1e9)
         while self.now < until:
             if self.now >= self._next:
@@ -121,7 +121,7 @@ kernels = st.integers(20_000, 3 * MS)
         lambda jobs: sum(s for s, _ in jobs) <= 90
     )
 )
-def test_each_has_its_share_whatever_its_kernels(built: Libraries, jobs: list[tuple[int, int]]) -> None:
+def test_each_job_gets_its_share_with_any_kernels(built: Libraries, jobs: list[tuple[int, int]]) -> None:
     play = Play(load(built.host), [Job(share, share, kernel) for share, kernel in jobs])
     play.go(0.5)
     assert play.go(2) == pytest.approx([share for share, _ in jobs], abs=2.5)
@@ -129,7 +129,7 @@ def test_each_has_its_share_whatever_its_kernels(built: Libraries, jobs: list[tu
 
 @settings(max_examples=8)
 @given(st.lists(st.tuples(st.integers(20, 100), kernels), min_size=2, max_size=3))
-def test_where_too_much_was_promised_nobody_starves(built: Libraries, jobs: list[tuple[int, int]]) -> None:
+def test_oversubscribed_jobs_do_not_starve(built: Libraries, jobs: list[tuple[int, int]]) -> None:
     play = Play(load(built.host), [Job(share, share, kernel) for share, kernel in jobs])
     play.go(0.5)
     total = sum(share for share, _ in jobs)
@@ -138,14 +138,14 @@ def test_where_too_much_was_promised_nobody_starves(built: Libraries, jobs: list
 
 
 @pytest.mark.parametrize("kernel", [50_000, 100_000, 1 * MS])
-def test_all_of_it_is_promised_and_both_get_the_same_part(native: ctypes.CDLL, kernel: int) -> None:
+def test_two_jobs_with_all_of_a_device_get_equal_parts(native: ctypes.CDLL, kernel: int) -> None:
     play = Play(native, [Job(10, 10, 100_000), Job(90, 90, kernel)])
     play.go(0.5)
     small, large = play.go(10)
     assert 8.7 < large / small < 9.3
 
 
-def test_a_new_share_holds_at_once(native: ctypes.CDLL) -> None:
+def test_new_share_takes_effect_at_once(native: ctypes.CDLL) -> None:
     play = Play(native, [Job(10, 10, 100_000)])
     play.go(0.5)
     for share in (50, 10, 80):
@@ -154,7 +154,7 @@ def test_a_new_share_holds_at_once(native: ctypes.CDLL) -> None:
         assert play.go(0.2) == pytest.approx([share], abs=3)
 
 
-def test_idle_time_is_lent_up_to_the_cap_and_snaps_back(native: ctypes.CDLL) -> None:
+def test_idle_time_is_lent_up_to_the_cap_and_taken_back_at_once(native: ctypes.CDLL) -> None:
     lender, borrower, third = Job(40, 40, 100_000), Job(20, 90, 100_000), Job(10, 60, 200_000)
     play = Play(native, [lender, borrower, third])
     lender.works = third.works = False
@@ -170,8 +170,8 @@ def test_idle_time_is_lent_up_to_the_cap_and_snaps_back(native: ctypes.CDLL) -> 
     assert sum(play.go(1)) <= 93
 
 
-def test_a_dead_job_and_one_that_sees_nothing_end_hold_nobody_up(native: ctypes.CDLL) -> None:
-    """A process that launched and then calls the driver no more leaves work under way in the page for ever."""
+def test_dead_or_silent_job_does_not_block_others(native: ctypes.CDLL) -> None:
+    """A process that launches and never calls the driver again leaves work in flight in its page for ever."""
     good, silent = Job(45, 45, 100_000), Job(45, 45, 2 * MS)
     play = Play(native, [good, silent])
     play.go(0.3)
@@ -180,12 +180,12 @@ def test_a_dead_job_and_one_that_sees_nothing_end_hold_nobody_up(native: ctypes.
     silent.slot.under_way[0] = 3 * MS
     play.go(0.3)
     assert play.go(1)[0] == pytest.approx(45, abs=2.5)
-    assert good.policy.allowances[0].turn & 3 == FREE, "it is alone"
+    assert good.policy.allowances[0].turn & 3 == FREE, "the job is alone on its device"
 
 
 @pytest.mark.parametrize("busy", [0, 1, 2**64 - 1, 2**63])
 @pytest.mark.parametrize("under_way", [0, 1, 2**63 - 1, -(2**63)])
-def test_a_job_that_lies_takes_no_more_turns_than_others(native: ctypes.CDLL, busy: int, under_way: int) -> None:
+def test_false_reports_gain_no_turns(native: ctypes.CDLL, busy: int, under_way: int) -> None:
     good, liar = Job(45, 45, 100_000), Job(45, 45, 100_000)
     play = Play(native, [good, liar])
     play.go(0.2)
@@ -201,10 +201,10 @@ def test_a_job_that_lies_takes_no_more_turns_than_others(native: ctypes.CDLL, bu
 
 @settings(max_examples=40)
 @given(st.binary(min_size=64, max_size=400), st.integers(0, 2**32))
-def test_garbage_in_a_job_page_neither_crashes_nor_stops_the_daemon(
+def test_garbage_in_a_job_page_neither_crashes_nor_blocks_the_daemon(
     built: Libraries, tmp_path_factory: pytest.TempPathFactory, noise: bytes, seed: int
 ) -> None:
-    """Random bytes after a valid header, with canaries around the page."""
+    """The page holds random bytes after a valid header, and has canaries around it."""
     native, rng = load(built.host), random.Random(seed)
     size = ctypes.sizeof(JobPage)
     memory = ctypes.create_string_buffer(b"\xaa" * (size + 3 * 4096), size + 3 * 4096)
@@ -230,10 +230,10 @@ def test_garbage_in_a_job_page_neither_crashes_nor_stops_the_daemon(
             native.host_correct(start, device, rng.randrange(-(2**63), 2**63))
     finally:
         os.close(file)
-    assert (memory.raw[:before], memory.raw[after:]) == edge, "nothing was written beside the page"
+    assert (memory.raw[:before], memory.raw[after:]) == edge, "nothing was written outside the page"
 
 
-def test_what_a_job_claims_of_names_is_shown_harmlessly(make_pages: Callable[..., Pages]) -> None:
+def test_names_from_a_job_page_are_sanitized(make_pages: Callable[..., Pages]) -> None:
     pages = make_pages()
     pages.job.audits = 2**32 - 1
     for n in range(32):
@@ -253,7 +253,7 @@ class Cover(ctypes.Structure):
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=80))
 def test_overlapping_work_is_counted_once(built: Libraries, spans: list[tuple[int, int]]) -> None:
-    """Beside sets of moments. What is dropped when there are too many stretches counts as covered."""
+    """Compared with sets of points in time. Stretches dropped when there are too many count as covered."""
     native, cover, covered = load(built.host), Cover(), set[int]()
     for start, length in spans:
         covered |= set(range(cover.floor))
@@ -270,8 +270,8 @@ def test_overlapping_work_is_counted_once(built: Libraries, spans: list[tuple[in
     share=st.integers(0, PPM),
     changes=st.lists(st.tuples(st.integers(0, 50 * MS), st.integers(-20 * MS, 100 * MS)), max_size=20),
 )
-def test_the_allowance_is_exact(built: Libraries, share: int, changes: list[tuple[int, int]]) -> None:
-    """Beside whole numbers of any size: what may be spent, what is forfeited, and how long to wait."""
+def test_allowance_is_exact(built: Libraries, share: int, changes: list[tuple[int, int]]) -> None:
+    """Compared with arbitrary-precision integers: what may be spent, what is forfeited, and how long to wait."""
     native, policy, page = load(built.host), PolicyPage(), JobPage()
     rate = policy.allowances[0].rates[0]
     rate.t0_ns, rate.share_ppm, rate.burst_ns = START, share, 30 * MS
@@ -294,6 +294,6 @@ def test_the_allowance_is_exact(built: Libraries, share: int, changes: list[tupl
         assert page.uses[0].spent_ns == spent
 
 
-def test_a_policy_that_asks_for_too_many_devices_is_refused(tmp_path: Path) -> None:
+def test_policy_with_too_many_devices_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at most"):
         Pages.create(tmp_path, (Quota("GPU-00000000-0000-0000-0000-000000000001"),) * 17, Path("/a"), Path("/b"), 0)

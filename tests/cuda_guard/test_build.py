@@ -1,4 +1,4 @@
-"""What the libraries need of a C library, and that whoever installs the package has what they are made of."""
+"""The libraries' glibc requirements, and their sources in the package."""
 
 import platform
 import re
@@ -22,7 +22,7 @@ def newest_glibc(library: Path) -> tuple[int, ...]:
 
 @pytest.mark.skipif(portable_compiler() is None, reason="ziglang is not installed")
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_shipped_libraries_run_with_the_oldest_glibc_of_manylinux2014(tmp_path: Path, machine: str) -> None:
+def test_shipped_libraries_need_at_most_the_glibc_of_manylinux2014(tmp_path: Path, machine: str) -> None:
     made = compile_into(tmp_path / "lib", portable_compiler(machine))
     if machine == platform.machine():
         for library in (made.cuda, made.nvml, made.host):
@@ -30,13 +30,13 @@ def test_the_shipped_libraries_run_with_the_oldest_glibc_of_manylinux2014(tmp_pa
     assert all(library.stat().st_size > 10_000 for library in (made.cuda, made.nvml, made.host))
 
 
-def test_what_this_machines_compiler_makes_needs_this_machines_glibc_at_most(built: Libraries) -> None:
-    """Such a library is for this machine's own containers; one that is older than this says so when it is loaded."""
+def test_libraries_of_the_local_compiler_need_at_most_the_local_glibc(built: Libraries) -> None:
+    """Such a library is for containers of this machine; a container with an older glibc fails to load it with an error."""
     here = tuple(map(int, platform.libc_ver()[1].split(".")[:2]))
     assert (2, 2) < newest_glibc(built.cuda) <= here
 
 
-def test_the_sources_are_in_the_package() -> None:
+def test_sources_are_in_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["cuda_guard"]
     packed = {path for pattern in patterns for path in NATIVE.parent.glob(pattern)}

@@ -1,4 +1,4 @@
-"""The double's contexts, as the real driver has them."""
+"""Contexts of the fake driver, as in the real one."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ def fork_after_init(driver: Driver) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_context_does_not_survive_a_fork(world: World) -> None:
+def test_context_does_not_survive_a_fork(world: World) -> None:
     assert run(world, fork_after_init) == NOT_INITIALIZED * 10 + NOT_INITIALIZED
 
 
@@ -58,5 +58,5 @@ def contexts(driver: Driver) -> None:
     assert driver.code("cuCtxSynchronize") == 709
 
 
-def test_contexts_are_a_stack_of_each_thread(make_world: MakeWorld) -> None:
+def test_each_thread_has_a_stack_of_contexts(make_world: MakeWorld) -> None:
     run(make_world(devices=2), contexts)

@@ -1,4 +1,4 @@
-"""The double's graphs and captures: these hold of the real driver too, as far as they are known."""
+"""Graphs and captures of the fake driver, as in the real one as far as known."""
 
 import ctypes
 import threading
@@ -65,7 +65,7 @@ def device_graphs(driver: Driver) -> tuple[float, float]:
     )
 
 
-def test_a_graph_takes_as_long_as_its_longest_path(world: World) -> None:
+def test_graph_takes_as_long_as_its_longest_path(world: World) -> None:
     for elapsed in run(world, device_graphs):
         assert elapsed == pytest.approx(10, abs=0.5)
 
@@ -89,7 +89,7 @@ def graph_memory(driver: Driver) -> None:
     assert driver.free_memory()[0] == free
     driver.cuGraphLaunch(ready, stream)
     assert driver.free_memory()[0] == free - 8 * MIB and (attribute(0), attribute(2)) == (8 * MIB, 8 * MIB)
-    assert driver.code("cuGraphLaunch", ready, stream) == 1  # what it has allocated is not freed
+    assert driver.code("cuGraphLaunch", ready, stream) == 1  # its allocations are not freed
     driver.cuDeviceGraphMemTrim(0)
     assert attribute(2) == 8 * MIB
     driver.cuMemFreeAsync(node.pointer, stream)
@@ -101,7 +101,7 @@ def graph_memory(driver: Driver) -> None:
     assert attribute(2) == 0 and driver.free_memory()[0] == free
 
 
-def test_a_graphs_memory_is_reserved_at_its_first_launch_until_trimmed(world: World) -> None:
+def test_graph_memory_is_reserved_from_first_launch_until_trimmed(world: World) -> None:
     run(world, graph_memory)
 
 
@@ -152,7 +152,7 @@ def captured(driver: Driver) -> float:
     return driver.elapsed_ms(start, end)
 
 
-def test_what_is_captured_runs_when_its_graph_is_launched(world: World) -> None:
+def test_captured_work_runs_when_its_graph_is_launched(world: World) -> None:
     assert 4 <= run(world, captured) < 5
 
 
@@ -163,7 +163,7 @@ def unsafe_calls(driver: Driver) -> None:
     number = ctypes.byref(ctypes.c_uint64())
 
     def attempt(mode: int, act: Callable[[int], int]) -> tuple[int, int]:
-        """What the call and the end of the capture say."""
+        """Return the status of the call and of the end of the capture."""
         stream = begin_capture(driver, mode)
         code = act(stream)
         return code, driver.code("cuStreamEndCapture", stream, number)
@@ -208,5 +208,5 @@ def unsafe_calls(driver: Driver) -> None:
     assert driver.code("cuStreamEndCapture", stream, number) == CAPTURE_UNJOINED
 
 
-def test_unsafe_calls_end_a_capture_by_its_mode(world: World) -> None:
+def test_unsafe_calls_invalidate_a_capture_by_its_mode(world: World) -> None:
     run(world, unsafe_calls)

@@ -1,4 +1,4 @@
-"""The double's memory of every kind: these hold of the real driver too, as far as they are known."""
+"""All kinds of memory of the fake driver, as in the real one as far as known."""
 
 import ctypes
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def exhaust(driver: Driver) -> None:
     driver.cuMemFree_v2(managed)
 
 
-def test_memory_is_counted_in_granules_and_ends(make_world: MakeWorld) -> None:
+def test_memory_is_counted_in_granules_and_is_finite(make_world: MakeWorld) -> None:
     world = make_world(memory=1024 * MIB)
     with Child(world, exhaust) as child:
         child.result()
@@ -62,7 +62,7 @@ def copies(driver: Driver) -> bytes:
     return back.raw
 
 
-def test_small_copies_are_really_made(world: World) -> None:
+def test_small_copies_move_data(world: World) -> None:
     assert run(world, copies) == b"Fair share"
 
 
@@ -87,14 +87,14 @@ def pools(driver: Driver) -> None:
     assert (attribute(RESERVED), attribute(USED)) == (96 * MIB, 41 * MIB)
     driver.launch(driver.kernel("k_5ms"), stream)
     driver.cuMemFreeAsync(second, stream)
-    assert attribute(RESERVED) == 96 * MIB  # kept, and in its stream's order at hand again
+    assert attribute(RESERVED) == 96 * MIB  # kept, and available again in stream order
     assert driver.out("cuMemAllocAsync", 40 * MIB, stream) == second
     driver.cuMemFreeAsync(second, stream)
     elsewhere = driver.out("cuMemAllocAsync", 40 * MIB, other)
-    assert elsewhere != second  # for another one not before the kernel is done
+    assert elsewhere != second  # on another stream only after the kernel
     driver.cuMemFreeAsync(elsewhere, other)
     driver.cuStreamSynchronize(stream)
-    assert attribute(RESERVED) == 32 * MIB  # above the threshold of 0: gone
+    assert attribute(RESERVED) == 32 * MIB  # above the threshold of 0, so released
     driver.cuMemPoolSetAttribute(pool, THRESHOLD, ctypes.byref(ctypes.c_uint64(1 << 40)))
     driver.cuMemFreeAsync(first, stream)
     driver.cuStreamSynchronize(stream)
@@ -114,7 +114,7 @@ def pools(driver: Driver) -> None:
     assert driver.free_memory()[0] == free
 
 
-def test_pools_grow_by_chunks_and_keep_what_is_freed_until_trimmed(world: World) -> None:
+def test_pools_grow_by_chunks_and_keep_freed_memory_until_trimmed(world: World) -> None:
     run(world, pools)
 
 
@@ -137,10 +137,10 @@ def virtual_memory(driver: Driver) -> None:
     handle = driver.out("cuMemCreate", 4 * MIB, ctypes.byref(prop), 0)
     assert driver.free_memory()[0] == free - 4 * MIB
     place, second = (driver.out("cuMemAddressReserve", 8 * MIB, 0, 0, 0) for _ in range(2))
-    assert driver.code("cuMemMap", place + 6 * MIB, 4 * MIB, 0, handle, 0) == 1  # beyond what is reserved
+    assert driver.code("cuMemMap", place + 6 * MIB, 4 * MIB, 0, handle, 0) == 1  # beyond the reservation
     driver.cuMemMap(place, 4 * MIB, 0, handle, 0)
     driver.cuMemMap(second, 4 * MIB, 0, handle, 0)
-    assert driver.code("cuMemMap", place, 4 * MIB, 0, handle, 0) == 1  # something is there
+    assert driver.code("cuMemMap", place, 4 * MIB, 0, handle, 0) == 1  # already mapped
     driver.cuMemSetAccess(place, 4 * MIB, b"\0" * 12, 1)
     driver.cuMemcpyHtoD_v2(place, b"seen twice", 10)
     back = ctypes.create_string_buffer(10)
@@ -151,7 +151,7 @@ def virtual_memory(driver: Driver) -> None:
     driver.cuMemUnmap(place, 4 * MIB)
     assert driver.out("cuMemRetainAllocationHandle", second) == handle
     driver.cuMemUnmap(second, 4 * MIB)
-    assert driver.free_memory()[0] == free - 4 * MIB  # a handle is left
+    assert driver.free_memory()[0] == free - 4 * MIB  # a handle still exists
     driver.cuMemRelease(handle)
     assert driver.free_memory()[0] == free
     assert driver.code("cuMemRelease", handle) == 1
@@ -161,7 +161,7 @@ def virtual_memory(driver: Driver) -> None:
     driver.cuMemRelease(on_host)
 
 
-def test_physical_memory_lives_until_no_handle_and_no_mapping_is_left(world: World) -> None:
+def test_physical_memory_lives_until_its_handle_and_mappings_are_gone(world: World) -> None:
     run(world, virtual_memory)
 
 
@@ -188,12 +188,12 @@ def arrays(driver: Driver) -> None:
     assert driver.free_memory()[0] == free
 
 
-def test_arrays_take_memory(world: World) -> None:
+def test_arrays_use_memory(world: World) -> None:
     run(world, arrays)
 
 
 class Ticket(ctypes.Structure):
-    """CUipcMemHandle, which goes by value."""
+    """CUipcMemHandle, which is passed by value."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * 64),)
 
@@ -216,7 +216,7 @@ def borrow(driver: Driver, handle: bytes) -> None:
     assert driver.code("cuIpcCloseMemHandle", pointer) == 1
 
 
-def test_memory_of_another_process_is_charged_to_that(world: World) -> None:
+def test_memory_of_another_process_is_charged_to_its_owner(world: World) -> None:
     with Child(world, lend) as owner:
         run(world, borrow, owner.hear())
         assert world.memory(owner.pid) == CONTEXT + 100 * MIB

@@ -1,4 +1,4 @@
-"""How the double's calls are found: by name, version and flag, as in the real driver, as far as that is known."""
+"""Lookup of the fake driver's functions by name, version and flag, as in the real one as far as known."""
 
 import ctypes
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def all_addresses(driver: Driver) -> list[int | None]:
     return [driver.export(name) for name in exports()]
 
 
-def test_each_export_has_an_address_of_its_own(world: World) -> None:
+def test_each_export_has_its_own_address(world: World) -> None:
     addresses = run(world, all_addresses)
     assert len(addresses) > 700
     assert len(set(addresses)) == len(addresses)
 
 
-# (name, version, flags) and what the driver 535 answered, on a machine without a GPU
+# (name, version, flags) and the answer of driver 535 on a machine without a GPU
 RESOLVED = {
     ("cuMemAlloc", 2000, 0): "cuMemAlloc",
     ("cuMemAlloc", 3010, 0): "cuMemAlloc",
@@ -83,13 +83,13 @@ def resolve_listed(driver: Driver) -> int:
     return len(found)
 
 
-def test_a_name_is_resolved_as_the_real_driver_does(make_world: MakeWorld) -> None:
+def test_name_is_resolved_as_by_the_real_driver(make_world: MakeWorld) -> None:
     if not typedefs():
         pytest.skip("nvidia-cuda-runtime is not installed")
     run(make_world(driver_version=13050), resolve_known)
 
 
-def test_each_form_that_nvidia_lists_is_resolved_to_an_export_of_its_own(make_world: MakeWorld) -> None:
+def test_each_documented_variant_resolves_to_its_own_export(make_world: MakeWorld) -> None:
     if not typedefs():
         pytest.skip("nvidia-cuda-runtime is not installed")
     assert run(make_world(driver_version=13050), resolve_listed) == len(typedefs())
@@ -99,7 +99,7 @@ def resolve_newer(driver: Driver) -> tuple[int, int]:
     return driver.address("cuCheckpointProcessLock", 12080)[0], driver.address("cuMemAlloc", 12080)[0]
 
 
-def test_a_driver_knows_no_names_that_are_newer_than_itself(make_world: MakeWorld) -> None:
+def test_driver_knows_no_newer_names(make_world: MakeWorld) -> None:
     if not typedefs():
         pytest.skip("nvidia-cuda-runtime is not installed")
     assert run(make_world(driver_version=12020), resolve_newer) == (1, 0)

@@ -1,4 +1,4 @@
-"""The double of NVML, as the mesh's own code sees it."""
+"""The fake NVML, as used by the mesh's code."""
 
 import ctypes
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.telemetry.gpu import inventory
+from mesh.gpus.nvml import inventory
 from tests.cuda_guard.guests import CONTEXT
 from tests.cuda_guard.test_fake_processes import busy
 from tests.fake.child import Child
@@ -23,7 +23,7 @@ def nvml(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     import pynvml
 
     world = make_world(devices=2, memory=24576 * MIB, name="Fake L4", capability=89)
-    own = tmp_path / "libnvidia-ml.so.1"  # it stays with the world that it has found first
+    own = tmp_path / "libnvidia-ml.so.1"  # a copy stays with its first world
     own.write_bytes(world.fakes.nvml.read_bytes())
     monkeypatch.setenv("FAKE_GPU_WORLD", str(world.path))
     monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(own)))
@@ -31,14 +31,14 @@ def nvml(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     return world, pynvml
 
 
-def test_the_mesh_finds_the_gpus(nvml: tuple[World, Any]) -> None:
+def test_mesh_finds_the_gpus(nvml: tuple[World, Any]) -> None:
     world, _ = nvml
     assert [(gpu.uuid, gpu.model, gpu.vram_mib, gpu.capability) for gpu in inventory()] == [
         (f"GPU-{number}", "Fake L4", 24576, (8, 9)) for number in world.uuids
     ]
 
 
-def test_nvml_tells_of_memory_processes_and_utilisation(nvml: tuple[World, Any]) -> None:
+def test_nvml_reports_memory_processes_and_utilisation(nvml: tuple[World, Any]) -> None:
     world, pynvml = nvml
     pynvml.nvmlInit()
     first, second = (pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(2))

@@ -1,4 +1,4 @@
-"""Processes that share the double's devices: turns, ends, checkpoints, virtual time, failures on demand."""
+"""Processes sharing the fake devices: turns, deaths, checkpoints, virtual time, injected failures."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ MakeWorld = Callable[..., World]
 
 
 def busy(driver: Driver, name: str, seconds: float, talk: Talk) -> int:
-    """Never lets its stream run dry. Returns how many kernels it has done."""
+    """Keep the stream busy; return the number of completed kernels."""
     driver.start()
     kernel, stream = driver.kernel(name), driver.out("cuStreamCreate", NON_BLOCKING)
     talk.say("ready")
@@ -39,7 +39,7 @@ def busy(driver: Driver, name: str, seconds: float, talk: Talk) -> int:
     return count
 
 
-def test_processes_take_turns_and_each_gets_its_part(world: World) -> None:
+def test_processes_take_turns_with_equal_parts(world: World) -> None:
     names = ["k_300us", "k_700us", "k_5ms"]
     children = [Child(world, busy, name, 0.6) for name in names]
     try:
@@ -58,7 +58,9 @@ def test_processes_take_turns_and_each_gets_its_part(world: World) -> None:
             child.kill()
     total = sum(shares)
     assert [share / total for share in shares] == pytest.approx([1 / 3] * 3, abs=0.02)
-    assert sum(world.executed_ns(child.pid) for child in children) == world.busy_ns() - before  # never two at once
+    assert (
+        sum(world.executed_ns(child.pid) for child in children) == world.busy_ns() - before
+    )  # never two at the same time
     for child, count, each in zip(children, counts, [0.3e6, 0.7e6, 5e6], strict=True):
         assert world.executed_ns(child.pid) >= count * each
 
@@ -75,14 +77,14 @@ def stretched(driver: Driver, talk: Talk) -> float:
     return driver.elapsed_ms(start, end)
 
 
-def test_another_process_stretches_the_time_between_events(world: World) -> None:
+def test_another_process_lengthens_the_time_between_events(world: World) -> None:
     with Child(world, stretched) as one, Child(world, stretched) as other:
         for child in (one, other):
             child.hear()
         one.tell()
         other.tell()
         times = sorted([one.result(), other.result()])
-    assert 500 <= times[0] <= times[1] < 810  # 400 alone; they began nearly at once
+    assert 500 <= times[0] <= times[1] < 810  # 400 alone; both began at nearly the same time
 
 
 def hold(driver: Driver, talk: Talk) -> None:
@@ -102,7 +104,7 @@ def want(driver: Driver) -> float:
     return timed(driver.cuCtxSynchronize)
 
 
-def test_a_killed_process_gives_back_memory_and_device(make_world: MakeWorld) -> None:
+def test_killed_process_releases_memory_and_device(make_world: MakeWorld) -> None:
     world = make_world(memory=1500 * MIB)
     with Child(world, hold) as holder:
         holder.hear()
@@ -111,14 +113,14 @@ def test_a_killed_process_gives_back_memory_and_device(make_world: MakeWorld) ->
             run(world, want)
         os.kill(holder.pid, signal.SIGKILL)
         holder.kill()
-        assert run(world, want) < 5, "what it had launched would take ten seconds"
+        assert run(world, want) < 5, "its launched work would take ten seconds"
         assert world.memory(holder.pid) == 0
-        assert 0 < world.executed_ns(holder.pid) < 3e9  # remembered; the rest of its ten seconds will never run
+        assert 0 < world.executed_ns(holder.pid) < 3e9  # kept; the rest of its ten seconds never runs
         assert world.pending(holder.pid) == 0
 
 
 def hammer(driver: Driver, seed: int, talk: Talk) -> None:
-    """Keeps the world's lock busy until it is killed."""
+    """Use the world's lock until killed."""
     driver.start()
     dice = random.Random(seed)
     kernels = [driver.kernel(name) for name in ("k_5us", "k_50us", "k_500us")]
@@ -132,7 +134,7 @@ def hammer(driver: Driver, seed: int, talk: Talk) -> None:
         driver.cuMemFreeAsync(driver.out("cuMemAllocAsync", dice.randrange(1, 5 * MIB), streams[0]), streams[1])
 
 
-def test_a_process_killed_at_any_moment_harms_no_other(world: World) -> None:
+def test_process_killed_at_any_moment_affects_no_other(world: World) -> None:
     dice = random.Random(6)
     children = [Child(world, hammer, seed) for seed in range(2)]
     for seed in range(2, 22):
@@ -143,7 +145,7 @@ def test_a_process_killed_at_any_moment_harms_no_other(world: World) -> None:
     for child in children:
         child.kill()
     assert world.used() == 0
-    assert run(world, want) < 5, "nobody waits for the dead, who would never be done"
+    assert run(world, want) < 5, "work of dead processes is not waited for"
 
 
 def fail_some(driver: Driver) -> list[int]:
@@ -176,7 +178,7 @@ def virtual_time(driver: Driver, talk: Talk) -> list[float]:
     return [driver.elapsed_ms(start, end), driver.elapsed_ms(end, later)]
 
 
-def test_virtual_time_moves_by_hand_and_when_a_process_waits(make_world: MakeWorld) -> None:
+def test_virtual_time_advances_by_hand_and_when_a_process_waits(make_world: MakeWorld) -> None:
     world = make_world(virtual=True)
     began = time.monotonic()
     with Child(world, virtual_time) as child:
@@ -187,9 +189,9 @@ def test_virtual_time_moves_by_hand_and_when_a_process_waits(make_world: MakeWor
         assert world.executed_ns(child.pid) == 3_000_000_000
         child.tell()
         assert child.hear() == 0
-        assert child.result() == [3000, 4000]  # idle for a second between
+        assert child.result() == [3000, 4000]  # idle for a second in between
         assert world.now_ns() == now + 7_000_000_000
-    assert time.monotonic() - began < 6, "the seven seconds were not waited for"
+    assert time.monotonic() - began < 6, "the seven seconds did not pass in real time"
 
 
 def work_in_steps(driver: Driver, talk: Talk) -> int:
@@ -203,7 +205,7 @@ def work_in_steps(driver: Driver, talk: Talk) -> int:
 
 
 def checkpoint(driver: Driver, pid: int, talk: Talk) -> None:
-    """Never calls cuInit, as a daemon would not."""
+    """Work without cuInit, like a daemon."""
 
     def state() -> int:
         value = ctypes.c_int(-1)
@@ -227,7 +229,7 @@ def checkpoint(driver: Driver, pid: int, talk: Talk) -> None:
     assert driver.code("cuCheckpointProcessLock", 1, None) == 1
 
 
-def test_a_process_is_put_away_and_brought_back(world: World) -> None:
+def test_process_is_suspended_and_resumed(world: World) -> None:
     with Child(world, work_in_steps) as worker:
         worker.hear()
         with Child(world, checkpoint, worker.pid) as owner:

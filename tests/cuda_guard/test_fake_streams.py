@@ -1,4 +1,4 @@
-"""The double's streams, events and host functions: these hold of the real driver too, as far as they are known."""
+"""Streams, events and host functions of the fake driver, as in the real one as far as known."""
 
 import ctypes
 import threading
@@ -33,7 +33,7 @@ def in_order(driver: Driver) -> tuple[float, float]:
     return time.monotonic() - began, driver.elapsed_ms(first, last)
 
 
-def test_a_stream_is_in_order_and_events_tell_the_devices_time(world: World) -> None:
+def test_stream_is_in_order_and_events_measure_device_time(world: World) -> None:
     took, elapsed = run(world, in_order)
     assert elapsed == pytest.approx(10, abs=0.001)
     assert took >= 0.21
@@ -59,7 +59,7 @@ def overlapping(driver: Driver) -> tuple[float, float]:
     return timed(aside), timed(through_default)
 
 
-def test_streams_overlap_unless_the_default_one_comes_between(world: World) -> None:
+def test_streams_overlap_except_around_the_default_stream(world: World) -> None:
     aside, through_default = run(world, overlapping)
     assert 0.1 <= aside < 0.4, "one after the other they would take 0.4 s"
     assert through_default >= 0.3
@@ -81,7 +81,7 @@ def per_thread(driver: Driver) -> float:
     return timed(driver.cuCtxSynchronize)
 
 
-def test_threads_have_default_streams_of_their_own(world: World) -> None:
+def test_threads_have_their_own_default_streams(world: World) -> None:
     assert run(world, per_thread) < 0.38, "one after the other they would take 0.4 s"
 
 
@@ -98,7 +98,7 @@ def dependent(driver: Driver) -> float:
     return driver.elapsed_ms(start, end)
 
 
-def test_a_stream_waits_for_an_event_of_another(world: World) -> None:
+def test_stream_waits_for_an_event_of_another(world: World) -> None:
     assert run(world, dependent) >= 80
 
 
@@ -118,7 +118,7 @@ def grids(driver: Driver) -> float:
     return driver.elapsed_ms(start, end)
 
 
-def test_a_kernel_may_take_its_time_by_the_block(world: World) -> None:
+def test_kernel_time_can_depend_on_its_blocks(world: World) -> None:
     assert run(world, grids) == pytest.approx(2, abs=0.3)
 
 
@@ -133,7 +133,7 @@ def fill_the_queue(driver: Driver) -> tuple[float, float]:
     return timed(lambda: launch(16)), timed(lambda: launch(1))
 
 
-def test_a_full_queue_makes_the_launch_wait(make_world: MakeWorld) -> None:
+def test_launch_waits_on_a_full_queue(make_world: MakeWorld) -> None:
     room, full = run(make_world(queue_depth=16), fill_the_queue)
     assert room < 0.2 <= room + full
 
@@ -157,10 +157,10 @@ def host_function(driver: Driver) -> list[int]:
     driver.launch(driver.kernel("k_1ms"), stream)
     driver.cuLaunchHostFunc(stream, pointer, None)
     driver.cuEventRecord(done, stream)
-    assert called.wait(60)  # without any further call of this thread
+    assert called.wait(60)  # without another call of this thread
     driver.cuStreamSynchronize(stream)
     return [*order, driver.code("cuEventQuery", done)]
 
 
-def test_a_host_function_runs_in_its_place(world: World) -> None:
+def test_host_function_runs_in_stream_order(world: World) -> None:
     assert run(world, host_function) == [NOT_READY, 0]

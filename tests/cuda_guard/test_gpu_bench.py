@@ -1,4 +1,4 @@
-"""The bench for real GPUs, on the double: its parts work, and each that cannot be measured says why while the others go on."""
+"""The benchmark for real GPUs, run on the fake: each part works, or reports why it cannot be measured."""
 
 import json
 import os
@@ -21,7 +21,7 @@ import os, sys
 from pathlib import Path
 from tests.bench import guard_gpu, harness
 harness.BUILD, guard_gpu.CLOSINGS = Path(sys.argv.pop(1)), 5
-guard_gpu.shutil.which = lambda program: None  # this machine may have an MPS of its own
+guard_gpu.shutil.which = lambda program: None  # this machine may run MPS
 if "LD_LIBRARY_PATH" not in os.environ:
     guard_gpu.find_driver = lambda: None
 guard_gpu.main()
@@ -38,20 +38,22 @@ def report(directory: Path, environment: dict[str, str], *options: str) -> dict[
     return {row["measure"]: row for row in json.loads((directory / "guard-gpu.json").read_text())["rows"]}
 
 
-def test_a_first_run_measures_what_it_can(make_world: Callable[..., World], built: Libraries, tmp_path: Path) -> None:
+def test_first_run_measures_each_available_part(
+    make_world: Callable[..., World], built: Libraries, tmp_path: Path
+) -> None:
     world = make_world()
     driver = {**world.environment(), "LD_LIBRARY_PATH": str(world.fakes.cuda.parent)}
     rows = report(tmp_path, driver, *(word for part in PARTS for word in ("--only", part)))
     missing = {measure: row["why"] for measure, row in rows.items() if row["value"] is None}
-    assert rows["(name, version) pairs resolved right, by the real driver"]["met"]
+    assert rows["(name, version) pairs resolved correctly, by the real driver"]["met"]
     assert rows["calls that the driver exports and the guard does not"]["names"] == []
-    assert rows["gate closed, last kernel done, kernels of 250 us"]["n"] == 5
+    assert rows["gate closed -> last kernel done, kernels of 250 us"]["n"] == 5
     assert rows["driver's checkpoint of 1 GiB: lock and checkpoint"]["freed_bytes"] >= 1 << 30
     assert "too little memory" in missing["driver's checkpoint of 64 GiB: restore and unlock"]
     assert "not installed" in missing["shares 45/30/15, small kernels, MPS"]
     assert "the driver alone does no Triton" in missing["shares 45/30/15, Triton, ours hard"] and len(missing) == 4
 
 
-def test_without_a_driver_every_line_says_so(tmp_path: Path) -> None:
+def test_every_line_reports_a_missing_driver(tmp_path: Path) -> None:
     rows = report(tmp_path, {})
     assert len(rows) > 30 and {row["why"] for row in rows.values()} == {"no NVIDIA driver"}

@@ -1,4 +1,4 @@
-"""A job that spoils what it shares with the guard harms itself at most: not the daemon, and not what others are counted."""
+"""A job that corrupts its shared page can only harm itself, not the daemon or the accounts of others."""
 
 import ctypes
 import os
@@ -12,15 +12,15 @@ import pytest
 from cuda_guard import guard
 from cuda_guard.build import COMPILE, NATIVE, find_compiler
 from cuda_guard.page import SLOTS, JobPage
-from mesh.provider.receipts import DeviceUse, Tally
+from mesh.gpus.receipts import DeviceUse, Tally
 from tests.cuda_guard.guests import CONTEXT, MIB, Bench
 from tests.fake.client import Driver
 
 pytestmark = pytest.mark.cc
 
 
-def test_a_page_that_is_cut_off_harms_nobody_else(make_bench: Callable[..., Bench]) -> None:
-    """Whoever touches a page whose file has been made shorter is killed, if nothing is done about it."""
+def test_truncated_page_affects_no_other_job(make_bench: Callable[..., Bench]) -> None:
+    """Without protection, an access to a mapped page whose file was truncated kills the process."""
     machine = make_bench()
     liar, honest = machine.job(), machine.job()
     file = liar.pages.directory / "job"
@@ -40,21 +40,19 @@ def test_a_page_that_is_cut_off_harms_nobody_else(make_bench: Callable[..., Benc
     assert honest.usage()[0].peak == CONTEXT + MIB
 
 
-def test_a_page_that_is_clogged_with_locks_is_given_up(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To ask who has a place takes time for each lock there is, and there is no end to them: 20 000 take 50 ms."""
+def test_page_flooded_with_locks_is_not_read(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a lock's owner takes time for each lock on the file, and their number is unlimited: 20,000 take 50 ms."""
     job = make_bench().job()
-    assert job.charges() == {} and not job.clogged
+    assert job.charges() == {} and not job.lock_flooded
     monkeypatch.setattr(guard, "LOCKS_S", 0.0)
     for slot in job.pages.job.table:
         slot.pid = 1
     del slot
-    assert job.charges() == {} and job.clogged
+    assert job.charges() == {} and job.lock_flooded
 
 
-def test_what_a_job_claims_to_have_used_can_be_told(make_bench: Callable[..., Bench]) -> None:
-    """A receipt has 64 bits for a number."""
+def test_reported_usage_is_clamped(make_bench: Callable[..., Bench]) -> None:
+    """A number in a receipt has 64 bits."""
     job = make_bench().job()
     use = job.pages.job.uses[0]
     use.busy_ns = use.launches = use.peak = use.memory = 2**64 - 1
@@ -63,13 +61,11 @@ def test_what_a_job_claims_to_have_used_can_be_told(make_bench: Callable[..., Be
     tally.advance(1.0, job.usage())
     (told,) = tally.uses(job.usage())
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=DeviceUse) == told
-    assert told.gpu_ns < 3600 * SLOTS * 10**9, "no more than its processes can have had"
+    assert told.gpu_ns < 3600 * SLOTS * 10**9, "the use is at most what the job's processes can reach"
 
 
-def test_a_counter_that_is_written_to_without_end_holds_nobody_up(
-    make_bench: Callable[..., Bench], tmp_path: Path
-) -> None:
-    """With as many dead processes as there is room for, whose memory is to be given back."""
+def test_counter_written_without_end_blocks_no_one(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+    """The table is full of dead processes whose memory has to be released."""
     source, program = Path(__file__).parent / "hammer.c", tmp_path / "hammer"
     subprocess.run([*find_compiler(), *COMPILE, f"-I{NATIVE}", str(source), "-o", str(program)], check=True)
     machine = make_bench()
@@ -79,7 +75,7 @@ def test_a_counter_that_is_written_to_without_end_holds_nobody_up(
             assert hammer.stdout and hammer.stdout.readline()
             for _ in range(20):
                 job.sweep()
-                job.correct(0, 1 << 20)
+                job.set_overhead(0, 1 << 20)
                 job.set_share(0, 50, 50)
         finally:
             hammer.kill()

@@ -1,4 +1,4 @@
-"""One counter for a job's memory: never above the limit, whoever races, and exact again whoever is killed wherever."""
+"""The counter of a job's memory: never above the limit in races, and exact again after a kill at any point."""
 
 import ctypes
 import multiprocessing
@@ -34,14 +34,14 @@ def held(pages: Pages, place: int = 0) -> int:
 
 @pytest.fixture(scope="session")
 def crashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The daemon's library, made to die where it is told to."""
+    """Return the daemon's library compiled with crash points."""
     path = tmp_path_factory.mktemp("crash") / "libhost.so"
     compile_one(HOST, path, find_compiler(), ("-DGUARD_CRASH_POINTS", str(Path(__file__).parent / "crash.c")))
     return path
 
 
 def race(directory: Path, library: Path, seed: int, rounds: int, start: Barrier) -> None:
-    """Reserve and give back at random; ends with nothing held. Exits with 1 if the counter was ever above the limit."""
+    """Reserve and release at random, ending with nothing held. Exit with 1 if the counter ever exceeds the limit."""
     pages, native, rng = Pages(directory), load(library), random.Random(seed)
     job = address(pages.job)
     slot = native.ledger_claim(job, pages.job_file, os.getpid())
@@ -59,7 +59,7 @@ def race(directory: Path, library: Path, seed: int, rounds: int, start: Barrier)
     os._exit(over)
 
 
-def test_eight_processes_that_race_never_pass_the_limit(built: Libraries, make_pages: Callable[..., Pages]) -> None:
+def test_eight_racing_processes_never_exceed_the_limit(built: Libraries, make_pages: Callable[..., Pages]) -> None:
     pages = make_pages()
     start = fork.Barrier(8)
     racers = [fork.Process(target=race, args=(pages.directory, built.host, n, 20_000, start)) for n in range(8)]
@@ -73,7 +73,7 @@ def test_eight_processes_that_race_never_pass_the_limit(built: Libraries, make_p
 
 
 def die_at(directory: Path, library: Path, point: int, after: int, changes: list[int]) -> int:
-    """A process that makes these changes and dies at a crash point, the `after`th time it comes there; its exit code."""
+    """Run a process that makes these changes and dies the `after`th time it reaches a crash point; return its exit code."""
     pid = os.fork()
     if pid == 0:
         native, pages = load(library), Pages(directory)
@@ -90,17 +90,17 @@ def die_at(directory: Path, library: Path, point: int, after: int, changes: list
 
 @pytest.mark.parametrize("after", range(3))
 @pytest.mark.parametrize("point", CRASH_POINTS)
-def test_what_a_process_held_is_given_back_wherever_it_was_killed(
+def test_memory_of_a_killed_process_is_released_exactly(
     built: Libraries, crashing: Path, make_pages: Callable[..., Pages], point: int, after: int
 ) -> None:
-    """One dies at each point; in the midst of its changes another wrote over the counter, and the sweepers die as well."""
+    """A process dies at each point while another changes the counter, and the sweepers die as well."""
     pages = make_pages()
     native, job = load(built.host), address(pages.job)
     mine = native.ledger_claim(job, pages.job_file, os.getpid())
     assert native.ledger_change(job, mine, 0, 100, LIMIT)
     code = die_at(pages.directory, crashing, point, after, [50, 60, -110, 70, 2 * LIMIT])
     assert code == (-signal.SIGKILL if point <= 7 else 0)
-    assert native.ledger_change(job, mine, 0, 1, LIMIT), "whoever it was may be written over"
+    assert native.ledger_change(job, mine, 0, 1, LIMIT), "the last change of a dead process can be overwritten"
     for sweeper in (8, 3, 5, 6, 9):
         die_at(pages.directory, crashing, sweeper, 0, [])
     assert native.ledger_sweep(job, pages.job_file, mine) >= 0
@@ -108,7 +108,7 @@ def test_what_a_process_held_is_given_back_wherever_it_was_killed(
     assert [n for n in range(SLOTS) if pages.job.table[n].pid] == [mine]
 
 
-def test_a_living_process_is_never_swept(built: Libraries, make_pages: Callable[..., Pages]) -> None:
+def test_living_process_is_never_swept(built: Libraries, make_pages: Callable[..., Pages]) -> None:
     pages = make_pages()
     native, job = load(built.host), address(pages.job)
     ready, done = fork.Event(), fork.Event()
@@ -133,15 +133,15 @@ def test_a_living_process_is_never_swept(built: Libraries, make_pages: Callable[
     assert native.ledger_sweep(job, pages.job_file, -1) == 1 and held(pages) == 0 == pages.memory_used(0)
 
 
-def test_more_processes_than_slots_are_turned_away_until_one_ends(
+def test_processes_beyond_the_slots_are_refused_until_one_ends(
     built: Libraries, make_pages: Callable[..., Pages]
 ) -> None:
     pages = make_pages()
     native, job = load(built.host), address(pages.job)
     for n in range(1, SLOTS):
-        pages.job.table[n].pid = 1  # nobody holds their locks: they are dead
+        pages.job.table[n].pid = 1  # no process holds their locks, so they are dead
     slot = native.ledger_claim(job, pages.job_file, os.getpid())
-    assert slot > 0, "the dead are swept when all slots are taken"
+    assert slot > 0, "dead processes are swept when all slots are taken"
     assert sum(1 for n in range(SLOTS) if pages.job.table[n].pid) == 1
 
 
@@ -150,8 +150,8 @@ changes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, DEVICES - 1), st.
 
 @settings(max_examples=60)
 @given(changes)
-def test_it_counts_as_an_oracle_does(built: Libraries, made: list[tuple[int, int, int]]) -> None:
-    """By several slots of one process, on all devices: refused just when the sum would pass the limit."""
+def test_counter_matches_an_oracle(built: Libraries, made: list[tuple[int, int, int]]) -> None:
+    """Several slots of one process on all devices: a change is refused exactly when the sum would exceed the limit."""
     native, page = load(built.host), ctypes.create_string_buffer(4096 + SLOTS * 320 + 64)
     job = (ctypes.addressof(page) + 63) // 64 * 64
     own = {(slot, device): 0 for slot in range(1, 6) for device in range(DEVICES)}

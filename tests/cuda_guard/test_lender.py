@@ -1,4 +1,4 @@
-"""Memory that is lent: whatever jobs do, and however limits move, every guarantee can be had, and nothing is promised twice."""
+"""Lending of memory: whatever jobs do and however limits change, every guarantee is available and nothing is promised twice."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ sizes = st.integers(1, 1000).map(lambda mib: mib * MIB)
 
 
 class Tenant:
-    """What a job's processes do to its pages; `started`: it has once had all that it is guaranteed."""
+    """The effect of a job's processes on its pages; `started`: it once had all its guaranteed memory."""
 
     def __init__(self) -> None:
         self.policy, self.page = PolicyPage(), JobPage()
@@ -49,7 +49,7 @@ class Tenant:
 
 
 class Lending(RuleBasedStateMachine):
-    """The oracle: a device's memory is what it is, and everybody's account of it is kept here."""
+    """The oracle: accounts for a device's memory independently."""
 
     native: ctypes.CDLL
 
@@ -71,7 +71,7 @@ class Lending(RuleBasedStateMachine):
     def step(self) -> None:
         before = self.beyond()
         self.native.lend_memory(ctypes.byref(self.arbiter))
-        assert self.beyond() <= max(self.room(), before), "no more is lent than nobody is guaranteed"
+        assert self.beyond() <= max(self.room(), before), "only memory without a guarantee is lent"
 
     def some(self, number: int) -> int:
         return number % len(self.tenants)
@@ -125,14 +125,14 @@ class Lending(RuleBasedStateMachine):
         contender, tenant = self.arbiter.contenders[which], self.tenants[which]
         memory = min(memory, TOTAL - self.guaranteed() + contender.memory)
         if tenant.used > memory + more:
-            return  # refused, see mesh/provider/tenant.py
+            return  # refused, see mesh/gpus/tenant.py
         tenant.started = tenant.started and memory <= contender.memory
         contender.memory, contender.memory_most = memory, memory + more
         self.step()
 
     @precondition(lambda self: self.tenants)
     @rule(which=st.integers(0, 5), away=st.booleans())
-    def put_away(self, which: int, away: bool) -> None:
+    def move_to_host(self, which: int, away: bool) -> None:
         which = self.some(which)
         tenant = self.tenants[which]
         contender = ctypes.byref(self.arbiter.contenders[which])
@@ -155,11 +155,13 @@ class Lending(RuleBasedStateMachine):
         self.step()
         both = list(zip(self.contenders, self.tenants, strict=True))
         if any(tenant.limit < contender.memory for contender, tenant in both):
-            assert any(t.used > t.limit for t in self.tenants if not t.away), "who waits, waits for somebody"
+            assert any(t.used > t.limit for t in self.tenants if not t.away), (
+                "a job waits only for another that exceeds its limit"
+            )
         elif self.beyond() <= self.room():
             open_ = [t for c, t in both if not t.away and t.limit < c.memory_most]
             lent = sum(tenant.limit - contender.memory for contender, tenant in both)
-            assert not open_ or lent >= self.room() - len(both), "what is idle is lent"
+            assert not open_ or lent >= self.room() - len(both), "idle memory is lent"
 
     @invariant()
     def every_guarantee_can_be_had(self) -> None:
@@ -168,10 +170,10 @@ class Lending(RuleBasedStateMachine):
             assert tenant.limit <= contender.memory_most or tenant.limit == 0
             assert not tenant.started or tenant.limit >= contender.memory
             tenant.started = tenant.started or tenant.limit >= contender.memory
-        assert sum(self.claims()) <= TOTAL, "if all took all that they may, now, it would be there"
+        assert sum(self.claims()) <= TOTAL, "all limits fit on the device at the same time"
 
 
-def test_every_guarantee_can_be_had_whatever_is_lent(built: Libraries) -> None:
+def test_every_guarantee_is_available_whatever_is_lent(built: Libraries) -> None:
     native = load(built.host)
     machine = type("OnThisDevice", (Lending,), {"native": native})
     run_state_machine_as_test(
@@ -180,8 +182,8 @@ def test_every_guarantee_can_be_had_whatever_is_lent(built: Libraries) -> None:
     )
 
 
-def test_a_borrower_is_told_and_held_to_what_it_may_have_now(make_bench: Callable[..., Bench]) -> None:
-    """By the real shim: it has what nobody is guaranteed, is refused at once when a guarantee comes, and that one waits."""
+def test_borrower_sees_and_is_held_to_its_current_limit(make_bench: Callable[..., Bench]) -> None:
+    """With the real shim: it uses memory without a guarantee, and is refused at once when a guarantee needs it."""
     machine = make_bench(memory=4000 * MIB)
     borrower = machine.job(memory=1000 * MIB, memory_limit=3000 * MIB)
     (turn, go), (told, tell) = os.pipe(), os.pipe()
@@ -205,14 +207,14 @@ def test_a_borrower_is_told_and_held_to_what_it_may_have_now(make_bench: Callabl
     guest = machine.start(borrower, work)
     os.read(told, 1)
     newcomer = machine.job(memory=2500 * MIB)
-    assert not newcomer.has_room and borrower.over(0) == CONTEXT + 2000 * MIB - borrower.memory_limit(0)
-    assert newcomer.memory_limit(0) == 4000 * MIB - CONTEXT - 2000 * MIB, "all that there is, and no more"
+    assert not newcomer.has_guarantee and borrower.excess(0) == CONTEXT + 2000 * MIB - borrower.memory_limit(0)
+    assert newcomer.memory_limit(0) == 4000 * MIB - CONTEXT - 2000 * MIB, "the newcomer gets exactly the rest"
     os.write(go, b".")
     os.read(told, 1)
     until = time.monotonic() + 20
-    while not newcomer.has_room and time.monotonic() < until:
+    while not newcomer.has_guarantee and time.monotonic() < until:
         time.sleep(0.001)
-    assert newcomer.has_room and borrower.over(0) == 0
+    assert newcomer.has_guarantee and borrower.excess(0) == 0
     os.write(go, b".")
     guest.result()
 

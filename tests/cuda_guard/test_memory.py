@@ -1,4 +1,4 @@
-"""A job's memory: every kind of allocation counts, none passes the quota, and what is given back is there again."""
+"""A job's memory: every kind of allocation counts, none exceeds the quota, and released memory is available again."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_counts_and_is_refused_beyond_the_quota(
+def test_each_kind_of_allocation_counts_and_is_refused_beyond_the_quota(
     make_bench: Callable[..., Bench], kind: Callable[..., Any]
 ) -> None:
     machine = make_bench()
@@ -43,8 +43,8 @@ def test_each_kind_counts_and_is_refused_beyond_the_quota(
         assert driver.free_memory() == (left, QUOTA)
         free = kind(driver, 512 * MIB)
         assert driver.free_memory() == (left - 512 * MIB, QUOTA)
-        assert refused(driver, kind, 256 * MIB), "the context and this do not fit"
-        assert driver.free_memory() == (left - 512 * MIB, QUOTA), "what was refused is not charged"
+        assert refused(driver, kind, 256 * MIB), "the allocation does not fit beside the context"
+        assert driver.free_memory() == (left - 512 * MIB, QUOTA), "a refused allocation is not charged"
         again = kind(driver, 128 * MIB)
         again()
         free()
@@ -57,7 +57,7 @@ def test_each_kind_counts_and_is_refused_beyond_the_quota(
     assert usage.refused == 1 and usage.peak == CONTEXT + 640 * MIB
 
 
-def test_what_a_program_is_told_agrees(make_bench: Callable[..., Bench]) -> None:
+def test_all_memory_queries_agree(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench(memory=8192 * MIB)
     job = machine.job(memory=QUOTA)
 
@@ -79,8 +79,8 @@ class NvmlMemory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
-def test_nvml_says_what_the_driver_says(make_bench: Callable[..., Bench]) -> None:
-    """HAMi-core #181: where the two differ, vLLM's profiling runs out of memory. Of processes, the job's own are told."""
+def test_nvml_agrees_with_the_driver(make_bench: Callable[..., Bench]) -> None:
+    """HAMi-core #181: if the two differ, vLLM's profiling runs out of memory. Only the job's own processes are listed."""
     machine = make_bench(memory=8192 * MIB)
     job = machine.job(memory=QUOTA)
     other = machine.start(None, lambda driver: (driver.start(), time.sleep(600)))
@@ -104,8 +104,8 @@ def test_nvml_says_what_the_driver_says(make_bench: Callable[..., Bench]) -> Non
     other.wait()
 
 
-def test_both_libraries_in_a_process_have_one_place_in_the_job(make_bench: Callable[..., Bench]) -> None:
-    """It holds its place by a lock, which a process loses with the first descriptor of the file that it closes."""
+def test_both_libraries_of_a_process_share_one_slot(make_bench: Callable[..., Bench]) -> None:
+    """The slot is held by a lock that a process loses when it closes any descriptor of the file."""
     machine = make_bench()
     job = machine.job()
     reading, writing = os.pipe()
@@ -127,8 +127,8 @@ def test_both_libraries_in_a_process_have_one_place_in_the_job(make_bench: Calla
     os.close(writing)
 
 
-def test_what_graphs_allocate_counts_too(make_bench: Callable[..., Bench]) -> None:
-    """By a node and by a capture: held back before the launch, then what the driver has reserved; trimmed, it is back."""
+def test_graph_allocations_count(make_bench: Callable[..., Bench]) -> None:
+    """Allocations by a node and by a capture are reserved before the launch, then follow the driver, and end with a trim."""
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -156,7 +156,7 @@ def test_what_graphs_allocate_counts_too(make_bench: Callable[..., Bench]) -> No
     machine.run(job, work)
 
 
-def test_a_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench]) -> None:
+def test_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench(devices=2)
     machine.uuids = machine.uuids[:1]
 
@@ -173,7 +173,7 @@ def test_a_pool_of_a_foreign_device_is_refused(make_bench: Callable[..., Bench])
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuMemAllocAsync"])
-def test_an_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench], call: str) -> None:
+def test_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench], call: str) -> None:
     machine = make_bench()
     job = machine.job()
     reading, writing = os.pipe()
@@ -194,7 +194,7 @@ def test_an_allocation_waits_at_a_closed_gate(make_bench: Callable[..., Bench], 
     guest.result()
 
 
-def test_a_context_counts_until_it_ends_and_takes_its_allocations_with_it(make_bench: Callable[..., Bench]) -> None:
+def test_context_counts_until_it_ends_with_its_allocations(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -220,7 +220,7 @@ def test_a_context_counts_until_it_ends_and_takes_its_allocations_with_it(make_b
     assert machine.run(machine.job(memory=100 * MIB), lambda driver: (driver.cuInit(0), refused(driver, context, 0))[1])
 
 
-def test_memory_is_there_until_neither_handle_nor_mapping_is_left(make_bench: Callable[..., Bench]) -> None:
+def test_memory_counts_until_its_handle_and_mappings_are_gone(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -242,7 +242,7 @@ def test_memory_is_there_until_neither_handle_nor_mapping_is_left(make_bench: Ca
 
 
 def test_nccl_host_memcreate(make_bench: Callable[..., Bench]) -> None:
-    """Memory of the host is none of the device's, and no device of a strange number is looked up for it (HAMi #2641)."""
+    """Host memory is not device memory, and no device is looked up for its number (HAMi #2641)."""
     machine = make_bench()
     job = machine.job(memory=CONTEXT)
 
@@ -256,7 +256,7 @@ def test_nccl_host_memcreate(make_bench: Callable[..., Bench]) -> None:
 
 
 def test_free_unknown_pointer(make_bench: Callable[..., Bench]) -> None:
-    """A pointer of a pool, or of nobody, is freed by the driver, which knows best (HAMi's free_raw frees nothing)."""
+    """The driver frees pointers of a pool and unknown ones (HAMi's free_raw frees nothing)."""
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -282,7 +282,7 @@ def test_alloc_without_context(make_bench: Callable[..., Bench]) -> None:
     assert machine.run(machine.job(), work) == 201, "CUDA_ERROR_INVALID_CONTEXT, as the driver says"
 
 
-def test_old_calls_with_sizes_of_32_bits_are_denied(make_bench: Callable[..., Bench]) -> None:
+def test_calls_with_32_bit_sizes_are_denied(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
 
     def work(driver: Driver) -> Any:
@@ -292,8 +292,8 @@ def test_old_calls_with_sizes_of_32_bits_are_denied(make_bench: Callable[..., Be
     assert machine.run(machine.job(), work) == [NOT_SUPPORTED] * 2
 
 
-def test_a_device_of_somebody_else_cannot_be_used(make_bench: Callable[..., Bench]) -> None:
-    """A process can see it where nothing but a variable hides it; it gets no context there."""
+def test_foreign_device_cannot_be_used(make_bench: Callable[..., Bench]) -> None:
+    """A process may see it if only a variable hides it, but gets no context there."""
     machine = make_bench(devices=2)
     machine.uuids = machine.uuids[:1]
     job = machine.job()
@@ -306,7 +306,7 @@ def test_a_device_of_somebody_else_cannot_be_used(make_bench: Callable[..., Benc
 
 
 def test_each_device_has_its_own_quota(make_bench: Callable[..., Bench]) -> None:
-    """By the allocation's device, not the thread's (HAMi #188, #311)."""
+    """The device of the allocation counts, not the thread's (HAMi #188, #311)."""
     machine = make_bench(devices=2)
     job = machine.job(memory=QUOTA)
 
@@ -321,7 +321,7 @@ def test_each_device_has_its_own_quota(make_bench: Callable[..., Bench]) -> None
     machine.run(job, work)
 
 
-def test_the_quota_can_change_while_the_job_runs(make_bench: Callable[..., Bench]) -> None:
+def test_quota_can_change_while_the_job_runs(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
     (turn, go), (told, tell) = os.pipe(), os.pipe()
@@ -331,7 +331,7 @@ def test_the_quota_can_change_while_the_job_runs(make_bench: Callable[..., Bench
         driver.out("cuMemAlloc_v2", 512 * MIB)
         os.write(tell, b".")
         os.read(turn, 1)
-        assert driver.free_memory() == (0, CONTEXT + 512 * MIB), "it keeps what it has"
+        assert driver.free_memory() == (0, CONTEXT + 512 * MIB), "the job keeps its memory"
         assert driver.out("cuDeviceTotalMem_v2", 0) == CONTEXT + 512 * MIB
         assert refused(driver, alloc, 1 * MIB)
         os.write(tell, b".")
@@ -347,8 +347,8 @@ def test_the_quota_can_change_while_the_job_runs(make_bench: Callable[..., Bench
     guest.result()
 
 
-def test_an_error_of_the_driver_costs_nothing(make_bench: Callable[..., Bench]) -> None:
-    """Its out-of-memory and its failures come through, and the charge is taken back."""
+def test_driver_error_is_not_charged(make_bench: Callable[..., Bench]) -> None:
+    """The driver's errors are passed on, and the charge is undone."""
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -358,6 +358,6 @@ def test_an_error_of_the_driver_costs_nothing(make_bench: Callable[..., Bench]) 
         assert job.pages.memory_used(0) == CONTEXT
         pointer = driver.out("cuMemAlloc_v2", MIB)
         assert driver.code("cuMemFree_v2", pointer) == 700
-        assert job.pages.memory_used(0) == CONTEXT + MIB, "it is still there"
+        assert job.pages.memory_used(0) == CONTEXT + MIB, "the memory is still allocated"
 
     machine.run(job, work, fail="cuMemAlloc_v2:1=719,cuMemFree_v2:1=700")

@@ -1,4 +1,4 @@
-"""A job's memory when its processes race, fork and die, and in any order of things: never a byte above its quota."""
+"""A job's memory when its processes race, fork and die, in any order: never a byte above the quota."""
 
 import os
 import random
@@ -40,7 +40,7 @@ operations = st.lists(
 def test_never_above_the_quota_and_never_refused_below_it(
     make_bench: Callable[..., Bench], made: list[tuple[int, int]]
 ) -> None:
-    """Any sequence of allocations and frees: the driver's own account is the oracle."""
+    """Any sequence of allocations and frees, compared with the driver's own account."""
     machine = shared_bench(make_bench)
     job = machine.job(memory=QUOTA)
 
@@ -57,10 +57,10 @@ def test_never_above_the_quota_and_never_refused_below_it(
                 try:
                     held.append(KINDS[kind](driver, size))
                 except CudaError as error:
-                    assert error.code == OUT_OF_MEMORY and before + size + 32 * MIB > QUOTA, "a false alarm"
+                    assert error.code == OUT_OF_MEMORY and before + size + 32 * MIB > QUOTA, "refused although it fits"
             now = machine.world.memory(os.getpid())
             assert now <= QUOTA
-            assert job.pages.memory_used(0) >= now, "everything is charged"
+            assert job.pages.memory_used(0) >= now, "every allocation is charged"
         for free in held:
             free()
         driver.cuCtxSynchronize()
@@ -74,15 +74,17 @@ _shared: list[Bench] = []
 
 
 def shared_bench(make_bench: Callable[..., Bench]) -> Bench:
-    """One machine for all examples of a test."""
+    """Make one machine for all examples of a test."""
     if not _shared:
         _shared.append(make_bench(memory=65536 * MIB))
     return _shared[0]
 
 
-def test_eight_processes_that_race_for_the_last_of_it(make_bench: Callable[..., Bench]) -> None:
-    """With all kinds of allocation, for seconds, and a quota that falls and rises: the job is never a byte above it, but for what
-    it had when it fell, by the driver's own account."""
+def test_eight_processes_racing_for_the_last_memory(make_bench: Callable[..., Bench]) -> None:
+    """All kinds of allocation, for seconds, with a changing quota.
+
+    By the driver's account the job never exceeds it, except for what it had when the quota fell.
+    """
     machine = make_bench(memory=65536 * MIB)
     quotas = [8 * CONTEXT + more * MIB for more in (1024, 512, 768)]
     job = machine.job(memory=quotas[0])
@@ -117,14 +119,14 @@ def test_eight_processes_that_race_for_the_last_of_it(make_bench: Callable[..., 
         for _ in range(rng.randrange(1, 200)):
             above.append(machine.world.used() - most)
     counts = [guest.result() for guest in guests]
-    assert all(done > 10 and failed > 5 for done, failed in counts), "they did race"
+    assert all(done > 10 and failed > 5 for done, failed in counts), "the processes did race"
     assert len(above) > 1000 and max(above) <= 0
     assert job.usage()[0].peak <= quotas[0]
     job.sweep()
     assert job.usage()[0].processes == 0 and job.pages.memory_used(0) == 0
 
 
-def test_a_killed_process_gives_back_what_it_held(make_bench: Callable[..., Bench]) -> None:
+def test_memory_of_a_killed_process_is_released(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -143,12 +145,12 @@ def test_a_killed_process_gives_back_what_it_held(make_bench: Callable[..., Benc
 
     def work(driver: Driver) -> None:
         driver.start()
-        driver.out("cuMemAlloc_v2", 700 * MIB)  # without the daemon: whoever needs it sweeps
+        driver.out("cuMemAlloc_v2", 700 * MIB)  # without the daemon: the process that needs memory sweeps
 
     machine.run(job, work)
 
 
-def test_a_forked_child_starts_with_nothing(make_bench: Callable[..., Bench]) -> None:
+def test_forked_child_starts_with_nothing(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(memory=QUOTA)
 
@@ -160,7 +162,7 @@ def test_a_forked_child_starts_with_nothing(make_bench: Callable[..., Bench]) ->
             clean = job.pages.memory_used(0) == CONTEXT + 100 * MIB
             os._exit(0 if clean else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert job.pages.memory_used(0) == CONTEXT + 100 * MIB, "the child's end costs the parent nothing"
+        assert job.pages.memory_used(0) == CONTEXT + 100 * MIB, "the child's end does not change the parent's charge"
         driver.out("cuMemAlloc_v2", 100 * MIB)
 
     machine.run(job, work)
@@ -195,14 +197,14 @@ def test_sixty_four_threads(make_bench: Callable[..., Bench]) -> None:
 
 
 def test_200_process_start(make_bench: Callable[..., Bench]) -> None:
-    """All at once, without a lock between them (HAMi #1662: a minute); each has its slot, and all of it comes back."""
+    """All start at once, without a lock between them (HAMi #1662: a minute); each gets a slot, and all memory is released."""
     machine = make_bench(memory=200_000 * MIB)
     job = machine.job(memory=None)
     ready = os.pipe()
 
     def work(driver: Driver) -> bool:
         driver.start()
-        os.read(ready[0], 1)  # all are there
+        os.read(ready[0], 1)  # all are ready
         return True
 
     guests = [machine.start(job, work) for _ in range(200)]

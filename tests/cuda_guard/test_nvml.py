@@ -1,4 +1,4 @@
-"""What is made of NVML's answers, and of those that it does not give."""
+"""NVML reader: answers, and missing answers."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cuda_guard.auditor import Seen
+from cuda_guard.auditor import GpuProcess
 from cuda_guard.nvml import Nvml, NvmlError
 from tests.fake.child import Child, Talk
 from tests.fake.client import Driver
@@ -29,7 +29,7 @@ def work(driver: Driver, talk: Talk) -> None:
 
 @pytest.fixture
 def nvml(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Nvml]:
-    """By a copy of its own, which stays with its first world."""
+    """Load a copy of the fake, which stays with its first world."""
     monkeypatch.setenv("FAKE_GPU_WORLD", str(world.path))
     own = tmp_path / "libnvidia-ml.so.1"
     shutil.copy(world.fakes.nvml, own)
@@ -38,20 +38,20 @@ def nvml(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     made.close()
 
 
-def test_a_look_has_processes_with_memory_and_time(world: World, nvml: Nvml) -> None:
-    (idle,) = nvml.look()
+def test_sample_has_processes_with_memory_and_time(world: World, nvml: Nvml) -> None:
+    (idle,) = nvml.sample()
     assert (idle.uuid, idle.total, idle.used, idle.processes) == (f"GPU-{world.uuids[0]}", 16384 * MIB, 0, ())
     with Child(world, work) as child:
         child.hear()
-        (look,) = nvml.look()
+        (look,) = nvml.sample()
         (seen,) = look.processes
-        assert (seen.pid, seen.memory, look.used) == (child.pid, 300 * MIB, 300 * MIB) and look.tells_busy
+        assert (seen.pid, seen.memory, look.used) == (child.pid, 300 * MIB, 300 * MIB) and look.reports_busy
         assert seen.busy is not None and seen.busy > 50
         assert nvml.holders() == {child.pid}
     assert nvml.holders() == set()
 
 
-def test_what_is_not_told_is_not_known(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_that_nvml_does_not_report_are_none(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     import pynvml
 
     def refuse(*words: Any) -> None:
@@ -61,13 +61,13 @@ def test_what_is_not_told_is_not_known(nvml: Nvml, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", refuse)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetGraphicsRunningProcesses", refuse)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: [one])
-    (look,) = nvml.look()
-    assert look.processes == (Seen(7, None, None),) and not look.tells_busy
+    (look,) = nvml.sample()
+    assert look.processes == (GpuProcess(7, None, None),) and not look.reports_busy
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
-    assert nvml.look() == (), "and a device in trouble is left out"
+    assert nvml.sample() == (), "a failing device is left out"
 
 
-def test_without_nvml_it_says_why(tmp_path: Path) -> None:
+def test_missing_nvml_is_an_error_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").touch()
     with pytest.raises(NvmlError, match=r"NVML does not work: .*file too short"):
         Nvml((), tmp_path / "libnvidia-ml.so.1")

@@ -1,4 +1,4 @@
-"""Pinned memory of the machine: bounded like a device's, and given back."""
+"""Pinned host memory: limited like device memory, and released."""
 
 import ctypes
 import os
@@ -47,7 +47,7 @@ def physical(driver: Driver, size: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("kind", [allocated, flagged, registered, physical])
-def test_each_kind_counts_and_is_refused_beyond_the_limit(
+def test_each_kind_of_pinned_memory_counts_and_is_refused_beyond_the_limit(
     make_bench: Callable[..., Bench], kind: Callable[[Driver, int], Callable[[], None]]
 ) -> None:
     machine = make_bench()
@@ -78,7 +78,7 @@ def default(driver: Driver, location: Location) -> int:
 
 
 def current(driver: Driver, location: Location) -> int:
-    """One that the program has put in the default's place."""
+    """Make a pool that the program sets as the default."""
     own = created(driver, location)
     driver.cuMemSetMemPool((ctypes.c_int * 2)(*location), 1, own)
     assert driver.out("cuMemGetMemPool", (ctypes.c_int * 2)(*location), 1) == own
@@ -86,10 +86,10 @@ def current(driver: Driver, location: Location) -> int:
 
 
 @pytest.mark.parametrize("pool", [created, default, current])
-def test_pools_of_the_host_count_what_they_have_reserved(
+def test_host_pools_are_charged_for_their_reserved_memory(
     make_bench: Callable[..., Bench], pool: Callable[[Driver, Location], int]
 ) -> None:
-    """However a program comes to one, wherever it is, and in whatever stream it takes from it; its device is charged nothing."""
+    """This holds for any way to get a pool, any location and any stream; the device is not charged."""
     machine = make_bench(pool_chunk=2 * MIB)
     job = machine.job(host_memory=LIMIT)
 
@@ -110,7 +110,7 @@ def test_pools_of_the_host_count_what_they_have_reserved(
         with pytest.raises(CudaError) as refusal:
             take(2 * MIB)
         assert refusal.value.code == OUT_OF_MEMORY and job.pages.memory_used(HOST) == LIMIT
-        third = take(MIB)  # what the pool has is the job's already
+        third = take(MIB)  # the pool's memory is charged already
         assert give(first) == 2 * MIB
         fourth = take(LIMIT - 2 * MIB)
         assert give(second) == LIMIT and give(third, fourth) == 0
@@ -126,7 +126,7 @@ def test_pools_of_the_host_count_what_they_have_reserved(
     assert job.pages.job.uses[HOST].refused == 6
 
 
-def test_eight_processes_that_race_for_it_and_are_killed(make_bench: Callable[..., Bench]) -> None:
+def test_pinned_memory_stays_exact_when_eight_racing_processes_are_killed(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(host_memory=LIMIT)
     reading, writing = os.pipe()
@@ -155,7 +155,7 @@ def test_eight_processes_that_race_for_it_and_are_killed(make_bench: Callable[..
     assert job.pages.memory_used(HOST) == 0
 
 
-def test_a_program_without_a_limit_is_only_counted(make_bench: Callable[..., Bench]) -> None:
+def test_pinned_memory_without_a_limit_is_only_counted(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job()
 

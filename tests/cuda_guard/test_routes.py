@@ -1,4 +1,4 @@
-"""However a program finds a call of the driver, it gets ours where there is one, and the driver's own everywhere else."""
+"""Any way to look up a driver function gives the guard's hook if there is one, else the driver's own function."""
 
 import ctypes
 import os
@@ -19,14 +19,14 @@ from tests.fake.client import Driver
 pytestmark = pytest.mark.cc
 
 
-def test_the_guard_exports_what_the_driver_exports(make_bench: Callable[..., Bench]) -> None:
+def test_guard_exports_the_drivers_symbols(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     ours = machine.run(machine.job(), lambda driver: {name for name in exports() if driver.export(name)})
     assert len(ours) == len(exports()) > 700
 
 
-def test_every_name_version_and_flag_resolves_to_the_right_call(make_bench: Callable[..., Bench]) -> None:
-    """All of cuda.h's: of a hooked call ours, of another the driver's own, and the same status as the driver gives."""
+def test_every_name_version_and_flag_resolves_to_the_right_function(make_bench: Callable[..., Bench]) -> None:
+    """For all of cuda.h: the guard's function if it is hooked, else the driver's, with the driver's status."""
     machine = make_bench()
     fake = machine.world.fakes.cuda
 
@@ -39,7 +39,7 @@ def test_every_name_version_and_flag_resolves_to_the_right_call(make_bench: Call
     assert machine.run(machine.job(), swapped) > 100
 
 
-def test_the_old_way_of_asking_gets_the_same(make_bench: Callable[..., Bench]) -> None:
+def test_old_cugetprocaddress_gives_the_same(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
 
     def ask(driver: Driver) -> Any:
@@ -59,8 +59,8 @@ def test_the_old_way_of_asking_gets_the_same(make_bench: Callable[..., Bench]) -
     assert machine.run(machine.job(), ask)
 
 
-def test_a_call_the_guard_does_not_know_is_named(make_bench: Callable[..., Bench]) -> None:
-    """The driver of tomorrow gives out an allocation that is no export of today's."""
+def test_function_unknown_to_the_guard_is_reported(make_bench: Callable[..., Bench]) -> None:
+    """A newer driver offers an allocation function that older ones do not export."""
     machine = make_bench()
     job = machine.job()
 
@@ -70,7 +70,7 @@ def test_a_call_the_guard_does_not_know_is_named(make_bench: Callable[..., Bench
         swap(b"cuMemAllocSomehow", ctypes.byref(pointer), 99000, ctypes.c_uint64(0), ctypes.byref(status))
 
     machine.run(job, ask)
-    assert job.pages.audited() == [], "it does not exist, so nobody can call it"
+    assert job.pages.audited() == [], "the function does not exist and cannot be called"
 
 
 ROUTES = {
@@ -92,8 +92,8 @@ print(total.value >> 20)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], route: str) -> None:
-    """The library's soname is the driver's, so a later dlopen by that name finds it."""
+def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], route: str) -> None:
+    """The library has the driver's soname, so a later dlopen by that name finds it."""
     machine = make_bench()
     job = machine.job(memory=777 << 20)
     env = {**os.environ, **machine.environment(job), **job.process_env()}
@@ -101,7 +101,7 @@ def test_a_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench],
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
 
 
-def test_a_program_linked_with_the_driver_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_program_linked_with_the_driver_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
     machine = make_bench()
     job = machine.job(memory=777 << 20)
     source = tmp_path / "linked.c"
@@ -121,8 +121,8 @@ def test_a_program_linked_with_the_driver_is_guarded(make_bench: Callable[..., B
     assert result.stdout.strip() == "777"
 
 
-def test_a_program_without_pages_has_no_driver_and_goes_on(built: Libraries) -> None:
-    """Nothing is loaded by a name that the environment could change, and nothing ends the process."""
+def test_program_without_pages_has_no_driver_and_continues(built: Libraries) -> None:
+    """No library is loaded by a name that the environment can change, and the process is not ended."""
     program = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).cuInit(0))"
     env = {name: value for name, value in os.environ.items() if name != "MESH_GUARD_DIR"}
     command = [sys.executable, "-c", program, str(built.cuda)]
@@ -132,7 +132,7 @@ def test_a_program_without_pages_has_no_driver_and_goes_on(built: Libraries) -> 
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 100_000])
-def test_pages_that_are_none_are_refused_in_words(built: Libraries, tmp_path: Path, size: int) -> None:
+def test_invalid_pages_are_refused_with_a_message(built: Libraries, tmp_path: Path, size: int) -> None:
     for name in ("policy", "job"):
         (tmp_path / name).write_bytes(os.urandom(size))
     program = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).cuInit(0))"
@@ -143,8 +143,8 @@ def test_pages_that_are_none_are_refused_in_words(built: Libraries, tmp_path: Pa
     assert result.stdout.strip() == "34" and str(tmp_path) in result.stderr
 
 
-def test_the_libraries_bind_to_nothing_newer_than_they_must(built: Libraries) -> None:
-    """Golden: what is exported is the driver's names only, so nothing of ours can take another library's place."""
+def test_libraries_need_no_newer_symbols_than_allowed(built: Libraries) -> None:
+    """Golden: only the driver's names are exported, so the guard cannot replace symbols of other libraries."""
     told = subprocess.run(
         ["nm", "-D", "--defined-only", str(built.cuda)], capture_output=True, text=True, check=True
     ).stdout

@@ -1,4 +1,4 @@
-"""The guard's own code under the compiler's eyes: what it does with many threads, and what its analyzer finds in every file."""
+"""The guard's code under sanitizers with many threads, and under the static analyzer."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ STRESS = Path(__file__).parent / "stress.c"
 QUIET = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
 SANITIZERS = {
     "address,undefined": ["-fno-sanitize-recover=all"],
-    "thread": ["-Wno-error=tsan"],  # a fence between processes: of no other thread here
+    "thread": ["-Wno-error=tsan"],  # a fence between processes, not between threads
 }
 
 
@@ -37,11 +37,13 @@ def compiled(directory: Path, sanitizer: str) -> Path:
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_sixty_four_threads_do_everything_at_once(
+def test_sixty_four_threads_use_everything_at_once(
     make_bench: Callable[..., Bench], tmp_path: Path, sanitizer: str
 ) -> None:
-    """While the owner changes share and quota and shuts the gate. At the end nothing is held or under
-    way, and each launch counted."""
+    """Meanwhile the owner changes share and quota and closes the gate.
+
+    At the end nothing is held or in flight, and each launch is counted.
+    """
     program = compiled(tmp_path, sanitizer)
     machine = make_bench()
     job = machine.job(memory=CONTEXT + 512 * MIB, share=90, host_memory=8 * MIB)
@@ -72,12 +74,12 @@ def test_sixty_four_threads_do_everything_at_once(
         process.stdin.close()
         assert process.wait(30) == 0 and told, process.stderr.read()[-5000:]
     assert 0.98 * int(told) <= job.usage()[0].launches <= int(told), (
-        "whoever ends another's batch may miss its last launch"
+        "a thread that closes another thread's batch may miss its last launch"
     )
     assert set(under_way) == {0} and 0 < job.pages.job.uses[page.HOST].peak <= 8 * MIB // page.UNIT
     assert pinned == 0
     pooled = used - CONTEXT
-    assert 0 <= pooled <= 512 * MIB, "what pools keep is all that may be left"
+    assert 0 <= pooled <= 512 * MIB, "only memory kept by pools may be left"
 
 
 def is_gcc() -> bool:
@@ -87,7 +89,7 @@ def is_gcc() -> bool:
 
 
 @pytest.mark.skipif(not is_gcc(), reason="only gcc has -fanalyzer")
-def test_the_analyzer_finds_nothing() -> None:
+def test_static_analyzer_finds_nothing() -> None:
     every = sorted({name for recipe in (CUDA, NVML, HOST) for name in recipe.sources if name.endswith(".c")})
     for name in every:
         command = ["gcc", *COMPILE, "-fanalyzer", "-c", str(NATIVE / name), "-o", os.devnull]

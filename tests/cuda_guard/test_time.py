@@ -1,6 +1,6 @@
-"""A job's GPU time: its share of a device, whoever else wants it; the gate; and nothing of it inside a capture.
+"""A job's GPU time: its share of a device beside other jobs, the gate, and captures.
 
-Bounds are wide, for slow machines: how exact it is, is measured by `make bench-guard`.
+Bounds are wide, for slow machines; `make bench-guard` measures the precision.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cc
 
 
 def busy(kernel: str, stream: bool = False) -> Callable[[Driver], Any]:
-    """Launches without end."""
+    """Launch kernels without end."""
 
     def work(driver: Driver) -> None:
         driver.start()
@@ -44,8 +44,7 @@ def until(ready: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
 
 
 def is_kept(has: list[float], shares: list[float], more: float = 6) -> bool:
-    """Nobody has more than his share. A busy machine may keep him from using it all: who has no processor launches
-    nothing. Some of it he gets there too."""
+    """Check that no job exceeds its share. On a busy machine it may get less, since launching needs CPU time, but some of it."""
     return all(share / 10 < part < share + more for part, share in zip(has, shares, strict=True))
 
 
@@ -63,7 +62,7 @@ class Runners:
         return guest
 
     def shares(self, seconds: float) -> list[float]:
-        """What each had of the device, in per cent, by the device's own account."""
+        """Return each process's part of the device, in per cent, by the device's own account."""
         before, began = self._executed(), time.monotonic()
         time.sleep(seconds)
         after, took = self._executed(), time.monotonic() - began
@@ -85,8 +84,8 @@ def runners(make_bench: Callable[..., Bench]) -> Any:
     made.end()
 
 
-def test_a_share_is_kept(runners: Runners) -> None:
-    """In real time; how exactly, and for which kernels, is measured in virtual time."""
+def test_share_is_kept(runners: Runners) -> None:
+    """In real time; the precision for many kernels is tested in virtual time."""
     job = runners.machine.job(share=30)
     guest = runners.start(job, busy("k_500us"))
     runners.shares(0.5)
@@ -95,14 +94,14 @@ def test_a_share_is_kept(runners: Runners) -> None:
     assert told == pytest.approx(runners.machine.world.executed_ns(guest.pid) / 1e9, rel=0.2, abs=0.05)
 
 
-def test_three_jobs_have_their_shares_side_by_side(runners: Runners) -> None:
+def test_three_jobs_keep_their_shares_together(runners: Runners) -> None:
     for share, kernel in ((45, "k_100us"), (30, "k_300us"), (15, "k_50us")):
         runners.start(runners.machine.job(share=share), busy(kernel))
     runners.shares(0.5)
     assert is_kept(runners.shares(3), [45, 30, 15])
 
 
-def test_all_is_promised_and_both_get_the_same_part_of_it(runners: Runners) -> None:
+def test_two_jobs_with_the_whole_device_get_equal_parts(runners: Runners) -> None:
     for share in (10, 90):
         runners.start(runners.machine.job(share=share), busy("k_100us"))
     runners.shares(0.5)
@@ -111,7 +110,7 @@ def test_all_is_promised_and_both_get_the_same_part_of_it(runners: Runners) -> N
 
 
 def test_idle_time_is_lent_and_taken_back(runners: Runners) -> None:
-    """Up to 90 %, and back as soon as the other works again."""
+    """Up to 90 % is lent, and taken back as soon as the other job works again."""
     machine = runners.machine
     first = machine.job(share=30, limit=90)
     runners.start(first, busy("k_100us"))
@@ -126,7 +125,7 @@ def test_idle_time_is_lent_and_taken_back(runners: Runners) -> None:
     until(lambda: share_of(first.pages, 0) == 90, "it to be lent again")
 
 
-def test_a_share_changes_live(runners: Runners) -> None:
+def test_share_changes_while_the_job_runs(runners: Runners) -> None:
     job = runners.machine.job(share=10)
     runners.start(job, busy("k_100us"))
     for share in (10, 50, 10):
@@ -135,7 +134,7 @@ def test_a_share_changes_live(runners: Runners) -> None:
         assert is_kept(runners.shares(1), [share])
 
 
-def test_every_process_of_a_job_draws_from_one_share(runners: Runners) -> None:
+def test_all_processes_of_a_job_draw_from_one_share(runners: Runners) -> None:
     job = runners.machine.job(share=30)
     for _ in range(3):
         runners.start(job, busy("k_100us"))
@@ -143,8 +142,8 @@ def test_every_process_of_a_job_draws_from_one_share(runners: Runners) -> None:
     assert is_kept([sum(runners.shares(2))], [30])
 
 
-def test_streams_that_overlap_use_the_device_once(runners: Runners) -> None:
-    """Two streams of one process run side by side: the union of their times is what counts."""
+def test_overlapping_streams_are_charged_once(runners: Runners) -> None:
+    """Two streams of one process run concurrently: the union of their times counts."""
 
     def work(driver: Driver) -> None:
         driver.start()
@@ -160,7 +159,7 @@ def test_streams_that_overlap_use_the_device_once(runners: Runners) -> None:
     assert job.usage()[0].gpu_s == pytest.approx(runners.machine.world.executed_ns(guest.pid) / 1e9, rel=0.25)
 
 
-def test_a_job_that_waits_after_each_launch_is_held_to_its_share_too(runners: Runners) -> None:
+def test_job_that_waits_after_each_launch_is_held_to_its_share(runners: Runners) -> None:
     """HAMi #2863: it was never throttled."""
 
     def work(driver: Driver) -> None:
@@ -175,7 +174,7 @@ def test_a_job_that_waits_after_each_launch_is_held_to_its_share_too(runners: Ru
     assert is_kept(runners.shares(2), [25])
 
 
-def test_threads_of_a_process_share_too(runners: Runners) -> None:
+def test_threads_of_a_process_draw_from_one_share(runners: Runners) -> None:
     def work(driver: Driver) -> None:
         context, function = driver.start(), driver.kernel("k_200us")
 
@@ -197,7 +196,7 @@ def test_threads_of_a_process_share_too(runners: Runners) -> None:
 # --- the gate
 
 
-def test_nothing_starts_behind_a_closed_gate_and_what_was_under_way_ends_soon(runners: Runners) -> None:
+def test_nothing_starts_at_a_closed_gate_and_work_in_flight_ends_soon(runners: Runners) -> None:
     job = runners.machine.job(window_ms=4)
     guest = runners.start(job, busy("k_100us"))
     world = runners.machine.world
@@ -206,7 +205,7 @@ def test_nothing_starts_behind_a_closed_gate_and_what_was_under_way_ends_soon(ru
     job.set_gate(closed=True)
     until(lambda: world.pending(guest.pid) == 0, "what was under way to end")
     done = world.executed_ns(guest.pid)
-    assert done - before < 15e6, "at most the window and a kernel, with room for a slow test machine"
+    assert done - before < 15e6, "at most the window and a kernel, with a margin for a slow machine"
     launches = world.calls("cuLaunchKernel")
     time.sleep(0.1)
     assert world.executed_ns(guest.pid) == done and world.calls("cuLaunchKernel") == launches
@@ -214,7 +213,7 @@ def test_nothing_starts_behind_a_closed_gate_and_what_was_under_way_ends_soon(ru
     until(lambda: world.executed_ns(guest.pid) > done + 10e6, "it to go on")
 
 
-def test_copies_wait_at_the_gate_too_and_signals_do_not_pass_it(make_bench: Callable[..., Bench]) -> None:
+def test_copies_wait_at_the_gate_and_signals_do_not_open_it(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job()
     reading, writing = os.pipe()
@@ -240,8 +239,8 @@ def test_copies_wait_at_the_gate_too_and_signals_do_not_pass_it(make_bench: Call
     assert machine.world.calls("cuMemcpyHtoD_v2") == 1
 
 
-def test_a_guest_cannot_open_its_gate(make_bench: Callable[..., Bench]) -> None:
-    """The policy is mapped read-only: to write there is the end of the process, not of the policy."""
+def test_guest_cannot_open_its_gate(make_bench: Callable[..., Bench]) -> None:
+    """The policy is mapped read-only: a write ends the process and leaves the policy unchanged."""
     machine = make_bench()
     job = machine.job()
     job.set_gate(closed=True)
@@ -257,8 +256,8 @@ def test_a_guest_cannot_open_its_gate(make_bench: Callable[..., Bench]) -> None:
     assert job.pages.policy.gate & 1
 
 
-def test_a_stopped_daemon_holds_nobody_up_for_a_turn(runners: Runners) -> None:
-    """Turns that nobody hands out any more are not waited for; shares hold without anybody."""
+def test_stopped_daemon_does_not_block_turns(runners: Runners) -> None:
+    """Without a daemon turns are ignored, and shares still hold."""
     machine = runners.machine
     jobs = [machine.job(share=40), machine.job(share=40)]
     for job in jobs:
@@ -274,8 +273,8 @@ def test_a_stopped_daemon_holds_nobody_up_for_a_turn(runners: Runners) -> None:
 # --- capture
 
 
-def test_nothing_is_done_inside_a_capture(make_bench: Callable[..., Bench]) -> None:
-    """HAMi #1360: a call that a capture forbids would spoil it. Launches into it run later, and are charged then."""
+def test_guard_makes_no_calls_inside_a_capture(make_bench: Callable[..., Bench]) -> None:
+    """HAMi #1360: a call that a capture forbids would invalidate it. Captured launches run later and are charged then."""
     machine = make_bench()
     job = machine.job()
 
@@ -305,8 +304,8 @@ def test_nothing_is_done_inside_a_capture(make_bench: Callable[..., Bench]) -> N
     assert job.usage()[0].gpu_s == pytest.approx(0.16, rel=0.3)
 
 
-def test_a_capture_ends_only_where_it_began(make_bench: Callable[..., Bench]) -> None:
-    """A stream that has joined it cannot end it: it is still under way, and nothing is asked that would spoil it."""
+def test_capture_ends_only_on_the_stream_where_it_began(make_bench: Callable[..., Bench]) -> None:
+    """A stream that joined the capture cannot end it, and the guard makes no call that would invalidate it."""
     machine = make_bench()
     job = machine.job()
 
@@ -328,13 +327,13 @@ def test_a_capture_ends_only_where_it_began(make_bench: Callable[..., Bench]) ->
         for _ in range(100):
             driver.launch(function, other)
         driver.cuCtxSynchronize()
-        assert machine.world.calls("cuEventQuery") > asked, "and afterwards everything is measured again"
+        assert machine.world.calls("cuEventQuery") > asked, "afterwards work is measured again"
 
     machine.run(job, work)
     assert job.usage()[0].launches == 200
 
 
-def test_what_cannot_be_measured_is_charged_as_predicted(make_bench: Callable[..., Bench]) -> None:
+def test_unmeasurable_work_is_charged_as_predicted(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job()
 
@@ -350,7 +349,7 @@ def test_what_cannot_be_measured_is_charged_as_predicted(make_bench: Callable[..
 
 
 def test_graph_launch_is_charged(runners: Runners) -> None:
-    """HAMi #1445: a graph could not be limited."""
+    """HAMi #1445: graphs were not limited."""
 
     def work(driver: Driver) -> None:
         driver.start()
@@ -410,7 +409,7 @@ def test_extended_and_cooperative_launches_are_charged(make_bench: Callable[...,
     assert usage.launches == 40 and usage.gpu_s == pytest.approx(0.04, rel=0.3)
 
 
-def test_a_grid_of_any_size_is_counted_right(make_bench: Callable[..., Bench]) -> None:
+def test_grid_of_any_size_is_counted_correctly(make_bench: Callable[..., Bench]) -> None:
     """HAMi multiplied its three sizes in 32 bits."""
     machine = make_bench()
     job = machine.job(share=50)
@@ -426,7 +425,7 @@ def test_a_grid_of_any_size_is_counted_right(make_bench: Callable[..., Bench]) -
     assert job.usage()[0].gpu_s == pytest.approx(0.005, rel=0.6)
 
 
-def test_a_stream_that_is_destroyed_with_work_of_it_unmeasured(make_bench: Callable[..., Bench]) -> None:
+def test_stream_destroyed_with_unmeasured_work(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job()
 
@@ -444,7 +443,7 @@ def test_a_stream_that_is_destroyed_with_work_of_it_unmeasured(make_bench: Calla
     assert job.usage()[0].launches == 150
 
 
-def test_a_context_that_ends_in_the_middle_leaves_nothing_under_way(make_bench: Callable[..., Bench]) -> None:
+def test_context_destroyed_midway_leaves_nothing_in_flight(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(share=50)
 
@@ -461,7 +460,7 @@ def test_a_context_that_ends_in_the_middle_leaves_nothing_under_way(make_bench: 
     machine.run(job, work)
 
 
-def test_a_child_that_is_forked_while_others_launch(make_bench: Callable[..., Bench]) -> None:
+def test_child_forked_while_others_launch(make_bench: Callable[..., Bench]) -> None:
     machine = make_bench()
     job = machine.job(share=50)
 

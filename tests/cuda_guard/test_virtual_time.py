@@ -1,4 +1,4 @@
-"""Shares to the thousandth, in virtual time: the guard's own code, on a double whose clock moves where the guard would wait."""
+"""Precision of shares in virtual time: the guard's code on a fake whose clock advances where the guard would wait."""
 
 import subprocess
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from tests.fake.world import World
 
 pytestmark = pytest.mark.cc
 
-SECONDS = 10  # after a first, in which what it had saved up is spent
-UNDER_WAY_NS = 7_000_000  # the window, and a kernel
-MEAN, SECOND = 0.3, 3.0  # points by which a share may be missed: the guard's goals, over 60 s and over 1 s
+SECONDS = 10  # after a first one, in which saved time is spent
+UNDER_WAY_NS = 7_000_000  # the window and a kernel
+MEAN, SECOND = 0.3, 3.0  # allowed errors in percentage points: the guard's goals over 60 s and over 1 s
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def had(program: Path, world: World, pages: Pages, seed: int, kernels: tuple[int, ...]) -> list[float]:
-    """What the job has of the device in each second, in per cent."""
+    """Return the job's part of the device in each second, in per cent."""
     words = [str(program), str(world.fakes.world), str(SECONDS + 1), str(seed), *(f"k_{us}us" for us in kernels)]
     env = {**world.environment(), "MESH_GUARD_DIR": str(pages.directory)}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def pages_of(make_pages: Callable[..., Pages], world: World, share: float) -> Pa
     kernels=st.lists(st.sampled_from([20, 50, 100, 300, 1000, 3000]), min_size=1, max_size=8).map(tuple),
     seed=st.integers(0, 1000),
 )
-def test_a_share_is_kept_whatever_kernels_there_are(
+def test_share_is_kept_with_any_kernels(
     make_world: Callable[..., World],
     make_pages: Callable[..., Pages],
     program: Path,
@@ -64,4 +64,6 @@ def test_a_share_is_kept_whatever_kernels_there_are(
     parts = had(program, world, pages, seed, kernels)
     assert len(parts) == SECONDS and abs(sum(parts) / SECONDS - share) <= MEAN
     assert max(abs(part - share) for part in parts) <= SECOND
-    assert pages.job.uses[0].busy_ns == pytest.approx(world.busy_ns(), abs=UNDER_WAY_NS), "it is charged what it had"
+    assert pages.job.uses[0].busy_ns == pytest.approx(world.busy_ns(), abs=UNDER_WAY_NS), (
+        "the job is charged the time it used"
+    )

@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven by its own DevTools protocol (https://chromedevtools.github.io/devtools-protocol/)."""
+"""Headless Chromium, driven by its DevTools protocol (https://chromedevtools.github.io/devtools-protocol/)."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ PROGRAM = "chromium"
 WAIT_S = 60.0
 FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # which root may not have; the pages are our own
+    "--no-sandbox",  # root cannot use the sandbox; the pages are trusted
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-extensions",
@@ -27,12 +27,12 @@ FLAGS = (
 
 
 class Page:
-    """One page. Use as a context manager: the browser and its files are gone afterwards."""
+    """One page. The context manager ends the browser and removes its files on exit."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._asked = 0
-        self.events: list[dict[str, Any]] = []  # of the domains that were enabled, as they came
+        self.events: list[dict[str, Any]] = []  # events of the enabled domains, in order of arrival
         self._profile = Path(tempfile.mkdtemp(prefix="mesh-browser-"))
 
     async def __aenter__(self) -> "Page":
@@ -44,7 +44,7 @@ class Page:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "TMPDIR": str(self._profile), "HOME": str(self._profile)},  # it leaves things in both
+            env={**os.environ, "TMPDIR": str(self._profile), "HOME": str(self._profile)},  # Chromium writes to both
         )
         self._session = aiohttp.ClientSession()
         try:
@@ -90,19 +90,19 @@ class Page:
                     return answer["result"]
 
     async def run(self, script: str) -> Any:
-        """The value of an expression of JavaScript, waited for if it is a promise."""
+        """Return the value of a JavaScript expression; a promise is awaited."""
         told = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
     async def until(self, script: str, what: str) -> Any:
-        """What the expression gives once that is true; an error in it counts as not yet."""
-        plain = "value instanceof Element ? true : value"  # an element itself cannot be passed on
+        """Wait until the expression is true and return its value. An error in it counts as false."""
+        plain = "value instanceof Element ? true : value"  # DevTools cannot return an element by value
         look = f"(() => {{ try {{ const value = {script}; return {plain} }} catch (error) {{ return false }} }})()"
         return await self._until(lambda: self.run(look), what)
 
     async def until_async(self, script: str, what: str) -> Any:
-        """The same of an expression that waits."""
+        """Like `until`, for an asynchronous expression."""
         return await self._until(lambda: self.run(f"(async () => {script})()"), what)
 
     async def _until(self, look: Callable[[], Awaitable[Any]], what: str) -> Any:
@@ -130,7 +130,7 @@ class Page:
             )
 
     async def click(self, selector: str) -> None:
-        """With the mouse, in its middle."""
+        """Click the center of the element with the mouse."""
         place = await self.until(
             f"(() => {{ const r = document.querySelector({selector!r}).getBoundingClientRect();"
             " return r.width && [r.x + r.width / 2, r.y + r.height / 2] })()",

@@ -18,10 +18,10 @@ import msgspec
 from click.testing import CliRunner
 
 from mesh.cli.main import cli
-from mesh.stack import LOOPBACK, StackNode
+from mesh.daemon.stack import LOOPBACK, Stack, StackNode
 
 WAIT_S = 60.0
-ENDLESS = 1_000_000  # steps, of a fiftieth of a second each
+ENDLESS = 1_000_000  # steps of 1/50 s each
 PROJECT = Path(__file__).parent / "project"
 Done = subprocess.CompletedProcess[str]
 
@@ -41,12 +41,13 @@ def mesh(
     within: tuple[str, ...] = (),
     cwd: Path = PROJECT,
     timeout_s: float = WAIT_S,
+    input_text: str = "",
     **env: str,
 ) -> Done:
-    """Run one command to its end; `within`: a command that runs it, as `ip netns exec`."""
+    """Run one command to its end. `within` is a wrapper command such as `ip netns exec`."""
     return subprocess.run(
         [*within, *command(state, *arguments)],
-        stdin=subprocess.DEVNULL,
+        input=input_text,
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -57,22 +58,24 @@ def mesh(
 
 
 def ok(state: StackNode | Path | None, *arguments: str, **options: Any) -> str:
-    """Standard output of a command that must succeed."""
+    """Return the standard output of a command that must succeed."""
     done = mesh(state, *arguments, **options)
     assert done.returncode == 0, f"mesh {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 def read(state: StackNode | Path | None, *arguments: str) -> Any:
-    """The JSON of a read, by the same command in this process: conditions are looked at often, and its start takes a tenth of a
-    second of work."""
+    """Return the JSON of a read command, run inside this process.
+
+    Conditions are polled often, and the start of a new process takes 0.1 s of CPU time.
+    """
     done = CliRunner().invoke(cli, [*_chosen(state), *arguments, "--json"], prog_name="mesh")
     assert done.exit_code == 0, f"mesh {' '.join(arguments)}: {done.exit_code}\n{done.output}"
     return json.loads(done.stdout)
 
 
 def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) -> subprocess.Popen[str]:
-    """A command that goes on; Ctrl-C reaches it even where the tests themselves were started with it ignored (`nohup`, `&`)."""
+    """Start a command in the background. It receives Ctrl-C even if the test run ignores SIGINT (`nohup`, `&`)."""
     return subprocess.Popen(
         ["env", "--default-signal=INT", *command(state, *arguments)],
         stdin=subprocess.DEVNULL,
@@ -84,7 +87,7 @@ def start(state: StackNode | Path | None, *arguments: str, cwd: Path = PROJECT) 
 
 
 def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    """What `ready` gives once that is true."""
+    """Wait until `ready` returns a true value, and return it."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = ready()
@@ -98,7 +101,7 @@ UNHEARD: dict[str, Any] = {
     "state": "",
     "detail": "",
     "node": None,
-    "heir": None,
+    "standby": None,
     "step": None,
     "of": None,
     "checkpoint": None,
@@ -108,43 +111,48 @@ UNHEARD: dict[str, Any] = {
 
 
 def job_state(node: StackNode, job: str) -> dict[str, Any]:
-    """The job as this node sees it; `UNHEARD` while it does not know it."""
+    """Return the job as this node sees it, or `UNHEARD` while the node does not know the job."""
     found = [row for row in read(node, "ps", "-a")["jobs"] if row["job"] == job]
     return found[0] if found else UNHEARD
 
 
 def submit_count(node: StackNode, steps: int, *options: str, pace_s: float = 0.02) -> str:
-    """Submit the counting job; its id. What is done to it must take less time than it does: see `submit_endless`."""
+    """Submit the counting job and return its id. It may end before a slow test acts on it; see `submit_endless`."""
     order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", *options)
     return ok(node, *order, "--", sys.executable, "count.py", str(steps), str(pace_s)).strip()
 
 
+def end_of(stack: Stack) -> Path:
+    """Return the file that ends this stack's counting job, in a directory that its guests see."""
+    return Path(stack.overrides["process_sees"][0]) / f"{stack.directory.name}-end"
+
+
 def submit_endless(node: StackNode, end: Path, *options: str) -> str:
-    """Submit a counting job that ends once there is a file `end`; its id."""
+    """Submit a counting job that ends when the file `end` exists, and return its id."""
     return submit_count(node, ENDLESS, "--env", f"UNTIL={end}", *options)
 
 
 def count_of(node: StackNode, job: str) -> tuple[int, str]:
-    """How far one has counted that was ended so, and its digest."""
+    """Return the last number and the digest that an ended counting job printed."""
     *_, counted, digest = ok(node, "logs", job).splitlines()
     return int(counted.removeprefix("counted ")), digest.removeprefix("digest ")
 
 
 def exact(node: StackNode, job: str) -> bool:
-    """Whether it has ended so with what an undisturbed count ends with."""
+    """Return True if the counting job ended with the digest of an undisturbed count."""
     steps, digest = count_of(node, job)
     return digest == count_digest(steps)
 
 
 def free_port() -> int:
-    """None of those that the kernel gives out by itself (Linux: from 32768 on), so that nobody is given it before it is used."""
+    """Return a free port below the ephemeral range (Linux: from 32768), so that the kernel assigns it to no other socket."""
     while True:
         with suppress(OSError), socket.create_server((LOOPBACK, secrets.choice(range(20_000, 32_000)))) as free:
             return int(free.getsockname()[1])
 
 
 def count_digest(steps: int) -> str:
-    """What an undisturbed count ends with."""
+    """Return the digest of an undisturbed count."""
     digest = ""
     for step in range(1, steps + 1):
         digest = hashlib.sha256(f"{digest}{step}".encode()).hexdigest()
@@ -152,7 +160,7 @@ def count_digest(steps: int) -> str:
 
 
 def running_with_checkpoint(node: StackNode, job: str, elsewhere: str | None = None) -> dict[str, Any]:
-    """Wait until it runs (not on `elsewhere`) and has committed a checkpoint since its last move; its state."""
+    """Wait until the job runs (not on `elsewhere`) and has committed a checkpoint since its last move; return its state."""
 
     def there() -> dict[str, Any] | None:
         state = job_state(node, job)
@@ -174,7 +182,7 @@ def finished(node: StackNode, job: str) -> dict[str, Any]:
 
 
 def send(number: signal.Signals, *nodes: StackNode) -> None:
-    """A signal to these daemons, by their pids."""
+    """Send a signal to these daemons."""
     for node in nodes:
         assert node.process is not None
         os.kill(node.process.pid, number)
@@ -200,7 +208,7 @@ def state_of(pid: int) -> str:
 
 
 def as_documented(node: StackNode, job: str) -> int:
-    """Every read that answers JSON answers what the API's document says of it; how many there are."""
+    """Check that every JSON read conforms to the API document; return the number of reads."""
     from mesh.api.openapi import answers_of
     from mesh.api.routes import ROUTES
 

@@ -1,6 +1,6 @@
-"""The agent's API against its own document: schemathesis tries every call on a real daemon's socket, with terms that fit and not.
+"""The daemon's API against its document: schemathesis makes valid and invalid calls on a real daemon's socket.
 
-`MESH_FUZZ_EXAMPLES=500` is the larger run (an hour); each call is tried so often with what fits, and as often with what does not.
+`MESH_FUZZ_EXAMPLES=500` is the larger run (one hour). It is the number of valid and of invalid examples for each call.
 """
 
 import os
@@ -21,7 +21,8 @@ from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
 from mesh.api.openapi import document
-from mesh.stack import Stack, StackNode
+from mesh.api.routes import ROUTES
+from mesh.daemon.stack import Stack, StackNode
 from tests.e2e.commands import finished, ok
 
 pytestmark = pytest.mark.e2e
@@ -54,8 +55,8 @@ class SocketAdapter(HTTPAdapter):
         return self.pool
 
 
-def harmless(case: Case, done: str, room: Path) -> None:
-    """The same, but that it runs nothing, packs nothing of this machine and waits for nothing."""
+def sanitize(case: Case, done: str, room: Path) -> None:
+    """Change the case so that it runs no command, packs no file of this machine and does not wait."""
     body = case.body
     if isinstance(body, dict):
         if isinstance(body.get("argv"), list) and body["argv"] and isinstance(body["argv"][0], str):
@@ -64,12 +65,12 @@ def harmless(case: Case, done: str, room: Path) -> None:
             if isinstance(body.get(name), str) and body[name].startswith("/"):
                 body[name] = str(room / body[name].encode().hex()[:20])
     if case.query and case.path.endswith("/log"):
-        case.path_parameters["job"] = done  # to follow what waits is to wait
+        case.path_parameters["job"] = done  # following a waiting job would wait too
 
 
 def operations() -> Iterator[APIOperation]:
-    found = [one.ok() for one in schemathesis.openapi.from_dict(document()).get_all_operations()]
-    return iter(sorted(found, key=lambda one: one.path == "/v1/down"))  # which ends the daemon
+    found = [one.ok() for one in schemathesis.openapi.from_dict(document(ROUTES)).get_all_operations()]
+    return iter(sorted(found, key=lambda one: one.path == "/v1/down"))  # last, since it ends the daemon
 
 
 def tried(operation: APIOperation, mode: GenerationMode, call: Callable[[Case], None]) -> None:
@@ -83,7 +84,7 @@ def tried(operation: APIOperation, mode: GenerationMode, call: Callable[[Case], 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[tuple[StackNode, str]]:
-    """A daemon to be thrown away, with a job that is over."""
+    """A disposable daemon with a finished job."""
     with Stack(1, directory=tmp_path / "state", overrides={"slots": 1}) as stack:
         stack.start_all()
         node = stack.nodes[0]
@@ -92,7 +93,7 @@ def alone(tmp_path: Path) -> Iterator[tuple[StackNode, str]]:
         yield node, job
 
 
-def test_every_call_keeps_to_the_document(alone: tuple[StackNode, str], tmp_path: Path) -> None:
+def test_every_call_conforms_to_the_api_document(alone: tuple[StackNode, str], tmp_path: Path) -> None:
     node, done = alone
     session = requests.Session()
     session.mount(BASE, SocketAdapter(node.where.socket))
@@ -101,10 +102,10 @@ def test_every_call_keeps_to_the_document(alone: tuple[StackNode, str], tmp_path
     def call(case: Case, job: str | None) -> None:
         if job is not None and "job" in case.path_parameters:
             case.path_parameters["job"] = job
-        harmless(case, done, tmp_path)
+        sanitize(case, done, tmp_path)
         if case.path == "/v1/down":
-            case.body = {"grace_s": -1}  # what is well-formed would be done
-        # What fits the schema may be refused all the same: a limit without an array, a job that is over.
+            case.body = {"grace_s": -1}  # a valid body would take effect
+        # The daemon may refuse a body that fits the schema: a limit without an array, or a finished job.
         answer = case.call_and_validate(
             base_url=BASE, session=session, timeout=60, excluded_checks=[positive_data_acceptance]
         )

@@ -1,4 +1,4 @@
-"""Jobs in real containers, by the command line."""
+"""Jobs in real containers, through the command line."""
 
 import signal
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
+from tests.container_images import busybox_image
 from tests.e2e.commands import finished, job_state, mesh, ok, read, send, until
-from tests.images import busybox_image
 
 pytestmark = [pytest.mark.e2e, pytest.mark.docker]
 
@@ -29,21 +29,21 @@ def containers(node: StackNode) -> list[Any]:
     return labelled(read(node, "status")["node"])
 
 
-def test_a_job_runs_in_its_image_with_its_files_and_leaves_no_container(stack: Stack) -> None:
+def test_job_runs_in_its_image_with_its_files_and_leaves_no_container(stack: Stack) -> None:
     node = stack.nodes[0]
     script = "ls; id -u; pwd; echo kept > $MESH_OUT_DIR/file; exit 5"
     done = mesh(node, "run", "--image", busybox_image(), "--", "sh", "-c", script)
     assert done.returncode == 5 and "count.py" in done.stdout and "/mesh/work" in done.stdout
-    assert "0" not in done.stdout.split(), "not root"
-    until(lambda: not any(containers(each) for each in stack.nodes), "its container to be removed")
-    assert mesh(node, "run", "--engine", "docker", "--", "true").returncode == 6
+    assert "0" not in done.stdout.split(), "the container must not run as root"
+    until(lambda: not any(containers(each) for each in stack.nodes), "the container to be removed")
+    assert mesh(node, "submit", "--engine", "docker", "--", "true").returncode == 6
     system = ("submit", "--no-workdir", "--ckpt-mode", "system")
     refused = mesh(node, *system, "--image", busybox_image(), "--", "true")
     assert refused.returncode == 6 and "makes no system checkpoints: its owner has not allowed them" in refused.stderr
     assert "is of a container: add --image NAME" in mesh(node, *system, "--", "true").stderr
 
 
-def test_a_daemon_that_is_killed_takes_its_containers_along_and_the_job_goes_on(stack: Stack) -> None:
+def test_killed_daemon_takes_its_containers_along_and_the_job_resumes(stack: Stack) -> None:
     script = (
         'echo "on $MESH_NODE, resumed [$MESH_RESUME]"; echo state > $MESH_CKPT_DIR/step-1; while :; do sleep 0.1; done'
     )
@@ -54,16 +54,16 @@ def test_a_daemon_that_is_killed_takes_its_containers_along_and_the_job_goes_on(
     other = next(node for node in stack.nodes if node is not host)
     label = read(host, "status")["node"]
     send(signal.SIGKILL, host)
-    until(lambda: not labelled(label), "its containers to be removed")
+    until(lambda: not labelled(label), "the containers to be removed")
 
     def moved() -> bool:
         now = job_state(other, job)
         if now["state"] == "stranded" and not host.running:
-            stack.start(host)  # on a mesh of two, one node keeps the record: the job goes on when it is back
+            stack.start(host)  # in a mesh of two, one node has the record; the job resumes when that node returns
         return len(now["attempts"]) > 1 and now["state"] == "running"
 
     until(moved, "a new attempt")
-    until(lambda: "resumed [/mesh/ckpt/step-1]" in ok(other, "logs", job), "it to go on from its checkpoint")
+    until(lambda: "resumed [/mesh/ckpt/step-1]" in ok(other, "logs", job), "the job to resume from its checkpoint")
     ok(other, "cancel", job)
     finished(other, job)
 

@@ -1,11 +1,12 @@
-"""A job's next host has its checkpoint beforehand, and a job goes back home by itself: real daemons."""
+"""Warm standbys and migrate-back on real daemons."""
 
 from collections.abc import Callable
 
 import pytest
 
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
 from tests.e2e.commands import (
+    end_of,
     exact,
     finished,
     job_state,
@@ -21,45 +22,45 @@ pytestmark = pytest.mark.e2e
 MakeStack = Callable[..., Stack]
 
 
-def test_the_heir_has_the_checkpoint_before_it_is_needed(make_stack: MakeStack) -> None:
+def test_standby_receives_the_checkpoint_in_advance(make_stack: MakeStack) -> None:
     stack = make_stack(4)
     user = stack.nodes[0]
     ok(user, "pause")
     job = submit_count(user, 100_000, "--ckpt-to", user.nick, "--replicas", "1")
     host = stack.node(running_with_checkpoint(user, job)["node"])
-    state = until(lambda: (s := job_state(host, job)).get("warm") and s, "the heir to be warm")
-    heir = stack.node(state["heir"])
-    assert heir not in (host, user) and heir.nick not in state["checkpoint"]["holders"]
-    kept = {path.name for path in (heir.where.root / "store" / "manifests").iterdir()}
+    state = until(lambda: (s := job_state(host, job)).get("warm") and s, "the standby to be warm")
+    standby = stack.node(state["standby"])
+    assert standby not in (host, user) and standby.nick not in state["checkpoint"]["holders"]
+    kept = {path.name for path in (standby.where.root / "store" / "manifests").iterdir()}
     assert any(state["checkpoint"]["manifest"] in name for name in kept)
-    assert f"it would go to {heir.nick} next" in ok(host, "why", job)
-    until(lambda: job_state(user, job)["heir"] == heir.nick, "others to hear of it")
+    assert f"next node: {standby.nick}, which " in ok(host, "why", job)
+    until(lambda: job_state(user, job)["standby"] == standby.nick, "other nodes to know the standby")
     ok(host, "down")
     first, second = running_with_checkpoint(user, job, elsewhere=host.nick)["attempts"]
-    assert second["node"] == heir.nick and second["resumed_step"] == first["last_step"]
+    assert second["node"] == standby.nick and second["resumed_step"] == first["last_step"]
     ok(user, "cancel", job)
     end = finished(user, job)
-    assert end["heir"] is None and not end["warm"]
+    assert end["standby"] is None and not end["warm"]
 
 
-def test_a_job_goes_home_when_its_owner_gives_the_machine_back(make_stack: MakeStack) -> None:
+def test_job_migrates_back_when_the_owner_resumes_lending(make_stack: MakeStack) -> None:
     stack = make_stack(3)
     user = stack.nodes[0]
-    job = submit_endless(user, stack.directory / "end")
+    job = submit_endless(user, end_of(stack))
     home = stack.node(running_with_checkpoint(user, job)["node"])
     assert read(home, "reclaim")["reclaimed"] == [job]
     running_with_checkpoint(user, job, elsewhere=home.nick)
-    ok(home, "resume")
-    until(lambda: job_state(user, job)["node"] == home.nick, "it to go home")
+    ok(home, "lend")
+    until(lambda: job_state(user, job)["node"] == home.nick, "the job to migrate back")
     running_with_checkpoint(user, job)
-    (stack.directory / "end").touch()
+    end_of(stack).touch()
     end = finished(user, job)
     assert [attempt["reason"] for attempt in end["attempts"]] == [
         "vacated: its owner took the machine back",
-        "vacated: its home is free again",
+        "vacated: its home node is free again",
         "done",
     ]
     for before, after in zip(end["attempts"], end["attempts"][1:], strict=False):
-        assert after["resumed_step"] == before["last_step"], "no step is lost"
+        assert after["resumed_step"] == before["last_step"], "no step may be lost"
     assert end["attempts"][2]["node"] == home.nick
     assert exact(user, job)

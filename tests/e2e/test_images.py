@@ -1,4 +1,4 @@
-"""The mesh's list of images on real daemons, each with a Docker engine of its own: allowed on one, run on the other."""
+"""The mesh's image list on two real daemons, each with its own Docker engine."""
 
 import asyncio
 import os
@@ -10,16 +10,16 @@ from blake3 import blake3
 
 from membership.identity import Identity
 from membership.trust import TrustStore
+from mesh.daemon.launcher import wait_ready
+from mesh.daemon.stack import Stack, StackNode
 from mesh.images.allowlist import Image
 from mesh.images.catalogue import Catalogue
-from mesh.images.docket import decode_docket
-from mesh.images.questions import decode_answer, decode_offer, encode
-from mesh.launcher import wait_ready
-from mesh.stack import Stack, StackNode
+from mesh.images.image_manifest import decode_image_manifest
+from mesh.images.messages import decode_answer, decode_offer, encode
+from tests.container_images import layered_image
 from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
 from tests.e2e.test_hostile import Insider
-from tests.images import layered_image
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +55,7 @@ def row(node: StackNode, alias: str = "tool") -> dict[str, object]:
 
 
 def names(node: StackNode) -> set[str]:
-    """Of images that run by name somewhere."""
+    """Return the names of the images that some node can run by name."""
     return {row["name"] for row in read(node, "image", "ls")["by_name"]}
 
 
@@ -70,26 +70,26 @@ def fails(node: StackNode, code: int, words: str, *arguments: str) -> None:
 
 
 @pytest.mark.dockerd
-def test_an_image_is_allowed_on_one_node_fetched_by_another_and_refused_by_its_owner(
+def test_image_is_allowed_on_one_node_fetched_by_a_peer_and_denied_by_owner(
     stack: Stack, image_id: str, hosts: tuple[str, str]
 ) -> None:
     one, two = stack.nodes
-    # Without a list everything is as its owner put it there.
+    # Without a list, each node runs the images that its owner put there.
     assert "this mesh has no list of images" in mesh(two, "image", "ls").stderr
-    until(lambda: read(two, "image", "ls")["by_name"] == [{"name": "lab/tool:1", "nodes": ["node1"]}], "the name")
+    until(lambda: read(two, "image", "ls")["by_name"] == [{"name": "lab/tool:1", "nodes": ["node1"]}], "the image name")
     ok(two, "run", "--no-workdir", "--image", "lab/tool:1", "--", "true")
     fails(two, 5, "this mesh has no list of images", "image", "pull", "tool")
 
     fails(two, 4, "is not on this node's engine", "image", "allow", "tool")
     fails(two, 5, "may not sign the mesh's list of images", "image", "allow", "tool", "--id", image_id)
     allowed = mesh(one, "image", "allow", "tool", "--from", "lab/tool:1")
-    assert allowed.returncode == 0 and "from now on only what is on the list" in allowed.stderr
-    until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
+    assert allowed.returncode == 0 and "from now on nodes run only images on the list" in allowed.stderr
+    until(lambda: row(two).get("nodes") == ["node1"], "the image list to arrive")
     assert row(two)["id"] == image_id and row(two)["by"] == "node1" and row(two)["here"] is False
     assert row(one)["here"] is True
     fails(
         two,
-        5,
+        125,
         "image lab/tool:1 is not on the mesh's list",
         "run",
         "--no-workdir",
@@ -104,76 +104,80 @@ def test_an_image_is_allowed_on_one_node_fetched_by_another_and_refused_by_its_o
     ok(one, "pause")
     until(
         lambda: mesh(two, "submit", "--no-workdir", "--image", "tool", "--", "true").returncode == 0,
-        "it can be fetched",
+        "the image to be fetchable",
     )
     job = ok(two, "submit", "--no-workdir", "--image", "tool", "--", "sh", "-c", "ls -l /data0; exit 3").strip()
     state = finished(two, job)
     assert state["outcome"]["exit_code"] == 3 and state["attempts"][-1]["node"] == "node2"
     assert str(SIZE) in ok(two, "logs", job)
-    texts = [event["text"] for event in read(two, "events")["events"]]
+    texts = [event["text"] for event in read(two, "job", "events")["events"]]
     assert any("image tool is not on this node: it is fetched from others" in text for text in texts)
     assert any("image tool came in" in text for text in texts)
-    until(lambda: row(one).get("nodes") == ["node1", "node2"], "both to say that they have it")
+    until(lambda: row(one).get("nodes") == ["node1", "node2"], "both nodes to report the image")
     with client_of(hosts[1]) as client:
         assert [image.id for image in client.images.list()] == [image_id]
 
-    # It stays while it is used, and no longer than its owner likes.
-    assert "fetched from others: 1" in mesh(two, "image", "ls").stderr
-    assert read(one, "image", "ls")["fetched"]["images"] == [], "that one was put there"
-    assert read(two, "image", "prune", "--unused", "0")["images"] == [], "it was used a moment ago"
+    # A fetched image stays while it is in use, at most for the owner's retention time.
+    assert "fetched from other nodes: 1 image" in mesh(two, "image", "ls").stderr
+    assert read(one, "image", "ls")["fetched"]["images"] == [], "an image put there by the owner is not a fetched one"
+    assert read(two, "image", "prune", "--unused", "0")["images"] == [], "a recently used image must stay"
     used = two.where.images / "fetched" / image_id.removeprefix("sha256:")
     os.utime(used, (used.stat().st_mtime - 86_400,) * 2)
-    assert read(two, "image", "prune")["images"] == [], "a day is not 30"
+    assert read(two, "image", "prune")["images"] == [], "an image unused for one day must stay for 30 days"
     (would,) = read(two, "image", "prune", "--unused", "1h", "--dry-run")["images"]
     assert would["gone"] and would["id"] == image_id and row(two)["here"] is True
-    assert "is gone; unused for 1d" in ok(two, "image", "prune", "--unused", "1h")
+    assert "removed; unused for 1d" in ok(two, "image", "prune", "--unused", "1h")
     with client_of(hosts[1]) as client:
         assert client.images.list() == [] and row(two)["here"] is False
-    until(lambda: row(one).get("nodes") == ["node1"], "others to hear that it has gone")
+    until(lambda: row(one).get("nodes") == ["node1"], "other nodes to know that the image was removed")
 
-    # An owner's word is above the list, on his node; the list's word is everybody's.
+    # On their own node, an owner overrides the list.
     ok(two, "image", "deny", "tool")
     assert row(two)["denied_here"] is True
     fails(two, 5, "this node's owner denies image tool", "image", "pull", "tool")
-    assert "node2 has not got it" in mesh(one, "image", "push", "tool", "node2").stdout
+    assert "node2 does not have it" in mesh(one, "image", "push", "tool", "node2").stdout
     ok(two, "image", "allow", "tool", "--here")
     assert row(two)["denied_here"] is False
     ok(two, "image", "deny", "tool")
     job = ok(one, "submit", "--no-workdir", "--image", "tool", "--", "true").strip()
-    until(lambda: "its owner denies image tool (`mesh image deny`)" in ok(one, "why", job), "the refusal to be told")
+    until(
+        lambda: "its owner denies image tool (`mesh image deny`)" in ok(one, "why", job),
+        "the denial to be shown as a reason",
+    )
     ok(one, "image", "deny", "tool", "--mesh")
     assert "is not on the mesh's list" in read(one, "why", job)["explanation"][0]
     ok(one, "cancel", job)
-    until(lambda: row(two) == {} or row(two)["allowed"] is False, "the denial to be heard")
-    fails(two, 5, "not on the mesh's list", "run", "--no-workdir", "--image", "tool", "--", "true")
+    until(lambda: row(two) == {} or row(two)["allowed"] is False, "the denial to arrive")
+    fails(two, 125, "not on the mesh's list", "run", "--no-workdir", "--image", "tool", "--", "true")
     fails(one, 4, "is not on the mesh's list", "image", "deny", "tool", "--mesh")
 
 
 @pytest.mark.dockerd
-def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stopped_at_once(
-    stack: Stack, hosts: tuple[str, str]
-) -> None:
+def test_image_is_prefetched_and_a_start_waiting_for_one_stops_at_once(stack: Stack, hosts: tuple[str, str]) -> None:
     one, two = stack.nodes
     ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
-    until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
+    until(lambda: row(two).get("nodes") == ["node1"], "the image list to arrive")
     ok(one, "pause")
-    until(lambda: paused(two, one), "the pause to be heard")
-    # Its source is stopped while it gives: the job waits for its image, in so many words, and its owner need not.
-    until(lambda: mesh(one, "image", "pull", "tool").returncode == 0, "it to be there")
+    until(lambda: paused(two, one), "the pause to arrive")
+    # The image source is stopped during the transfer: the job reports that it waits for its image, and a reclaim does not wait.
+    until(lambda: mesh(one, "image", "pull", "tool").returncode == 0, "the image to be pulled")
     stack_source = one.process
     assert stack_source is not None
     os.kill(stack_source.pid, 19)
     try:
         job = ok(two, "submit", "--no-workdir", "--image", "tool", "--", "sleep", "600").strip()
-        until(lambda: "preparing: image" in str(job_state(two, job).get("detail")), "it to be prepared")
+        until(lambda: "preparing: image" in str(job_state(two, job).get("detail")), "the job to prepare its image")
         reclaimed = read(two, "status")
         assert reclaimed["guests"] == [job]
         ok(two, "reclaim", "--grace", "40s", timeout_s=35)
-        until(lambda: job_state(two, job)["attempts"][-1]["reason"].startswith("vacated"), "it to be told")
+        until(
+            lambda: job_state(two, job)["attempts"][-1]["reason"].startswith("vacated"),
+            "the attempt to be recorded as vacated",
+        )
     finally:
         os.kill(stack_source.pid, 18)
     ok(two, "cancel", job)
-    ok(two, "resume")
+    ok(two, "lend")
     assert "tool is here" in ok(two, "image", "pull", "tool", timeout_s=60)
     assert ok(one, "image", "push", "tool", "node2", "node1") == "node2 has it\nnode1 has it\n"
     assert read(two, "image", "push", "tool", "node1")["nodes"][0]["here"] is True
@@ -181,27 +185,28 @@ def test_an_image_is_brought_beforehand_and_a_start_that_waits_for_one_is_stoppe
 
 
 @pytest.mark.dockerd
-def test_an_owner_without_a_say_allows_on_his_own_node(stack: Stack, hosts: tuple[str, str]) -> None:
+def test_owner_without_list_rights_allows_an_image_on_their_node(stack: Stack, hosts: tuple[str, str]) -> None:
     one, two = stack.nodes
     with client_of(hosts[1]) as client:
         layered_image(client, "mine:1", b"own")
     ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
-    until(lambda: row(two).get("nodes") == ["node1"], "the list to be heard")
-    fails(two, 5, "is not on the mesh's list", "run", "--no-workdir", "--image", "mine:1", "--", "true")
+    until(lambda: row(two).get("nodes") == ["node1"], "the image list to arrive")
+    fails(two, 125, "is not on the mesh's list", "run", "--no-workdir", "--image", "mine:1", "--", "true")
     assert "may not sign" in mesh(two, "image", "allow", "mine:1").stderr
     assert "on this node" in ok(two, "image", "allow", "mine:1", "--here")
     until(
-        lambda: mesh(one, "run", "--no-workdir", "--image", "mine:1", "--", "true").returncode == 0, "it to be offered"
+        lambda: mesh(one, "run", "--no-workdir", "--image", "mine:1", "--", "true").returncode == 0,
+        "the image to be offered",
     )
     ok(two, "image", "deny", "mine:1")
-    until(lambda: "mine:1" not in names(one), "the denial to be heard")
-    fails(one, 5, "mine:1", "run", "--no-workdir", "--image", "mine:1", "--", "true")
-    # It all outlives the daemons.
+    until(lambda: "mine:1" not in names(one), "the denial to arrive")
+    fails(one, 125, "mine:1", "run", "--no-workdir", "--image", "mine:1", "--", "true")
+    # Denials and the list persist across a restart.
     assert two.process is not None
     ok(two, "down", "--now")
     two.process.wait(30)
     stack.start(two)
-    until(lambda: mesh(two, "status").returncode == 0, "it to be back")
+    until(lambda: mesh(two, "status").returncode == 0, "the restarted daemon to answer")
     assert read(two, "image", "ls")["own"]["denied"] == ["mine:1"] and row(two)["by"] == "node1"
 
 
@@ -219,14 +224,14 @@ def test_an_owner_without_a_say_allows_on_his_own_node(stack: Stack, hosts: tupl
         ("push", "x"),
     ],
 )
-def test_nonsense_is_refused_in_words(shared: Stack, arguments: tuple[str, ...]) -> None:
+def test_bad_image_arguments_are_refused_with_a_message(shared: Stack, arguments: tuple[str, ...]) -> None:
     done = mesh(shared.nodes[0], "image", *arguments)
     assert done.returncode in {2, 4, 5} and "Traceback" not in done.stderr and done.stderr
     assert read(shared.nodes[0], "image", "ls")["listed"] is False
 
 
-def test_a_list_is_shown_by_others_while_its_signer_is_gone() -> None:
-    """The founder has signed, and is not there; whoever comes now hears it all the same."""
+def test_peers_serve_the_image_list_while_its_signer_is_away() -> None:
+    """A node that joins while the founder is away receives the founder's list from others."""
     with Stack(3) as stack:
         founder, kept, fresh = stack.nodes
         identity, trust = Identity.load(founder.where.key), TrustStore(founder.where.genesis.read_bytes())
@@ -243,21 +248,21 @@ def test_a_list_is_shown_by_others_while_its_signer_is_gone() -> None:
             assert node.process is not None
             wait_ready(node.where, node.process)
         assert row(kept)["id"] == f"sha256:{b'i'.hex() * 32}"
-        until(lambda: row(fresh), "the list to be shown by another")
+        until(lambda: row(fresh), "another node to serve the list")
         assert row(fresh) == {**row(kept), "nodes": []}
         fails(fresh, 5, "not on the mesh's list", "submit", "--no-workdir", "--image", "other", "--", "true")
 
 
 @pytest.mark.dockerd
-async def test_nothing_is_given_and_nothing_fetched_but_what_is_on_the_list(stack: Stack, image_id: str) -> None:
-    """A member that asks for what it must not have, and in ways that no honest one would."""
+async def test_only_listed_images_are_served_and_fetched(stack: Stack, image_id: str) -> None:
+    """Send requests of a hostile member: images that are not listed, and malformed requests."""
     one, two = stack.nodes
     ok(one, "image", "allow", "tool", "--from", "lab/tool:1")
     insider = Insider(two, one)
     await insider.peers.open()
     try:
         listed, other = image_id.removeprefix("sha256:"), "ab" * 32
-        for path in (f"/v1/images/{other}", f"/v1/images/{other}/docket"):
+        for path in (f"/v1/images/{other}", f"/v1/images/{other}/manifest"):
             assert (await insider.refused("GET", path, b""))[0] == 404
         assert (await insider.refused("POST", f"/v1/images/{other}/fetch", b""))[0] == 403
         assert decode_offer(await insider.call("GET", f"/v1/images/{listed}")).busy == 0
@@ -265,10 +270,10 @@ async def test_nothing_is_given_and_nothing_fetched_but_what_is_on_the_list(stac
             assert (await insider.refused("GET", f"/v1/images/{wrong}", b""))[0] in {400, 403, 404}
         for body in (b"", b"\xc1", encode([]), encode([b"short"]), encode([b"p" * 32] * 5000), os.urandom(3000)):
             assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", body))[0] == 400
-        while not (answer := decode_answer(await insider.call("GET", f"/v1/images/{listed}/docket"))).docket:
+        while not (answer := decode_answer(await insider.call("GET", f"/v1/images/{listed}/manifest"))).image_manifest:
             await asyncio.sleep(0.05)
-        docket = decode_docket(answer.docket, bytes.fromhex(listed))
-        first = docket.layers[0].hashes[0]
+        image_manifest = decode_image_manifest(answer.image_manifest, bytes.fromhex(listed))
+        first = image_manifest.layers[0].hashes[0]
         assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", encode([b"p" * 32])))[0] == 404
         given = await insider.call("POST", f"/v1/images/{listed}/pieces", encode([first]))
         assert blake3(given).digest() == first

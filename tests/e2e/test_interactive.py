@@ -1,8 +1,9 @@
-"""Into running jobs from the command line: exec, attach and forward, between real daemons."""
+"""Interactive sessions with running jobs between real daemons: exec, attach and forward."""
 
 import asyncio
 import fcntl
 import hashlib
+import json
 import os
 import pty
 import re
@@ -23,17 +24,17 @@ from typing import Any
 import pytest
 
 from membership.identity import Identity
-from membership.trust import accept_invite, make_invite, parse_invite
-from mesh.api.peer import PeerError
-from mesh.engine.frames import Exit, Failed, Opened, Order
-from mesh.engine.image import python_root
-from mesh.jobs.spec import parse_job
-from mesh.layout import save_membership
-from mesh.stack import Stack, StackNode
+from mesh.daemon.layout import save_membership
+from mesh.daemon.stack import Stack, StackNode
+from mesh.images.python_image import python_root
+from mesh.model.spec import parse_job
+from mesh.rpc.client import PeerError
+from mesh.rpc.frames import Exit, Failed, Opened, Order
+from tests.chains import admitted
+from tests.container_images import REPOSITORY, busybox_image
 from tests.e2e.commands import command, free_port, job_state, mesh, ok, read, start, until
 from tests.e2e.test_hostile import Insider
-from tests.engine.bench import processes_with
-from tests.images import REPOSITORY, busybox_image
+from tests.execution.bench import processes_with
 
 pytestmark = pytest.mark.e2e
 
@@ -67,16 +68,16 @@ def running(node: StackNode, job: str, text: str = "ready") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def going(shared: Stack) -> Iterator[tuple[StackNode, str, StackNode]]:
-    """A job that waits, the node where it runs, and another one."""
+    """A waiting job: its host, its id, and another node."""
     job = submit(shared.nodes[0], "--name", "waits", "--env", "SEED=7", "--", "sh", "-c", WAITING)
     host = shared.node(running(shared.nodes[0], job)["node"])
     other = next(node for node in shared.nodes if node is not host)
-    until(lambda: job_state(other, job).get("state") == "running", "the other node to know")
+    until(lambda: job_state(other, job).get("state") == "running", "the other node to know the job")
     yield host, job, other
     ok(shared.nodes[0], "cancel", job)
 
 
-def test_a_command_runs_beside_the_job_from_any_node(going: tuple[StackNode, str, StackNode]) -> None:
+def test_exec_runs_a_command_in_the_job_from_any_node(going: tuple[StackNode, str, StackNode]) -> None:
     host, job, other = going
     script = 'echo "$MESH_JOB_ID $MESH_NODE $SEED"; pwd; echo wrong >&2; exit 7'
     for node in (host, other):
@@ -89,7 +90,7 @@ def test_a_command_runs_beside_the_job_from_any_node(going: tuple[StackNode, str
     assert job_state(other, job)["state"] == "running"
 
 
-def test_much_input_and_output_pass_through_pipes_whole(going: tuple[StackNode, str, StackNode]) -> None:
+def test_exec_passes_large_input_and_output_through_pipes(going: tuple[StackNode, str, StackNode]) -> None:
     _, job, other = going
     data = os.urandom(4 << 20)
     done = subprocess.run(
@@ -102,7 +103,7 @@ def test_much_input_and_output_pass_through_pipes_whole(going: tuple[StackNode, 
     assert int(done.stdout) == len(data)
 
 
-def test_an_interrupt_goes_to_the_command_and_a_second_ends_the_session(
+def test_first_interrupt_reaches_the_command_and_second_ends_the_session(
     going: tuple[StackNode, str, StackNode],
 ) -> None:
     _, job, other = going
@@ -118,7 +119,7 @@ def test_an_interrupt_goes_to_the_command_and_a_second_ends_the_session(
 
 
 class Terminal:
-    """A command on a terminal of its own, as a person has it."""
+    """A command on its own pseudoterminal."""
 
     def __init__(self, argv: list[str]) -> None:
         self.pid, self.screen = pty.fork()
@@ -145,7 +146,7 @@ class Terminal:
             self.seen += piece
 
     def end(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the command to end and return its exit code."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             if select.select([self.screen], [], [], 0.05)[0]:
@@ -153,7 +154,7 @@ class Terminal:
                     self.seen += os.read(self.screen, 65_536)
             pid, result = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                with suppress(OSError):  # its last words
+                with suppress(OSError):  # drain its final output
                     while select.select([self.screen], [], [], WAIT_S)[0] and (piece := os.read(self.screen, 65_536)):
                         self.seen += piece
                 os.close(self.screen)
@@ -163,7 +164,7 @@ class Terminal:
         raise AssertionError(f"it did not end: {self.seen!r}")
 
 
-def test_on_a_terminal_it_has_one_too(going: tuple[StackNode, str, StackNode]) -> None:
+def test_exec_on_a_terminal_gives_the_command_a_terminal(going: tuple[StackNode, str, StackNode]) -> None:
     _, job, other = going
     terminal = Terminal(
         ["sh", "-c", f"stty rows 33 cols 99; {' '.join(command(other, 'exec', job, 'sh'))}; echo code=$?; stty -a"]
@@ -176,7 +177,7 @@ def test_on_a_terminal_it_has_one_too(going: tuple[StackNode, str, StackNode]) -
     terminal.until_seen(b"bigger")
     mark = f"7{time.time_ns()}"[-9:]
     terminal.type(b"sleep %s\r" % mark.encode())
-    until(lambda: processes_with(mark), "what an interrupt is for to run")
+    until(lambda: processes_with(mark), "the command to interrupt to run")
     terminal.type(b"\x03")
     terminal.until_seen(b"^C")
     terminal.type(b"echo af''ter\r")
@@ -184,10 +185,12 @@ def test_on_a_terminal_it_has_one_too(going: tuple[StackNode, str, StackNode]) -
     terminal.type(b"exit 9\r")
     terminal.until_seen(b"code=9")
     assert terminal.end() == 0
-    assert re.search(rb"[^-]icanon", terminal.seen) and re.search(rb"[^-]echo\b", terminal.seen), "as it was before"
+    assert re.search(rb"[^-]icanon", terminal.seen) and re.search(rb"[^-]echo\b", terminal.seen), (
+        "the terminal mode must be restored"
+    )
 
 
-def test_a_terminal_can_be_left_though_nothing_answers(going: tuple[StackNode, str, StackNode]) -> None:
+def test_terminal_session_can_be_left_when_the_peer_is_silent(going: tuple[StackNode, str, StackNode]) -> None:
     _, job, other = going
     terminal = Terminal(command(other, "exec", job, "--", "sh", "-c", "stty raw -echo; echo ready; sleep 1000"))
     terminal.until_seen(b"ready")
@@ -198,7 +201,7 @@ def test_a_terminal_can_be_left_though_nothing_answers(going: tuple[StackNode, s
 
 def test_attach_shows_output_and_state_and_detaches(going: tuple[StackNode, str, StackNode]) -> None:
     _, job, other = going
-    process = start(other, "attach", job)
+    process = start(other, "job", "attach", job)
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -208,9 +211,9 @@ def test_attach_shows_output_and_state_and_detaches(going: tuple[StackNode, str,
     assert job_state(other, job)["state"] == "running"
 
 
-def test_attach_ends_as_the_job_does(shared: Stack) -> None:
+def test_attach_exits_with_the_result_of_the_job(shared: Stack) -> None:
     job = submit(shared.nodes[1], "--", "sh", "-c", "echo one; sleep 1; echo two; exit 4")
-    done = mesh(shared.nodes[1], "attach", job)
+    done = mesh(shared.nodes[1], "job", "attach", job)
     assert done.returncode == 4 and done.stdout == "one\ntwo\n" and "is failed" in done.stderr, done
 
 
@@ -218,7 +221,7 @@ def test_attach_ends_as_the_job_does(shared: Stack) -> None:
 
 
 def listening(node: StackNode) -> tuple[str, int, str]:
-    """A job that gives back what it is sent: its id, its port wherever it runs, and where that is."""
+    """Start an echo job; return its id, its port, and the nick of its host."""
     port = free_port()
     job = submit(node, "--home", "none", "--", sys.executable, "-c", ECHO, str(port))
     return job, port, running(node, job, "listening")["node"]
@@ -233,7 +236,7 @@ def forwarded(process: subprocess.Popen[str]) -> int:
 
 
 def echoed(port: int, data: bytes) -> bytes:
-    """What comes back, half of it while the rest is still to be sent."""
+    """Send the data and return the echo. Half is read before the rest is sent."""
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         received = bytearray()
 
@@ -257,76 +260,88 @@ def interrupted(process: subprocess.Popen[str]) -> str:
     return told
 
 
-def test_a_port_of_the_job_is_reached_and_only_from_loopback(shared: Stack) -> None:
+def test_forwarded_port_reaches_the_job_and_listens_on_loopback_only(shared: Stack) -> None:
     job, inside, host = listening(shared.nodes[0])
     other = next(node for node in shared.nodes if node.nick != host)
-    until(lambda: job_state(other, job).get("state") == "running", "the other node to know")
-    process = start(other, "forward", job, f"{free_port()}:{inside}")
+    until(lambda: job_state(other, job).get("state") == "running", "the other node to know the job")
+    process = start(other, "job", "forward", job, f"{free_port()}:{inside}")
     port = forwarded(process)
     data = os.urandom(1 << 20)
     assert echoed(port, data) == data
     tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    assert re.findall(rf"(\w+):{port:04X} 0+:0000 0A", tables) == ["0100007F"], "it listens on 127.0.0.1 alone"
-    assert mesh(other, "forward", job, f"{port}:{inside}").returncode == 2, "the port is taken"
+    assert re.findall(rf"(\w+):{port:04X} 0+:0000 0A", tables) == ["0100007F"], (
+        "the tunnel must listen on 127.0.0.1 only"
+    )
+    assert mesh(other, "job", "forward", job, f"{port}:{inside}").returncode == 2, "the port must be reported as taken"
     told = interrupted(process)
-    assert f"job {job[:8]} goes on" in told and job_state(other, job)["state"] == "running"
+    assert f"job {job[:8]} continues" in told and job_state(other, job)["state"] == "running"
     ok(other, "cancel", job)
 
 
-def test_a_port_nobody_listens_on_is_told(going: tuple[StackNode, str, StackNode]) -> None:
+def test_forward_reports_a_port_without_listener(going: tuple[StackNode, str, StackNode]) -> None:
     _, job, other = going
-    process = start(other, "forward", job, f"{free_port()}:{free_port()}")
+    process = start(other, "job", "forward", job, f"{free_port()}:{free_port()}")
     forwarded(process)
     assert "nothing in the job answers on port" in interrupted(process)
 
 
-def test_the_tunnel_goes_after_a_job_that_moves(shared: Stack) -> None:
+def test_forward_prints_its_ports_as_json(going: tuple[StackNode, str, StackNode]) -> None:
+    host, job, other = going
+    first, second = free_port(), free_port()
+    process = start(other, "job", "forward", "--json", job, f"{first}:80", f"{second}:app.sock")
+    assert process.stdout is not None
+    answer = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+    ports = [{"local": first, "target": "port 80"}, {"local": second, "target": "socket app.sock"}]
+    assert answer == {"schema": 1, "job": job, "node": host.nick, "ports": ports}
+    interrupted(process)
+
+
+def test_tunnel_follows_a_job_that_moves(shared: Stack) -> None:
     job, inside, first = listening(shared.nodes[0])
-    until(lambda: job_state(shared.nodes[3], job).get("state") == "running", "the other node to know")
-    process = start(shared.nodes[3], "forward", job, f"{free_port()}:{inside}")
+    until(lambda: job_state(shared.nodes[3], job).get("state") == "running", "the other node to know the job")
+    process = start(shared.nodes[3], "job", "forward", job, f"{free_port()}:{inside}")
     port = forwarded(process)
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         sock.sendall(b"before")
         assert sock.recv(6) == b"before"
-        ok(shared.nodes[0], "migrate", "--force", job)
+        ok(shared.nodes[0], "job", "migrate", "--force", job)
         with suppress(ConnectionError):
-            assert sock.recv(10) == b"", "it went with the node"
+            assert sock.recv(10) == b"", "the connection must end with its node"
     assert echoed(port, b"after") == b"after"
     second = job_state(shared.nodes[0], job)["node"]
     assert second != first
     assert process.stderr is not None
     while f"runs on {second} now" not in (line := process.stderr.readline()):
-        assert line, "it ended"
+        assert line, "the tunnel command ended early"
     interrupted(process)
     ok(shared.nodes[0], "cancel", job)
 
 
-# --- who may
+# --- permissions
 
 
 @pytest.fixture
 def two_users(make_stack: Callable[..., Stack]) -> Stack:
-    """Two nodes: the first of this test's user, who allows nobody's sessions but lends; the second is somebody else's."""
+    """Two nodes of two users. The first belongs to the test's user; it lends but allows no sessions."""
     stack = Stack(2, overrides={"slots": 2, "grace_s": 10.0})
     stack.found()
     mine, theirs = stack.nodes
     founder, now = Identity.load(mine.where.key), time.time()
     genesis = mine.where.genesis.read_bytes()
-    invite = parse_invite(make_invite(founder, mine.where.chain.read_bytes(), genesis, (), 3600, now), now)
     identity = Identity.load(theirs.where.key)
-    chain = accept_invite(invite, identity.node_id, "theirs", "mallory", now)
-    save_membership(theirs.where, identity, genesis, chain, ())
+    chain = admitted(founder, genesis, mine.where.chain.read_bytes(), identity.node_id, "theirs", "mallory", now)
+    save_membership(theirs.where, genesis, chain, ())
     make_stack.stacks.append(stack)  # type: ignore[attr-defined]
     stack.start_all()
     return stack
 
 
-async def test_only_the_jobs_own_user_comes_in_and_only_where_the_owner_allows_it(two_users: Stack) -> None:
+async def test_session_requires_the_job_user_and_the_owner_consent(two_users: Stack) -> None:
     mine, theirs = two_users.nodes
     job = submit(mine, "--engine", "process", "--", "sh", "-c", WAITING)
     assert running(mine, job)["node"] == mine.nick
-    until(lambda: job_state(theirs, job)["state"], "the other node to know")
-    for words in (["exec", job, "true"], ["forward", job, "80"], ["jupyter", "--job", job]):
+    until(lambda: job_state(theirs, job)["state"], "the other node to know the job")
+    for words in (["exec", job, "true"], ["job", "forward", job, "80"], ["job", "jupyter", "--job", job]):
         done = await asyncio.to_thread(mesh, theirs, *words)
         assert done.returncode == 5 and "not yours" in done.stderr, done
     insider = Insider(theirs, mine)
@@ -345,7 +360,7 @@ async def test_only_the_jobs_own_user_comes_in_and_only_where_the_owner_allows_i
         await insider.peers.close()
 
 
-async def test_who_is_shut_out_loses_a_tunnel_that_he_does_not_read(make_stack: Callable[..., Stack]) -> None:
+async def test_revoked_member_loses_a_tunnel_that_it_does_not_read(make_stack: Callable[..., Stack]) -> None:
     host, other = make_stack(2).nodes
     ok(other, "pause")
     job = submit(host, "--", "sh", "-c", WAITING)
@@ -358,8 +373,8 @@ async def test_who_is_shut_out_loses_a_tunnel_that_he_does_not_read(make_stack: 
             await line.send(Order(("sh", "-c", f"sleep {mark} & while :; do echo {'x' * 4000}; done")))
             assert isinstance(await line.receive(), Opened)
             await asyncio.to_thread(until, lambda: sleeps(mark), "it to run")
-            await asyncio.sleep(1.0)  # until everything on the way is full
-            await asyncio.to_thread(ok, host, "revoke", "--yes", other.nick)
+            await asyncio.sleep(1.0)  # until all buffers on the path are full
+            await asyncio.to_thread(ok, host, "member", "revoke", "--yes", other.nick)
             await asyncio.to_thread(until, lambda: not sleeps(mark), "it to be hung up")
     finally:
         await insider.peers.close()
@@ -371,7 +386,7 @@ def sleeps(mark: str) -> bool:
     return f"sleep {mark}" in lines
 
 
-async def test_hostile_frames_end_a_tunnel_and_nothing_else(going: tuple[StackNode, str, StackNode]) -> None:
+async def test_hostile_frames_end_only_their_tunnel(going: tuple[StackNode, str, StackNode]) -> None:
     host, job, other = going
     insider = Insider(other, host)
     await insider.peers.open()
@@ -397,7 +412,7 @@ async def test_hostile_frames_end_a_tunnel_and_nothing_else(going: tuple[StackNo
     assert mesh(other, "exec", job, "true").returncode == 0
 
 
-def test_a_link_in_the_control_directory_leads_nowhere(going: tuple[StackNode, str, StackNode], tmp_path: Path) -> None:
+def test_symlink_in_the_control_directory_is_refused(going: tuple[StackNode, str, StackNode], tmp_path: Path) -> None:
     _, job, other = going
     secret = tmp_path / "secret"
     secret.write_text("the owner's")
@@ -406,7 +421,7 @@ def test_a_link_in_the_control_directory_leads_nowhere(going: tuple[StackNode, s
         sock.listen()
         script = f"cd $MESH_CTL_DIR; ln -sf {tmp_path}/s app.sock; ln -sf {secret} jupyter.token; mkfifo p"
         assert mesh(other, "exec", job, "--", "sh", "-c", script).returncode == 0
-        done = mesh(other, "forward", job, "app.sock")
+        done = mesh(other, "job", "forward", job, "app.sock")
         assert done.returncode == 4 and "not a socket" in done.stderr, done
         sock.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -416,32 +431,34 @@ def test_a_link_in_the_control_directory_leads_nowhere(going: tuple[StackNode, s
             other.client.get(f"/v1/jobs/{job}/control/{name}")
 
 
-def test_an_owner_may_allow_no_sessions(make_stack: Callable[..., Stack]) -> None:
+def test_owner_can_disable_interactive_sessions(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(1, interactive=False)
     node = stack.nodes[0]
     job = submit(node, "--", "sh", "-c", WAITING)
     running(node, job)
-    for words in (["exec", job, "true"], ["forward", job, "80"], ["jupyter", "--job", job]):
+    for words in (["exec", job, "true"], ["job", "forward", job, "80"], ["job", "jupyter", "--job", job]):
         done = mesh(node, *words)
         assert done.returncode == 5 and "interactive = false" in done.stderr, done
     assert [row["interactive"] for row in read(node, "nodes")["nodes"]] == [False]
     assert "no sessions" in ok(node, "nodes")
-    done = mesh(node, "jupyter", "--no-workdir")
-    assert done.returncode == 6 and "allows no interactive sessions" in done.stderr, "told before it begins"
+    done = mesh(node, "job", "jupyter", "--no-workdir")
+    assert done.returncode == 6 and "allows no interactive sessions" in done.stderr, (
+        "the refusal must come before submission"
+    )
 
 
-def test_a_node_without_jupyterlab_says_so_and_what_to_do(
+def test_node_without_jupyterlab_reports_it_with_the_next_step(
     make_stack: Callable[..., Stack], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "python3").symlink_to(Path(sys.executable).resolve())
     monkeypatch.setenv("PATH", str(tmp_path))
     stack = make_stack(1)
-    done = mesh(stack.nodes[0], "jupyter", "--no-workdir")
+    done = mesh(stack.nodes[0], "job", "jupyter", "--no-workdir")
     assert done.returncode == 127, done
-    assert "JupyterLab is not here" in done.stderr and "pip install jupyterlab" in done.stderr
+    assert "JupyterLab is not installed on" in done.stderr and "pip install jupyterlab" in done.stderr
 
 
-def test_reclaim_now_ends_what_exec_runs(make_stack: Callable[..., Stack]) -> None:
+def test_reclaim_now_ends_exec_commands(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(1)
     node = stack.nodes[0]
     job = submit(node, "--", "sh", "-c", WAITING)
@@ -473,13 +490,13 @@ echo(local)
 
 
 class Containers:
-    """Two nodes that know two images from the start."""
+    """Two nodes that have two images from the start."""
 
     def __init__(self, stack: Stack, shell: str, python: str) -> None:
         self.stack, self.shell, self.python = stack, shell, python
 
     def going(self, image: str, text: str, *order: str) -> tuple[str, StackNode]:
-        """The job, once it has printed this, and the node where it does not run."""
+        """Start a job, wait until it prints `text`, and return its id and the node that does not run it."""
         node = self.stack.nodes[0]
         ready = ("run", "--no-workdir", "--image", image, "--", order[0], "-c", "")
         until(lambda: mesh(node, *ready).returncode == 0, "the image to be known")
@@ -498,7 +515,7 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]
 
 
 @pytest.mark.docker
-def test_in_a_container_there_is_a_terminal_and_a_pipe(containers: Containers) -> None:
+def test_exec_in_a_container_supports_terminal_and_pipes(containers: Containers) -> None:
     job, other = containers.going(containers.shell, "ready", "sh", "-c", WAITING)
     done = mesh(other, "exec", job, "--", "sh", "-c", "id -u; ls /sys/class/net; cat; exit 6")
     assert done.returncode == 6 and done.stdout.split()[0] != "0" and "eth0" not in done.stdout
@@ -507,15 +524,15 @@ def test_in_a_container_there_is_a_terminal_and_a_pipe(containers: Containers) -
     terminal.type(b"while [ \"$(stty size)\" != '40 120' ]; do sleep 0.1; done; echo big''ger; exit 3\r")
     terminal.until_seen(b"bigger")
     assert terminal.end() == 3
-    done = mesh(other, "forward", job, "8080")
+    done = mesh(other, "job", "forward", job, "8080")
     assert done.returncode == 1 and "has no python3" in done.stderr
 
 
 @pytest.mark.docker
-def test_a_container_without_a_network_is_reached_by_port_and_by_socket(containers: Containers) -> None:
+def test_container_without_network_is_reachable_by_port_and_socket(containers: Containers) -> None:
     job, other = containers.going(containers.python, "listening", "python3", "-c", SERVERS)
     for way in ("7070", "app.sock"):
-        process = start(other, "forward", job, f"{free_port()}:{way}")
+        process = start(other, "job", "forward", job, f"{free_port()}:{way}")
         data = os.urandom(1 << 20)
         assert echoed(forwarded(process), data) == data
         interrupted(process)

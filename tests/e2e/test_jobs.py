@@ -1,4 +1,4 @@
-"""What a user does with jobs, by the real command line on a real mesh of four nodes."""
+"""User jobs through the real command line, on a real mesh of four nodes."""
 
 import json
 import signal
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
+from mesh.util.errors import MeshError
 from tests.e2e.commands import (
     PROJECT,
     WAIT_S,
@@ -34,13 +35,13 @@ ROOT = Path(__file__).parents[2]
 def test_run_passes_output_and_exit_code_through(shared: Stack) -> None:
     done = mesh(shared.nodes[0], "run", "--no-workdir", "--", "sh", "-c", "echo out; echo err >&2; exit 7")
     assert done.returncode == 7
-    assert sorted(done.stdout.split()) == ["err", "out"], "the job's output, and nothing else, is on standard output"
+    assert sorted(done.stdout.split()) == ["err", "out"], "standard output must hold only the job's output"
     assert "submitted" in done.stderr and "failed (exit 7)" in done.stderr
     done = mesh(shared.nodes[1], "run", "--no-workdir", "--", "sh", "-c", "printf done")
     assert (done.returncode, done.stdout) == (0, "done")
 
 
-def test_any_node_submits_and_any_node_knows(shared: Stack) -> None:
+def test_any_node_submits_and_any_node_shows_the_job(shared: Stack) -> None:
     job = submit_count(shared.nodes[2], 30, "--name", "counting")
     for node in shared.nodes:
         state = finished(node, job)
@@ -54,42 +55,45 @@ def test_any_node_submits_and_any_node_knows(shared: Stack) -> None:
 def test_results_are_pulled_once_into_a_new_directory(shared: Stack, tmp_path: Path) -> None:
     job = submit_count(shared.nodes[0], 12)
     finished(shared.nodes[3], job)
-    answer = read(shared.nodes[3], "pull", job, str(tmp_path / "out"))
-    assert answer["files"] == 1 and (tmp_path / "out" / "digest.txt").read_text() == count_digest(12)
-    again = mesh(shared.nodes[3], "pull", job, str(tmp_path / "out"))
-    assert again.returncode == 2 and "name a new directory" in again.stderr
+    client, order = shared.nodes[3].client, {"destination": str(tmp_path / "out")}
+    assert client.post(f"/v1/jobs/{job}/pull", order)["files"] == 1
+    assert (tmp_path / "out" / "digest.txt").read_text() == count_digest(12)
+    with pytest.raises(MeshError, match="name a new directory"):
+        client.post(f"/v1/jobs/{job}/pull", order)
+    answer = read(shared.nodes[3], "cp", f"{job}:out/", str(tmp_path / "copy"))
+    assert answer["files"] == 1 and (tmp_path / "copy" / "digest.txt").read_text() == count_digest(12)
 
 
-def test_run_fetches_what_was_published(shared: Stack, tmp_path: Path) -> None:
+def test_run_fetches_published_files(shared: Stack, tmp_path: Path) -> None:
     script = "echo result > $MESH_OUT_DIR/result.txt"
     ok(shared.nodes[0], "run", "--no-workdir", "--out", str(tmp_path / "out"), "--", "sh", "-c", script)
     assert (tmp_path / "out" / "result.txt").read_text() == "result\n"
 
 
-def test_the_working_directory_goes_along_without_what_is_ignored(shared: Stack, tmp_path: Path) -> None:
+def test_working_directory_is_sent_without_ignored_files(shared: Stack, tmp_path: Path) -> None:
     for name in ("main.sh", "big.bin", ".meshignore"):
         (tmp_path / name).write_text("*.bin\n" if name == ".meshignore" else "x")
     text = ok(shared.nodes[0], "run", "--", "sh", "-c", "ls -a", cwd=tmp_path)
     assert "main.sh" in text and "big.bin" not in text
 
 
-def test_environment_and_name(shared: Stack) -> None:
+def test_job_receives_its_environment_and_name(shared: Stack) -> None:
     arguments = ("--no-workdir", "--name", "greeting", "--env", "WORD=hello", "--env", "EMPTY=")
     assert ok(shared.nodes[0], "run", *arguments, "--", "sh", "-c", 'echo "$WORD[$EMPTY]"') == "hello[]\n"
     assert ok(shared.nodes[0], "logs", "greeting") == "hello[]\n"
 
 
-def test_submit_prints_the_id_alone_or_json(shared: Stack) -> None:
+def test_submit_prints_only_the_id_or_json(shared: Stack) -> None:
     done = mesh(shared.nodes[0], "submit", "--no-workdir", "--", "true")
     assert len(done.stdout.split()) == 1 and "mesh logs -f" in done.stderr
     answer = json.loads(ok(shared.nodes[0], "submit", "--no-workdir", "--json", "--", "true"))
     assert answer["schema"] == 1 and answer["witnesses"] == 3 and answer["warning"] == ""
 
 
-def test_ps_shows_what_runs_and_with_all_what_ran(shared: Stack) -> None:
+def test_ps_shows_running_jobs_and_with_all_finished_jobs(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 2000, "--name", "long")
     assert running_with_checkpoint(shared.nodes[1], job)["checkpoint"]["step"] >= 10
-    state = until(lambda: (s := job_state(shared.nodes[1], job))["of"] and s, "its progress to be told")
+    state = until(lambda: (s := job_state(shared.nodes[1], job))["of"] and s, "the progress to be reported")
     assert state["of"] == 2000 and state["step"] >= 10
     table = ok(shared.nodes[1], "ps")
     assert job[:8] in table and "running" in table and "/2000" in table
@@ -97,7 +101,7 @@ def test_ps_shows_what_runs_and_with_all_what_ran(shared: Stack) -> None:
     assert job[:8] not in ok(shared.nodes[1], "ps") and job[:8] in ok(shared.nodes[1], "ps", "-a")
 
 
-def test_logs_follow_a_job_that_runs_elsewhere_until_its_end(shared: Stack) -> None:
+def test_logs_follow_a_remote_job_until_its_end(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 60)
     state = until(lambda: (s := job_state(shared.nodes[0], job)).get("state") == "running" and s, "the job to run")
     elsewhere = next(node for node in shared.nodes if node.nick != state["node"])
@@ -113,12 +117,12 @@ def test_cancel_ends_a_job_from_any_node_of_its_user(shared: Stack) -> None:
     running_with_checkpoint(shared.nodes[0], job)
     assert "cancelled" in ok(shared.nodes[3], "cancel", job[:12])
     assert finished(shared.nodes[1], job)["outcome"]["kind"] == "cancelled"
-    finished(shared.nodes[2], job)  # the news has come there too
+    finished(shared.nodes[2], job)  # wait until this node knows the outcome
     assert "already" in ok(shared.nodes[2], "cancel", job)
-    until(lambda: not any(row["jobs"] for row in read(shared.nodes[0], "nodes")["nodes"]), "its guest to be gone")
+    until(lambda: not any(row["jobs"] for row in read(shared.nodes[0], "nodes")["nodes"]), "the guest to be gone")
 
 
-def test_why_ranks_every_node_with_reasons_alike_on_every_node(shared: Stack) -> None:
+def test_why_ranks_all_nodes_with_the_same_reasons_on_each_node(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 100_000, "--name", "explained")
     state = running_with_checkpoint(shared.nodes[0], job)
     text = ok(shared.nodes[0], "why", job)
@@ -127,33 +131,33 @@ def test_why_ranks_every_node_with_reasons_alike_on_every_node(shared: Stack) ->
     def ranking(node: object) -> list[str]:
         return [row["nick"] for row in read(node, "why", job)["candidates"]]  # type: ignore[arg-type]
 
-    until(lambda: len({tuple(ranking(node)) for node in shared.nodes}) == 1, "all nodes to rank alike")
+    until(lambda: len({tuple(ranking(node)) for node in shared.nodes}) == 1, "all nodes to give the same ranking")
     assert sorted(ranking(shared.nodes[0])) == ["node1", "node2", "node3", "node4"]
     assert ranking(shared.nodes[0])[0] == state["node"]
 
-    decision = until(lambda: read(shared.nodes[2], "why", job)["decision"], "the signed decision to be told")
+    decision = until(lambda: read(shared.nodes[2], "why", job)["decision"], "the signed decision to be shown")
     assert decision["order"][0]["nick"] == state["node"] and decision["rule"] == 2 and len(decision["order"]) == 4
-    assert f"gave attempt 0 to {state['node']} (advert" in ok(shared.nodes[0], "why", job)
+    assert f"placed attempt 0 on {state['node']} (ranked first of" in ok(shared.nodes[0], "why", job)
     assert "it could start now" in ok(shared.nodes[1], "why", job, "--would")
     assert read(shared.nodes[1], "why", job, "--would")["would"] == []
     ok(shared.nodes[0], "cancel", job)
 
 
-def test_checkpoints_go_to_the_nodes_the_user_chose(shared: Stack) -> None:
+def test_checkpoints_are_stored_on_the_nodes_that_the_user_chose(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 100_000, "--ckpt-to", "node2,node4")
     state = running_with_checkpoint(shared.nodes[0], job)
     chosen = {"node2", "node4"} - {state["node"]}
 
     def there() -> bool:
-        """Another may stand in for a slow one, for a while."""
+        """Return True if the chosen nodes hold the checkpoint. Another node may temporarily replace a slow one."""
         holders = set(job_state(shared.nodes[0], job)["checkpoint"]["holders"])
         return holders == chosen if len(chosen) == 2 else holders >= chosen
 
-    until(there, "its checkpoints to be where it wants them")
+    until(there, "the checkpoints to be on the chosen nodes")
     ok(shared.nodes[0], "cancel", job)
 
 
-def test_a_program_that_knows_nothing_of_the_mesh_is_checkpointed_when_it_stands_still(shared: Stack) -> None:
+def test_mesh_unaware_program_is_checkpointed_while_its_files_are_stable(shared: Stack) -> None:
     script = "mkdir -p ckpts; echo weights > ckpts/model.pt; sleep 600"
     job = ok(shared.nodes[0], "submit", "--no-workdir", "--ckpt", "ckpts", "--", "sh", "-c", script).strip()
     state = until(lambda: (s := job_state(shared.nodes[0], job)).get("checkpoint") and s, "a checkpoint")
@@ -161,35 +165,35 @@ def test_a_program_that_knows_nothing_of_the_mesh_is_checkpointed_when_it_stands
     ok(shared.nodes[0], "cancel", job)
 
 
-def test_a_failed_job_may_try_again_as_often_as_its_budget_says(shared: Stack) -> None:
+def test_failed_job_is_retried_within_its_budget(shared: Stack) -> None:
     done = mesh(shared.nodes[0], "run", "--no-workdir", "--retries", "1", "--", "sh", "-c", "echo try; exit 3")
     assert done.returncode == 3 and done.stdout == "try\ntry\n"
 
 
-def test_a_command_that_does_not_exist_fails_at_once_in_words(shared: Stack) -> None:
+def test_missing_command_fails_at_once_with_a_message(shared: Stack) -> None:
     done = mesh(shared.nodes[0], "run", "--no-workdir", "--retries", "5", "--", "no-such-command")
-    assert done.returncode == 126 and "no-such-command" in done.stderr
+    assert done.returncode == 127 and "no-such-command" in done.stderr
 
 
-def test_events_tell_what_happened_here(shared: Stack) -> None:
+def test_events_show_the_history_of_the_node(shared: Stack) -> None:
     job = submit_count(shared.nodes[0], 20)
     state = finished(shared.nodes[0], job)
     host = shared.node(state["attempts"][0]["node"])
-    texts = [event["text"] for event in read(host, "events", job)["events"]]
+    texts = [event["text"] for event in read(host, "job", "events", job)["events"]]
     assert any(text.startswith("running") for text in texts) and any("committed" in text for text in texts)
     until(
-        lambda: ok(host, "events", job).count("\n") == len(read(host, "events", job)["events"]),
+        lambda: ok(host, "job", "events", job).count("\n") == len(read(host, "job", "events", job)["events"]),
         "as many lines as events",
     )
 
 
-def test_nodes_and_status(shared: Stack) -> None:
+def test_nodes_and_status_show_the_lent_resources(shared: Stack) -> None:
     def all_lend() -> list[dict[str, Any]]:
-        """What other tests did to them is over."""
+        """Return the rows once all slots are free, after the effects of earlier tests."""
         rows: list[dict[str, Any]] = read(shared.nodes[0], "nodes")["nodes"]
         return rows if all(row["lending"] and row["slots_free"] == 4 for row in rows) else []
 
-    rows = until(all_lend, "all to lend all that they have")
+    rows = until(all_lend, "all nodes to lend all their slots")
     assert sorted(row["nick"] for row in rows) == ["node1", "node2", "node3", "node4"]
     assert all(row["state"] == "alive" and row["engines"] == ["process"] for row in rows)
     assert [row["nick"] for row in rows if row["me"]] == ["node1"]
@@ -222,7 +226,7 @@ def interrupted(shared: Stack, times: int) -> tuple[subprocess.Popen[str], str, 
     return process, heard, rest
 
 
-def test_ctrl_c_once_leaves_the_job_running(shared: Stack) -> None:
+def test_first_ctrl_c_leaves_the_job_running(shared: Stack) -> None:
     process, heard, _ = interrupted(shared, 1)
     job = heard.split("job ")[1].split()[0]
     full = next(row["job"] for row in read(shared.nodes[0], "ps")["jobs"] if row["job"].startswith(job))
@@ -230,7 +234,7 @@ def test_ctrl_c_once_leaves_the_job_running(shared: Stack) -> None:
     ok(shared.nodes[0], "cancel", full)
 
 
-def test_wait_ends_with_the_first_code_that_is_not_zero(shared: Stack) -> None:
+def test_wait_exits_with_the_first_nonzero_code(shared: Stack) -> None:
     node = shared.nodes[0]
     good = ok(node, "submit", "--no-workdir", "--", "true").strip()
     bad = ok(node, "submit", "--no-workdir", "--", "sh", "-c", "exit 7").strip()
@@ -241,43 +245,43 @@ def test_wait_ends_with_the_first_code_that_is_not_zero(shared: Stack) -> None:
     late = mesh(node, "wait", slow, "--timeout", "0.5s", "--json")
     assert late.returncode == 124 and json.loads(late.stdout)["jobs"][0]["outcome"] is None
     ok(node, "cancel", slow)
-    assert mesh(node, "wait", slow).returncode == 103
+    assert mesh(node, "wait", slow).returncode == 125
 
 
-def test_a_job_moves_where_its_user_wants_it_and_loses_nothing(shared: Stack, tmp_path: Path) -> None:
+def test_move_sends_a_job_to_the_chosen_node_without_losing_steps(shared: Stack, tmp_path: Path) -> None:
     user = shared.nodes[0]
     job = submit_endless(user, tmp_path / "end")
     before = running_with_checkpoint(user, job)
     there = next(node.nick for node in shared.nodes if node.nick not in {user.nick, before["node"]})
-    assert "already" in mesh(user, "migrate", job, "--to", before["node"]).stderr
-    told = ok(user, "migrate", job, "--to", there)
-    assert f"left {before['node']} and goes on on {there}, from step" in told
+    assert "already" in mesh(user, "job", "migrate", job, "--to", before["node"]).stderr
+    told = ok(user, "job", "migrate", job, "--to", there)
+    assert f"left {before['node']} and runs on {there} from step" in told
     running_with_checkpoint(user, job)
     (tmp_path / "end").touch()
     end = finished(user, job)
     assert end["state"] == "done" and exact(user, job)
     assert [attempt["node"] for attempt in end["attempts"]] == [before["node"], there]
-    assert end["attempts"][0]["reason"] == "vacated: its user moves it"
-    assert end["attempts"][0]["last_step"] == end["attempts"][1]["resumed_step"], "not a step is done twice"
-    assert "does not run now" in mesh(user, "migrate", job).stderr
+    assert end["attempts"][0]["reason"] == "vacated: moved by its user"
+    assert end["attempts"][0]["last_step"] == end["attempts"][1]["resumed_step"], "no step may run twice"
+    assert "does not run now" in mesh(user, "job", "migrate", job).stderr
 
 
-def test_a_job_without_checkpoints_is_not_moved_by_mistake(shared: Stack) -> None:
+def test_move_refuses_a_job_without_checkpoints_by_default(shared: Stack) -> None:
     node = shared.nodes[0]
     job = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
     until(lambda: job_state(node, job).get("state") == "running", "the job to run")
-    refused = mesh(node, "migrate", job)
+    refused = mesh(node, "job", "migrate", job)
     assert refused.returncode == 1 and "start over" in refused.stderr and "--force" in refused.stderr
-    moved = json.loads(ok(node, "migrate", job, "--force", "--json"))
+    moved = json.loads(ok(node, "job", "migrate", job, "--force", "--json"))
     assert moved["moved"] and moved["state"]["attempts"][-1]["node"] != moved["from"]
     ok(node, "cancel", job)
 
 
-def test_a_job_comes_after_another_and_fails_with_it(shared: Stack) -> None:
+def test_dependent_job_waits_for_the_first_job_and_fails_with_it(shared: Stack) -> None:
     node, other = shared.nodes[:2]
     first = ok(node, "submit", "--no-workdir", "--", "sleep", "2").strip()
     second = ok(other, "submit", "--no-workdir", "--after", first, "--", "true").strip()
-    until(lambda: job_state(node, second).get("detail") == f"after {first[:8]}", "it to say what it waits for")
+    until(lambda: job_state(node, second).get("detail") == f"after {first[:8]}", "the job to report its dependency")
     assert mesh(node, "wait", second).returncode == 0 and job_state(node, first)["state"] == "done"
     slow = ok(node, "submit", "--no-workdir", "--", "sleep", "60").strip()
     third = ok(node, "submit", "--no-workdir", "--after", slow, "--after", first, "--", "true").strip()
@@ -287,7 +291,7 @@ def test_a_job_comes_after_another_and_fails_with_it(shared: Stack) -> None:
     assert refused.returncode == 1 and "not well" in refused.stderr
 
 
-def test_an_array_is_many_jobs_that_answer_to_one_name(shared: Stack) -> None:
+def test_array_is_addressed_by_one_name(shared: Stack) -> None:
     node, other = shared.nodes[:2]
     command = 'test "$MESH_ARRAY_INDEX" != 6 && echo "$MESH_ARRAY_INDEX of $MESH_ARRAY_COUNT"'
     array = ok(node, "submit", "--no-workdir", "--array", "2-6:2%2", "--", "sh", "-c", command).strip()
@@ -296,7 +300,9 @@ def test_an_array_is_many_jobs_that_answer_to_one_name(shared: Stack) -> None:
     rows = read(other, "ps", array)["jobs"]
     assert [(row["array"]["index"], row["state"]) for row in rows] == [(2, "done"), (4, "done"), (6, "failed")]
     first, second = (row["attempts"][0] for row in rows[1:])
-    assert second["started_unix_ms"] >= min(row["attempts"][0]["ended_unix_ms"] for row in rows[:2]), "two at a time"
+    assert second["started_unix_ms"] >= min(row["attempts"][0]["ended_unix_ms"] for row in rows[:2]), (
+        "at most two elements may run at a time"
+    )
     assert first["number"] == 0
     assert ok(other, "logs", f"{array[:10]}_4") == "4 of 3\n"
     ambiguous = mesh(node, "logs", array)
@@ -307,7 +313,7 @@ def test_an_array_is_many_jobs_that_answer_to_one_name(shared: Stack) -> None:
     assert follower.returncode == 1 and "not well" in follower.stderr
 
 
-def test_a_deadline_and_the_exit_codes_that_are_forgiven(shared: Stack) -> None:
+def test_deadline_and_retried_exit_codes(shared: Stack) -> None:
     node = shared.nodes[0]
     late = ok(node, "submit", "--no-workdir", "--deadline", "2s", "--", "sleep", "60").strip()
     assert "deadline has passed" in finished(node, late)["outcome"]["detail"]
@@ -317,16 +323,16 @@ def test_a_deadline_and_the_exit_codes_that_are_forgiven(shared: Stack) -> None:
     assert [attempt["exit_code"] for attempt in state["attempts"]] == [9, 8] and state["outcome"]["exit_code"] == 8
 
 
-def test_ctrl_c_twice_cancels_it(shared: Stack) -> None:
+def test_second_ctrl_c_cancels_the_job(shared: Stack) -> None:
     process, heard, rest = interrupted(shared, 2)
-    assert process.returncode == 103 and "cancelled" in rest
+    assert process.returncode == 130 and "cancelled" in rest
     job = heard.split("job ")[1].split()[0]
     full = next(row["job"] for row in read(shared.nodes[0], "ps", "-a")["jobs"] if row["job"].startswith(job))
     assert finished(shared.nodes[0], full)["outcome"]["kind"] == "cancelled"
 
 
-def test_a_job_saves_when_the_mesh_says_so(shared: Stack, tmp_path: Path) -> None:
-    """One that asked for a second, by its notices and its schedule; one by the rule, for which it is too early."""
+def test_job_saves_on_checkpoint_requests(shared: Stack, tmp_path: Path) -> None:
+    """Two jobs: one asks for a checkpoint each second; for the other, the automatic interval has not passed yet."""
     for source in (ROOT / "mesh" / "job.py", PROJECT / "scheduled.py"):
         (tmp_path / source.name).write_bytes(source.read_bytes())
     node = shared.nodes[0]
@@ -336,16 +342,16 @@ def test_a_job_saves_when_the_mesh_says_so(shared: Stack, tmp_path: Path) -> Non
     ruled = ok(node, *order, "--ckpt-every", "auto", *program, cwd=tmp_path).strip()
 
     def third() -> dict[str, Any] | None:
-        """Once it has three checkpoints and its host has told of the next: of those others tell too, perhaps sooner."""
+        """Return the state once the job has three checkpoints and its host has published the next due time."""
         state = job_state(node, timed)
         return state if (state["checkpoint"] or {}).get("seq", 0) >= 3 and state["next_checkpoint"] else None
 
-    state = until(third, "three checkpoints, and the next")
+    state = until(third, "three checkpoints and the next due time")
     assert state["next_checkpoint"]["why"] == "asked" and state["next_checkpoint"]["interval_s"] < 10
     assert "as its user asks" in ok(node, "describe", timed)
-    due = until(lambda: job_state(node, ruled).get("next_checkpoint"), "the rule to be told")
+    due = until(lambda: job_state(node, ruled).get("next_checkpoint"), "the due time of the automatic interval")
     assert due["why"] == "hazard" and due["interval_s"] > 60 and 0 < due["loss_s"] < due["interval_s"]
-    assert job_state(node, ruled)["checkpoint"] is None, "it has not been told to save"
+    assert job_state(node, ruled)["checkpoint"] is None, "no save may be requested before the interval"
     for job in (timed, ruled):
         ok(node, "cancel", job)
         finished(node, job)

@@ -1,4 +1,4 @@
-"""Founding, inviting, joining, starting and stopping, by the command line alone; and everything that can be wrong with it."""
+"""Founding, inviting, joining, starting and stopping from the command line, with all their errors."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mesh.layout import Layout
+from mesh.daemon.layout import Layout
 from tests.e2e.commands import WAIT_S, mesh, ok, read, start, until
 
 pytestmark = pytest.mark.e2e
@@ -30,14 +30,14 @@ def alive(state: Path) -> set[str]:
     return {row["nick"] for row in read(state, "nodes")["nodes"] if row["state"] == "alive"}
 
 
-def test_two_machines_become_a_mesh_in_four_commands(home: Path) -> None:
+def test_two_machines_form_a_mesh_in_four_commands(home: Path) -> None:
     first = found(home, "--lend")
-    invite = ok(first, "invite", "--ttl", "1h").strip()
+    invite = ok(first, "member", "invite", "bob", "--ttl", "1h").strip()
     second = home / "b"
-    assert "joined mesh 'lab'" in ok(second, "join", invite, "--nick", "rack", "--user", "bob")
+    assert "joined mesh 'lab' as bob" in ok(second, "join", invite, "--nick", "rack")
     assert "rack is up in mesh 'lab'" in ok(second, "up", *LOCAL)
     for state in (first, second):
-        until(lambda state=state: alive(state) == {"desk", "rack"}, "both to see each other")  # type: ignore[misc]
+        until(lambda state=state: alive(state) == {"desk", "rack"}, "both nodes to see each other")  # type: ignore[misc]
     rows = {row["nick"]: row for row in read(second, "nodes")["nodes"]}
     assert rows["desk"]["lending"] and not rows["rack"]["lending"] and rows["desk"]["user"] == "ada"
     assert ok(second, "down") == "down\n"
@@ -45,11 +45,11 @@ def test_two_machines_become_a_mesh_in_four_commands(home: Path) -> None:
     assert {row["nick"]: row["state"] for row in read(first, "nodes")["nodes"]}["rack"] == "left"
 
 
-def test_without_multicast_an_address_is_enough_and_is_remembered(home: Path) -> None:
+def test_join_by_address_works_without_multicast_and_is_remembered(home: Path) -> None:
     first = found(home, "--no-mdns")
     address = read(first, "status")["address"]
     second = home / "b"
-    ok(second, "join", ok(first, "invite").strip(), "--nick", "rack")
+    ok(second, "join", ok(first, "member", "invite", "--mine").strip(), "--nick", "rack")
     (second / "seeds").write_text("")
     ok(second, "up", *LOCAL, "--no-mdns", "--join", address)
     until(lambda: alive(second) == {"desk", "rack"}, "the seed to be found")
@@ -58,12 +58,12 @@ def test_without_multicast_an_address_is_enough_and_is_remembered(home: Path) ->
     until(lambda: alive(second) == {"desk", "rack"}, "the remembered peer to be found")
 
 
-def test_another_users_job_is_not_run_without_a_container_unless_the_owner_allows_it(home: Path) -> None:
+def test_uncontained_job_of_a_different_user_requires_owner_consent(home: Path) -> None:
     first = found(home, "--lend", "--engine", "process")
     second = home / "b"
-    ok(second, "join", ok(first, "invite").strip(), "--nick", "rack", "--user", "bob")
+    ok(second, "join", ok(first, "member", "invite", "bob").strip(), "--nick", "rack")
     ok(second, "up", *LOCAL)
-    until(lambda: alive(second) == {"desk", "rack"}, "both to see each other")
+    until(lambda: alive(second) == {"desk", "rack"}, "both nodes to see each other")
     refused = until(
         lambda: (done := mesh(second, "submit", "--no-workdir", "--", "id")).returncode == 6 and done,
         "adverts to arrive",
@@ -72,38 +72,38 @@ def test_another_users_job_is_not_run_without_a_container_unless_the_owner_allow
     ok(first, "down")
     warned = mesh(first, "up", *LOCAL, "--lend", "--engine", "process", "--allow-process-guests")
     assert warned.returncode == 0 and "without a sandbox" in warned.stderr
-    until(lambda: mesh(second, "run", "--no-workdir", "--", "true").returncode == 0, "the owner's word to arrive")
+    until(lambda: mesh(second, "run", "--no-workdir", "--", "true").returncode == 0, "the owner's consent to arrive")
 
 
-def test_a_node_of_another_mesh_is_not_let_in_and_is_counted(home: Path) -> None:
+def test_node_of_a_different_mesh_is_refused_and_counted(home: Path) -> None:
     first = found(home)
     stranger = home / "z"
     ok(stranger, "init", "lab", "--nick", "stranger")
     ok(stranger, "up", *LOCAL, "--join", read(first, "status")["address"])
     until(
         lambda: any(key.startswith("refused") for key in read(first, "status")["counters"]),
-        "its knocking to be counted",
+        "its refused requests to be counted",
     )
     assert alive(first) == {"desk"} and alive(stranger) == {"stranger"}
     assert "refused messages" in ok(first, "status")
 
 
-def test_a_node_is_shut_out_by_its_key(home: Path) -> None:
+def test_revoked_node_is_shut_out_by_its_key(home: Path) -> None:
     first = found(home, "--lend")
     second = home / "b"
-    ok(second, "join", ok(first, "invite").strip(), "--nick", "rack", "--user", "bob")
+    ok(second, "join", ok(first, "member", "invite", "bob").strip(), "--nick", "rack")
     ok(second, "up", *LOCAL)
-    until(lambda: alive(first) == {"desk", "rack"}, "both to see each other")
-    key = ok(second, "key", "show").strip()
-    rows = {row["nick"]: row for row in read(first, "trust", "ls")["members"]}
+    until(lambda: alive(first) == {"desk", "rack"}, "both nodes to see each other")
+    key = ok(second, "member", "key").strip()
+    rows = {row["nick"]: row for row in read(first, "member", "ls")["members"]}
     assert rows["rack"]["node"] == key and rows["desk"]["founder"] and not rows["rack"]["founder"]
-    assert mesh(second, "revoke", "desk", "--yes").returncode == 5, "only the founder may"
-    assert mesh(first, "revoke", "nobody", "--yes").returncode == 4
-    assert mesh(first, "revoke", "rack").returncode == 1, "it asks, and nobody said yes"
-    assert "shut out" in ok(first, "revoke", "rack", "--yes", "--reason", "lost laptop")
-    until(lambda: alive(first) == {"desk"}, "it to be out")
-    assert "revoked" in ok(first, "trust", "ls") and "lost laptop" in ok(first, "trust", "ls")
-    until(lambda: "revoked" in read(second, "status")["problem"], "it to be told")
+    assert mesh(second, "member", "revoke", "desk", "--yes").returncode == 5, "only the founder may revoke"
+    assert mesh(first, "member", "revoke", "nobody", "--yes").returncode == 4
+    assert mesh(first, "member", "revoke", "rack").returncode == 1, "revoke must ask for confirmation"
+    assert "is revoked" in ok(first, "member", "revoke", "rack", "--yes", "--reason", "lost laptop")
+    until(lambda: alive(first) == {"desk"}, "the revoked node to be gone")
+    assert "revoked" in ok(first, "member", "ls") and "lost laptop" in ok(first, "member", "ls")
+    until(lambda: "revoked" in read(second, "status")["problem"], "the revoked node to report it")
     refused = mesh(second, "run", "--no-workdir", "--ckpt", "c", "--ckpt-to", "desk", "--", "true")
     assert refused.returncode != 0
     ok(second, "down", "--now")
@@ -111,19 +111,19 @@ def test_a_node_is_shut_out_by_its_key(home: Path) -> None:
     assert done.returncode == 1 and "revoked" in done.stderr and "--state" in done.stderr
     ok(first, "down")
     ok(first, "up", *LOCAL)
-    assert "revoked" in ok(first, "trust", "ls"), "a restart forgets nothing"
+    assert "revoked" in ok(first, "member", "ls"), "the revocation must persist across a restart"
 
 
-def test_a_key_is_shown_without_a_daemon(home: Path) -> None:
-    made = ok(home / "a", "key", "show").strip()
-    assert made in ok(home / "a", "init", "lab"), "made for an allow list, it is the node's key"
-    assert read(home / "a", "key", "show")["node"] == made
+def test_key_is_shown_without_a_daemon(home: Path) -> None:
+    made = ok(home / "a", "member", "key").strip()
+    assert made in ok(home / "a", "init", "lab"), "init must use the key made for the allow list"
+    assert read(home / "a", "member", "key")["node"] == made
 
 
-# --- what can be wrong
+# --- errors
 
 
-def test_a_second_founding_is_refused_and_loses_nothing(home: Path) -> None:
+def test_second_init_is_refused_and_loses_no_state(home: Path) -> None:
     state = home / "a"
     ok(state, "init", "lab")
     before = {path.name: path.read_bytes() for path in state.iterdir()}
@@ -135,18 +135,18 @@ def test_a_second_founding_is_refused_and_loses_nothing(home: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "hello", "mesh1-" + "a" * 500, "ÿ" * 30, "-x"])
-def test_a_bad_invite_is_refused_in_words(home: Path, text: str) -> None:
+def test_bad_invite_is_refused_with_a_message(home: Path, text: str) -> None:
     done = mesh(home / "b", "join", "--", text)
     assert done.returncode in {2, 4, 5} and "invite" in done.stderr and not (home / "b" / "genesis").exists()
     assert "Traceback" not in done.stderr
 
 
-def test_up_without_a_mesh_says_what_to_do(home: Path) -> None:
+def test_up_without_a_mesh_reports_the_next_step(home: Path) -> None:
     done = mesh(home / "a", "up", *LOCAL)
     assert done.returncode == 1 and "mesh init" in done.stderr and "mesh join" in done.stderr
 
 
-def test_up_twice_says_so(home: Path) -> None:
+def test_second_up_reports_that_the_daemon_runs(home: Path) -> None:
     state = found(home)
     done = mesh(state, "up", *LOCAL)
     assert done.returncode == 1 and "runs here already" in done.stderr
@@ -154,26 +154,28 @@ def test_up_twice_says_so(home: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--port", "--api-port"])
-def test_a_port_in_use_is_named_with_the_next_step(home: Path, option: str) -> None:
+def test_port_in_use_is_reported_with_the_next_step(home: Path, option: str) -> None:
     state = home / "a"
     ok(state, "init", "lab")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = str(taken.getsockname()[1])
         done = mesh(state, "up", *LOCAL, option, number)
     assert done.returncode == 1 and number in done.stderr and option in done.stderr and "Traceback" not in done.stderr
-    assert "is up" in ok(state, "up", *LOCAL), "once the port is free it starts"
+    assert "is up" in ok(state, "up", *LOCAL), "the daemon must start once the port is free"
 
 
-def test_no_daemon_is_told_with_the_next_step(home: Path) -> None:
-    for arguments in (("ps",), ("nodes",), ("status",), ("run", "--", "true"), ("down",), ("invite",)):
+def test_missing_daemon_is_reported_with_the_next_step(home: Path) -> None:
+    for arguments in (("ps",), ("nodes",), ("status",), ("submit", "--", "true"), ("down",), ("member", "invite")):
         done = mesh(home / "none", *arguments)
-        assert done.returncode == 3 and "mesh join INVITE" in done.stderr and done.stdout == "", "it has no mesh yet"
+        assert done.returncode == 3 and "mesh join INVITE" in done.stderr and done.stdout == "", (
+            "without a mesh, the next step is to join"
+        )
     assert mesh(home / "some", "init", "lab").returncode == 0
     done = mesh(home / "some", "ps")
-    assert done.returncode == 3 and "start it with `mesh up`" in done.stderr and done.stdout == ""
+    assert done.returncode == 3 and "Start one with `mesh up`" in done.stderr and done.stdout == ""
 
 
-def test_a_daemon_that_was_killed_starts_again(home: Path) -> None:
+def test_killed_daemon_starts_again(home: Path) -> None:
     state = found(home)
     os.kill(read(state, "status")["pid"], signal.SIGKILL)
     until(lambda: mesh(state, "status").returncode == 3, "the daemon to be gone")
@@ -206,9 +208,7 @@ def damaged(name: str, data: bytes = b"\xff\x00rubbish") -> Damage:
     ],
     ids=["key", "empty-key", "genesis", "chain", "type", "typo", "range", "rate", "address", "syntax"],
 )
-def test_a_damaged_state_directory_is_named_file_by_file_and_left_as_it_is(
-    home: Path, damage: Damage, word: str
-) -> None:
+def test_damaged_state_files_are_reported_and_left_unchanged(home: Path, damage: Damage, word: str) -> None:
     state = home / "a"
     ok(state, "init", "lab")
     damage(Layout(state))
@@ -219,17 +219,17 @@ def test_a_damaged_state_directory_is_named_file_by_file_and_left_as_it_is(
     assert {name: after.get(name) for name in before} == before
 
 
-def test_a_damaged_journal_is_moved_aside_and_told(home: Path) -> None:
+def test_damaged_journal_is_moved_aside_and_reported(home: Path) -> None:
     state = found(home)
     ok(state, "down")
     (state / "journal.sqlite").write_bytes(b"rubbish" * 1000)
     ok(state, "up", *LOCAL)
-    assert "damaged journal moved to" in ok(state, "events")
+    assert "damaged journal moved to" in ok(state, "job", "events")
     assert [path.read_bytes()[:7] for path in state.glob("journal.damaged-*")] == [b"rubbish"]
 
 
-@pytest.mark.parametrize("name", ["gossip/snapshot.json", "seeds", "tls.pem", "store/index.sqlite"])
-def test_damage_to_what_can_be_made_again_is_no_obstacle(home: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["gossip/snapshot.json", "seeds", "store/index.sqlite"])
+def test_damaged_regenerable_files_do_not_prevent_start(home: Path, name: str) -> None:
     state = found(home)
     ok(state, "down")
     path = state / name
@@ -239,7 +239,7 @@ def test_damage_to_what_can_be_made_again_is_no_obstacle(home: Path, name: str) 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_place_that_cannot_be_written_is_named(home: Path) -> None:
+def test_unwritable_state_directory_is_reported(home: Path) -> None:
     for arguments in (("init", "lab"), ("up", *LOCAL)):
         done = mesh(Path("/proc/no-such-place"), *arguments)
         assert done.returncode == 1 and "/proc/no-such-place" in done.stderr and "--state" in done.stderr
@@ -260,8 +260,8 @@ def inside(pid: int, *command: str) -> None:
 
 
 @needs_mount
-def test_a_full_and_a_read_only_disk_stop_the_daemon_in_words_and_lose_no_state(home: Path) -> None:
-    """In a mount namespace of its own: the daemon's disk fills up while it works, is read-only, then well again."""
+def test_full_or_read_only_disk_stops_the_daemon_and_loses_no_state(home: Path) -> None:
+    """In its own mount namespace, the daemon's disk fills up at run time, becomes read-only, then recovers."""
     state = home / "a"
     ok(state, "init", "lab", "--nick", "desk")
     disk = home / "disk"
@@ -285,7 +285,7 @@ def test_a_full_and_a_read_only_disk_stop_the_daemon_in_words_and_lose_no_state(
         subprocess.run(fill, capture_output=True, check=False)
         refused = run("submit", "--no-workdir", "--", "true")
         assert refused.returncode != 0 and "Traceback" not in refused.stderr
-        until(lambda: gone(pid), "the daemon to stop: it cannot keep promises any more")
+        until(lambda: gone(pid), "the daemon to stop, since it cannot persist its promises")
         full = run("up", *LOCAL)
         assert full.returncode == 1 and "disk is full" in full.stderr and "--state" in full.stderr, full.stderr
         assert "Traceback" not in full.stderr
@@ -295,7 +295,7 @@ def test_a_full_and_a_read_only_disk_stop_the_daemon_in_words_and_lose_no_state(
         assert again.returncode == 1 and "read-only" in again.stderr.lower() and "--state" in again.stderr, again.stderr
         inside(keeper.pid, "mount", "-o", "remount,rw", str(disk))
         assert run("up", *LOCAL).returncode == 0
-        until(lambda: job in run("ps", "-a", "--json").stdout, "the job: no state was lost")
+        until(lambda: job in run("ps", "-a", "--json").stdout, "the job to be listed after the restart")
         assert run("down", "--now").returncode == 0
     finally:
         keeper.kill()
@@ -309,7 +309,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_in_the_foreground_ctrl_c_leaves_in_order(home: Path) -> None:
+def test_ctrl_c_in_the_foreground_leaves_gracefully(home: Path) -> None:
     state = home / "a"
     ok(state, "init", "lab")
     process = start(state, "up", *LOCAL, "--foreground")
@@ -319,7 +319,7 @@ def test_in_the_foreground_ctrl_c_leaves_in_order(home: Path) -> None:
     assert process.returncode == 0 and "leaving" in err and not (state / "mesh.sock").exists()
 
 
-def test_settings_of_the_file_hold_and_the_command_line_wins(home: Path) -> None:
+def test_command_line_options_override_the_settings_file(home: Path) -> None:
     state = home / "a"
     ok(state, "init", "lab", "--nick", "desk")
     text = 'bind = "127.0.0.1"\nport = 0\napi_port = 0\nprofile = "local"\nlend = true\nslots = 3\nzone = "east"\n'
@@ -329,7 +329,9 @@ def test_settings_of_the_file_hold_and_the_command_line_wins(home: Path) -> None
         return next(row for row in read(state, "nodes")["nodes"] if row["me"])
 
     ok(state, "up")
-    until(lambda: (row()["slots"], row()["zone"], row()["lending"]) == (3, "east", True), "its advert")
+    until(
+        lambda: (row()["slots"], row()["zone"], row()["lending"]) == (3, "east", True), "the advert with these settings"
+    )
     ok(state, "down")
     ok(state, "up", "--slots", "5")
-    until(lambda: row()["slots"] == 5, "its advert")
+    until(lambda: row()["slots"] == 5, "the advert with these settings")

@@ -1,4 +1,4 @@
-"""`mesh jupyter`: a real JupyterLab on another node, used by a real browser here."""
+"""`mesh job jupyter`: a real JupyterLab on another node, used by a real local browser."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from urllib.parse import parse_qs, urlsplit
 import aiohttp
 import pytest
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
+from tests.container_images import jupyter_image
 from tests.e2e.browser import Page
 from tests.e2e.commands import descendants, finished, job_state, mesh, ok, start, until
-from tests.images import jupyter_image
 from tests.tiers import FRAMEWORKS_PYTHON
 
 pytestmark = [pytest.mark.e2e, pytest.mark.browser, pytest.mark.jupyter]
@@ -31,7 +31,7 @@ NOTE = "contents/notebooks/Untitled.ipynb"
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """Three nodes that have JupyterLab on their daemons' PATH; the first lends nothing."""
+    """Three nodes with JupyterLab on their daemons' PATH; the first lends nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{FRAMEWORKS_PYTHON.parent}:{os.environ['PATH']}")
         with Stack(3, overrides={"slots": 1, "grace_s": 20.0}) as stack:
@@ -41,14 +41,14 @@ def stack() -> Iterator[Stack]:
 
 
 class Session:
-    """`mesh jupyter --json` as it runs, and what it says."""
+    """A running `mesh job jupyter --json` and its output."""
 
     def __init__(self, node: StackNode, *options: str) -> None:
         self.node = node
-        self.process = start(node, "jupyter", "--json", "--no-workdir", *options)
+        self.process = start(node, "job", "jupyter", "--json", "--no-workdir", *options)
 
     def told(self) -> dict[str, Any]:
-        """The next address."""
+        """Return the next address that it prints."""
         assert self.process.stdout is not None and self.process.stderr is not None
         text = ""
         while line := self.process.stdout.readline():
@@ -80,7 +80,7 @@ async def web() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def api(url: str, path: str) -> str:
-    """Of the server that a page's address belongs to."""
+    """Return the address of a call on the server of this page."""
     parts = urlsplit(url)
     assert parts.hostname == "127.0.0.1"
     return f"http://{parts.netloc}{parts.path.removesuffix('lab')}api/{path}"
@@ -91,9 +91,7 @@ def token_of(url: str) -> str:
     return token
 
 
-async def test_a_notebook_computes_on_another_node_and_moves_with_its_files(
-    stack: Stack, web: aiohttp.ClientSession
-) -> None:
+async def test_notebook_runs_on_another_node_and_moves_with_its_files(stack: Stack, web: aiohttp.ClientSession) -> None:
     node = stack.nodes[0]
     with Session(node) as session:
         told = session.told()
@@ -104,16 +102,16 @@ async def test_a_notebook_computes_on_another_node_and_moves_with_its_files(
         for token in ("", "wrong"):
             async with web.get(api(told["url"], NOTE), headers={"Authorization": f"token {token}"}) as answer:
                 assert answer.status == 403
-        assert "goes on as job" in session.interrupt() and job_state(node, told["job"])["state"] == "running"
+        assert "continues as job" in session.interrupt() and job_state(node, told["job"])["state"] == "running"
 
-    until(lambda: job_state(node, told["job"])["checkpoint"], "its notebooks to be kept")
+    until(lambda: job_state(node, told["job"])["checkpoint"], "the notebooks to be in a checkpoint")
     with Session(node, "--job", told["job"][:8]) as session:
         again = session.told()
         assert token_of(again["url"]) == token_of(told["url"])
-        ok(node, "migrate", told["job"])
+        ok(node, "job", "migrate", told["job"])
         moved = session.told()
         assert moved["node"] not in {told["node"], node.nick} and token_of(moved["url"]) != token_of(told["url"])
-        assert urlsplit(moved["url"]).netloc == urlsplit(again["url"]).netloc, "the tunnel goes after it"
+        assert urlsplit(moved["url"]).netloc == urlsplit(again["url"]).netloc, "the tunnel must follow the job"
         headers = {"Authorization": f"token {token_of(moved['url'])}"}
         async with web.get(api(moved["url"], NOTE), headers=headers) as answer:
             cells = (await answer.json())["content"]["cells"]
@@ -124,7 +122,7 @@ async def test_a_notebook_computes_on_another_node_and_moves_with_its_files(
 
 
 @pytest.mark.docker
-async def test_a_notebook_computes_in_a_container_that_has_no_network() -> None:
+async def test_notebook_runs_in_a_container_without_network() -> None:
     with (
         jupyter_image(FRAMEWORKS_PYTHON) as image,
         Stack(1, overrides={"slots": 1, "engines": ["docker"]}) as stack,
@@ -140,7 +138,7 @@ async def test_a_notebook_computes_in_a_container_that_has_no_network() -> None:
 
 
 async def compute(url: str) -> None:
-    """A new notebook, a cell, its output, and all of it saved."""
+    """Create a notebook, run a cell, check its output and save the notebook."""
     async with Page(url) as page:
         await page.click(NOTEBOOK)
         await page.until(f"document.querySelector({CELL!r})", "a cell")
@@ -152,15 +150,17 @@ async def compute(url: str) -> None:
         output = "document.querySelector('.jp-OutputArea-output pre').innerText"
         assert await page.until(output, "its output") == "42 of a kernel\n"
         await page.click(SAVE)
-        await page.click(".jp-Dialog .jp-mod-accept")  # of the name that it has
+        await page.click(".jp-Dialog .jp-mod-accept")  # accept the proposed name
         headers = f"{{headers: {{Authorization: 'token {token_of(url)}'}}}}"
         saved = f"(await (await fetch({api(url, NOTE)!r}, {headers})).text()).includes('42 of a kernel')"
         await page.until_async(saved, "it to be saved")
 
 
 def nothing_is_open_or_shown(host: StackNode, token: str) -> None:
-    """What the guest's processes listen on is loopback (a kernel, for what its own children print), JupyterLab itself on no port
-    at all; the token stands in no argument and no variable."""
+    """Check that guests listen on loopback only, JupyterLab on no port, and that no argument or variable holds the token.
+
+    A kernel listens on loopback for the output of its child processes.
+    """
     assert host.process is not None
     guest = dict(descendants(host.process.pid))
     told = subprocess.run(["ss", "-Hltunp"], capture_output=True, text=True, check=True).stdout
@@ -172,8 +172,8 @@ def nothing_is_open_or_shown(host: StackNode, token: str) -> None:
             assert token.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-def test_it_ends_when_nobody_uses_it_and_warns_before(stack: Stack) -> None:
-    done = mesh(stack.nodes[0], "jupyter", "--no-workdir", "--idle", "6", timeout_s=WAIT_S)
+def test_idle_jupyter_session_warns_and_ends(stack: Stack) -> None:
+    done = mesh(stack.nodes[0], "job", "jupyter", "--no-workdir", "--idle", "6", timeout_s=WAIT_S)
     assert done.returncode == 0, done
     warned, ended = (done.stderr.find(words) for words in ("it ends in", "was not used for 6 s, and ends"))
     assert 0 < warned < ended and "is done" in done.stderr, done.stderr

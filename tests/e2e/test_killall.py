@@ -1,4 +1,4 @@
-"""The owner's last word, by the command line, where the daemon hangs, is stopped or is gone."""
+"""Reclaim by the owner from the command line while the daemon hangs, is stopped or is gone."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.provider.inventory import load_lending
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
+from mesh.gpus.inventory import load_lending
 from tests.e2e.commands import (
     descendants,
     finished,
@@ -35,10 +35,10 @@ def stopped(node: StackNode) -> None:
     send(signal.SIGSTOP, node)
     assert node.process is not None
     pid = node.process.pid
-    until(lambda: state_of(pid) == "T", "it to stand still")
+    until(lambda: state_of(pid) == "T", "the daemon to be stopped")
 
 
-def test_a_node_is_its_owners_again_whatever_its_daemon_does(make_stack: Callable[..., Stack]) -> None:
+def test_owner_reclaims_a_node_whose_daemon_is_hung_stopped_or_gone(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(3)
     user = stack.nodes[0]
     ok(user, "pause")
@@ -52,36 +52,42 @@ def test_a_node_is_its_owners_again_whatever_its_daemon_does(make_stack: Callabl
     finally:
         send(signal.SIGCONT, first)
     second = stack.node(running_with_checkpoint(user, job, elsewhere=first.nick)["node"])
-    until(lambda: read(first, "status")["paused"] and not read(first, "status")["guests"], "it to know")
+    until(
+        lambda: read(first, "status")["paused"] and not read(first, "status")["guests"],
+        "the daemon to know the reclaim",
+    )
     assert second is not first
 
     stopped(second)
     try:
-        answer = read(second, "reclaim", "--now")  # before the others take it for dead
+        answer = read(second, "reclaim", "--now")  # before the other nodes declare it dead
         assert "without the daemon" in answer["by"] and answer["reclaimed"] == [job] and not guests_of(second)
     finally:
         send(signal.SIGCONT, second)
-    until(lambda: not read(second, "status")["guests"], "it to know")
+    until(lambda: not read(second, "status")["guests"], "the daemon to know the reclaim")
     until(lambda: job_state(user, job)["state"] == "pending", "the job to wait")
     reasons = [attempt["reason"] for attempt in job_state(user, job)["attempts"]]
     assert all("its owner took the machine back at once" in reason for reason in reasons), reasons
 
-    ok(first, "resume")
+    ok(first, "lend")
     running_with_checkpoint(user, job)
-    assert "1 guests have gone" in ok(first, "killall"), "a daemon that is well takes no harm"
-    until(lambda: read(first, "status")["paused"] and not read(first, "status")["guests"], "it to know")
+    assert "1 guest killed" in ok(first, "killall"), "killall must also work with a healthy daemon"
+    until(
+        lambda: read(first, "status")["paused"] and not read(first, "status")["guests"],
+        "the daemon to know the reclaim",
+    )
     ok(user, "cancel", job)
     finished(user, job)
-    assert "no guest was alive" in ok(first, "killall")
+    assert "no guest was running" in ok(first, "killall")
     assert first.process is not None
     os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait()
-    assert "no guest was alive" in ok(first, "killall") and mesh(first, "reclaim", "--now").returncode == 0
+    assert "no guest was running" in ok(first, "killall") and mesh(first, "reclaim", "--now").returncode == 0
 
 
-def test_where_no_daemon_ever_ran_there_is_nothing_to_end(tmp_path: Path) -> None:
+def test_killall_without_any_daemon_has_nothing_to_end(tmp_path: Path) -> None:
     done = mesh(tmp_path, "reclaim", "--now")
-    assert done.returncode == 3 and "mesh up" in done.stderr
-    assert "no guest was alive" in ok(tmp_path, "killall")
+    assert done.returncode == 3 and "no daemon answers" in done.stderr and "mesh init NAME" in done.stderr
+    assert "no guest was running" in ok(tmp_path, "killall")
     done = mesh(tmp_path / "nowhere", "killall")
     assert done.returncode == 3 and "--state" in done.stderr

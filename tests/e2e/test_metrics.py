@@ -1,4 +1,4 @@
-"""What a real node measures and has lent: told to Prometheus, to its owner, and to the other nodes."""
+"""Metrics and usage of a real node, as read by Prometheus, its owner and other nodes."""
 
 import http.client
 import json
@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from mesh.stack import Stack, StackNode
-from mesh.telemetry.metrics import METRICS
+from mesh.api.metric_names import METRICS
+from mesh.daemon.stack import Stack, StackNode
 from tests.e2e.commands import (
     as_documented,
     free_port,
@@ -43,14 +43,17 @@ def on_socket(node: StackNode) -> Samples:
     return read_metrics(answer.read().decode())
 
 
-def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable[..., Stack]) -> None:
+def test_node_reports_metrics_and_lending_usage(make_stack: Callable[..., Stack]) -> None:
     port = free_port()
     stack = make_stack(2)
     here, there = stack.nodes
     ok(there, "down", "--now")
     there.where.config.write_text(f'metrics_port = {port}\nnick = "another"\n')
     stack.start(there)
-    until(lambda: there.where.socket.exists() and Stack.sees(here, 2) and Stack.sees(there, 2), "it to be back")
+    until(
+        lambda: there.where.socket.exists() and Stack.sees(here, 2) and Stack.sees(there, 2),
+        "the restarted node to be seen",
+    )
     ok(here, "pause")
     job = submit_count(here, 100_000)
     running_with_checkpoint(here, job)
@@ -67,8 +70,8 @@ def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable
     }
     as_documented(here, job)
     assert "has joined as 'node2'" in read(there, "status")["problems"]["nick"]
-    (mine,) = [row for row in read(here, "usage")["rows"] if row["attempts"]]
-    assert mine["own_slot_h"] > 0, "what runs now counts, and one user has both machines"
+    (mine,) = [row for row in read(here, "member", "usage")["rows"] if row["attempts"]]
+    assert mine["own_slot_h"] > 0, "running jobs must count, and both machines have one user"
 
     ok(there, "reclaim", "--grace", "20")
     connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -79,28 +82,28 @@ def test_a_node_tells_what_it_measures_and_what_it_has_lent(make_stack: Callable
         return told if told["mesh_reclaims_total", ()] == 1 and told["mesh_guests", running] == 0 else None
 
     after = until(ended, "the reclaim to be counted")
-    assert after["mesh_reclaim_rung_seconds_count", (("rung", "gone"),)] == 1
+    assert after["mesh_reclaim_stage_seconds_count", (("stage", "gone"),)] == 1
     assert after["mesh_attempts_ended_total", (("end", "vacated"), running[0])] == 1 and after["mesh_paused", ()] == 1
     connection.request("GET", "/v1/status")
     refused = connection.getresponse()
-    assert (refused.read(), refused.status)[1] == 404, "nothing else is told there"
+    assert (refused.read(), refused.status)[1] == 404, "the port must serve nothing else"
     connection.close()
     ok(here, "cancel", job)
 
-    (run,) = read(there, "usage", "--runs")["runs"]
+    (run,) = read(there, "member", "usage", "--runs")["runs"]
     assert run["job"] == job and run["end"].startswith("vacated: ") and run["submitter"] == here.nick
-    by_node = {row["name"]: row for row in read(here, "usage", "--by", "node")["rows"]}
+    by_node = {row["name"]: row for row in read(here, "member", "usage", "--by", "node")["rows"]}
     assert by_node[there.nick]["lent_slot_h"] == by_node[here.nick]["borrowed_slot_h"] > 0
-    shown = ok(here, "usage")
-    assert "points ahead" in shown and "BORROWED" in shown and job[:8] in ok(there, "usage", "--runs")
-    (month,) = read(there, "usage", "--by", "month", "--here")["rows"]
+    shown = ok(here, "member", "usage")
+    assert "points ahead" in shown and "BORROWED" in shown and job[:8] in ok(there, "member", "usage", "--runs")
+    (month,) = read(there, "member", "usage", "--by", "month", "--here")["rows"]
     assert month["own_slot_h"] > 0
-    ordered = ok(there, "events", "--audit")
+    ordered = ok(there, "job", "events", "--audit")
     assert f"reclaim (grace_s=20.0), by uid {os.getuid()} (" in ordered and "running" not in ordered
     with tarfile.open(
-        json.loads(ok(there, "dump", "-o", str(stack.directory / "dump.tar.gz"), "--json"))["file"]
+        json.loads(ok(there, "debug", "dump", "-o", str(stack.directory / "dump.tar.gz"), "--json"))["file"]
     ) as tar:
         told = json.load(tar.extractfile("mesh-dump/status.json"))  # type: ignore[arg-type]
     assert told["nick"] == there.nick and told["versions"] == dict.fromkeys([here.nick, there.nick], told["version"])
-    bad = mesh(here, "usage", "--since", "yesterday")
+    bad = mesh(here, "member", "usage", "--since", "yesterday")
     assert bad.returncode == 2 and "duration" in bad.stderr

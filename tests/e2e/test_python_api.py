@@ -1,13 +1,15 @@
-"""`import mesh`: functions of this file as jobs of real daemons; the examples of docs/python-api.md, as they stand there."""
+"""The Python API with real daemons, and the examples of docs/how-to/python-api.md and executors.md."""
 
 import asyncio
 import concurrent.futures
 import doctest
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,21 @@ import joblib
 import pytest
 
 import mesh
-from mesh.api.errors import MeshError
-from mesh.futures import RemoteTraceback
-from mesh.integrations.joblib import Backend
-from mesh.parcel import Terms
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
+from mesh.sdk.futures import RemoteTraceback
+from mesh.sdk.integrations.joblib import Backend
+from mesh.sdk.payload import Terms
+from mesh.util.errors import MeshError
+from tests.api.test_async_client import asking, nobody_asks
 from tests.e2e.commands import running_with_checkpoint, until
 from tests.e2e.test_shares import gpu_world, shares
-from tests.test_caller import asking, nobody_asks
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 
 
 class Odd(Exception):
-    """An exception with more than a text."""
+    """An exception with an attribute besides its message."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{number} is odd")
@@ -44,7 +46,7 @@ def half(number: int) -> Any:
 
 
 class Count:
-    """Adds up numbers, one after the other, and remembers on which nodes it did."""
+    """A counter that records the nodes on which it ran."""
 
     def __init__(self, last: int) -> None:
         self.last, self.number, self.total, self.nodes = last, 0, 0, []
@@ -59,7 +61,7 @@ class Count:
         return self
 
     def checkpoint(self, pace_s: float) -> mesh.Call:
-        return mesh.Call(self, 0)  # where it goes on
+        return mesh.Call(self, 0)  # the call that resumes it
 
 
 def tick() -> None:
@@ -68,7 +70,7 @@ def tick() -> None:
         time.sleep(0.1)
 
 
-def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
+def test_function_results_and_exceptions_return_to_the_caller(shared: Stack) -> None:
     client = mesh.Client(shared.nodes[0].where.root)
     good = client.submit(half, 4, name="halves")
     gone = client.submit(os._exit, 3)
@@ -76,11 +78,13 @@ def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
     value, node = good.result(60)
     assert value == {"half": 2} and node in {node.nick for node in shared.nodes}
     assert good.wait() == "done" and good.done() and "halving 4" in "".join(good.logs())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}Z halving 4 \n", "".join(good.logs(timestamps=True)))
+    assert "".join(good.logs(since=datetime.now())) == ""
     assert {"submitted", "attempt", "end"} <= {event["kind"] for event in good.events()}
     assert client.job("halves").result(30) == (value, node)
     with pytest.raises(mesh.JobFailed, match="exit 3"):
         gone.result(60)
-    with pytest.raises(mesh.JobFailed, match="JSON"):  # a tuple would come back as a list
+    with pytest.raises(mesh.JobFailed, match="JSON"):  # JSON would turn the tuple into a list
         plain.result(60)
     assert plain.state == "failed" and "halving 2 plain" in "".join(plain.logs())
     assert good.info()["attempts"][-1]["ended_unix_ms"] <= plain.info()["attempts"][0]["running_unix_ms"]
@@ -92,9 +96,9 @@ def test_functions_give_back_what_they_return_and_raise(shared: Stack) -> None:
         client.submit(7)  # type: ignore[arg-type]
 
 
-async def test_coroutines_follow_jobs_and_cancel_them(shared: Stack) -> None:
-    """What is cancelled here leaves the job as it is; a submission leaves none (tests/test_caller.py has the rest)."""
-    client = mesh.aio.Client(shared.nodes[0].where.root)
+async def test_coroutines_follow_and_cancel_jobs(shared: Stack) -> None:
+    """Cancelling a wait leaves the job alone; cancelling a submission leaves no job. More: tests/api/test_async_client.py."""
+    client = mesh.sdk.aio.Client(shared.nodes[0].where.root)
     ticking = await client.submit(tick)
     heard: asyncio.Queue[str] = asyncio.Queue()
 
@@ -124,17 +128,19 @@ async def test_coroutines_follow_jobs_and_cancel_them(shared: Stack) -> None:
     assert await ticking.cancel() and ticking.cancelled() and await ticking.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         await ticking
-    assert await ticking.wait(60) == ticking.future.wait(60) == "cancelled", "the job is over, not the future alone"
+    assert await ticking.wait(60) == ticking.future.wait(60) == "cancelled", (
+        "the job must be cancelled, not only the future"
+    )
 
 
 def interrupted() -> Iterator[Any]:
-    """Ctrl-C, once two of its calls are jobs."""
+    """Yield calls and raise KeyboardInterrupt after two of them are jobs."""
     yield from [joblib.delayed(time.sleep)(600)] * 2
     raise KeyboardInterrupt
 
 
-def test_joblib_raises_what_a_job_raised_and_ends_those_of_an_interrupted_call(shared: Stack) -> None:
-    """One that ends well is on the page."""
+def test_joblib_reraises_job_errors_and_cancels_jobs_on_interrupt(shared: Stack) -> None:
+    """The example page covers a successful call."""
     client = mesh.Client(shared.nodes[1].where.root)
     backend = Backend(client=client, name="batch")
     assert 2 <= backend.effective_n_jobs(-1) <= 16 and Backend(client=client, gpus=1).effective_n_jobs(-1) == 2
@@ -150,10 +156,10 @@ def test_joblib_raises_what_a_job_raised_and_ends_those_of_an_interrupted_call(s
         rows = [row for row in client.jobs() if row["name"] == "batch"]
         return sorted(row["outcome"]["kind"] for row in rows) if all(row["outcome"] for row in rows) else []
 
-    assert until(outcomes, "all of them to be over") == ["cancelled", "cancelled", "failed"]
+    assert until(outcomes, "all jobs to end") == ["cancelled", "cancelled", "failed"]
 
 
-def test_an_object_goes_on_elsewhere_from_its_checkpoint(shared: Stack) -> None:
+def test_callable_object_resumes_on_another_node_from_its_checkpoint(shared: Stack) -> None:
     client = mesh.Client(shared.nodes[1].where.root)
     job = client.submit(Count(600), 0.1, grace="10s", checkpoint_every=1)
     before = running_with_checkpoint(shared.nodes[1], job.id)
@@ -166,7 +172,7 @@ def test_an_object_goes_on_elsewhere_from_its_checkpoint(shared: Stack) -> None:
 
 
 def hold(mebibytes: int) -> int:
-    """On a GPU, by the driver."""
+    """Allocate GPU memory through the driver."""
     from client import Driver  # type: ignore[import-not-found]
 
     driver = Driver("libcuda.so.1")
@@ -176,13 +182,13 @@ def hold(mebibytes: int) -> int:
 
 
 @pytest.mark.cc
-def test_auto_asks_for_what_the_same_code_has_needed(
+def test_auto_requests_the_gpu_memory_that_earlier_runs_used(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     make_stack: Callable[..., Stack],
 ) -> None:
-    """The GPU is a fake one, the guard in front of it and its receipt are not."""
+    """The GPU is fake; the guard and its receipt are real."""
     with gpu_world(tmp_path, tmp_path_factory.getbasetemp().parent / "fakes", monkeypatch) as world:
         node = make_stack(1).nodes[0]
         until(lambda: shares(node), "the guard to be ready")
@@ -200,24 +206,30 @@ def test_auto_asks_for_what_the_same_code_has_needed(
         until(lambda: not node.running, "the daemon to end")
 
 
-def test_it_is_an_executor(shared: Stack) -> None:
-    """Its jobs are on the page."""
+def test_client_is_a_concurrent_futures_executor(shared: Stack) -> None:
+    """Check the limits of the executor; the example page runs jobs with it."""
     with mesh.Executor(mesh.Client(shared.nodes[2].where.root)) as executor:
         assert executor._max_workers == 16
     with pytest.raises(RuntimeError, match="after shutdown"):
         executor.submit(pow, 2, 2)
 
 
-def test_the_examples_of_its_page(shared: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "least"), [("python-api.md", 10), ("executors.md", 4)])
+def test_examples_of_the_python_api_pages_run(
+    page: str, least: int, shared: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MESH_STATE", str(shared.nodes[3].where.root))
     monkeypatch.chdir(tmp_path)
     done = doctest.testfile(
-        str(ROOT / "docs" / "python-api.md"), module_relative=False, optionflags=doctest.ELLIPSIS, encoding="utf-8"
+        str(ROOT / "docs" / "how-to" / page),
+        module_relative=False,
+        optionflags=doctest.ELLIPSIS,
+        encoding="utf-8",
     )
-    assert done.attempted > 10 and not done.failed
+    assert done.attempted > least and not done.failed
 
 
-def test_importing_it_is_light() -> None:
+def test_importing_the_client_is_light() -> None:
     listed = (
         "import mesh, sys; print(sorted(name for name in sys.modules if name.startswith('mesh') or name == 'asyncio'))"
     )

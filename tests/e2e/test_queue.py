@@ -1,10 +1,10 @@
-"""Jobs that wait, on real daemons: who goes first when a place becomes free."""
+"""Order of waiting jobs on real daemons."""
 
 from collections.abc import Callable
 
 import pytest
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
 from tests.e2e.commands import job_state, ok, until
 
 pytestmark = pytest.mark.e2e
@@ -19,24 +19,26 @@ def runs(node: StackNode, job: str) -> bool:
 
 
 def heard_to_wait(job: str, *nodes: StackNode) -> bool:
-    """Whether all these nodes have heard from its steward that it waits; a witness knows before that it is pending."""
+    """Return True if all these nodes know from the leader that the job waits. A witness knows earlier that it is pending."""
     return all("no node can run it now" in job_state(node, job).get("detail", "") for node in nodes)
 
 
-def test_the_higher_priority_goes_first_though_it_came_later(make_stack: Callable[..., Stack]) -> None:
+def test_higher_priority_job_starts_first_despite_later_submission(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(3)
     user, *hosts = stack.nodes
     ok(user, "pause")
     ok(hosts[1], "pause")
     running = submit(hosts[0])
-    until(lambda: runs(user, running), "the only place to be taken")
+    until(lambda: runs(user, running), "the only slot to be taken")
     low = submit(user, "--priority", "10")
-    until(lambda: heard_to_wait(low, *stack.nodes), "the low one to wait")
+    until(lambda: heard_to_wait(low, *stack.nodes), "the low-priority job to wait")
     high = submit(hosts[1], "--priority", "90")
-    until(lambda: heard_to_wait(high, *stack.nodes), "the high one to wait")
+    until(lambda: heard_to_wait(high, *stack.nodes), "the high-priority job to wait")
     ok(user, "cancel", running)
-    until(lambda: runs(user, high), "the high one to run")
-    assert job_state(user, low)["state"] == "pending"
+    until(lambda: runs(user, high), "the high-priority job to run")
+    # It may have asked for the slot by an advert from before; then it is refused and waits again.
+    until(lambda: job_state(user, low)["state"] == "pending", "the low-priority job to wait still")
+    assert runs(user, high)
     ok(user, "cancel", high)
-    until(lambda: runs(user, low), "the low one to run at last")
+    until(lambda: runs(user, low), "the low-priority job to run")
     ok(user, "cancel", low)

@@ -1,4 +1,4 @@
-"""`mesh rehearse` with real daemons and small real programs, good and flawed. Each leaves nothing behind."""
+"""`mesh job rehearse` with real daemons and small real programs, correct and flawed. Each run removes its files."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.container_images import busybox_image
 from tests.e2e.commands import descendants, mesh, start, until
-from tests.images import busybox_image
 
 pytestmark = pytest.mark.e2e
 CKPT = ("--ckpt", "ckpts", "--ckpt-mode", "rename")
@@ -20,7 +20,7 @@ CKPT = ("--ckpt", "ckpts", "--ckpt-mode", "rename")
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Everything temporary goes below a directory that must be empty again; short, since sockets are in it."""
+    """Redirect temporary files to a directory that must be empty afterwards. Its path is short, since it holds sockets."""
     temporary = Path(tempfile.mkdtemp(prefix="rehearse-"))
     monkeypatch.setenv("TMPDIR", str(temporary))
     yield temporary
@@ -30,7 +30,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def rehearse(*arguments: str) -> tuple[int, str, str]:
-    done = mesh(None, "rehearse", *arguments, timeout_s=240)
+    done = mesh(None, "job", "rehearse", *arguments, timeout_s=240)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -38,74 +38,76 @@ def rehearse(*arguments: str) -> tuple[int, str, str]:
 def flawed(flaw: str, *options: str, steps: int = 90, pace_s: float = 0.04) -> dict[str, Any]:
     command = (sys.executable, "flawed.py", flaw, str(steps), str(pace_s))
     code, text, _ = rehearse(*CKPT, *options, "--json", "--", *command)
-    facts: dict[str, Any] = json.loads(text)
-    assert facts["schema"] == 1 and facts["exit_code"] == code and facts["seconds"] > 0
-    return facts
+    answer: dict[str, Any] = json.loads(text)
+    assert answer["schema"] == 1 and answer["exit_code"] == code and answer["seconds"] > 0
+    return answer
 
 
-def test_a_job_that_keeps_the_contract_resumes_and_is_told_what_departures_cost() -> None:
+def test_job_that_follows_the_contract_resumes_with_departure_costs() -> None:
     code, text, news = rehearse(*CKPT, "--", sys.executable, "count.py", "80", "0.05")
     assert code == 0, text + news
     assert text.startswith("RESUMES: a noticed departure cost ") and "; a sudden departure cost " in text
-    assert "and 0 steps;" in text, "a noticed one loses no step"
+    assert "and 0 steps;" in text, "a noticed departure must lose no step"
     for what in ("published files", "last checkpoint", "last line of output"):
         assert f"  {what}: equal" in text
     assert "not checked" not in text and "warning" not in text and "next:" not in text
-    for word in ("gives notice", "is killed (SIGKILL)", "it went on with step", "undisturbed"):
+    for word in ("gives notice", "is killed (SIGKILL)", "it resumed at step", "undisturbed"):
         assert word in news
 
 
-def test_a_job_that_is_deaf_and_draws_lots_resumes_with_a_warning_and_a_note() -> None:
-    facts = flawed("deaf")
-    assert facts["verdict"] == "resumes" and facts["exit_code"] == 0, facts
-    levels = {finding["level"]: finding["text"] for finding in facts["findings"]}
+def test_job_that_ignores_notices_and_is_random_resumes_with_a_warning() -> None:
+    answer = flawed("deaf")
+    assert answer["result"] == "resumes" and answer["exit_code"] == 0, answer
+    levels = {finding["level"]: finding["text"] for finding in answer["findings"]}
     assert "does not catch SIGTERM" in levels["warning"] and "not deterministic" in levels["note"]
-    assert [restart["kind"] for restart in facts["restarts"]] == ["resumed", "resumed"], (
-        "by the names of its checkpoints"
+    assert [restart["kind"] for restart in answer["restarts"]] == ["resumed", "resumed"], (
+        "restarts must be judged by checkpoint names"
     )
-    differs = {compared["what"]: compared["differs"] for compared in facts["compared"]}
+    differs = {compared["what"]: compared["differs"] for compared in answer["compared"]}
     assert differs["published files"] == ["total.txt"] and differs["last checkpoint"] == []
-    noticed, sudden = facts["costs"]
+    noticed, sudden = answer["costs"]
     assert noticed["left_s"] < 15 and sudden["left_s"] is None and sudden["lost_s"] > 0 and sudden["back_s"] > 1
 
 
 @pytest.mark.parametrize(
-    ("flaw", "limits", "verdict", "code", "word", "then"),
+    ("flaw", "limits", "result", "code", "word", "then"),
     [
         ("starts-over", (), "does not resume", 10, "it starts over: attempt 1", "MESH_RESUME"),
         ("fails", (), "does not resume", 10, "fails after a restart: attempt 1 ended with exit 1", "by hand"),
-        ("strays", ("2s", "10s", "50s"), "never checkpoints", 11, "model.json", "MESH_CKPT_DIR"),
+        ("outside", ("2s", "10s", "50s"), "never checkpoints", 11, "model.json", "MESH_CKPT_DIR"),
     ],
 )
-def test_a_flaw_is_named_with_what_to_do(
-    flaw: str, limits: tuple[str, ...], verdict: str, code: int, word: str, then: str
+def test_flaw_is_reported_with_the_next_step(
+    flaw: str, limits: tuple[str, ...], result: str, code: int, word: str, then: str
 ) -> None:
-    """What is clear is not played to the end: that takes longer than it may. One that has only its limit has one in which a slow
-    machine can start it and see it write."""
+    """A clear verdict ends the rehearsal early; a full run would exceed the time limit of the test.
+
+    If only a limit ends the rehearsal, it gives a slow machine enough time to start the job and observe its writes.
+    """
     for limit in limits or ("",):
-        facts = flawed(flaw, *(("--limit", limit) if limit else ()), steps=5000)
-        if facts["verdict"] == verdict and word in facts["findings"][0]["text"]:
+        answer = flawed(flaw, *(("--limit", limit) if limit else ()), steps=5000)
+        if answer["result"] == result and word in answer["findings"][0]["text"]:
             break
-    assert (facts["verdict"], facts["exit_code"]) == (verdict, code)
-    fault = facts["findings"][0]
+    assert (answer["result"], answer["exit_code"]) == (result, code)
+    fault = answer["findings"][0]
     assert fault["level"] == "fault" and word in fault["text"] and then in fault["next"]
     if flaw == "fails":
         assert fault["said"][-1] == "KeyError: 'momentum'"
 
 
-def test_one_that_is_interrupted_leaves_nothing_behind(nothing_left: Path) -> None:
-    process = start(None, "rehearse", *CKPT, "--", sys.executable, "count.py", "10000")
+def test_interrupted_rehearsal_leaves_nothing(nothing_left: Path) -> None:
+    process = start(None, "job", "rehearse", *CKPT, "--", sys.executable, "count.py", "10000")
     assert process.stderr is not None
     line = ""
     while "runs it" not in line:
         line = process.stderr.readline()
-        assert line, "it ended early"
-    daemons = [pid for pid, words in descendants(process.pid) if "mesh.entry" in words]
+        assert line, "the rehearsal ended early"
+    daemons = [pid for pid, words in descendants(process.pid) if "mesh.daemon.entry" in words]
     assert len(daemons) >= 3 and list(nothing_left.iterdir())
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    until(lambda: not [pid for pid in daemons if Path(f"/proc/{pid}").exists()], "its daemons to end")
+    until(lambda: not [pid for pid in daemons if Path(f"/proc/{pid}").exists()], "the daemons of the rehearsal to end")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_one_that_is_interrupted_leaves_nothing_behind(nothing_left: Path) -> No
         ((*CKPT, "--gpus", "99", "--", "true"), 6, "what this machine has"),
     ],
 )
-def test_bad_options_are_refused_in_words(arguments: tuple[str, ...], code: int, word: str) -> None:
+def test_bad_options_are_refused_with_a_message(arguments: tuple[str, ...], code: int, word: str) -> None:
     returned, text, news = rehearse(*arguments)
     assert returned == code and word in news and text == ""
 
@@ -140,6 +142,6 @@ echo $n > $MESH_OUT_DIR/count
 
 
 @pytest.mark.docker
-def test_a_container_is_rehearsed_alike() -> None:
+def test_container_is_rehearsed_like_a_process() -> None:
     code, text, news = rehearse(*CKPT, "--no-workdir", "--image", busybox_image(), "--", "sh", "-c", SHELL)
     assert code == 0 and "published files: equal" in text and "warning" not in text, text + news

@@ -1,4 +1,4 @@
-"""Shares of a GPU by the real command line, on a daemon whose NVIDIA driver is a double."""
+"""GPU shares through the real command line, on a daemon with a fake NVIDIA driver."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from membership.trust import TrustStore
-from mesh.provider.receipts import open_receipt
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
+from mesh.gpus.receipts import open_receipt
 from tests.e2e.commands import as_documented, finished, job_state, mesh, ok, read, until
 from tests.fake import client
 from tests.fake.build import build
@@ -99,7 +99,7 @@ subprocess.run([sys.executable, "work.py"], env=bare)
 
 @contextmanager
 def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Iterator[World]:
-    """GPUs that daemons started here see, and a project with programs for them. `fakes`: where the doubles are built."""
+    """Provide fake GPUs for daemons of this test, and a project with GPU programs. `fakes` is the build directory."""
     world = World(tmp_path / "world", build(fakes), devices=devices)
     for name, value in {**world.environment(), "LD_LIBRARY_PATH": str(world.fakes.cuda.parent)}.items():
         monkeypatch.setenv(name, value)
@@ -114,7 +114,7 @@ def gpu_world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch, devi
     for name, text in (("past.py", PAST), ("lent.py", LENT), ("saves.py", SAVES), ("needs.py", NEEDS)):
         (project / name).write_text(text)
     yield world
-    assert list((tmp_path / "XDG_RUNTIME_DIR").iterdir()) == [], "its pages are gone with the daemon"
+    assert list((tmp_path / "XDG_RUNTIME_DIR").iterdir()) == [], "the daemon must remove its shared pages"
 
 
 @pytest.fixture
@@ -133,15 +133,15 @@ def shares(node: StackNode) -> bool:
 
 
 def new_of(node: StackNode, job: str) -> list[str]:
-    """What has happened to it, in a word each."""
-    return [event["new"] for event in read(node, "events", job)["events"]]
+    """Return the kinds of the job's events."""
+    return [event["new"] for event in read(node, "job", "events", job)["events"]]
 
 
 def on_gpus(node: StackNode) -> list[dict[str, Any]]:
     return [job for gpu in read(node, "gpus")["gpus"] for job in gpu["jobs"]]
 
 
-def test_a_share_is_held_to_what_it_asked_for(world: World, make_stack: Callable[..., Stack]) -> None:
+def test_gpu_share_is_limited_to_its_request(world: World, make_stack: Callable[..., Stack]) -> None:
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
     job = submit(node, world, "quota.py", *SHARE)
@@ -151,11 +151,13 @@ def test_a_share_is_held_to_what_it_asked_for(world: World, make_stack: Callable
     until(lambda: not node.running, "the daemon to end")
 
 
-def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, make_stack: Callable[..., Stack]) -> None:
+def test_owner_lists_adjusts_and_ends_jobs_on_gpus(world: World, make_stack: Callable[..., Stack]) -> None:
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
     job = submit(node, world, "work.py", *SHARE)
-    seen = until(lambda: next((row for row in on_gpus(node) if row.get("gpu_s", 0) > 0.2), None), "it to work")
+    seen = until(
+        lambda: next((row for row in on_gpus(node) if row.get("gpu_s", 0) > 0.2), None), "the job to use the GPU"
+    )
     assert (seen["job"], seen["share"], seen["limit"], seen["vram_mib"]) == (job, 30, 90, 1024)
     assert seen["guarded"] and seen["gate"] == "open" and seen["processes"] == 1 and seen["unguarded_calls"] == []
     assert GIB // 4 <= seen["memory"] <= GIB and seen["launches"] > 0 and 0 < seen["share_now"] <= 100
@@ -163,12 +165,12 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
 
     changed = read(node, "gpus", "set", job, "--share", "50", "--limit", "50", "--vram", "2g")
     assert (changed["share"], changed["limit"], changed["vram_mib"]) == (50, 50, 2048)
-    until(lambda: 44 < on_gpus(node)[0]["share_now"] < 57, "its share to be 50, by and large")
+    until(lambda: 44 < on_gpus(node)[0]["share_now"] < 57, "its share to be about 50")
     uuid = f"GPU-{world.uuids[0]}"
     left = [{"uuid": uuid, "share": 50, "vram_mib": 14 * 1024}]
     assert read(node, "nodes")["nodes"][0]["gpu_room"] == left
     has = [{"uuid": uuid, "share": 50, "vram_mib": 2048}]
-    until(lambda: job_state(node, job)["gpu_portions"] == has, "others to be told")
+    until(lambda: job_state(node, job)["gpu_portions"] == has, "the job state to show its GPU portion")
     for wrong, words in (("20g", "beside its other jobs"), ("100m", "already")):
         refused = mesh(node, "gpus", "set", job, "--vram", wrong)
         assert refused.returncode == 5 and words in refused.stderr
@@ -176,14 +178,14 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     assert read(node, "nodes")["nodes"][0]["gpu_room"] == left
 
     assert world.used() > 0 and read(node, "gpus")["pause_problem"] == ""
-    until(lambda: read(node, "nodes")["nodes"][0]["gpu_pauses"], "the mesh to know that it can pause")
+    until(lambda: read(node, "nodes")["nodes"][0]["gpu_pauses"], "the mesh to know that the node can pause GPU jobs")
     assert read(node, "gpus", "pause", job)["freed"] and world.used() == 0
     assert on_gpus(node)[0]["suspended"] and "(paused)" in ok(node, "gpus")
     before = on_gpus(node)[0]["launches"]
-    assert ok(node, "gpus", "resume", job) == "it goes on\n" and world.used() > 0
-    until(lambda: on_gpus(node)[0]["launches"] > before, "it to go on")
+    assert ok(node, "gpus", "resume", job) == "resumed\n" and world.used() > 0
+    until(lambda: on_gpus(node)[0]["launches"] > before, "the job to continue")
     assert mesh(node, "gpus", "pause", "nobody").returncode == 4
-    until(lambda: on_gpus(node)[0]["memory_by_nvml"], "NVML to have been asked since")
+    until(lambda: on_gpus(node)[0]["memory_by_nvml"], "NVML to report memory")
     assert as_documented(node, job) > 15
 
     assert read(node, "reclaim", "--now")["reclaimed"] == [job]
@@ -192,7 +194,7 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
         rf"killed for the owner: job {job[:8]} \(process\): \d+ processes gone after",
     ):
         until(lambda: re.search(words, node.where.log.read_text()), words)  # noqa: B023
-    until(lambda: on_gpus(node) == [], "the attempt to be over")
+    until(lambda: on_gpus(node) == [], "the attempt to end")
     (receipt,) = until(lambda: read(node, "gpus", "--receipts")["receipts"], "the receipt")
     assert (receipt["job"], receipt["attempt"], len(receipt["devices"])) == (job, 0, 1)
     (used,) = receipt["devices"]
@@ -201,41 +203,43 @@ def test_its_owner_sees_changes_and_ends_what_runs_on_his_gpus(world: World, mak
     sealed = b64decode(receipt["sealed"])
     assert open_receipt(sealed, TrustStore(node.where.genesis.read_bytes()).mesh_id).devices[0].uuid == uuid
     until(
-        lambda: any(event["reason"].startswith("used ") for event in read(node, "events", job)["events"]),
-        "its user to be told",
+        lambda: any(event["reason"].startswith("used ") for event in read(node, "job", "events", job)["events"]),
+        "the job events to show it",
     )
     ok(node, "cancel", job)
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
 
 
-def test_memory_is_lent_and_comes_back_for_who_is_guaranteed_it(world: World, make_stack: Callable[..., Stack]) -> None:
-    """One that cannot save is put away by the driver, alive, and goes on when there is room again; who can, saves and goes."""
+def test_lent_gpu_memory_returns_to_the_job_with_the_guarantee(world: World, make_stack: Callable[..., Stack]) -> None:
+    """A job that cannot save is suspended by the driver and continues when memory is free. A job that can save leaves."""
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
     soft = "--gpu-share", "30", "--vram", "1g", "--vram-limit", "8g"
     borrower = submit(node, world, "lent.py", *soft)
-    until(lambda: f"total {8 * GIB}" in ok(node, "logs", borrower), "it to have what nobody is guaranteed")
+    until(lambda: f"total {8 * GIB}" in ok(node, "logs", borrower), "the job to hold the memory without a guarantee")
     seen = on_gpus(node)[0]
     assert (seen["vram_mib"], seen["vram_limit_mib"], seen["memory_now"]) == (1024, 8192, 8 * GIB)
     assert seen["memory"] >= 6 * GIB and "/1 to 8 GiB (now 8)" in ok(node, "gpus")
     state = job_state(node, borrower)
     assert (state["vram_mib"], state["vram_limit_mib"]) == (1024, 8192)
     (left,) = read(node, "nodes")["nodes"][0]["gpu_room"]
-    assert (left["share"], left["vram_mib"]) == (70, 15 * 1024), "what is lent is free for who comes"
+    assert (left["share"], left["vram_mib"]) == (70, 15 * 1024), "lent memory must count as free"
     needs = submit(node, world, "needs.py", "--gpu-share", "30", "--vram", "12g")
     assert finished(node, needs)["outcome"]["kind"] == "done" and ok(node, "logs", needs) == "it is there\n"
-    until(lambda: on_gpus(node)[0]["gate"] == "open" and on_gpus(node)[0]["memory_now"] == 8 * GIB, "it to go on")
+    until(
+        lambda: on_gpus(node)[0]["gate"] == "open" and on_gpus(node)[0]["memory_now"] == 8 * GIB, "the job to continue"
+    )
     before = on_gpus(node)[0]["launches"]
-    until(lambda: on_gpus(node)[0]["launches"] > before, "it to work")
-    until(lambda: "goes on" in new_of(node, borrower), "its user to be told")
+    until(lambda: on_gpus(node)[0]["launches"] > before, "the job to use the GPU")
+    until(lambda: "goes on" in new_of(node, borrower), "the job events to show it")
     told = [new for new in new_of(node, borrower) if new in {"memory recalled", "gpu paused", "goes on"}]
     assert told == ["memory recalled", "gpu paused", "goes on"]
     assert job_state(node, borrower)["attempts"][0]["reason"] == "" and len(job_state(node, borrower)["attempts"]) == 1
     log = node.where.log.read_text()
-    assert re.search(rf"job {needs[:8]}: the memory it is guaranteed was lent, and is there after \d+ ms", log)
+    assert re.search(rf"job {needs[:8]}: its guaranteed memory was lent and is back after \d+ ms", log)
     assert re.search(
-        rf"job {borrower[:8]}: GPU memory of 1 processes freed: lock of \d+ \d+ ms, checkpoint of \d+ \d+ ms", log
+        rf"job {borrower[:8]}: GPU memory of 1 process freed: lock of \d+ \d+ ms, checkpoint of \d+ \d+ ms", log
     )
 
     changed = read(node, "gpus", "set", borrower, "--vram-limit", "7g")
@@ -246,60 +250,64 @@ def test_memory_is_lent_and_comes_back_for_who_is_guaranteed_it(world: World, ma
         assert refused.returncode in {2, 5} and words in refused.stderr
     assert on_gpus(node)[0]["memory_now"] == 7 * GIB
     ok(node, "cancel", borrower)
-    until(lambda: on_gpus(node) == [], "it to be gone")
+    until(lambda: on_gpus(node) == [], "the job to be gone")
 
     saves = submit(node, world, "saves.py", *soft, "--ckpt", "ckpts", "--ckpt-mode", "rename")
-    until(lambda: "holds" in ok(node, "logs", saves), "it to have what was lent")
+    until(lambda: "holds" in ok(node, "logs", saves), "the job to hold lent memory")
     needs = submit(node, world, "needs.py", "--gpu-share", "30", "--vram", "12g")
     assert finished(node, needs)["outcome"]["kind"] == "done", ok(node, "logs", needs)
     assert finished(node, saves)["outcome"]["kind"] == "done"
     first, second = job_state(node, saves)["attempts"]
     assert first["exit_code"] == 85 and second["exit_code"] == 0 and "resumed" in ok(node, "logs", saves)
-    (taken,) = [event["reason"] for event in read(node, "events", saves)["events"] if event["new"] == "taken back"]
+    (taken,) = [
+        event["reason"] for event in read(node, "job", "events", saves)["events"] if event["new"] == "taken back"
+    ]
     assert taken.endswith("memory that was lent is needed; nothing is lost")
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
 
 
-def test_one_past_the_guard_is_stopped_told_of_and_let_go_on(world: World, make_stack: Callable[..., Stack]) -> None:
+def test_guest_that_bypasses_the_guard_is_stopped_reported_and_resumed(
+    world: World, make_stack: Callable[..., Stack]
+) -> None:
     node = make_stack(1).nodes[0]
     until(lambda: shares(node), "the guard to be ready")
     job = submit(node, world, "past.py", *SHARE)
-    stopped = until(lambda: next((row for row in on_gpus(node) if row.get("findings")), None), "it to be found")
+    stopped = until(lambda: next((row for row in on_gpus(node) if row.get("findings")), None), "the bypass to be found")
     assert stopped["findings"][0]["kind"] == "unguarded" and stopped["closed_by"] == ["audit"]
     assert "without the guard" in mesh(node, "gpus").stderr
     (told,) = until(
-        lambda: [event for event in read(node, "events", job)["events"] if event["new"] == "bypass"],
-        "its user to be told",
+        lambda: [event for event in read(node, "job", "events", job)["events"] if event["new"] == "bypass"],
+        "the job events to show it",
     )
     assert told["reason"].endswith("without the guard: it is stopped")
     foreign = read(node, "gpus")["gpus"][0]["foreign"]
-    assert foreign == {"processes": 0, "memory": 0}, "it is the job's, and no program of the owner's"
+    assert foreign == {"processes": 0, "memory": 0}, "the job must not count as an owner's program"
 
     pid = stopped["findings"][0]["pid"]
     ran = world.executed_ns(pid)
-    assert ok(node, "gpus", "resume", job) == "it goes on\n"
-    until(lambda: world.executed_ns(pid) > ran, "it to go on")
+    assert ok(node, "gpus", "resume", job) == "resumed\n"
+    until(lambda: world.executed_ns(pid) > ran, "the job to continue")
     node.client.post("/v1/down", {"now": True})
     until(lambda: not node.running, "the daemon to end")
 
 
-def test_who_cannot_guard_says_why_and_takes_no_share(
+def test_node_without_guard_reports_why_and_accepts_no_share(
     world: World, make_stack: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CC", "false")  # there are no libraries yet, and none can be made
+    monkeypatch.setenv("CC", "false")  # no libraries exist, and none can be compiled
     node = make_stack(1).nodes[0]
-    problem = until(lambda: read(node, "status")["problems"].get("guard"), "the trouble to be told")
+    problem = until(lambda: read(node, "status")["problems"].get("guard"), "the missing guard to be reported")
     assert "could not be compiled by false" in problem and problem.splitlines()[0] in ok(node, "gpus", "--json")
-    assert problem in ok(node, "status") and not shares(node)
+    assert problem.splitlines()[0] in ok(node, "status") and not shares(node)
     refused = mesh(node, "submit", "--no-workdir", *SHARE, "--", "true")
     assert refused.returncode == 6 and "cannot keep a job to a share of a GPU" in refused.stderr
     job = submit(node, world, "work.py", "--gpus", "1")
-    whole = until(lambda: on_gpus(node), "it to run")[0]
+    whole = until(lambda: on_gpus(node), "the job to run")[0]
     assert whole["job"] == job and not whole["guarded"] and json.dumps(whole["share"]) == "100"
 
 
-def test_whose_owner_lends_whole_gpus_has_no_guard(world: World, make_stack: Callable[..., Stack]) -> None:
+def test_node_that_lends_whole_gpus_has_no_guard(world: World, make_stack: Callable[..., Stack]) -> None:
     node = make_stack(1, gpu_sharing=False).nodes[0]
     refused = mesh(node, "submit", "--no-workdir", *SHARE, "--", "true")
     assert refused.returncode == 6 and "lends whole GPUs only" in refused.stderr

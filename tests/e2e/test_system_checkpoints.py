@@ -1,16 +1,16 @@
-"""A program that saves nothing, moved between two nodes by CRIU: its memory, its /tmp and its open files go with it."""
+"""CRIU checkpoints: a program that saves nothing moves between two nodes with its memory, /tmp and open files."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
+from tests.container_images import import_busybox
 from tests.dockerd import dockerd
 from tests.e2e.commands import finished, job_state, ok, read, until
-from tests.images import import_busybox
 
 STEPS = 300
-# Every step depends on the one before, and each is told in a file that stays open and in one that is in memory.
+# Each step depends on the previous one and is written to a file that stays open and to a file in memory.
 PROGRAM = f"""
 i=0; x=7; exec 3>trace
 while [ $i -lt {STEPS} ]; do
@@ -47,32 +47,32 @@ def stack(image: tuple[str, str]) -> Iterator[Stack]:
 
 @pytest.mark.e2e
 @pytest.mark.criu
-def test_a_program_that_saves_nothing_goes_on_elsewhere(stack: Stack, image: tuple[str, str]) -> None:
+def test_program_without_checkpoints_moves_to_another_node(stack: Stack, image: tuple[str, str]) -> None:
     one, _ = stack.nodes
     system = read(one, "status")["engines"]["docker"]["system"]
-    assert "CRIU" in system["like"] and system["gpu_like"] == "" and system["gpu_problem"]
+    assert "CRIU" in system["platform"] and system["gpu_platform"] == "" and system["gpu_problem"]
     options = ("--no-workdir", "--image", image[1], "--ckpt-mode", "system", "--ckpt-every", "2s")
 
     job = ok(one, "submit", *options, "--", "sh", "-c", PROGRAM).strip()
 
-    # With notice: nothing that it has computed is lost.
+    # With notice, no step is lost.
     first = until(lambda: (s := job_state(one, job)).get("checkpoint") and s, "a checkpoint")
-    ok(one, "migrate", job)
+    ok(one, "job", "migrate", job)
     moved = until(
-        lambda: (s := job_state(one, job))["state"] == "running" and len(s["attempts"]) == 2 and s, "it to move"
+        lambda: (s := job_state(one, job))["state"] == "running" and len(s["attempts"]) == 2 and s, "the job to move"
     )
     assert moved["node"] != first["node"]
     told = ok(one, "logs", job)
     steps = [int(line.split()[1]) for line in told.splitlines() if line.startswith("step ")]
-    assert steps == list(range(1, len(steps) + 1)), "each step was made once"
+    assert steps == list(range(1, len(steps) + 1)), "each step must run once"
 
-    # Without: it goes back to the last that was committed, its files too.
+    # Without notice, the program and its files return to the last committed checkpoint.
     seq = moved["checkpoint"]["seq"]
     until(lambda: job_state(one, job)["checkpoint"]["seq"] > seq, "a checkpoint of the second attempt")
     ok(stack.node(moved["node"]), "reclaim", "--now")
     done = finished(one, job)
     assert done["outcome"]["kind"] == "done" and len(done["attempts"]) == 3, done
     where = stack.directory / "result"
-    ok(one, "pull", job, str(where))
+    ok(one, "cp", f"{job}:out/", str(where))
     assert (where / "x").read_text() == f"{undisturbed()}\n"
     assert (where / "trace").read_text().split() == [str(step) for step in range(1, STEPS + 1)]

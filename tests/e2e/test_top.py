@@ -1,11 +1,11 @@
-"""`mesh top` before a real daemon: by textual's pilot, and as text."""
+"""`mesh top` with a real daemon, through textual's pilot and as text."""
 
 import json
 import re
 
 import pytest
 
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
 from mesh.top.answers import Source
 from mesh.top.app import Top
 from tests.e2e.commands import ok, read, running_with_checkpoint, submit_count, until
@@ -15,7 +15,7 @@ from tests.top.test_app import until as seen
 pytestmark = pytest.mark.e2e
 
 
-async def test_pauses_and_resumes_a_real_node_and_shows_a_real_job(shared: Stack) -> None:
+async def test_top_pauses_and_resumes_a_node_and_shows_a_job(shared: Stack) -> None:
     node = shared.nodes[0]
     job = submit_count(node, 100_000, "--name", "for-top")
     try:
@@ -37,12 +37,12 @@ async def test_pauses_and_resumes_a_real_node_and_shows_a_real_job(shared: Stack
             await seen(pilot, lambda: "Cancel job" in text(top), "the question")
             await pilot.press("y")
             await seen(pilot, lambda: "cancel" in foot(top) or "cancelled" in text(top), "its end")
-        until(lambda: read(node, "ps", job)["jobs"][0]["outcome"], "the job to be over")
+        until(lambda: read(node, "ps", job)["jobs"][0]["outcome"], "the job to end")
     finally:
         ok(node, "cancel", job)
 
 
-def test_scripts_read_the_same(shared: Stack) -> None:
+def test_top_prints_the_same_state_for_scripts(shared: Stack) -> None:
     answer = json.loads(ok(shared.nodes[1], "top", "--json"))
     assert answer["schema"] == 1 and answer["totals"]["alive"] == len(answer["nodes"]) == 4
     assert {"node", "jobs", "gpus", "transfers"} <= set(answer)

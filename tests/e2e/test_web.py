@@ -1,4 +1,4 @@
-"""`mesh web`: the page as a browser has it, and as others would like to have it."""
+"""`mesh top --web` in a real browser, and its refusals of unauthorized requests."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
 from tests.e2e.browser import Page
 from tests.e2e.commands import mesh, ok, read, until
 
@@ -33,17 +33,17 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def address(node: StackNode) -> tuple[str, str]:
-    """As it is printed, and where the page is."""
-    url = ok(node, "web").strip()
+    """Return the printed address with its token, and the address of the page."""
+    url = ok(node, "top", "--web").strip()
     return url, url.partition("/enter")[0]
 
 
-async def test_only_who_was_given_a_token_sees_it_and_only_its_forms_change_anything(
+async def test_web_page_requires_a_token_and_changes_require_its_forms(
     shared: Stack, http: aiohttp.ClientSession
 ) -> None:
     node = shared.nodes[1]
     url, base = address(node)
-    assert base.startswith("http://127.0.0.1:") and json.loads(ok(node, "web", "--json"))["port"] == int(
+    assert base.startswith("http://127.0.0.1:") and json.loads(ok(node, "top", "--web", "--json"))["port"] == int(
         base[-5:].strip(":")
     )
 
@@ -62,7 +62,7 @@ async def test_only_who_was_given_a_token_sees_it_and_only_its_forms_change_anyt
         assert answer.status == 303 and answer.headers["Location"] == "/"
         cookie = answer.headers["Set-Cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
-    assert await status(url.removeprefix(base)) == 403, "it is good once"
+    assert await status(url.removeprefix(base)) == 403, "the token must be valid only once"
     assert [await status(page) for page in pages if "stream" not in page] == [200, 200, 200, 200, 404]
     assert await status("/nowhere") == await status("/live.js/../../config.py") == 404
     port = base.rpartition(":")[2]
@@ -84,21 +84,21 @@ async def test_only_who_was_given_a_token_sees_it_and_only_its_forms_change_anyt
         assert await status("/lend/pause", "POST", data=data, headers=headers) == 403
     assert await status("/lend/pause", "POST", data={"word": word, "more": "x" * 9000}, headers=own) == 413
     assert await status("/lend/pause") == 405
-    assert not read(node, "lend")["paused"]
+    assert not read(node, "status")["lend"]["paused"]
     for order, paused in (("pause", True), ("resume", False)):
         assert await status(f"/lend/{order}", "POST", data={"word": word}, headers=own) == 303
-        assert read(node, "lend")["paused"] == paused
+        assert read(node, "status")["lend"]["paused"] == paused
     assert await status("/leave", "POST", data={"word": word}, headers=own) == 200
     assert await status("/") == 403
 
 
-def test_an_owner_may_have_no_page(make_stack: Callable[..., Stack]) -> None:
-    done = mesh(make_stack(1, web=False).nodes[0], "web")
+def test_owner_can_disable_the_web_page(make_stack: Callable[..., Stack]) -> None:
+    done = mesh(make_stack(1, web=False).nodes[0], "top", "--web")
     assert done.returncode == 5 and "web = false" in done.stderr
 
 
 @pytest.mark.browser
-async def test_a_browser_sees_the_mesh_live_and_takes_the_machine_back(
+async def test_browser_shows_live_state_and_reclaims_the_machine(
     make_stack: Callable[..., Stack], tmp_path: Path
 ) -> None:
     stack = make_stack(2)
@@ -107,7 +107,7 @@ async def test_a_browser_sees_the_mesh_live_and_takes_the_machine_back(
     (tmp_path / "prints.py").write_text(PRINTS)
     order = ("submit", "--name", HOSTILE, "--ckpt", "ckpts", "--", sys.executable, "prints.py")
     job = ok(near, *order, cwd=tmp_path).strip()
-    until(lambda: read(near, "lend")["guests"], "the guest to be here")
+    until(lambda: read(near, "status")["lend"]["guests"], "the guest to run here")
     url, base = address(near)
     async with Page("about:blank") as page:
         for domain in ("Runtime", "Log", "Network"):
@@ -116,7 +116,7 @@ async def test_a_browser_sees_the_mesh_live_and_takes_the_machine_back(
         await page.until(
             "document.querySelector('#link.live') && document.querySelectorAll('#nodes > li').length == 2", "the grid"
         )
-        assert await page.run("location.href") == base + "/", "the token is gone from the address"
+        assert await page.run("location.href") == base + "/", "the address must not keep the token"
         assert await page.run("document.cookie") == ""
 
         await page.run("document.querySelector('nav a[href=\"/jobs\"]').focus()")
@@ -131,12 +131,12 @@ async def test_a_browser_sees_the_mesh_live_and_takes_the_machine_back(
         await page.until(f"document.querySelector('#log').textContent.length > {last} + 30", "lines that come")
         text = await page.run("document.querySelector('#log').textContent")
         numbers = [int(line.split()[1]) for line in text.splitlines()[1:]]
-        assert numbers == list(range(len(numbers))), "each line once"
+        assert numbers == list(range(len(numbers))), "each line must be shown once"
         await page.until("document.querySelector('#events li')", "what happened to it")
 
         await page.call("Page.navigate", url=base + "/lend")
         await page.until("document.querySelector('#link.live') && document.querySelector('#cost td')", "what it costs")
-        ok(far, "resume")
+        ok(far, "lend")
         await page.click("#do-reclaim")
         await page.until(
             "document.querySelector('#order .say')?.textContent.includes('1 guest has gone')", "it to be taken back"
@@ -144,9 +144,10 @@ async def test_a_browser_sees_the_mesh_live_and_takes_the_machine_back(
         await page.until(
             "document.querySelector('#do-resume') && !document.querySelector('#cost td')", "the page to say so"
         )
-        assert read(near, "lend")["paused"] and not read(near, "lend")["guests"]
+        assert read(near, "status")["lend"]["paused"] and not read(near, "status")["lend"]["guests"]
         moved = until(
-            lambda: (state := read(near, "ps", "-a")["jobs"][0])["node"] == far.nick and state, "it to go on there"
+            lambda: (state := read(near, "ps", "-a")["jobs"][0])["node"] == far.nick and state,
+            "the job to resume on the other node",
         )
         assert moved["job"] == job
 

@@ -1,4 +1,4 @@
-"""Coordinators on real daemons: they keep a job whose witnesses do not answer; and stand-ins for chosen nodes are told."""
+"""Zone coordinators on real daemons: they hold a job while its witnesses do not answer. Substitute replica nodes."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mesh.stack import Stack, StackNode
+from mesh.daemon.stack import Stack, StackNode
 from tests.e2e.commands import (
     finished,
     job_state,
@@ -25,17 +25,21 @@ ZONE = "127.0.0.0/24"
 
 
 def told(node: StackNode, job: str, words: str) -> list[str]:
-    return [event["text"] for event in read(node, "events")["events"] if event["job"] == job and words in event["text"]]
+    return [
+        event["text"]
+        for event in read(node, "job", "events")["events"]
+        if event["job"] == job and words in event["text"]
+    ]
 
 
 def submits(node: StackNode) -> dict[str, int]:
-    """Who submits jobs for others, as `node` sees it."""
+    """Return how many jobs each node submits for others, as `node` sees it."""
     (row,) = read(node, "nodes", "--zones")["zones"]
     counts: dict[str, int] = row["submits_for_others"]
     return counts
 
 
-def test_coordinators_keep_a_job_until_its_witnesses_are_back_and_it_runs_once(
+def test_coordinators_hold_a_job_until_witnesses_return_and_it_runs_once(
     make_stack: Callable[..., Stack],
 ) -> None:
     stack = make_stack(5)
@@ -60,21 +64,21 @@ def test_coordinators_keep_a_job_until_its_witnesses_are_back_and_it_runs_once(
         (second,) = [node for node in spare if node is not first]
         assert "no majority of its witnesses answers" in answer["warning"] and ZONE in answer["warning"]
         assert f"{first.nick}, " in ok(user, "why", job) and told(first, job, "kept for node1")
-        until(lambda: submits(user) == {first.nick: 1}, "the coordinator to say what it does")
+        until(lambda: submits(user) == {first.nick: 1}, "the coordinator to announce the job")
         send(signal.SIGKILL, first)
-        until(lambda: told(second, job, "kept for node1"), "the next in line to take it")
+        until(lambda: told(second, job, "kept for node1"), "the next coordinator to take the job")
         assert second.nick in read(user, "why", job)["submitted_by"]
-        send(signal.SIGKILL, user)  # it rests with the deputy alone now
+        send(signal.SIGKILL, user)  # only the submission retry holds the job now
         time.sleep(0.5)
     finally:
         send(signal.SIGCONT, *(node for node in others if node.running))
     state = finished(second, job)
     assert state["state"] == "done" and len(state["attempts"]) == 1
     assert told(second, job, "a majority of its witnesses has it now")
-    until(lambda: submits(second) == {}, "nobody to keep it any more")
+    until(lambda: submits(second) == {}, "the coordinator to release the job")
 
 
-def test_who_stands_in_for_a_chosen_node_is_told(make_stack: Callable[..., Stack]) -> None:
+def test_substitute_for_a_chosen_replica_node_is_reported(make_stack: Callable[..., Stack]) -> None:
     stack = make_stack(4)
     user, host, chosen, other = stack.nodes
     for node in (user, chosen, other):
@@ -83,11 +87,11 @@ def test_who_stands_in_for_a_chosen_node_is_told(make_stack: Callable[..., Stack
     assert running_with_checkpoint(user, job)["checkpoint"]["holders"] == [chosen.nick]
     send(signal.SIGSTOP, chosen)
     try:
-        words = until(lambda: told(host, job, "in place of"), "a stand-in")
-        # Why depends on what is noticed first: that it is gone, that it is slow, or that a connection to it stands still.
+        words = until(lambda: told(host, job, "in place of"), "a substitute node")
+        # The reason depends on the first symptom: the node is gone, it is slow, or a connection to it stalls.
         _, named, why = words[0].partition(f"in place of {chosen.nick}: ")
         assert named and why
-        until(lambda: "in place of" in job_state(user, job)["detail"], "the user to see it")
+        until(lambda: "in place of" in job_state(user, job)["detail"], "the job state to show the substitute")
     finally:
         send(signal.SIGCONT, chosen)
     ok(user, "cancel", job)

@@ -86,8 +86,11 @@ def typedefs() -> set[tuple[str, int, str]]:
 
 
 def rows() -> list[tuple[str, int, int, str]]:
-    """What cuGetProcAddress knows: name, since when, whether for per-thread default streams, and the export. The forms of a name
-    are exported as name, name_v2, name_v3 in the order of their versions. Without NVIDIA's list, all are there from the start."""
+    """Return the table of cuGetProcAddress: name, first version, per-thread default streams, export.
+
+    The forms of a name are exported as name, name_v2, name_v3 in the order of their versions. Without NVIDIA's list, all exist
+    from the first version.
+    """
     forms: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for export in exports():
         match = re.fullmatch(r"(cu\w+?)(?:_v(\d+))?(_ptsz|_ptds)?", export)

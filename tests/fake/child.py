@@ -90,7 +90,7 @@ class Child:
         self._line.send(word)
 
     def silent(self, seconds: float) -> bool:
-        """Whether nothing comes of it for so long."""
+        """Return True if the child reports nothing for this time."""
         return not self._line.poll(seconds)
 
     def result(self) -> Any:
@@ -113,6 +113,6 @@ class Child:
 
 
 def run(world: World, function: Callable[..., Any], *words: Any, **settings: Any) -> Any:
-    """What the function returns in a process of its own."""
+    """Run the function in a process of its own and return its result."""
     with Child(world, function, *words, **settings) as child:
         return child.result()

@@ -32,7 +32,7 @@ class Driver:
         self.library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
     def code(self, name: str, *words: Any) -> int:
-        """What the call returns. Integers go as 64 bits, which the calling conventions allow for narrower ones too."""
+        """Return the code of the call. Integers are passed as 64 bits, which the calling conventions allow for narrower types."""
         converted = [ctypes.c_uint64(word & (1 << 64) - 1) if isinstance(word, int) else word for word in words]
         return int(getattr(self.library, name)(*converted))
 

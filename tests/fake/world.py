@@ -80,18 +80,18 @@ class World:
         return int(call(self._world, *words))
 
     def environment(self, *, fail: str = "") -> dict[str, str]:
-        """What a process needs to find this world; `fail` as "cuMemAlloc_v2:3=2,cuLaunchKernel:1=719"."""
+        """Return the variables by which a process finds this world; `fail` as "cuMemAlloc_v2:3=2,cuLaunchKernel:1=719"."""
         return {"FAKE_GPU_WORLD": str(self.path), **({"FAKE_FAIL": fail} if fail else {})}
 
     def calls(self, name: str) -> int:
-        """How often an export of the driver was called, by all processes."""
+        """Return how often all processes called an export of the driver."""
         count = self._ask("calls", name.encode())
         if count < 0:
             raise KeyError(name)
         return count
 
     def executed_ns(self, pid: int, device: int = 0) -> int:
-        """How long the device has run something of the process, also one that has ended: the measure of shares."""
+        """Return the device time of a process, also of an ended one: the measure of shares."""
         return self._ask("executed_ns", pid, device)
 
     def busy_ns(self, device: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Questions, answers and scores on traces whose answers are known; nothing after a question tells on it."""
+"""Questions, answers and scores on traces with known answers; forecasts use no data from after the question."""
 
 import gzip
 import json
@@ -19,14 +19,14 @@ from mesh.forecast.evaluation import BOOSTING, CLIMATOLOGY, CONSTANT, FROZEN, OU
 from mesh.forecast.questions import answer, ask, cut_into_bins
 from mesh.forecast.scores import auc, brier, ece, log_loss
 from mesh.forecast.tracefiles import read_traces
-from placement.stays import Trace, TraceError, of_lent
+from placement.availability import Trace, TraceError, trace_of_lent
 from tests.placement.campuses import DAY_S, campus
 
 forecasts = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=2, max_size=60)
 
 
 @given(forecasts)
-def test_scores_are_scikit_learns(pairs: list[tuple[float, bool]]) -> None:
+def test_scores_equal_those_of_scikit_learn(pairs: list[tuple[float, bool]]) -> None:
     from sklearn import metrics
 
     p, stayed = [chance for chance, _ in pairs], [there for _, there in pairs]
@@ -40,13 +40,13 @@ def test_scores_are_scikit_learns(pairs: list[tuple[float, bool]]) -> None:
     assert 0 <= ece(p, stayed) <= 1
 
 
-def test_calibration_is_by_tenths() -> None:
+def test_calibration_error_uses_ten_bins() -> None:
     assert ece([0.05, 0.05, 0.95, 0.95], [False, False, True, False]) == pytest.approx((2 * 0.05 + 2 * 0.45) / 4)
 
 
-def test_questions_are_put_where_a_node_is_lent_and_answered_by_what_follows() -> None:
+def test_questions_cover_lent_time_and_later_presence_answers_them() -> None:
     lent = {"a": [(0.0, 4000.0)], "b": [(1000.0, 1150.0), (3000.0, 9000.0)], "c": [(6000.0, 8000.0)]}
-    bins = cut_into_bins(of_lent(lent, 0.0, 9000.0))
+    bins = cut_into_bins(trace_of_lent(lent, 0.0, 9000.0))
     assert bins.bins == 30 and bins.runs == (((0, 13),), ((10, 30),), ((20, 26),)), "whole bins only"
     questions = ask(bins, (15, 60), 0.0)
     rows = list(zip(questions.node, questions.bin, questions.stayed[15], questions.stayed[60], strict=True))
@@ -60,21 +60,21 @@ def test_questions_are_put_where_a_node_is_lent_and_answered_by_what_follows() -
         (27, -1, -1),
     ]
     left = [row[1:] for row in rows if row[0] == 2]
-    assert left == [(21, 1, -1), (24, 0, -1)], "it leaves within the hour, but those who stay could not be told from it"
+    assert left == [(21, 1, -1), (24, 0, -1)], "within the hour a stay of full length could not be observed"
     assert questions.features["age_h"][0] == pytest.approx(1 / 12)
 
 
 @settings(max_examples=12)
 @given(st.integers(0, 3), st.sampled_from(["lectures", "unlike", "bursts"]))
-def test_no_answer_knows_what_comes_after(seed: int, kind: str) -> None:
-    """The same trace, with another end: everything that is said before is the same."""
+def test_forecasts_do_not_depend_on_later_data(seed: int, kind: str) -> None:
+    """Two traces that differ only after the cut get equal features and forecasts before it."""
     trace, cut = campus(kind, seed, 2, nodes=4), DAY_S
     other = campus(kind, seed + 100, 2, nodes=4)
     changed = {}
     for node, stays in trace.nodes.items():
         before = [(stay.start, min(stay.end, cut)) for stay in stays if stay.start < cut]
         changed[node] = before + [(max(cut + 600, s.start), s.end) for s in other.nodes[node] if s.end > cut + 600]
-    twin = of_lent(changed, trace.first, trace.last)
+    twin = trace_of_lent(changed, trace.first, trace.last)
     said = []
     for one in (trace, twin):
         bins = cut_into_bins(one)
@@ -86,7 +86,7 @@ def test_no_answer_knows_what_comes_after(seed: int, kind: str) -> None:
     assert said[0] and said[0] == said[1]
 
 
-def test_models_are_told_apart_where_there_is_something_to_know() -> None:
+def test_informed_models_beat_climatology_on_a_predictable_trace() -> None:
     outcome = evaluate(campus("unlike", 3, 8, nodes=6), (60,), 0.7)
     scores = {row.model: row for row in outcome.rows()}
     assert set(scores) == {OURS, FROZEN, CLIMATOLOGY, CONSTANT, WEEKLY, BOOSTING} and not outcome.notes[1:]
@@ -96,7 +96,7 @@ def test_models_are_told_apart_where_there_is_something_to_know() -> None:
     assert len({row.n for row in scores.values()}) == 1
 
 
-def test_a_memoryless_trace_gives_the_rate_away() -> None:
+def test_constant_model_is_near_optimal_on_a_memoryless_trace() -> None:
     random = Random(5)
     spans: dict[str, list[tuple[float, float]]] = {}
     for node in range(20):
@@ -106,21 +106,21 @@ def test_a_memoryless_trace_gives_the_rate_away() -> None:
             mine.append((now, now + length))
             now += length + 1800
         spans[f"n{node}"] = mine
-    outcome = evaluate(of_lent(spans, 0.0, 15 * DAY_S), (60,), 0.7, boosted=False)
+    outcome = evaluate(trace_of_lent(spans, 0.0, 15 * DAY_S), (60,), 0.7, boosted=False)
     best = -(exp(-0.3) * -0.3 + (1 - exp(-0.3)) * log(1 - exp(-0.3)))
     scores = {row.model: row.log_loss for row in outcome.rows()}
     assert scores[CONSTANT] == pytest.approx(best, abs=0.03) and scores[OURS] < 1.02 * scores[CONSTANT]
 
 
 @pytest.mark.parametrize("until", [1.0, 1e12, 1e-9])
-def test_a_cut_with_nothing_on_one_side_is_refused(until: float) -> None:
+def test_cut_without_questions_on_one_side_is_refused(until: float) -> None:
     with pytest.raises(TraceError, match=r"no question for 60 minutes lies (before|after) the cut"):
         evaluate(campus("steady", 1, 1), (60,), until, boosted=False)
 
 
-def test_a_trace_that_is_too_short_or_too_long_is_refused() -> None:
+def test_too_short_or_too_long_trace_is_refused() -> None:
     with pytest.raises(TraceError, match="shorter than two bins"):
-        cut_into_bins(of_lent({"a": []}, 0.0, 300.0))
+        cut_into_bins(trace_of_lent({"a": []}, 0.0, 300.0))
     with pytest.raises(TraceError, match="too large: 1 nodes"):
         cut_into_bins(Trace(0.0, 1e12, {"a": ()}))
 
@@ -149,10 +149,12 @@ def traces(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_prints_what_it_promises(traces: Path) -> None:
+def test_command_prints_every_model_with_the_documented_fields(traces: Path) -> None:
     common = ["--horizon", "60,240", "--train-until", "0.7", "--json"]
     for trace, kind in (("jobs.csv", "swf-nodes"), ("spot", "spot-json"), ("spot/a.json", "spot-json")):
-        done = CliRunner().invoke(cli, ["survive", "eval", "--trace", str(traces / trace), "--format", kind, *common])
+        done = CliRunner().invoke(
+            cli, ["debug", "survive", "eval", "--trace", str(traces / trace), "--format", kind, *common]
+        )
         assert done.exit_code == 0, done.output
         rows = json.loads(done.stdout)["rows"]
         assert {row["model"] for row in rows} == {OURS, FROZEN, CLIMATOLOGY, CONSTANT, WEEKLY, BOOSTING}
@@ -161,7 +163,7 @@ def test_the_command_prints_what_it_promises(traces: Path) -> None:
             assert row["horizon_min"] in {60, 240} and row["n"] > 0 and 0 <= row["brier"] <= 1
 
 
-def test_a_file_is_the_same_packed_and_with_a_mark_before_it(tmp_path: Path) -> None:
+def test_trace_file_reads_the_same_with_gzip_or_a_byte_order_mark(tmp_path: Path) -> None:
     text = as_csv(campus("steady", 1, 1, nodes=2)).encode()
     found = []
     for name, data in {"a": text, "b": b"\xef\xbb\xbf" + text, "c": gzip.compress(text)}.items():
@@ -170,13 +172,13 @@ def test_a_file_is_the_same_packed_and_with_a_mark_before_it(tmp_path: Path) -> 
     assert found[0] == found[1] == found[2]
     for broken in (gzip.compress(text)[:-9], b"\x1f\x8b" + text):
         (tmp_path / "d").write_bytes(broken)
-        with pytest.raises(TraceError, match="packed by gzip, and broken"):
+        with pytest.raises(TraceError, match="not a valid gzip file"):
             read_traces([tmp_path / "d"], "swf-nodes", 0.0)
 
 
-def test_it_says_how_far_it_is() -> None:
+def test_evaluation_reports_its_progress() -> None:
     told: list[str] = []
-    evaluate(campus("steady", 1, 3, nodes=2), (60,), 0.7, boosted=False, tell=told.append)
+    evaluate(campus("steady", 1, 3, nodes=2), (60,), 0.7, boosted=False, progress=told.append)
     assert "day 3 of 3 by mesh" in told and "day 1 of 3 by mesh-frozen" in told
 
 
@@ -184,11 +186,11 @@ def test_it_says_how_far_it_is() -> None:
     ("arguments", "code", "words"),
     [
         (["--trace", "nothing", "--format", "swf-nodes"], 4, "nothing: No such file"),
-        (["--trace", "jobs.csv", "--format", "spot-json"], 2, "jobs.csv: this is no availability trace"),
+        (["--trace", "jobs.csv", "--format", "spot-json"], 2, "jobs.csv: not a valid availability trace"),
         (["--trace", "jobs.csv", "--format", "fta"], 2, "line 1: 1 columns"),
-        (["--trace", "jobs.csv", "--format", "wtmp"], 2, "no wtmp file"),
+        (["--trace", "jobs.csv", "--format", "wtmp"], 2, "not a valid wtmp file"),
         (["--trace", "jobs.csv", "--format", "last"], 2, "last -F"),
-        (["--trace", "jobs.csv", "--format", "journal"], 2, "no journal of a node"),
+        (["--trace", "jobs.csv", "--format", "journal"], 2, "not a node's journal"),
         (["--trace", "jobs.csv", "--format", "swf-nodes", "--horizon", "0"], 2, "minutes from 1 to 10080"),
         (["--trace", "jobs.csv", "--format", "swf-nodes", "--horizon", "60,x"], 2, "minutes from 1 to 10080"),
         (["--trace", "jobs.csv", "--format", "swf-nodes", "--train-until", "1"], 2, "lies after the cut"),
@@ -196,20 +198,20 @@ def test_it_says_how_far_it_is() -> None:
         (["--trace", "jobs.csv", "--trace", "jobs.csv", "--format", "swf-nodes"], 2, "have a node 'n0'"),
     ],
 )
-def test_the_command_refuses_in_words(
+def test_command_error_names_the_cause(
     traces: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
 ) -> None:
     monkeypatch.chdir(traces)
-    done = CliRunner().invoke(cli, ["survive", "eval", *arguments])
+    done = CliRunner().invoke(cli, ["debug", "survive", "eval", *arguments])
     assert done.exit_code == code and words in done.output
 
 
-def test_the_command_line_does_without_numpy_until_it_is_needed() -> None:
+def test_command_imports_no_numpy_before_it_is_needed() -> None:
     code = "import sys, mesh.cli.survive, mesh.forecast.evaluation; sys.exit('numpy' in sys.modules or 'sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_without_scikit_learn_the_others_are_asked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_are_evaluated_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     outcome = evaluate(campus("steady", 2, 3), (60,), 0.7)
     assert BOOSTING not in {row.model for row in outcome.rows()}

@@ -1,4 +1,4 @@
-"""One working directory with the training programs, and what each of them ends with when nothing happens to it."""
+"""Fixtures: a working directory with the training programs, and results of undisturbed and killed runs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +16,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The hash that a program ends with, by its name and options."""
+    """Return a function from a program and its options to the weight hash of an undisturbed run."""
 
     @cache
     def digest(program: str, *options: str) -> str:
@@ -29,7 +29,7 @@ def undisturbed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.fixture(scope="session")
 def killed_in_save(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Attempt]:
-    """The attempt of a program that got SIGKILL in the middle of its second save, after step 12."""
+    """Return a function from a program to its attempt that got SIGKILL in its second save, after step 12."""
 
     @cache
     def killed(program: str) -> Attempt:

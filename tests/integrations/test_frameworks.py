@@ -1,4 +1,4 @@
-"""The real Hugging Face Trainer and Lightning, on the CPU: stopped and killed anywhere, the weights come out the same."""
+"""The real Hugging Face Trainer and Lightning on the CPU: stops and kills do not change the final weights."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.jobs.contract import ExitFacts, judge
+from mesh.consensus.contract import ExitFacts, judge
 from tests.integrations.trainings import SHORT, TIMEOUT_S, Attempt, digest_of, reports, run
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(2 * TIMEOUT_S)]
@@ -15,7 +15,7 @@ Undisturbed = Callable[..., str]
 PROGRAMS = ["train_hf.py", "train_lightning.py"]
 
 
-# Stops are early, within an epoch (of 8 steps, where nothing else is said), at its end, and where a validation follows.
+# Stops are early, within an epoch (of 8 steps by default), at its end, and where a validation follows.
 @pytest.mark.parametrize(
     ("program", "options", "stops"),
     [
@@ -34,7 +34,7 @@ PROGRAMS = ["train_hf.py", "train_lightning.py"]
         ),
     ],
 )
-def test_stopped_and_resumed_elsewhere_it_ends_with_the_same_weights(
+def test_stopped_training_resumed_elsewhere_ends_with_the_same_weights(
     project: Path, tmp_path: Path, program: str, options: str, stops: list[int]
 ) -> None:
     done = run(project, "stops.py", program, ",".join(map(str, stops)), *options.split(), TMPDIR=str(tmp_path))
@@ -57,7 +57,7 @@ def test_stopped_and_resumed_elsewhere_it_ends_with_the_same_weights(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_killed_in_a_save_it_goes_on_from_the_one_before(
+def test_training_killed_during_a_save_resumes_from_the_previous_one(
     tmp_path: Path, killed_in_save: Callable[[str], Attempt], undisturbed: Undisturbed, program: str
 ) -> None:
     killed = killed_in_save(program)
@@ -70,11 +70,11 @@ def test_killed_in_a_save_it_goes_on_from_the_one_before(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_killed_just_before_a_checkpoint_has_its_name_the_one_before_counts(
+def test_training_killed_before_the_rename_keeps_the_previous_checkpoint(
     project: Path, tmp_path: Path, program: str
 ) -> None:
-    """And the one that the mesh had asked for at the beginning is made once, beside those of every sixth step (with Lightning,
-    the sixth since the last)."""
+    """Also check that the checkpoint of the schedule is made once, beside those of every sixth step (with Lightning, the sixth
+    after the last checkpoint)."""
     killed, whole, torn = Attempt(tmp_path, project, program), *((6, 12) if "hf" in program else (7, 13))
     (tmp_path / "ctl" / "schedule.json").write_text('{"number": 1, "due_unix": 0}')
     assert killed.run(*SHORT, "--die-in-publish", str(torn)).returncode == -9
@@ -83,7 +83,7 @@ def test_killed_just_before_a_checkpoint_has_its_name_the_one_before_counts(
     assert (tmp_path / "ctl" / "stall.json").exists()
 
 
-def test_a_folder_that_the_trainer_left_half_written_is_never_resumed_from(
+def test_training_never_resumes_from_an_incomplete_folder(
     project: Path, tmp_path: Path, killed_in_save: Callable[[str], Attempt]
 ) -> None:
     shutil.copytree(killed_in_save("train_hf.py").directory, tmp_path, dirs_exist_ok=True)
@@ -93,7 +93,7 @@ def test_a_folder_that_the_trainer_left_half_written_is_never_resumed_from(
 import inspect, json, os
 from transformers import trainer_jit_checkpoint
 from transformers.trainer_utils import get_last_checkpoint
-from mesh.integrations.hf import SENTINEL, resume_from
+from mesh.sdk.integrations.hf import SENTINEL, resume_from
 found = [get_last_checkpoint("out")]
 for named in ("", "out", "out/checkpoint-12", "out/checkpoint-9", "out/checkpoint-6", "ckpts", "ctl"):
     os.environ["MESH_RESUME"] = named
@@ -103,7 +103,7 @@ print(json.dumps([found, SENTINEL in inspect.getsource(trainer_jit_checkpoint)])
     answer = run(project, "-c", ask, cwd=tmp_path, PYTHONPATH=str(project))
     assert answer.returncode == 0, answer.stderr[-2000:]
     (theirs, *ours), sentinel_is_theirs = json.loads(answer.stdout)
-    assert theirs == "out/checkpoint-12", "transformers itself would resume from the torn one"
+    assert theirs == "out/checkpoint-12", "transformers itself would resume from the incomplete checkpoint"
     assert ours == [None, *["out/checkpoint-6"] * 4, "ckpts/step-00000006", None]
     assert sentinel_is_theirs
 
@@ -115,7 +115,7 @@ def test_lightning_resumes_from_a_checkpoint_or_the_newest_in_a_directory(projec
     (tmp_path / "empty").mkdir()
     ask = """
 import json, os
-from mesh.integrations.lightning import resume_from
+from mesh.sdk.integrations.lightning import resume_from
 found = []
 for named in ("", "empty", "step-00000009", "."):
     os.environ["MESH_RESUME"] = named
@@ -134,7 +134,7 @@ print(json.dumps(found))
 
 REFUSED_BY_HF = """
 from types import SimpleNamespace
-from mesh.integrations.hf import Yield
+from mesh.sdk.integrations.hf import Yield
 os.environ["MESH_CKPT_DIR"] = "ckpts"
 for output_dir, processes in (("ckpts", 1), ("ckpts/out", 1), ("out", 2)):
     attempt(lambda: Yield().on_train_begin(SimpleNamespace(output_dir=output_dir, world_size=processes), None, None))
@@ -142,7 +142,7 @@ for output_dir, processes in (("ckpts", 1), ("ckpts/out", 1), ("out", 2)):
 REFUSED_BY_LIGHTNING = """
 from types import SimpleNamespace
 from torch.utils.data import IterableDataset
-from mesh.integrations.lightning import ResumableLoader, Yield
+from mesh.sdk.integrations.lightning import ResumableLoader, Yield
 class Stream(IterableDataset):
     def __iter__(self): return iter(())
 os.environ["MESH_CKPT_DIR"] = "ckpts"
@@ -159,7 +159,7 @@ attempt(lambda: Yield().on_train_start(SimpleNamespace(world_size=2), None))
         pytest.param(REFUSED_BY_LIGHTNING, ["TypeError", "ValueError", "RuntimeError"], id="lightning"),
     ],
 )
-def test_what_could_not_be_resumed_exactly_is_refused(project: Path, ask: str, errors: list[str]) -> None:
+def test_integrations_refuse_settings_without_exact_resume(project: Path, ask: str, errors: list[str]) -> None:
     begin = """
 import os
 def attempt(what):

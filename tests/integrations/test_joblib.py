@@ -1,4 +1,4 @@
-"""What joblib asks its backend without a daemon; with one: tests/e2e/test_python_api.py."""
+"""The joblib backend without a daemon. tests/e2e/test_python_api.py tests it with one."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import joblib
 import pytest
 
 import mesh
-from mesh.api.errors import MeshError
-from mesh.integrations.joblib import Backend, places, register
-from mesh.parcel import Terms
+from mesh.sdk.integrations.joblib import Backend, places, register
+from mesh.sdk.payload import Terms
+from mesh.util.errors import MeshError
 
 ROW = {
     "state": "alive",
@@ -32,23 +32,23 @@ ROW = {
         ({"state": "dead"}, {"gpus": 1}, 0),
     ],
 )
-def test_a_node_has_places_by_what_a_job_asks_for(row: dict[str, Any], terms: Terms, count: int) -> None:
+def test_places_of_a_node_depend_on_the_request(row: dict[str, Any], terms: Terms, count: int) -> None:
     assert places(ROW | row, terms) == count
 
 
-def test_as_many_at_once_as_joblib_is_told(tmp_path: Path) -> None:
+def test_effective_n_jobs_follows_n_jobs(tmp_path: Path) -> None:
     backend = Backend(client=mesh.Client(tmp_path))
     assert [backend.effective_n_jobs(number) for number in (7, 1, None)] == [7, 1, 1]
     with pytest.raises(ValueError, match="no meaning"):
         backend.effective_n_jobs(0)
-    with pytest.raises(MeshError, match="no daemon runs here"):
+    with pytest.raises(MeshError, match="no daemon answers"):
         backend.effective_n_jobs(-1)
 
 
 @pytest.mark.parametrize(
-    ("terms", "error", "words"), [({}, MeshError, "no daemon runs here"), ({"gpu": 1}, TypeError, "no such term: gpu")]
+    ("terms", "error", "words"), [({}, MeshError, "no daemon answers"), ({"gpu": 1}, TypeError, "no such term: gpu")]
 )
-def test_what_cannot_be_submitted_is_raised(
+def test_submission_errors_are_raised(
     tmp_path: Path, terms: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     register()

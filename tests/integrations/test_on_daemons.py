@@ -1,4 +1,4 @@
-"""Trainings as jobs on real daemons: the host is taken back, or the job is sent on, and the weights come out the same."""
+"""Trainings as jobs on real daemons: a reclaim or a migration does not change the final weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,26 +6,27 @@ from typing import Any
 
 import pytest
 
-from mesh.stack import Stack
+from mesh.daemon.stack import Stack
 from tests.e2e.commands import job_state, ok, running_with_checkpoint, until
 from tests.integrations.trainings import SHORT, digest_of
 from tests.tiers import FRAMEWORKS_PYTHON
 
 pytestmark = [pytest.mark.e2e, pytest.mark.frameworks]
-WAIT_S = 120.0  # a framework takes ten seconds to import, on a busy machine more
+WAIT_S = 120.0  # the import of a framework takes ten seconds, more on a busy machine
 
 
 @pytest.mark.parametrize(
     ("program", "pace_s", "departure"),
     [
         ("train_hf.py", 0.3, "its owner took the machine back"),
-        ("train_lightning.py", 0.15, "its user moves it"),
+        ("train_lightning.py", 0.15, "moved by its user"),
     ],
 )
-def test_a_training_that_is_sent_away_ends_with_the_same_weights(
+def test_migrated_training_ends_with_the_same_weights(
     project: Path, undisturbed: Callable[..., str], program: str, pace_s: float, departure: str
 ) -> None:
-    with Stack(3, overrides={"slots": 1, "grace_s": 30.0}) as stack:
+    sees = [str(FRAMEWORKS_PYTHON.parents[1])]
+    with Stack(3, overrides={"slots": 1, "grace_s": 30.0, "process_sees": sees}) as stack:
         stack.start_all()
         submitter = stack.nodes[0]
         order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--")
@@ -35,7 +36,7 @@ def test_a_training_that_is_sent_away_ends_with_the_same_weights(
         if "owner" in departure:
             ok(first, "reclaim")
         else:
-            ok(submitter, "migrate", job)
+            ok(submitter, "job", "migrate", job)
 
         def ended() -> dict[str, Any]:
             state = job_state(submitter, job)

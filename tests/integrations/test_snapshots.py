@@ -9,7 +9,7 @@ from tests.integrations.trainings import TIMEOUT_S, reports, run
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
-def test_a_snapshot_of_torch_is_the_state_of_its_step_to_the_bit(project: Path, tmp_path: Path) -> None:
+def test_torch_snapshot_equals_the_state_of_its_step(project: Path, tmp_path: Path) -> None:
     done = run(project, "snapshots.py", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     (said,) = reports(done.stdout)

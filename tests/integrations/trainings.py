@@ -1,4 +1,4 @@
-"""Training programs with the real frameworks, as a job finds itself: of the mesh it has `mesh.job` and the integrations."""
+"""Run training programs with the real frameworks as in a job: only `mesh.job` and the integrations are present."""
 
 import json
 import os
@@ -8,21 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mesh.jobs.commits import committed_tree
-from mesh.jobs.spec import Checkpointing
+from mesh.checkpoints.commit_modes import committed_tree
+from mesh.model.spec import Checkpointing
 from tests.tiers import FRAMEWORKS_PYTHON
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 BY_RENAME = Checkpointing(mode="rename")
-TIMEOUT_S = 600.0  # with workers that import a framework each: over two minutes on two fifths of a core
+TIMEOUT_S = 600.0  # measured: over two minutes on 0.4 cores, with workers that each import a framework
 SHORT = ("--epochs", "6", "--every", "6")  # 48 steps, saved after the 6th and the 12th
 
 
 def make_project(directory: Path) -> Path:
-    """What a user has in the working directory: the programs and the copied files, under their own names."""
+    """Make a user's working directory: programs, and the files of campus-mesh under their own names."""
     shutil.copytree(PROGRAMS, directory, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("job.py", "integrations/hf.py", "integrations/lightning.py"):
+    for name in ("job.py", "sdk/integrations/hf.py", "sdk/integrations/lightning.py"):
         (directory / "mesh" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "mesh" / name, directory / "mesh" / name)
     return directory
@@ -42,12 +42,12 @@ def run(project: Path, program: str, *arguments: str, cwd: Path | None = None, *
             env={**{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}, **env},
         )
     except subprocess.TimeoutExpired as late:
-        said = (late.stderr or b"").decode(errors="replace")  # bytes here, whatever was asked for
+        said = (late.stderr or b"").decode(errors="replace")  # bytes here, despite text=True
         raise AssertionError(f"{program} has not ended after {TIMEOUT_S:g} s; it said:\n{said[-6000:]}") from late
 
 
 class Attempt:
-    """One attempt's directories; what it left behind is judged, and brought to the next one, as the daemon does it."""
+    """The directories of one attempt; its checkpoints pass to the next attempt as the daemon does it."""
 
     def __init__(self, directory: Path, project: Path, program: str) -> None:
         self.directory = directory
@@ -70,15 +70,15 @@ class Attempt:
         )
 
     def committed(self) -> str | None:
-        """The entry that the daemon would resume from if all ended now."""
+        """Return the entry from which the daemon would resume if the attempt ended now."""
         tree = committed_tree(self.ckpts, BY_RENAME, time.time(), ended=True)
         return tree.resume if tree is not None else None
 
     def elsewhere(self, directory: Path) -> "Attempt":
-        """The next attempt, in a fresh directory that holds nothing but what was committed."""
+        """Return the next attempt, in a fresh directory with only the committed checkpoint."""
         following = Attempt(directory, self.project, self.program)
         tree = committed_tree(self.ckpts, BY_RENAME, time.time(), ended=True)
-        assert tree is not None, "nothing was saved"
+        assert tree is not None, "no checkpoint was saved"
         for path in tree.roots.values():
             shutil.copytree(path, following.ckpts / path.name)
         following.resume = str(following.ckpts / tree.resume)
@@ -86,12 +86,12 @@ class Attempt:
 
 
 def digest_of(output: str) -> str:
-    """The hash of the final weights, from a program's output."""
+    """Return the hash of the final weights from the output of a program."""
     lines = [line for line in output.splitlines() if line.startswith("digest ")]
     assert lines, output[-2000:]
     return lines[-1].removeprefix("digest ")
 
 
 def reports(output: str) -> list[dict[str, Any]]:
-    """What `stops.py` said; the frameworks write to the same stream."""
+    """Return the reports in the output, which also has lines of the frameworks."""
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"what"')]

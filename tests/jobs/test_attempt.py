@@ -1,5 +1,4 @@
-"""An attempt that is stopped before it runs: at whatever it is then, nothing of it runs afterwards. And one whose last checkpoint
-cannot be stored."""
+"""Attempt: a stop before the guest runs leaves no guest; a last checkpoint that cannot be stored is reported."""
 
 import asyncio
 import math
@@ -11,22 +10,24 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import DiskFull
-from mesh.engine.engine import Availability, EngineError, Guest, Launch
-from mesh.engine.process import ProcessEngine
-from mesh.engine.wrapped import WrappedGuest
+from mesh.checkpoints.replica_policy import ReplicaPolicy
+from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint
+from mesh.consensus.effects import Launch as LaunchGuest
+from mesh.consensus.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, RunnerEvent
+from mesh.execution.engine import Availability, EngineError, Guest, Launch
+from mesh.execution.process.engine import ProcessEngine
+from mesh.execution.wrapped import WrappedGuest
 from mesh.jobs.attempt import Attempt
-from mesh.jobs.custody import Custody
-from mesh.jobs.effects import SaveCheckpoint
-from mesh.jobs.ledger import Ledger
-from mesh.jobs.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, RunnerEvent
-from mesh.jobs.spec import Checkpointing
-from tests.jobs.worlds import make_spec
+from mesh.model.record import Commit, JobRecord
+from mesh.model.spec import Checkpointing
+from tests.ckptstore.worlds import open_store, save
+from tests.consensus.worlds import make_spec
 
-WAIT_S = 30.0
+WAIT_S, MIB = 30.0, 1 << 20
 
 
 class LateEngine:
-    """Real processes, started `late`: for so long it is at its start. `waits`: for room, until it is told or not wanted."""
+    """Engine of real processes whose start lasts until `late` is set. With `waits`, it first waits until it is not wanted."""
 
     name, own_root = "process", False
 
@@ -53,7 +54,7 @@ class LateEngine:
 
 
 class SavedGuest(WrappedGuest):
-    """A real process, and a fake dump of it."""
+    """A real process with a fake dump."""
 
     async def dump(self, directory: Path) -> str:
         assert await self.stands_still()
@@ -67,17 +68,20 @@ class SavedEngine(LateEngine):
 
 
 class Place:
-    """`save`: what its node's store does with a checkpoint."""
+    """An attempt on a fake node, with a `store` or one whose save is `save`; `limit` is its disk limit in bytes."""
 
-    def __init__(self, root: Path, engine: LateEngine, save: Any = None, **spec: object) -> None:
-        self.engine, self.told = engine, asyncio.Queue[RunnerEvent]()
-        self.said: list[tuple[str, str]] = []
+    def __init__(
+        self, root: Path, engine: LateEngine, save: Any = None, store: Any = None, limit: int = 1 << 30, **spec: object
+    ) -> None:
+        self.engine, self.events = engine, asyncio.Queue[RunnerEvent]()
+        self.notes: list[tuple[str, str]] = []
         self.log = root / "log"
-        store: Any = SimpleNamespace(save=save)
-        courier: Any = SimpleNamespace(bandwidth=SimpleNamespace(mean_bps=lambda holders: None))
+        store = store or SimpleNamespace(save=save)
 
-        async def vault() -> None:
+        async def nothing(*given: object) -> None:
             return None
+
+        replicator: Any = SimpleNamespace(bandwidth=SimpleNamespace(mean_bps=lambda holders: None), fetch=nothing)
 
         self.attempt = Attempt(
             b"j" * 16,
@@ -89,23 +93,27 @@ class Place:
             (),
             "desk",
             store,
-            courier,
+            replicator,
             lambda payload: payload,
-            lambda: Custody(0, 0, ()),
-            vault,
-            self.told.put_nowait,
-            lambda text, new="": self.said.append((text, new)),
+            lambda: ReplicaPolicy(0, 0, ()),
+            nothing,
+            self.events.put,
+            lambda place: limit,
+            lambda text, new="": self.notes.append((text, new)),
         )
 
+    def launch(self, record: JobRecord) -> None:
+        self.attempt.perform(RunUntil(math.inf))
+        self.attempt.perform(LaunchGuest(record))
+
     async def begin(self) -> None:
-        self.attempt.allow_until(math.inf)
-        self.attempt.launch(Ledger(), None)
+        self.launch(JobRecord())
         async with asyncio.timeout(WAIT_S):
             await self.engine.at_it.wait()
 
-    async def hears(self) -> RunnerEvent:
+    async def next_event(self) -> RunnerEvent:
         async with asyncio.timeout(WAIT_S):
-            return await self.told.get()
+            return await self.events.get()
 
 
 @pytest.fixture(params=[False, True])
@@ -117,22 +125,22 @@ async def place(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
 
 
 @pytest.mark.parametrize("place", [False], indirect=True)
-async def test_one_that_is_killed_while_its_guest_starts_does_not_run_on(place: Place) -> None:
+async def test_attempt_killed_during_start_leaves_no_guest(place: Place) -> None:
     await place.begin()
-    place.attempt.kill()
+    place.attempt.perform(Kill("cancelled"))
     await asyncio.sleep(0)
     place.engine.late.set()
-    assert isinstance(await place.hears(), GuestStarted)
-    end = await place.hears()
+    assert isinstance(await place.next_event(), GuestStarted)
+    end = await place.next_event()
     assert isinstance(end, GuestExited) and end.code == 137 and not await place.engine.guests[0].pids()
 
 
 @pytest.mark.parametrize("place", [True], indirect=True)
-async def test_one_that_waits_for_room_is_stopped_at_once(place: Place) -> None:
+async def test_attempt_waiting_to_start_stops_at_once(place: Place) -> None:
     await place.begin()
-    assert place.told.empty()
-    place.attempt.kill()
-    end = await place.hears()
+    assert place.events.empty()
+    place.attempt.perform(Kill("cancelled"))
+    end = await place.next_event()
     assert isinstance(end, GuestFailed) and "while it waited" in end.reason and not place.engine.guests
 
 
@@ -140,7 +148,7 @@ async def test_one_that_waits_for_room_is_stopped_at_once(place: Place) -> None:
     ("error", "why"),
     [(DiskFull("the disk is full"), "the disk is full"), (KeyError("x"), "internal error: KeyError('x')")],
 )
-async def test_a_last_system_checkpoint_that_cannot_be_stored_is_told(
+async def test_user_gets_a_report_when_the_last_system_checkpoint_is_not_stored(
     tmp_path: Path, error: Exception, why: str
 ) -> None:
     def fails(*roots: object, **more: object) -> None:
@@ -150,15 +158,45 @@ async def test_a_last_system_checkpoint_that_cannot_be_stored_is_told(
     engine.late.set()
     place = Place(tmp_path, engine, fails, checkpointing=Checkpointing(mode="system"))
     await place.begin()
-    assert isinstance(await place.hears(), GuestStarted)
+    assert isinstance(await place.next_event(), GuestStarted)
     place.attempt.notify("vacate", 30.0, "its owner is back")
-    assert isinstance(await place.hears(), GuestExited) and list((tmp_path / "attempt" / "dumps").iterdir())
-    place.attempt.save(SaveCheckpoint(seq=2, parent=b"m" * 32, final=True))
-    failed = await place.hears()
+    assert isinstance(await place.next_event(), GuestExited) and list((tmp_path / "attempt" / "dumps").iterdir())
+    place.attempt.perform(SaveCheckpoint(seq=2, parent=b"m" * 32, final=True))
+    failed = await place.next_event()
     assert isinstance(failed, CheckpointFailed) and failed.reason == why
     stands = "its last checkpoint could not be stored; the one before it stands"
-    assert place.said[-1] == (f"{stands}: {why}", "not stored")
+    assert place.notes[-1] == (f"{stands}: {why}", "not stored")
     assert f"its last checkpoint could not be stored: {why}; the one before it stands\n" in place.log.read_text()
-    assert not list((tmp_path / "attempt" / "dumps").iterdir()), "it does not take the disk of what comes next"
+    assert not list((tmp_path / "attempt" / "dumps").iterdir()), "the failed dump frees its disk space"
     await place.attempt.close()
     await engine.close()
+
+
+@pytest.mark.parametrize("part", ["work", "ckpt"])
+async def test_restore_beyond_disk_limit_is_refused_before_anything_is_written(tmp_path: Path, part: str) -> None:
+    """A file that is one hole takes a few hundred bytes in the store."""
+    trees = {name: tmp_path / name for name in ("work", "ckpt")}
+    for name, path in trees.items():
+        path.mkdir()
+        with (path / "file").open("wb") as file:
+            file.truncate(48 * MIB if name == part else 8 * MIB)
+    store = open_store(tmp_path / "store")
+    ids = {name: save(store, path, prefix=name).id for name, path in trees.items()}
+    commit = Commit(1, 1, ids["ckpt"], None, (), None, 0)
+    for limit_mib, starts in ((55, False), (56, True)):
+        engine = LateEngine(waits=False)
+        engine.late.set()
+        root = tmp_path / str(limit_mib)
+        root.mkdir()
+        place = Place(
+            root, engine, store=store, limit=limit_mib * MIB, workdir=ids["work"], checkpointing=Checkpointing()
+        )
+        place.launch(JobRecord(commit=commit))
+        end = await place.next_event()
+        if starts:
+            assert isinstance(end, GuestStarted), end
+        else:
+            assert isinstance(end, GuestFailed) and end.elsewhere and "holes count" in end.reason, end
+            assert not list(root.rglob("file")) and not (root / "attempt").exists()
+        await place.attempt.close()
+        await engine.close()

@@ -1,4 +1,4 @@
-"""Several jobs leave one node: what the cores make of adverts, paths and ledgers, from the view to the ledger's `prefer`."""
+"""Destinations of several jobs that leave one node, from the view to `prefer` in each job record."""
 
 from collections import Counter
 from random import Random
@@ -6,18 +6,18 @@ from random import Random
 import msgspec
 import pytest
 
-from ckptstore.bandwidth import UNKNOWN, Bandwidth, Path
+from ckptstore.bandwidth import UNKNOWN, Bandwidth, PathEstimate
 from ckptstore.deadline import Upload
 from ckptstore.deadline import plan as plan_uploads
+from mesh.consensus.participant import Participant, Rules
+from mesh.consensus.reports import GuestStarted, VacateWanted
+from mesh.consensus.view import View
 from mesh.jobs.destinations import Guest, assignment
-from mesh.jobs.participant import Participant, Rules
-from mesh.jobs.reports import GuestStarted, VacateWanted
-from mesh.jobs.spec import JobSpec, attempt_request
-from mesh.jobs.view import View
+from mesh.model.spec import JobSpec, attempt_request
 from placement.advert import WHOLE, Advert, Gpu, Portion
 from placement.queue import Queue, Waiting
 from placement.request import Request
-from tests.jobs.worlds import A, B, C, D, E, at, make_advert, make_spec, make_start, make_view
+from tests.consensus.worlds import A, B, C, D, E, at, make_advert, make_spec, make_start, make_view
 
 MIB, GB = 24_000, 10**9
 ALL = (A, B, C, D, E)
@@ -26,11 +26,11 @@ ALL = (A, B, C, D, E)
 def lends(node: bytes, free: int, of: int = 8, weight: int = 32, **more: object) -> Advert:
     gpus = tuple(Gpu(f"{node[0]}/{n}", "gpu", MIB) for n in range(of))
     room = tuple(Portion(gpu.uuid, WHOLE, MIB) for gpu in gpus[:free])
-    return make_advert(node, gpus=gpus, room=room, slots=0, slots_free=0, weight=weight, **more)
+    return make_advert(node, gpus=gpus, free_portions=room, slots=0, slots_free=0, weight=weight, **more)
 
 
 def view(**free: int) -> View:
-    """Seen from D, which is about to leave; `a=2`: two GPUs of node A are free."""
+    """Return the view of D, which is about to leave; `a=2` means that node A has two free GPUs."""
     nodes = {"a": A, "b": B, "c": C, "e": E}
     adverts = [lends(nodes[name], count) for name, count in free.items()]
     return make_view(D, ALL, adverts=(lends(D, 0), *adverts))
@@ -45,11 +45,11 @@ def guest(
     return Guest(spec, request, value, 0.5, difference, state, **{**fields, **more})  # type: ignore[arg-type]
 
 
-def even(node: bytes, neighbours: object = ()) -> Path:
-    return Path(1e8, 0.4, "measured", 9)
+def even(node: bytes, neighbours: object = ()) -> PathEstimate:
+    return PathEstimate(1e8, 0.4, "measured", 9)
 
 
-def test_each_of_several_jobs_gets_a_place_of_its_own_and_the_wide_one_the_wide_node() -> None:
+def test_departing_jobs_get_distinct_places_and_the_widest_the_widest_node() -> None:
     guests = [guest(1), guest(2), guest(3), guest(4, gpus=4)]
     found = assignment(guests, view(a=4, b=1, c=1, e=1), even, 120.0)
     assert [d.place for d in found.destinations][3] == A
@@ -57,7 +57,7 @@ def test_each_of_several_jobs_gets_a_place_of_its_own_and_the_wide_one_the_wide_
     assert all(d.chance > 0.9 for d in found.destinations), "4 GB in 40 s of 120"
 
 
-def test_what_others_who_leave_were_promised_and_what_is_kept_for_the_queue_is_not_free() -> None:
+def test_places_promised_or_reserved_are_not_free() -> None:
     first = guest(1)
     (promised,) = assignment([first], view(a=1, b=1), even, 60.0).destinations
     assert promised.place is not None
@@ -70,11 +70,11 @@ def test_what_others_who_leave_were_promised_and_what_is_kept_for_the_queue_is_n
     assert places == {A: 1, None: 1}
 
 
-def test_the_measured_paths_decide_how_far_a_state_can_go() -> None:
+def test_measured_paths_limit_where_a_state_can_go() -> None:
     known = Bandwidth()
     for _ in range(5):
-        known.saw(A, GB, 100.0)
-        known.saw(B, GB, 1.0)
+        known.record(A, GB, 100.0)
+        known.record(B, GB, 1.0)
     big = guest(1, difference=20 * GB, state=20 * GB)
     (found,) = assignment([big], view(a=1, b=1), known.path, 60.0).destinations
     assert (found.place, found.to) == (B, B) and found.seconds == pytest.approx(20.0) and found.chance > 0.85
@@ -83,7 +83,7 @@ def test_the_measured_paths_decide_how_far_a_state_can_go() -> None:
     assert (kept.place, kept.to) == (A, C), "C has the checkpoint before, so only the difference goes there"
 
 
-def test_home_is_liked_and_a_holder_without_room_keeps_what_nobody_can_run() -> None:
+def test_home_is_preferred_and_a_full_holder_keeps_the_state() -> None:
     plain = guest(1)
     at_home = msgspec.structs.replace(plain, request=msgspec.structs.replace(plain.request, prefer=C))
     seen = make_view(D, ALL, adverts=(lends(A, 1, weight=40), lends(C, 1, weight=30)))
@@ -92,7 +92,7 @@ def test_home_is_liked_and_a_holder_without_room_keeps_what_nobody_can_run() -> 
     assert (waits.place, waits.to) == (None, B)
 
 
-def test_nothing_is_known_and_still_everybody_is_sent_somewhere() -> None:
+def test_every_job_gets_a_destination_without_measurements() -> None:
     new = msgspec.structs.replace(guest(1), difference=None, state=None)
     (found,) = assignment([new], view(a=1), lambda node, near: UNKNOWN, 30.0).destinations
     assert (found.place, found.bytes) == (A, 0.0)
@@ -108,7 +108,7 @@ def test_uploads_leave_in_the_order_of_the_plan() -> None:
 
 
 class Node:
-    """D's participant, running these jobs."""
+    """The participant of D, which runs these jobs."""
 
     def __init__(self, specs: list[JobSpec]) -> None:
         self.jobs = {bytes([number]) * 16: spec for number, spec in enumerate(specs, 1)}
@@ -119,19 +119,19 @@ class Node:
             self.core.receive(A, start, at(0.0))
             runner = self.core.runners[job]
             runner.state = "restoring"
-            self.core.tell_runner(job, GuestStarted(None), at(1.0))
+            self.core.report(job, GuestStarted(None), at(1.0))
 
-    def heirs(self) -> list[bytes | None]:
-        return [self.core.runners[job].onward.heir for job in self.jobs]
+    def standbys(self) -> list[bytes | None]:
+        return [self.core.runners[job].next_placement.standby for job in self.jobs]
 
 
-def test_the_jobs_of_a_node_have_heirs_of_their_own_while_they_run_and_the_notice_names_what_was_planned() -> None:
+def test_standbys_differ_per_job_and_the_notice_names_the_planned_node() -> None:
     node = Node([make_spec(gpus=1), make_spec(gpus=1), make_spec(gpus=4)])
     seen = view(a=4, b=1, c=1)
     node.core.observe(seen, at(2.0))
-    assert node.heirs()[2] == A and sorted(heir or b"" for heir in node.heirs()[:2]) == [B, C]
+    assert node.standbys()[2] == A and sorted(standby or b"" for standby in node.standbys()[:2]) == [B, C]
     node.core.observe(view(a=1), at(3.0))
-    assert Counter(node.heirs()) == {A: 1, None: 2}, "one free GPU is the heir of one"
+    assert Counter(node.standbys()) == {A: 1, None: 2}, "one free GPU is the standby of one"
     first = next(iter(node.jobs))
-    out = node.core.tell_runner(first, VacateWanted(30.0, "the owner", E), at(4.0))
-    assert node.core.runners[first].ledger.prefer == E and out
+    out = node.core.report(first, VacateWanted(30.0, "the owner", E), at(4.0))
+    assert node.core.runners[first].record.prefer == E and out

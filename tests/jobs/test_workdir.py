@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api.errors import ExitCode, MeshError
 from mesh.jobs import workdir
 from mesh.jobs.workdir import collect_files
+from mesh.util.errors import ExitCode, MeshError
 
 
 def make(directory: Path, *names: str) -> None:
@@ -14,7 +14,7 @@ def make(directory: Path, *names: str) -> None:
         path.write_text(name)
 
 
-def test_files_are_taken_by_their_place_and_rubbish_is_left(tmp_path: Path) -> None:
+def test_files_are_collected_without_caches_and_checkpoints(tmp_path: Path) -> None:
     make(
         tmp_path,
         "train.py",
@@ -29,13 +29,13 @@ def test_files_are_taken_by_their_place_and_rubbish_is_left(tmp_path: Path) -> N
     assert files["work/lib/net.py"] == tmp_path / "lib" / "net.py"
 
 
-def test_meshignore_names_what_stays_here(tmp_path: Path) -> None:
+def test_meshignore_excludes_files(tmp_path: Path) -> None:
     make(tmp_path, "train.py", "data/images.bin", "notes.log", "sub/other.log", "sub/keep.txt")
     (tmp_path / ".meshignore").write_text("# big\ndata/\n\n*.log\n")
     assert sorted(collect_files(tmp_path, ())) == ["work/.meshignore", "work/sub/keep.txt", "work/train.py"]
 
 
-def test_gitignore_is_read_as_git_reads_it(tmp_path: Path) -> None:
+def test_gitignore_rules_apply_as_in_git(tmp_path: Path) -> None:
     make(
         tmp_path,
         "a.py",
@@ -54,14 +54,14 @@ def test_gitignore_is_read_as_git_reads_it(tmp_path: Path) -> None:
     assert taken == {"a.py", "sub/build/out.o", "sub/.gitignore", "sub/keep.tmp", "data/x.bin", "data/y.txt"}
 
 
-def test_links_are_taken_as_links_and_not_followed(tmp_path: Path) -> None:
+def test_links_are_collected_as_links(tmp_path: Path) -> None:
     make(tmp_path, "real/a.txt")
     (tmp_path / "to-directory").symlink_to(tmp_path / "real")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert sorted(collect_files(tmp_path, ())) == ["work/loop", "work/real/a.txt", "work/to-directory"]
 
 
-def test_too_much_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_directory_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, *(f"{number}.bin" for number in range(20)))
     monkeypatch.setattr(workdir, "LIMIT_FILES", 10)
     with pytest.raises(MeshError, match=r"\.meshignore") as caught:
@@ -69,6 +69,6 @@ def test_too_much_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest
     assert caught.value.code == ExitCode.USAGE
 
 
-def test_no_directory_is_refused(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="not a directory"):
         collect_files(tmp_path / "missing", ())

@@ -1,4 +1,4 @@
-"""Whole cores of a few nodes, without sockets: what they tell each other, in which order, and what that changes."""
+"""Cores of a few nodes exchanging messages without sockets."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
-from membership.core import Conversation, Core
+from membership.core import Core, StreamExchange
 from membership.effects import (
     Effect,
     KeepChain,
@@ -20,7 +20,7 @@ from membership.effects import (
     SetTimer,
     WantReconcile,
 )
-from membership.envelope import EnvelopeError, Seals
+from membership.envelope import EnvelopeError, MeshSealer
 from membership.identity import Identity
 from membership.reconcile import (
     Delta,
@@ -36,15 +36,13 @@ from membership.reconcile import (
     Reply,
     StreamPing,
 )
+from membership.records import STATEMENTS
 from membership.snapshot import next_epoch
 from membership.trust import (
     TrustError,
     TrustStore,
-    accept_invite,
     found_mesh,
-    make_invite,
     make_revocation,
-    parse_invite,
 )
 from membership.wire import (
     EPOCH_AHEAD_MS,
@@ -60,19 +58,19 @@ from membership.wire import (
     Suspect,
     encode,
 )
+from tests.chains import admitted
 
 NOW = 1_800_000_000.0
 ROOT = Identity(b"\x41" * 32)
 GENESIS, ROOT_CHAIN = found_mesh(ROOT, "lab", "root", "ada", NOW)
-INVITE = parse_invite(make_invite(ROOT, ROOT_CHAIN, GENESIS, (), 3600, NOW), NOW)
 PEOPLE = {"root": (ROOT, ROOT_CHAIN)}
 for number, name in enumerate(("ann", "bob", "cyd")):
     person = Identity(bytes([0x42 + number]) * 32)
-    PEOPLE[name] = (person, accept_invite(INVITE, person.node_id, name, name, NOW))
+    PEOPLE[name] = (person, admitted(ROOT, GENESIS, ROOT_CHAIN, person.node_id, name, name, NOW))
 
 
-class Desk:
-    """A core with a clock that a test sets, and everything it asked for."""
+class CoreNode:
+    """A core with a clock that the test sets, and its effects."""
 
     def __init__(self, name: str, epoch: int = 1) -> None:
         self.name = name
@@ -82,7 +80,7 @@ class Desk:
         trust = TrustStore(GENESIS)
         trust.admit_chain(chain, NOW)
         self.core = Core(
-            Seals(self.identity, trust.mesh_id),
+            MeshSealer(self.identity, trust.mesh_id),
             trust,
             chain,
             SwimConfig.lan(),
@@ -104,15 +102,15 @@ class Desk:
     def asked_for(self, kind: type) -> list[Effect]:
         return [effect for effect in self.effects if isinstance(effect, kind)]
 
-    def knows(self, other: "Desk") -> bool:
+    def knows(self, other: "CoreNode") -> bool:
         return self.core.swim.table.get(other.identity.node_id) is not None
 
 
-def talk(one: Desk, other: Desk, conversation: Conversation) -> None:
-    """Play a conversation of `one` with `other`, frame by frame, over sealed bytes."""
-    answering: Conversation | None = None
+def talk(one: CoreNode, other: CoreNode, exchange: StreamExchange) -> None:
+    """Run an exchange of `one` with `other`, frame by frame, over sealed bytes."""
+    answering: StreamExchange | None = None
     try:
-        frame = next(conversation)
+        frame = next(exchange)
         while True:
             heard = other.core.open_frame(one.core.seal_frame(frame))
             try:
@@ -125,76 +123,95 @@ def talk(one: Desk, other: Desk, conversation: Conversation) -> None:
                 if end.value is None:
                     return
                 reply = end.value
-            frame = conversation.send(one.core.open_frame(other.core.seal_frame(reply)))
+            frame = exchange.send(one.core.open_frame(other.core.seal_frame(reply)))
     except StopIteration:
         return
 
 
-def meet(*desks: Desk) -> None:
-    for one in desks:
-        for other in desks:
+def meet(*nodes: CoreNode) -> None:
+    for one in nodes:
+        for other in nodes:
             if one is not other:
-                talk(one, other, one.core.converse())
+                talk(one, other, one.core.push_pull())
 
 
-def test_one_conversation_makes_two_strangers_know_the_same() -> None:
-    ann, bob = Desk("ann"), Desk("bob")
+def test_one_push_pull_makes_two_nodes_equal() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
     ann.core.publish("facts", b"of ann", 600)
     bob.core.publish("facts", b"x" * 5000, 600)
-    talk(ann, bob, ann.core.converse())
+    talk(ann, bob, ann.core.push_pull())
     assert ann.knows(bob) and bob.knows(ann) and ann.core.swim.root() == bob.core.swim.root()
     record = bob.core.records.get(ann.identity.node_id, "facts", NOW)
     assert record is not None and record.body == b"of ann"
     before = bob.core.counters["reconciled"]
-    talk(ann, bob, ann.core.converse(unless_equal=True))
-    assert bob.core.counters["reconciled"] == before, "equal roots cost two frames"
+    talk(ann, bob, ann.core.push_pull(unless_equal=True))
+    assert bob.core.counters["reconciled"] == before, "equal roots take two frames"
 
 
-def test_news_of_a_stranger_waits_for_its_certificate() -> None:
-    ann, bob, cyd = Desk("ann"), Desk("bob"), Desk("cyd")
+@pytest.mark.parametrize("caller", ["a member", "a stranger"])
+def test_push_pull_brings_the_chain_of_its_own_node(caller: str) -> None:
+    """Otherwise whoever has seen a member's certificate reads and writes all that the mesh knows."""
+    ann, (_, borrowed) = CoreNode("ann"), PEOPLE["cyd"]
+    caller_id = PEOPLE["bob"][0].node_id if caller == "a member" else Identity(b"\x66" * 32).node_id
+    known = ann.core.trust.seen().keys()
+    with pytest.raises(TrustError, match="certificate of another node"):
+        next(ann.core.answer(caller_id, Hello(1, borrowed, [], [])))
+    asking = ann.core.push_pull()
+    hello = next(asking)
+    assert isinstance(hello, Hello)
+    with pytest.raises(TrustError, match="certificate of another node"):
+        asking.send((caller_id, Reply(2, hello.nonce, borrowed, [], [], [], [])))
+    with pytest.raises(StopIteration) as renewed:
+        next(ann.core.answer(caller_id, Renew(3, borrowed)))
+    assert renewed.value.value.chain == b"" and "another node" in renewed.value.value.problem
+    assert ann.core.trust.seen().keys() - {PEOPLE["cyd"][0].node_id} == known and ann.core.counters["reconciled"] == 0
+
+
+def test_evidence_about_an_unknown_node_waits_for_its_certificate() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     meet(ann, bob)
     word = cyd.core._seal_evidence(Alive(cyd.identity.node_id, 1, 0, "cyd", 7373, False, 1))
     packet = Rumours(5, bytes(8), (("member", word),))
     ann.effects.clear()
     ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
     assert not ann.knows(cyd) and ann.core.counters["unknown_author"] == 1
-    assert ann.asked_for(WantReconcile), "who tells of strangers is asked about them"
+    assert ann.asked_for(WantReconcile), "the sender is asked about unknown nodes"
     shown = cyd.core.records.get(cyd.identity.node_id, "trust", NOW)
     assert shown is not None
     packet = Rumours(6, bytes(8), (("record", shown.sealed),))
     ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
-    assert ann.knows(cyd), "what waited was taken in"
+    assert ann.knows(cyd), "the waiting evidence was applied"
 
 
-def test_a_section_that_ends_before_its_former_version_is_made_to_outlive_it() -> None:
-    ann, bob = Desk("ann"), Desk("bob")
+def test_section_that_expires_before_its_earlier_version_is_extended() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
     ann.core.publish("jobs/x", b"old", 1000)
     ann.core.publish("jobs/x", b"", 10)
     record = ann.core.records.get(ann.identity.node_id, "jobs/x", NOW)
     assert record is not None and record.not_after_unix >= NOW + 1000
-    # What a former life has said is kept by one who hears nothing of its end, and comes back with him.
-    cyd = Desk("cyd")
+    # A node that was cut off keeps a record of an earlier run and brings it back.
+    cyd = CoreNode("cyd")
     ann.core.publish("jobs/y", b"old", 1000)
     meet(ann, bob, cyd)
-    reborn = Desk("ann", epoch=9)
+    reborn = CoreNode("ann", epoch=9)
     reborn.core.publish("jobs/y", b"new", 10)
     meet(reborn, bob)
-    for desk in (reborn, bob, cyd):
-        desk.now = 20.0
-        desk.core.forget_the_old()
+    for node in (reborn, bob, cyd):
+        node.now = 20.0
+        node.core.expire()
     meet(bob, cyd)
     meet(reborn, bob, cyd)
     meet(reborn, bob, cyd)
-    for desk in (reborn, bob, cyd):
-        record = desk.core.records.get(ann.identity.node_id, "jobs/y", NOW + 500)
-        assert record is not None and record.body == b"" and record.epoch == 9, desk.name
+    for node in (reborn, bob, cyd):
+        record = node.core.records.get(ann.identity.node_id, "jobs/y", NOW + 500)
+        assert record is not None and record.body == b"" and record.epoch == 9, node.name
 
 
-def test_after_a_lost_disk_and_a_wrong_clock_the_former_life_is_outbid_with_all_sections() -> None:
-    former, bob = Desk("ann", epoch=500), Desk("bob")
+def test_earlier_run_is_outbid_after_a_lost_disk_and_a_wrong_clock() -> None:
+    former, bob = CoreNode("ann", epoch=500), CoreNode("bob")
     former.core.publish("facts", b"former", 1000)
     meet(former, bob)
-    reborn = Desk("ann", epoch=3)
+    reborn = CoreNode("ann", epoch=3)
     reborn.core.publish("facts", b"present", 1000)
     meet(reborn, bob)
     meet(reborn, bob)
@@ -205,20 +222,20 @@ def test_after_a_lost_disk_and_a_wrong_clock_the_former_life_is_outbid_with_all_
     assert member is not None and member.epoch > 500 and member.state == "alive"
 
 
-def test_the_revoked_are_forgotten_and_told_and_nothing_else() -> None:
-    root, ann, bob = Desk("root"), Desk("ann"), Desk("bob")
+def test_revoked_node_is_dropped_and_gets_only_the_revocation() -> None:
+    root, ann, bob = CoreNode("root"), CoreNode("ann"), CoreNode("bob")
     meet(root, ann, bob)
     bob.core.publish("facts", b"x", 600)
     meet(ann, bob)
-    root.core.revoke(make_revocation(ROOT, root.core.trust, bob.identity.node_id, "", NOW))
+    root.core.publish_statement(make_revocation(ROOT, root.core.trust, bob.identity.node_id, "", NOW))
     meet(root, ann)
     assert not ann.knows(bob) and ann.core.records.get(bob.identity.node_id, "facts", NOW) is None
     assert ann.asked_for(KeepRevocations)
     ann.core.publish("secret", b"s", 600)
     with pytest.raises(TrustError):
-        talk(ann, bob, ann.core.converse())
+        talk(ann, bob, ann.core.push_pull())
     with contextlib.suppress(TrustError, FrameError):
-        talk(bob, ann, bob.core.converse())
+        talk(bob, ann, bob.core.push_pull())
     assert bob.identity.node_id in bob.core.trust.revoked
     assert bob.core.records.get(ann.identity.node_id, "secret", NOW) is None
     before = ann.core.counters["refused_revoked"]
@@ -228,26 +245,32 @@ def test_the_revoked_are_forgotten_and_told_and_nothing_else() -> None:
     assert ann.core.counters["refused_revoked"] == before + 1 and not ann.effects
 
 
-def test_whose_certificate_has_ended_is_forgotten_until_it_is_renewed() -> None:
-    root, ann, bob = Desk("root"), Desk("ann"), Desk("bob")
+def test_member_with_expired_certificate_is_dropped_until_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as shorter:
+        shorter.setattr("membership.trust.NODE_CERTIFICATE_S", 3600)
+        for name in ("ann", "bob"):
+            person, _ = PEOPLE[name]
+            chain = admitted(ROOT, GENESIS, ROOT_CHAIN, person.node_id, name, name, NOW)
+            shorter.setitem(PEOPLE, name, (person, chain))
+        root, ann, bob = CoreNode("root"), CoreNode("ann"), CoreNode("bob")
     meet(root, ann, bob)
     talk(ann, root, ann.core.ask_renewal())
     (kept,) = ann.asked_for(KeepChain)
     assert root.core.counters["renewals"] == 1
     meet(root, ann, bob)
-    for desk in (root, ann, bob):
-        desk.now = 3600.0 + 121.0
-        desk.core.forget_the_old()
-    assert root.knows(ann) and not root.knows(bob), "the invite has ended, and bob had asked nobody"
-    with pytest.raises(TrustError, match="has ended"):
+    for node in (root, ann, bob):
+        node.now = 3600.0 + 121.0
+        node.core.expire()
+    assert root.knows(ann) and not root.knows(bob), "bob asked for no renewal"
+    with pytest.raises(TrustError, match="has expired"):
         talk(bob, root, bob.core.ask_renewal())
     with pytest.raises(TrustError, match="may not admit"):
         talk(root, ann, root.core.ask_renewal())
     assert ann.core.chain == kept.chain  # type: ignore[attr-defined]
 
 
-def test_a_flood_is_refused_before_any_signature_is_checked() -> None:
-    ann = Desk("ann")
+def test_flood_is_refused_before_signatures_are_checked() -> None:
+    ann = CoreNode("ann")
     for _ in range(2000):
         ann.core.on_datagram(b"\x01" + bytes(200), ("flood", 1))
     assert ann.core.counters["refused_flood"] > 1000
@@ -275,24 +298,22 @@ frames = st.one_of(
 
 
 @given(st.lists(frames, min_size=1, max_size=4), st.booleans())
-def test_any_sequence_of_frames_is_answered_or_refused_and_teaches_nothing_false(
-    said: list[object], asks: bool
-) -> None:
-    ann, bob = Desk("ann"), Desk("bob")
+def test_any_sequence_of_frames_is_answered_or_refused_without_effect(said: list[object], asks: bool) -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
     root = ann.core.swim.table.root
     queue: Iterator[object] = iter(said)
     try:
         if asks:
-            conversation = ann.core.converse(unless_equal=True)
-            next(conversation)
+            exchange = ann.core.push_pull(unless_equal=True)
+            next(exchange)
         else:
-            conversation = ann.core.answer(bob.identity.node_id, next(queue))  # type: ignore[arg-type]
-            next(conversation)
+            exchange = ann.core.answer(bob.identity.node_id, next(queue))  # type: ignore[arg-type]
+            next(exchange)
         for frame in queue:
-            conversation.send((bob.identity.node_id, frame))  # type: ignore[arg-type]
+            exchange.send((bob.identity.node_id, frame))  # type: ignore[arg-type]
     except (StopIteration, FrameError, TrustError, EnvelopeError):
         pass
-    assert ann.core.swim.table.root == root, "nobody new is believed to be here"
+    assert ann.core.swim.table.root == root, "no new member"
 
 
 anything = st.integers(-(2**63), 2**64 - 1)
@@ -305,7 +326,7 @@ words = st.builds(
 told = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["member", "record"]), small),
-        words.map(lambda word: ("member", Desk("bob").core._seal_evidence(word))),
+        words.map(lambda word: ("member", CoreNode("bob").core._seal_evidence(word))),
     ),
     max_size=3,
 ).map(tuple)
@@ -319,11 +340,11 @@ sent = st.one_of(
 
 
 @given(st.lists(sent, max_size=5))
-def test_a_member_that_signs_nonsense_breaks_nothing(packets: list[AnyPacket]) -> None:
-    ann, bob = Desk("ann"), Desk("bob")
+def test_nonsense_signed_by_a_member_breaks_nothing(packets: list[AnyPacket]) -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
     meet(ann, bob)
     for packet in packets:
-        data = bob.core._seals.seal_to(ann.identity.node_id, encode(packet))
+        data = bob.core._sealer.seal_to(ann.identity.node_id, encode(packet))
         ann.core.on_datagram(data, ("bob", 7373))
         for effect in ann.asked_for(SetTimer):
             ann.core.on_timer(effect.name, effect.token, effect.at)  # type: ignore[attr-defined]
@@ -334,14 +355,14 @@ def test_a_member_that_signs_nonsense_breaks_nothing(packets: list[AnyPacket]) -
 
 @given(st.binary(max_size=1300))
 def test_hostile_datagrams_change_nothing(data: bytes) -> None:
-    ann = Desk("ann")
+    ann = CoreNode("ann")
     root = ann.core.swim.root()
     ann.core.on_datagram(data, ("x", 1))
     assert ann.core.swim.root() == root and not ann.asked_for(SendPacket)
 
 
-def test_a_packet_cannot_be_read_by_another_node_than_it_was_sent_to() -> None:
-    ann, bob, cyd = Desk("ann"), Desk("bob"), Desk("cyd")
+def test_packet_is_refused_by_other_nodes_than_its_recipient() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     meet(ann, bob, cyd)
     data = ann.core.seal_packet(bob.identity.node_id, Rumours(1, bytes(8), ()))
     cyd.core.on_datagram(data, ("ann", 7373))
@@ -351,8 +372,8 @@ def test_a_packet_cannot_be_read_by_another_node_than_it_was_sent_to() -> None:
     assert bob.core.counters["refused_replayed"] == 1
 
 
-def test_members_that_go_are_told_of_once() -> None:
-    ann, bob = Desk("ann"), Desk("bob")
+def test_departure_is_reported_once() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
     meet(ann, bob)
     ann.effects.clear()
     farewell = next(e for e in bob.core.swim.leave(0.0) if isinstance(e, SendPacket))
@@ -362,8 +383,8 @@ def test_members_that_go_are_told_of_once() -> None:
     assert [effect.state for effect in ann.asked_for(MemberChanged)] == ["left"]  # type: ignore[attr-defined]
 
 
-def test_no_lie_about_a_life_leaves_its_subject_without_an_answer() -> None:
-    ann, bob, cyd = Desk("ann"), Desk("bob"), Desk("cyd")
+def test_subject_can_refute_any_accepted_evidence() -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
     meet(ann, bob, cyd)
     limit = int(NOW * 1000) + EPOCH_AHEAD_MS
     lies = [
@@ -373,17 +394,69 @@ def test_no_lie_about_a_life_leaves_its_subject_without_an_answer() -> None:
     ]
     for number, lie in enumerate(lies):
         packet = Rumours(200 + number, bytes(8), (("member", bob.core._seal_evidence(lie)),))
-        for desk in (ann, cyd):
-            desk.core.on_datagram(bob.core.seal_packet(desk.identity.node_id, packet), ("bob", 7373))
-        for desk in (ann, cyd):
-            desk.now += 1.0
+        for node in (ann, cyd):
+            node.core.on_datagram(bob.core.seal_packet(node.identity.node_id, packet), ("bob", 7373))
+        for node in (ann, cyd):
+            node.now += 1.0
         meet(ann, cyd)
         member = cyd.core.swim.table.get(ann.identity.node_id)
         assert member is not None and member.state == "alive", lie
     assert cyd.core.counters["refused_implausible"] == 1
 
 
-def test_an_epoch_from_a_clock_that_was_years_ahead_is_forgotten() -> None:
+def test_epoch_of_a_clock_years_ahead_is_ignored() -> None:
     wall = int(NOW * 1000)
     assert next_epoch(wall + 5, wall) == wall + 6 and next_epoch(0, wall) == wall
     assert next_epoch(wall + 10 * 365 * 86_400_000, wall) == wall
+
+
+def test_any_number_of_revocations_reaches_the_other_nodes() -> None:
+    """The 51st revocation spreads like the first, over several sections, and a restarted node has all of them (V8)."""
+    root, ann, cyd = CoreNode("root"), CoreNode("ann"), CoreNode("cyd")
+    meet(root, ann)
+    outcasts = [number.to_bytes(32, "big") for number in range(1, 201)]
+    for outcast in outcasts:
+        root.core.publish_statement(make_revocation(ROOT, root.core.trust, outcast, "r" * 100, NOW))
+    meet(root, ann)
+    assert ann.core.trust.revoked >= set(outcasts)
+    kept = ann.asked_for(KeepRevocations)[-1]
+    assert len(kept.sealed) == 200  # type: ignore[attr-defined]
+    again = TrustStore(GENESIS)
+    for sealed in kept.sealed:  # type: ignore[attr-defined]
+        again.admit_statement(sealed, NOW)
+    assert again.revoked == ann.core.trust.revoked
+    sections = {record.section for record in ann.core.records.section(STATEMENTS, NOW)}
+    assert len(sections) > 2, "they do not fit into one section"
+    assert [r.node for r in ann.core.records.section(STATEMENTS, NOW) if r.node == ann.identity.node_id] == [], (
+        "a node that may not admit repeats nothing that an admitter publishes"
+    )
+    # Their author is gone: the other node publishes them itself, for those who join later.
+    ann.core.records.drop(root.identity.node_id)
+    ann.core.publish_statements()
+    talk(ann, cyd, ann.core.push_pull())
+    assert cyd.core.trust.revoked >= set(outcasts)
+
+
+def test_members_of_a_revoked_admitter_are_dropped_at_once() -> None:
+    """Finding 16: the running node drops them with the admitter, and admits them again with a new certificate."""
+    admitter = Identity(b"\x61" * 32)
+    chain = admitted(ROOT, GENESIS, ROOT_CHAIN, admitter.node_id, "adm", "adm", NOW, admit=True)
+    person, _ = PEOPLE["bob"]
+    root, ann = CoreNode("root"), CoreNode("ann")
+    for node in (root, ann):
+        node.core.trust.admit_chain(chain, NOW)
+    PEOPLE["dan"] = (person, admitted(admitter, GENESIS, chain, person.node_id, "dan", "dan", NOW))
+    dan = CoreNode("dan")
+    del PEOPLE["dan"]
+    meet(root, ann, dan)
+    assert root.knows(dan) and ann.knows(dan)
+    root.core.publish_statement(make_revocation(ROOT, root.core.trust, admitter.node_id, "", NOW))
+    assert not root.knows(dan)
+    meet(root, ann)
+    assert not ann.knows(dan)
+    talk(dan, ann, dan.core.push_pull())
+    assert not ann.knows(dan) and admitter.node_id in dan.core.trust.revoked, "it is told why"
+    assert "was revoked" in dan.core.trust.refusal(dan.core.trust.seen()[person.node_id], NOW)
+    dan.core.publish_chain(admitted(ROOT, GENESIS, ROOT_CHAIN, person.node_id, "dan", "dan", NOW + 1))
+    meet(dan, root, ann)
+    assert root.knows(dan) and ann.knows(dan)

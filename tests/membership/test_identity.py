@@ -18,7 +18,7 @@ def test_ids_round_trip_in_any_case(node: bytes) -> None:
 
 
 @given(KEYS, st.integers(0, 55), st.sampled_from(ALPHABET))
-def test_a_single_typo_is_always_found(node: bytes, place: int, other: str) -> None:
+def test_single_typo_in_an_id_is_detected(node: bytes, place: int, other: str) -> None:
     plain = format_id(node).replace("-", "")
     if plain[place] == other:
         return
@@ -27,14 +27,14 @@ def test_a_single_typo_is_always_found(node: bytes, place: int, other: str) -> N
 
 
 @given(st.text(max_size=80))
-def test_any_text_is_an_id_or_a_clear_error(text: str) -> None:
+def test_any_text_is_an_id_or_a_value_error(text: str) -> None:
     try:
         assert len(parse_id(text)) == 32
     except ValueError as error:
         assert str(error)
 
 
-def test_a_key_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_key_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     Identity.generate().save(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -43,7 +43,7 @@ def test_a_key_others_can_read_is_refused(tmp_path: Path) -> None:
         Identity.load(path)
 
 
-def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
+def test_key_file_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     first = Identity.generate()
     first.save(path)
@@ -52,7 +52,7 @@ def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     assert Identity.load(path).node_id == first.node_id
 
 
-def test_a_damaged_key_says_what_to_do(tmp_path: Path) -> None:
+def test_damaged_key_file_error_gives_advice(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     path.write_bytes(b"short")
     path.chmod(0o600)

@@ -1,4 +1,4 @@
-"""The member table: M2 (beliefs only advance) and M3 (any order, any repetition, one result)."""
+"""Member table: M2 (views only advance) and M3 (any order and repetition gives one result)."""
 
 from itertools import pairwise
 
@@ -30,13 +30,13 @@ def table_after(items: list[AnyEvidence]) -> dict[bytes, tuple[object, ...]]:
 
 
 def first_words(items: list[AnyEvidence]) -> list[AnyEvidence]:
-    """Each node's first own word, which a push-pull always brings before what is said about it."""
+    """Return each node's first own statement, which a push-pull brings before evidence about it."""
     return [Alive(node, 0, 0, "10.0.0.1", 7373, False) for node in NODES]
 
 
 @given(st.lists(evidence(), max_size=12), st.randoms(use_true_random=False))
-def test_any_order_and_repetition_give_one_table(items: list[AnyEvidence], rng: object) -> None:
-    # Two conflicting words of one node at the same age would need a stolen key; the rest is order-free.
+def test_any_order_and_repetition_of_evidence_gives_one_table(items: list[AnyEvidence], rng: object) -> None:
+    # Two conflicting statements of one node at the same age need a stolen key; everything else is order-free.
     unique = {(type(i), i.node, i.epoch, i.incarnation): i for i in items}
     items = list(unique.values())
     shuffled = [*items, *items]
@@ -46,7 +46,7 @@ def test_any_order_and_repetition_give_one_table(items: list[AnyEvidence], rng: 
 
 
 @given(st.lists(evidence(), max_size=30))
-def test_beliefs_only_advance(items: list[AnyEvidence]) -> None:
+def test_views_only_advance(items: list[AnyEvidence]) -> None:
     table = MemberTable(100)
     seen: dict[bytes, list[tuple[int, int, int]]] = {}
     for item in items:
@@ -56,7 +56,7 @@ def test_beliefs_only_advance(items: list[AnyEvidence]) -> None:
     assert all(a <= b for orders in seen.values() for a, b in pairwise(orders))
 
 
-def test_a_late_word_does_not_revive_a_node_that_newer_evidence_buried() -> None:
+def test_late_alive_does_not_revive_a_dead_member() -> None:
     # al8n/memberlist PR 197: Alive@1, Dead@1, Dead@10, late Alive@2 must not resurrect.
     node = NODES[0]
     alive = [Alive(node, 1, n, "10.0.0.1", 1, False) for n in (1, 2)]
@@ -67,21 +67,21 @@ def test_a_late_word_does_not_revive_a_node_that_newer_evidence_buried() -> None
     assert member is not None and member.state == "dead"
 
 
-def test_nobody_is_accused_who_is_not_known() -> None:
+def test_accusation_of_an_unknown_node_is_ignored() -> None:
     table = MemberTable(10)
     assert table.apply(Dead(NODES[0], 5, 5), b"", 0.0) is None
     assert len(table) == 0
 
 
-def test_the_table_is_bounded() -> None:
+def test_table_is_bounded() -> None:
     table = MemberTable(2)
     for node in NODES:
         table.apply(Alive(node, 1, 0, "10.0.0.1", 1, False), b"", 0.0)
     assert len(table) == 2
 
 
-def test_an_accusation_that_was_passed_over_still_bars_the_way_back() -> None:
-    """al8n/memberlist PR 197: alive@1, dead@1, dead@10, and then a late alive@2 must not raise the dead."""
+def test_skipped_accusation_still_prevents_a_revival() -> None:
+    """al8n/memberlist PR 197: alive@1, dead@1, dead@10 and a late alive@2 must not revive the member."""
     table = MemberTable(10)
     for evidence in (
         Alive(NODES[0], 1, 1, "h", 1, False),
@@ -94,7 +94,7 @@ def test_an_accusation_that_was_passed_over_still_bars_the_way_back() -> None:
     assert member is not None and (member.state, member.incarnation) == ("dead", 10)
 
 
-def test_equal_tables_have_equal_roots_and_the_absent_do_not_count() -> None:
+def test_equal_tables_have_equal_roots_without_absent_members() -> None:
     one, other = MemberTable(10), MemberTable(10)
     words = [Alive(bytes([n]) * 32, 1, n, "h", 1, False) for n in range(1, 6)]
     for word in words:

@@ -18,13 +18,11 @@ from membership.reconcile import ReachMe, encode_frame
 from membership.trust import (
     TrustError,
     TrustStore,
-    accept_invite,
     found_mesh,
-    make_invite,
     make_revocation,
-    parse_invite,
 )
 from membership.wire import Left, Ping, encode
+from tests.chains import admitted
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,7 +50,6 @@ class Mesh:
         self.directory = directory
         self.root = Identity.generate()
         self.genesis, chain = found_mesh(self.root, "test", "n0", "ada", now)
-        self.invite = parse_invite(make_invite(self.root, chain, self.genesis, (), 3600, now), now)
         self.identities = {"n0": (self.root, chain)}
         self.nodes: list[MembershipNode] = []
 
@@ -63,7 +60,7 @@ class Mesh:
             identity = Identity.generate()
             self.identities[nick] = (
                 identity,
-                accept_invite(self.invite, identity.node_id, nick, "ada", time.time()),
+                admitted(self.root, self.genesis, self.identities["n0"][1], identity.node_id, nick, "ada", time.time()),
             )
         identity, chain = self.identities[nick]
         known = seed if seed is not None else self.nodes[0].port if self.nodes and not mdns else None
@@ -105,7 +102,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         await node.stop()
 
 
-async def test_five_nodes_meet_lose_one_and_see_one_leave(mesh: Mesh) -> None:
+async def test_five_nodes_join_detect_a_crash_and_see_a_leave(mesh: Mesh) -> None:
     await mesh.start(5)
     await mesh.nodes[4].stop()
     await until(lambda: all(state(n, "n4") == "dead" for n in mesh.nodes[:4]), "the crash to be known")
@@ -119,7 +116,7 @@ async def test_nodes_find_each_other_by_mdns_on_loopback(mesh: Mesh) -> None:
     await mesh.start(3, mdns=True)
 
 
-async def test_records_spread_and_a_restarted_node_outranks_its_past(mesh: Mesh) -> None:
+async def test_records_spread_and_a_restarted_node_outranks_its_earlier_run(mesh: Mesh) -> None:
     await mesh.start(3)
     me = mesh.nodes[2].identity.node_id
     mesh.nodes[2].publish("jobs/x", b"first", 600)
@@ -140,13 +137,13 @@ async def test_records_spread_and_a_restarted_node_outranks_its_past(mesh: Mesh)
     )
 
 
-async def test_draining_is_told(mesh: Mesh) -> None:
+async def test_draining_is_announced(mesh: Mesh) -> None:
     await mesh.start(2)
     mesh.nodes[1].set_draining(True)
     await until(lambda: any(m.draining for m in mesh.nodes[0].members()), "the drain to be known")
 
 
-async def test_unsigned_foreign_and_replayed_messages_change_nothing_and_are_counted(mesh: Mesh) -> None:
+async def test_unsigned_foreign_and_replayed_messages_are_rejected_and_counted(mesh: Mesh) -> None:
     await mesh.start(2)
     target = mesh.nodes[0]
     peer, _ = mesh.identities["n1"]
@@ -172,14 +169,14 @@ async def test_unsigned_foreign_and_replayed_messages_change_nothing_and_are_cou
             misdirected,
         ):
             sender.sendto(data, (LOOPBACK, target.port))
-    # Junk, altered, another mesh's, the forged farewell, and what was meant for somebody else.
+    # Junk, an altered packet, one of another mesh, a forged farewell, and a packet for another node.
     await until(lambda: target.counters["refused_unsigned"] == 5, "the packets to be read")
     assert target.counters["refused_foreign"] == 1
     assert target.counters["refused_replayed"] == 1
     assert [(m.node_id, m.state, m.incarnation) for m in target.members()] == before
 
 
-async def test_a_stranger_is_not_let_in(mesh: Mesh, tmp_path: Path) -> None:
+async def test_node_of_another_mesh_is_refused(mesh: Mesh, tmp_path: Path) -> None:
     await mesh.start(2)
     stranger = Identity.generate()
     genesis, chain = found_mesh(stranger, "test", "evil", "eve", time.time())
@@ -201,11 +198,11 @@ async def test_a_stranger_is_not_let_in(mesh: Mesh, tmp_path: Path) -> None:
         await intruder.stop()
 
 
-async def test_a_revoked_node_is_shut_out_everywhere_and_stays_out(mesh: Mesh) -> None:
-    """The founder revokes, and goes; who comes later hears of it from the others, and a restart forgets nothing."""
+async def test_revoked_node_is_excluded_everywhere_and_stays_excluded(mesh: Mesh) -> None:
+    """The founder revokes a key and leaves; later nodes learn of it from the others, and a restart keeps it."""
     await mesh.start(4)
     founder, victim = mesh.nodes[0], mesh.nodes[3]
-    founder.revoke(make_revocation(mesh.root, founder.trust, victim.identity.node_id, "test", time.time()))
+    founder.publish_statement(make_revocation(mesh.root, founder.trust, victim.identity.node_id, "test", time.time()))
     await until(lambda: all(state(n, "n3") == "revoked" for n in mesh.nodes[:3]), "the revocation to spread")
     await until(lambda: "revoked" in victim.problem, "the revoked node to hear of it")
     await founder.leave()
@@ -214,7 +211,7 @@ async def test_a_revoked_node_is_shut_out_everywhere_and_stays_out(mesh: Mesh) -
     again = mesh.make("n1", seed=mesh.nodes[2].port)
     await again.start()
     mesh.nodes[1] = again
-    assert victim.identity.node_id in again.trust.revoked, "read from disk, before anything is heard"
+    assert victim.identity.node_id in again.trust.revoked, "read from disk before any message is accepted"
     newcomer = mesh.make("n4", seed=mesh.nodes[2].port)
     await newcomer.start()
     mesh.nodes.append(newcomer)
@@ -229,7 +226,7 @@ async def test_a_revoked_node_is_shut_out_everywhere_and_stays_out(mesh: Mesh) -
             await returned.stop()
 
 
-async def test_a_taken_port_is_told(mesh: Mesh) -> None:
+async def test_port_in_use_is_an_error_with_advice(mesh: Mesh) -> None:
     await mesh.start(1)
     second = mesh.make("n1", port=mesh.nodes[0].port)
     with pytest.raises(PortInUse, match="--port"):
@@ -237,7 +234,7 @@ async def test_a_taken_port_is_told(mesh: Mesh) -> None:
     await second.stop()
 
 
-async def test_a_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> None:
+async def test_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "n0").mkdir()
     (tmp_path / "n0" / "snapshot.json").write_bytes(b"\xff{ nonsense")
     await mesh.start(1)
@@ -246,26 +243,26 @@ async def test_a_damaged_snapshot_is_moved_aside(mesh: Mesh, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "host:", ":1", "host:0", "host:99999", "host:x"])
-def test_a_bad_seed_is_told(text: str) -> None:
+def test_invalid_seed_is_an_error_with_advice(text: str) -> None:
     with pytest.raises(ValueError, match="HOST"):
         parse_seed(text, 7373)
 
 
-async def test_a_node_whose_clock_all_others_contradict_says_so_and_they_do_not(mesh: Mesh) -> None:
+async def test_wrong_clock_is_reported_by_its_node_only(mesh: Mesh) -> None:
     await mesh.start(3)
     wrong = mesh.make("n3", ahead_s=100.0)
     await wrong.start()
     mesh.nodes.append(wrong)
     await until(lambda: all(alive(n) == 4 for n in mesh.nodes), "all to see all")
     await until(lambda: "clock" in wrong.problems, "it to notice")
-    assert re.search(r"\b(9[6-9]|10[0-4]) s ahead of", wrong.problems["clock"]), "by how long its messages take"
+    assert re.search(r"\b(9[6-9]|10[0-4]) s ahead of", wrong.problems["clock"]), "the tolerance covers network delay"
     assert not any("clock" in node.problems for node in mesh.nodes[:3])
     assert wrong.clock_offset_s is not None and wrong.clock_offset_s < -95
 
 
-async def test_others_say_whether_they_reach_us_and_only_members_are_answered(mesh: Mesh) -> None:
+async def test_reachability_is_answered_for_members_only(mesh: Mesh) -> None:
     await mesh.start(3)
-    seen = await mesh.nodes[1].examine()
+    seen = await mesh.nodes[1].network_report()
     assert seen.others == 2 and len(seen.asked) == 2
     assert all(asked.udp and asked.tcp == "acked" and asked.seen_host == LOOPBACK for asked in seen.asked)
     stranger = mesh.make("n9")
@@ -277,6 +274,6 @@ async def test_others_say_whether_they_reach_us_and_only_members_are_answered(me
     reader, writer = await asyncio.open_connection(LOOPBACK, node.port)
     frame = seal(foreign, node.trust.mesh_id, "reconcile", encode_frame(ReachMe(1, LOOPBACK, 9)))
     writer.write(len(frame).to_bytes(4, "big") + frame)
-    assert await reader.read() == b"", "it hangs up"
+    assert await reader.read() == b"", "the node closes the connection"
     writer.close()
     assert node.counters["refused_foreign"] >= 1

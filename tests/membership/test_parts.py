@@ -1,79 +1,79 @@
-"""The small cores: clock skew, token buckets, the search for others, the unreachable."""
+"""Small cores: clock skew, rate limits, bootstrap, and the unreachable state of a suspicion."""
 
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membership.buckets import BURST, SOURCES_KEPT, Buckets
+from membership.bootstrap import ATTEMPTS_AT_ONCE, BACKOFF_S, CONNECTED_INTERVAL_S, Bootstrap
+from membership.clock_skew import ClockSkew
 from membership.config import SwimConfig
-from membership.search import AT_ONCE, BACKOFF_S, COMPANY_S, Search
-from membership.skew import Skew
+from membership.ratelimit import BURST_S, MAX_SOURCES, TokenBuckets
 from membership.suspicion import Suspicion
 
 
 @given(st.lists(st.floats(-1, 1), min_size=3, max_size=20), st.floats(10, 1e6))
-def test_a_clock_that_all_others_contradict_is_wrong_and_one_liar_proves_nothing(
-    offsets: list[float], off: float
-) -> None:
-    ours = Skew()
+def test_clock_is_wrong_if_all_peers_contradict_it_and_not_if_one_does(offsets: list[float], off: float) -> None:
+    skew = ClockSkew()
     for number, offset in enumerate(offsets):
-        ours.heard(b"%d" % number, offset)
-    assert not ours.ours_is_wrong and ours.offset_s is not None and abs(ours.offset_s) <= 1
-    ours.heard(b"0", off)
-    assert not ours.ours_is_wrong
-    wrong = Skew()
+        skew.add_sample(b"%d" % number, offset)
+    assert not skew.local_clock_is_wrong and skew.offset_s is not None and abs(skew.offset_s) <= 1
+    skew.add_sample(b"0", off)
+    assert not skew.local_clock_is_wrong
+    wrong = ClockSkew()
     for number, offset in enumerate(offsets):
-        wrong.heard(b"%d" % number, offset + off)
-    assert wrong.ours_is_wrong and wrong.peers == len(offsets)
+        wrong.add_sample(b"%d" % number, offset + off)
+    assert wrong.local_clock_is_wrong and wrong.peers == len(offsets)
 
 
-def test_of_two_clocks_none_is_judged() -> None:
-    skew = Skew()
-    assert skew.offset_s is None and not skew.ours_is_wrong
-    skew.heard(b"a", 500.0)
-    skew.heard(b"b", 500.0)
-    assert skew.offset_s == 500.0 and not skew.ours_is_wrong
+def test_clock_is_not_judged_by_two_peers() -> None:
+    skew = ClockSkew()
+    assert skew.offset_s is None and not skew.local_clock_is_wrong
+    skew.add_sample(b"a", 500.0)
+    skew.add_sample(b"b", 500.0)
+    assert skew.offset_s == 500.0 and not skew.local_clock_is_wrong
 
 
-def test_a_flood_is_refused_and_nobody_else() -> None:
-    buckets = Buckets(100.0)
-    admitted = sum(buckets.admit("flood", 0.0) for _ in range(10_000))
-    assert admitted == 100 * BURST
-    assert buckets.admit("other", 0.0)
-    assert sum(buckets.admit("flood", 1.0) for _ in range(1000)) == 100, "and it is heard again, at its rate"
+def test_token_buckets_refuse_a_flood_and_no_other_source() -> None:
+    buckets = TokenBuckets(100.0)
+    allowed = sum(buckets.allow("flood", 0.0) for _ in range(10_000))
+    assert allowed == 100 * BURST_S
+    assert buckets.allow("other", 0.0)
+    assert sum(buckets.allow("flood", 1.0) for _ in range(1000)) == 100, "its bucket refills at its rate"
 
 
-@given(st.lists(st.integers(0, 3 * SOURCES_KEPT), max_size=300))
-def test_sources_are_bounded(sources: list[int]) -> None:
-    buckets = Buckets(10.0)
-    for source in [*range(SOURCES_KEPT), *sources]:
-        buckets.admit(source, 0.0)
-    assert len(buckets) <= SOURCES_KEPT
+@given(st.lists(st.integers(0, 3 * MAX_SOURCES), max_size=300))
+def test_token_buckets_are_bounded(sources: list[int]) -> None:
+    buckets = TokenBuckets(10.0)
+    for source in [*range(MAX_SOURCES), *sources]:
+        buckets.allow(source, 0.0)
+    assert len(buckets) <= MAX_SOURCES
 
 
-def test_a_lonely_node_searches_with_backoff_and_one_with_company_slowly_for_ever() -> None:
-    search = Search([("seed", 1), ("other", 2)], Random(1))
-    search.remembered = [("old", n) for n in range(50)]
+def test_bootstrap_backs_off_while_alone_and_never_stops_when_connected() -> None:
+    bootstrap = Bootstrap([("seed", 1), ("other", 2)], Random(1))
+    bootstrap.remembered = [("old", n) for n in range(50)]
     me = ("me", 9)
-    pauses = []
+    intervals = []
     for _ in range(20):
-        addresses, pause_s = search.next([me])
-        assert len(addresses) <= 2 * AT_ONCE and {("seed", 1), ("other", 2)} <= set(addresses)
-        pauses.append(pause_s)
-    assert pauses[0] <= BACKOFF_S[0] * 1.2 and BACKOFF_S[1] * 0.8 <= pauses[-1] <= BACKOFF_S[1] * 1.2
-    addresses, pause_s = search.next([me, ("seed", 1)])
-    assert pause_s == COMPANY_S and ("seed", 1) not in addresses and ("other", 2) in addresses
-    search.found(("new", 3))
-    assert ("new", 3) in search.next([me, ("seed", 1), ("other", 2)])[0]
-    assert search.next([me])[1] <= BACKOFF_S[0] * 1.2, "alone again, it hurries again"
+        addresses, interval_s = bootstrap.next([me])
+        assert len(addresses) <= 2 * ATTEMPTS_AT_ONCE and {("seed", 1), ("other", 2)} <= set(addresses)
+        intervals.append(interval_s)
+    assert intervals[0] <= BACKOFF_S[0] * 1.2 and BACKOFF_S[1] * 0.8 <= intervals[-1] <= BACKOFF_S[1] * 1.2
+    addresses, interval_s = bootstrap.next([me, ("seed", 1)])
+    assert interval_s == CONNECTED_INTERVAL_S and ("seed", 1) not in addresses and ("other", 2) in addresses
+    bootstrap.add(("new", 3))
+    assert ("new", 3) in bootstrap.next([me, ("seed", 1), ("other", 2)])[0]
+    assert bootstrap.next([me])[1] <= BACKOFF_S[0] * 1.2, "the backoff restarts when the node is alone again"
 
 
 @given(st.integers(2, 200), st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3), st.booleans()), max_size=12))
-def test_unreachable_comes_before_dead_and_within_bounds(members: int, words: list[tuple[int, float, bool]]) -> None:
+def test_unreachable_comes_before_dead_and_deadlines_stay_in_bounds(
+    members: int, confirmations: list[tuple[int, float, bool]]
+) -> None:
     suspicion = Suspicion(SwimConfig.lan(), members, b"first", 0.0)
     now = 0.0
-    for number, later, refused in words:
+    for number, later, refused in confirmations:
         now += later
         deadline = suspicion.deadline
         suspicion.confirm(b"%d" % number, now, refused)

@@ -7,14 +7,13 @@ from membership.envelope import seal
 from membership.identity import Identity
 from membership.reconcile import FrameError, decode_frame
 from membership.records import MAX_BODY_BYTES, Record, RecordTable, encode_body
-from membership.trust import TrustStore, accept_invite, found_mesh, make_invite, parse_invite
+from membership.trust import TrustStore, found_mesh
+from tests.chains import admitted
 
 NOW = 1_800_000_000.0
 ROOT, PEER = Identity(b"\x21" * 32), Identity(b"\x22" * 32)
 GENESIS, CHAIN = found_mesh(ROOT, "lab", "root", "ada", NOW)
-PEER_CHAIN = accept_invite(
-    parse_invite(make_invite(ROOT, CHAIN, GENESIS, (), 3600, NOW), NOW), PEER.node_id, "peer", "bob", NOW
-)
+PEER_CHAIN = admitted(ROOT, GENESIS, CHAIN, PEER.node_id, "peer", "bob", NOW)
 
 
 def table() -> RecordTable:
@@ -66,19 +65,21 @@ def test_one_exchange_makes_tables_equal(ours: list[bytes], theirs: list[bytes])
     assert a.missing_from(b.digest(), 10**6, NOW) == []
 
 
-def test_expired_is_never_served_and_never_returns() -> None:
+def test_expired_record_is_never_served_and_never_returns() -> None:
     records = table()
     short = sealed(ROOT, "facts", 1, 1, life_s=10)
     assert isinstance(records.apply(short, NOW), Record)
     empty = table().root
-    assert records.get(ROOT.node_id, "facts", NOW + 11) is None, "before it is collected, too"
+    assert records.get(ROOT.node_id, "facts", NOW + 11) is None, (
+        "an expired record is not served before its collection either"
+    )
     assert not list(records.section("facts", NOW + 11)) and not records.missing_from([], 10**6, NOW + 11)
     assert len(records.expire(NOW + 11)) == 1
     assert records.get(ROOT.node_id, "facts", NOW) is None and records.root == empty
     assert records.apply(short, NOW + 11) == "expired"
 
 
-def test_only_members_write_and_only_in_their_own_name() -> None:
+def test_only_members_write_and_only_their_own_sections() -> None:
     records = table()
     stranger = Identity(b"\x23" * 32)
     assert records.apply(sealed(stranger, "facts", 1, 1), NOW) == "unknown author"
@@ -88,12 +89,12 @@ def test_only_members_write_and_only_in_their_own_name() -> None:
     assert list(records.section("facts", NOW)) == []
 
 
-def test_a_chain_in_a_trust_record_admits_its_author_only() -> None:
+def test_chain_in_a_trust_record_admits_its_author_only() -> None:
     trust = TrustStore(GENESIS)
     records = RecordTable(trust)
-    assert records.apply(sealed(PEER, "trust", 1, 1, CHAIN), NOW) == "invalid", "another one's certificate"
+    assert records.apply(sealed(PEER, "trust", 1, 1, CHAIN), NOW) == "invalid", "a certificate of another node"
     assert isinstance(records.apply(sealed(PEER, "trust", 1, 1, PEER_CHAIN), NOW), Record)
-    assert trust.standing(PEER.node_id, NOW) is not None
+    assert trust.credentials(PEER.node_id, NOW) is not None
 
 
 @given(st.binary(max_size=400))
@@ -106,7 +107,7 @@ def test_hostile_bytes_change_nothing(data: bytes) -> None:
         decode_frame(data)
 
 
-def test_trust_comes_before_what_it_makes_readable() -> None:
+def test_trust_records_come_before_records_they_verify() -> None:
     records = table()
     for item in (*POOL, sealed(ROOT, "trust", 1, 1, CHAIN)):
         records.apply(item, NOW)
@@ -114,5 +115,5 @@ def test_trust_comes_before_what_it_makes_readable() -> None:
     assert table().apply(first, NOW).section == "trust"  # type: ignore[union-attr]
 
 
-def test_a_body_has_a_limit() -> None:
+def test_body_size_is_limited() -> None:
     assert isinstance(table().apply(sealed(ROOT, "facts", 1, 1, bytes(MAX_BODY_BYTES)), NOW), Record)

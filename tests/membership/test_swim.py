@@ -62,14 +62,14 @@ def changes(effects: list[Effect]) -> list[tuple[bytes, str]]:
     return [(e.node, e.state) for e in effects if isinstance(e, MemberChanged)]
 
 
-def test_a_ping_is_answered_with_its_nonce() -> None:
+def test_ping_is_acked_with_its_nonce() -> None:
     swim = core(PEER)
     effects = swim.on_packet(PEER, Ping(77, b"root", ()), [], 1.0)
     (ack,) = packets(effects, Ack)
     assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 77
 
 
-def test_a_silent_peer_is_pinged_through_others_then_suspected_then_dead() -> None:
+def test_silent_peer_is_probed_indirectly_then_suspected_then_dead() -> None:
     swim = core(PEER)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)
     assert ping.to == PEER
@@ -87,7 +87,7 @@ def test_a_silent_peer_is_pinged_through_others_then_suspected_then_dead() -> No
     assert not swim.is_unreachable(PEER)
 
 
-def test_an_ack_in_time_keeps_the_peer_alive() -> None:
+def test_ack_in_time_keeps_the_peer_alive() -> None:
     swim = core(PEER)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)
     swim.on_packet(PEER, Ack(5, b"root", (), ping.packet.nonce), [], 1.1)
@@ -95,14 +95,14 @@ def test_an_ack_in_time_keeps_the_peer_alive() -> None:
     assert changes(fire(swim, "probe", 2.0)) == []
 
 
-def test_an_ack_to_another_nonce_does_not_count() -> None:
+def test_ack_with_another_nonce_is_ignored() -> None:
     swim = core(PEER)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)
     swim.on_packet(PEER, Ack(5, b"root", (), ping.packet.nonce + 1), [], 1.1)
     assert (PEER, "suspect") in changes(fire(swim, "probe", 2.0))
 
 
-def test_a_suspicion_of_ourselves_is_refuted_with_a_higher_incarnation() -> None:
+def test_own_suspicion_is_refuted_with_a_higher_incarnation() -> None:
     swim = core(PEER)
     accusation = Suspect(ME, 1, 4)
     swim.on_evidence(PEER, accusation, sealed(accusation), 1.0)
@@ -111,7 +111,7 @@ def test_a_suspicion_of_ourselves_is_refuted_with_a_higher_incarnation() -> None
 
 
 @given(st.integers(0, 5), st.integers(0, 50), st.sampled_from([Suspect, Dead]))
-def test_a_node_never_holds_itself_dead(epoch: int, incarnation: int, kind: type) -> None:
+def test_node_never_considers_itself_dead(epoch: int, incarnation: int, kind: type) -> None:
     swim = core(PEER)
     swim.on_evidence(PEER, kind(ME, epoch, incarnation), b"", 1.0)
     me = swim.table.get(ME)
@@ -119,14 +119,14 @@ def test_a_node_never_holds_itself_dead(epoch: int, incarnation: int, kind: type
     assert epoch > 5 or (me.epoch, me.incarnation) > (epoch, incarnation) or epoch < 1 or (epoch, incarnation) < (1, 0)
 
 
-def test_a_stale_timer_is_ignored() -> None:
+def test_stale_timer_is_ignored() -> None:
     swim = core(PEER)
     token = swim._tokens["probe"]
     fire(swim, "probe", 1.0)
     assert swim.on_timer("probe", token, 1.1) == []
 
 
-def test_a_suspect_is_told_so_that_it_can_refute() -> None:
+def test_suspect_receives_the_accusation_with_the_next_ping() -> None:
     swim = core(PEER)
     accusation = Suspect(PEER, 1, 0)
     swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0)
@@ -134,7 +134,7 @@ def test_a_suspect_is_told_so_that_it_can_refute() -> None:
     assert ("member", sealed(accusation)) in ping.packet.gossip
 
 
-def test_relays_pass_on_the_ack_and_say_at_once_that_they_are_there() -> None:
+def test_relay_sends_a_nack_at_once_and_forwards_the_ack() -> None:
     swim = core(PEER, THIRD)
     effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], 1.0)
     (ping,), (nack,) = packets(effects, Ping), packets(effects, Nack)
@@ -143,14 +143,14 @@ def test_relays_pass_on_the_ack_and_say_at_once_that_they_are_there() -> None:
     assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 9
 
 
-def test_leaving_is_told_to_everyone() -> None:
+def test_leave_is_sent_to_every_member() -> None:
     swim = core(PEER, THIRD)
     told = {e.to for e in swim.leave(1.0) if isinstance(e, SendPacket)}
     assert told == {PEER, THIRD}
-    assert fire(swim, "gossip", 2.0) == [], "nothing more is said after the farewell"
+    assert fire(swim, "gossip", 2.0) == [], "nothing is sent after the farewell"
 
 
-def test_left_is_not_dead_and_a_new_life_is_a_new_member() -> None:
+def test_left_member_is_alive_again_in_a_new_epoch() -> None:
     swim = core(PEER)
     farewell = Left(PEER, 1, 0)
     assert changes(swim.on_evidence(PEER, farewell, sealed(farewell), 1.0)) == [(PEER, "left")]
@@ -158,7 +158,7 @@ def test_left_is_not_dead_and_a_new_life_is_a_new_member() -> None:
     assert changes(swim.on_evidence(PEER, again, sealed(again), 2.0)) == [(PEER, "alive")]
 
 
-def test_every_packet_fits() -> None:
+def test_every_packet_fits_the_size_limit() -> None:
     swim = core(*(bytes([n]) * 32 for n in range(2, 120)))
     for number in range(60):
         swim.rumours.add("record", bytes([number]), bytes(200 + number * 10))
@@ -170,7 +170,7 @@ def test_every_packet_fits() -> None:
     assert sizes and max(sizes) <= CONFIG.packet_bytes
 
 
-def test_members_cannot_starve_records() -> None:
+def test_member_rumours_cannot_starve_records() -> None:
     queue = RumourQueue(4)
     for number in range(50):
         queue.add("member", b"m%d" % number, bytes(150))
@@ -205,31 +205,29 @@ def test_the_same_accuser_counts_once() -> None:
     st.integers(2, 500),
     st.lists(st.tuples(st.sampled_from([b"first", b"a", b"b", b"c"]), st.floats(0.0, 50.0), st.booleans()), max_size=8),
 )
-def test_refusals_bring_a_deadline_no_nearer_than_the_floor(
-    members: int, words: list[tuple[bytes, float, bool]]
-) -> None:
+def test_refusals_move_the_deadline_at_most_to_the_floor(members: int, words: list[tuple[bytes, float, bool]]) -> None:
     suspicion = Suspicion(CONFIG, members, b"first", 0.0)
     deadline, refused_to = suspicion.deadline, set()
     for accuser, now, refused in sorted(words, key=lambda word: word[1]):
         suspicion.confirm(accuser, now, refused)
         refused_to |= {accuser} if refused else set()
-        assert suspicion.deadline <= deadline, "only ever sooner"
+        assert suspicion.deadline <= deadline, "the deadline only moves earlier"
         deadline = suspicion.deadline
         shortest = CONFIG.suspicion_multiplier * CONFIG.probe_interval_s
         assert deadline >= shortest or (len(refused_to) >= min(2, members - 1) and deadline >= CONFIG.refused_floor_s)
 
 
-def test_two_refused_connections_and_the_wait_is_short() -> None:
+def test_two_refused_connections_shorten_the_suspicion() -> None:
     swim = core(PEER, THIRD, FOURTH)
     (timer,) = [e for e in swim.on_stream_ping(PEER, "refused", 1.0) if isinstance(e, SetTimer)]
-    assert timer.at > 1.0 + CONFIG.suspicion_multiplier, "one may be a firewall between the two"
+    assert timer.at > 1.0 + CONFIG.suspicion_multiplier, "one refusal may be a firewall between the two"
     second = Suspect(PEER, 1, 0, True)
     (sooner,) = [e for e in swim.on_evidence(THIRD, second, sealed(second), 1.2) if isinstance(e, SetTimer)]
     assert sooner.at == 1.2 + CONFIG.refused_floor_s
     assert changes(swim.on_timer(sooner.name, sooner.token, sooner.at)) == [(PEER, "dead")]
 
 
-def test_even_then_it_may_refute() -> None:
+def test_suspect_can_refute_after_refused_connections() -> None:
     swim = core(PEER, THIRD)
     swim.on_stream_ping(PEER, "refused", 1.0)
     again = alive(PEER, epoch=2)
@@ -237,7 +235,7 @@ def test_even_then_it_may_refute() -> None:
     assert not [name for name in swim._tokens if name.startswith("suspect")]
 
 
-def test_where_udp_is_blocked_tcp_keeps_a_peer_alive() -> None:
+def test_tcp_ack_keeps_a_peer_alive_if_udp_is_blocked() -> None:
     swim = core(PEER, THIRD)
     (ping,) = packets(fire(swim, "probe", 1.0), Ping)
     asked = [e.node for e in fire(swim, "probe-timeout", 1.5) if isinstance(e, StreamPing)]
@@ -246,7 +244,7 @@ def test_where_udp_is_blocked_tcp_keeps_a_peer_alive() -> None:
     assert changes(fire(swim, "probe", 2.0)) == []
 
 
-def test_a_relay_asks_over_tcp_too_and_says_what_it_saw() -> None:
+def test_relay_pings_over_tcp_too_and_reports_the_outcome() -> None:
     swim = core(PEER, THIRD)
     effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], 1.0)
     assert [e.node for e in effects if isinstance(e, StreamPing)] == [THIRD]
@@ -254,26 +252,26 @@ def test_a_relay_asks_over_tcp_too_and_says_what_it_saw() -> None:
     assert ack.to == PEER and isinstance(ack.packet, Ack) and ack.packet.answers == 9
     swim.on_packet(PEER, PingRequest(10, b"root", (), THIRD), [], 2.0)
     assert (THIRD, "suspect") in changes(swim.on_stream_ping(THIRD, "refused", 2.1))
-    assert swim.on_stream_ping(FOURTH, "refused", 2.1) == [], "nobody is accused who is not known"
+    assert swim.on_stream_ping(FOURTH, "refused", 2.1) == [], "an unknown node is not accused"
 
 
-def test_who_stood_still_itself_accuses_nobody() -> None:
+def test_suspended_node_accuses_no_other_node() -> None:
     swim = core(PEER)
     fire(swim, "probe", 1.0)
     (asked,) = swim.on_lag(8.0, 9.0)
-    assert isinstance(asked, WantReconcile) and asked.node == PEER, "what was missed is asked for"
+    assert isinstance(asked, WantReconcile) and asked.node == PEER, "missed updates are requested"
     assert swim.health.score == 1
-    assert changes(fire(swim, "probe", 9.0)) == [], "the answer is still in the socket"
+    assert changes(fire(swim, "probe", 9.0)) == [], "the ack may still be in the socket"
     accusation = Suspect(PEER, 1, 0)
     swim.on_evidence(THIRD, accusation, sealed(accusation), 9.0)
     swim.on_lag(20.0, 30.0)
     (later,) = [e for e in fire(swim, "suspect-" + PEER.hex(), 30.0) if isinstance(e, SetTimer)]
     assert later.at == 30.0 + CONFIG.probe_interval_s
     assert changes(swim.on_timer(later.name, later.token, later.at)) == [(PEER, "dead")]
-    assert swim.on_lag(CONFIG.lag_s / 2, 40.0) == [] and swim.health.score == 2, "a little late is no lag"
+    assert swim.on_lag(CONFIG.lag_s / 2, 40.0) == [] and swim.health.score == 2, "a small delay is no lag"
 
 
-def test_who_accuses_falsely_again_and_again_is_not_believed() -> None:
+def test_repeated_false_accuser_cannot_confirm() -> None:
     many = [bytes([n]) * 32 for n in range(2, 40)]
     swim = core(*many)
     for number in range(CONFIG.accuser_credit):
@@ -283,9 +281,9 @@ def test_who_accuses_falsely_again_and_again_is_not_believed() -> None:
         swim.on_evidence(PEER, refutation, sealed(refutation), number + 0.5)
     honest = Suspect(PEER, 1, CONFIG.accuser_credit)
     swim.on_evidence(FOURTH, honest, sealed(honest), 20.0)
-    assert swim.on_evidence(THIRD, honest, sealed(honest), 20.1) == [], "the false accuser confirms nothing"
+    assert swim.on_evidence(THIRD, honest, sealed(honest), 20.1) == [], "the false accuser cannot confirm"
     confirmed = swim.on_evidence(many[5], honest, sealed(honest), 20.2)
-    assert [e for e in confirmed if isinstance(e, SetTimer)], "others do"
+    assert [e for e in confirmed if isinstance(e, SetTimer)], "other accusers can"
 
 
 @given(st.binary(max_size=200))
@@ -295,7 +293,7 @@ def test_hostile_bytes_are_wire_errors(data: bytes) -> None:
             decode(data)
 
 
-def test_nobody_speaks_for_another() -> None:
+def test_statement_for_another_node_is_refused() -> None:
     with pytest.raises(WireError, match="itself"):
         decode_evidence(PEER, encode(alive(THIRD)))
     with pytest.raises(WireError, match="itself"):
@@ -303,18 +301,18 @@ def test_nobody_speaks_for_another() -> None:
     assert decode_evidence(PEER, encode(Dead(THIRD, 1, 1))) == Dead(THIRD, 1, 1)
 
 
-def test_a_second_accuser_makes_a_suspect_unreachable_and_its_word_makes_it_alive_again() -> None:
+def test_second_accuser_makes_a_suspect_unreachable_and_its_refutation_alive() -> None:
     swim = core(PEER, THIRD, FOURTH)
     accusation = Suspect(PEER, 1, 0)
     assert changes(swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0)) == [(PEER, "suspect")]
-    assert changes(swim.on_evidence(THIRD, accusation, sealed(accusation), 1.1)) == [], "one voice counts once"
+    assert changes(swim.on_evidence(THIRD, accusation, sealed(accusation), 1.1)) == [], "an accuser counts once"
     assert changes(swim.on_evidence(FOURTH, accusation, sealed(accusation), 1.2)) == [(PEER, "unreachable")]
     back = alive(PEER, 1, 1)
     (change,) = [e for e in swim.on_evidence(PEER, back, sealed(back), 1.3) if isinstance(e, MemberChanged)]
     assert (change.state, change.was) == ("alive", "unreachable") and not swim.is_unreachable(PEER)
 
 
-def test_whoever_speaks_though_held_dead_hears_it_with_the_answer() -> None:
+def test_ping_of_a_member_held_dead_is_acked_with_the_accusation() -> None:
     swim = core(PEER, THIRD)
     verdict = Dead(PEER, 1, 0)
     swim.on_evidence(THIRD, verdict, sealed(verdict), 1.0)
@@ -322,30 +320,30 @@ def test_whoever_speaks_though_held_dead_hears_it_with_the_answer() -> None:
     assert ("member", sealed(verdict)) in ack.packet.gossip
 
 
-def test_our_own_former_word_is_outbid_once_and_a_second_machine_is_found_out() -> None:
+def test_earlier_run_is_outbid_once_and_a_clone_is_detected() -> None:
     swim = core(PEER)
     former = Alive(ME, 50, 0, "10.0.0.7", 7373, False, 50)
     assert not [e for e in swim.on_evidence(ME, former, sealed(former), 1.0) if isinstance(e, Cloned)]
     assert swim.table.get(ME).epoch == 51  # type: ignore[union-attr]
-    assert swim.on_evidence(ME, former, sealed(former), 2.0) == [], "an echo of it says nothing"
+    assert swim.on_evidence(ME, former, sealed(former), 2.0) == [], "an echo has no effect"
     again = Alive(ME, 52, 0, "10.0.0.7", 7373, False, 50)
     (cloned,) = [e for e in swim.on_evidence(ME, again, sealed(again), 3.0) if isinstance(e, Cloned)]
-    assert (cloned.host, cloned.younger) == ("10.0.0.7", False), "it was started later than we were"
+    assert (cloned.host, cloned.younger) == ("10.0.0.7", False), "it started after this node"
 
 
-def test_nothing_ticks_while_there_is_nothing_to_tell() -> None:
+def test_gossip_timer_stops_without_rumours() -> None:
     swim = core(PEER)
     ticks = 0
     while [e for e in fire(swim, "gossip", 1.0 + ticks) if isinstance(e, SetTimer)]:
         ticks += 1
     assert ticks < 10 and not len(swim.rumours)
-    (soon,) = [e for e in swim.tell(ME, "facts", b"x", 50.0) if isinstance(e, SetTimer)]
+    (soon,) = [e for e in swim.gossip_record(ME, "facts", b"x", 50.0) if isinstance(e, SetTimer)]
     assert soon.name == "gossip" and 50.0 < soon.at <= 50.0 + CONFIG.gossip_interval_s
 
 
-def test_urgent_news_goes_at_once_and_first() -> None:
+def test_urgent_record_is_sent_at_once_and_first() -> None:
     swim = core(PEER, THIRD)
     for number in range(20):
         swim.rumours.add("record", bytes([number]), bytes(300))
-    told = packets(swim.tell(ME, "advert", b"urgent" * 20, 5.0, urgent=True), Rumours)
+    told = packets(swim.gossip_record(ME, "advert", b"urgent" * 20, 5.0, urgent=True), Rumours)
     assert len(told) == 2 and all(("record", b"urgent" * 20) in packet.packet.gossip for packet in told)

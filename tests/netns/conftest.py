@@ -1,4 +1,4 @@
-"""A network for each test, gone with it."""
+"""One network for each test."""
 
 from collections.abc import Iterator
 from pathlib import Path

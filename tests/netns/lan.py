@@ -1,6 +1,6 @@
-"""A network of machines in namespaces: switches with hosts, routers between them, faults by iptables and tc's absence.
+"""A network of machines in namespaces: switches with hosts, routers between them, faults by iptables.
 
-Everything is made by the test that uses it and goes with it; nothing outside the namespaces is touched.
+Each test creates and removes its own network. Nothing outside the namespaces changes.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mesh.client import Client
-from mesh.launcher import start_daemon
-from mesh.layout import Layout
-from tests.aftermath import aftermath
+from mesh.api.client import Client
+from mesh.daemon.launcher import start_daemon
+from mesh.daemon.layout import Layout
+from tests.cleanup import cleanup
 from tests.e2e.commands import mesh, ok, until
 
 
@@ -26,14 +26,14 @@ def run(*words: str) -> str:
 
 
 def make_namespace(name: str) -> None:
-    """It goes with the test that made it, and after a run that was killed."""
+    """Make a namespace that is removed after its test, even if the run is killed."""
     run("ip", "netns", "add", name)
-    aftermath().undo("ip", "netns", "del", name)
+    cleanup().undo("ip", "netns", "del", name)
     run("ip", "-n", name, "link", "set", "lo", "up")
 
 
 class Host:
-    """A machine: a namespace, an address on each switch it is plugged into, perhaps a daemon."""
+    """A machine: a namespace, an address on each connected switch, and at most one daemon."""
 
     def __init__(self, lan: "Lan", name: str) -> None:
         self.lan = lan
@@ -71,14 +71,14 @@ class Host:
     # --- the daemon
 
     def mesh(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """A command on this machine."""
+        """Run a `mesh` command on this machine."""
         return mesh(self.state, *arguments, within=self.within)
 
     def ok(self, *arguments: str) -> str:
         return ok(self.state, *arguments, within=self.within)
 
     def up(self, **settings: Any) -> None:
-        """Start the daemon, as its own child, and wait until it answers."""
+        """Start the daemon as a child process and wait until it answers."""
         self.daemon = start_daemon(Layout(self.state), {"engines": ["process"], **settings}, within=self.within)
         until(lambda: self.answers or (self.daemon and self.daemon.poll() is not None), f"{self.name} to answer")
         assert self.answers, self.log()
@@ -96,7 +96,7 @@ class Host:
         return answer
 
     def sees(self) -> dict[str, str]:
-        """Nick and state of everybody it knows."""
+        """Return the nick and state of every node that it knows."""
         return {row["nick"]: row["state"] for row in self.client.get("/v1/nodes")["nodes"]}
 
     def row(self, nick: str) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class Host:
         return found
 
     def job(self, job: str) -> dict[str, Any]:
-        """The job as this machine sees it; empty while it does not know it."""
+        """Return the job as this machine sees it, empty while the machine does not know the job."""
         found = [row for row in self.client.get("/v1/jobs")["jobs"] if row["job"] == job]
         return found[0] if found else {}
 
     def cut_off(self) -> None:
-        """Nothing comes in, nothing goes out."""
+        """Drop all incoming and outgoing packets."""
         for chain, way in (("INPUT", "-i"), ("OUTPUT", "-o")):
             self.iptables("-A", chain, way, "eth0", "-j", "DROP")
 
@@ -121,16 +121,16 @@ class Host:
         return path.read_text(errors="replace")[-4000:] if path.exists() else ""
 
     def signal(self, number: signal.Signals) -> None:
-        """To the daemon itself: `ip netns exec` becomes it."""
+        """Send a signal to the daemon. `ip netns exec` execs it, so the pid is the same."""
         assert self.daemon is not None
         self.daemon.send_signal(number)
 
     def processes(self) -> list[int]:
-        """Whatever runs on this machine, the daemon's guests too."""
+        """Return the processes of this machine, guests included."""
         return [int(pid) for pid in run("ip", "netns", "pids", self.namespace).split()]
 
     def power_off(self) -> None:
-        """Everything on it ends at once. Its cables stay, so its kernel still refuses connections."""
+        """Kill all its processes at once. Its cables stay, so its kernel still refuses connections."""
         while pids := self.processes():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -146,7 +146,7 @@ class Host:
 
 
 class Lan:
-    """Switches are bridges in a namespace of their own."""
+    """A network of hosts. Its switches are bridges in a separate namespace."""
 
     _made = 0
 
@@ -171,7 +171,7 @@ class Lan:
             run("ip", "netns", "del", namespace)
 
     def next_port(self) -> str:
-        """The name of the next cable's end at a switch: `p1`, `p2`, ..."""
+        """Return the name of the switch port for the next cable: `p1`, `p2`, ..."""
         self._ports += 1
         return f"p{self._ports}"
 
@@ -179,7 +179,7 @@ class Lan:
         return run("ip", "netns", "exec", self.switch_namespace, *words)
 
     def switch(self, name: str) -> None:
-        # Without a querier, a snooping bridge would forget who listens to multicast.
+        # Without a querier, a snooping bridge would forget its multicast listeners.
         self.in_switch("ip", "link", "add", name, "type", "bridge", "mcast_snooping", "0")
         self.in_switch("ip", "link", "set", name, "up")
 
@@ -190,18 +190,22 @@ class Lan:
 
 
 def found(first: Host, *others: Host) -> None:
-    """Make a mesh of these: the first founds it, the others join by an invite. Nobody runs afterwards."""
+    """Make a mesh of these hosts: the first founds it, and admits the others as machines of its user. No daemon runs yet."""
     import time
 
     from membership.identity import Identity
-    from membership.trust import make_invite
+    from mesh.daemon.layout import save_membership
+    from tests.chains import admitted
 
     first.ok("init", "lab", "--nick", first.name, "--user", "ada")
     where = Layout(first.state)
     identity = Identity.load(where.key)
-    text = make_invite(identity, where.chain.read_bytes(), where.genesis.read_bytes(), (), 3600, time.time())
+    genesis, own = where.genesis.read_bytes(), where.chain.read_bytes()
     for host in others:
-        host.ok("join", text, "--nick", host.name, "--user", "ada")
+        host.ok("member", "key")
+        other = Identity.load(Layout(host.state).key)
+        chain = admitted(identity, genesis, own, other.node_id, host.name, "ada", time.time())
+        save_membership(Layout(host.state), genesis, chain, ())
 
 
 def all_see(hosts: Sequence[Host], nicks: set[str], state: str = "alive") -> bool:
@@ -209,12 +213,12 @@ def all_see(hosts: Sequence[Host], nicks: set[str], state: str = "alive") -> boo
 
 
 def offered(host: Host) -> int:
-    """How many nodes' offers it has heard."""
+    """Return how many nodes' offers this host has received."""
     return len([row for row in host.client.get("/v1/nodes")["nodes"] if row["engines"]])
 
 
 def office(lan: Lan, count: int, **settings: Any) -> list[Host]:
-    """Machines on one switch, of one mesh, all up; they must find each other by multicast alone."""
+    """Start machines of one mesh on one switch, and wait until they find each other by multicast."""
     lan.switch("br0")
     hosts = [lan.host(f"h{number}") for number in range(count)]
     for number, host in enumerate(hosts):
@@ -222,7 +226,7 @@ def office(lan: Lan, count: int, **settings: Any) -> list[Host]:
     found(*hosts)
     for host in hosts:
         host.up(**settings)
-    until(lambda: all_see(hosts, {host.name for host in hosts}), "all to find each other")
+    until(lambda: all_see(hosts, {host.name for host in hosts}), "all nodes to find each other")
     if settings.get("lend"):
-        until(lambda: all(offered(host) == len(hosts) for host in hosts), "all to hear what the others lend")
+        until(lambda: all(offered(host) == len(hosts) for host in hosts), "all nodes to receive each other's offers")
     return hosts

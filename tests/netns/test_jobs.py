@@ -1,4 +1,4 @@
-"""Jobs on real daemons whose network is cut or loses: one history, whatever happens to the cables."""
+"""Jobs on real daemons during partitions, packet loss and full disks: each job keeps a single history."""
 
 import json
 import sys
@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.aftermath import aftermath
+from tests.cleanup import cleanup
 from tests.e2e.commands import ENDLESS, count_digest, descendants, state_of, until
 from tests.netns.lan import Host, Lan, office, run
 
 pytestmark = pytest.mark.netns
-LENDS = {"profile": "local", "lend": True, "slots": 2}
+LENDS = {"profile": "local", "lend": True, "slots": 2, "process_home": "shared"}  # jobs look for the file `end_of`
 
 
 def submit(host: Host, *options: str) -> str:
-    """Of a count that ends once it is let."""
+    """Submit a counting job that ends when the file `end_of` exists."""
     order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--env", f"UNTIL={end_of(host.lan)}", *options)
     return host.ok(*order, "--", sys.executable, "count.py", str(ENDLESS), "0.05").strip()
 
@@ -28,7 +28,7 @@ def end_of(lan: Lan) -> Path:
 
 
 def saved(host: Host, job: str) -> dict[str, Any]:
-    """The job, once it runs and has committed a checkpoint; as `host` sees it."""
+    """Wait until the job runs and has committed a checkpoint; return its state as `host` sees it."""
     state: dict[str, Any] = until(
         lambda: (s := host.job(job)) and s["state"] == "running" and s["checkpoint"] and s, "a checkpoint"
     )
@@ -36,7 +36,7 @@ def saved(host: Host, job: str) -> dict[str, Any]:
 
 
 def guests(host: Host, job: str) -> list[int]:
-    """The processes of this job here: they name it in their environment."""
+    """Return the processes of this job on the host. Their environment names the job."""
     assert host.daemon is not None
     mark = f"MESH_JOB_ID={job}".encode()
     found = [pid for pid, command in descendants(host.daemon.pid) if "count.py" in command]
@@ -44,16 +44,16 @@ def guests(host: Host, job: str) -> list[int]:
 
 
 def counted(host: Host, *jobs: str) -> list[int]:
-    """Let them end once they have gone on; how far each is, by an exact count."""
+    """End the jobs after further progress; check each digest and return each count."""
     for job in jobs:
         step = committed(host, job)
-        until(lambda job=job, step=step: committed(host, job) > step, "it to go on, and to save")  # type: ignore[misc]
+        until(lambda job=job, step=step: committed(host, job) > step, "the job to continue and to commit a checkpoint")  # type: ignore[misc]
     end_of(host.lan).touch()
     return [end(host, job) for job in jobs]
 
 
 def committed(host: Host, job: str) -> int:
-    """The step of its last checkpoint."""
+    """Return the step of the last checkpoint."""
     state = host.job(job)
     assert state["outcome"] is None, state
     return int((state["checkpoint"] or {}).get("step") or 0)
@@ -68,7 +68,7 @@ def end(host: Host, job: str) -> int:
     return steps
 
 
-def test_a_host_that_is_cut_off_stands_still_before_another_goes_on(lan: Lan) -> None:
+def test_isolated_host_freezes_its_guest_before_another_host_resumes_it(lan: Lan) -> None:
     hosts = office(lan, 4, **LENDS)
     user = hosts[0]
     user.ok("pause")
@@ -77,8 +77,8 @@ def test_a_host_that_is_cut_off_stands_still_before_another_goes_on(lan: Lan) ->
     stopped = guests(victim, job)
     assert stopped
     victim.cut_off()
-    until(lambda: user.job(job)["attempts"][-1]["number"] == 1, "somebody to take over")
-    assert {state_of(pid) for pid in stopped} == {"T"}, "its guest stands still by then"
+    until(lambda: user.job(job)["attempts"][-1]["number"] == 1, "another host to take over")
+    assert {state_of(pid) for pid in stopped} == {"T"}, "the isolated guest must be stopped before the takeover"
     assert victim.job(job)["state"] in {"frozen", "stranded"}
     victim.reconnect()
     assert min(counted(user, job)) > 10
@@ -86,7 +86,7 @@ def test_a_host_that_is_cut_off_stands_still_before_another_goes_on(lan: Lan) ->
     assert user.job(job)["attempts"][0]["node"] == victim.name
 
 
-def test_with_nobody_to_ask_one_guest_stands_still_and_the_other_goes_on_uncommitted(lan: Lan) -> None:
+def test_isolated_guest_freezes_or_continues_uncommitted_as_configured(lan: Lan) -> None:
     hosts = office(lan, 3, **LENDS)
     user = hosts[0]
     user.ok("pause")
@@ -94,29 +94,32 @@ def test_with_nobody_to_ask_one_guest_stands_still_and_the_other_goes_on_uncommi
     at = {job: next(host for host in hosts if host.name == saved(user, job)["node"]) for job in (still, alone)}
     for host in hosts:
         host.cut_off()
-    until(lambda: {state_of(pid) for pid in guests(at[still], still)} == {"T"}, "the one to be stopped")
+    until(
+        lambda: {state_of(pid) for pid in guests(at[still], still)} == {"T"},
+        "the guest without uncommitted mode to be stopped",
+    )
     step = at[alone].job(alone)["step"]
-    until(lambda: (at[alone].job(alone)["step"] or 0) > step + 20, "the other to go on")
+    until(lambda: (at[alone].job(alone)["step"] or 0) > step + 20, "the guest in uncommitted mode to continue")
     assert "T" not in {state_of(pid) for pid in guests(at[alone], alone)}
     for host in hosts:
         host.reconnect()
     assert min(counted(user, still, alone)) > 10
 
 
-def test_its_owners_last_word_needs_no_network(lan: Lan) -> None:
-    """Not even the machine's own loopback."""
+def test_owner_reclaim_needs_no_network(lan: Lan) -> None:
+    """Reclaim while all interfaces, loopback included, are down."""
     (host,) = office(lan, 1, **LENDS)
     jobs = [submit(host), submit(host)]
-    running = [until(lambda job=job: guests(host, job), "it to run") for job in jobs]
+    running = [until(lambda job=job: guests(host, job), "the job to run") for job in jobs]
     for interface in ("eth0", "lo"):
         host.run("ip", "link", "set", interface, "down")
     answer = json.loads(host.ok("reclaim", "--now", "--json"))
     assert sorted(answer["reclaimed"]) == sorted(jobs), answer
     assert not any(Path(f"/proc/{pid}").exists() for pids in running for pid in pids)
-    assert host.status()["paused"], "and it is told so while it has none"
+    assert host.status()["paused"], "the pause must be shown without a network"
 
 
-def test_a_host_whose_disk_fills_up_gives_the_job_away_and_does_not_blame_it(lan: Lan) -> None:
+def test_host_with_a_full_disk_hands_over_the_job_without_blaming_it(lan: Lan) -> None:
     with small_disk(lan.directory / "h1", mebibytes=24) as disk:
         hosts = office(lan, 4, **LENDS)
         user, small, *others = hosts
@@ -125,20 +128,20 @@ def test_a_host_whose_disk_fills_up_gives_the_job_away_and_does_not_blame_it(lan
         job = submit(user)
         assert saved(user, job)["node"] == small.name
         for host in others:
-            host.ok("resume")
+            host.ok("lend")
         fill(disk)
         until(lambda: user.job(job)["node"] not in {None, small.name}, "another host to take over")
         assert min(counted(user, job)) > 10
         first = user.job(job)["attempts"][0]
         assert "disk is full" in first["reason"] or not small.answers, first
-        assert user.job(job)["state"] == "done", "and the job was not to blame"
+        assert user.job(job)["state"] == "done", "the full disk must not fail the job"
 
 
 @contextmanager
 def small_disk(directory: Path, mebibytes: int) -> Iterator[Path]:
     directory.mkdir(parents=True)
     run("mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "none", str(directory))
-    aftermath().undo("umount", "-l", str(directory))
+    cleanup().undo("umount", "-l", str(directory))
     try:
         yield directory
     finally:
@@ -151,12 +154,12 @@ def fill(disk: Path) -> None:
             file.write(bytes(4096))
 
 
-def test_a_network_that_loses_every_seventh_packet_slows_a_job_and_breaks_nothing(lan: Lan) -> None:
+def test_job_completes_despite_loss_of_every_seventh_packet(lan: Lan) -> None:
     hosts = office(lan, 3, **LENDS)
     user = hosts[0]
     for host in hosts:
         lossy = ("-i", "eth0", "-m", "statistic", "--mode", "random", "--probability", "0.14", "-j", "DROP")
         host.iptables("-A", "INPUT", *lossy)
     job = submit(user)
-    until(lambda: (user.job(job).get("step") or 0) > 60, "it to go on all the same")
+    until(lambda: (user.job(job).get("step") or 0) > 60, "the job to progress despite the loss")
     assert min(counted(user, job)) > 60

@@ -1,4 +1,4 @@
-"""Images in placement: who has one, who can fetch it, who may not run it; and adverts that stay small."""
+"""Images in placement: present, fetchable or denied; and the size of adverts."""
 
 from itertools import permutations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from placement.advert import MAX_IMAGES, Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import cannot_ever, explain
-from placement.images import SHORT, ImageOffer, image_refusal, lacks
+from placement.filters import SHORT, ImageOffer, image_refusal, lacks_image
 from placement.ranking import rank_nodes
 from placement.request import Request
 from placement.zones import homes, zones
@@ -34,7 +34,7 @@ def node(number: int, **changes: object) -> Advert:
         (
             BY_HASH,
             {"image_list": True},
-            "image tool (616161616161) is not on this node, and it can fetch it from nobody",
+            "image tool (616161616161) is not on this node, and no node that it can fetch from has it",
         ),
         (BY_HASH, {"images": ("tool",)}, "not on this node"),
         (BY_HASH, {**HAS, "image_denials": ("tool",)}, "its owner denies image tool (`mesh image deny`)"),
@@ -46,7 +46,7 @@ def node(number: int, **changes: object) -> Advert:
         (BY_NAME, HAS, "image tool is not on the mesh's list, and the node's owner has not allowed it there"),
     ],
 )
-def test_a_refusal_says_which_rule_it_was(request_: Request, changes: dict[str, object], words: str | None) -> None:
+def test_image_refusal_names_rule(request_: Request, changes: dict[str, object], words: str | None) -> None:
     ranking = rank_nodes(request_, [node(0, **changes)])
     if words is None:
         assert ranking.candidates
@@ -60,13 +60,13 @@ def test_a_refusal_says_which_rule_it_was(request_: Request, changes: dict[str, 
     st.lists(st.tuples(st.sampled_from(["has", "fetches", "neither"]), st.integers(1, 64)), min_size=1, max_size=6),
     st.integers(0, 50),
 )
-def test_who_has_it_comes_first_whatever_its_weight(kinds: list[tuple[str, int]], attempt: int) -> None:
+def test_node_with_image_ranks_first(kinds: list[tuple[str, int]], attempt: int) -> None:
     states = {"has": HAS, "fetches": FETCHES, "neither": {"image_list": True}}
     adverts = [node(place, weight=weight, **states[kind]) for place, (kind, weight) in enumerate(kinds)]
     request = msgspec.structs.replace(BY_HASH, attempt=attempt)
     by_node = {one.node: one for one in adverts}
     for ranking in (rank_nodes(request, adverts), rank_nodes(request, adverts, homes(zones(adverts, {})))):
-        order = [lacks(request, by_node[candidate.node]) for candidate in ranking.candidates]
+        order = [lacks_image(request, by_node[candidate.node]) for candidate in ranking.candidates]
         assert order == sorted(order)
         assert len(order) == sum(kind != "neither" for kind, _ in kinds)
     flat = rank_nodes(request, adverts)
@@ -74,12 +74,12 @@ def test_who_has_it_comes_first_whatever_its_weight(kinds: list[tuple[str, int]]
         assert rank_nodes(request, other) == flat
 
 
-def test_where_its_user_wants_it_comes_before_where_its_image_is() -> None:
+def test_preferred_node_ranks_before_node_with_image() -> None:
     prefer = msgspec.structs.replace(BY_HASH, prefer=NODES[1])
     assert rank_nodes(prefer, [node(0, **HAS), node(1, **FETCHES)]).candidates[0].node == NODES[1]
 
 
-def test_what_no_node_could_ever_run_is_told_at_submission() -> None:
+def test_image_that_no_node_can_run_is_refused_at_submission() -> None:
     nobody = str(cannot_ever(BY_HASH, [node(0, image_list=True), node(1, image_list=True, image_denials=("tool",))]))
     assert (
         "no lending node can run image tool" in nobody
@@ -91,7 +91,7 @@ def test_what_no_node_could_ever_run_is_told_at_submission() -> None:
     assert "has no docker engine" in str(cannot_ever(BY_HASH, [advert(NODES[0], **HAS)]))
 
 
-def test_an_advert_with_a_whole_list_fits_into_its_section() -> None:
+def test_advert_with_full_image_list_fits_section() -> None:
     ids = tuple(bytes([number]) * SHORT for number in range(100))
     offer = ImageOffer(("own",), True, ids[:50], ids[50:], ("denied",))
     full = node(0, **msgspec.structs.asdict(offer))

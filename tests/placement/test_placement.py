@@ -1,3 +1,5 @@
+"""Rendezvous hashing, filters, decisions and adverts."""
+
 from collections import Counter
 from hashlib import blake2b
 from math import log2
@@ -7,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.jobs.events import MAX_EVENT_BYTES, REASON_CHARS
+from mesh.model.events import MAX_EVENT_BYTES, REASON_CHARS
 from placement.advert import Advert, AdvertError, Gpu, Portion, decode_advert, encode_advert
-from placement.allotment import allot, untouched
+from placement.allocation import all_free, allocate
 from placement.decision import cannot_ever, decide, explain, replay, replica_order, witness_order
 from placement.ranking import rank_nodes
 from placement.rendezvous import FRACTION_BITS, draws, lane, negative_log2, rank
@@ -31,7 +33,7 @@ def advert(node: bytes, **changes: object) -> Advert:
         lending=True,
         paused=False,
         gpus=(),
-        room=(),
+        free_portions=(),
         guards=False,
         gpu_sharing=True,
         slots=1,
@@ -55,18 +57,18 @@ def gpu(number: int, vram_mib: int) -> Gpu:
 
 
 @given(st.integers(1, 2**64 - 1))
-def test_the_integer_logarithm_is_the_logarithm(draw: int) -> None:
+def test_negative_log2_matches_logarithm(draw: int) -> None:
     exact = (64 - log2(draw)) * 2**FRACTION_BITS
     assert exact - 2 <= negative_log2(draw) <= exact * (1 + 1e-9) + 190  # units of 2**-32: 4.4e-8
 
 
 @given(st.integers(1, 2**64 - 2), st.integers(0, 2**20))
-def test_a_better_draw_never_has_the_larger_logarithm(draw: int, more: int) -> None:
+def test_negative_log2_never_rises_with_draw(draw: int, more: int) -> None:
     assert negative_log2(min(2**64 - 1, draw + more)) <= negative_log2(draw)
 
 
 def _draw(key: bytes, node: bytes) -> int:
-    """What `draws` does in all lanes at once, for one."""
+    """Compute the draw of one lane as `draws` does for all."""
     secret = blake2b(key, digest_size=16, person=b"mesh-hrw2-key").digest()
     mixed = int.from_bytes(blake2b(node, digest_size=8, person=b"mesh-hrw2-node").digest(), "little")
     mixed = (mixed ^ int.from_bytes(secret[8:], "little")) * (int.from_bytes(secret[:8], "little") | 1) % 2**64
@@ -76,12 +78,12 @@ def _draw(key: bytes, node: bytes) -> int:
 
 
 @given(st.binary(max_size=40), st.lists(st.binary(max_size=40), max_size=40))
-def test_a_draw_depends_on_its_key_and_node_alone(key: bytes, nodes: list[bytes]) -> None:
+def test_draw_depends_on_key_and_node_only(key: bytes, nodes: list[bytes]) -> None:
     assert list(draws(key, [lane(node) for node in nodes])) == [_draw(key, node) for node in nodes]
 
 
-def test_draws_are_even_and_independent() -> None:
-    """Who is first and who second, over 20,000 jobs and 20 nodes: each pair as often as any other."""
+def test_draws_are_uniform_and_independent() -> None:
+    """Count first and second ranks over 20,000 jobs and 20 nodes: each pair is equally frequent."""
     lanes = [lane(bytes([number]) * 32) for number in range(20)]
     pairs: Counter[tuple[int, ...]] = Counter()
     for job in range(20_000):
@@ -97,7 +99,7 @@ WEIGHTED = st.dictionaries(st.sampled_from(NODES), st.integers(1, 64), min_size=
 
 
 @given(st.binary(max_size=20), WEIGHTED, st.data())
-def test_removing_a_node_moves_nobody_else(key: bytes, weights: dict[bytes, int], data: st.DataObject) -> None:
+def test_removing_node_keeps_order_of_others(key: bytes, weights: dict[bytes, int], data: st.DataObject) -> None:
     gone = data.draw(st.sampled_from(sorted(weights)))
     before = [node for node, _ in rank(key, weights.items()) if node != gone]
     after = [node for node, _ in rank(key, [(n, w) for n, w in weights.items() if n != gone])]
@@ -105,7 +107,7 @@ def test_removing_a_node_moves_nobody_else(key: bytes, weights: dict[bytes, int]
 
 
 @given(st.binary(max_size=20), WEIGHTED, st.data())
-def test_more_weight_never_costs_a_rank(key: bytes, weights: dict[bytes, int], data: st.DataObject) -> None:
+def test_larger_weight_never_lowers_rank(key: bytes, weights: dict[bytes, int], data: st.DataObject) -> None:
     node = data.draw(st.sampled_from(sorted(weights)))
 
     def place(table: dict[bytes, int]) -> int:
@@ -114,7 +116,7 @@ def test_more_weight_never_costs_a_rank(key: bytes, weights: dict[bytes, int], d
     assert place({**weights, node: weights[node] + data.draw(st.integers(1, 64))}) <= place(weights)
 
 
-def test_shares_follow_weights() -> None:
+def test_shares_are_proportional_to_weights() -> None:
     weights = {NODES[0]: 10, NODES[1]: 20, NODES[2]: 30}
     wins = dict.fromkeys(weights, 0)
     keys = 6000
@@ -125,7 +127,7 @@ def test_shares_follow_weights() -> None:
 
 
 @given(st.permutations(NODES))
-def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[bytes]) -> None:
+def test_decision_replays_for_any_order_of_adverts(order: list[bytes]) -> None:
     request = Request(job=JOB, attempt=0, user="ada", avoid=(NODES[2],))
     ranking = rank_nodes(request, [advert(node) for node in order])
     assert ranking == rank_nodes(request, [advert(node) for node in NODES])
@@ -137,7 +139,7 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
     assert first is not None and first.chosen == decision.order[1][0] and replay(first, request, ranking)
     largest = decide(request, ranking, [bytes([number]) * 32 for number in range(100, 200)], NODES * 9)
     assert largest is not None and len(msgspec.msgpack.encode(largest)) < MAX_EVENT_BYTES - REASON_CHARS - 500
-    assert ranking.candidates[-1].node == NODES[2], "the node it has just left comes last, but it comes"
+    assert ranking.candidates[-1].node == NODES[2], "the node that the job just left is ranked last but not excluded"
 
 
 @pytest.mark.parametrize(
@@ -153,18 +155,18 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
         ({}, {"zone": "b2"}, "zone"),
         ({}, {"memory_mib": 10**6}, "memory"),
         ({"interactive": False}, {"interactive": True}, "allows no interactive sessions"),
-        ({"cpus": 2}, {"cpus": 3}, "lends 2 CPUs to a job, 3 asked"),
+        ({"cpus": 2}, {"cpus": 3}, "lends at most 2 CPUs to a job, and it asks for 3"),
         ({"slots_free": 0}, {}, "slots are taken"),
         ({"slots": 0}, {}, "only GPU jobs"),
         ({}, {"gpus": 1}, "has 0 GPUs"),
         (
-            {"gpus": (gpu(1, 1000),), "room": (Portion("GPU-1", 100, 1000),)},
+            {"gpus": (gpu(1, 1000),), "free_portions": (Portion("GPU-1", 100, 1000),)},
             {"gpus": 1, "vram_mib": 2000},
             "up to 1000 MiB",
         ),
         ({"gpus": (gpu(1, 1000),)}, {"gpus": 1}, "are free"),
         (
-            {"gpus": (gpu(1, 1000),), "room": (Portion("GPU-1", 99, 999),), "guards": True},
+            {"gpus": (gpu(1, 1000),), "free_portions": (Portion("GPU-1", 99, 999),), "guards": True},
             {"gpus": 1},
             "0 of 1 fitting GPUs are",
         ),
@@ -176,14 +178,14 @@ def test_the_order_of_adverts_does_not_matter_and_decisions_replay(order: list[b
         ({"gpus": (gpu(1, 1000),), "guards": True, "gpu_sharing": False}, SHARE, "lends whole GPUs only"),
         ({"gpus": (gpu(1, 500),), "guards": True}, SHARE, "up to 500 MiB, 600 MiB on 1 asked"),
         (
-            {"gpus": (gpu(1, 1000),), "room": (Portion("GPU-1", 29, 1000),), "guards": True},
+            {"gpus": (gpu(1, 1000),), "free_portions": (Portion("GPU-1", 29, 1000),), "guards": True},
             SHARE,
             "0 of 1 fitting GPUs have 30 % and 600 MiB left, 1 asked",
         ),
         ({}, {"exclude": (NODES[0],)}, "failed this job a moment ago"),
     ],
 )
-def test_each_refusal_says_why(changes: dict[str, object], request_changes: dict[str, object], words: str) -> None:
+def test_refusal_names_reason(changes: dict[str, object], request_changes: dict[str, object], words: str) -> None:
     request = msgspec.structs.replace(Request(job=JOB, attempt=0, user="ada"), **request_changes)
     ranking = rank_nodes(request, [advert(NODES[0], **changes)])
     assert ranking.candidates == ()
@@ -191,27 +193,27 @@ def test_each_refusal_says_why(changes: dict[str, object], request_changes: dict
     assert words in explain(request, ranking)[0]
 
 
-def test_a_kind_of_gpu_is_found_by_any_part_of_its_name() -> None:
+def test_gpu_model_matches_any_part_of_name() -> None:
     one, other = gpu(1, 1000), Gpu("GPU-2", "NVIDIA RTX A6000", 1000, (8, 9))
-    both = advert(NODES[0], gpus=(one, other), room=untouched((one, other)), driver=(550, 54, 14))
+    both = advert(NODES[0], gpus=(one, other), free_portions=all_free((one, other)), driver=(550, 54, 14))
     kind = Request(JOB, 0, "ada", gpus=1, gpu_model="a6000", capability=(8, 9), driver=(550, 54))
-    assert len(rank_nodes(kind, [both])) == 1 and allot(kind, both.gpus, both.room)[0].uuid == "GPU-2"
+    assert len(rank_nodes(kind, [both])) == 1 and allocate(kind, both.gpus, both.free_portions)[0].uuid == "GPU-2"
     assert (
         "0 of 1 fitting GPUs are free"
-        in rank_nodes(kind, [msgspec.structs.replace(both, room=untouched((one,)))]).refused[0].reasons[0]
+        in rank_nodes(kind, [msgspec.structs.replace(both, free_portions=all_free((one,)))]).refused[0].reasons[0]
     )
 
 
-def test_owners_run_their_own_jobs_without_a_sandbox() -> None:
+def test_owner_runs_own_jobs_without_sandbox() -> None:
     request = Request(job=JOB, attempt=0, user="owner")
     assert rank_nodes(request, [advert(NODES[0], own_only=("process",), accepts=())]).candidates
 
 
-def test_an_impossible_request_is_told_at_once() -> None:
+def test_impossible_request_is_refused_at_submission() -> None:
     adverts = [advert(NODES[0], gpus=(gpu(1, 1000),)), advert(NODES[1])]
     assert "no node has 99 GPUs; the largest, n1, has 1" in str(cannot_ever(Request(JOB, 0, "a", gpus=99), adverts))
     assert "5000 MiB" in str(cannot_ever(Request(JOB, 0, "a", gpus=1, vram_mib=5000), adverts))
-    assert cannot_ever(Request(JOB, 0, "a", gpus=1), adverts) is None, "taken today is not never"
+    assert cannot_ever(Request(JOB, 0, "a", gpus=1), adverts) is None, "a GPU in use may become free"
     share = Request(JOB, 0, "a", **SHARE)  # type: ignore[arg-type]
     assert "n1 cannot keep a job to a share of a GPU" in str(cannot_ever(share, adverts))
     assert cannot_ever(share, [advert(NODES[0], gpus=(gpu(1, 1000),), guards=True)]) is None
@@ -223,31 +225,31 @@ PORTIONS = st.tuples(st.sampled_from(("GPU-1", "GPU-2", "GPU-3", "")), NUMBERS, 
 
 
 @given(st.lists(PORTIONS, max_size=4), st.lists(NUMBERS, min_size=2, max_size=2))
-def test_a_hostile_room_is_refused_or_possible(room: list[tuple[str, int, int]], sizes: list[int]) -> None:
+def test_hostile_free_portions_are_refused_or_possible(room: list[tuple[str, int, int]], sizes: list[int]) -> None:
     gpus = tuple(gpu(number, size) for number, size in enumerate(sizes, 1))
-    data = encode_advert(advert(NODES[0], gpus=gpus, room=tuple(Portion(*part) for part in room)))
+    data = encode_advert(advert(NODES[0], gpus=gpus, free_portions=tuple(Portion(*part) for part in room)))
     try:
         told = decode_advert(NODES[0], data)
     except AdvertError:
         return
-    assert len({left.uuid for left in told.room}) == len(told.room) <= len(gpus)
-    for left in told.room:
+    assert len({left.uuid for left in told.free_portions}) == len(told.free_portions) <= len(gpus)
+    for left in told.free_portions:
         size = next(gpu.vram_mib for gpu in gpus if gpu.uuid == left.uuid)
         assert 0 <= left.share <= 100 and 0 <= left.vram_mib <= size and (left.share or left.vram_mib)
-        assert (left.share == 100) == (left.vram_mib == size), (
-            "whoever is on a GPU has some of its time and of its memory"
-        )
+        assert (left.share == 100) == (left.vram_mib == size), "a job on a GPU uses some of its time and of its memory"
 
 
-def test_a_share_goes_where_it_breaks_no_whole_gpu() -> None:
+def test_share_ranks_node_first_where_no_whole_gpu_is_split() -> None:
     one = (gpu(1, 1000),)
-    whole = [advert(node, gpus=one, room=untouched(one), guards=True, weight=64) for node in NODES[1:]]
-    shared = advert(NODES[0], gpus=one, room=(Portion("GPU-1", 30, 600),), guards=True, weight=1)
+    whole = [advert(node, gpus=one, free_portions=all_free(one), guards=True, weight=64) for node in NODES[1:]]
+    shared = advert(NODES[0], gpus=one, free_portions=(Portion("GPU-1", 30, 600),), guards=True, weight=1)
     for number in range(20):
         request = Request(b"%d" % number, 0, "ada", **SHARE)  # type: ignore[arg-type]
         assert rank_nodes(request, [*whole, shared]).candidates[0].node == NODES[0]
         left = msgspec.structs.replace(request, avoid=(NODES[0],))
-        assert rank_nodes(left, [*whole, shared]).candidates[-1].node == NODES[0], "but not back to where it comes from"
+        assert rank_nodes(left, [*whole, shared]).candidates[-1].node == NODES[0], (
+            "the node that the job left still ranks last"
+        )
 
 
 @given(st.binary(max_size=300))
@@ -261,11 +263,11 @@ IMPOSSIBLE_ROOM: list[dict[str, object]] = [
     {"gpus": (gpu(1, 1000), gpu(1, 1000))},
     {"gpus": (gpu(1, -1),)},
     {"gpus": (gpu(1, 2**31),)},
-    {"room": (Portion("ghost", 100, 1000),)},
-    {**ONE, "room": (Portion("GPU-1", 50, 500), Portion("GPU-1", 50, 500))},
-    *({**ONE, "room": (Portion("GPU-1", share, vram),)} for share, vram in ((101, 1000), (-1, 500), (50, -1))),
+    {"free_portions": (Portion("ghost", 100, 1000),)},
+    {**ONE, "free_portions": (Portion("GPU-1", 50, 500), Portion("GPU-1", 50, 500))},
+    *({**ONE, "free_portions": (Portion("GPU-1", share, vram),)} for share, vram in ((101, 1000), (-1, 500), (50, -1))),
     *(
-        {**ONE, "room": (Portion("GPU-1", share, vram),)}
+        {**ONE, "free_portions": (Portion("GPU-1", share, vram),)}
         for share, vram in ((99, 1000), (100, 999), (99, 1001), (0, 0))
     ),
 ]
@@ -280,7 +282,7 @@ def test_impossible_adverts_are_refused(changes: dict[str, object]) -> None:
     assert decode_advert(NODES[0], encode_advert(advert(NODES[0]))) == advert(NODES[0])
 
 
-def test_replicas_go_to_other_zones_first_and_to_whoever_has_room() -> None:
+def test_replica_order_spreads_over_zones_with_free_space() -> None:
     adverts = [advert(node, zone="ab"[number % 2]) for number, node in enumerate(NODES)]
     adverts[3] = advert(NODES[3], store_free_mib=0)
     order = replica_order(JOB, adverts, {NODES[0]}, need_mib=10)
@@ -289,7 +291,7 @@ def test_replicas_go_to_other_zones_first_and_to_whoever_has_room() -> None:
     assert zones[order[0]] != zones[order[1]]
 
 
-def test_witnesses_are_everybody_in_one_order() -> None:
+def test_witness_order_has_all_nodes() -> None:
     adverts = [advert(node) for node in NODES[:4]]
     order = witness_order(JOB, adverts, NODES)
     assert sorted(order) == sorted(NODES)

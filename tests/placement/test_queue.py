@@ -1,11 +1,11 @@
-"""Who goes first: priority, share, age; what does not fit blocks nobody; everybody forms the same queue."""
+"""Queue: order by priority, usage and age, equal on all nodes; jobs that fit nowhere block no other job."""
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import WHOLE, Advert, Gpu, Portion
-from placement.allotment import percent, untouched
+from placement.allocation import all_free, gpu_percent
 from placement.queue import (
     AGE_POINT_S,
     FAIR_POINTS,
@@ -19,7 +19,7 @@ from placement.queue import (
     decayed,
 )
 from placement.request import Request
-from tests.jobs.worlds import A, B, C, make_advert
+from tests.consensus.worlds import A, B, C, make_advert
 
 NOW = 1_000_000
 
@@ -39,17 +39,17 @@ def slots(node: bytes, free: int) -> Advert:
 
 
 def left(mine: Waiting, others: list[Waiting], *adverts: Advert) -> list[bytes]:
-    """Which nodes still have a free slot when those have theirs who go first."""
+    """Return the nodes with a free slot after the jobs ahead have theirs."""
     offers = Queue([*others, mine], {}, adverts, NOW).left_for(mine, adverts)
     return [advert.node for advert in offers if advert.slots_free]
 
 
-def test_priority_goes_first_and_then_who_came_first() -> None:
+def test_queue_orders_by_priority_then_submission() -> None:
     assert order(waiting("low", priority=10), waiting("high", priority=90), waiting("mid")) == ["high", "mid", "low"]
     assert order(waiting("late", waited_s=5), waiting("early", waited_s=90)) == ["early", "late"]
 
 
-def test_of_equals_the_nearer_deadline_goes_first() -> None:
+def test_queue_puts_nearer_deadline_first_among_equals() -> None:
     late, soon = (
         msgspec.structs.replace(waiting(name), deadline_unix=NOW + s) for name, s in (("late", 99), ("soon", 9))
     )
@@ -57,26 +57,26 @@ def test_of_equals_the_nearer_deadline_goes_first() -> None:
     assert order(late, waiting("more", priority=51)) == ["more", "late"]
 
 
-def test_whoever_has_had_less_goes_first() -> None:
+def test_queue_puts_user_with_less_usage_first() -> None:
     jobs = (waiting("greedy", user="bob", waited_s=500), waiting("modest", user="ada"))
     assert order(*jobs, usage={"bob": 100_000, "ada": 0}) == ["modest", "greedy"]
     assert order(*jobs, usage={"bob": 100, "ada": 100}) == ["greedy", "modest"]
 
 
-def test_nothing_starves() -> None:
+def test_waiting_job_overtakes_any_priority() -> None:
     worst = waiting("worst", user="bob", priority=0, waited_s=(MAX_PRIORITY + FAIR_POINTS + 1) * AGE_POINT_S)
     best = waiting("best", user="ada", priority=MAX_PRIORITY)
     assert order(best, worst, usage={"bob": 10**9, "ada": 0}) == ["worst", "best"]
 
 
-def test_use_is_forgotten_by_halves() -> None:
-    four, slot, share = percent(4, WHOLE), percent(0, WHOLE), percent(2, 15)
+def test_usage_decays_by_halves() -> None:
+    four, slot, share = gpu_percent(4, WHOLE), gpu_percent(0, WHOLE), gpu_percent(2, 15)
     assert decayed(1000, four, 0) == 400_000 and decayed(1000, four, HALF_LIFE_S) == 200_000
     assert decayed(1000, slot, 2 * HALF_LIFE_S) == 25_000 and decayed(1000, share, 0) == 30_000
-    assert decayed(1000, slot, -5) == 100_000, "of a clock that is ahead"
+    assert decayed(1000, slot, -5) == 100_000, "the time is from a clock that is ahead"
 
 
-def test_those_ahead_have_their_places_first() -> None:
+def test_left_for_subtracts_places_of_jobs_ahead() -> None:
     mine = waiting("mine")
     assert left(mine, [], slots(A, 1)) == [A]
     assert left(mine, [waiting("first", waited_s=60)], slots(A, 1)) == []
@@ -86,40 +86,40 @@ def test_those_ahead_have_their_places_first() -> None:
     assert len(left(mine, others, slots(A, 1), slots(B, 1), slots(C, 1))) == 1
 
 
-def test_a_job_that_nothing_free_fits_blocks_nobody() -> None:
+def test_job_without_a_fitting_place_blocks_no_other_job() -> None:
     mine = waiting("mine")
     for hopeless in (waiting("zone", priority=100, zone="atlantis"), waiting("gpus", priority=100, gpus=8)):
         assert left(mine, [hopeless], slots(A, 1)) == [A]
 
 
-def test_gpus_are_taken_one_by_one_and_only_those_that_fit() -> None:
+def test_queue_reserves_single_fitting_gpus() -> None:
     gpus = (Gpu("small", "T4", 16_000), Gpu("large", "A100", 80_000))
-    advert = make_advert(A, gpus=gpus, room=untouched(gpus))
+    advert = make_advert(A, gpus=gpus, free_portions=all_free(gpus))
     first, mine = waiting("first", priority=60, gpus=1, vram_mib=40_000), waiting("mine", gpus=1)
     (offer,) = Queue([first, mine], {}, [advert], NOW).left_for(mine, [advert])
-    assert offer.room == untouched(gpus[:1])
+    assert offer.free_portions == all_free(gpus[:1])
 
 
-def test_shares_are_taken_out_of_one_gpu_before_the_next() -> None:
+def test_queue_packs_shares() -> None:
     gpus = (Gpu("one", "A100", 80_000), Gpu("two", "A100", 80_000))
-    advert = make_advert(A, gpus=gpus, room=untouched(gpus), guards=True)
+    advert = make_advert(A, gpus=gpus, free_portions=all_free(gpus), guards=True)
     share = {"gpus": 1, "gpu_share": 40, "vram_mib": 30_000}
     first, second, third = (waiting(name, waited_s=len(name), **share) for name in ("first", "second", "yet another"))
     mine = waiting("mine", gpus=1)
     (offer,) = Queue([first, second, mine], {}, [advert], NOW).left_for(mine, [advert])
-    assert offer.room == (Portion("one", 20, 20_000), *untouched(gpus[1:]))
+    assert offer.free_portions == (Portion("one", 20, 20_000), *all_free(gpus[1:]))
     (offer,) = Queue([first, second, third, mine], {}, [advert], NOW).left_for(mine, [advert])
-    assert not offer.whole_gpus_free, "the third fits beside none of the others"
+    assert not offer.whole_gpus_free, "the third job fits beside neither of the others"
 
 
-def test_it_never_keeps_more_than_there_is() -> None:
+def test_queue_never_reserves_more_than_is_free() -> None:
     many = [waiting(f"job{number}", priority=60) for number in range(500)]
     mine = waiting("mine")
     queue = Queue([*many, mine], {}, [slots(A, 3)], NOW)
     assert queue.left_for(mine, [slots(A, 3)])[0].slots_free == 0 and len(queue.kept) == 3
 
 
-def test_who_lets_his_place_go_is_idle_for_a_while() -> None:
+def test_patience_marks_job_idle_after_unused_reservation() -> None:
     patience, place = Patience(), (b"job", A)
     for now in (0.0, LET_PASS_S):
         patience.saw([place], now)
@@ -129,7 +129,7 @@ def test_who_lets_his_place_go_is_idle_for_a_while() -> None:
     patience = Patience()
     for now in (0.0, 15.0, 30.0):
         patience.saw([place] if now != 15.0 else [], now)
-    assert not patience.idle(30.0), "a place that was taken in between is another"
+    assert not patience.idle(30.0), "an interrupted reservation counts from its new start"
     idle, mine = waiting("idle", priority=90), waiting("mine")
     queue = Queue([idle, mine], {}, [slots(A, 1)], NOW, idle={idle.job})
     assert queue.left_for(mine, [slots(A, 1)])[0].slots_free == 1
@@ -149,9 +149,7 @@ jobs = st.lists(
 
 
 @given(jobs, st.randoms(use_true_random=False), st.integers(0, 4), st.integers(0, 4))
-def test_every_node_forms_the_same_queue_and_somebody_can_always_go(
-    mixed: list[Waiting], rng: object, a: int, b: int
-) -> None:
+def test_queue_is_equal_on_all_nodes_and_some_job_can_start(mixed: list[Waiting], rng: object, a: int, b: int) -> None:
     adverts = [slots(A, a), slots(B, b)]
     other = list(mixed)
     rng.shuffle(other)  # type: ignore[attr-defined]
@@ -164,4 +162,4 @@ def test_every_node_forms_the_same_queue_and_somebody_can_always_go(
             ad.node for ad in two.left_for(job, adverts) if ad.slots_free
         )
         may_go += any(advert.slots_free for advert in offers)
-    assert may_go == min(len(mixed), a + b), "as many as there are places, and no more"
+    assert may_go == min(len(mixed), a + b), "exactly as many jobs may start as there are places"

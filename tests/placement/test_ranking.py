@@ -1,4 +1,4 @@
-"""The order in which nodes are asked: alike for everybody, moved little by what changes, and to those who stay."""
+"""Ranking: equal on all nodes, stable under changes, and in favour of nodes that stay."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.advert import HORIZONS_S, HOUR, MAX_WEIGHT, Advert, Gpu
-from placement.allotment import served, untouched
+from placement.allocation import all_free, reserve
 from placement.ranking import CROWD, STEEP, STICKY, rank_nodes
 from placement.rendezvous import rank
 from placement.request import Request, expected_s
@@ -31,14 +31,16 @@ def order(asked: Request, adverts: list[Advert]) -> list[bytes]:
 
 @st.composite
 def campuses(draw: st.DrawFn) -> list[Advert]:
-    """Machines of one to four GPUs, some of them taken."""
+    """Draw machines of one to four GPUs, some in use."""
     found = []
     for node in draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True)):
         gpus = tuple(Gpu(f"{node[0]}-{n}", "fake", 1000) for n in range(draw(st.integers(1, 4))))
         stays = draw(st.just(()) | st.tuples(*[st.integers(1, MAX_WEIGHT)] * len(HORIZONS_S)))
-        room = untouched(gpus)[draw(st.integers(0, 1)) :]
+        room = all_free(gpus)[draw(st.integers(0, 1)) :]
         found.append(
-            advert(node, gpus=gpus, room=room, weight=draw(st.integers(1, MAX_WEIGHT)), stays=stays, guards=True)
+            advert(
+                node, gpus=gpus, free_portions=room, weight=draw(st.integers(1, MAX_WEIGHT)), weights=stays, guards=True
+            )
         )
     return found
 
@@ -59,22 +61,22 @@ ASKED = st.builds(
 
 
 @given(campuses(), ASKED, st.data())
-def test_one_that_goes_or_comes_changes_no_order_among_the_others(
+def test_joining_or_leaving_node_keeps_order_of_others(
     adverts: list[Advert], asked: Request, data: st.DataObject
 ) -> None:
-    """For jobs with GPUs: nobody's place depends on who else is there, so a leaver moves its own jobs and no other."""
+    """For GPU jobs: no rank depends on other nodes, so a leaving node moves only its own jobs."""
     gone = data.draw(st.sampled_from(adverts)).node
     before = [node for node in order(asked, adverts) if node != gone]
     assert order(asked, [ad for ad in adverts if ad.node != gone]) == before
 
 
 @given(campuses(), ASKED, st.data())
-def test_who_is_likelier_to_stay_never_loses_a_rank(adverts: list[Advert], asked: Request, data: st.DataObject) -> None:
+def test_higher_survival_never_lowers_rank(adverts: list[Advert], asked: Request, data: st.DataObject) -> None:
     node = data.draw(st.sampled_from(adverts))
     surer = msgspec.structs.replace(
         node,
         weight=data.draw(st.integers(node.weight, MAX_WEIGHT)),
-        stays=tuple(data.draw(st.integers(stay, MAX_WEIGHT)) for stay in node.stays),
+        weights=tuple(data.draw(st.integers(stay, MAX_WEIGHT)) for stay in node.weights),
     )
     before = order(asked, adverts)
     if node.node in before:
@@ -83,8 +85,8 @@ def test_who_is_likelier_to_stay_never_loses_a_rank(adverts: list[Advert], asked
 
 
 @given(campuses(), ASKED, st.randoms(use_true_random=False))
-def test_the_first_are_the_first_of_all_and_by_their_scores(adverts: list[Advert], asked: Request, rng: object) -> None:
-    """Lazily or not, from cold adverts or from ones that remember, in any order: the same, and the textbook's scores."""
+def test_first_candidates_lead_full_ranking(adverts: list[Advert], asked: Request, rng: object) -> None:
+    """Lazy and full ranking agree, with or without cached grades and in any order, and have the scores of the definition."""
     cold = [msgspec.structs.replace(ad) for ad in adverts]
     rng.shuffle(cold)  # type: ignore[attr-defined]
     every, again = rank_nodes(asked, adverts), rank_nodes(asked, cold)
@@ -92,7 +94,7 @@ def test_the_first_are_the_first_of_all_and_by_their_scores(adverts: list[Advert
     assert again.first(2) == list(every.candidates[:2]) and len(every) == len(every.candidates)
     assert again.first(9, but=[c.node for c in every.candidates[:1]]) == list(every.candidates[1:10])
     plain = msgspec.structs.replace(asked, prefer=None, avoid=(), near=())
-    alike = [msgspec.structs.replace(ad, gpus=(), room=(), slots=9, slots_free=9) for ad in adverts]
+    alike = [msgspec.structs.replace(ad, gpus=(), free_portions=(), slots=9, slots_free=9) for ad in adverts]
     plain = msgspec.structs.replace(plain, gpus=0, gpu_share=100, vram_mib=0)
     horizon = HORIZONS_S.index(asked.remaining_s)
     weights = [(ad.node, ad.weight_for(horizon) ** STEEP) for ad in alike]
@@ -111,37 +113,37 @@ def test_shares_are_proportional_to_the_weights_power() -> None:
     )  # as above: 1 in 20,000
 
 
-def test_wide_jobs_find_whole_machines_since_narrow_ones_go_where_least_is_left() -> None:
+def test_narrow_jobs_leave_whole_machines_to_wide_jobs() -> None:
     def machine(node: bytes, gpus: int, weight: int) -> Advert:
         there = tuple(Gpu(f"{node[0]}-{n}", "fake", 1000) for n in range(gpus))
-        return advert(node, gpus=there, room=untouched(there), weight=weight)
+        return advert(node, gpus=there, free_portions=all_free(there), weight=weight)
 
     adverts = {ad.node: ad for ad in (machine(NODES[0], 8, 64), machine(NODES[1], 4, 60), machine(NODES[2], 1, 8))}
-    for job in range(5):  # one on the single, four on the machine of four
+    for job in range(5):  # one job on the machine with one GPU, four on the machine with four
         chosen = rank_nodes(request(job, gpus=1), adverts.values()).first(1)[0].node
-        adverts[chosen] = served(adverts[chosen], request(job, gpus=1))
+        adverts[chosen] = reserve(adverts[chosen], request(job, gpus=1))
     assert [ad.whole_gpus_free for ad in adverts.values()] == [8, 0, 0]
     assert rank_nodes(request(9, gpus=8), adverts.values()).first(1)[0].node == NODES[0]
 
 
-def test_it_counts_how_likely_a_node_stays_for_as_long_as_the_job_goes_on() -> None:
-    night = advert(NODES[0], weight=60, stays=(64, 62, 60, 4, 1, 1, 1), slots=9, slots_free=9)  # lent until 08:00
-    steady = advert(NODES[1], weight=40, stays=(60, 50, 40, 40, 36, 32, 30), slots=9, slots_free=9)
+def test_ranking_uses_weight_for_remaining_run_time() -> None:
+    night = advert(NODES[0], weight=60, weights=(64, 62, 60, 4, 1, 1, 1), slots=9, slots_free=9)  # lent until 08:00
+    steady = advert(NODES[1], weight=40, weights=(60, 50, 40, 40, 36, 32, 30), slots=9, slots_free=9)
     short = [order(request(job, remaining_s=900), [night, steady])[0] for job in range(100)]
     long = [order(request(job, remaining_s=36_000), [night, steady])[0] for job in range(100)]
     assert set(long) == {NODES[1]} and short.count(NODES[0]) > 60
-    assert rank_nodes(request(remaining_s=3600), [night]).first(1)[0].weight == night.stays[HOUR]
+    assert rank_nodes(request(remaining_s=3600), [night]).first(1)[0].weight == night.weights[HOUR]
 
 
 @pytest.mark.parametrize(
     ("ran_s", "most_s", "expected"),
     [(0, 1e9, 3600), (0, 60, 900), (5000, 1e9, 7200), (5000, 1000, 1800), (1e9, 1e9, 57_600)],
 )
-def test_a_job_is_likely_to_go_on_as_long_as_it_has_run(ran_s: float, most_s: float, expected: int) -> None:
+def test_expected_run_time_is_as_long_as_job_has_run(ran_s: float, most_s: float, expected: int) -> None:
     assert expected_s(ran_s, most_s) == expected
 
 
-def test_a_job_stays_with_its_node_unless_another_is_much_better() -> None:
+def test_settle_keeps_incumbent_unless_another_is_much_better() -> None:
     def settle(now: int, other: int, **changes: object) -> bytes:
         adverts = [advert(NODES[0], weight=now), advert(NODES[1], weight=other)]
         found = rank_nodes(request(JOB, **changes), adverts).settle(NODES[0])
@@ -154,15 +156,15 @@ def test_a_job_stays_with_its_node_unless_another_is_much_better() -> None:
     assert settle(20, 60, avoid=NODES[:2]) == NODES[1]
     assert rank_nodes(request(), []).settle(NODES[0]) is None
     only = rank_nodes(request(), [advert(NODES[1])]).settle(NODES[0])
-    assert only is not None and only.node == NODES[1], "it cannot take the job any more"
+    assert only is not None and only.node == NODES[1], "the first node can no longer take the job"
 
 
 @given(st.lists(st.integers(1, MAX_WEIGHT), min_size=2, max_size=8), st.integers(1, 60))
-def test_no_node_has_more_than_twice_its_part_of_the_slots(weights: list[int], jobs: int) -> None:
+def test_no_node_gets_more_than_twice_mean_load(weights: list[int], jobs: int) -> None:
     adverts = {node: advert(node, weight=w, slots=100, slots_free=100) for node, w in zip(NODES, weights, strict=False)}
     for job in range(jobs):
         chosen = rank_nodes(request(job), adverts.values()).first(1)[0].node
-        adverts[chosen] = served(adverts[chosen], request(job))
+        adverts[chosen] = reserve(adverts[chosen], request(job))
         taken = [ad.slots - ad.slots_free for ad in adverts.values()]
         assert max(taken) <= max(1, CROWD * (job + 1) // len(taken))
 
@@ -185,8 +187,8 @@ for number in range(40):
 """
 
 
-def test_everybody_with_the_same_adverts_decides_alike() -> None:
-    """Other processes, whose sets and dictionaries are ordered otherwise, with the adverts in another order."""
+def test_two_processes_decide_alike() -> None:
+    """Processes with other hash seeds and another order of adverts agree."""
     found = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM, seed],

@@ -1,4 +1,4 @@
-"""The checkpoint rule: Young's where the rate is constant, monotone, bounded, calm; and the shares of a wire, by a solver."""
+"""The checkpoint schedule: Young's interval at constant rates, monotone, bounded, stable; bandwidth shares against a solver."""
 
 from collections.abc import Iterator
 from math import inf, isfinite, nan, sqrt
@@ -31,7 +31,7 @@ def steady(rate: float) -> Rates:
 
 
 def stepped(*steps: tuple[float, float]) -> Rates:
-    """(until, rate), in seconds of the clock."""
+    """Yield (until, rate) in seconds of the clock."""
     return lambda start: iter([step for step in steps if step[0] > start])
 
 
@@ -40,7 +40,7 @@ def interval(stall_s: float, rate: float, lossy: float = 1.0) -> float:
 
 
 @given(STALLS, RATES, st.floats(0.01, 1.0))
-def test_where_the_rate_is_constant_it_is_youngs_interval(stall_s: float, rate: float, lossy: float) -> None:
+def test_constant_rate_gives_youngs_interval(stall_s: float, rate: float, lossy: float) -> None:
     due = next_due(1000.0, 1000.0, Cost(stall_s), lossy, steady(rate))
     young = sqrt(2 * stall_s / (rate * lossy))
     least = max(LEAST_S, stall_s)
@@ -49,7 +49,7 @@ def test_where_the_rate_is_constant_it_is_youngs_interval(stall_s: float, rate: 
 
 
 @given(st.lists(RATES, min_size=1, max_size=30), STALLS, st.floats(1.0, 10.0), st.floats(1.0, 10.0))
-def test_more_hazard_is_never_later_and_more_stall_never_sooner(
+def test_higher_hazard_is_never_later_and_longer_stall_never_sooner(
     hours: list[float], stall_s: float, more: float, dearer: float
 ) -> None:
     def rates(factor: float) -> Rates:
@@ -61,8 +61,8 @@ def test_more_hazard_is_never_later_and_more_stall_never_sooner(
     assert next_due(0.0, 0.0, Cost(stall_s), 1 / more, rates(1.0)).at >= due - 1e-6
 
 
-def test_it_looks_ahead_and_what_is_uploaded_late_counts_late() -> None:
-    """Nobody leaves before noon: nothing is due until shortly before, sooner by the time that it takes to be safe."""
+def test_due_time_anticipates_hazard_and_upload_delay() -> None:
+    """Without departures before noon, nothing is due until shortly before it, earlier by the time of the upload."""
     noon = 3 * 3600.0
     rates = stepped((noon, 1e-9), (inf, 1 / 600))
     at_once = next_due(0.0, 0.0, Cost(2.0), 1.0, rates)
@@ -73,7 +73,7 @@ def test_it_looks_ahead_and_what_is_uploaded_late_counts_late() -> None:
 
 
 @given(ANY, ANY, ANY, ANY, st.lists(st.tuples(ANY, ANY), max_size=20))
-def test_whatever_it_is_told_what_is_due_is_ahead_and_within_bounds(
+def test_due_time_is_in_future_and_bounded_for_any_input(
     stall_s: float, upload_s: float, price_s: float, lossy: float, told: list[tuple[float, float]]
 ) -> None:
     due = next_due(500.0, 100.0, Cost(stall_s, upload_s, price_s), lossy, lambda start: iter(told))
@@ -81,7 +81,7 @@ def test_whatever_it_is_told_what_is_due_is_ahead_and_within_bounds(
     assert 0.0 <= due.loss_s <= due.interval_s + MOST_S
 
 
-def test_a_rate_that_never_moves_on_ends() -> None:
+def test_rate_without_progress_terminates() -> None:
     def stuck(start: float) -> Iterator[tuple[float, float]]:
         while True:
             yield start, 0.01
@@ -90,7 +90,7 @@ def test_a_rate_that_never_moves_on_ends() -> None:
 
 
 @given(RATES, STALLS, st.floats(0.0, 1.0))
-def test_what_was_told_moves_only_by_more_than_a_little(rate: float, stall_s: float, drift: float) -> None:
+def test_announced_time_moves_only_beyond_hysteresis(rate: float, stall_s: float, drift: float) -> None:
     schedule = Schedule(stall_s)
     schedule.began(0.0)
     first = schedule.plan(0.0, 1.0, steady(rate))
@@ -100,7 +100,7 @@ def test_what_was_told_moves_only_by_more_than_a_little(rate: float, stall_s: fl
     assert schedule.number == 1 + (again is not first)
 
 
-def test_what_is_due_is_told_once_until_it_was_in_vain_for_a_whole_interval() -> None:
+def test_due_checkpoint_is_announced_again_after_missed_interval() -> None:
     schedule = Schedule(20.0)
     schedule.began(0.0)
     first = schedule.plan(0.0, 1.0, steady(1 / 3600))
@@ -116,7 +116,7 @@ def test_what_is_due_is_told_once_until_it_was_in_vain_for_a_whole_interval() ->
 @given(
     st.lists(st.tuples(st.sampled_from(["saved", "stored", "failed", "still", "plan"]), st.floats(0.0, 4000.0), ANY))
 )
-def test_in_any_order_of_events_nothing_is_due_in_the_past_twice(events: list[tuple[str, float, float]]) -> None:
+def test_events_in_any_order_announce_no_past_time_twice(events: list[tuple[str, float, float]]) -> None:
     schedule, now, last = Schedule(5.0), 0.0, None
     schedule.began(now)
     overdue: set[int] = set()
@@ -129,13 +129,13 @@ def test_in_any_order_of_events_nothing_is_due_in_the_past_twice(events: list[tu
         elif kind == "failed":
             schedule.failed(now)
         elif kind == "still":
-            schedule.stood_still(pause)
+            schedule.pause(pause)
         else:
             number = schedule.number
             due = schedule.plan(now, 1.0, steady(rate))
             assert schedule.number - number in {0, 1}
             if schedule.number != number:
-                assert due.at >= now, "never told when it is past already"
+                assert due.at >= now, "a due time in the past is never announced"
                 assert last is None or last not in overdue or schedule.number > last
             if due.at < now:
                 overdue.add(schedule.number)
@@ -143,7 +143,7 @@ def test_in_any_order_of_events_nothing_is_due_in_the_past_twice(events: list[tu
         assert schedule.since <= now or kind == "still"
 
 
-def test_work_whose_upload_failed_is_at_stake_again_but_not_tried_at_once() -> None:
+def test_failed_upload_puts_work_at_risk_and_delays_retry() -> None:
     schedule = Schedule(20.0)
     schedule.began(0.0)
     schedule.saved(1000.0)
@@ -155,20 +155,20 @@ def test_work_whose_upload_failed_is_at_stake_again_but_not_tried_at_once() -> N
     assert schedule.since == 1600.0 and schedule.upload_s.value == 100.0
 
 
-def test_the_cost_is_the_median_of_the_last_few() -> None:
+def test_cost_is_median_of_recent_values() -> None:
     recent = Recent(7.0)
     assert recent.value == 7.0 and not recent.known
     for value in (1.0, nan, -1.0, inf, 2.0, 100.0, 2.0, 2.0):
-        recent.saw(value)
+        recent.add(value)
     assert recent.value == 2.0
     for _ in range(20):
-        recent.saw(9.0)
+        recent.add(9.0)
     assert recent.value == 9.0
 
 
-def test_a_notice_is_trusted_as_far_as_it_has_sufficed() -> None:
+def test_notice_counts_by_its_record() -> None:
     cover = Cover()
-    assert cover.lossy == 1.0, "nothing is known"
+    assert cover.lossy == 1.0, "without observations every departure counts as lossy"
     for _ in range(45):
         cover = cover.after(True)
     assert cover.lossy == pytest.approx(0.1)
@@ -196,7 +196,7 @@ def waste(jobs: list[Upload], bps: tuple[float, ...]) -> float:
 
 
 @given(st.lists(uploads, min_size=1, max_size=6), st.floats(1e4, 1e9), st.data())
-def test_no_other_shares_of_the_budget_waste_less(jobs: list[Upload], budget: float, data: st.DataObject) -> None:
+def test_shares_minimise_waste(jobs: list[Upload], budget: float, data: st.DataObject) -> None:
     found = shares(jobs, budget)
     free = [job.bytes * sqrt(job.rate / (2 * job.stall_s)) for job in jobs]
     assert sum(found.bps) <= budget * 1.000001
@@ -207,7 +207,7 @@ def test_no_other_shares_of_the_budget_waste_less(jobs: list[Upload], budget: fl
     assert waste(jobs, found.bps) <= waste(jobs, tuple(b * fit for b in other)) * 1.000001
 
 
-def test_the_shares_are_a_solvers() -> None:
+def test_shares_match_solver() -> None:
     optimize = pytest.importorskip("scipy.optimize")
     jobs = [Upload(4e9, 2.0, 1e-5, 1.0), Upload(4e10, 9.0, 1e-5, 8.0), Upload(5e8, 0.5, 4e-5, 0.5)]
     budget = 2e6
@@ -227,7 +227,7 @@ def test_the_shares_are_a_solvers() -> None:
 
 
 @given(st.lists(st.builds(Upload, ANY, ANY, ANY, ANY), max_size=5), ANY)
-def test_shares_of_nonsense_are_numbers(jobs: list[Upload], budget: float) -> None:
+def test_shares_of_invalid_input_are_finite(jobs: list[Upload], budget: float) -> None:
     found = shares(jobs, budget)
     assert len(found.bps) == len(found.price_s) == len(jobs)
     assert all(isfinite(b) and b >= 0 for b in (*found.bps, *found.price_s))

@@ -1,4 +1,4 @@
-"""What a node tells of its stays: to the bit, in a bounded number of bytes, and bounded in what it can do to others."""
+"""Summaries of stays: exact, small, and bounded in their effect on other nodes."""
 
 import msgspec
 import pytest
@@ -30,32 +30,32 @@ def told(length_s: float, count: int = 40) -> tuple[Summary, Estimator, float]:
     for number in range(count):
         lived(estimator, A, MONDAY + number * 7 * HOUR_S, length_s)
     now = MONDAY + count * 7 * HOUR_S
-    estimator.lent(A, now)
-    estimator.lent(A, now + 1200)
+    estimator.record_lent(A, now)
+    estimator.record_lent(A, now + 1200)
     return summarise(estimator, A, now + 1200, 0.0, WEEK), estimator, now + 1200
 
 
-def test_another_node_foretells_the_same_by_what_it_was_told() -> None:
+def test_node_introduced_by_summary_has_same_survival() -> None:
     summary, mine, now = told(6 * HOUR_S)
     assert len(encode_summary(summary)) < 1500
     heard = decode_summary(encode_summary(summary))
     assert heard == summary and heard.since_unix == int(now - 1200)
-    assert heard.frailty == (round(100 * mine.frailty.information), round(100 * mine.frailty.theta))
+    assert heard.frailty == (round(100 * mine.frailty.information), round(100 * mine.frailty.value))
     other = Estimator(now)
     adopt(other, [heard], now)
-    introduce(other, A, heard, other.room("", now), now)
-    mine.rooms[""].week.rates = [1.0] * 168  # that is known in its room only
+    introduce(other, A, heard, other.zone("", now), now)
+    mine.zones[""].week.rates = [1.0] * 168  # data of its own zone, which the summary does not contain
     for horizon_s in (900.0, HOUR_S, 6 * HOUR_S):
         theirs = other.survival(A, now, horizon_s).probability
         assert theirs == pytest.approx(mine.survival(A, now, horizon_s).probability, abs=0.03)
 
 
-def test_what_the_campus_is_like_is_known_to_a_node_that_has_just_come() -> None:
+def test_new_node_starts_from_campus_prior() -> None:
     chances = []
     for length_s in (1200.0, 6.5 * HOUR_S):
         summary, _, now = told(length_s)
         fresh = Estimator(now)
-        fresh.lent(B, now)
+        fresh.record_lent(B, now)
         before = fresh.survival(B, now, HOUR_S).probability
         adopt(fresh, [summary] * 20, now)
         chances.append(fresh.survival(B, now, HOUR_S).probability)
@@ -64,7 +64,7 @@ def test_what_the_campus_is_like_is_known_to_a_node_that_has_just_come() -> None
     assert chances[0] < before < chances[1]
 
 
-def test_old_news_weighs_less() -> None:
+def test_old_summary_weighs_less() -> None:
     summary, _, now = told(1200.0)
     weights = []
     for later in (0.0, HALF_LIFE_S, 10 * HALF_LIFE_S):
@@ -74,24 +74,24 @@ def test_old_news_weighs_less() -> None:
     assert weights[1] == pytest.approx(weights[0] / 2) and weights[2] < weights[0] / 1000
 
 
-def test_a_liar_moves_the_campus_by_no_more_than_a_few_honest_nodes() -> None:
+def test_false_summary_has_bounded_effect() -> None:
     honest, _, now = told(6 * HOUR_S, count=300)
     huge = tuple([2**31] * COMMON)
     for events, expected in ((huge, honest.expected), (honest.events, huge), (huge, huge)):
-        liar = msgspec.structs.replace(honest, events=events, expected=expected, lent=2**31, belief=(2**31, 0))
+        liar = msgspec.structs.replace(honest, events=events, expected=expected, lent=2**31, slope=(2**31, 0))
         estimator = Estimator(now)
         adopt(estimator, [honest] * 30, now)
         before = estimator.rate
         adopt(estimator, [honest] * 30 + [decode_summary(encode_summary(liar))], now)
         assert before / 2 < estimator.rate < before * 2
-        introduce(estimator, B, liar, estimator.room("", now), now)
+        introduce(estimator, B, liar, estimator.zone("", now), now)
         assert 0 <= estimator.survival(B, now, HOUR_S).probability <= 1
         assert estimator.nodes[B].own.events <= MOST_EVENTS
         assert not estimator.nodes[B].campus
 
 
 IMPOSSIBLE: list[dict[str, object]] = [
-    {"layout": 2},
+    {"layout": 1},
     {"events": (0,) * (COMMON - 1)},
     {"expected": (0,) * (COMMON + 1)},
     {"own_events": (0,) * (OWN + 1)},
@@ -99,8 +99,7 @@ IMPOSSIBLE: list[dict[str, object]] = [
     {"week": b"\x32" * 167},
     {"week": b"\x65" * 168},
     {"since_unix": 2**41},
-    {"last_stay_s": -1},
-    {"belief": (1, 101)},
+    {"slope": (1, 101)},
 ]
 
 
@@ -112,7 +111,7 @@ def test_impossible_summaries_are_refused(changes: dict[str, object]) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 800), st.binary(max_size=6))
-def test_hostile_bytes_are_refused_or_are_a_summary(data: bytes, at: int, patch: bytes) -> None:
+def test_hostile_bytes_are_refused_or_valid_summary(data: bytes, at: int, patch: bytes) -> None:
     good = bytearray(encode_summary(GOOD))
     good[at : at + len(patch)] = patch
     for candidate in (data, bytes(good)):
@@ -122,7 +121,7 @@ def test_hostile_bytes_are_refused_or_are_a_summary(data: bytes, at: int, patch:
             continue
         estimator = Estimator(MONDAY + 9 * DAY_S)
         adopt(estimator, [summary], MONDAY + 9 * DAY_S)
-        introduce(estimator, B, summary, estimator.room("", MONDAY), MONDAY + 9 * DAY_S)
+        introduce(estimator, B, summary, estimator.zone("", MONDAY), MONDAY + 9 * DAY_S)
         assert 0 <= estimator.survival(B, MONDAY + 9 * DAY_S, HOUR_S).probability <= 1
 
 

@@ -1,4 +1,4 @@
-"""Readers of other people's traces: they read what is right, and name the lines of what is not."""
+"""Trace readers: valid files are read, invalid lines are named."""
 
 import struct
 from collections.abc import Callable
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.availability import Stay, Trace, TraceError
 from placement.logins import RECORD, read_last, read_wtmp
-from placement.stays import Stay, Trace, TraceError
 from placement.traces import Job, read_availability, read_fta, read_job_csv, read_nodes, read_swf
 
 SWF = """; Version: 2.2
@@ -41,7 +41,7 @@ SUNDAY = 1793491200.0  # 1 November 2026
 HOUR_S = 3600.0
 
 
-def test_jobs_with_their_nodes_are_the_same_in_both_forms() -> None:
+def test_swf_and_csv_give_same_trace() -> None:
     jobs = read_swf(SWF)
     assert jobs[0] == Job(1000100.0, 1003700.0, 4, "7", (("n1", 2), ("n2", 2)), 1000000.0) and len(jobs) == 2
     assert read_nodes(SWF) == read_nodes(CSV)
@@ -51,19 +51,21 @@ def test_jobs_with_their_nodes_are_the_same_in_both_forms() -> None:
     }, "known until the last job began"
 
 
-def test_what_spreadsheets_and_people_add_is_read_all_the_same() -> None:
+def test_csv_with_spaces_and_comments_is_read() -> None:
     untidy = "# of the lab\r\n\r\n" + CSV.replace(",", ", ").replace("\n", "\r\n")
     assert read_nodes(untidy) == read_nodes(CSV)
     lines = CSV.splitlines()
-    assert read_nodes("\n".join([lines[0], *reversed(lines[1:]), *lines[1:]])) == read_nodes(CSV), "twice, in any order"
+    assert read_nodes("\n".join([lines[0], *reversed(lines[1:]), *lines[1:]])) == read_nodes(CSV), (
+        "repeated lines in any order give the same trace"
+    )
 
 
-def test_a_node_is_lent_while_less_than_half_of_it_is_in_use() -> None:
+def test_node_is_lent_while_less_than_half_is_in_use() -> None:
     lines = ["node,start,end,cores,user", "n,0,1000,8,a", "n,2000,9000,3,a", "n,4000,5000,1,a", "n,9500,9600,1,a"]
     assert read_nodes("\n".join(lines)).nodes["n"] == (Stay(1000.0, 4000.0, True), Stay(5000.0, 9500.0, False))
 
 
-def test_a_count_of_machines_becomes_so_many_nodes() -> None:
+def test_availability_counts_become_nodes() -> None:
     text = '{"metadata": {"gap_seconds": 300}, "data": [2, 2, 1, 0, 1]}'
     trace = read_availability(text, "z")
     assert trace.nodes == {
@@ -73,13 +75,13 @@ def test_a_count_of_machines_becomes_so_many_nodes() -> None:
     assert list(read_availability('{"metadata":{"gap_seconds":60},"data":[0,1]}', "z").nodes) == ["z"]
 
 
-def test_the_failure_trace_archive() -> None:
+def test_failure_trace_archive_is_read() -> None:
     trace = read_fta(FTA)
     assert (trace.first, trace.last) == (1000.0, 9000.0)
     assert trace.nodes == {"pc1": (Stay(1000.0, 5000.0, True), Stay(6000.0, 9000.0, False)), "2": ()}
 
 
-def test_a_machine_is_its_owners_while_somebody_is_logged_in_and_while_it_is_off() -> None:
+def test_machine_is_lent_while_up_without_logins() -> None:
     stays = [(stay.start - SUNDAY, stay.end - SUNDAY, stay.ended) for stay in read_last(LAST, "pc").nodes["pc"]]
     day = 24 * HOUR_S
     assert stays == [
@@ -97,7 +99,7 @@ def record(kind: int, now: int, line: bytes = b"", user: bytes = b"") -> bytes:
     return RECORD.pack(kind, 1, line, b"", user, b"", 0, 0, 0, now, 0, 0, 0, 0, 0, b"")
 
 
-def test_the_wtmp_file_says_the_same() -> None:
+def test_wtmp_gives_same_trace_as_last() -> None:
     data = b"".join(
         [
             record(2, 1000, b"~", b"reboot"),
@@ -124,35 +126,35 @@ def test_the_wtmp_file_says_the_same() -> None:
     ("read", "text", "words"),
     [
         (read_swf, SWF + "4 1 2 3\n", "line 6: 4 fields instead of 18"),
-        (read_swf, SWF.replace("3600", "36oo", 1), "line 3: '36oo' is no number"),
-        (read_swf, SWF.replace("n2,n2}", "n2,n2"), "line 3: its list of nodes does not end"),
-        (read_swf, SWF.replace("600.5", "nan"), "line 4: 'nan' is out of all bounds"),
-        (read_swf, SWF.replace("600.5", "1e300"), "line 4: '1e300' is out of all bounds"),
-        (read_nodes, SWF.split("{", 1)[0] + "\n", "on which nodes"),
+        (read_swf, SWF.replace("3600", "36oo", 1), "line 3: '36oo' is not a number"),
+        (read_swf, SWF.replace("n2,n2}", "n2,n2"), "line 3: the list of nodes has no closing brace"),
+        (read_swf, SWF.replace("600.5", "nan"), "line 4: 'nan' is out of range"),
+        (read_swf, SWF.replace("600.5", "1e300"), "line 4: '1e300' is out of range"),
+        (read_nodes, SWF.split("{", 1)[0] + "\n", "lists the nodes"),
         (read_job_csv, "a,b\n", "line 1: the first line is not node,start,end,cores,user"),
         (
             read_job_csv,
             CSV + "n1,5,4,1,u\nn1,5,6,0,u\n,1,2,3,u\nn,1\n",
-            "line 5: no node, .*; line 6: .*; line 7: .*; line 8: 2 f",
+            "line 5: the node is missing, .*; line 6: .*; line 7: .*; line 8: 2 f",
         ),
         (read_job_csv, "node,start,end,cores,user\n" + "x\n" * 9, "line 6: .*; and 4 more"),
-        (read_nodes, "node,start,end,cores,user\nn,5,9,1,u\n", "at once"),
+        (read_nodes, "node,start,end,cores,user\nn,5,9,1,u\n", "at the same time"),
         (read_fta, FTA + "1\t2\n", "line 6: 2 columns"),
         (read_fta, FTA.replace("\t0\t5000", "\t7\t5000"), "line 3: .* neither 0 nor 1"),
-        (read_fta, "", "nothing lasts"),
-        (lambda text: read_last(text, "pc"), LAST.replace(" 2026 - Mon", " - Mon"), "line 1: it has no full date"),
+        (read_fta, "", "covers no time"),
+        (lambda text: read_last(text, "pc"), LAST.replace(" 2026 - Mon", " - Mon"), "line 1: the date has no year"),
         (
             lambda text: read_last(text, "pc"),
             LAST.replace("Nov  3 09:00:00 2026", "Nov  3 09:00"),
-            "line 2: it has no full date",
+            "line 2: the date has no year",
         ),
         (
             lambda text: read_last(text, "pc"),
             LAST.replace("Nov  3 09:00:00 2026", "Nov 33 09:00:00 2026"),
             "line 2: 2026-11-33",
         ),
-        (lambda text: read_last(text, "pc"), LAST.replace("Nov  3 09", "Nox  3 09"), "line 2: 'Nox' is no month"),
-        (lambda text: read_last(text, "pc"), "", "nobody ever"),
+        (lambda text: read_last(text, "pc"), LAST.replace("Nov  3 09", "Nox  3 09"), "line 2: 'Nox' is not a month"),
+        (lambda text: read_last(text, "pc"), "", "neither logins nor boots"),
         (lambda text: read_availability(text, "z"), '{"data": [1, 2]}', "metadata"),
         (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":0},"data":[1, 2]}', ">"),
         (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":60},"data":[1, -2]}', "data"),
@@ -160,12 +162,12 @@ def test_the_wtmp_file_says_the_same() -> None:
         (lambda text: read_availability(text, "z"), '{"metadata":{"gap_seconds":60},"data":[1, 999999]}', "<= 1024"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_line(read: Callable[[str], object], text: str, words: str) -> None:
+def test_error_names_invalid_line(read: Callable[[str], object], text: str, words: str) -> None:
     with pytest.raises(TraceError, match=words):
         read(text)
 
 
-def test_wtmp_files_that_are_none() -> None:
+def test_invalid_wtmp_is_refused() -> None:
     good = record(2, 1000) + record(7, 2000)
     for data, words in (
         (b"", "0 bytes"),
@@ -189,7 +191,7 @@ SAMPLES = [SWF, CSV, FTA, LAST, '{"metadata": {"gap_seconds": 300}, "data": [2, 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> str:
-    """A right file with something in it replaced."""
+    """Return a valid file with one part replaced."""
     text = draw(st.sampled_from(SAMPLES))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(text)))
@@ -204,7 +206,7 @@ def damaged(draw: st.DrawFn) -> str:
 
 
 @given(st.one_of(damaged(), st.text(max_size=200)), st.sampled_from(READERS))
-def test_hostile_text_is_refused_or_read_and_nothing_else(text: str, read: Callable[[str], object]) -> None:
+def test_hostile_text_is_refused_or_read(text: str, read: Callable[[str], object]) -> None:
     try:
         found = read(text)
     except TraceError as error:
@@ -220,7 +222,7 @@ def test_hostile_text_is_refused_or_read_and_nothing_else(text: str, read: Calla
     st.lists(st.tuples(st.integers(-2, 12), st.integers(-5, 2**31 - 1), st.binary(max_size=4)), max_size=8),
     st.binary(max_size=5),
 )
-def test_hostile_wtmp_files(records: list[tuple[int, int, bytes]], tail: bytes) -> None:
+def test_hostile_wtmp_is_refused_or_read(records: list[tuple[int, int, bytes]], tail: bytes) -> None:
     data = b"".join(record(kind, now, line) for kind, now, line in records) + tail
     try:
         trace = read_wtmp(data, "pc")
@@ -229,7 +231,7 @@ def test_hostile_wtmp_files(records: list[tuple[int, int, bytes]], tail: bytes) 
     assert all(stay.start < stay.end for stay in trace.nodes["pc"])
 
 
-def test_struct_utmp_is_packed_as_the_c_library_has_it() -> None:
+def test_utmp_record_matches_c_struct() -> None:
     data = bytearray(record(7, 1_700_000_000, b"pts/3", b"ada"))
     assert struct.unpack_from("<h", data, 0) == (7,) and data[8:13] == b"pts/3" and data[44:47] == b"ada"
     assert struct.unpack_from("<i", data, 340) == (1_700_000_000,)

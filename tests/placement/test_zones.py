@@ -1,4 +1,4 @@
-"""Zones: who is in which, who coordinates, and ranking by zone first; the same for everybody, and stable as nodes come and go."""
+"""Zones: members, coordinators and two-level ranking; equal on all nodes and stable."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from placement.zones import (
     zone_of,
     zones,
 )
-from tests.jobs.worlds import make_advert
+from tests.consensus.worlds import make_advert
 
 JOBS = [bytes([number]) * 16 for number in range(40)]
 
@@ -55,11 +55,11 @@ def first(job: bytes, adverts: list[Advert]) -> bytes:
         ("", ""),
     ],
 )
-def test_a_node_without_a_zone_of_its_own_is_in_its_subnet(host: str, network: str) -> None:
+def test_node_without_named_zone_is_in_its_subnet(host: str, network: str) -> None:
     assert subnet(host) == network
 
 
-def test_the_owners_word_goes_before_the_subnet() -> None:
+def test_named_zone_overrides_subnet() -> None:
     plain, named = make_advert(b"p" * 32), make_advert(b"n" * 32, zone="east")
     hosts = {plain.node: "10.0.0.1", named.node: "10.0.0.2"}
     found = {zone.name: zone.nodes for zone in zones([plain, named], hosts)}
@@ -67,7 +67,7 @@ def test_the_owners_word_goes_before_the_subnet() -> None:
 
 
 @given(meshes(), st.randoms(use_true_random=False))
-def test_the_same_adverts_in_any_order_give_the_same_zones_and_ranking(adverts: list[Advert], rng: object) -> None:
+def test_zones_and_ranking_do_not_depend_on_order_of_adverts(adverts: list[Advert], rng: object) -> None:
     other = list(adverts)
     rng.shuffle(other)  # type: ignore[attr-defined]
     assert zones(adverts, {}) == zones(other, {})
@@ -78,7 +78,7 @@ def test_the_same_adverts_in_any_order_give_the_same_zones_and_ranking(adverts: 
 
 
 @given(meshes())
-def test_a_coordinator_is_among_the_most_stable_of_its_zone_and_stays(adverts: list[Advert]) -> None:
+def test_coordinator_is_among_most_stable_nodes(adverts: list[Advert]) -> None:
     weights = {advert.node: advert.weight for advert in adverts}
     for zone in zones(adverts, {}):
         assert zone.coordinator in zone.nodes and zone.weight == sum(weights[node] for node in zone.nodes)
@@ -90,7 +90,7 @@ def test_a_coordinator_is_among_the_most_stable_of_its_zone_and_stays(adverts: l
 
 
 @given(meshes(), st.data())
-def test_a_coordinator_that_goes_changes_its_own_zone_only(adverts: list[Advert], data: st.DataObject) -> None:
+def test_leaving_coordinator_changes_only_its_zone(adverts: list[Advert], data: st.DataObject) -> None:
     before = {zone.name: zone for zone in zones(adverts, {})}
     gone = before[data.draw(st.sampled_from(sorted(before)))]
     left = [advert for advert in adverts if advert.node != gone.coordinator]
@@ -101,9 +101,7 @@ def test_a_coordinator_that_goes_changes_its_own_zone_only(adverts: list[Advert]
 
 
 @given(meshes(), st.data())
-def test_a_node_that_goes_moves_no_job_of_another_zone_and_only_its_own_within(
-    adverts: list[Advert], data: st.DataObject
-) -> None:
+def test_leaving_node_moves_no_job_of_other_zones(adverts: list[Advert], data: st.DataObject) -> None:
     gone = data.draw(st.sampled_from(adverts))
     left = [advert for advert in adverts if advert is not gone]
     home = {advert.node: advert.zone for advert in adverts}
@@ -115,13 +113,13 @@ def test_a_node_that_goes_moves_no_job_of_another_zone_and_only_its_own_within(
 
 
 @given(meshes())
-def test_within_one_zone_it_is_the_flat_ranking(adverts: list[Advert]) -> None:
+def test_ranking_within_one_zone_is_flat(adverts: list[Advert]) -> None:
     adverts = [msgspec.structs.replace(advert, zone="a") for advert in adverts]
     ask = request(JOBS[1], avoid=(adverts[0].node,), prefer=adverts[-1].node)
     assert rank_nodes(ask, adverts, homes(zones(adverts, {}))) == rank_nodes(ask, adverts)
 
 
-def test_only_nodes_that_fit_count_for_their_zone_and_wishes_go_before_zones() -> None:
+def test_only_fitting_nodes_count_for_zone_and_preferences_go_first() -> None:
     small = [make_advert(bytes([number]) * 32, zone="big", slots_free=0, weight=64) for number in range(1, 20)]
     fits = make_advert(b"f" * 32, zone="small", weight=1)
     late = make_advert(b"l" * 32, zone="big", weight=64)
@@ -134,14 +132,14 @@ def test_only_nodes_that_fit_count_for_their_zone_and_wishes_go_before_zones() -
         assert rank_nodes(request(job, prefer=fits.node), adverts, homes(among)).candidates[0].node == fits.node
 
 
-def test_zones_get_jobs_by_their_weight() -> None:
+def test_zones_get_jobs_by_weight() -> None:
     adverts = [make_advert(bytes([n]) * 32, zone="a" if n <= 9 else "b") for n in range(1, 13)]
     jobs = [bytes([high, low]) * 8 for high in range(20) for low in range(20)]
     share = sum(first(job, adverts) <= bytes([9]) * 32 for job in jobs) / len(jobs)
     assert 0.68 < share < 0.82  # three quarters of the weight
 
 
-def test_stand_ins_come_from_the_users_zone_first_and_from_each_zone_once_before_any_twice() -> None:
+def test_stand_ins_come_from_home_zone_first_then_each_zone_once() -> None:
     adverts = [make_advert(bytes([n]) * 32, zone="abc"[n % 3]) for n in range(1, 10)]
     full = make_advert(b"f" * 32, zone="b", store_free_mib=0)
     among = zones([*adverts, full], {})
@@ -152,7 +150,7 @@ def test_stand_ins_come_from_the_users_zone_first_and_from_each_zone_once_before
     assert stand_in_order(JOBS[0], adverts, among, (), 10, None) != []
 
 
-def test_zones_come_first_past_200_nodes_until_there_are_less_than_180() -> None:
+def test_two_level_ranking_starts_above_200_and_ends_below_180() -> None:
     since, seen = 0, []
     for members in (TWO_LEVEL_PAST, TWO_LEVEL_PAST + 1, 190, FLAT_BELOW, FLAT_BELOW - 1, TWO_LEVEL_PAST, 250, 201):
         since = two_level_since(since, members)
@@ -160,7 +158,7 @@ def test_zones_come_first_past_200_nodes_until_there_are_less_than_180() -> None
     assert seen == [0, 201, 201, 201, 0, 0, 250, 250]
 
 
-def test_one_function_ranks_both_ways() -> None:
+def test_hierarchy_ranks_flat_and_two_level() -> None:
     adverts = tuple(make_advert(number.to_bytes(32, "big"), zone="abcd"[number % 4]) for number in range(1, 202))
     flat, zoned = Hierarchy(0, adverts), Hierarchy(201, adverts)
     asks = [request(job) for job in JOBS]

@@ -1,4 +1,4 @@
-"""Typing and load, by real terminals and processes, and by what the kernel's files look like on other machines."""
+"""Typing and load: with real terminals and processes, and with copies of the kernel's files on other machines."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ INTERRUPTS = """           CPU0       CPU1
 
 
 class Machine:
-    """Files like those of a kernel."""
+    """A directory with fake /proc, /sys and /dev files."""
 
     def __init__(self, root: Path) -> None:
         self.proc, self.sys, self.dev = root / "proc", root / "sys", root / "dev"
@@ -50,16 +50,16 @@ class Machine:
         os.utime(self.dev / name, (accessed, 0))
 
 
-def test_without_anything_to_look_at_nothing_is_known(tmp_path: Path) -> None:
+def test_no_source_means_unknown(tmp_path: Path) -> None:
     console = Machine(tmp_path).console()
     assert console.look("all", 10.0, 1000.0) is None and console.sources == ()
 
 
-def test_a_laptops_keyboard_by_its_interrupts(tmp_path: Path) -> None:
+def test_ps2_keyboard_is_seen_by_interrupts(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.interrupt(100)
     console = machine.console()
-    assert console.look("console", 50.0, 0.0) == 50.0, "what was before is not known"
+    assert console.look("console", 50.0, 0.0) == 50.0, "input before the first look is unknown"
     machine.interrupt(100, others=5)
     assert console.look("console", 51.0, 0.0) == 51.0 and console.sources == ("PS/2",)
     machine.interrupt(102)
@@ -67,7 +67,7 @@ def test_a_laptops_keyboard_by_its_interrupts(tmp_path: Path) -> None:
     assert console.look("console", 60.0, 0.0) == 8.0
 
 
-def test_keyboards_and_mice_on_usb_and_nothing_else_there(tmp_path: Path) -> None:
+def test_usb_input_devices_only(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     for name, protocol, kind in (("1-1", "01", "03"), ("1-2", "02", "03"), ("1-3", "00", "03"), ("1-4", "01", "08")):
         machine.usb(name, 7, protocol, kind)
@@ -79,12 +79,12 @@ def test_keyboards_and_mice_on_usb_and_nothing_else_there(tmp_path: Path) -> Non
     machine.usb("1-2", 8, "02")
     assert console.look("console", 52.0, 0.0) == 0.0
     machine.usb("1-9", 1000)
-    assert console.look("console", 53.0, 0.0) == 1.0, "one that was plugged in has not been touched"
+    assert console.look("console", 53.0, 0.0) == 1.0, "plugging in a device is no input"
     (machine.sys / "devices/1-1/urbnum").write_text("broken")
     assert console.look("console", 54.0, 0.0) == 2.0
 
 
-def test_terminals_count_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_terminals_count_if_watched(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.terminal("tty1", 900.0)
     machine.terminal("ttyS0", 999.0)
@@ -97,17 +97,17 @@ def test_terminals_count_where_they_are_asked_for(tmp_path: Path) -> None:
     assert near.look("console", 505.0, 1005.0) == 105.0
     assert far.look("all", 505.0, 1005.0) == 0.0
     machine.terminal("pts/4", 5000.0)
-    assert far.look("all", 506.0, 1006.0) == 0.0, "a clock that was set back makes nobody idle for less than nothing"
+    assert far.look("all", 506.0, 1006.0) == 0.0, "idle time is never negative, even if the clock is set back"
 
 
 @pytest.fixture
 def terminal() -> "tuple[int, int, str]":
-    """A real one: what is typed, what reads it, and its name here."""
+    """Return a real terminal: its master, its slave and the path of the slave."""
     master, slave = pty.openpty()
     return master, slave, os.ttyname(slave)
 
 
-def test_a_real_terminal_is_typed_at_and_printed_on(terminal: "tuple[int, int, str]") -> None:
+def test_real_terminal_counts_input_not_output(terminal: "tuple[int, int, str]") -> None:
     master, slave, name = terminal
     try:
         os.utime(name, (1.0, 1.0))
@@ -125,7 +125,7 @@ def test_a_real_terminal_is_typed_at_and_printed_on(terminal: "tuple[int, int, s
         os.close(slave)
 
 
-def test_a_terminal_of_a_guest_is_not_the_owners(terminal: "tuple[int, int, str]") -> None:
+def test_guest_terminal_does_not_count(terminal: "tuple[int, int, str]") -> None:
     master, slave, name = terminal
     os.utime(name, (1.0, 1.0))
     take = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); print(flush=True)"
@@ -153,7 +153,7 @@ def test_a_terminal_of_a_guest_is_not_the_owners(terminal: "tuple[int, int, str]
 
 
 class Processes:
-    """A /proc of which the figures are set."""
+    """A fake /proc with settable figures."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -167,28 +167,28 @@ class Processes:
             (self.root / pid / "stat").write_text(f"{pid} (a (b) c) S {'0 ' * 10}{round(used_s * ticks)} 0 0 0 0\n")
 
 
-def test_load_is_what_guests_do_not_use(tmp_path: Path) -> None:
+def test_load_excludes_guests(tmp_path: Path) -> None:
     processes, load = Processes(tmp_path), Load(tmp_path)
     processes.set(100.0, 10.0, _7=5.0)
     assert load.look(0.0, (7,)) is None
     processes.set(104.0, 11.0, _7=6.0)
     assert load.look(1.0, (7,)) == 2.0
     processes.set(108.0, 12.0)
-    assert load.look(2.0) == 2.0, "a guest has gone: what it used cannot be told from what others did"
+    assert load.look(2.0) == 2.0, "the usage of an ended guest cannot be separated, so the load is kept"
     processes.set(148.0, 12.0)
-    assert 2.0 < (load.look(12.0) or 0) < 4.0, "smoothed"
+    assert 2.0 < (load.look(12.0) or 0) < 4.0, "the load is smoothed"
     (tmp_path / "stat").write_text("nonsense")
     assert load.look(13.0) is None
 
 
-def test_a_real_process_of_ours_is_no_load_and_the_machine_can_be_asked() -> None:
+def test_own_process_is_not_load() -> None:
     load, busy = Load(), subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         assert load.look(time.monotonic()) is None
         before = load._last
         deadline = time.monotonic() + WAIT_S
         while load._last is None or before is None or load._last[2] < before[2] + 0.2:
-            assert time.monotonic() < deadline, "what it uses is seen as ours"
+            assert time.monotonic() < deadline, "the CPU time of the child counts as own usage"
             time.sleep(0.05)
             found = load.look(time.monotonic())
         assert found is not None and found >= 0

@@ -1,4 +1,4 @@
-"""The owner's presence: whatever is seen, and whenever, guests feel what the policy's clocks say."""
+"""The owner's presence: for any observations, the levels of guests follow the clocks of the policy."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def policy(**changes: Any) -> Policy:
 
 
 def seen(source: Source | None, active: bool = True) -> Seen:
-    """A look in which only this says that the owner is there."""
+    """Return an observation in which at most this source is active."""
     there = source if active else None
     return Seen(
         foreign={GPU: there == "gpu", OTHER: False},
@@ -39,7 +39,7 @@ SOURCES: list[Source] = ["gpu", "keyboard", "load", "calendar"]
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_one_cause_through_all_levels(source: Source) -> None:
+def test_cause_passes_all_levels(source: Source) -> None:
     presence, now = Presence(policy(), (GPU, OTHER)), 100.0
 
     def levels(active: bool, seconds: int) -> list[str]:
@@ -53,9 +53,9 @@ def test_one_cause_through_all_levels(source: Source) -> None:
         return found
 
     assert levels(False, 3) == ["lend"] * 3
-    assert levels(True, 2) == ["lend"] * 2, "not yet for long enough"
+    assert levels(True, 2) == ["lend"] * 2, "activity is shorter than `after`"
     assert levels(True, 3) == ["suspend"] * 3
-    late = 0 if source == "keyboard" else 1  # of the keyboard it is known when it was touched last
+    late = 0 if source == "keyboard" else 1  # the time of the last key is known
     assert levels(False, 4) == ["suspend"] * 4 if late else ["calm"] * 4
     assert set(levels(False, 15 if late else 1)) <= {"calm", "lend"}
     assert levels(False, 10)[-1] == "lend"
@@ -63,18 +63,16 @@ def test_one_cause_through_all_levels(source: Source) -> None:
     stand = presence.stands[scope(source)]
     assert stand.causes == (source,) and stand.pressing and stand.why
     after = levels(False, 22)
-    assert after[-1] == "lend" and set(after) <= {"vacate", "lend"}, (
-        "who was asked to leave is not asked back before it lends"
-    )
+    assert after[-1] == "lend" and set(after) <= {"vacate", "lend"}, "after vacate, no level but lend follows"
 
 
-def test_a_short_run_changes_nothing_and_a_pause_in_it_begins_it_anew() -> None:
+def test_short_activity_does_not_count() -> None:
     presence = Presence(policy(), (GPU,))
     for now, active in enumerate([True, True, False, True, True, False, True, False]):
         assert presence.step(seen("gpu", active), float(now))[GPU].level == "lend"
 
 
-def test_what_cannot_be_seen_changes_nothing() -> None:
+def test_invisible_source_changes_nothing() -> None:
     presence = Presence(policy(), (GPU,))
     for now in range(5):
         presence.step(seen("gpu"), float(now))
@@ -83,7 +81,7 @@ def test_what_cannot_be_seen_changes_nothing() -> None:
     assert presence.step(blind, 50.0)[MACHINE] == Stand()
 
 
-def test_typing_now_and_then_is_one_activity_and_idleness_counts_from_the_last_key() -> None:
+def test_occasional_input_is_one_activity() -> None:
     clocks = Clocks(after=30.0, suspend=600.0, resume=60.0, idle=300.0)
     presence = Presence(policy(keyboard_clocks=clocks), ())
     typed = 0.0
@@ -91,26 +89,26 @@ def test_typing_now_and_then_is_one_activity_and_idleness_counts_from_the_last_k
         typed = now if now % 8 == 0 else typed
         level = presence.step(Seen(typed_s=now - typed), float(now))[MACHINE].level
         assert level == ("lend" if now < 30 else "suspend")
-    assert TYPING_S > 8.0, "or there are pauses between what the kernel tells"
+    assert TYPING_S > 8.0, "shorter, and reports of the kernel every 8 s would show pauses"
     levels = {now: presence.step(Seen(typed_s=now - 30.0), float(now))[MACHINE].level for now in range(40, 400)}
     assert next(now for now in levels if levels[now] == "calm") == 90
     assert next(now for now in levels if levels[now] == "lend") == 330
 
 
-def test_a_guest_feels_the_worst_of_where_it_is() -> None:
+def test_guest_has_worst_level_of_its_scopes() -> None:
     presence = Presence(policy(), (GPU, OTHER))
     for now in range(4):
         presence.step(msgspec.structs.replace(seen("gpu"), load=9.0), float(now))
     assert presence.stand(()).causes == ("load",) and presence.stand((OTHER,)).level == "suspend"
     both = presence.stand((GPU,))
-    assert both.causes == ("load", "gpu") and "processors and a program" in both.why
+    assert both.causes == ("load", "gpu") and "processors and the owner's program" in both.why
     for now in range(4, 40):
         presence.step(seen("gpu"), float(now))
     assert (presence.stand(()).level, presence.stand((GPU,)).level) == ("lend", "vacate")
     assert presence.stand((GPU,)).causes == ("gpu",) and presence.stand(("GPU-unknown",)).level == "lend"
 
 
-def test_another_policy_counts_from_the_next_look() -> None:
+def test_new_policy_applies_at_next_step() -> None:
     presence = Presence(policy(), (GPU,))
     for now in range(4):
         presence.step(msgspec.structs.replace(seen("gpu"), typed_s=0.0), float(now))
@@ -130,23 +128,22 @@ runs = st.lists(
 
 
 @given(clocks, st.sampled_from(SOURCES), runs)
-def test_guests_run_when_they_may_and_never_else(
+def test_guests_run_only_at_lend_and_calm(
     clocks: Clocks, source: Source, looks: list[tuple[bool | None, float, bool]]
 ) -> None:
-    """Against what the clocks mean, written down for one cause whose looks are all there is. The daemon may be started anew
-    before each of them."""
+    """Compare with the definition of the clocks for a single cause. The daemon may restart before each observation."""
     presence = Presence(policy(**{f"{source}_clocks": clocks}), (GPU,))
     now = 1000.0
-    began: float | None = None  # of what is going on
+    began: float | None = None  # start of the present activity
     gone: float | None = None
-    stood: float | None = None  # since when it stands still
+    stood: float | None = None  # start of the suspension
     before = "lend"
     for told, wait, anew in looks:
         now += wait
         if anew:
             memories, presence = presence.memories(), Presence(presence.policy, (GPU,))
             presence.remember(memories)
-        active = began is not None if told is None and source == "calendar" else told  # the clock can always be seen
+        active = began is not None if told is None and source == "calendar" else told  # the calendar is always known
         stand = presence.step(Seen() if active is None else seen(source, active), now)[scope(source)]
         if active:
             began, gone = (now if began is None else began), None
@@ -155,12 +152,12 @@ def test_guests_run_when_they_may_and_never_else(
         level = stand.level
         stood = None if level in {"lend", "calm"} else now if stood is None else stood
         if active and began is not None and now - began >= clocks.after:
-            assert level in {"suspend", "vacate"}, "the owner is there, and guests run"
+            assert level in {"suspend", "vacate"}, "no guest runs while the owner is present"
             assert stand.pressing and stand.causes == (source,)
         if active and level == "lend":
             assert now - (began or now) < clocks.after
         if level == "suspend" and stood is not None:
-            assert now - stood < clocks.suspend, "it stands still for longer than it may"
+            assert now - stood < clocks.suspend, "a suspension is shorter than `suspend`"
         if before != "lend" and level == "lend" and source != "keyboard":
             assert gone is not None and now - gone >= clocks.idle
         if before == "lend":
@@ -168,12 +165,12 @@ def test_guests_run_when_they_may_and_never_else(
         if before == "vacate":
             assert level in {"vacate", "lend"}
         if gone is not None and active is False and now - gone >= clocks.idle:
-            assert level == "lend", "the owner is gone, and it is not lent"
+            assert level == "lend", "the machine is lent after `idle`"
         before = level
 
 
 @given(st.lists(st.tuples(st.sampled_from([*SOURCES, None]), st.floats(0.1, 10)), max_size=80))
-def test_with_many_causes_it_lends_only_when_none_holds_it(looks: list[tuple[Source | None, float]]) -> None:
+def test_lends_only_when_no_cause_holds(looks: list[tuple[Source | None, float]]) -> None:
     together = Presence(policy(), (GPU,))
     apart = {source: Presence(policy(), (GPU,)) for source in SOURCES}
     now = 0.0

@@ -1,4 +1,4 @@
-"""Hours lent and borrowed: each attempt once, for whom it was, in the months in which it was."""
+"""Hours lent and borrowed: each attempt counts once, for its user, in the months of its run."""
 
 from calendar import timegm
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.provider.receipts import DeviceUse, Receipt
+from mesh.gpus.receipts import DeviceUse, Receipt
 from mesh.provider.usage import HOUR_MS, accounts, by_month, newest
 
 NOW = timegm((2026, 11, 22, 12, 0, 0)) * 1000
@@ -15,7 +15,7 @@ OWNERS = {A: "ada", B: "bob"}
 
 
 def ran(node: bytes, user: str, begun_h: float, hours: float, gpu_percent: int = 100, **fields: object) -> Receipt:
-    """It began so many hours ago."""
+    """Return the receipt of an attempt that began `begun_h` hours before NOW."""
     begun = NOW - round(begun_h * HOUR_MS)
     made = Receipt("job", 0, node, user, begun, begun + round(hours * HOUR_MS), (), gpu_percent=gpu_percent)
     for name, value in fields.items():
@@ -23,7 +23,7 @@ def ran(node: bytes, user: str, begun_h: float, hours: float, gpu_percent: int =
     return made
 
 
-def test_lent_borrowed_and_own_are_told_apart() -> None:
+def test_lent_borrowed_and_own_are_separate() -> None:
     measured = (DeviceUse("GPU-1", 1_800_000_000_000, 0, 1, 0),)
     found = accounts(
         [
@@ -41,7 +41,7 @@ def test_lent_borrowed_and_own_are_told_apart() -> None:
     assert bob.own_gpu_h == bob.lent_slot_h == 0
 
 
-def test_an_attempt_counts_once_and_only_its_part_of_the_time() -> None:
+def test_attempt_counts_once_within_period() -> None:
     early, late = ran(A, "bob", 10, 2), ran(A, "bob", 10, 6)
     impossible = [ran(A, "x", 1, 2), ran(A, "y", 2, -1), ran(A, "z", 2, 1, -5, job="z")]
     assert newest([late, early, *impossible[:2]], NOW) == [late] and newest(impossible, NOW) == []
@@ -50,7 +50,7 @@ def test_an_attempt_counts_once_and_only_its_part_of_the_time() -> None:
     assert accounts([late], NOW - 3 * HOUR_MS, lambda one: "a", lambda one: "b") == {}
 
 
-def test_a_month_has_what_was_in_it() -> None:
+def test_hours_are_split_by_month() -> None:
     first = timegm((2026, 11, 1, 0, 0, 0)) * 1000
     over_the_end = ran(A, "bob", 0, 0, from_unix_ms=first - 3 * HOUR_MS, until_unix_ms=first + HOUR_MS)
     at_new_year = timegm((2026, 1, 1, 0, 0, 0)) * 1000
@@ -65,7 +65,7 @@ def test_a_month_has_what_was_in_it() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 900), st.integers(0, 100)), max_size=8))
-def test_no_hour_appears_or_vanishes(times: list[tuple[int, int, int]]) -> None:
+def test_totals_conserve_hours(times: list[tuple[int, int, int]]) -> None:
     receipts = [
         ran(A, "bob", begun, min(hours, begun), percent, attempt=number)
         for number, (begun, hours, percent) in enumerate(times)

@@ -1,4 +1,4 @@
-"""The same run in two processes, whose dictionaries and sets are ordered differently."""
+"""Replay of one run in two processes with different hash seeds."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def digests(*arguments: str) -> set[str]:
-    """What `python -m sim` with these arguments ends with; one digest if it is deterministic."""
+    """Return the digests of `python -m sim` under two hash seeds; one if the run is deterministic."""
     found = set()
     for hash_seed in ("0", "4242"):
         done = subprocess.run(

@@ -1,36 +1,36 @@
-"""The classical failures of SWIM in the field, by name, in virtual time on the production core."""
+"""Known field failures of SWIM implementations, replayed in virtual time on the production core."""
 
 import pytest
 
+from membership.bootstrap import Bootstrap
 from membership.config import SwimConfig
-from membership.search import Search
 from membership.swim import Swim
-from sim.gossip import GossipNode, GossipWorld
-from sim.mix import Mix
+from sim.protocol.faults import FaultPlan
+from sim.protocol.membership import MembershipNode, MembershipWorld
 
-QUIET = Mix(loss=0.05, drift=0.01, until_s=1e9)
+QUIET = FaultPlan(loss=0.05, drift=0.01, until_s=1e9)
 NODES = 20
 
 
-def make_world(seed: int) -> GossipWorld:
-    world = GossipWorld(seed, nodes=NODES, mix=QUIET, config=SwimConfig.local(), checkers=())
+def make_world(seed: int) -> MembershipWorld:
+    world = MembershipWorld(seed, nodes=NODES, faults=QUIET, config=SwimConfig.local(), checkers=())
     world.begin(spread_s=1.0)
     world.kernel.run(30.0)
     assert agreed(world), f"SEED={seed}: they never met"
     return world
 
 
-def seen(node: GossipNode) -> set[bytes]:
+def seen(node: MembershipNode) -> set[bytes]:
     return {member.node for member in node.core.swim.table.present()}
 
 
-def agreed(world: GossipWorld) -> bool:
+def agreed(world: MembershipWorld) -> bool:
     up = {node.id for node in world.nodes if node.up}
     return all(seen(node) == up for node in world.nodes if node.up)
 
 
-def until_agreed(world: GossipWorld, within_s: float) -> float:
-    """Virtual seconds until all see all; fails with the seed."""
+def until_agreed(world: MembershipWorld, within_s: float) -> float:
+    """Return the virtual seconds until all nodes see each other; fail with the seed after `within_s`."""
     begun = world.kernel.now
     while not agreed(world):
         world.kernel.run(world.kernel.now + 0.5)
@@ -38,7 +38,7 @@ def until_agreed(world: GossipWorld, within_s: float) -> float:
     return world.kernel.now - begun
 
 
-def cut(world: GossipWorld, share: float, for_s: float) -> None:
+def cut(world: MembershipWorld, share: float, for_s: float) -> None:
     side = frozenset(node.id for node in world.nodes[: int(NODES * share)])
     everybody = [node.id for node in world.nodes]
     world.cuts.append({(one, other) for one in everybody for other in everybody if (one in side) != (other in side)})
@@ -51,19 +51,19 @@ def cut(world: GossipWorld, share: float, for_s: float) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("share", [0.05, 0.4])
-def test_a_partition_heals_though_both_sides_are_long_dead_to_each_other(seed: int, share: float) -> None:
-    """memberlist issue 222: a node cut off for minutes never came back by itself."""
+def test_partition_heals_after_both_sides_declared_each_other_dead(seed: int, share: float) -> None:
+    """memberlist issue 222: a node that was partitioned for minutes never rejoined."""
     world = make_world(seed)
     cut(world, share, for_s=300.0)
     assert until_agreed(world, within_s=35.0) > 0
 
 
-def test_without_knocking_at_the_dead_it_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control; nor does anybody who has company look for strangers, which would be a second way back."""
+def test_partition_does_not_heal_without_reconciling_with_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control. Discovery is off for nodes that have peers, because it would heal the partition too."""
     monkeypatch.setattr(Swim, "_reconcile_with_one", lambda self, members, unless_equal, now: [])
-    searched = Search.next
+    searched = Bootstrap.next
     monkeypatch.setattr(
-        Search, "next", lambda self, present: searched(self, present) if len(present) <= 1 else ([], 15.0)
+        Bootstrap, "next", lambda self, present: searched(self, present) if len(present) <= 1 else ([], 15.0)
     )
     world = make_world(1)
     cut(world, 0.4, for_s=300.0)
@@ -72,8 +72,8 @@ def test_without_knocking_at_the_dead_it_would_not(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_mass_restart_converges(seed: int) -> None:
-    """memberlist issue 311: the reborn are accused for what their former lives left behind."""
+def test_mass_restart_converges(seed: int) -> None:
+    """memberlist issue 311: restarted nodes were accused because of rumours about their earlier runs."""
     world = make_world(seed)
     rng = world.streams.get("test", "restart")
     for node in world.nodes:
@@ -84,7 +84,7 @@ def test_a_mass_restart_converges(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_crash_is_known_to_all_soon_and_nobody_else_is_accused(seed: int) -> None:
+def test_crash_is_known_to_all_and_no_other_node_is_accused(seed: int) -> None:
     world = make_world(seed)
     world.nodes[7].crash()
     took = until_agreed(world, within_s=15.0)

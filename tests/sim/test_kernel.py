@@ -1,12 +1,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.kernel import EventLog, Kernel
-from sim.streams import Streams
+from sim.kernel import EventLog, Kernel, Streams
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
-def test_events_run_by_time_then_priority_then_order_of_scheduling(wanted: list[tuple[int, int]]) -> None:
+def test_events_run_by_time_then_priority_then_sequence(wanted: list[tuple[int, int]]) -> None:
     kernel, seen = Kernel(), []
     for number, (time_s, priority) in enumerate(wanted):
         kernel.at(float(time_s), seen.append, (time_s, priority, number), priority=priority)
@@ -15,7 +14,7 @@ def test_events_run_by_time_then_priority_then_order_of_scheduling(wanted: list[
     assert kernel.now == 10.0
 
 
-def test_cancelled_events_do_not_happen_and_the_past_is_now() -> None:
+def test_cancelled_events_do_not_run_and_past_times_mean_now() -> None:
     kernel, seen = Kernel(), []
     handle = kernel.at(1.0, seen.append, "cancelled")
     kernel.at(2.0, lambda: kernel.at(0.5, seen.append, "late"))
@@ -33,14 +32,14 @@ def test_run_stops_at_its_bound() -> None:
     assert seen == [5]
 
 
-def test_streams_do_not_disturb_each_other() -> None:
+def test_streams_are_independent() -> None:
     first, second = Streams(1), Streams(1)
     [second.get("other", "purpose").random() for _ in range(100)]
     assert first.get("node", "x").random() == second.get("node", "x").random()
     assert Streams(1).get("node", "x").random() != Streams(2).get("node", "x").random()
 
 
-def test_a_log_tells_apart_what_differs() -> None:
+def test_different_logs_have_different_digests() -> None:
     logs = [EventLog() for _ in range(3)]
     logs[0].add(1.0, "a", "bc")
     logs[1].add(1.0, "ab", "c")

@@ -1,4 +1,4 @@
-"""Max-min shares against closed forms, and the incremental sharing against the whole."""
+"""Max-min shares against closed forms, and incremental sharing against sharing all flows at once."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,19 +17,19 @@ def path(*links: int) -> tuple[tuple[int, float], ...]:
     [
         ([Demand(path(0))], [10], [10]),
         ([Demand(path(0)), Demand(path(0))], [10], [5, 5]),
-        # The parking lot: one long flow over two links, a short one on each.
+        # Parking lot: one long flow over two links, and a short flow on each.
         ([Demand(path(0, 1)), Demand(path(0)), Demand(path(1))], [10, 20], [5, 5, 15]),
-        # Bertsekas and Gallager, figure 6.13 in spirit: the narrow link decides for some, the rest share what is left.
+        # After Bertsekas and Gallager, figure 6.13: the narrow link limits some flows, the others share the rest.
         ([Demand(path(0)), Demand(path(0, 1)), Demand(path(1)), Demand(path(1))], [12, 9], [9, 3, 3, 3]),
         ([Demand(path(0), 2.0), Demand(path(0), 1.0)], [9], [6, 3]),
         ([Demand(path(0), 1.0, 2.0), Demand(path(0))], [10], [2, 8]),
-        # Two copies leave by one port: it is crossed twice.
+        # Two copies leave through one port, which they cross twice.
         ([Demand(((0, 2.0), (1, 1.0), (2, 1.0)))], [10, 10, 10], [5]),
         ([Demand(((0, 2.0), (1, 1.0))), Demand(path(0))], [9, 100], [3, 3]),
         ([Demand(path(0), 1.0, 0.0), Demand(path(0))], [7], [0, 7]),
     ],
 )
-def test_shares_have_their_closed_form(demands: list[Demand], capacities: list[float], rates: list[float]) -> None:
+def test_shares_match_closed_forms(demands: list[Demand], capacities: list[float], rates: list[float]) -> None:
     assert max_min(demands, capacities) == pytest.approx(rates)
 
 
@@ -46,17 +46,17 @@ def scenes(draw: st.DrawFn) -> tuple[list[Demand], list[float]]:
 
 
 @given(scenes())
-def test_nobody_can_have_more_without_one_who_has_no_more_having_less(scene: tuple[list[Demand], list[float]]) -> None:
+def test_shares_are_max_min_fair(scene: tuple[list[Demand], list[float]]) -> None:
     demands, capacities = scene
     rates = max_min(demands, capacities)
     load = [0.0] * len(capacities)
     for demand, rate in zip(demands, rates, strict=True):
-        assert 0 <= rate <= demand.most + 1e-9
+        assert 0 <= rate <= demand.limit + 1e-9
         for link, uses in demand.path:
             load[link] += uses * rate
     assert all(used <= capacity * (1 + 1e-6) for used, capacity in zip(load, capacities, strict=True))
     for demand, rate in zip(demands, rates, strict=True):
-        if rate >= demand.most - 1e-6:
+        if rate >= demand.limit - 1e-6:
             continue
         bottlenecks = [link for link, _ in demand.path if load[link] >= capacities[link] * (1 - 1e-6)]
         levels = [
@@ -68,8 +68,8 @@ def test_nobody_can_have_more_without_one_who_has_no_more_having_less(scene: tup
 
 @settings(max_examples=60)
 @given(st.data())
-def test_sharing_step_by_step_is_sharing_all_at_once(data: st.DataObject) -> None:
-    """Flows come and go, and the links' own traffic changes; after each step all rates are the max-min ones."""
+def test_incremental_sharing_equals_sharing_all_flows(data: st.DataObject) -> None:
+    """After each start, end and change of other traffic, all rates equal the max-min shares."""
     kernel = Kernel()
     network = Network(kernel)
     links = [Link(f"l{n}", float(data.draw(st.integers(1, 20)))) for n in range(4)]
@@ -99,7 +99,7 @@ def test_sharing_step_by_step_is_sharing_all_at_once(data: st.DataObject) -> Non
 
 
 def _all_at_once(flows: list[Flow], links: list[Link]) -> tuple[list[float], list[float]]:
-    """The rates, and what each link's own traffic lacks."""
+    """Return all rates, and the rate that other traffic lacks on each link."""
     number = {link: place for place, link in enumerate(links)}
     left = [link.capacity for link in links]
     own = [Demand(((place, 1.0),), BACKGROUND_FLOWS, link.demand) for place, link in enumerate(links)]
@@ -120,8 +120,8 @@ def _all_at_once(flows: list[Flow], links: list[Link]) -> tuple[list[float], lis
     return [rates[flow] for flow in flows], short
 
 
-def test_bytes_arrive_when_the_shares_say() -> None:
-    """Two flows of 100 and 300 bytes on a link of 10: both at 5 until the first is there at 20, the other at 40."""
+def test_bytes_arrive_at_the_time_of_their_shares() -> None:
+    """Two flows of 100 and 300 bytes on a link of 10: both at 5 until the first ends at 20; the other ends at 40."""
     kernel, network, seen = Kernel(), None, []
     network = Network(kernel)
     link = Link("wire", 10.0, carried={})
@@ -132,7 +132,7 @@ def test_bytes_arrive_when_the_shares_say() -> None:
     assert link.carried == {0: 400.0} and not link.flows
 
 
-def test_who_yields_takes_nothing_from_the_links_own_traffic() -> None:
+def test_yielding_flow_takes_nothing_from_other_traffic() -> None:
     kernel = Kernel()
     network = Network(kernel)
     link = Link("uplink", 10.0)
@@ -143,7 +143,7 @@ def test_who_yields_takes_nothing_from_the_links_own_traffic() -> None:
     network.stop(flow)
     assert link.lost == 0.0
     flow = network.start(Path([(link, 1.0)]), 1e6, lambda: None, False)
-    assert flow.rate == pytest.approx(2.0)  # a ninth would be less: it has more than its share of what is asked for
+    assert flow.rate == pytest.approx(2.0)  # more than its ninth, because other traffic asks for less
     network.set_demand(link, 10.0)
     assert flow.rate == pytest.approx(10 / 9)
     kernel.run(190.0)

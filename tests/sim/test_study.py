@@ -1,4 +1,4 @@
-"""What replications say together, and the commands that say it."""
+"""Statistics over replications, stored results, and the commands of `mesh debug sim`."""
 
 import json
 import os
@@ -18,13 +18,13 @@ import pytest
 from click.testing import CliRunner
 
 from mesh.cli.main import cli
-from sim.campus import headline
-from sim.campus.headline import CLAIMS, Claim, verdict
+from sim.campus import claims
+from sim.campus.claims import CLAIMS, Claim, verdict
+from sim.campus.metrics import SCHEMA, Result
 from sim.campus.policies import POLICIES
 from sim.campus.statistics import Interval, bootstrap, difference, holm, mean_of, p_value, reduction
-from sim.campus.study import Kept, Side, cells, perform, precise, shared
-from sim.campus.tally import SCHEMA, Result
-from sim.campus.world import find_world, presets
+from sim.campus.study import ResultStore, Sample, common_seeds, is_precise, perform, replications
+from sim.campus.world_files import find_world, presets
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("gpunion-11", "--days", "2", "--workers", "1")
@@ -33,26 +33,26 @@ QUICK = ("gpunion-11", "--days", "2", "--workers", "1")
 # --- intervals
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+def test_intervals_cover_the_true_value_at_their_level() -> None:
     rng = Random(4)
     hits = 0
     for _ in range(100):
         sample = [NormalDist(5.0, 2.0).inv_cdf(rng.random()) for _ in range(30)]
         interval = bootstrap(30, lambda places, s=sample: sum(s[p] for p in places) / len(places), 300)  # type: ignore[misc]
         hits += interval.low <= 5.0 <= interval.high
-    assert 85 <= hits <= 100  # 95 of 100, with what few resamples cost
+    assert 85 <= hits <= 100  # 95 of 100, less for few resamples
 
 
-def test_an_interval_of_a_mean_is_as_wide_as_the_normal_ones() -> None:
+def test_interval_of_a_mean_matches_the_normal_interval() -> None:
     rng = Random(9)
     sample = [rng.random() for _ in range(200)]
     interval = mean_of(sample)
     assert interval.half == pytest.approx(1.96 * sqrt(1 / 12 / 200), rel=0.15)
     assert mean_of([3.0]) == Interval(3.0, 3.0, 3.0, 1)
-    assert mean_of(sample) == interval  # the same replications, the same interval
+    assert mean_of(sample) == interval  # the same replications give the same interval
 
 
-def test_pairing_takes_out_what_two_policies_share() -> None:
+def test_pairing_removes_variance_shared_by_policies() -> None:
     rng = Random(2)
     luck = [10 * rng.random() for _ in range(30)]
     first, second = luck, [value - 1 + 0.1 * rng.random() for value in luck]
@@ -63,7 +63,7 @@ def test_pairing_takes_out_what_two_policies_share() -> None:
     assert reduction([4.0, 4.0], [1.0, 1.0]).value == 0.75
 
 
-def test_p_values_are_those_of_all_signs() -> None:
+def test_p_values_match_all_sign_permutations() -> None:
     assert p_value([1.0, 1.0, 1.0]) == 2 / 8
     assert p_value([1.0, -1.0]) == 1.0 and p_value([0.0, 0.0]) == 1.0
     assert p_value([1.0] * 20) < 0.001
@@ -71,21 +71,21 @@ def test_p_values_are_those_of_all_signs() -> None:
     assert p_value([rng.random() - 0.5 for _ in range(40)]) > 0.05
 
 
-def test_holm_is_holms() -> None:
+def test_holm_matches_the_published_procedure() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_a_claim_is_met_only_if_the_whole_interval_says_so() -> None:
-    more = Claim("p", "c", "w", "f", least=0.5)
-    less = Claim("p", "c", "w", "f", most=0.5)
+def test_claim_is_met_only_if_the_whole_interval_agrees() -> None:
+    more = Claim("p", "c", "w", "f", at_least=0.5)
+    less = Claim("p", "c", "w", "f", at_most=0.5)
     for low, high, words in ((0.6, 0.7, "met"), (0.4, 0.6, "undecided"), (0.1, 0.2, "not met")):
         assert verdict(more, Interval(0.5, low, high, 5)) == words
     for low, high, words in ((0.6, 0.7, "not met"), (0.4, 0.6, "undecided"), (0.1, 0.2, "met")):
         assert verdict(less, Interval(0.5, low, high, 5)) == words
     assert verdict(more, Interval(0.9, 0.9, 0.9, 1)) == "undecided"  # one run has no interval
-    assert all(claim.world in presets() and (claim.against in POLICIES or not claim.against) for claim in CLAIMS)
-    assert all((claim.least is None) != (claim.most is None) for claim in CLAIMS)
+    assert all(claim.world in presets() and (claim.baseline in POLICIES or not claim.baseline) for claim in CLAIMS)
+    assert all((claim.at_least is None) != (claim.at_most is None) for claim in CLAIMS)
 
 
 # --- studies
@@ -95,48 +95,48 @@ def result(seed: int, loss: float) -> Result:
     return Result(SCHEMA, "w", "p", seed, {"work_loss": loss}, 1, "")
 
 
-def test_the_stop_rule_waits_for_a_narrow_interval() -> None:
-    one, other = Side("a"), Side("b")
+def test_stopping_rule_waits_for_a_narrow_interval() -> None:
+    one, other = Sample("a"), Sample("b")
     for seed in range(4):
         one.by_seed[seed], other.by_seed[seed] = result(seed, 10.0), result(seed, 2.0 + seed / 100)
-    assert not precise(one, other, "work_loss")  # too few, however alike
+    assert not is_precise(one, other, "work_loss")  # too few seeds
     one.by_seed[9] = result(9, 10.0)
-    assert shared(one, other) == [0, 1, 2, 3]
+    assert common_seeds(one, other) == [0, 1, 2, 3]
     other.by_seed[9] = result(9, 2.0)
-    assert precise(one, other, "work_loss")
+    assert is_precise(one, other, "work_loss")
     one.by_seed[10], other.by_seed[10] = result(10, 10.0), result(10, 9.0)
-    assert not precise(one, other, "work_loss")
+    assert not is_precise(one, other, "work_loss")
 
 
-def test_results_do_not_depend_on_who_computes_them_and_are_kept(tmp_path: Path) -> None:
-    wanted = cells([find_world("gpunion-11", ["days=1"])], ["mesh", "slurm-s0"], range(3))
-    assert [cell.seed for cell in wanted] == [0, 0, 1, 1, 2, 2]  # whole pairs first
-    alone = {cell.key: result for cell, result, _ in perform(wanted)}
+def test_results_are_stored_and_do_not_depend_on_the_executor(tmp_path: Path) -> None:
+    wanted = replications([find_world("gpunion-11", ["days=1"])], ["mesh", "slurm-s0"], range(3))
+    assert [replication.seed for replication in wanted] == [0, 0, 1, 1, 2, 2]  # complete pairs first
+    alone = {replication.key: result for replication, result, _ in perform(wanted)}
     file = tmp_path / "kept.jsonl"
     with ThreadPoolExecutor(2) as executor:
-        beside = {cell.key: result for cell, result, _ in perform(wanted, executor, Kept(file))}
+        beside = {replication.key: result for replication, result, _ in perform(wanted, executor, ResultStore(file))}
     assert alone == beside and len(alone) == 6
-    file.write_bytes(file.read_bytes() + b'{"key": "torn')  # a run that was killed as it wrote
-    again = Kept(file)
-    assert [again.get(cell) for cell in wanted] == [alone[cell.key] for cell in wanted]
+    file.write_bytes(file.read_bytes() + b'{"key": "torn')  # a run killed while writing
+    again = ResultStore(file)
+    assert [again.get(replication) for replication in wanted] == [alone[replication.key] for replication in wanted]
     again.add(wanted[0], alone[wanted[0].key])
     assert [line for line in file.read_bytes().splitlines() if line.startswith(b'{"key": "torn')] == [b'{"key": "torn']
-    assert all(Kept(file).get(cell) for cell in wanted)
-    changed = cells([find_world("gpunion-11", ["days=1", "jobs.per_day=6"])], ["mesh"], [0])
+    assert all(ResultStore(file).get(replication) for replication in wanted)
+    changed = replications([find_world("gpunion-11", ["days=1", "jobs.per_day=6"])], ["mesh"], [0])
     assert again.get(changed[0]) is None
-    with pytest.raises(ValueError, match="there is no policy 'mehs'"):
-        cells([], ["mehs"], [1])
+    with pytest.raises(ValueError, match="unknown policy 'mehs'"):
+        replications([], ["mehs"], [1])
 
 
 # --- commands
 
 
 def mesh(*words: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(cli, ["sim", *words])
+    done = CliRunner().invoke(cli, ["debug", "sim", *words])
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_worlds_and_policies_are_listed_and_a_world_can_be_taken_away() -> None:
+def test_worlds_and_policies_are_listed_and_worlds_can_be_saved() -> None:
     assert all(name in mesh("worlds")[1] for name in presets())
     listed = json.loads(mesh("worlds", "--json")[1])
     assert listed["schema"] == 1 and {row["name"] for row in listed["worlds"]} == set(presets())
@@ -144,23 +144,23 @@ def test_worlds_and_policies_are_listed_and_a_world_can_be_taken_away() -> None:
     assert mesh("show", "lab-building")[1] == (ROOT / "sim/campus/worlds/lab-building.toml").read_text()
 
 
-def test_run_prints_figures_with_intervals() -> None:
+def test_run_prints_metrics_with_intervals() -> None:
     code, out, _ = mesh("run", *QUICK, "--seeds", "2", "--policy", "mesh", "--policy", "slurm-s60")
     assert code == 0 and "2 replications" in out and "work_loss" in out and "slurm-s60" in out
     found = json.loads(mesh("run", *QUICK, "--seeds", "2", "--json")[1])
     assert (found["schema"], found["complete"], found["days"]) == (1, True, 2.0)
     one = found["policies"][0]
     assert one["n"] == 2 and len(one["replications"]) == 2
-    figure = one["figures"]["utilisation"]
-    assert figure["low"] <= figure["value"] <= figure["high"]
+    metric = one["metrics"]["utilisation"]
+    assert metric["low"] <= metric["value"] <= metric["high"]
     assert "WORK LOSS" in mesh("run", *QUICK, "--seeds", "1", "--policy", "all")[1]
 
 
-def test_compare_holds_policies_or_worlds_against_each_other(tmp_path: Path) -> None:
+def test_compare_compares_policies_or_worlds(tmp_path: Path) -> None:
     quick = ("--world", "gpunion-11", "--days", "2", "--workers", "1", "--seeds", "3")
     code, out, _ = mesh("compare", "slurm-s0", "mesh", *quick)
     assert code == 0 and "mesh against slurm-s0, 3 paired replications" in out
-    rows = {row["figure"]: row for row in json.loads(mesh("compare", "slurm-s0", "mesh", *quick, "--json")[1])["rows"]}
+    rows = {row["metric"]: row for row in json.loads(mesh("compare", "slurm-s0", "mesh", *quick, "--json")[1])["rows"]}
     assert rows["work_loss"]["less_by"]["value"] > 0.9 and rows["work_loss"]["p_holm"] <= 1
     more = tmp_path / "more.toml"
     more.write_text(mesh("show", "gpunion-11")[1].replace("count = 6", "count = 12"))
@@ -171,36 +171,36 @@ def test_compare_holds_policies_or_worlds_against_each_other(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("run", "nowhere"), "there is no world 'nowhere'"),
-        (("run", "gpunion-11", "--policy", "best"), "there is no policy 'best'"),
-        (("run", "gpunion-11", "--set", "jobs.per_day"), "is no change"),
+        (("run", "nowhere"), "unknown world 'nowhere'"),
+        (("run", "gpunion-11", "--policy", "best"), "unknown policy 'best'"),
+        (("run", "gpunion-11", "--set", "jobs.per_day"), "is not a change"),
         (("run", "gpunion-11", "--set", "jobs.hours=1"), "expected `object"),
         (("compare", "mesh", "gpunion-11"), "two policies or two worlds"),
-        (("compare", "mesh", "mesh"), "the two are the same"),
+        (("compare", "mesh", "mesh"), "both sides are the same"),
         (("run", "gpunion-11", "--keep", "/proc/none/x", "--days", "0.1", "--workers", "1"), "No such file"),
     ],
 )
-def test_mistakes_are_told_in_one_line(words: tuple[str, ...], told: str) -> None:
+def test_usage_errors_take_one_line(words: tuple[str, ...], told: str) -> None:
     code, out, err = mesh(*words)
     assert code != 0 and told in err and not out and "Traceback" not in err
 
 
-def test_the_headline_says_of_each_claim_whether_it_is_met() -> None:
+def test_claims_command_gives_a_verdict_for_each_claim() -> None:
     words = ("--days", "1", "--seeds", "1", "--workers", "1", "--set", "jobs.per_day=20")
-    code, out, _ = mesh("headline", *words, "--json")
+    code, out, _ = mesh("claims", *words, "--json")
     rows = json.loads(out)["rows"]
     assert code == 0 and len(rows) == len(CLAIMS)
     assert {row["verdict"] for row in rows} <= {"met", "not met", "undecided"}
     assert {row["source"] for row in rows} >= {"ReclaimNet", "GPUnion"}
-    assert headline.policies_of(("reclaimnet-54", ()))[0] == "mesh"
+    assert claims.policies_of(("reclaimnet-54", ()))[0] == "mesh"
 
 
 @contextmanager
 def under_way(file: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A long study by two workers, some of which is kept in the file already."""
+    """Start a long study with two workers and wait until some results are stored."""
     words = ["run", "gpunion-11", "--seeds", "5000", "--workers", "2", "--keep", str(file), "--json"]
     process = subprocess.Popen(
-        ["env", "--default-signal=INT", sys.executable, "-m", "mesh.cli", "sim", *words],
+        ["env", "--default-signal=INT", sys.executable, "-m", "mesh.cli", "debug", "sim", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -221,7 +221,7 @@ def under_way(file: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they do outlive it")
-def test_workers_do_not_outlive_a_study_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_when_the_study_is_killed(tmp_path: Path) -> None:
     with under_way(tmp_path / "kept.jsonl") as process:
         process.kill()
         deadline = time.monotonic() + 60
@@ -231,18 +231,18 @@ def test_workers_do_not_outlive_a_study_that_is_killed(tmp_path: Path) -> None:
 
 
 def session_of(leader: int) -> list[str]:
-    """What runs in its session."""
+    """Return the processes of a session."""
     done = subprocess.run(["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True)
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()[1:]]
     return [command for sid, state, command in rows if int(sid) == leader and state[0] != "Z"]
 
 
-def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_results(tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     with under_way(file) as process:
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "replications are finished" in err and "Traceback" not in err
+    assert process.returncode == 130 and "replications finished" in err and "Traceback" not in err
     found = json.loads(out)
     assert not found["complete"] and found["policies"][0]["n"] >= 3
-    assert len(Kept(file)._results) >= found["policies"][0]["n"]
+    assert len(ResultStore(file)._results) >= found["policies"][0]["n"]

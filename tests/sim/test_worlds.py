@@ -1,4 +1,4 @@
-"""Worlds and traces from files: what is wrong is named with its line, and no bytes do worse than that."""
+"""Worlds and traces from files: errors name the line, and arbitrary bytes raise no other errors."""
 
 from datetime import date, datetime
 from pathlib import Path
@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.stays import TraceError, of_lent
+from placement.availability import TraceError, trace_of_lent
 from sim.campus.campus import Campus
 from sim.campus.churn import absences, machines
-from sim.campus.demand import orders
-from sim.campus.mixes import read_openb, read_philly, read_workload
 from sim.campus.policies import POLICIES
 from sim.campus.traces import _between, midnight, parse_events, read_trace
-from sim.campus.world import Owners, World, WorldError, find_world, parse_world, presets, world_file
-from sim.streams import Streams
+from sim.campus.workload import read_openb, read_philly, read_workload, submissions
+from sim.campus.world import Owners, World, WorldError
+from sim.campus.world_files import find_world, parse_world, presets, world_file
+from sim.kernel import Streams
 
 TEXT = world_file("lab-building").read_text()
 DAY_S = 86_400.0
@@ -34,9 +34,9 @@ def line_of(fragment: str, text: str = TEXT) -> int:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_the_presets_are_worlds(name: str) -> None:
+def test_presets_are_valid_worlds(name: str) -> None:
     world = find_world(name)
-    assert world.name == name and world.says and world.machines in {11, 48, 54, 500}
+    assert world.name == name and world.description and world.machines in {11, 48, 54, 500}
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_the_presets_are_worlds(name: str) -> None:
         ("per_day = 60", 'per_day = "60"', "expected `float"),
         ("per_day = 60", "per_dya = 60", "unknown field `per_dya`"),
         ("count = 48", "count = 0", "expected `int` >= 1"),
-        ('owners = "students"', 'owners = "studnets"', "there are no owners 'studnets' (there are: students)"),
+        ('owners = "students"', 'owners = "studnets"', "unknown owners 'studnets' (defined: students)"),
         ("ends_h = 13", "ends_h = 8", "it ends before it begins"),
         ('rooms = ["lab/r3"]', 'rooms = ["lab/r9"]', "no machine is in room 'lab/r9'"),
         ("vram_gib = [8, 12]", "vram_gib = [8, 80]", "no GPU has so much memory (at most 12)"),
         ("days = 28", "days = nan", ""),
         ("days = 28", "days = 1e400", ""),
-        ("noticed = 0.3", "noticed = 0.95", "more than all departures"),
+        ("noticed = 0.3", "noticed = 0.95", "add up to more than 1"),
     ],
 )
-def test_a_mistake_is_named_with_its_line(before: str, after: str, words: str) -> None:
+def test_mistake_is_reported_with_its_line(before: str, after: str, words: str) -> None:
     text = TEXT.replace(before, after, 1)
     told = refused(text)
     assert words in told
@@ -62,15 +62,15 @@ def test_a_mistake_is_named_with_its_line(before: str, after: str, words: str) -
         assert f"line {line_of(after, text)}:" in told
 
 
-def test_what_toml_does_not_allow_is_told_with_its_line() -> None:
+def test_toml_errors_are_reported_with_their_line() -> None:
     assert "line 3" in refused('name = "x"\ndays = 3\ndays = 4\n')
     with pytest.raises(WorldError, match="line 2: not UTF-8"):
-        parse_world(b'name = "x"\nsays = "\xff"\n', "w")
-    with pytest.raises(WorldError, match="are no world"):
+        parse_world(b'name = "x"\ndescription = "\xff"\n', "w")
+    with pytest.raises(WorldError, match="a world file has at most"):
         parse_world(b"#" * (1 << 21), "w")
 
 
-def test_a_world_too_large_is_refused_before_it_is_made() -> None:
+def test_too_large_world_is_rejected_before_it_is_built() -> None:
     assert "machines; at most" in refused(TEXT.replace("[owners.students]", GROUP * 9 + "[owners.students]"))
     assert "jobs in all" in refused(TEXT.replace("per_day = 60", "per_day = 1e8"))
 
@@ -78,11 +78,16 @@ def test_a_world_too_large_is_refused_before_it_is_made() -> None:
 GROUP = '[[groups]]\nname = "g"\ncount = 20000\nowners = "students"\n'
 
 
-def test_changes_take_their_place_and_wrong_ones_are_told() -> None:
+def test_changes_apply_and_invalid_changes_are_rejected() -> None:
     world = find_world(
-        "reclaimnet-54", ["jobs.per_day=7", "groups.0.count=3", "owners.lab.noticed = 0.1", "wire.noon=0.9"]
+        "reclaimnet-54", ["jobs.per_day=7", "groups.0.count=3", "owners.lab.noticed = 0.1", "network.noon_load=0.9"]
     )
-    assert (world.jobs.per_day, world.groups[0].count, world.owners["lab"].noticed, world.wire.noon) == (7, 3, 0.1, 0.9)
+    assert (world.jobs.per_day, world.groups[0].count, world.owners["lab"].noticed, world.network.noon_load) == (
+        7,
+        3,
+        0.1,
+        0.9,
+    )
     for wrong in (
         "jobs.per_day",
         "=3",
@@ -98,20 +103,20 @@ def test_changes_take_their_place_and_wrong_ones_are_told() -> None:
     assert find_world("reclaimnet-54").digest != world.digest
 
 
-def test_a_world_that_is_not_there_is_told_with_those_that_are() -> None:
-    with pytest.raises(WorldError, match="presets: campus-500, gpunion-11"):
+def test_unknown_world_lists_the_presets() -> None:
+    with pytest.raises(WorldError, match="choose from campus-500, gpunion-11"):
         find_world("recalimnet")
     with pytest.raises(WorldError, match="No such file"):
         find_world("nowhere.toml")
 
 
-LINES = """[[groups]] [jobs] [owners.x] name=1 days=-1 count=99 rooms=[] hours={} = \0 [a.b] x.y=2 says='"' """
+LINES = """[[groups]] [jobs] [owners.x] name=1 days=-1 count=99 rooms=[] hours={} = \0 [a.b] x.y=2 description='"' """
 PIECES = st.sampled_from([*LINES.split(), '"' * 3])
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(st.binary(max_size=300), st.lists(PIECES, max_size=12).map(lambda lines: "\n".join(lines).encode())))
-def test_no_bytes_do_worse_than_being_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_rejected_without_other_errors(data: bytes) -> None:
     try:
         assert isinstance(parse_world(data, "w.toml"), World)
     except WorldError as error:
@@ -120,7 +125,7 @@ def test_no_bytes_do_worse_than_being_refused(data: bytes) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_a_real_world_with_a_piece_replaced_is_refused_or_a_world(data: st.DataObject) -> None:
+def test_mutated_preset_is_rejected_or_valid(data: st.DataObject) -> None:
     lines = TEXT.split("\n")
     place = data.draw(st.integers(0, len(lines) - 1))
     lines[place] = data.draw(st.one_of(PIECES, st.text(max_size=30), st.just(""), st.sampled_from(lines)))
@@ -137,7 +142,7 @@ def test_a_real_world_with_a_piece_replaced_is_refused_or_a_world(data: st.DataO
 HEADER = "node,start,end,state,cause"
 
 
-def test_absences_are_read_merged_and_cut() -> None:
+def test_absences_are_read_merged_and_truncated() -> None:
     text = f"{HEADER}\nb,50,60,away,sudden\na,0,10,away,\na,5,20,away,noticed\n\na,900,2000,away,brief\n"
     found = parse_events(text, "t.csv", 1000.0)
     assert [(one.start, one.end, one.cause) for one in found["a"]] == [(0, 20, None), (900, 2000, "brief")]
@@ -148,23 +153,23 @@ def test_absences_are_read_merged_and_cut() -> None:
     ("line", "words"),
     [
         ("a,1,2,away", "4 fields instead of 5"),
-        ("a,x,2,away,", "'x' is no number"),
+        ("a,x,2,away,", "'x' is not a number"),
         ("a,2,1,away,", "it ends before it starts"),
         ("a,1,2,up,", "the state 'up' is not away"),
-        ("a,1,2,away,fire", "the cause 'fire' is none of"),
+        ("a,1,2,away,fire", "the cause 'fire' is not noticed, sudden, brief or empty"),
         (",1,2,away,", "no node"),
-        ("a,1,nan,away,", "out of all bounds"),
-        ("a,-1,2,away,", "out of all bounds"),
+        ("a,1,nan,away,", "out of range"),
+        ("a,-1,2,away,", "out of range"),
     ],
 )
-def test_malformed_lines_of_a_trace_are_named(line: str, words: str) -> None:
+def test_malformed_trace_lines_are_named(line: str, words: str) -> None:
     with pytest.raises(WorldError) as caught:
         parse_events(f"{HEADER}\na,0,9999,away,\n{line}\n", "t.csv", 10.0)
     assert "t.csv: line 3: " in str(caught.value) and words in str(caught.value)
 
 
-def test_a_trace_that_is_shorter_than_the_world_is_told() -> None:
-    with pytest.raises(WorldError, match=r"ends after 0\.0 days"):
+def test_trace_shorter_than_the_world_is_rejected() -> None:
+    with pytest.raises(WorldError, match=r"it has 0\.0 days"):
         parse_events(f"{HEADER}\na,0,10,away,\n", "t.csv", DAY_S)
     with pytest.raises(WorldError, match="line 1: the header"):
         parse_events("node,start,end,cores,user\n", "t.csv", DAY_S)
@@ -172,7 +177,7 @@ def test_a_trace_that_is_shorter_than_the_world_is_told() -> None:
 
 @settings(max_examples=100)
 @given(st.text(max_size=200), st.floats(1, 1e6))
-def test_no_text_does_worse_than_being_refused(text: str, length_s: float) -> None:
+def test_arbitrary_text_is_rejected_without_other_errors(text: str, length_s: float) -> None:
     for candidate in (text, f"{HEADER}\n{text}"):
         try:
             parse_events(candidate, "t.csv", length_s)
@@ -181,17 +186,17 @@ def test_no_text_does_worse_than_being_refused(text: str, length_s: float) -> No
 
 
 def away(stays: list[tuple[float, float]], first: float, last: float) -> list[tuple[float, float]]:
-    trace = of_lent({"n": stays}, first, last)
+    trace = trace_of_lent({"n": stays}, first, last)
     return [(one.start, one.end) for one in _between(trace.nodes["n"], first, last)]
 
 
-def test_whatever_lies_between_stays_is_an_absence() -> None:
+def test_time_between_stays_is_absence() -> None:
     assert away([(100.0, 500.0)], 0.0, 900.0) == [(0.0, 100.0), (500.0, 900.0)]
     assert away([(50.0, 60.0), (70.0, 200.0)], 50.0, 100.0) == [(10.0, 20.0)]
     assert away([], 10.0, 20.0) == [(0.0, 10.0)]
 
 
-def test_a_trace_begins_with_the_worlds_day_of_the_week() -> None:
+def test_trace_starts_on_the_worlds_first_weekday() -> None:
     assert midnight(0.0, 3, 0.0) == 0.0  # Unix time began on a Thursday
     assert midnight(1.0, 3, 0.0) == 7 * DAY_S
     assert midnight(0.0, 0, 3600.0) == 4 * DAY_S - 3600.0
@@ -201,7 +206,7 @@ SPOT = '{"metadata": {"gap_seconds": 3600}, "data": [%s]}'
 FTA = "1\t1\t1\t1\tn1\t1\t0\t7000000\t0\n1\t1\t2\t1\tn2\t1\t0\t864000\t0\n1\t1\t2\t1\tn2\t0\t864000\t7000000\t0\n"
 
 
-def test_worlds_run_on_traces_of_other_forms(tmp_path: Path) -> None:
+def test_worlds_run_on_every_trace_form(tmp_path: Path) -> None:
     (tmp_path / "spot").mkdir()
     for name, hours in (("a", "1,1,0,0," * 200), ("b", "1," * 800)):
         (tmp_path / "spot" / f"{name}.json").write_text(SPOT % hours.rstrip(","))
@@ -235,30 +240,30 @@ def with_trace(folder: Path, lines: str) -> World:
     [
         ("fta", FTA + "1\t2\n", "line 4: 2 columns"),
         ("swf-nodes", "1 0 0 10 4\n", "line 1: 5 fields instead of 18"),
-        ("spot-json", "{}", "no availability trace"),
-        ("fta", FTA.replace("7000000", "900000"), "its first Mon on it has 6.4 days"),
-        ("journal", "x" * 4096, "no journal of a node"),
-        ("last", "root pts/0\n", "line 1: it has no full date"),
+        ("spot-json", "{}", "not a valid availability trace"),
+        ("fta", FTA.replace("7000000", "900000"), "it has 6.4 days from its first Mon on"),
+        ("journal", "x" * 4096, "not a node's journal"),
+        ("last", "root pts/0\n", "line 1: the date has no year"),
     ],
 )
-def test_a_trace_that_is_none_is_told_with_both_lines(tmp_path: Path, form: str, content: str, words: str) -> None:
+def test_invalid_trace_is_reported_with_both_lines(tmp_path: Path, form: str, content: str, words: str) -> None:
     (tmp_path / "t").write_text(content)
     with pytest.raises(WorldError, match=r"w\.toml: line \d+: .*t") as caught:
         with_trace(tmp_path, f'file = "t"\nform = "{form}"')
     assert words in str(caught.value)
 
 
-def test_what_a_file_held_belongs_to_the_world(tmp_path: Path) -> None:
+def test_content_of_trace_files_is_part_of_the_digest(tmp_path: Path) -> None:
     (tmp_path / "t").write_text(FTA)
     before = with_trace(tmp_path, 'file = "t"\nform = "fta"')
     (tmp_path / "t").write_text(FTA.replace("864000", "950400"))
     assert with_trace(tmp_path, 'file = "t"\nform = "fta"').digest != before.digest
-    read_trace.cache_clear()  # as another process
-    with pytest.raises(WorldError, match="is not what it was"):
+    read_trace.cache_clear()  # as in another process
+    with pytest.raises(WorldError, match="has changed"):
         absences(before, machines(before), Streams(1))
 
 
-def test_a_lab_without_a_history_joins_one_with_it(tmp_path: Path) -> None:
+def test_traced_and_untraced_owners_share_a_world(tmp_path: Path) -> None:
     (tmp_path / "t").write_text(FTA)
     group = '[[groups]]\nname = "new"\ncount = 2\nowners = "others"\nrooms = ["other/1"]\n\n[owners.others]\n'
     group += "reclaims_per_day = 0\nabsent_h = { median = 1 }\n\n"
@@ -284,7 +289,7 @@ def mixed(folder: Path, lines: str, days: str = "") -> World:
     text = find_text("reclaimnet-54")
     start = text.index("hours = {")
     text = text.replace(text[start : text.index("\n", start)], "")
-    (folder / "w.toml").write_text(f"{text}\n[jobs.mix]\n{lines}\n")
+    (folder / "w.toml").write_text(f"{text}\n[jobs.trace]\n{lines}\n")
     return find_world(str(folder / "w.toml"), [days] if days else [])
 
 
@@ -292,21 +297,24 @@ def find_text(name: str) -> str:
     return world_file(name).read_text()
 
 
-def test_jobs_are_drawn_from_a_real_clusters(tmp_path: Path) -> None:
+def test_jobs_are_drawn_from_a_job_trace(tmp_path: Path) -> None:
     (tmp_path / "m.csv").write_text("runtime\n0.0\n3600\n7200.5\n9e6\n")
-    world = mixed(tmp_path, 'file = "m.csv"\nform = "philly"\nmost_h = 72')
-    assert {order.work_s for order in orders(world, Streams(1))} == {3600, 7200.5}
-    assert {order.gpus for order in orders(world, Streams(1))} == {1, 2, 4, 8}
+    world = mixed(tmp_path, 'file = "m.csv"\nform = "philly"\nmax_h = 72')
+    assert {submission.work_s for submission in submissions(world, Streams(1))} == {3600, 7200.5}
+    assert {submission.gpus for submission in submissions(world, Streams(1))} == {1, 2, 4, 8}
     (tmp_path / "m.csv").write_text(OPENB + PODS)
-    world = mixed(tmp_path, 'file = "m.csv"\nform = "openb"\nmost_gpus = 8')
-    assert {(order.work_s, order.gpus) for order in orders(world, Streams(1))} == {(7200, 1), (3500, 8)}
+    world = mixed(tmp_path, 'file = "m.csv"\nform = "openb"\nmax_gpus = 8')
+    assert {(submission.work_s, submission.gpus) for submission in submissions(world, Streams(1))} == {
+        (7200, 1),
+        (3500, 8),
+    }
 
 
-def test_jobs_come_when_the_file_says(tmp_path: Path) -> None:
+def test_jobs_arrive_at_the_times_of_the_trace(tmp_path: Path) -> None:
     (tmp_path / "m.csv").write_text(OPENB + PODS)
     (tmp_path / "w.toml").touch()
-    world = mixed(tmp_path, 'file = "m.csv"\nform = "openb"\nmost_gpus = 8\narrivals = true', "jobs.per_day=0")
-    assert [(order.at, order.work_s, order.gpus) for order in orders(world, Streams(1))] == [
+    world = mixed(tmp_path, 'file = "m.csv"\nform = "openb"\nmax_gpus = 8\narrivals = true', "jobs.per_day=0")
+    assert [(submission.at, submission.work_s, submission.gpus) for submission in submissions(world, Streams(1))] == [
         (0, 7200, 1),
         (800, 3500, 8),
     ]
@@ -318,17 +326,17 @@ def test_jobs_come_when_the_file_says(tmp_path: Path) -> None:
         (
             'form = "philly"',
             "runtime\n1\nx\n2,3\n-1\n",
-            "line 3: 'x' is no number; line 4: 2 fields instead of 1; line 5: ",
+            "line 3: 'x' is not a number; line 4: 2 fields instead of 1; line 5: ",
         ),
         ('form = "philly"', "seconds\n1\n", "line 1: the header is not runtime"),
-        ('form = "philly"\nleast_h = 9', "runtime\n1\n", "none of its 1 jobs is between"),
-        ('form = "philly"\narrivals = true', "runtime\n1\n", "the file has no times of submission"),
-        ('form = "openb"', OPENB + PODS, "no machine has more than 8 GPUs: say most_gpus = 8"),
-        ('form = "openb"\nmost_gpus = 8', OPENB + "p,1,1,1,1,,,,9,8,10\n", "line 2: it ends before it begins"),
+        ('form = "philly"\nmin_h = 9', "runtime\n1\n", "none of its 1 jobs is within"),
+        ('form = "philly"\narrivals = true', "runtime\n1\n", "the file has no submission times"),
+        ('form = "openb"', OPENB + PODS, "no machine has more than 8 GPUs; write max_gpus = 8"),
+        ('form = "openb"\nmax_gpus = 8', OPENB + "p,1,1,1,1,,,,9,8,10\n", "line 2: it ends before it begins"),
         ('form = "swf"', "1 2 3\n", "line 1: 3 fields instead of 18"),
     ],
 )
-def test_malformed_lines_of_jobs_are_named(tmp_path: Path, lines: str, content: str, words: str) -> None:
+def test_malformed_job_trace_lines_are_named(tmp_path: Path, lines: str, content: str, words: str) -> None:
     (tmp_path / "m").write_text(content)
     with pytest.raises(WorldError) as caught:
         mixed(tmp_path, f'file = "m"\n{lines}')
@@ -337,7 +345,7 @@ def test_malformed_lines_of_jobs_are_named(tmp_path: Path, lines: str, content: 
 
 @settings(max_examples=60)
 @given(st.text(max_size=120))
-def test_no_text_is_taken_for_jobs_by_halves(text: str) -> None:
+def test_job_trace_is_read_whole_or_rejected(text: str) -> None:
     for read, header in ((read_philly, "runtime\n"), (read_openb, OPENB), (read_workload, "")):
         try:
             assert all(job.ran_s >= 0 and job.at >= 0 for job in read(header + text))
@@ -352,27 +360,36 @@ def semester(*changes: str) -> World:
     return find_world("semester", ["days=40", *changes])
 
 
-def test_in_a_break_no_class_takes_a_room_and_near_a_deadline_more_is_submitted() -> None:
-    calm = {"first": date(2026, 10, 19), "last": date(2026, 10, 25), "reclaims": 0, "lessons": False, "jobs": 0}
-    busy = {"first": date(2026, 10, 26), "last": date(2026, 11, 1), "jobs": 4}
-    world = find_world("semester", ["days=40", ("periods", [calm, busy]), ("cuts", []), ("shocks", [])])
+def test_breaks_cancel_classes_and_deadlines_raise_submissions() -> None:
+    calm = {
+        "first": date(2026, 10, 19),
+        "last": date(2026, 10, 25),
+        "reclaim_factor": 0,
+        "lessons": False,
+        "job_factor": 0,
+    }
+    busy = {"first": date(2026, 10, 26), "last": date(2026, 11, 1), "job_factor": 4}
+    world = find_world("semester", ["days=40", ("periods", [calm, busy]), ("outages", []), ("shocks", [])])
     gone = [one for each in absences(world, machines(world), Streams(3)) for one in each]
-    assert world.first_date == date(2026, 10, 12) and world.begins == "Mon"
+    assert world.first_date == date(2026, 10, 12) and world.first_weekday == "Mon"
     assert not [one for one in gone if 7 <= one.start / DAY_S < 14] and [
         one for one in gone if 14 <= one.start / DAY_S < 15
     ]
-    weeks = [sum(week <= order.at / DAY_S / 7 < week + 1 for order in orders(world, Streams(3))) for week in range(4)]
+    weeks = [
+        sum(week <= submission.at / DAY_S / 7 < week + 1 for submission in submissions(world, Streams(3)))
+        for week in range(4)
+    ]
     assert weeks[1] == 0 and 3 < weeks[2] / weeks[0] < 5
-    plain = find_world("semester", ["days=40", ("periods", []), ("cuts", []), ("shocks", [])])
+    plain = find_world("semester", ["days=40", ("periods", []), ("outages", []), ("shocks", [])])
     same = [one for each in absences(plain, machines(plain), Streams(3)) for one in each if one.start < 7 * DAY_S]
     assert same == [one for one in gone if one.start < 7 * DAY_S]
 
 
-def test_a_cut_takes_a_building_off_the_network() -> None:
+def test_outage_takes_a_building_off_the_network() -> None:
     cut = {"at": datetime(2026, 10, 14, 6, 30), "hours": 2, "buildings": ["lab"], "notice_s": 600}
     world = find_world(
         "semester",
-        ["days=4", ("periods", []), ("cuts", [cut]), ("owners.students.reclaims_per_day", 0), ("shocks", [])],
+        ["days=4", ("periods", []), ("outages", [cut]), ("owners.students.reclaims_per_day", 0), ("shocks", [])],
     )
     begins = 2 * DAY_S + 6.5 * 3600
     found = [[one for one in each if one.dark] for each in absences(world, machines(world), Streams(1))]
@@ -391,22 +408,22 @@ def test_a_cut_takes_a_building_off_the_network() -> None:
     ("change", "words"),
     [
         (("periods.0.last", date(2026, 10, 1)), "it ends before it begins"),
-        (("periods.0.owners", ["nobody"]), "there are no owners 'nobody'"),
+        (("periods.0.owners", ["nobody"]), "unknown owners 'nobody'"),
         (("first_date", date(2029, 10, 8)), "it is not within the world's days"),
-        (("begins", "Tue"), "2026-10-12 is a Mon"),
-        (("cuts.0.buildings", ["x"]), "no machine is in building 'x'"),
-        (("cuts.0.at", "soon"), "invalid RFC3339 encoded datetime"),
-        (("jobs.mix", {"file": "x", "form": "philly"}), "either hours or a mix"),
+        (("first_weekday", "Tue"), "2026-10-12 is a Mon"),
+        (("outages.0.buildings", ["x"]), "no machine is in building 'x'"),
+        (("outages.0.at", "soon"), "invalid RFC3339 encoded datetime"),
+        (("jobs.trace", {"file": "x", "form": "philly"}), "either hours or trace"),
         (("trace", {"file": "none.csv"}), "No such file"),
-        (("trace", {"file": ".", "owners": ["x"]}), "there are no owners 'x'"),
+        (("trace", {"file": ".", "owners": ["x"]}), "unknown owners 'x'"),
     ],
 )
-def test_impossible_calendars_are_told(change: tuple[str, Any], words: str) -> None:
+def test_impossible_calendars_are_rejected(change: tuple[str, Any], words: str) -> None:
     with pytest.raises(WorldError) as caught:
         find_world("semester", [change])
     assert words in str(caught.value) and "line " in str(caught.value)
 
 
-def test_dates_need_a_first_one() -> None:
+def test_dates_need_first_date() -> None:
     text = world_file("semester").read_text().replace("first_date = 2026-10-12\n", "")
-    assert "dates need first_date" in refused(text)
+    assert "needs first_date" in refused(text)

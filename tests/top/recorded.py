@@ -1,4 +1,4 @@
-"""A daemon's recorded answers, given again by HTTP over a real unix socket: what `mesh top` asks goes its whole way."""
+"""A fake daemon that replays recorded answers by HTTP over a real unix socket."""
 
 import json
 from collections.abc import AsyncIterator
@@ -12,13 +12,13 @@ ANSWERS = Path(__file__).with_name("answers.json")
 
 
 def recorded() -> dict[str, Any]:
-    """By path: of one node of three, with two GPUs, at one moment."""
+    """Return the recorded answers by path, of one node of three with two GPUs."""
     answers: dict[str, Any] = json.loads(ANSWERS.read_text())
     return answers
 
 
 class Recorded:
-    """`answers` may be changed between two looks; `orders` are those that were given: paths with their bodies."""
+    """A fake daemon. Tests may change `answers` between two looks; `orders` lists the received paths and bodies."""
 
     def __init__(self, socket_path: Path) -> None:
         self.socket_path = socket_path

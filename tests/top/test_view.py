@@ -1,4 +1,4 @@
-"""What is shown of a look at the daemon, without a terminal."""
+"""Rendering of one set of answers, without a terminal."""
 
 import unicodedata
 from typing import Any
@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from mesh.api.errors import MeshError
-from mesh.harmless import cut, harmless
-from mesh.top.answers import Events, Gpus, Jobs, Look, Nodes, Status, Transfer, Transfers, understood
-from mesh.top.plain import plain
-from mesh.top.rows import JOB_SORTINGS, OVER
+from mesh.api.schemas.gpus import Gpus
+from mesh.api.schemas.jobs import Events, Jobs
+from mesh.api.schemas.mesh import Nodes, Status, Transfer, Transfers
+from mesh.top.answers import Look, understood
 from mesh.top.table import LEAST, Cell, Column, Row, Table, bar, clock, titles_of, widths_of
-from mesh.top.view import View
+from mesh.top.table_rows import JOB_SORTINGS, OVER
+from mesh.top.view import View, text_lines
+from mesh.util.errors import MeshError
+from mesh.util.sanitize import cut, sanitize
+from tests.answers import answer
 from tests.top.recorded import recorded
 
 AT = 1_800_000_000.0
@@ -46,7 +49,7 @@ def keys(view: View, name: str) -> list[str]:
     return [row.key for row in view.tables()[name].rows]
 
 
-def test_totals_are_those_of_the_rows() -> None:
+def test_totals_equal_the_sums_of_the_rows() -> None:
     totals = seen(one := look()).totals()
     assert (totals.nodes, totals.alive, totals.lending) == (3, 3, 3)
     assert totals.gpus == sum(len(node.gpus) for node in one.nodes) == 6
@@ -56,7 +59,7 @@ def test_totals_are_those_of_the_rows() -> None:
     assert totals.at_risk_s == pytest.approx(sum(job.at_risk_s or 0 for job in going))
 
 
-def test_each_order_is_total_and_comes_round() -> None:
+def test_sort_orders_are_total_and_cycle() -> None:
     view, orders = seen(look()), []
     for _ in JOB_SORTINGS:
         orders.append(tuple(keys(view, "jobs")))
@@ -71,7 +74,7 @@ def test_each_order_is_total_and_comes_round() -> None:
     assert shown == sorted(shown, reverse=True)
 
 
-def test_the_filter_keeps_what_has_the_text_in_any_column() -> None:
+def test_filter_matches_text_in_any_column() -> None:
     view = seen(look())
     view.filter = "NODE2"
     assert keys(view, "nodes") == [node.node for node in look().nodes if node.nick == "node2"]
@@ -80,13 +83,13 @@ def test_the_filter_keeps_what_has_the_text_in_any_column() -> None:
     assert keys(view, "jobs") == [] and view.totals().nodes == 3
 
 
-def test_what_changed_is_marked_for_a_while() -> None:
+def test_changed_rows_are_marked_for_some_seconds() -> None:
     first, job = look(), look().jobs[0]
 
     def marked(view: View) -> set[str]:
         return {row.key for row in view.tables()["jobs"].rows if row.cells[0].tone == "bold"}
 
-    assert marked(seen(first)) == set(), "at first all is new, and nothing is news"
+    assert marked(seen(first)) == set(), "the first look marks nothing"
     moved = [msgspec.structs.replace(job, state="stranded"), *first.jobs[1:]]
     view = seen(first, look(AT + 1, jobs=moved, events=[]))
     assert marked(view) == {job.job}
@@ -96,8 +99,9 @@ def test_what_changed_is_marked_for_a_while() -> None:
     assert marked(view) == set()
 
 
-def test_a_stream_is_as_fast_as_between_two_looks() -> None:
-    begun = Transfer(7, "node2", "checkpoint", sent=1 << 20, bytes=100 << 20, seconds=1.0)
+def test_stream_rate_is_measured_between_two_looks() -> None:
+    fields = {"id": 7, "to": "node2", "kind": "checkpoint", "sent": 1 << 20, "bytes": 100 << 20, "seconds": 1.0}
+    begun = answer(Transfer, fields)
     later = msgspec.structs.replace(begun, sent=9 << 20, seconds=3.0)
     view = seen(look(transfers=[begun]))
     assert view.totals().sending_bps == 1 << 20
@@ -105,12 +109,12 @@ def test_a_stream_is_as_fast_as_between_two_looks() -> None:
     assert view.totals().sending_bps == 4 << 20
     (row,) = view.tables()["transfers"].rows
     assert row.cells[0].text == "node2" and "9.0 MiB/100.0 MiB" in row.cells[2].text
-    other = msgspec.structs.replace(begun, to="node3", sent=10 << 20, seconds=5.0)  # the same id, another stream
+    other = msgspec.structs.replace(begun, to="node3", sent=10 << 20, seconds=5.0)  # the same id, but another transfer
     view.take(look(AT + 3, transfers=[other]))
     assert view.totals().sending_bps == 2 << 20
 
 
-def test_another_daemon_begins_anew() -> None:
+def test_new_daemon_clears_the_events() -> None:
     one = look()
     view = seen(one)
     told = len(view.tables()["events"].rows)
@@ -120,7 +124,7 @@ def test_another_daemon_begins_anew() -> None:
     assert view.tables()["events"].rows == []
 
 
-def test_this_node_shows_each_gpu_with_what_is_given_of_it() -> None:
+def test_local_panel_shows_each_gpu_with_its_shares() -> None:
     one = look()
     rows = seen(one).tables()["here"].rows
     assert [row.cells[0].text for row in rows] == ["GPU 0", "GPU 1", "slots"]
@@ -135,19 +139,21 @@ def test_this_node_shows_each_gpu_with_what_is_given_of_it() -> None:
 
 
 @pytest.mark.parametrize(("part", "shown"), [(0, "░░░░"), (0.001, "█░░░"), (0.5, "██░░"), (0.999, "███░"), (1, "████")])
-def test_a_bar_shows_anything_used_and_is_full_only_when_it_is(part: float, shown: str) -> None:
+def test_bar_shows_any_use_and_is_full_only_at_the_maximum(part: float, shown: str) -> None:
     assert bar(part, 4) == shown
 
 
-def test_answers_of_older_and_newer_daemons() -> None:
-    old = understood(b'{"schema": 1, "node": "n", "nick": "a", "something_new": [1]}', Status)
-    assert old.nick == "a" and old.lend.hours == "always"
+def test_answers_of_older_and_newer_daemons_are_decoded() -> None:
+    status = {**ANSWERS["/v1/status"], "something_new": [1]}
+    assert not {"wire", "versions", "roles"} & set(status), "the recording is older than these fields"
+    read = understood(msgspec.json.encode(status), Status)
+    assert read.nick == "node1" and (read.wire, read.versions, read.roles) == (0, {}, [])
     for wrong in (b"", b"{}", b"[]", b'{"node": 1, "nick": "a"}', b'{"node": "\xff", "nick": "a"}'):
         with pytest.raises(MeshError, match="is not understood"):
             understood(wrong, Status)
 
 
-# --- what others chose
+# --- text chosen by other users
 
 SIGNS = "\x1b\x07\x00\r\n\t\u202e\u2066\u200f\u0301\u0300\u20dd\ufeff\u2028[]\\\u0627\u05d0漢👩\ufe0f\u200d"
 HOSTILE = st.text(st.one_of(st.characters(), st.sampled_from(SIGNS)), max_size=300)
@@ -158,24 +164,24 @@ def no_harm(text: str) -> bool:
 
 
 @given(HOSTILE, st.integers(0, 80))
-def test_a_name_moves_nothing_and_has_its_width(text: str, width: int) -> None:
-    shown = harmless(text)
-    assert no_harm(shown) and harmless(shown) == shown
+def test_sanitized_name_has_exact_width(text: str, width: int) -> None:
+    shown = sanitize(text)
+    assert no_harm(shown) and sanitize(shown) == shown
     for right in (False, True):
         assert cell_len(cut(shown, width, right)) == width
 
 
-def test_what_is_shown_of_hostile_names() -> None:
-    assert harmless("[bold]x[/]") == "[bold]x[/]"
-    assert harmless("\x1b[2Jgone\u202eevil") == "�[2Jgone�evil"
-    assert harmless("two\nlines") == "two lines"
-    assert harmless("Việt") == "Việt" and harmless("e" + "\u0336" * 50) == "e" + "\u0336" * 2
-    assert len(harmless("x" * 10**6)) == 200
+def test_hostile_names_are_sanitized() -> None:
+    assert sanitize("[bold]x[/]") == "[bold]x[/]"
+    assert sanitize("\x1b[2Jgone\u202eevil") == "�[2Jgone�evil"
+    assert sanitize("two\nlines") == "two lines"
+    assert sanitize("Việt") == "Việt" and sanitize("e" + "\u0336" * 50) == "e" + "\u0336" * 2
+    assert len(sanitize("x" * 10**6)) == 200
 
 
 @settings(max_examples=40)
 @given(HOSTILE, HOSTILE, st.integers(20, 220), st.floats(allow_nan=False, allow_infinity=False))
-def test_hostile_answers_make_lines_no_wider_than_the_terminal(name: str, words: str, room: int, moment: float) -> None:
+def test_hostile_answers_fit_the_terminal(name: str, words: str, room: int, moment: float) -> None:
     one = look()
     nodes = [
         msgspec.structs.replace(node, nick=name, user=words, zone=name, state=words, held_by=words, since_unix=moment)
@@ -188,9 +194,9 @@ def test_hostile_answers_make_lines_no_wider_than_the_terminal(name: str, words:
     gpus = [msgspec.structs.replace(gpu, model=words) for gpu in one.gpus]
     status = msgspec.structs.replace(one.status, nick=name, mesh=words, user=name)
     events = [msgspec.structs.replace(event, actor=name, text=words, unix_ms=int(moment)) for event in one.events[:3]]
-    sends = [Transfer(1, name, words, "j" * 26, name, 1, 2, 0.0)]
-    for line in plain(seen(Look(AT, status, nodes, jobs, gpus, sends, events)), room, 3)[2:]:
-        assert no_harm(line) and cell_len(line) <= max(room, 70)  # what has to stay of a table may need as much
+    sends = [Transfer(id=1, to=name, kind=words, job="j" * 26, name=name, sent=1, bytes=2, seconds=0.0, urgent=False)]
+    for line in text_lines(seen(Look(AT, status, nodes, jobs, gpus, sends, events)), room, 3)[2:]:
+        assert no_harm(line) and cell_len(line) <= max(room, 70)  # required columns may need this width
 
 
 @given(
@@ -198,7 +204,7 @@ def test_hostile_answers_make_lines_no_wider_than_the_terminal(name: str, words:
     st.integers(10, 200),
     st.lists(st.integers(1, 60), min_size=1, max_size=12),
 )
-def test_columns_fit_and_those_that_must_stay_do(shape: list[tuple[int, int]], room: int, lengths: list[int]) -> None:
+def test_columns_fit_and_required_columns_stay(shape: list[tuple[int, int]], room: int, lengths: list[int]) -> None:
     columns = tuple(Column("T", most, rank if place else 0) for place, (most, rank) in enumerate(shape))
     rows = [
         Row(str(n), tuple(Cell("x" * (length + place)) for place in range(len(shape))))
@@ -210,5 +216,5 @@ def test_columns_fit_and_those_that_must_stay_do(shape: list[tuple[int, int]], r
         assert sum(width + 2 for width in widths if width) - 2 <= room
 
 
-def test_clocks_that_are_far_off() -> None:
+def test_clock_shows_invalid_times_as_unknown() -> None:
     assert clock(1e300) == "?" and clock(float("inf")) == "?"

@@ -1,4 +1,4 @@
-"""A state directory is taken over from older releases, and left alone if a newer one has written it."""
+"""State directories of older releases are migrated; those of newer releases are refused and left unchanged."""
 
 import asyncio
 from pathlib import Path
@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from membership.identity import Identity
 from membership.trust import found_mesh
-from mesh.api.errors import ConfigError
-from mesh.config import Settings
-from mesh.daemon import Daemon
-from mesh.jobs.journal import SCHEMA_VERSION, Journal, JournalError
-from mesh.layout import Layout, save_membership
-from mesh.versions import STATE, claim_state
+from mesh.daemon.config import Settings
+from mesh.daemon.daemon import Daemon
+from mesh.daemon.layout import Layout, save_membership
+from mesh.journal import SCHEMA_VERSION, Journal, JournalError
+from mesh.util.errors import ConfigError
+from mesh.util.versions import STATE, claim_state
 
 
-def test_an_older_state_is_taken_over(tmp_path: Path) -> None:
+def test_state_of_an_older_release_is_migrated(tmp_path: Path) -> None:
     version = tmp_path / "version"
     for before in (None, "0\n", f"{STATE}\n"):
         if before is not None:
@@ -27,7 +27,9 @@ def test_an_older_state_is_taken_over(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=30))
-def test_what_is_no_version_is_left_alone(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_invalid_version_file_is_refused_and_left_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     version = tmp_path_factory.mktemp("state") / "version"
     version.write_bytes(data)
     try:
@@ -38,10 +40,10 @@ def test_what_is_no_version_is_left_alone(tmp_path_factory: pytest.TempPathFacto
         assert int(data) <= STATE == int(version.read_text())
 
 
-def test_a_daemon_refuses_the_state_of_a_newer_one_in_words_and_touches_nothing(tmp_path: Path) -> None:
+def test_daemon_refuses_newer_state_with_a_message_and_changes_nothing(tmp_path: Path) -> None:
     where = Layout(tmp_path)
     identity = Identity.generate()
-    save_membership(where, identity, *found_mesh(identity, "m", "n", "ada", 1e9), ())
+    save_membership(where, *found_mesh(identity, "m", "n", "ada", 1e9), ())
     identity.save(where.key)
     where.version.write_text(f"{STATE + 1}\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -54,7 +56,7 @@ def test_a_daemon_refuses_the_state_of_a_newer_one_in_words_and_touches_nothing(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-async def test_a_journal_of_a_newer_schema_is_refused_in_words(tmp_path: Path) -> None:
+async def test_journal_of_a_newer_schema_is_refused_with_a_message(tmp_path: Path) -> None:
     import sqlite3
 
     path = tmp_path / "journal.sqlite"

@@ -1,4 +1,4 @@
-"""Nodes of two releases in one mesh: what an older one says is understood, and what a newer one adds is ignored or refused."""
+"""Nodes of two releases in one mesh: old messages are decoded, and unknown fields are ignored or refused."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from ckptstore.manifest import Manifest
 from membership.envelope import VERSION, EnvelopeError, open_envelope, seal
 from membership.identity import Identity
-from mesh.versions import WIRE
+from mesh.util.versions import WIRE
 from tests.versions.vectors import ALL, BINDING, HERE, STATEMENTS, frozen, sample
 
 RELEASES = sorted(path.stem for path in HERE.glob("*.json"))
@@ -19,21 +19,21 @@ def named(kinds: tuple[Any, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_what_an_older_node_says_is_understood(release: str) -> None:
+def test_messages_of_an_older_release_are_decoded(release: str) -> None:
     vectors = frozen(release)
     assert len(vectors) > 40 and set(vectors) <= set(ALL), (
-        "a type that was released is gone: who speaks it is not understood"
+        "a released type is missing, so messages of older nodes cannot be decoded"
     )
     for name, (full, least) in vectors.items():
         value = msgspec.msgpack.decode(full, type=ALL[name])
         now = sample(ALL[name])
         for field in fields_of(full, value):
-            assert getattr(value, field) == getattr(now, field), f"{name}.{field} has changed its meaning, or is gone"
+            assert getattr(value, field) == getattr(now, field), f"{name}.{field} changed its meaning or is missing"
         assert msgspec.msgpack.decode(least, type=ALL[name]) is not None
 
 
 def fields_of(sealed: bytes, value: Any) -> list[str]:
-    """Which fields were sent, by their names now."""
+    """Return the current names of the fields that were sent."""
     told, config = msgspec.msgpack.decode(sealed), value.__struct_config__
     if isinstance(told, list):
         return list(value.__struct_fields__[: len(told) - (config.tag is not None)])
@@ -41,23 +41,23 @@ def fields_of(sealed: bytes, value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", named(STATEMENTS))
-def test_what_a_newer_node_adds_to_a_statement_is_ignored(name: str) -> None:
+def test_unknown_fields_of_a_statement_are_ignored(name: str) -> None:
     value = sample(ALL[name])
     assert msgspec.msgpack.decode(grown(value), type=ALL[name]) == value
 
 
 @pytest.mark.parametrize("name", named(BINDING))
-def test_what_binds_is_refused_where_it_is_not_understood(name: str) -> None:
+def test_unknown_fields_of_a_binding_message_are_refused(name: str) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(grown(sample(ALL[name])), type=ALL[name])
 
 
 @pytest.mark.parametrize("name", named(BINDING))
-def test_what_is_not_used_is_not_sent(name: str) -> None:
-    """So that a newer node that does not use what is new is understood by an older one."""
+def test_unused_fields_are_not_sent(name: str) -> None:
+    """An older node can then decode messages of a newer node that does not use its new fields."""
     kind = ALL[name]
     if kind is Manifest:
-        return  # its bytes are its name, and its format is its own (docs/ckptstore-format.md)
+        return  # content-addressed, with a separate format (docs/reference/ckptstore-format.md)
     fields = msgspec.structs.fields(kind)
     if kind.__struct_config__.array_like:
         assert all(field.required for field in fields), f"{name}: an array cannot leave out a field"
@@ -67,14 +67,14 @@ def test_what_is_not_used_is_not_sent(name: str) -> None:
 
 
 def grown(value: Any) -> bytes:
-    """As a newer release might send it: with one more field."""
+    """Encode the value with one more field, as a newer release might."""
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     more = [*told, "new"] if isinstance(told, list) else {**told, "of_tomorrow": "new"}
     return msgspec.msgpack.encode(more)
 
 
-def test_another_wire_is_refused_in_words() -> None:
+def test_unknown_wire_version_is_refused_with_a_message() -> None:
     sealed = seal(Identity(b"i" * 32), b"m" * 16, "record", b"body")
     assert VERSION == WIRE
-    with pytest.raises(EnvelopeError, match=rf"version {WIRE + 1} is not one this node speaks \({WIRE}\)"):
+    with pytest.raises(EnvelopeError, match=rf"version {WIRE + 1} is not supported \(this node uses version {WIRE}\)"):
         open_envelope(bytes([WIRE + 1]) + sealed[1:], b"m" * 16, "record")

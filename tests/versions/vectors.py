@@ -1,6 +1,6 @@
-"""What travels between nodes and stands in their journals, one sample of each, and the bytes of a release's samples.
+"""Samples of all structs on the wire and in journals, and the frozen samples of a release.
 
-`python -m tests.versions.vectors NAME` freezes the present ones as `NAME.json`; a release's file is never written again.
+`python -m tests.versions.vectors NAME` freezes the current samples as `NAME.json`. The file of a release never changes.
 """
 
 import json
@@ -12,47 +12,61 @@ import msgspec
 from msgspec import inspect
 
 from ckptstore.manifest import Manifest
-from membership.admission import Knock, KnockAnswer
+from membership.admission import Decision, Endorsement, JoinAnswer, JoinRequest
 from membership.records import Body
-from membership.trust import Certificate, Genesis, Invite, Revocation
+from membership.trust import Certificate, Genesis, Grant, Invite, Promotion, Revocation
 from membership.wire import AnyEvidence, AnyPacket
-from mesh.api.peer import Facts
-from mesh.api.usage import Told as ToldReceipts
-from mesh.images.allowlist import SignedList, Word
+from mesh.api.handlers.usage import Told as ToldReceipts
+from mesh.checkpoints.key_shares import Held, Share
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.forced_reconfiguration import ForcedReconfiguration
+from mesh.consensus.messages import AnyMessage
+from mesh.consensus.status import JobStatus
+from mesh.consensus.submission_retry import PendingSubmission
+from mesh.gpus.receipts import Receipt
+from mesh.images.allowlist import Entry, SignedList
 from mesh.images.catalogue import Shown
-from mesh.jobs.effects import Cell
-from mesh.jobs.errands import Errand
-from mesh.jobs.events import Event
-from mesh.jobs.messages import AnyMessage
-from mesh.jobs.recovery import Mandate
-from mesh.jobs.shares import Held, Share
-from mesh.jobs.spec import JobSpec
-from mesh.jobs.status import JobStatus
-from mesh.provider.receipts import Receipt
+from mesh.model.events import Event
+from mesh.model.spec import JobSpec
+from mesh.rpc.client import Facts
 from placement.advert import Advert
 from placement.summary import Summary
 
 HERE = Path(__file__).parent
-# What a node says of itself or of what was: who reads ignores what it does not know.
+# Statements about a node or about the past. Readers ignore unknown fields.
 STATEMENTS: tuple[Any, ...] = (
-    *(Facts, Advert, Summary, JobStatus, Shown, Event, Receipt, ToldReceipts, Body, KnockAnswer, Held),
+    *(Facts, Advert, Summary, JobStatus, Shown, Event, Receipt, ToldReceipts, Body, JoinAnswer, Decision, Held),
     *get_args(AnyEvidence),
     *get_args(AnyPacket),
 )
-# What binds its reader: what it does not know it cannot keep, so it refuses it.
+# Messages that bind their reader. It cannot honor unknown fields, so it refuses them.
 BINDING: tuple[Any, ...] = (
-    *(Genesis, Certificate, Revocation, Invite, Knock, JobSpec, Errand, Mandate, Share, Manifest),
-    *(SignedList, Word),
+    *(
+        Genesis,
+        Certificate,
+        Revocation,
+        Promotion,
+        Grant,
+        Invite,
+        JoinRequest,
+        Endorsement,
+        JobSpec,
+        PendingSubmission,
+        ForcedReconfiguration,
+        Share,
+        Manifest,
+    ),
+    *(SignedList, Entry),
     *get_args(AnyMessage),
 )
-JOURNAL: tuple[Any, ...] = (Cell,)
+JOURNAL: tuple[Any, ...] = (WitnessRecord,)
 ALL = {
     kind.__name__ if kind is not ToldReceipts else "ToldReceipts": kind for kind in (*STATEMENTS, *BINDING, *JOURNAL)
 }
 
 
 def sample(kind: Any, full: bool = True) -> Any:
-    """A value of this type with all its fields, or with those alone that must be there."""
+    """Return a value of this type with all its fields, or with the required fields only."""
     return msgspec.convert(_raw(inspect.type_info(kind), full), kind, builtin_types=(bytes,))
 
 
@@ -90,7 +104,7 @@ def _raw(info: Any, full: bool) -> Any:
 
 
 def frozen(name: str) -> dict[str, tuple[bytes, bytes]]:
-    """Of each type its full sample's bytes, and those of the least one."""
+    """Return the bytes of the full and of the smallest sample for each type."""
     told = json.loads((HERE / f"{name}.json").read_text())
     return {kind: (bytes.fromhex(full), bytes.fromhex(least)) for kind, (full, least) in told.items()}
 

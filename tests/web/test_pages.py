@@ -1,20 +1,26 @@
-"""What pages are made of: text that stays text, colours that can be read, parts that say what they show."""
+"""Pages: text is escaped, colours have contrast, controls have names."""
 
 import re
 from typing import Any
 
+import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mesh.web import sheet
-from mesh.web.frame import Shown, Standing, document, message
+from mesh.api.schemas.checkpoints import Stored
+from mesh.api.schemas.jobs import Described, Job, Why
+from mesh.api.schemas.mesh import Node, Survival, Usage
+from mesh.api.schemas.owner import Cost, Lend
+from mesh.web import stylesheet
+from mesh.web.frame import Shown, Viewer, document, message
 from mesh.web.jobs import job_page, jobs_page
-from mesh.web.ledger import ledger_page
 from mesh.web.lend import lend_page
 from mesh.web.markup import element
 from mesh.web.nodes import DAYS, MOST_SHOWN, nodes_page, together, week_page
 from mesh.web.palette import DARK, LIGHT, contrast
 from mesh.web.stream import event
+from mesh.web.usage import ledger_page
+from tests.answers import answer
 from tests.outline import Outline, outline
 
 NOW = 1_700_000_000.0
@@ -23,13 +29,17 @@ HOSTILE = "</title></style><script>alert(1)</script>\"'&<!--\x00\u202e]]>\x1b[31
 TEXTS = st.text(st.characters(codec=None, exclude_categories=()), min_size=1, max_size=30)
 
 
-def node(text: str, **more: Any) -> dict[str, Any]:
+GPU = {"uuid": "GPU-x", "model": "x", "vram_mib": 24_000}
+
+
+def node(text: str, **more: Any) -> Node:
     gpus = [{"uuid": f"GPU-{text}", "model": text, "vram_mib": 24_000}]
-    return {
+    return answer(Node, {
         "node": text, "nick": text, "user": text, "state": "alive", "me": True, "zone": text, "lending": True, "paused": False,
-        "held_by": "", "back_unix": 0, "gpus": gpus, "gpus_free": 0, "gpu_room": [{**gpus[0], "share": 30}], "slots": 2,
+        "held_by": "", "back_unix": 0, "gpus": gpus, "gpus_free": 0,
+        "gpu_room": [{"uuid": f"GPU-{text}", "vram_mib": 24_000, "share": 30}], "slots": 2,
         "slots_free": 1, "weight": 32, "jobs": 1, **more,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def attempt(text: str, number: int, reason: str = "") -> dict[str, Any]:
@@ -41,96 +51,100 @@ def attempt(text: str, number: int, reason: str = "") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def job(text: str, **more: Any) -> dict[str, Any]:
-    return {
+def job(text: str, **more: Any) -> Job:
+    return answer(Job, {
         "job": "q" * 26, "name": text, "user": text, "submitter": text, "command": text, "created_unix_ms": MS - 60_000,
-        "state": "running", "detail": text, "node": text, "mates": [text], "heir": text, "warm": False, "gpus": 1,
+        "state": "running", "detail": text, "node": text, "gang": [text], "standby": text, "warm": False, "gpus": 1,
         "gpu_share": 30, "witnesses": [text], "step": 9, "of": 20, "at_risk_s": 12.5, "heeds_notice": False,
-        "next_checkpoint": {"due_unix": NOW + 9, "interval_s": 9.0, "loss_s": 2.0, "why": text},
+        "next_checkpoint": {"due_unix": int(NOW) + 9, "interval_s": 9.0, "loss_s": 2.0, "why": text},
         "saving": {"kind": text, "seq": 4, "since_unix_ms": MS, "sent": 2, "bytes": 4, "nodes": 1},
         "checkpoint": {"seq": 3, "step": 7, "manifest": "", "holders": [text], "created_unix_ms": MS},
         "attempts": [attempt(text, 0, text), attempt(text, 1)], "outcome": None, **more,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
-def lending(text: str, **more: Any) -> dict[str, Any]:
-    calm = {"level": "calm", "why": text, "causes": [text], "next_s": 3.0}
-    return {
-        "lending": True, "paused": False, "paused_until_unix": 0, "now": False, "guests": 1, "machine": calm, "hours": text,
+def lending(text: str, **more: Any) -> Lend:
+    stand = {"level": "suspend", "why": text, "causes": ["load"], "next_s": 3.0}
+    return answer(Lend, {
+        "lending": True, "paused": False, "paused_until_unix": 0, "now": False, "guests": 1, "machine": stand, "hours": text,
         "hours_change_unix": NOW,
-        "gpus": [{"index": 0, "withheld": True, "programs": [{"pid": 7, "name": text}], **calm}], "typed_s": 3.0,
+        "gpus": [{"index": 0, "withheld": True, "programs": [{"pid": 7, "name": text}], **stand}], "typed_s": 3.0,
         "typing_seen_by": [text], "load": 1.0, "problem": text, "warnings": [text], **more,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
-def guest(text: str) -> dict[str, Any]:
-    return {
+def guest(text: str) -> Cost:
+    return answer(Cost, {
         "job": "q" * 26, "name": text, "user": text, "ran_s": 60.0, "leads": True, "at_risk_s": 9.0, "save_s": 0.5,
         "ship_s": None, "ship_bytes": 4096, "chance": 0.8, "goes_to": text, "loses": text,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
-def stored(text: str) -> dict[str, Any]:
-    return {"kind": text, "seq": 3, "created_unix": NOW, "bytes": 4096, "use": text, "holders": [text]}
+def stored(text: str) -> Stored:
+    return answer(
+        Stored, {"kind": text, "seq": 3, "created_unix": int(NOW), "bytes": 4096, "use": text, "holders": [text]}
+    )
 
 
-def told_of_usage(text: str) -> dict[str, Any]:
+def told_of_usage(text: str) -> Usage:
     hours = {f"{kind}_{of}_h": 1.5 for kind in ("lent", "borrowed", "own") for of in ("gpu", "slot")}
     run = {
         "job": "q" * 26, "name": text, "user": text, "from_unix_ms": MS, "until_unix_ms": MS + 9000, "gpu_percent": 0, "end": text
     }  # fmt: skip
-    return {
+    return answer(Usage, {
         "rows": [{"name": text, "lost_h": 0.0, "attempts": 3, **hours}], "silent": [text], "cut": [text], "runs": [run],
         "since_unix_ms": MS,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def pages(text: str) -> list[Shown]:
-    described = {"job": job(text), "events": [{"unix_ms": MS, "actor": text, "text": text}]}
-    reasons = {
+    events = [{"unix_ms": MS, "actor": text, "text": text}]
+    described = answer(Described, {"job": msgspec.to_builtins(job(text)), "events": events})
+    reasons = answer(Why, {
         "explanation": [text], "candidates": [{"nick": text, "weight": 9}], "refused": [{"nick": text, "reasons": [text]}]
-    }  # fmt: skip
-    one = {
-        "node": text, "nick": text, "lent": True, "lent_since_unix": NOW, "until_unix": NOW,
+    })  # fmt: skip
+    one = answer(Survival, {
+        "node": text, "nick": text, "lent": True, "lent_since_unix": NOW, "until_unix": int(NOW),
         "survival": [{"horizon_min": 60, "probability": 0.5, "low": 0.4, "high": 0.6}], "week": [None, *range(101), *[0] * 66],
-    }  # fmt: skip
+    })  # fmt: skip
     return [
         nodes_page([node(text), node(f"{text}2", state=text, me=False)]),
-        week_page([node(text)], {text: one["week"]}, None),
+        week_page([node(text)], {text: one.week}, None),
         week_page([node(text)], {}, one),
         jobs_page([job(text), job("other", user=f"not {text}")], text, NOW),
         job_page(job(text), described, reasons, [stored(text)], NOW),
         job_page(job(text), None, None, [], NOW),
         ledger_page(told_of_usage(text), "user", True),
-        lend_page(STANDING, lending(text), [guest(text)], 30.0, text, text),
+        lend_page(VIEWER, lending(text), [guest(text)], 30.0, text, text),
     ]
 
 
-STANDING = Standing("node1", "lab", "alice", "word")
+VIEWER = Viewer("node1", "lab", "alice", "word")
 
 
-def test_gpus_that_are_alike_stand_below_one_name() -> None:
+def test_equal_gpus_share_one_heading() -> None:
     gpus = [{"uuid": str(number), "model": "NVIDIA A6000", "vram_mib": 49_152} for number in range(3)]
-    room = [{**gpus[0], "share": 100}, {**gpus[1], "share": 20, "vram_mib": 28_672}, {**gpus[2], "share": 0}]
+    left = [(100, 49_152), (20, 28_672), (0, 49_152)]
+    room = [{"uuid": str(number), "share": share, "vram_mib": mib} for number, (share, mib) in enumerate(left)]
     text = nodes_page([node("desk", gpus=gpus, gpu_room=room)]).parts["nodes"]
     assert text.count("A6000") == 1 and "3 × A6000, 48 GiB" in text
     assert re.findall('class="has">([^<]*)', text) == ["free", "20 %, 28 GiB free", "taken", "1 of 2 free"]
 
 
-def test_the_button_comes_before_what_it_costs() -> None:
-    parts = list(lend_page(STANDING, lending("x"), [guest("x")] * 30, 30.0, "", "").parts)
+def test_reclaim_button_precedes_the_cost() -> None:
+    parts = list(lend_page(VIEWER, lending("x"), [guest("x")] * 30, 30.0, "", "").parts)
     assert parts.index("buttons") < parts.index("cost")
 
 
 def whole(shown: Shown, text: str) -> str:
-    named = Standing(text, text, text, "word")
+    named = Viewer(text, text, text, "word")
     return document(named, text, "/", "/stream/nodes", element("h1", text), *shown.parts.values())
 
 
 @example(HOSTILE)
 @given(TEXTS)
 @settings(max_examples=15)
-def test_names_add_nothing_to_a_page(text: str) -> None:
+def test_hostile_names_add_no_markup(text: str) -> None:
     for shown, plain in zip(pages(text), pages("x"), strict=True):
         made = outline(whole(shown, text))
         assert made.tags == outline(whole(plain, "x")).tags
@@ -144,7 +158,7 @@ def test_names_add_nothing_to_a_page(text: str) -> None:
     outline(message(text, text))
 
 
-def test_all_that_can_be_used_has_a_name_and_each_id_is_the_only_one() -> None:
+def test_controls_have_names_and_ids_are_unique() -> None:
     for shown in pages("x"):
         made = outline(whole(shown, "x"))
         ids = [value for key, value in made.attributes if key == "id"]
@@ -155,7 +169,7 @@ def test_all_that_can_be_used_has_a_name_and_each_id_is_the_only_one() -> None:
         assert button
 
 
-def test_each_form_carries_its_sessions_word() -> None:
+def test_each_form_carries_the_token_of_its_session() -> None:
     made = whole(pages("x")[-1], "x")
     forms = re.findall(r"<form.*?</form>", made)
     assert len(forms) >= 3
@@ -163,44 +177,44 @@ def test_each_form_carries_its_sessions_word() -> None:
         assert 'method="post"' in form and '<input type="hidden" name="word" value="word">' in form
 
 
-def test_the_largest_button_takes_the_machine_back_and_says_what_it_costs() -> None:
+def test_reclaim_is_the_main_button_and_shows_the_cost() -> None:
     def buttons(**state: Any) -> list[str]:
-        shown = lend_page(STANDING, lending("", gpus=[], **state), [], 30.0, "", "")
+        shown = lend_page(VIEWER, lending("", gpus=[], **state), [], 30.0, "", "")
         return re.findall(r'id="do-(\w+)"', shown.parts["buttons"])
 
     assert buttons() == ["reclaim", "pause"]
     assert buttons(paused=True) == ["resume", "reclaim"]
     assert buttons(paused=True, guests=0) == buttons(lending=False, guests=0) == ["resume"]
-    page = lend_page(STANDING, lending("x"), [guest("training")], 30.0, "", "")
+    page = lend_page(VIEWER, lending("x"), [guest("training")], 30.0, "", "")
     assert all(words in page.parts["cost"] for words in ("training", "30s", "80%", "4.0 KiB"))
 
 
-def test_changes_are_told_in_words() -> None:
+def test_announced_facts_describe_nodes_and_jobs() -> None:
     before, after = (nodes_page([node("a", state=state)]).facts for state in ("alive", "gone"))
     assert before["a"] == "a: alive, lending" and after["a"] == "a: gone, lending"
     assert jobs_page([job("t", user="u")], "u", NOW).facts == {"q" * 26: "t: running on t"}
 
 
-def test_a_week_of_many_is_the_mean_of_those_that_know() -> None:
+def test_week_of_many_nodes_is_the_mean_of_known_hours() -> None:
     assert together([[0, None, 100] + [None] * 165, [50, None, None] + [None] * 165])[:3] == [25, None, 100]
     assert together([]) == [None] * 168
     made: Outline = outline(pages("x")[1].parts["week"])
     assert made.tags.count("tr") == 1 + len(DAYS) and made.tags.count("td") == 1 + 168
 
 
-def test_many_nodes_stay_one_light_page() -> None:
-    many = [node(f"lab3-{number:03}", me=False, gpus=[*node("x")["gpus"]] * 4) for number in range(2 * MOST_SHOWN)]
-    assert len(whole(nodes_page(many), "x")) + len(sheet.sheet()) < 140_000
+def test_page_of_many_nodes_stays_small() -> None:
+    many = [node(f"lab3-{number:03}", me=False, gpus=[GPU] * 4) for number in range(2 * MOST_SHOWN)]
+    assert len(whole(nodes_page(many), "x")) + len(stylesheet.sheet()) < 140_000
 
 
-def test_what_the_sheet_colours_can_be_read() -> None:
+def test_colours_have_enough_contrast() -> None:
     for palette in (LIGHT, DARK):
-        assert contrast(sheet.PRESS, palette.series[1]) >= 4.5  # the button that takes back
-        assert contrast(palette.ground, palette.link) >= 4.5  # the button that lends
+        assert contrast(stylesheet.PRESS, palette.series[1]) >= 4.5  # the reclaim button
+        assert contrast(palette.ground, palette.link) >= 4.5  # the lend button
         for colour in (palette.series[0], palette.series[1], palette.series[2], palette.muted, palette.link):
             assert (
                 contrast(colour, palette.raised) >= 2.8 and contrast(colour, palette.ground) >= 3
             )  # bars, edges, focus
         assert contrast(palette.muted, palette.raised) >= 4.5 and contrast(palette.text, palette.raised) >= 7
-    used = set(re.findall(r"var\(--([\w-]+)\)", sheet.sheet()))
-    assert all(f"--{name}:" in sheet.sheet() for name in used)
+    used = set(re.findall(r"var\(--([\w-]+)\)", stylesheet.sheet()))
+    assert all(f"--{name}:" in stylesheet.sheet() for name in used)

@@ -1,4 +1,4 @@
-"""Who may see the page: tokens, sessions, hosts, origins, and whose program it is that asks."""
+"""Access to the page: tokens, sessions, hosts, origins, and the user of the client."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.web.caller import is_ours, user_of
+from mesh.web.peer_credentials import is_ours, user_of
 from mesh.web.session import MOST, SESSION_S, TOKEN_S, Sessions, is_word, objection
 
 PORT = 7375
@@ -23,7 +23,7 @@ def sessions() -> Sessions:
     return Sessions(lambda size: next(numbers).to_bytes(size, "big"))
 
 
-def test_a_token_is_good_once_and_not_for_long() -> None:
+def test_token_works_once_and_expires() -> None:
     door = sessions()
     token = door.invite(0.0)
     visit = door.enter(token, TOKEN_S)
@@ -33,7 +33,7 @@ def test_a_token_is_good_once_and_not_for_long() -> None:
     assert door.find(token, 0.0) is None and door.enter(visit.cookie, 0.0) is None
 
 
-def test_a_session_ends_when_it_is_not_used_or_told_to() -> None:
+def test_session_ends_on_sign_out_or_when_unused() -> None:
     door = sessions()
     visit = door.enter(door.invite(0.0), 0.0)
     assert visit is not None
@@ -46,7 +46,7 @@ def test_a_session_ends_when_it_is_not_used_or_told_to() -> None:
     assert door.find(other.cookie, 0.0) is None
 
 
-def test_neither_tokens_nor_sessions_pile_up() -> None:
+def test_numbers_of_tokens_and_sessions_are_bounded() -> None:
     door = sessions()
     first = door.enter(door.invite(0.0), 0.0)
     assert first is not None
@@ -60,7 +60,7 @@ def test_neither_tokens_nor_sessions_pile_up() -> None:
 
 
 @given(st.text(), st.text())
-def test_nothing_that_is_said_opens_it(token: str, word: str) -> None:
+def test_guessed_tokens_open_no_session(token: str, word: str) -> None:
     door = sessions()
     visit = door.enter(door.invite(0.0), 0.0)
     assert visit is not None
@@ -110,7 +110,7 @@ def test_nothing_that_is_said_opens_it(token: str, word: str) -> None:
         ),
     ],
 )
-def test_only_its_own_pages_ask(method: str, headers: dict[str, str], refused: bool) -> None:
+def test_requests_of_other_sites_are_refused(method: str, headers: dict[str, str], refused: bool) -> None:
     assert bool(objection(method, headers, PORT)) == refused
 
 
@@ -124,7 +124,7 @@ with socket.socket() as one:
 
 
 @pytest.mark.parametrize("uid", [os.geteuid(), *([NOBODY] if os.geteuid() == 0 else [])])
-def test_the_kernel_knows_whose_program_asks(uid: int) -> None:
+def test_kernel_names_the_user_of_a_connection(uid: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)
         command = [sys.executable, "-I", "-S", "-c", CONNECT, str(server.getsockname()[1]), str(uid)]
@@ -136,5 +136,5 @@ def test_the_kernel_knows_whose_program_asks(uid: int) -> None:
                 assert user_of((peer[0], peer[1] ^ 1), connection.getsockname()) is None
                 process.kill()
                 process.wait()
-                assert user_of(peer, connection.getsockname()) is None, "what is left of it is nobody's"
+                assert user_of(peer, connection.getsockname()) is None, "a closed connection belongs to no user"
     assert not is_ours(None)

@@ -1,4 +1,4 @@
-"""Server-sent events: who watches sees what is so, and every line that is printed, once."""
+"""Server-sent events: each viewer sees the present state, and each log line once."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.logtext import MOST
+from mesh.util.log_text import MOST
 from mesh.web import stream
 from mesh.web.frame import Shown
 from mesh.web.markup import element
@@ -15,7 +15,7 @@ from mesh.web.stream import LogTail, Topic
 
 
 class Viewer:
-    """A browser's side: what it was told, and what it shows of that. A `slow` one is stopped until it may go on."""
+    """The side of the browser: received messages and shown parts. It receives only while `may` is set."""
 
     def __init__(self, topic: Topic, place: str = "") -> None:
         self.parts: dict[str, str] = {}
@@ -47,7 +47,7 @@ class Viewer:
 
 
 class Job:
-    """What a topic shows: a number, and lines as they are printed."""
+    """A page with a step number and a log."""
 
     def __init__(self) -> None:
         self.step, self.renders = 0, 0
@@ -62,7 +62,7 @@ class Job:
             yield piece
 
 
-async def test_a_thousand_viewers_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thousand_viewers_receive_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TICK_S", 0.02)
     job, over = Job(), asyncio.Event()
     topic = Topic(job.render, job.output, over.set)
@@ -96,7 +96,7 @@ async def test_a_thousand_viewers_lose_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert topic.viewers == 0
 
 
-async def test_nothing_is_computed_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_page_without_viewers_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TICK_S", 0.005)
     monkeypatch.setattr(stream, "LINGER_S", 0.1)
     job, over = Job(), asyncio.Event()
@@ -107,7 +107,7 @@ async def test_nothing_is_computed_while_nobody_looks(monkeypatch: pytest.Monkey
     assert job.renders == 0
 
 
-async def test_a_page_that_cannot_be_shown_once_is_shown_later(
+async def test_page_recovers_from_a_failed_render(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stream, "TICK_S", 0.005)
@@ -130,7 +130,7 @@ async def test_a_page_that_cannot_be_shown_once_is_shown_later(
     await viewer.task
 
 
-def test_who_falls_behind_what_is_kept_starts_again_from_there() -> None:
+def test_slow_viewer_restarts_at_the_kept_text() -> None:
     tail = LogTail()
     tail.add("first\n")
     early = tail.place

@@ -1,9 +1,9 @@
-"""Work for a GPU, by PyTorch or else CuPy or else the driver alone: the process that `guard_gpu.py` measures.
+"""GPU workloads by PyTorch, CuPy or the driver API alone, as a process that `guard_gpu.py` measures.
 
-gpu.py WORKLOAD SECONDS   warms up, says "ready", waits for a line, works for so long, and tells what it did as JSON
-gpu.py hold GIGABYTES     has so much memory until there is a line
-gpu.py depth 0            tells how many launches the driver takes at once
-gpu.py gate 0             launches without end; at each line, tells when its work had ended after which none began
+gpu.py WORKLOAD SECONDS   warms up, prints "ready", waits for a line, works that long, prints its result as JSON
+gpu.py hold GIGABYTES     holds this much memory until it reads a line
+gpu.py depth 0            prints how many launches the driver queues
+gpu.py gate 0             launches all the time; at each line, prints when its last work before the closed gate ended
 """
 
 import importlib.util
@@ -16,18 +16,18 @@ from typing import Any
 
 from spin import Spinner
 
-QUIET_S = 0.02  # without a launch: they wait at the gate
-SLOW_S = 125e-6  # of a launch: half of the kernel before it
+QUIET_S = 0.02  # without a launch, the gate counts as closed
+SLOW_S = 125e-6  # half of the running kernel's time: the launch waited for it
 MOST_LAUNCHES = 4096
 Step = Callable[[], Any]
 
 
 class Missing(Exception):
-    """What this Python lacks for the workload."""
+    """The workload needs something that this Python lacks."""
 
 
 def torch_steps(workload: str) -> tuple[Step, Step]:
-    """One unit of the work, and a wait for the device."""
+    """Return a function that does one unit of work, and one that waits for the device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -90,7 +90,7 @@ def driver_steps(workload: str) -> tuple[Step, Step]:
 
 
 def steps_of(workload: str) -> tuple[Step, Step, str]:
-    """With what does them."""
+    """Return the functions of a workload, and the name of the framework that runs it."""
     why = []
     for name, make in (("torch", torch_steps), ("cupy", cupy_steps), ("", driver_steps)):
         if name and importlib.util.find_spec(name) is None:
@@ -127,12 +127,12 @@ def gate() -> None:
 
 
 def depth() -> int:
-    """How many launches the driver takes before one has to wait until another has ended; the most that is tried, if none has."""
+    """Return how many launches the driver accepts before one has to wait; the maximum tried if none waits."""
     spinner = Spinner()
     launch, slow, count = spinner.kernel("k_250us"), 0, 0
     launch()
     spinner.wait()
-    while count < MOST_LAUNCHES and slow < 2:  # one may have waited for a processor
+    while count < MOST_LAUNCHES and slow < 2:  # a single slow launch may have waited for the CPU
         begun = time.perf_counter()
         launch()
         slow = slow + 1 if time.perf_counter() - begun > SLOW_S else 0
@@ -182,5 +182,5 @@ if __name__ == "__main__":
         main()
     except Missing as error:
         sys.exit(str(error))
-    except Exception as error:  # of whatever framework: one line that says what it was
+    except Exception as error:  # frameworks raise anything; report it in one line
         sys.exit(f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}")

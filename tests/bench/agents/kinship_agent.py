@@ -1,4 +1,4 @@
-"""One kinship node, for benchmarks: the same lines as mesh_agent.py. Runs in a Python that has kinship."""
+"""One kinship node for benchmarks, with the output of mesh_agent.py. Runs in a Python that has kinship."""
 
 import asyncio
 import signal

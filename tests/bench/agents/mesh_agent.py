@@ -1,6 +1,6 @@
-"""One node of campus-mesh's membership alone, for benchmarks: says on standard output what it learns of the others.
+"""One membership node of campus-mesh for benchmarks. Prints the status changes of other nodes.
 
-Lines: `up`, `joined NICK`, `dead NICK`, `left NICK`, `suspect NICK`. SIGTERM leaves in order.
+Lines: `up`, `joined NICK`, `dead NICK`, `left NICK`, `suspect NICK`. On SIGTERM it leaves the mesh.
 """
 
 import asyncio

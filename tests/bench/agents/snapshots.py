@@ -1,9 +1,9 @@
-"""A GPT's training on the CPU that saves now and then, one way after another. Runs in a Python that has torch.
+"""A GPT's training on the CPU that saves now and then, with one method after another. Runs in a Python that has torch.
 
     python snapshots.py DIRECTORY ROUNDS
 
-Prints a line of JSON: for each way the seconds of each round, a block of steps with one save in it, waited for at its end; and
-the seconds that each of several calls kept the training.
+Prints a line of JSON: for each method the seconds of each round (a block of steps with one save, waited for at its end), and
+the seconds for which several calls stalled the training.
 """
 
 import json
@@ -28,13 +28,13 @@ from tests.bench.checkpoints import BATCH, CONTEXT, Gpt, text
 
 WIDTH, BLOCKS = 384, 4  # 161 MB with AdamW's state
 THREADS = 2
-STALLS = 8  # of each way
-BLOCK_S = 3.0  # several times what a write takes
-FIRST = 2  # the step of a block that is saved, so that the write ends well before the block
+STALLS = 8  # of each method
+BLOCK_S = 3.0  # several times the duration of a write
+FIRST = 2  # the step that is saved; early, so that the write ends well before the block
 
 Begin = Callable[
     [], Callable[[], object]
-]  # saves, as far as training must wait for it; what it gives waits for the rest
+]  # a save up to the point where training may continue; the returned function waits for the rest
 
 
 class Training:
@@ -55,7 +55,7 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def steps(self, count: int, begin: Begin | None) -> float:
-        """Seconds of so many, with a save near the beginning."""
+        """Return the seconds of this many steps, with a save near the start."""
         begun, finish = time.perf_counter(), None
         for number in range(count):
             self.step()
@@ -80,7 +80,7 @@ def ways(training: Training, place: Path) -> dict[str, Begin]:
         done = dcp.async_save(training.state(), checkpoint_id=theirs / f"{step:08d}", async_stager=stager, no_dist=True)
         done.add_done_callback(
             lambda _: [shutil.rmtree(old) for old in sorted(theirs.iterdir())[:-2]]
-        )  # as ours does it
+        )  # as mesh.job does
         return done.result
 
     def waiting() -> Callable[[], object]:
@@ -89,7 +89,7 @@ def ways(training: Training, place: Path) -> dict[str, Begin]:
 
     return {
         "ours": ours,
-        "async_save with a kept stager": lambda: peer(stager),
+        "async_save with a persistent stager": lambda: peer(stager),
         "async_save": lambda: peer(None),
         "torch.save": waiting,
     }
@@ -100,10 +100,10 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     training = Training()
     found = ways(training, place)
-    for begin in found.values():  # the first of each touches its memory
+    for begin in found.values():  # the first save of each method touches its memory
         training.steps(FIRST + 1, begin)
     count = math.ceil(BLOCK_S / min(training.steps(1, None) for _ in range(20)))
-    subjects = {"nothing": None, **{name: found[name] for name in ("ours", "async_save with a kept stager")}}
+    subjects = {"nothing": None, **{name: found[name] for name in ("ours", "async_save with a persistent stager")}}
     totals, stalls = defaultdict(list), defaultdict(list)
     for turn in range(rounds):
         for name in list(subjects)[:: 1 if turn % 2 == 0 else -1]:

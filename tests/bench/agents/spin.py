@@ -1,7 +1,6 @@
-"""Kernels that run for as long as their name says, by the driver alone: `k_20us` spins for 20 microseconds.
+"""Kernels with a fixed run time, launched by the driver API alone: `k_20us` spins for 20 microseconds.
 
-They are PTX, which a driver compiles itself; the double of the driver knows such names without it. So what this asks of a GPU is
-asked of the double by the same code.
+The driver compiles them from PTX. The fake driver knows these names without PTX, so the same code measures both.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ from tests.fake.client import Driver
 
 NAMES = {"k_20us": 20_000, "k_250us": 250_000}
 GRAPH_NODES = 50
-HEADER = ".version 6.3\n.target sm_75\n.address_size 64\n"  # the oldest of CUDA 13
+HEADER = ".version 6.3\n.target sm_75\n.address_size 64\n"  # the oldest that CUDA 13 supports
 KERNEL = """
 .visible .entry {name}() {{
   .reg .u64 %begun, %now, %passed;
@@ -36,7 +35,7 @@ def ptx() -> str:
 
 
 class Spinner:
-    """The first device, with a context, a stream and these kernels."""
+    """The first device with a context, a stream and these kernels."""
 
     def __init__(self) -> None:
         self.driver = Driver("libcuda.so.1")
@@ -65,6 +64,6 @@ class Spinner:
         return self.driver.code("cuStreamQuery", self.stream) == 0
 
     def hold(self, size: int) -> None:
-        """Memory that stays."""
+        """Allocate memory that stays allocated."""
         self.driver.cuMemsetD8_v2(self.driver.out("cuMemAlloc_v2", size), 1, size)
         self.driver.cuCtxSynchronize()

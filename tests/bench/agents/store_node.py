@@ -1,10 +1,10 @@
-"""One node's store behind its real API, for benchmarks: nothing else of a daemon runs.
+"""One node's store behind its real API, for benchmarks, without the rest of a daemon.
 
     python store_node.py STATE STORE RATE
 
-STATE lies beside the other members' (`mesh.stack.Stack.found` makes them). Connections are paced at RATE bytes a second each, if
-it is not 0. Besides the API there is `PUT /sink`, with TLS and without, which throws away what comes. Prints one line of JSON
-when it listens; ends when its standard input does.
+STATE lies beside those of the other members (`mesh.daemon.stack.Stack.found` makes them). Each connection is paced at RATE
+bytes a second, unless it is 0. The API also has `PUT /sink`, with TLS and without, which discards the body. Prints one line of
+JSON when it listens, and ends when its standard input ends.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from aiohttp import web
 
@@ -24,20 +25,18 @@ from ckptstore.store import Store
 from membership.envelope import open_envelope
 from membership.identity import Identity
 from membership.trust import TrustStore
-from mesh.api.auth import Gatekeeper
-from mesh.api.peer import READ_BYTES
-from mesh.api.peers import PeerApi
-from mesh.api.refusals import Refusals
-from mesh.api.streams import taken
-from mesh.api.tls import server_context
-from mesh.api.wire import Wire
-from mesh.layout import Layout
+from mesh.api.handlers.peers import PeerHandlers
+from mesh.daemon.layout import Layout
+from mesh.rpc.pacing import Wire
+from mesh.rpc.refusals import Refusals
+from mesh.rpc.server import READ_BYTES, PeerServer
+from mesh.rpc.streams import taken
 
 SO_MAX_PACING_RATE = 47  # not in Python's socket module
 
 
 class Nowhere:
-    """Stands in for a receiver."""
+    """A receiver that discards everything."""
 
     def feed(self, data: Any) -> int:
         return 0
@@ -54,17 +53,17 @@ async def sink(request: web.Request) -> web.Response:
 
 
 def listening(rate: int) -> socket.socket:
-    """A socket whose connections inherit the pace."""
+    """Return a listening socket whose connections inherit the pacing rate."""
     made = socket.socket()
     if rate:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")  # bbr misses a pace by up to 13 %
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")  # bbr misses a pacing rate by up to 13 %
         made.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
     made.bind(("127.0.0.1", 0))
     return made
 
 
 def open_store(state: Path, directory: Path) -> tuple[Identity, TrustStore, Store]:
-    """A member's key, all members, and its store."""
+    """Return a member's key, all members, and its store."""
     layout = Layout(state)
     identity, trust = Identity.load(layout.key), TrustStore(layout.genesis.read_bytes())
     for each in state.parent.iterdir():
@@ -75,19 +74,24 @@ def open_store(state: Path, directory: Path) -> tuple[Identity, TrustStore, Stor
 async def main() -> None:
     state, directory, rate = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     identity, trust, store = open_store(state, directory)
-    context, fingerprint = server_context(Layout(state).tls, identity.seed, state.name)
-    jobs = SimpleNamespace(courier=SimpleNamespace(refusals=Refusals()))
-    daemon: Any = SimpleNamespace(store=store, jobs=jobs, wire=Wire())
-    app = PeerApi(daemon, Gatekeeper(identity.node_id, trust.mesh_id, trust)).application()
-    app.add_routes([web.put("/sink", sink)])
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, read_bufsize=READ_BYTES)
+    jobs: Any = SimpleNamespace(replicator=SimpleNamespace(refusals=Refusals()))
+    absent = Mock()
+    app = PeerHandlers(
+        trust, absent, absent, store, jobs, absent, absent, Wire(), (), absent, absent, absent, absent, absent
+    ).application()
+    without_tls = web.Application()
+    for each in (app, without_tls):
+        each.add_routes([web.put("/sink", sink)])
+    server = PeerServer(app, identity, trust.mesh_id, lambda node: "")
+    secured, plain = listening(rate), listening(rate)
+    await server.start(secured)
+    runner = web.AppRunner(without_tls, access_log=None, handler_cancellation=True, read_bufsize=READ_BYTES)
     await runner.setup()
-    sockets = [listening(rate), listening(rate)]
-    for made, secured in zip(sockets, (context, None), strict=True):
-        await web.SockSite(runner, made, ssl_context=secured).start()
-    ports = [made.getsockname()[1] for made in sockets]
-    print(json.dumps({"port": ports[0], "open_port": ports[1], "fingerprint": fingerprint.hex()}), flush=True)
+    await web.SockSite(runner, plain).start()
+    ports = [made.getsockname()[1] for made in (secured, plain)]
+    print(json.dumps({"port": ports[0], "open_port": ports[1]}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    await server.close()
     await runner.cleanup()
     store.close()
 

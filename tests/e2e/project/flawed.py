@@ -1,7 +1,7 @@
-"""A small job with a fault of the kind that `mesh rehearse` is to find: flawed.py FLAW STEPS PACE_S.
+"""A small job with a fault of the kind that `mesh job rehearse` is to find: flawed.py FLAW STEPS PACE_S.
 
 starts-over   does not look at MESH_RESUME
-strays        writes its checkpoint beside the checkpoint directory
+outside        writes its checkpoint beside the checkpoint directory
 deaf          does not catch SIGTERM, reports no steps, and draws a number that no seed fixes
 fails         cannot read its own checkpoint
 forgets       does not save all of its state
@@ -42,7 +42,7 @@ while step < steps:
     if flaw != "deaf":
         write(control / "progress.json", {"step": step, "of": steps})
     if step % 10 == 0 or leaving:
-        write(Path("model.json") if flaw == "strays" else ckpt / f"step-{step}", {"step": step, "total": total})
+        write(Path("model.json") if flaw == "outside" else ckpt / f"step-{step}", {"step": step, "total": total})
     if leaving:
         sys.exit(85)
     time.sleep(pace_s)

@@ -1,7 +1,7 @@
-"""A job on several nodes that keeps the contract: each step sums what all have computed; the first of them checkpoints.
+"""A job on several nodes that follows the job contract: each step sums the parts of all nodes; the first node checkpoints.
 
-Its last line is a hash over every step, whoever computed which part of it: the same on one node and on three. With `fail N`,
-the last of them fails at step N. With a file named by UNTIL it ends once that is there, as count.py does.
+Its last line is a hash over all steps, which does not depend on the number of nodes. With `fail N`, the last node fails at
+step N. With a file named by UNTIL, it ends once the file exists, as count.py does.
 """
 
 import hashlib

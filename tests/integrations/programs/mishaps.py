@@ -1,4 +1,4 @@
-"""What happens to a training from outside, at a step of one's choice."""
+"""External faults of a training, each at a chosen step."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def notice() -> None:
-    """As the mesh does it: notice.json by rename, then SIGTERM if that is caught."""
+    """Give notice as the mesh does: notice.json by rename, then SIGTERM if the program handles it."""
     control = Path(os.environ["MESH_CTL_DIR"])
     fields = {"seq": 1, "kind": "vacate", "deadline_unix": 2e9, "grace_s": 30.0, "reason": "its node leaves"}
     (control / ".notice.tmp").write_text(json.dumps(fields))
@@ -21,7 +21,7 @@ def kill() -> None:
 
 
 def kill_when_published(step: int) -> None:
-    """SIGKILL when all of that checkpoint is written, and only its name is missing."""
+    """Send SIGKILL when this checkpoint is written completely but not yet renamed."""
     rename = Path.rename
 
     def killed(self: Path, target: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""A small GPT's training whose state is snapshotted while it goes on in place. Says what came of it as a line of JSON."""
+"""Snapshot a small GPT while its training changes the state in place. Prints the results as a line of JSON."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # one order of additions, so one result
+os.environ["OMP_NUM_THREADS"] = "1"  # a fixed order of additions, so a reproducible result
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from mesh import job
 
 
 class Model(nn.Module):
-    """Tied weights, a buffer, an embedding."""
+    """A small GPT with tied weights, a buffer and an embedding."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ def state_of(model, optimizer):
 
 
 def flat(value):
-    """Every number of a state, as bytes."""
+    """Return all numbers of a state as bytes."""
     if isinstance(value, torch.Tensor):
         return value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
     if isinstance(value, dict):
@@ -50,7 +50,7 @@ def flat(value):
 
 
 def exact():
-    """Whether each snapshot is the state of its step, training going on before any of it is written."""
+    """Check that each snapshot is the state of its step, though training continues before any of it is written."""
     torch.manual_seed(3)
     model, found = Model(), []
     optimizer = torch.optim.AdamW(model.parameters())
@@ -75,7 +75,7 @@ def exact():
 
 
 def size():
-    """Bytes of the file beside those of torch's own, for tied weights and for views of one tensor."""
+    """Compare file sizes with torch.save, for tied weights and for views of one tensor."""
     base = torch.arange(1 << 20, dtype=torch.float32)
     state = {"whole": base, "rows": base.view(1024, 1024)[3:9], "turned": base.view(1024, 1024).T, "every": base[::7]}
     with job.Checkpoint("size") as checkpoint:
@@ -89,7 +89,7 @@ def size():
 
 
 def kinds():
-    """What else may be in a state: each comes back as torch itself would bring it."""
+    """Check other values of a state: each is restored as torch itself restores it."""
     layer = nn.Linear(3, 3)
     odd = nn.Parameter(torch.ones(2))
     odd.note = "an attribute"
@@ -126,7 +126,7 @@ def kinds():
 
 
 def resumed():
-    """The weights of a training that was cut into two, and of one that was not."""
+    """Compare the weights of a training in two parts with those of an uninterrupted one."""
 
     def train(steps, checkpoint, every):
         torch.manual_seed(5)

@@ -1,8 +1,8 @@
-"""Train undisturbed, then once for each step: stopped there by a notice, and resumed in a fresh directory from what was saved.
+"""Train undisturbed; then, for each step, stop there by a notice and resume from the checkpoint in a fresh directory.
 
     python stops.py train_hf|train_lightning STEP,STEP,... [OPTION...]
 
-All in one process, since starting one takes longer than the training. Says what came of each as a line of JSON.
+All in one process, since starting one takes longer than the training. Prints each result as a line of JSON.
 """
 
 import importlib
@@ -19,7 +19,7 @@ program, stops, options = importlib.import_module(sys.argv[1]), [int(n) for n in
 
 
 def run(resume, *more):
-    """One run in a fresh directory: the newest checkpoint that it left, and what it said."""
+    """Run once in a fresh directory; return the newest checkpoint and the output."""
     where = Path(tempfile.mkdtemp(dir=top))
     (where / "ctl").mkdir()
     if resume is not None:

@@ -1,6 +1,6 @@
 """A tiny BERT on synthetic data with the real Trainer. Its last line is a hash of the final weights.
 
-Whatever a resumed run could get wrong is in it: dropout, shuffling, a schedule, gradient accumulation, an uneven last batch, and
+It has all that a resumed run could get wrong: dropout, shuffling, a schedule, gradient accumulation, an uneven last batch, and
 if asked, evaluation that picks the best model.
 """
 
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 
-os.environ["OMP_NUM_THREADS"] = "1"  # one order of additions, so one result
+os.environ["OMP_NUM_THREADS"] = "1"  # a fixed order of additions, so a reproducible result
 
 import mishaps
 import torch
@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from mesh.integrations.hf import Yield, resume_from
+from mesh.sdk.integrations.hf import Yield, resume_from
 
 
 class Mishaps(TrainerCallback, ExportableState):
@@ -39,7 +39,7 @@ class Mishaps(TrainerCallback, ExportableState):
         time.sleep(0 if os.environ.get("MESH_RESUME") else self.options.pace)
 
     def state(self):
-        """Asked for in the middle of a save, when the weights are written and the place in the run is not."""
+        """Return the state; called within a save, after the weights and before the position are written."""
         if self.step and self.step == self.options.die_in_save:
             mishaps.kill()
         return {"args": {"options": None}, "attributes": {}}
@@ -52,7 +52,7 @@ def examples(count, seed):
 
 
 def train(arguments):
-    """The hash of the final weights and the step that training ended at."""
+    """Return the hash of the final weights and the last step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pace", type=float, default=0.0, help="seconds more for each step of a fresh start")
     parser.add_argument("--epochs", type=int, default=3)
@@ -88,7 +88,7 @@ def train(arguments):
             eval_steps=options.every,
             save_total_limit=2,
             load_best_model_at_end=options.best,
-            greater_is_better=True,  # of losses: so the best comes early, and is long gone when a resumed run ends
+            greater_is_better=True,  # of losses: the best is early, long before the end of a resumed run
             use_cpu=True,
             disable_tqdm=True,
             report_to="none",

@@ -1,6 +1,6 @@
 """A tiny network on synthetic data with the real Lightning. Its last line is a hash of the final weights.
 
-Whatever a resumed run could get wrong is in it: dropout, batch normalization, shuffling, a schedule by step and one that follows
+It has all that a resumed run could get wrong: dropout, batch normalization, shuffling, a schedule by step and one that follows
 a metric, gradient accumulation, an uneven last batch, and if asked, early stopping.
 """
 
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 
-os.environ["OMP_NUM_THREADS"] = "1"  # one order of additions, so one result
+os.environ["OMP_NUM_THREADS"] = "1"  # a fixed order of additions, so a reproducible result
 
 import mishaps
 import torch
@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mesh.integrations.lightning import ResumableLoader, Yield, resume_from
+from mesh.sdk.integrations.lightning import ResumableLoader, Yield, resume_from
 
 
 class Mishaps(Callback):
@@ -49,7 +49,9 @@ class Network(LightningModule):
     def __init__(self, follows_metric):
         super().__init__()
         self.follows_metric = follows_metric
-        self.register_buffer("validations", torch.zeros(()))  # in the hash, so one lost or done twice shows
+        self.register_buffer(
+            "validations", torch.zeros(())
+        )  # part of the hash, so a lost or repeated validation changes it
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
 
     def training_step(self, batch):
@@ -66,7 +68,7 @@ class Network(LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         schedules = [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}]
         if self.follows_metric:
-            # No loss is ever better by so much, so it lowers the rate at each epoch's end.
+            # No loss improves by this threshold, so the schedule lowers the rate at the end of each epoch.
             following = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.8, patience=0, threshold=0.9)
             schedules.append({"scheduler": following, "monitor": "loss", "interval": "epoch"})
         return [optimizer], schedules
@@ -79,7 +81,7 @@ def examples(count, seed):
 
 
 def train(arguments):
-    """The hash of the final weights and the step that training ended at."""
+    """Return the hash of the final weights and the last step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pace", type=float, default=0.0, help="seconds more for each batch of a fresh start")
     parser.add_argument("--epochs", type=int, default=3)

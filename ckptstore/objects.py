@@ -1,0 +1,227 @@
+"""Object store: chunks in packs, found by an index, within quotas.
+
+It knows nothing of manifests. The order of every write is restic's: temporary file, fsync, rename, fsync of the directory.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ckptstore.buffers import allocate, keep_freed_memory
+from ckptstore.cipher import StateCipher
+from ckptstore.encoding import Bytes
+from ckptstore.errors import CorruptChunk, DiskFull, MissingChunks, QuotaExceeded, ReadOnlyStore
+from ckptstore.index import Index
+from ckptstore.pack import (
+    HEADER_BYTES,
+    Location,
+    ObjectHeader,
+    PackWriter,
+    check_stored,
+    decode_header,
+    is_foreign,
+    open_chunk,
+    read_at,
+    scan_pack,
+)
+
+
+class ObjectStore:
+    """Thread-safe; all methods block. `quota_bytes` limits all packs, `foreign_quota_bytes` those of other users' jobs."""
+
+    def __init__(self, root: Path, *, quota_bytes: int | None, foreign_quota_bytes: int | None) -> None:
+        keep_freed_memory()
+        self.root = root
+        self.quota_bytes, self.foreign_quota_bytes = quota_bytes, foreign_quota_bytes
+        self.packs, self.tmp, self.quarantine = root / "packs", root / "tmp", root / "quarantine"
+        self.lock = threading.Lock()
+        with self.disk_errors():
+            for directory in (self.packs, self.tmp, self.quarantine):
+                directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.tmp.iterdir():
+                leftover.unlink()
+            self.index = Index(root / "index.sqlite", self.packs)
+            for path in self.index.damaged:
+                self.salvage(path)
+
+    def close(self) -> None:
+        self.index.close()
+
+    # --- reading
+
+    def chunk(self, identity: bytes, cipher: StateCipher | None = None) -> Bytes:
+        """Return a chunk, verified. Raises CorruptChunk, MissingChunks or MissingKey."""
+        header, data = self.object(identity)
+        base = None
+        if header.base is not None:
+            base_header, base_data = self.object(header.base)
+            base = open_chunk(base_header, base_data[HEADER_BYTES:], None, cipher)
+        return open_chunk(header, data[HEADER_BYTES:], base, cipher)
+
+    def object(self, identity: bytes) -> tuple[ObjectHeader, memoryview]:
+        """Return a chunk's verified header, and the whole object, whose stored bytes are not verified."""
+        where, descriptor = self._open_pack(identity)
+        view = allocate(where.length)
+        try:
+            filled = read_at(descriptor, view, where.offset)
+        finally:
+            os.close(descriptor)
+        try:
+            header = decode_header(view[:HEADER_BYTES])
+            if filled < where.length or header.id != identity or header.stored_length != where.length - HEADER_BYTES:
+                raise CorruptChunk("the object at this place is not the one in the index")
+        except CorruptChunk as error:
+            raise CorruptChunk(f"a chunk in pack {where.pack} is damaged: run `mesh ckpt verify`") from error
+        return header, view
+
+    def _open_pack(self, identity: bytes) -> tuple[Location, int]:
+        where = self.index.find(identity)
+        while where is not None:
+            try:
+                return where, os.open(self.packs / f"{where.pack}.pack", os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                before, where = where, self.index.find(identity)  # the collector may have rewritten its pack
+                if where == before:
+                    raise MissingChunks("a pack is missing in this store", [identity]) from error
+        raise MissingChunks("a chunk is not in this store", [identity])
+
+    # --- exchange with peers
+
+    def missing(self, ids: Sequence[bytes], not_delta: Collection[bytes] = ()) -> list[bytes]:
+        """Return which of these chunks are missing here, or are stored as deltas although in `not_delta`.
+
+        The others are held for a while (see `hold`), so that the peer need not send them.
+        """
+        held: set[str] = set()
+        missing = []
+        for identity in dict.fromkeys(ids):
+            where = self.hold(identity, held)
+            if where is None or (where.base is not None and identity in not_delta):
+                missing.append(identity)
+        return missing
+
+    def with_bases(self, ids: Sequence[bytes]) -> tuple[list[bytes], set[bytes]]:
+        """Return these chunks and their bases here, each base before its deltas; and the set of the bases."""
+        return self.index.with_bases(ids)
+
+    def stream_size(self, ids: Sequence[bytes]) -> int:
+        """Return the bytes of `stream(ids)`."""
+        places = map(self.index.find, ids)
+        return sum(where.length for where in places if where is not None)
+
+    def stream(self, ids: Sequence[bytes]) -> Iterator[memoryview]:
+        """Return the objects of these chunks, to send to a peer; MissingChunks before the first one if any is missing."""
+        missing = [identity for identity in ids if self.index.find(identity) is None]
+        if missing:
+            raise MissingChunks(f"{len(missing)} of the requested chunks are not in this store", missing)
+        return self._stream(ids)
+
+    def _stream(self, ids: Sequence[bytes]) -> Iterator[memoryview]:
+        for identity in ids:
+            header, data = self.object(identity)
+            check_stored(header, data[HEADER_BYTES:])
+            yield data
+
+    # --- upkeep
+
+    def hold(self, identity: bytes, held: set[str]) -> Location | None:
+        """Return where a chunk is if it can be read here, and keep its pack and its base's from being collected for a while.
+
+        `held` remembers the packs already held over several calls.
+        """
+        with self.lock:
+            places = self.index.places(identity)
+            for pack in {place.pack for place in places} - held:
+                try:
+                    os.utime(self.packs / f"{pack}.pack")
+                except FileNotFoundError:
+                    return None
+                held.add(pack)
+            return places[0] if places else None
+
+    def salvage(self, path: Path) -> None:
+        """Copy the intact objects of a damaged pack to a new one, and move the damaged one to `quarantine`."""
+        writer = PackWriter(self.tmp, self.packs, is_foreign(path))
+        try:
+            with path.open("rb") as file:
+                for header, offset in scan_pack(path):
+                    stored = read_stored(file, header, offset)
+                    with contextlib.suppress(CorruptChunk):
+                        check_stored(header, stored)
+                        writer.add(header, stored)
+        except CorruptChunk:
+            pass  # everything before the break is copied
+        writer.publish()
+        path.rename(self.quarantine / path.name)
+        self.index.drop_pack(path.stem)
+        self.index.add(writer.name, writer.locations, writer.foreign)
+
+    def publish_pack(self, writer: PackWriter) -> None:
+        try:
+            writer.publish()
+        except BaseException:
+            writer.abort()
+            raise
+        if writer.locations:
+            self.index.add(writer.name, writer.locations, writer.foreign)
+
+    # --- quotas and errors
+
+    def stored_bytes(self) -> int:
+        size = 0
+        for path in self.packs.glob("*.pack"):
+            with contextlib.suppress(FileNotFoundError):  # just collected
+                size += path.stat().st_size
+        return size
+
+    def foreign_bytes(self) -> int:
+        """Return the bytes of packs that belong to other users' jobs."""
+        size = 0
+        for name in self.index.foreign_packs():
+            with contextlib.suppress(FileNotFoundError):
+                size += (self.packs / f"{name}.pack").stat().st_size
+        return size
+
+    def remaining_quota(self) -> int | None:
+        """Return the bytes that peers may still store here for other users; None if there is no quota."""
+        limits = [] if self.quota_bytes is None else [self.quota_bytes - self.stored_bytes()]
+        if self.foreign_quota_bytes is not None:
+            limits.append(self.foreign_quota_bytes - self.foreign_bytes())
+        return max(0, min(limits)) if limits else None
+
+    def check_quota(self, more: int, foreign: bool = False) -> None:
+        """Raise QuotaExceeded if `more` bytes would exceed a quota."""
+        limit = self.foreign_quota_bytes if foreign else None
+        if limit is not None and self.foreign_bytes() + more > limit:
+            raise QuotaExceeded(
+                f"this node's {limit / 2**30:.1f} GiB for other users' jobs (foreign_quota_gib) are full: raise the limit"
+            )
+        if self.quota_bytes is not None and self.stored_bytes() + more > self.quota_bytes:
+            raise QuotaExceeded(
+                f"the store's {self.quota_bytes / 2**30:.1f} GiB (store_quota_gib) are full and nothing was saved: raise "
+                "the limit or delete checkpoints"
+            )
+
+    @contextlib.contextmanager
+    def disk_errors(self) -> Iterator[None]:
+        """Turn a full or read-only disk into DiskFull or ReadOnlyStore."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                raise DiskFull(
+                    f"the disk of {self.root} is full: free some space; earlier checkpoints are safe"
+                ) from error
+            if error.errno in {errno.EROFS, errno.EACCES, errno.EPERM}:
+                raise ReadOnlyStore(f"cannot write in {error.filename or self.root}: {error.strerror}") from error
+            raise
+
+
+def read_stored(file: BinaryIO, header: ObjectHeader, offset: int) -> bytes:
+    """Read the stored bytes of the object at `offset` of a pack."""
+    file.seek(offset + HEADER_BYTES)
+    return file.read(header.stored_length)

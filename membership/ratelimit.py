@@ -1,0 +1,51 @@
+"""Rate limits by network address: token buckets for incoming packets, and a minimum interval between push-pulls."""
+
+BURST_S = 8.0  # a full bucket holds the tokens of this many seconds
+MAX_SOURCES = 4096
+MAX_ADDRESSES = 4096
+INTERVAL_KEPT_S = 60.0
+
+
+class TokenBuckets:
+    """One token bucket per source, so that a flood is refused before its signatures are checked and costs only its sender."""
+
+    def __init__(self, rate_per_s: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._capacity = rate_per_s * BURST_S
+        self._buckets: dict[object, list[float]] = {}  # source -> [tokens, time of the last update]
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def allow(self, source: object, now: float) -> bool:
+        """Take a token of `source`; False if its bucket is empty."""
+        bucket = self._buckets.get(source)
+        if bucket is None:
+            if len(self._buckets) >= MAX_SOURCES:
+                del self._buckets[next(iter(self._buckets))]
+            bucket = self._buckets[source] = [self._capacity, now]
+        tokens, updated = bucket
+        tokens = min(self._capacity, tokens + (now - updated) * self._rate_per_s)
+        bucket[1] = now
+        if tokens < 1.0:
+            bucket[0] = tokens
+            return False
+        bucket[0] = tokens - 1.0
+        return True
+
+
+class MinimumInterval:
+    """At most one event per address and interval, whichever caller asks."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._last: dict[tuple[str, int], float] = {}
+
+    def allow(self, address: tuple[str, int], now: float) -> bool:
+        """Return True, and start the next interval, if the last one is over."""
+        if now - self._last.get(address, -1e9) < self._interval_s:
+            return False
+        self._last[address] = now
+        if len(self._last) > MAX_ADDRESSES:
+            self._last = {address: at for address, at in self._last.items() if now - at < INTERVAL_KEPT_S}
+        return True

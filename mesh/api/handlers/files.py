@@ -1,0 +1,128 @@
+"""A job's files as a stream: from the node that runs it, or from its checkpoint and published files."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ckptstore.errors import StoreError
+from ckptstore.store import Store
+from mesh.api.file_stream import End, frame, packed
+from mesh.api.handlers.lookup import JobLookup, free_bytes
+from mesh.consensus.status import JobStatus
+from mesh.jobs.service import JobService
+from mesh.model.spec import format_job
+from mesh.rpc.client import PeerClient, PeerError
+from mesh.rpc.streams import Patience, sliced
+from mesh.util.errors import ExitCode, MeshError
+
+SILENT = "the node does not answer"
+PLACES = ("work", "ckpt", "out")  # a path begins with one of these, or is taken to be in the working directory
+
+
+class NoSuchFile(MeshError):
+    def __init__(self, path: str) -> None:
+        super().__init__(f"the job has no file {path!r}", ExitCode.NOT_FOUND)
+
+
+class FileHandlers:
+    def __init__(self, store: Store, jobs: JobService, peers: PeerClient, lookup: JobLookup) -> None:
+        self._store, self._jobs, self._peers, self._lookup = store, jobs, peers, lookup
+
+    async def copy(self, text: str, path: str) -> AsyncIterator[bytes]:
+        """Stream a file or directory of this user's job; MeshError before the first piece if it does not exist."""
+        status = self._lookup.find_job(text)
+        self._lookup.check_owner(status)
+        if status.runner is not None and status.outcome is None:
+            if status.runner == self._lookup.me:
+                return self.running_files(status.job, path)
+            return self._from_runner(status, path)
+        return await self._from_store(status, path)
+
+    def running_files(self, job: bytes, path: str) -> AsyncIterator[bytes]:
+        """Stream files of the attempt that runs here."""
+        attempt = self._jobs.attempts.get(job)
+        if attempt is None:
+            raise MeshError("the job does not run here", ExitCode.NOT_FOUND)
+        return sliced(packed(_within(attempt.base, path)))
+
+    async def _from_runner(self, status: JobStatus, path: str) -> AsyncIterator[bytes]:
+        assert status.runner is not None
+        # In hex: a request is signed with its path as it is written, and URLs have several ways to write one.
+        where = f"/v1/jobs/{status.job.hex()}/files?path={path.encode().hex()}"
+        begun, patience = False, Patience()
+        try:
+            async with AsyncExitStack() as stack:
+                async with patience.waiting():
+                    response = await stack.enter_async_context(self._peers.stream(status.runner, "GET", where, b""))
+                while True:
+                    async with patience.waiting():
+                        piece = await response.content.readany()
+                    if not piece:
+                        return
+                    patience.sent(len(piece))
+                    begun = True
+                    yield piece
+        except (PeerError, TimeoutError) as error:
+            if isinstance(error, PeerError) and error.status == 404:
+                raise NoSuchFile(path) from error
+            if not begun:
+                raise MeshError(f"its files cannot be reached now: {str(error) or SILENT}") from error
+            yield frame(End(f"{str(error) or SILENT}"[:1000]))
+
+    async def _from_store(self, status: JobStatus, path: str) -> AsyncIterator[bytes]:
+        """Return files of a job that does not run: of its last checkpoint, or published ones."""
+        place, _, rest = _normal(path).partition("/")
+        outcome, commit = status.outcome, status.commit
+        kept = {
+            "out": outcome and (outcome.manifest, outcome.holders),
+            "ckpt": commit and (commit.manifest, commit.holders),
+        }
+        manifest, holders = kept.get(place) or (None, ())
+        if manifest is None:
+            name = format_job(status.job)[:8]
+            raise MeshError(
+                f"job {name} does not run: of it there is ckpt/ (its last checkpoint) and out/ (what it published)"
+            )
+        cipher = await self._lookup.fetch(status, manifest, holders)
+        directory = TemporaryDirectory(prefix="mesh-cp-")
+        try:
+            target = Path(directory.name) / place
+            await asyncio.to_thread(
+                lambda: self._store.restore(
+                    manifest, target, prefix=place, cipher=cipher, limit_bytes=free_bytes(target)
+                )
+            )
+            found = _within(Path(directory.name), f"{place}/{rest}")
+        except StoreError as error:
+            directory.cleanup()
+            raise MeshError(f"what the job has saved cannot be read: {error}") from error
+        except MeshError:
+            directory.cleanup()
+            raise
+
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                async for piece in sliced(packed(found)):
+                    yield piece
+            finally:
+                await asyncio.to_thread(directory.cleanup)
+
+        return pieces()
+
+
+def _normal(path: str) -> str:
+    plain = path.strip("/").removeprefix("./")
+    return plain if plain.split("/")[0] in PLACES else f"work/{plain}".rstrip("/")
+
+
+def _within(base: Path, path: str) -> Path:
+    """Return the file, with links resolved; NoSuchFile if it lies outside of the job's directories."""
+    place = _normal(path).split("/")[0]
+    found = Path(os.path.realpath(base / _normal(path)))
+    homes = [Path(os.path.realpath(base / name)) for name in PLACES]
+    if place not in PLACES or not found.exists() or not any(found.is_relative_to(home) for home in homes):
+        raise NoSuchFile(path)
+    return found

@@ -1,0 +1,250 @@
+"""Find the nodes and jobs that a request names, and what the mesh keeps of a job: its description, record, events and files."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ckptstore.cipher import StateCipher
+from ckptstore.errors import StoreError
+from ckptstore.store import Store
+from membership.events import MemberView
+from membership.identity import NodeId, format_id, short_id
+from membership.malformed import MALFORMED
+from membership.node import MembershipNode
+from mesh.checkpoints.keys import NoKey
+from mesh.checkpoints.replicator import FetchError
+from mesh.consensus.effects import WitnessRecord, decode_witness_record
+from mesh.consensus.status import JobStatus
+from mesh.jobs.service import JobService
+from mesh.journal import Journal
+from mesh.model.events import Event
+from mesh.model.record import Attempt
+from mesh.model.spec import JOB_ID_LENGTH, JobSpec, SpecError, format_job
+from mesh.rpc.client import CALL_TIMEOUT_S, PeerClient, PeerError
+from mesh.util.errors import ExitCode, MeshError
+from mesh.util.lookup import job_name_meant, node_meant
+from placement.decision import replica_order
+
+EVENTS_WITHIN_S = 3.0
+HEARD_WITHIN_S = 2.0  # a gossip round, and a push-pull for what is too large for it
+NEW_S = 30.0  # after this, a job of an array that is not known here has been forgotten (own choice)
+Telling = tuple[bytes, Event, bool]
+
+
+def nicks_of(membership: MembershipNode) -> dict[NodeId, str]:
+    """Return the nick of every known node."""
+    return {member.node_id: member.nick for member in membership.members()}
+
+
+def nick_in(nicks: Mapping[NodeId, str], node: NodeId) -> str:
+    """Return a node's nick, or the short form of its id if it is not known."""
+    return nicks.get(node) or short_id(node)
+
+
+def find_node(membership: MembershipNode, text: str, *, whole: bool = False) -> MemberView:
+    """Return the node with this nick, id, or unique prefix of either; with `whole`, a nick has to be complete."""
+    members = {format_id(member.node_id): member for member in membership.members()}
+    return members[node_meant(text, {node: member.nick for node, member in members.items()}, whole=whole)]
+
+
+class JobLookup:
+    """Finds jobs, and reads what this node and others keep of them."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        membership: MembershipNode,
+        journal: Journal,
+        store: Store,
+        jobs: JobService,
+        peers: PeerClient,
+    ) -> None:
+        self.me = me
+        self._membership, self._journal, self._store = membership, journal, store
+        self._jobs, self._peers = jobs, peers
+
+    @property
+    def user(self) -> str:
+        """The user of this node."""
+        return self._membership.credentials.user
+
+    def statuses(self) -> dict[bytes, JobStatus]:
+        return self._jobs.job_table.all()
+
+    # --- by name
+
+    async def load(self, text: str) -> None:
+        """Bring the named job into the job table: from the archive, or by waiting for gossip about a job submitted just now.
+
+        Gossip is awaited only for a whole id; of an array, until all its jobs are known.
+        """
+        try:
+            found = self.find_jobs(text)
+        except MeshError:
+            found = []
+        if not found or (found[0].name != text and found[0].name.startswith(text)):
+            await self._jobs.archive.find(text, whole=bool(found))
+        deadline = time.monotonic() + HEARD_WITHIN_S
+        while len(text) == JOB_ID_LENGTH and time.monotonic() < deadline:
+            with suppress(MeshError):
+                first, *others = self.find_jobs(text)
+                old = time.time() - first.created_unix_ms / 1000 > NEW_S
+                if first.array is None or old or 1 + len(others) == first.array.of:
+                    return
+            await asyncio.sleep(HEARD_WITHIN_S / 40)
+
+    def find_job(self, text: str) -> JobStatus:
+        """Return the job with this id, name, prefix of either, or ARRAY_INDEX; MeshError if none or several match."""
+        matches = self.find_jobs(text)
+        if len(matches) > 1 and matches[0].array is not None:
+            name = format_job(matches[0].array.array)[:8]
+            raise MeshError(
+                f"{text!r} is an array of {len(matches)} jobs: name one of them, as {name}_1", ExitCode.USAGE
+            )
+        return matches[0]
+
+    def find_jobs(self, text: str) -> list[JobStatus]:
+        """Return one job, or all jobs of one array."""
+        statuses = self.statuses()
+        wanted, _, index = text.lower().partition("_")
+        matches = [status for job, status in statuses.items() if wanted and format_job(job).startswith(text.lower())]
+        arrays: dict[bytes, list[JobStatus]] = {}
+        for status in statuses.values():
+            array = status.array
+            if array is None or index not in {"", str(array.index)}:
+                continue
+            if wanted and format_job(array.array).startswith(wanted):
+                arrays.setdefault(array.array, []).append(status)
+        if not matches and not arrays:
+            name = job_name_meant(text, {status.name for status in statuses.values() if status.name})
+            named = [status for status in statuses.values() if status.name and status.name == name]
+            matches = sorted(named, key=lambda status: -status.created_unix_ms)[:1]
+            if matches and matches[0].array is not None:
+                arrays = {b"": [s for s in named if s.array and s.array.array == matches[0].array.array]}
+                matches = []
+        found = [*([status] for status in matches), *arrays.values()]
+        if not found:
+            raise MeshError(f"no job {text!r} is known here: `mesh ps -a` lists them", ExitCode.NOT_FOUND)
+        if len(found) > 1:
+            ids = ", ".join(format_job(status.job)[:8] for status, *_ in found)
+            raise MeshError(f"{text!r} is ambiguous: {ids}: give more of the id", ExitCode.USAGE)
+        return sorted(found[0], key=lambda status: status.array.place if status.array is not None else 0)
+
+    def find_own(self, text: str) -> JobStatus:
+        """Return the named job; MeshError if it is another user's."""
+        status = self.find_job(text)
+        self.check_owner(status)
+        return status
+
+    def check_owner(self, status: JobStatus) -> None:
+        """Check that the job belongs to this node's user; MeshError if not."""
+        if status.user != self.user:
+            raise MeshError(f"job {format_job(status.job)[:8]} is {status.user}'s, not yours", ExitCode.REFUSED)
+
+    # --- what its witnesses keep
+
+    async def sealed_spec(self, job: bytes) -> bytes | None:
+        """Return the signed description that this node holds as a witness or submitter."""
+        witness = self._jobs.participant.witnesses.get(job)
+        return witness.witness_record.spec if witness is not None else await self._journal.submitted(job)
+
+    async def spec_of(self, status: JobStatus) -> JobSpec:
+        """Return the job's description, from this node or a witness; MeshError if none answers."""
+        sealed = await self.sealed_spec(status.job)
+        for node in status.witnesses:
+            if sealed is None and node != self.me:
+                with suppress(PeerError):
+                    sealed = await self._peers.call(node, "GET", f"/v1/jobs/{status.job.hex()}/spec")
+        if sealed is None:
+            raise MeshError("none of the job's witnesses can be reached now; try again in a moment")
+        try:
+            return self._jobs.authority.read_spec(status.job, sealed)
+        except SpecError as error:
+            raise MeshError(f"a witness gave a damaged job description: {error}") from error
+
+    def own_record(self, job: bytes) -> WitnessRecord | None:
+        """Return this node's witness record of the job."""
+        witness = self._jobs.participant.witnesses.get(job)
+        return witness.witness_record if witness is not None else None
+
+    async def record_of(self, node: NodeId, job: bytes, timeout_s: float = CALL_TIMEOUT_S) -> WitnessRecord | None:
+        """Return another node's witness record of the job; None if it has none or does not answer."""
+        with suppress(PeerError, *MALFORMED):
+            path = f"/v1/jobs/{job.hex()}/witness-record"
+            return decode_witness_record(await self._peers.call(node, "GET", path, timeout_s=timeout_s))
+        return None
+
+    async def attempts(self, status: JobStatus) -> tuple[Attempt, ...]:
+        """Return all attempts that are known: a status carries only the last ones."""
+        return await self.all_attempts(status) if status.attempts and status.attempts[0].number else status.attempts
+
+    async def all_attempts(self, status: JobStatus) -> tuple[Attempt, ...]:
+        """Return the attempts in the witness record of this node or of the first witness that answers."""
+        found = self.own_record(status.job)
+        for node in status.witnesses:
+            if found is None:
+                found = await self.record_of(node, status.job, EVENTS_WITHIN_S)
+        return found.record.attempts if found is not None and found.record.attempts else status.attempts
+
+    async def events_of(self, status: JobStatus, own: Sequence[tuple[int, bytes]] | None = None) -> list[Telling]:
+        """Return (actor, event, whether an event before it is missing) from this node, the runner and the witnesses."""
+        own = await self._journal.events(status.job, 0) if own is None else own
+        asked = [node for node in dict.fromkeys([status.runner, *status.witnesses]) if node not in {None, self.me}]
+        tellings = await asyncio.gather(*(self._events_from(node, status.job) for node in asked))
+        return self._jobs.event_log.merge([[sealed for _, sealed in own], *tellings])
+
+    async def _events_from(self, node: NodeId, job: bytes) -> list[bytes]:
+        try:
+            body = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/events", timeout_s=EVENTS_WITHIN_S)
+            return msgspec.msgpack.decode(body, type=list[bytes])
+        except (PeerError, *MALFORMED):
+            return []
+
+    # --- its files
+
+    async def fetch(self, status: JobStatus, manifest: bytes, holders: tuple[bytes, ...]) -> StateCipher | None:
+        """Bring a checkpoint or result of the job into this node's store, and return its key (None if not encrypted)."""
+        ran = [attempt.node for attempt in status.attempts]
+        others = replica_order(status.job, self._jobs.mesh_view.adverts(), {self.me}, 0)
+        sources = [node for node in dict.fromkeys([*holders, *reversed(ran), *others]) if node != self.me]
+        try:
+            await self._jobs.replicator.fetch(manifest, sources)
+        except FetchError as error:
+            raise MeshError(f"its files cannot be reached now: {error}") from error
+        return await self.cipher_of(status, manifest)
+
+    async def cipher_of(self, status: JobStatus, manifest: bytes) -> StateCipher | None:
+        """Return the key to a manifest in this node's store; None if it is not encrypted."""
+        try:
+            realm = (await asyncio.to_thread(self._store.manifest, manifest)).realm
+            keyring = self._jobs.keyring
+            known = keyring.known(realm)
+            if known is not None or not realm:
+                return known
+            return await keyring.cipher(status.job, await self.spec_of(status), status.witnesses)
+        except (NoKey, StoreError) as error:
+            raise MeshError(str(error)) from error
+
+
+async def require_free(target: Path) -> None:
+    """Check that files can be written to `target`; MeshError if something is there already."""
+
+    def is_taken() -> bool:
+        return target.exists() and (not target.is_dir() or any(target.iterdir()))
+
+    try:
+        taken = await asyncio.to_thread(is_taken)
+    except OSError as error:
+        raise MeshError(f"{target} cannot be a directory: {error.strerror}", ExitCode.USAGE) from error
+    if taken:
+        raise MeshError(f"{target} exists and is not empty: name a new directory", ExitCode.USAGE)
+
+
+def free_bytes(target: Path) -> int:
+    """Return the free space of the disk that is to hold `target`, which may not exist yet."""
+    return shutil.disk_usage(next(place for place in (target, *target.parents) if place.exists())).free

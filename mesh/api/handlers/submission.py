@@ -1,0 +1,303 @@
+"""Submit jobs, and deliver their output to `submit --out DIR` when they are done."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from ckptstore.cipher import StateCipher
+from ckptstore.errors import StoreError
+from ckptstore.store import Store
+from membership.envelope import seal
+from membership.identity import Identity
+from membership.node import MembershipNode
+from membership.trust import USER, TrustStore
+from mesh.api import schemas
+from mesh.api.handlers.images import ImageHandlers
+from mesh.api.handlers.lookup import JobLookup, find_node, require_free
+from mesh.api.requests import SubmitOrder
+from mesh.checkpoints.key_shares import seal_shares
+from mesh.checkpoints.replica_policy import NEED_MIB
+from mesh.consensus.leader import WANT_WITNESSES
+from mesh.jobs.service import JobService
+from mesh.jobs.submission_retry import SubmissionRetry
+from mesh.jobs.workdir import collect_files
+from mesh.journal import Journal
+from mesh.model.record import Voter
+from mesh.model.spec import (
+    JOB_ID_BYTES,
+    MAX_ARRAY,
+    ArrayPlace,
+    Checkpointing,
+    HomePolicy,
+    JobSpec,
+    check_spec,
+    format_job,
+    placement_request,
+)
+from mesh.util.errors import ExitCode, MeshError
+from placement.decision import cannot_ever, replica_order, witness_order
+
+WORKDIR_REPLICAS = 2
+SUBMITTED_AT_ONCE = 32  # jobs of one array
+LOOK_S = 1.0
+TRIES = 10  # failed deliveries of one job, a second apart, before it is given up and reported
+
+log = logging.getLogger(__name__)
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """Settings of this node that a submitted job takes over; `settle_s`: None for the default of a spec."""
+
+    encrypt: bool
+    grace_s: float
+    lease_s: float
+    settle_s: float | None = None
+
+
+class OutputDelivery:
+    """Writes the published files of finished jobs to the directories asked for, also after a restart."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        jobs: JobService,
+        pull: Callable[[str, str], Awaitable[schemas.jobs.Pulled]],
+    ) -> None:
+        self._journal, self._jobs, self._pull = journal, jobs, pull
+        self._wanted: dict[bytes, str] = {}
+        self._failed: dict[bytes, int] = {}
+
+    async def want(self, job: bytes, directory: str) -> None:
+        self._wanted[job] = directory
+        await self._journal.request_output(job, directory)
+
+    async def run(self) -> None:
+        self._wanted |= await self._journal.requested_outputs()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for job, directory in list(self._wanted.items()):
+                status = self._jobs.job_table.get(job)
+                if status is not None and status.outcome is not None:
+                    await self._deliver(job, directory, bool(status.outcome.manifest))
+
+    async def _deliver(self, job: bytes, directory: str, has_files: bool) -> None:
+        event_log = self._jobs.event_log
+        try:
+            if has_files:
+                answer = await self._pull(format_job(job), directory)
+                event_log.add(job, "state", f"{answer.files} files in {directory}", new="brought home")
+        except MeshError as error:
+            self._failed[job] = self._failed.get(job, 0) + 1
+            if self._failed[job] < TRIES and error.code != ExitCode.USAGE:
+                return
+            log.warning("job %s: its files were not brought to %s: %s", format_job(job)[:8], directory, error)
+            event_log.add(job, "state", str(error), new="not brought home")
+        self._wanted.pop(job, None)
+        await self._journal.request_output(job, "")
+
+
+class SubmissionHandlers:
+    def __init__(
+        self,
+        identity: Identity,
+        trust: TrustStore,
+        membership: MembershipNode,
+        journal: Journal,
+        store: Store,
+        jobs: JobService,
+        submissions: SubmissionRetry,
+        images: ImageHandlers,
+        delivery: OutputDelivery,
+        lookup: JobLookup,
+        defaults: Defaults,
+    ) -> None:
+        self._identity, self._trust, self._membership = identity, trust, membership
+        self._journal, self._store, self._jobs = journal, store, jobs
+        self._submissions, self._images, self._delivery = submissions, images, delivery
+        self._lookup, self._defaults = lookup, defaults
+
+    async def submit(self, order: SubmitOrder) -> schemas.jobs.Submitted:
+        if USER not in self._membership.credentials.roles:
+            raise MeshError("this node may lend, but not submit: its certificate says so", ExitCode.REFUSED)
+        chosen = tuple(find_node(self._membership, name).node_id for name in order.ckpt_to)
+        for name in order.after:
+            await self._lookup.load(name)
+        members = [m for m in self._membership.members() if m.state == "alive" and not m.draining]
+        alive = [member.node_id for member in members]
+        specs = [msgspec.structs.replace(self._spec(order, chosen, alive), array=place) for place in _places(order)]
+        for spec in specs:
+            check_spec(spec)
+        if order.out is not None:
+            await require_free(Path(order.out))
+        self._refuse_impossible(specs[0])
+        size, cipher = 0, None
+        if self._defaults.encrypt:
+            cipher = await self._jobs.keyring.create()
+            specs = await asyncio.to_thread(_with_lock, specs, cipher)
+        if order.workdir is not None:
+            workdir, holders, size = await self._pack_workdir(order.workdir, specs[0].checkpointing, cipher)
+            specs = [msgspec.structs.replace(spec, workdir=workdir, workdir_holders=holders) for spec in specs]
+        turns = asyncio.Semaphore(SUBMITTED_AT_ONCE)
+        handed = await asyncio.gather(*(self._hand_over(spec, turns) for spec in specs))
+        jobs, late = [job for job, _ in handed], [words for _, words in handed if words]
+        few = "" if len(specs[0].witnesses) >= WANT_WITNESSES else _few_witnesses(len(alive))
+        array = specs[0].array
+        for job, spec in zip(jobs, specs, strict=True):
+            if order.out is not None:
+                place = order.out if spec.array is None else str(Path(order.out) / str(spec.array.index))
+                await self._delivery.want(job, place)
+        return schemas.jobs.Submitted(
+            job=format_job(jobs[0] if array is None else array.array),
+            jobs=[format_job(job) for job in jobs],
+            workdir_bytes=size,
+            witnesses=len(specs[0].witnesses),
+            warning=late[0] if late else few,
+        )
+
+    def _spec(self, order: SubmitOrder, chosen: tuple[bytes, ...], alive: list[bytes]) -> JobSpec:
+        return JobSpec(
+            submitter=self._lookup.me,
+            chain=self._membership.chain,
+            user=self._lookup.user,
+            user_key=self._membership.credentials.user_key,
+            created_unix_ms=time.time_ns() // 1_000_000,
+            nonce=os.urandom(16),
+            argv=tuple(order.argv),
+            witnesses=self._choose_witnesses(alive),
+            name=order.name,
+            env=order.env,
+            image=order.image,
+            image_id=self._images.pin(order.image, order.engine),
+            engine=order.engine,
+            **order.gpu_terms(),
+            memory_mib=order.memory_mib,
+            cpus=order.cpus,
+            zone=order.zone,
+            interactive=order.interactive,
+            least_nodes=order.least_nodes,
+            most_nodes=order.most_nodes,
+            checkpointing=_checkpointing(order, chosen),
+            grace_s=self._defaults.grace_s if order.grace_s is None else order.grace_s,
+            lease_s=self._defaults.lease_s,
+            error_budget=order.retries,
+            retry_codes=tuple(order.retry_on),
+            on_exit_0="done" if order.ckpt_mode == "system" else order.on_exit_0,
+            on_partition=order.on_partition,
+            max_time_s=order.max_time_s,
+            deadline_unix_ms=None if order.deadline_unix is None else int(order.deadline_unix * 1000),
+            priority=order.priority,
+            after=tuple(job for name in order.after for job in self._dependencies(name)),
+            home=self._home_policy(order.home),
+        )
+
+    def _home_policy(self, home: str | None) -> HomePolicy:
+        """Return what `--home` asks for; MeshError if it names no node."""
+        policy = HomePolicy() if self._defaults.settle_s is None else HomePolicy(settle_s=self._defaults.settle_s)
+        match home:
+            case None:
+                return policy
+            case "first" | "none":
+                return msgspec.structs.replace(policy, rule=home)
+        return msgspec.structs.replace(policy, rule="node", node=find_node(self._membership, home).node_id)
+
+    async def _hand_over(self, spec: JobSpec, turns: asyncio.Semaphore) -> tuple[bytes, str]:
+        """Give a job to its witnesses; return its id, and a warning if they do not have it yet."""
+        async with turns:
+            return await self._submissions.submit(spec)
+
+    def _dependencies(self, name: str) -> list[bytes]:
+        found = self._lookup.find_jobs(name)
+        for status in found:
+            if status.outcome is not None and status.outcome.kind != "done":
+                raise MeshError(f"job {format_job(status.job)[:8]} has ended already, and not well: {status.state}")
+        return [status.job for status in found]
+
+    def _refuse_impossible(self, spec: JobSpec) -> None:
+        if reason := cannot_ever(placement_request(b"", spec, 0), self._jobs.mesh_view.adverts()):
+            raise MeshError(reason, ExitCode.IMPOSSIBLE)
+
+    def _choose_witnesses(self, alive: list[bytes]) -> tuple[Voter, ...]:
+        """Return this node and two others, or this node alone if there are fewer than three."""
+        me, disks = self._lookup.me, self._jobs.mesh_view.disks()
+        ranked = witness_order(os.urandom(8), self._jobs.mesh_view.adverts(), alive)
+        others = [Voter(node, disks[node]) for node in ranked if node != me and node in disks]
+        chosen = others[: WANT_WITNESSES - 1] if len(others) >= WANT_WITNESSES - 1 else []
+        return (Voter(me, self._journal.disk), *chosen)
+
+    async def _pack_workdir(
+        self, directory: str, checkpointing: Checkpointing | None, cipher: StateCipher | None
+    ) -> tuple[bytes, tuple[bytes, ...], int]:
+        """Store the user's files and copy them to peers; return the manifest, its holders and its size in bytes."""
+        leave = (checkpointing.directory,) if checkpointing is not None and checkpointing.mode != "system" else ()
+        files = await asyncio.to_thread(collect_files, Path(directory), leave)
+        try:
+            saved = await asyncio.to_thread(
+                self._store.save,
+                files,
+                job=b"\0" * 16,
+                config=0,
+                term=0,
+                seq=0,
+                parent=None,
+                kind="workdir",
+                created_unix=int(time.time()),
+                seal=lambda payload: seal(self._identity, self._trust.mesh_id, "manifest", payload),
+                cipher=cipher,
+                user=self._lookup.user,
+            )
+        except StoreError as error:
+            raise MeshError(f"the working directory could not be packed: {error}") from error
+        order_of_peers = replica_order(
+            saved.id[:16], self._jobs.mesh_view.adverts(), {self._lookup.me}, NEED_MIB, {self._lookup.me}
+        )
+        copies = await self._jobs.replicator.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
+        return saved.id, (self._lookup.me, *copies.holders), saved.manifest.total_bytes
+
+
+def _places(order: SubmitOrder) -> list[ArrayPlace | None]:
+    """Return the array place of each job that the order makes; a single None if it makes one job."""
+    if not order.array:
+        if order.array_limit:
+            raise MeshError("a limit belongs to an array", ExitCode.USAGE)
+        return [None]
+    if len(order.array) > MAX_ARRAY or len(set(order.array)) != len(order.array):
+        raise MeshError(f"an array has 1 to {MAX_ARRAY} jobs, each with its own index", ExitCode.USAGE)
+    array, of = os.urandom(JOB_ID_BYTES), len(order.array)
+    return [ArrayPlace(array, index, place, of, order.array_limit) for place, index in enumerate(order.array)]
+
+
+def _with_lock(specs: list[JobSpec], cipher: StateCipher) -> list[JobSpec]:
+    locks = [seal_shares(cipher, [voter.node for voter in spec.witnesses]) for spec in specs]
+    return [msgspec.structs.replace(spec, lock=lock) for spec, lock in zip(specs, locks, strict=True)]
+
+
+def _few_witnesses(alive: int) -> str:
+    here = "this node is alone" if alive <= 1 else f"only {alive} nodes are here"
+    return f"{here}, so one witness keeps the job's record: if its disk is lost, so is the record"
+
+
+def _checkpointing(order: SubmitOrder, chosen: tuple[bytes, ...]) -> Checkpointing | None:
+    """Return how the job saves, None without checkpoints; `chosen`: the nodes that hold them."""
+    if order.ckpt_mode == "system":
+        if order.ckpt is not None:
+            words = "--ckpt-mode system saves the whole container, whatever it writes: leave out --ckpt"
+            raise MeshError(words, ExitCode.USAGE)
+        every = "auto" if order.ckpt_every is None else order.ckpt_every
+        return Checkpointing(mode="system", every=every, replicas=order.replicas, to=chosen)
+    if order.ckpt is None:
+        if chosen or order.ckpt_every is not None:
+            raise MeshError("--ckpt-to and --ckpt-every need --ckpt DIR: which holds checkpoints?", ExitCode.USAGE)
+        return None
+    return Checkpointing(
+        directory=order.ckpt.rstrip("/").removeprefix("./"),
+        mode=order.ckpt_mode,
+        keep=order.keep,
+        replicas=order.replicas,
+        to=chosen,
+        every=order.ckpt_every,
+    )

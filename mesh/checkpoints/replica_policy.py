@@ -1,0 +1,62 @@
+"""Replica policy: the nodes that may hold a job's checkpoints now, by its user's choice, and replacements for those that
+fail. Pure.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ckptstore.replication import Substitute
+from membership.events import MemberView
+from mesh.consensus.runner import Runner
+from placement.decision import replica_order
+from placement.zones import Hierarchy, stand_in_order, zone_of
+
+ABSENT = {"unreachable", "dead", "left", "revoked"}  # states of members that are not asked
+NEED_MIB = 1  # free space an advert must show: it is rounded to GiB, and the store refuses what does not fit
+
+
+class ReplicaPolicy(msgspec.Struct, frozen=True):
+    """The group and term that sign a checkpoint, and the nodes that may hold it; evaluated at each save. `gone`: why some
+    cannot.
+    """
+
+    config: int
+    term: int
+    fallback: tuple[bytes, ...]
+    gone: Mapping[bytes, str] = {}
+    nicks: Mapping[bytes, str] = {}
+
+    def first(self, order: Sequence[bytes]) -> "ReplicaPolicy":
+        """Return the policy with its fallback in this order."""
+        return msgspec.structs.replace(self, fallback=tuple(order))
+
+    def describe(self, substitutes: Sequence[Substitute]) -> str:
+        """Describe the replacements and their reasons for the user."""
+        return "; ".join(
+            f"{self.nicks.get(one.peer, 'another node')} holds checkpoints in place of "
+            f"{self.nicks.get(one.missed, 'a node')}: {one.reason}"
+            for one in substitutes
+        )
+
+
+def replica_policy_of(
+    job: bytes, me: bytes, runner: Runner | None, members: Sequence[MemberView], hierarchy: Hierarchy
+) -> ReplicaPolicy:
+    adverts = hierarchy.adverts
+    not_these = {me} | {member.node_id for member in members if member.draining or member.state != "alive"}
+    rules = runner.spec.checkpointing if runner is not None else None
+    if runner is None or rules is None or not rules.to:
+        order = replica_order(job, adverts, not_these, NEED_MIB, {me})
+    else:
+        zones = hierarchy.zones
+        home = zone_of(runner.spec.submitter, zones)
+        order = stand_in_order(job, adverts, zones, not_these, NEED_MIB, home.name if home is not None else None)
+    if runner is None:
+        return ReplicaPolicy(config=0, term=0, fallback=tuple(order))
+    states = {member.node_id: member.state for member in members}
+    chosen = rules.to if rules is not None else ()
+    gone = {node: f"it is {states[node]}" for node in chosen if states.get(node) in ABSENT}
+    gone |= {node: "it is not a member" for node in chosen if node not in states}
+    nicks = {member.node_id: member.nick for member in members}
+    return ReplicaPolicy(runner.config.number, runner.term, tuple(order), gone, nicks)

@@ -1,0 +1,155 @@
+"""Checkpoint writer: puts what one attempt saves into this node's store and onto other nodes' disks."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ckptstore.cipher import StateCipher
+from ckptstore.compression_policy import CompressionPolicy
+from ckptstore.errors import StoreError
+from ckptstore.manifest import Kind
+from ckptstore.store import SavedManifest, Store
+from mesh.checkpoints.loss_estimate import LossEstimate
+from mesh.checkpoints.replica_policy import ReplicaPolicy
+from mesh.checkpoints.replicator import Replicator, Sent
+from mesh.checkpoints.save_schedule import SaveSchedule
+from mesh.consensus.effects import SaveCheckpoint, SaveResult
+from mesh.consensus.reports import CheckpointStored
+from mesh.consensus.status import Saving
+from mesh.model.spec import JobSpec
+from mesh.util.boottime import boot_s
+
+RESULT_REPLICAS = 2
+SHOWN_AFTER_S = 2.0  # a faster save is not shown (own choice)
+
+
+class CheckpointWriter:
+    """The writer of one attempt.
+
+    `replica_policy` tells where replicas may go now; `note` writes an event for the user; `cipher` encrypts, once it is
+    known. The attribute `note` is the remark on the last checkpoint; `last_save` its new bytes and the seconds it took to
+    store them; `state_bytes` all of its bytes.
+    """
+
+    def __init__(
+        self,
+        job: bytes,
+        spec: JobSpec,
+        store: Store,
+        replicator: Replicator,
+        seal: Callable[[bytes], bytes],
+        replica_policy: Callable[[], ReplicaPolicy],
+        loss: LossEstimate,
+        save_schedule: SaveSchedule,
+        note: Callable[..., None],
+    ) -> None:
+        self.note = ""
+        self.last_save: tuple[int, float] | None = None
+        self.state_bytes: int | None = None
+        self.cipher: StateCipher | None = None
+        self._job, self._spec = job, spec
+        self._store, self._replicator, self._seal, self._replica_policy = store, replicator, seal, replica_policy
+        self._loss, self._cadence, self._note_event = loss, save_schedule, note
+        self._compression = CompressionPolicy()
+        self._holders: tuple[bytes, ...] = ()  # of the last checkpoint
+        self._stood_in = ""
+        self._saving: Saving | None = None
+
+    @property
+    def saving(self) -> Saving | None:
+        """Return what is being stored and how far it is, if it takes long."""
+        now = self._saving
+        return None if now is None or time.time() - now.since_unix_ms / 1000 < SHOWN_AFTER_S else now
+
+    @contextmanager
+    def _tells(self, kind: Kind, seq: int) -> Iterator[None]:
+        self._saving = Saving(kind, seq, time.time_ns() // 1_000_000)
+        try:
+            yield
+        finally:
+            self._saving = None
+
+    def _sends(self, sent: Sent) -> None:
+        if self._saving is not None:
+            self._saving = msgspec.structs.replace(self._saving, sent=sent.sent, size=sent.size, nodes=sent.nodes)
+
+    async def checkpoint(
+        self, roots: dict[str, Path], order: SaveCheckpoint, since_s: float, step: int | None, resume: str | None = None
+    ) -> CheckpointStored:
+        """Store and replicate a checkpoint of what was computed until `since_s`. StoreError, SaveTorn if a file changes
+        meanwhile, OSError.
+        """
+        assert self._spec.checkpointing is not None
+        rules, replica_policy = self._spec.checkpointing, self._replica_policy()
+        idle_cores = (os.cpu_count() or 1) - os.getloadavg()[0]
+        compress = self._compression.should_compress(self._replicator.bandwidth.mean_bps(self._holders), idle_cores)
+        begun = time.monotonic()
+        with self._tells("checkpoint", order.seq):
+            saved = await self._keep("checkpoint", roots, order, replica_policy, resume, compress)
+            self.last_save = (saved.new_bytes, time.monotonic() - begun)
+            self.state_bytes = saved.manifest.total_bytes
+            if compress:
+                self._compression.learn(saved.raw_bytes, saved.new_bytes, time.monotonic() - begun, idle_cores)
+            copies = await self._replicator.replicate(
+                saved.id,
+                rules.to,
+                replica_policy.fallback,
+                rules.replicas,
+                replica_policy.gone,
+                self._loss,
+                self._sends,
+            )
+        self._holders = copies.holders
+        if not copies.holders and rules.replicas and replica_policy.fallback:
+            raise StoreError(f"no other node took it: {copies.short}")
+        self._loss.stored(since_s, step)
+        self._cadence.stored(boot_s(), since_s, saved.new_bytes * max(1, len(copies.holders)))
+        text = replica_policy.describe(copies.substitutes)
+        if text != self._stood_in:
+            self._stood_in = text
+            self._note_event(text or "the nodes chosen for checkpoints hold them again", "stand-in")
+        self.note = "; ".join(filter(None, [text, copies.short]))
+        return CheckpointStored(saved.id, copies.holders, step)
+
+    async def result(self, roots: dict[str, Path], order: SaveResult) -> tuple[bytes, tuple[bytes, ...]]:
+        """Store and replicate the result; return its manifest and the other holders. StoreError, OSError."""
+        replica_policy, rules = self._replica_policy(), self._spec.checkpointing
+        chosen = rules.to if rules is not None else ()
+        with self._tells("result", order.seq):
+            saved = await self._keep("result", roots, order, replica_policy)
+            copies = await self._replicator.replicate(
+                saved.id, chosen, replica_policy.fallback, RESULT_REPLICAS, replica_policy.gone, self._loss, self._sends
+            )
+        return saved.id, copies.holders
+
+    async def _keep(
+        self,
+        kind: Kind,
+        roots: dict[str, Path],
+        order: SaveCheckpoint | SaveResult,
+        replica_policy: ReplicaPolicy,
+        resume: str | None = None,
+        compress: bool = True,
+    ) -> SavedManifest:
+        """Save to this node's own store."""
+        return await asyncio.to_thread(
+            self._store.save,
+            roots,
+            job=self._job,
+            config=replica_policy.config,
+            term=replica_policy.term,
+            seq=order.seq,
+            parent=order.parent,
+            kind=kind,
+            created_unix=int(time.time()),
+            seal=self._seal,
+            note=None if resume is None else {"resume": resume},
+            compress=compress,
+            cipher=self.cipher,
+            user=self._spec.user,
+        )

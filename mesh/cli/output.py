@@ -1,0 +1,116 @@
+"""Output of all commands.
+
+Commands print with these functions only (ruff refuses click's own): most lines hold a name or a text of somebody else, who must
+not be able to move the cursor, reorder text or fake lines.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from mesh.api.schema_version import SCHEMA
+
+LEAST = 24  # columns for text that wraps: on a narrower terminal its own line breaks serve (own choice)
+LINE = 65_536  # characters of a line; an invite has about 2,000 (own choice)
+CELL = 200  # characters of a cell, but the last of a row (own choice)
+LAST = 12  # columns that the last column keeps before others are left out for it (own choice)
+
+
+def say(text: str = "", err: bool = False, bold: bool = False) -> None:
+    """Print one line. Whatever the text holds, it is one line of visible characters."""
+    line = _sanitized(text, LINE)
+    click.echo(click.style(line, bold=True) if bold and _coloured() else line, err=err)
+
+
+def confirm(question: str, err: bool = False) -> None:
+    """Ask, and end the command unless the answer is yes."""
+    click.confirm(_sanitized(question, LINE), abort=True, err=err)
+
+
+def ask_secret(question: str) -> str:
+    """Ask for a line that is not shown."""
+    return str(click.prompt(_sanitized(question, LINE), hide_input=True))
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print an answer with the number of its schema. All but ASCII is escaped."""
+    click.echo(json.dumps({"schema": SCHEMA, **value}, indent=2))
+
+
+def print_text(text: str) -> None:
+    """Print the content of a file that the command makes, with its line ends, but no character that moves the cursor."""
+    from mesh.util.sanitize import fit
+
+    click.echo(fit(text), nl=False)
+
+
+class Output:
+    """Writes the output of a job. A pipe or file gets its bytes; a terminal gets text, with its colours, unless `raw`."""
+
+    def __init__(self, raw: bool = False, err: bool = False) -> None:
+        from mesh.util.log_text import LogText
+
+        stream = sys.stderr if err else sys.stdout
+        self._file = stream.buffer
+        self._text = LogText(colours=True) if stream.isatty() and not raw else None
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data if self._text is None else self._text.feed(data).encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write what was held back, and end the colours that the job began."""
+        if self._text is not None:
+            self._file.write(self._text.finish().encode())
+            self._file.flush()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False, spare: Sequence[str] = ()) -> None:
+    """Print rows in columns as wide as they need to be.
+
+    A terminal that is too narrow loses the columns named in `spare`, in that order; the last column is cut, or wraps if `whole`.
+    Control characters are removed: other users choose some of the names.
+    """
+    rows = [[*(_sanitized(cell, CELL) for cell in row[:-1]), _sanitized(row[-1], LINE)] for row in rows]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    room, kept = _room(), list(range(len(header)))
+    for name in spare:
+        if room is None or sum(widths[c] + 2 for c in kept[:-1]) + min(LAST, widths[kept[-1]]) <= room:
+            break
+        kept.remove(header.index(name))
+    widths = [widths[column] for column in kept]
+    last = widths[-1] if room is None else max(8, room - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    for number, all_cells in enumerate([header, *rows]):
+        row = [all_cells[column] for column in kept]
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        ends = [row[-1] if len(row[-1]) <= last else row[-1][: last - 1] + "…"]
+        if whole and room is not None:
+            import textwrap
+
+            ends = textwrap.wrap(row[-1], max(last, LEAST)) or [""]
+        for end in ends:
+            say("  ".join([*cells, end]).rstrip(), bold=number == 0)
+            cells = [" " * width for width in widths[:-1]]
+
+
+def _room() -> int | None:
+    """Return the terminal's columns; None for output to a file or a program, which gets all columns."""
+    import shutil
+
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+def _sanitized(text: str, most: int) -> str:
+    if len(text) <= most and text.isascii() and text.isprintable():
+        return text  # without the import
+    from mesh.util.sanitize import sanitize
+
+    return sanitize(text, most)
+
+
+def _coloured() -> bool:
+    return "NO_COLOR" not in os.environ

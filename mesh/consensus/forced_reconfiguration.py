@@ -1,0 +1,95 @@
+"""Forced reconfiguration: the job's user names a new witness group after most witnesses are lost for good.
+
+Everything else about a job is decided by majorities, so that no decision is forgotten. This is the one exception, and it
+needs the user's signature. The new group has a number and a term that are higher than any the lost witnesses can have used;
+old members that return find themselves replaced, and what only they knew is lost.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from membership.malformed import MALFORMED
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.leader import WANT_WITNESSES
+from mesh.consensus.view import Instant, View
+from mesh.model.record import Config, JobRecord, Voter
+
+LEAP = 1 << 20  # more terms and group changes than the lost witnesses can have had among themselves
+RECORD_LOST = "its record was lost"
+
+
+class RecoveryError(ValueError):
+    """There is nothing to recover, or nothing to recover it from; the text names the reason."""
+
+
+class ForcedReconfiguration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The statement that the user signs: this group keeps the job's record from this term on."""
+
+    job: bytes
+    term: int
+    config: Config
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """`lost`: members of the last known group that do not answer or have lost their disk. `kept`: nodes that still have a
+    record.
+    """
+
+    reconfiguration: ForcedReconfiguration
+    record: JobRecord
+    spec: bytes
+    lost: tuple[bytes, ...]
+    kept: tuple[bytes, ...]
+
+
+def make_plan(job: bytes, witness_records: Mapping[bytes, WitnessRecord], view: View, at: Instant) -> Plan:
+    """Plan a recovery from the records that can still be read, by node; RecoveryError if there are none, or a majority."""
+    if not witness_records:
+        raise RecoveryError("no node that can be reached has a record of the job: submit it again")
+    if any(witness_record.final for witness_record in witness_records.values()):
+        raise RecoveryError("the job is over, and a node that has its outcome can be reached")
+    config = max(
+        (witness_record.config for witness_record in witness_records.values()), key=lambda config: config.order
+    )
+    reachable = {Voter(node, witness_record.disk) for node, witness_record in witness_records.items()}
+    if config.quorum(reachable):
+        raise RecoveryError("a majority of the witnesses can be reached: the job needs no recovery")
+    best_first = sorted(
+        witness_records,
+        key=lambda node: (witness_records[node].accepted_term, witness_records[node].record.version, node),
+        reverse=True,
+    )
+    voters = [Voter(node, witness_records[node].disk) for node in best_first]
+    voters += [
+        Voter(node, view.disks[node])
+        for node in view.witnesses(job)
+        if node in view.disks and node not in witness_records
+    ]
+    voters = [voter for voter in voters if voter.node in view.staying][:WANT_WITNESSES]
+    if not voters:
+        raise RecoveryError("no node could keep the job's record")
+    term = max(witness_record.promised for witness_record in witness_records.values()) + LEAP
+    group = Config(number=config.number + LEAP, term=term, members=tuple(voters[: len(voters) - (len(voters) + 1) % 2]))
+    best = witness_records[best_first[0]]
+    return Plan(
+        reconfiguration=ForcedReconfiguration(job, term, group),
+        record=best.record.written_off(RECORD_LOST, at.unix_ms),
+        spec=best.spec,
+        lost=tuple(node for node in config.nodes if node not in witness_records),
+        kept=tuple(best_first),
+    )
+
+
+_decoder = msgspec.msgpack.Decoder(ForcedReconfiguration)
+
+
+def encode_reconfiguration(reconfiguration: ForcedReconfiguration) -> bytes:
+    return msgspec.msgpack.encode(reconfiguration)
+
+
+def decode_reconfiguration(payload: bytes) -> ForcedReconfiguration | None:
+    try:
+        return _decoder.decode(payload)
+    except MALFORMED:
+        return None

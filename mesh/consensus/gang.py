@@ -1,0 +1,330 @@
+"""Gang: a job on several nodes at once. Its runner alone holds the lease; the other nodes are gang members.
+
+A gang starts all or nothing: members reserve a place for a few seconds, and no guest starts before enough have one. A member
+asks its runner three times per lease how long the lease still runs, and counts from its own question, so no member outlives
+the runner's right to run. When a member is lost, fails or leaves, all members get notice, the runner saves, and the attempt
+ends. The next attempt enlists the nodes available then, from the least to the most that the job may have. No I/O.
+"""
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from mesh.consensus.contract import ExitFacts, judge
+from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, Send, SetTimer, StateChanged
+from mesh.consensus.messages import (
+    Begin,
+    Dismiss,
+    Enlist,
+    Enlisted,
+    ExtendRun,
+    GangPlace,
+    MemberEnded,
+    MemberLeaving,
+    RunGranted,
+)
+from mesh.consensus.view import Instant, Timer, TimerTokens
+from mesh.consensus.witness import RATE_BOUND
+from mesh.model.record import JobRecord
+from mesh.model.spec import JobSpec
+
+GATHER_S = 4.0  # for members to answer: a LAN round trip takes milliseconds
+KEPT_S = 3 * GATHER_S  # that a place is reserved for a runner that does not begin
+LATE_S = 5.0  # that members may end later than the runner's guest without being dismissed
+ASKS_PER_LEASE = 3  # as often as the runner renews
+FORSAKEN_LEASES = 3  # a member without an answer gives up
+
+
+class MemberState(msgspec.Struct):
+    """The runner's view of one member.
+
+    Its guest freezes after `runs_until`, by the runner's clock. `asked` counts its questions, and `asked_before` those before
+    the first trouble. `code` is its exit status once it has ended. `trouble` tells why the gang cannot continue with it.
+    """
+
+    node: bytes
+    nick: str
+    joined: bool = False
+    rank: int = 0
+    heard_at: float = 0.0
+    runs_until: float = 0.0
+    asked: int = 0
+    asked_before: int = 0
+    ended: bool = False
+    code: int = 0
+    trouble: str = ""
+
+
+class Gang:
+    """The members of a gang, as seen by their runner."""
+
+    def __init__(self, job: bytes, spec: JobSpec, spec_bytes: bytes, term: int) -> None:
+        self.job, self.spec, self.term = job, spec, term
+        self._spec_bytes = spec_bytes
+        self._members: dict[bytes, MemberState] = {}
+        self._declined: set[bytes] = set()
+        self._until: float | None = None
+        self._dismissed = self._disbanded = False
+        self._troubled = False
+        self._begun = False
+
+    @property
+    def members(self) -> list[MemberState]:
+        """Return the members that have a place, by rank once they have begun."""
+        return sorted((member for member in self._members.values() if member.joined), key=lambda member: member.rank)
+
+    # --- gathering
+
+    def gather(self, candidates: Iterable[tuple[bytes, str]], record: JobRecord, at: Instant) -> list[Send]:
+        """Enlist the best candidates that are still wanted, and ask those again that have not answered."""
+        if self._until is None:
+            self._until = at.now + GATHER_S
+        wanted = self.spec.most_nodes - 1 - len(self._members)
+        fresh = [(node, nick) for node, nick in candidates if node not in self._members and node not in self._declined]
+        enlist = Enlist(job=self.job, term=self.term, number=record.next_attempt - 1, spec=self._spec_bytes)
+        for node, nick in fresh[: max(0, wanted)]:
+            self._members[node] = MemberState(node, nick)
+        return [Send(member.node, enlist) for member in self._members.values() if not member.joined]
+
+    def on_enlisted(self, sender: bytes, message: Enlisted, at: Instant) -> list[Send]:
+        member = self._members.get(sender)
+        if member is None or self._begun:
+            # Too late: it reserves a place in vain.
+            known = member is not None and member.joined
+            return [] if known or not message.taken else [Send(sender, self._dismissal(0.0, "it came too late"))]
+        if message.taken:
+            member.joined, member.heard_at = True, at.now
+        else:
+            del self._members[sender]
+            self._declined.add(sender)
+        return []
+
+    def gathered(self, now: float) -> bool | None:
+        """Tell whether enough members have a place; None while more may come."""
+        joined = 1 + len(self.members)
+        if self._until is None:
+            return None
+        if joined >= self.spec.most_nodes:
+            return True
+        return None if now < self._until else joined >= self.spec.least_nodes
+
+    def begin(self, host: str, port: int, record: JobRecord, at: Instant) -> tuple[GangPlace, list[Send]]:
+        """Return the runner's own place, which is the first, and the messages that give the others theirs."""
+        self._begun = True
+        late = [member for member in self._members.values() if not member.joined]
+        size = 1 + len(self.members)
+        sends = [Send(member.node, self._dismissal(0.0, "others were quicker")) for member in late]
+        for rank, member in enumerate(sorted(self.members, key=lambda member: member.node), 1):
+            member.rank, member.heard_at = rank, at.now
+            begin = Begin(job=self.job, term=self.term, place=GangPlace(rank, size, host, port), record=record)
+            sends.append(Send(member.node, begin))
+        self._members = {member.node: member for member in self._members.values() if member.joined}
+        return GangPlace(0, size, host, port), sends
+
+    # --- under way
+
+    def on_may_run(self, sender: bytes, message: ExtendRun, left_s: float, at: Instant) -> list[Send]:
+        member = self._members.get(sender)
+        if member is None or not self._begun:
+            return [Send(sender, self._dismissal(0.0, "it is not called up"))]
+        member.heard_at = at.now
+        member.asked += 1
+        if self._disbanded:
+            return [Send(sender, self._dismissal(0.0, "its attempt is over"))]
+        member.runs_until = max(member.runs_until, at.now + left_s)
+        return [Send(sender, RunGranted(job=self.job, term=self.term, round=message.round, left_s=max(0.0, left_s)))]
+
+    def on_ended(self, sender: bytes, message: MemberEnded, at: Instant) -> None:
+        member = self._members.get(sender)
+        if member is None or member.ended:
+            return
+        member.ended, member.heard_at = True, at.now
+        if self._dismissed:
+            # As ordered. But if a member has failed, this one may have failed first and be reported last.
+            if self.failed and not message.problem and judge(_at_notice(message.code)) == "failed":
+                member.code = message.code
+            return
+        member.code, member.trouble = message.code, member.trouble or message.problem
+        if message.code:
+            self._trouble()
+
+    def on_leaving(self, sender: bytes, message: MemberLeaving) -> None:
+        member = self._members.get(sender)
+        if member is not None:
+            member.trouble = member.trouble or message.reason
+
+    def look(self, now: float) -> None:
+        """Mark members that have been silent for a lease as lost."""
+        for member in self._members.values():
+            if not member.ended and not member.trouble and now - member.heard_at > self.spec.lease_s:
+                member.trouble = "lost"
+
+    @property
+    def broken(self) -> str:
+        """Return why the gang cannot continue, through no fault of the job; empty if it can."""
+        return next((f"{member.nick}: {member.trouble}" for member in self.members if member.trouble), "")
+
+    @property
+    def failed(self) -> list[tuple[str, int]]:
+        """Return the members whose guests failed, with the exit code. Another member may have been lost before: see `sure`."""
+        return [(member.nick, member.code) for member in self.members if member.ended and member.code]
+
+    def sure(self) -> bool:
+        """Tell whether each member is known to run since the first trouble, to have ended, or to be lost.
+
+        A guest whose peers are lost fails too, and is not to blame. The first question after the trouble may have been sent
+        before it; the second was not.
+        """
+        self._trouble()
+        return all(
+            member.ended or member.trouble or member.asked >= member.asked_before + 2
+            for member in self._members.values()
+        )
+
+    def _trouble(self) -> None:
+        if not self._troubled:
+            self._troubled = True
+            for member in self._members.values():
+                member.asked_before = member.asked
+
+    def dismiss(self, grace_s: float, reason: str) -> list[Send]:
+        """Dismiss every member that has not ended, with notice if there is grace."""
+        self._dismissed = True
+        return [
+            Send(member.node, self._dismissal(grace_s, reason)) for member in self._members.values() if not member.ended
+        ]
+
+    def disband(self) -> list[Send]:
+        """The attempt is over: dismiss all members at once and extend nobody's time."""
+        self._disbanded = True
+        return self.dismiss(0.0, "its attempt is over")
+
+    def quiet(self, now: float) -> bool:
+        """Tell whether no member computes any more: only then may the lease be released and another attempt begin."""
+        return all(member.ended or now >= member.runs_until for member in self._members.values())
+
+    def _dismissal(self, grace_s: float, reason: str) -> Dismiss:
+        return Dismiss(job=self.job, term=self.term, grace_s=grace_s, reason=reason)
+
+
+def _at_notice(code: int) -> ExitFacts:
+    return ExitFacts(code, oom=False, vacating=True, has_checkpoints=True, forced_done=False, on_exit_0="done")
+
+
+class GangMember:
+    """One member's own part: its place, its guest, and what its runner allows."""
+
+    def __init__(self, runner: bytes, enlist: Enlist, spec: JobSpec) -> None:
+        self.runner = runner
+        self.job, self.term, self.spec = enlist.job, enlist.term, spec
+        self.spec_bytes = enlist.spec
+        self.state = "enlisted"
+        self.until = 0.0
+        self._tokens = TimerTokens(enlist.term)
+        self._asked: dict[int, float] = {}
+        self._round = 0
+        self._heard_at = 0.0
+        self._end: MemberEnded | None = None
+        self._leaving = ""  # the reason, if the owner wants the guest to leave
+
+    def begin(self, at: Instant) -> list[Effect]:
+        """Keep the place for a while."""
+        return [self._timer("kept", at.now + KEPT_S)]
+
+    def on_begin(self, message: Begin, at: Instant) -> list[Effect]:
+        if self.state != "enlisted":
+            return []
+        self.state = "restoring"
+        self._tokens.cancel("kept")
+        self._heard_at = at.now
+        return [*self._ask(at), Launch(message.record, message.place), StateChanged("starting", "in a gang")]
+
+    def on_run(self, message: RunGranted, at: Instant) -> list[Effect]:
+        asked_at = self._asked.pop(message.round, None)
+        if asked_at is None or self._end is not None:
+            return []
+        self._heard_at = at.now
+        left_s = message.left_s if math.isfinite(message.left_s) else 0.0
+        until = asked_at + min(left_s, self.spec.lease_s) * (1 - RATE_BOUND)
+        if until <= max(self.until, at.now):
+            return []  # the answer came too late
+        self.until = until
+        return [RunUntil(until if self.spec.on_partition == "freeze" else math.inf)]
+
+    def on_dismiss(self, message: Dismiss, at: Instant) -> list[Effect]:
+        if message.grace_s > 0 and self.state != "enlisted":
+            return self._notice(message.grace_s, message.reason, at)
+        if self._end is None and self._guest_may_run:
+            self.state = "ending"
+            return [Kill(message.reason)]
+        ended = MemberEnded(job=self.job, term=self.term, code=0)
+        return [Send(self.runner, ended), *self._over(message.reason)]
+
+    def on_timer(self, timer: Timer, at: Instant) -> list[Effect]:
+        if not self._tokens.is_current(timer) or self.state == "ended":
+            return []
+        match timer.name:
+            case "kept":
+                return self._over("its runner did not begin")
+            case "grace":
+                return [Kill("grace of the notice is over")]
+            case "ask" if at.now - self._heard_at > FORSAKEN_LEASES * self.spec.lease_s:
+                return [Kill("its runner is gone"), *self._over("its runner is gone")]
+            case "ask" if self._end is not None:
+                return [Send(self.runner, self._end), self._timer("ask", at.now + self._pause_s)]
+            case "ask":
+                return self._ask(at)
+        return []
+
+    def started(self) -> list[Effect]:
+        self._guest_may_run = True
+        if self.state == "ending":
+            return [Kill("its gang has ended")]
+        self.state = "running"
+        return [StateChanged("running", "in a gang")]
+
+    def exited(self, code: int, problem: str, at: Instant) -> list[Effect]:
+        """The guest has ended, or could not start (`problem`); the runner decides what that means."""
+        self._end = MemberEnded(job=self.job, term=self.term, code=code, problem=problem or self._leaving)
+        self._tokens.cancel("grace")
+        report = Send(self.runner, self._end)
+        return (
+            [report, *self._over("done")]
+            if self.state == "ending"
+            else [report, self._timer("ask", at.now + self._pause_s)]
+        )
+
+    def vacate(self, grace_s: float, reason: str, at: Instant) -> list[Effect]:
+        """The machine's owner wants it back: the runner must tell the whole gang."""
+        self._leaving = self._leaving or reason
+        leaving = Send(self.runner, MemberLeaving(job=self.job, term=self.term, grace_s=grace_s, reason=reason))
+        if self.state == "enlisted":
+            return [leaving, *self._over(reason)]
+        return [leaving, *self._notice(grace_s, reason, at)] if grace_s > 0 else [leaving, Kill(reason)]
+
+    _guest_may_run = False
+
+    @property
+    def _pause_s(self) -> float:
+        return self.spec.lease_s / ASKS_PER_LEASE
+
+    def _notice(self, grace_s: float, reason: str, at: Instant) -> list[Effect]:
+        if self.state != "running":
+            return []
+        self.state = "vacating"
+        return [Notify("vacate", grace_s, reason), self._timer("grace", at.now + grace_s)]
+
+    def _ask(self, at: Instant) -> list[Effect]:
+        self._round += 1
+        self._asked[self._round] = at.now
+        self._asked.pop(self._round - 8, None)
+        may_run = ExtendRun(job=self.job, term=self.term, round=self._round)
+        return [Send(self.runner, may_run), self._timer("ask", at.now + self._pause_s)]
+
+    def _over(self, reason: str) -> list[Effect]:
+        self.state = "ended"
+        return [Ended(reason)]
+
+    def _timer(self, name: str, at: float) -> SetTimer:
+        return SetTimer(name, self._tokens.fresh(name), at)

@@ -1,0 +1,265 @@
+"""Messages between job cores. Every message is one-way; a reply is a message of its own.
+
+`Prepare`/`Promised` and `Accept`/`Accepted` are the two phases of Paxos on a job's record. An `Accept` that names a holder
+also grants or renews its lease; one that names none releases it. Answers name the disk that holds the promise
+(`record.Voter`). `Start`/`StartAnswer` hand a term from the leader that won it to the node that will run the job.
+"""
+
+import msgspec
+
+from membership.malformed import MALFORMED
+from mesh.model.record import Config, JobRecord
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
+    job: bytes
+
+
+class Prepare(Message, frozen=True, tag="prepare"):
+    """Phase 1a: ask for a promise of `term`. Refused while another node's lease runs."""
+
+    term: int
+
+
+class PreVote(Message, frozen=True, tag="pre_vote"):
+    """Ask whether `term` would be promised. The answer promises nothing (Raft's pre-vote, Ongaro 2014, section 9.6), so a
+    partitioned node cannot raise terms and disrupt the others when it returns.
+    """
+
+    term: int
+
+
+class PreVoteGranted(Message, frozen=True, tag="pre_vote_granted"):
+    """The term would be promised."""
+
+    term: int
+    disk: bytes
+
+
+class Promised(Message, frozen=True, tag="promised"):
+    term: int
+    disk: bytes
+    config: Config
+    accepted_term: int
+    record: JobRecord
+    cancel_wanted: bool
+
+
+class Accept(Message, frozen=True, tag="accept"):
+    """Phase 2a: hold this group and record under `term`. `holder` takes or renews the lease; None releases it.
+
+    `round` is the sender's counter and returns in the answer. `spec` is sent until the receiver has it. `reconfiguration`,
+    sealed by the job's user, installs a group that the old one has not voted for (`forced_reconfiguration.py`). `warrants`:
+    the runner's, of the leader that gave it the term and of witnesses that have accepted it since.
+    """
+
+    term: int
+    round: int
+    config: Config
+    record: JobRecord
+    holder: bytes | None
+    spec: bytes | None = None
+    reconfiguration: bytes | None = None
+    warrants: tuple[bytes, ...] = ()
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """`warrant`, for a lease: this witness's statement that the runner has the term, for witnesses that do not know it."""
+
+    term: int
+    disk: bytes
+    round: int
+    cancel_wanted: bool = False
+    warrant: bytes = b""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """A refusal: a higher term was promised, a lease still runs (`lease_left_s`), or the receiver needs the job's spec."""
+
+    term: int
+    disk: bytes
+    round: int
+    promised: int
+    config: Config | None
+    lease_left_s: float
+    needs_spec: bool
+    finished: bool
+    accepted_term: int = 0
+    record: JobRecord | None = None
+
+
+class Start(Message, frozen=True, tag="start"):
+    """Run this attempt under `term`. The record shows why the attempt before it ended. `warrant`, sealed by the leader, gives
+    the term to the receiver; the witnesses ask for it.
+    """
+
+    term: int
+    config: Config
+    record: JobRecord
+    spec: bytes
+    warrant: bytes = b""
+
+
+class StartAnswer(Message, frozen=True, tag="start_answer"):
+    term: int
+    taken: bool
+    reason: str
+
+
+class Released(Message, frozen=True, tag="released"):
+    """Hint to the witnesses that the job has no runner any more, so that nobody waits for the lease to expire."""
+
+    term: int
+
+
+class Closed(Message, frozen=True, tag="closed"):
+    """A majority holds this record's outcome: the job is over. Sent by the node that proposed it, or by a witness."""
+
+    term: int
+    record: JobRecord
+
+
+class Migrate(Message, frozen=True, tag="migrate"):
+    """The job's user wants it to continue elsewhere, on node `to` if that can take it. Sent to the runner; authority as for
+    `Cancel`.
+    """
+
+    user: str
+    to: bytes | None
+
+
+class MakeRoom(Message, frozen=True, tag="make_room"):
+    """A more important job, `wanted_by`, needs the place; its `spec`, signed by its submitter, shows the priority. Sent to
+    the runner of `job`.
+    """
+
+    wanted_by: bytes
+    spec: bytes
+
+
+class GangPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The place of a process in a gang: `rank` of `size`. The processes meet at `host:port`, which was free on the runner's
+    machine.
+    """
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+class Enlist(Message, frozen=True, tag="enlist"):
+    """Reserve a place for this attempt of a job that runs on several nodes, under the sender's lease of this term."""
+
+    term: int
+    number: int
+    spec: bytes
+
+
+class Enlisted(Message, frozen=True, tag="enlisted"):
+    term: int
+    taken: bool
+    reason: str
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """All members have a place: start the guest from this record's checkpoint."""
+
+    term: int
+    place: GangPlace
+    record: JobRecord
+
+
+class ExtendRun(Message, frozen=True, tag="extend_run"):
+    """Ask how long this member's guest may run. `round` is the sender's counter and returns in the answer."""
+
+    term: int
+    round: int
+
+
+class RunGranted(Message, frozen=True, tag="run_granted"):
+    """The guest may run for `left_s` seconds from the time of the question: the rest of the runner's lease."""
+
+    term: int
+    round: int
+    left_s: float
+
+
+class MemberEnded(Message, frozen=True, tag="member_ended"):
+    """The member's guest has ended; `problem` if it never started."""
+
+    term: int
+    code: int
+    problem: str = ""
+
+
+class MemberLeaving(Message, frozen=True, tag="member_leaving"):
+    """The owner of the member's machine wants it back."""
+
+    term: int
+    grace_s: float
+    reason: str
+
+
+class Dismiss(Message, frozen=True, tag="dismiss"):
+    """The gang ends: save and leave within the grace, or at once."""
+
+    term: int
+    grace_s: float
+    reason: str
+
+
+class EventReport(Message, frozen=True, tag="event_report"):
+    """Signed events of the job for its witnesses to keep (`model/events.py`)."""
+
+    events: tuple[bytes, ...]
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """The job's user wants it ended. The receiver checks authority against the spec's user."""
+
+    user: str
+
+
+GangMessage = Enlist | Enlisted | Begin | ExtendRun | RunGranted | MemberEnded | MemberLeaving | Dismiss
+
+AnyMessage = (
+    GangMessage
+    | PreVote
+    | PreVoteGranted
+    | Prepare
+    | Promised
+    | Accept
+    | Accepted
+    | Refused
+    | Start
+    | StartAnswer
+    | Released
+    | Closed
+    | Migrate
+    | EventReport
+    | MakeRoom
+    | Cancel
+)
+
+
+class MessageError(ValueError):
+    """The bytes are not a job message."""
+
+
+MAX_MESSAGE_BYTES = 1 << 20  # a spec (256 KiB of text) and a full record, with a margin
+
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: AnyMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_message(data: bytes) -> AnyMessage:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return _decoder.decode(data)
+    except MALFORMED as error:
+        raise MessageError(f"not a job message: {error}") from error

@@ -1,0 +1,506 @@
+"""Participant: one node's part in every job it knows, as witness, leader, runner and gang member, without I/O.
+
+The daemon and the simulator drive this same object. Messages, timers and reports go in; effects come out, each with the job
+and the role it belongs to.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from mesh.consensus.effects import Effect, Ended, SaveWitnessRecord, Send, SetTimer, Submitted, WitnessRecord
+from mesh.consensus.forced_reconfiguration import Plan
+from mesh.consensus.gang import GangMember
+from mesh.consensus.leader import PATIENCE_S, PREPARED_S, Leader
+from mesh.consensus.messages import (
+    Accept,
+    Accepted,
+    AnyMessage,
+    Begin,
+    Cancel,
+    Closed,
+    Dismiss,
+    Enlist,
+    Enlisted,
+    EventReport,
+    ExtendRun,
+    MakeRoom,
+    MemberEnded,
+    MemberLeaving,
+    Migrate,
+    Prepare,
+    PreVote,
+    PreVoteGranted,
+    Promised,
+    Refused,
+    Released,
+    RunGranted,
+    Start,
+    StartAnswer,
+)
+from mesh.consensus.proposer import Fenced, Proposer
+from mesh.consensus.reports import (
+    CancelWanted,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    KillWanted,
+    MigrateWanted,
+    RunnerEvent,
+    VacateWanted,
+)
+from mesh.consensus.runner import Runner
+from mesh.consensus.view import Instant, Timer, TimerTokens, View
+from mesh.consensus.witness import Witness, unknown_job
+from mesh.model.record import Config, JobRecord, Voter
+from mesh.model.spec import JobSpec, SpecError, format_job
+from placement.preemption import must_yield
+from placement.request import Request
+
+Role = Literal["witness", "leader", "runner", "member", "submitter"]
+
+RESUBMIT_S = 1.0  # until an unanswered round is sent again (own choice)
+SUBMIT_WITHIN_S = 10.0  # until the submission counts as unanswered
+
+
+class Directed(msgspec.Struct, frozen=True):
+    """An effect, with its job and role."""
+
+    job: bytes
+    role: Role
+    effect: Effect
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """Decisions that need keys or the machine; the simulator replaces them by pure functions.
+
+    `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` returns why this node does not take
+    a job now; if it returns None, it has reserved what the job needs. `may_cancel` checks a sender against the spec.
+    `authorizes_reconfiguration` tells whether the job's user has signed exactly this group and term. `may_propose` tells a
+    witness whether a sender may have it accept this, `warrant` seals that a node gets a term of a job. `rendezvous` gives the
+    address at which the processes of a gang with its runner here find each other.
+    """
+
+    open_spec: Callable[[bytes, bytes], JobSpec]
+    admit: Callable[[bytes, JobSpec, Start | Enlist], str | None]
+    may_cancel: Callable[[bytes, str, JobSpec], bool]
+    authorizes_reconfiguration: Callable[[Accept, JobSpec], bool] = lambda message, spec: False
+    may_propose: Callable[[bytes, Accept, WitnessRecord, JobSpec, bool], bool] = lambda *asked: True
+    warrant: Callable[[bytes, int, bytes], bytes] = lambda job, term, node: b""
+    rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0)
+
+
+class _Submission:
+    def __init__(self, proposer: Proposer, give_up_at: float) -> None:
+        self.proposer = proposer
+        self.give_up_at = give_up_at
+        self.tokens = TimerTokens()
+        self.have_it: set[Voter] = set()  # under any term: a witness acts at once
+
+    @property
+    def known(self) -> bool:
+        return self.proposer.config.quorum(self.have_it)
+
+
+class Participant:
+    """`disk` names this node's journal.
+
+    Jobs in `forgotten` have a witness record that cannot be read; those in `archived` have one that is not in memory, and the
+    shell restores it before it passes on a message for them.
+    """
+
+    def __init__(self, me: bytes, disk: bytes, nick: str, rules: Rules, rng: Random) -> None:
+        self.me = me
+        self.disk = disk
+        self.forgotten: set[bytes] = set()
+        self.archived: set[bytes] = set()
+        self.nick = nick
+        self.witnesses: dict[bytes, Witness] = {}
+        self.leaders: dict[bytes, Leader] = {}
+        self.runners: dict[bytes, Runner] = {}
+        self.members: dict[bytes, GangMember] = {}
+        self.refused = 0  # messages that no correct peer sends
+        self._submissions: dict[bytes, _Submission] = {}
+        self._vouchers: dict[bytes, tuple[tuple[bytes, int, bytes], bytes]] = {}  # the last warrant for each job
+        self._rules = rules
+        self._rng = rng
+        self._view: View | None = None
+
+    @property
+    def hosted(self) -> list[bytes]:
+        """Return the jobs that have a guest here, or a place for one."""
+        return [*self.runners, *self.members]
+
+    def replaceable(self, staying: Set[bytes]) -> bool:
+        """Tell whether a group of this node can still replace it: another node stays that is not in the group."""
+        groups = [witness.witness_record.config.nodes for witness in self.witnesses.values() if not witness.finished]
+        return any(self.me in group and staying - set(group) for group in groups)
+
+    # --- what comes in
+
+    def restore(self, witness: Witness, at: Instant) -> list[Directed]:
+        """Restore a witness record from the journal. A guest of this node ended with the run before, so its lease is
+        released.
+        """
+        witness_record = witness.witness_record
+        self.archived.discard(witness_record.job)
+        self.witnesses[witness_record.job] = witness
+        self.leaders[witness_record.job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)
+        sends: list[Effect] = []
+        if witness_record.holder == self.me:
+            released = Released(job=witness_record.job, term=witness_record.promised)
+            sends = [Send(node, released) for node in witness_record.config.nodes]
+        return self._from(witness_record.job, "witness", sends) + self._leader_looks(witness_record.job, at)
+
+    def archive(self, job: bytes) -> None:
+        """Remove a finished job, whose witness record is on disk, from memory."""
+        assert self.witnesses[job].finished
+        del self.witnesses[job], self.leaders[job]
+        self._vouchers.pop(job, None)
+        self.archived.add(job)
+
+    def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
+        """Propose the job's empty record to its witnesses; `Submitted` answers."""
+        config = Config(number=0, term=0, members=spec.witnesses)
+        proposer = Proposer(job, spec_bytes, 0, config, JobRecord(), None)
+        self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
+        return self._resubmit(job, at)
+
+    def recover(self, plan: Plan, reconfiguration: bytes, at: Instant) -> list[Directed]:
+        """Propose the remaining record to the group that the job's user has named; `Submitted` answers."""
+        job, config = plan.reconfiguration.job, plan.reconfiguration.config
+        proposer = Proposer(job, plan.spec, plan.reconfiguration.term, config, plan.record, None, reconfiguration)
+        self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
+        return self._resubmit(job, at)
+
+    def observe(self, view: View, at: Instant) -> list[Directed]:
+        """Take a new view of the mesh."""
+        self._view = view
+        out: list[Directed] = []
+        standbys: list[tuple[bytes, Request]] = []  # two jobs of this node do not count on the same place
+        for job, runner in sorted(self.runners.items(), key=lambda item: (-item[1].spec.gpus, item[0])):
+            out += self._from(job, "runner", runner.observe(view.serving(standbys), at))
+            if runner.next_placement.standby is not None:
+                standbys.append((runner.next_placement.standby, runner.next_placement.request(runner.record, at)))
+        for job, leader in list(self.leaders.items()):
+            if not leader.witness.finished:
+                out += self._from(job, "leader", leader.observe(view, at))
+        return out
+
+    def receive(self, sender: bytes, message: AnyMessage, at: Instant) -> list[Directed]:
+        job = message.job
+        match message:
+            case Accept():
+                return self._on_accept(sender, message, at)
+            case PreVote() | Prepare():
+                witness = self.witnesses.get(job)
+                if witness is None:
+                    return self._from(job, "witness", [Send(sender, unknown_job(message, self._disk_for(job)))])
+                effects = witness.handle(sender, message, at.now)
+                if any(isinstance(effect, SaveWitnessRecord) for effect in effects):
+                    self.leaders[job].rival_seen(sender, PREPARED_S, at)
+                return self._from(job, "witness", effects) + self._leader_looks(job, at)
+            case Released() | Closed():
+                witness = self.witnesses.get(job)
+                if witness is None:
+                    return []
+                return self._from(job, "witness", witness.handle(sender, message, at.now)) + self._leader_looks(job, at)
+            case Cancel():
+                return self._on_cancel(sender, message, at)
+            case Migrate():
+                return self._on_migrate(sender, message, at)
+            case Enlist():
+                return self._on_enlist(sender, message, at)
+            case Begin() | RunGranted() | Dismiss():
+                return self._to_member(sender, message, at)
+            case Enlisted() | ExtendRun() | MemberEnded() | MemberLeaving():
+                runner = self.runners.get(job)
+                if runner is None:
+                    over = Dismiss(job=job, term=message.term, grace_s=0.0, reason="its runner does not run it")
+                    return self._from(job, "runner", [Send(sender, over)])
+                return self._from(job, "runner", runner.on_gang(sender, message, at))
+            case EventReport():
+                return []  # the shell keeps these
+            case MakeRoom():
+                return self._on_make_room(message, at)
+            case Start():
+                return self._on_start(sender, message, at)
+            case PreVoteGranted() | Promised() | StartAnswer():
+                leader = self.leaders.get(job)
+                return self._from(job, "leader", leader.handle(sender, message, at)) if leader else []
+            case Accepted() | Refused():
+                return self._on_answer(sender, message, at)
+
+    def on_timer(self, job: bytes, role: Role, timer: Timer, at: Instant) -> list[Directed]:
+        if role == "runner" and job in self.runners:
+            return self._from(job, role, self.runners[job].on_timer(timer, at))
+        if role == "member" and job in self.members:
+            return self._from(job, role, self.members[job].on_timer(timer, at))
+        if role == "leader" and job in self.leaders:
+            return self._from(job, role, self.leaders[job].on_timer(timer, at))
+        submission = self._submissions.get(job)
+        if role == "submitter" and submission is not None and submission.tokens.is_current(timer):
+            if at.now >= submission.give_up_at:
+                del self._submissions[job]
+                return self._from(job, "submitter", [Submitted("no majority of its witnesses answered")])
+            return self._resubmit(job, at)
+        return []
+
+    def report(self, job: bytes, event: RunnerEvent, at: Instant) -> list[Directed]:
+        """Pass an event of this node to the job's runner or gang member here."""
+        runner, member = self.runners.get(job), self.members.get(job)
+        if member is not None:
+            return self._from(job, "member", _on_member_report(member, event, at))
+        return self._from(job, "runner", runner.handle(event, at)) if runner is not None else []
+
+    # --- the parts
+
+    def _on_accept(self, sender: bytes, message: Accept, at: Instant) -> list[Directed]:
+        job = message.job
+        witness = self.witnesses.get(job)
+        effects: list[Effect] = []
+        if witness is None:
+            disk = self._disk_for(job)
+            if message.spec is None:
+                return self._from(job, "witness", [Send(sender, unknown_job(message, disk))])
+            if Voter(self.me, disk) not in message.config.everyone:
+                self.refused += 1  # or this node's former disk is meant, whose promises are lost
+                return []
+            try:
+                spec = self._rules.open_spec(job, message.spec)
+            except SpecError:
+                self.refused += 1
+                return []
+            witness = Witness.created(message, message.spec, spec, disk)
+            if not self._may_propose(sender, message, witness, created=True):
+                return []
+            self.witnesses[job] = witness
+            self.leaders[job] = Leader(witness, spec, self._rng, self._rules.warrant)
+            self.leaders[job].view = self._view
+            effects.append(SaveWitnessRecord(witness.witness_record))
+        held = witness.witness_record.holder
+        if message.reconfiguration is None:
+            if not effects and not self._may_propose(sender, message, witness):
+                return self._from(job, "witness", witness.refuse(sender, message, at.now))
+            effects += witness.handle(sender, message, at.now)
+        elif self._rules.authorizes_reconfiguration(message, witness.spec):
+            effects += witness.accept_reconfiguration(sender, message, at.now)
+        else:
+            self.refused += 1
+            return self._from(job, "witness", effects)
+        effects = [self._vouched(effect, message.holder) for effect in effects]
+        accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
+        runs_on = message.record.outcome is None and message.term > 0
+        if accepted and runs_on and message.holder is None and held is None:
+            self.leaders[job].rival_seen(sender, PATIENCE_S, at)  # that leader keeps the job waiting
+        return self._from(job, "witness", effects) + self._leader_looks(job, at)
+
+    def _vouched(self, effect: Effect, holder: bytes | None) -> Effect:
+        """Add this witness's warrant to the acceptance of a lease."""
+        if holder is None or not (isinstance(effect, Send) and isinstance(effect.message, Accepted)):
+            return effect
+        key = (effect.message.job, effect.message.term, holder)
+        known = self._vouchers.get(key[0])
+        if known is None or known[0] != key:
+            known = self._vouchers[key[0]] = (key, self._rules.warrant(*key))
+        return Send(effect.to, msgspec.structs.replace(effect.message, warrant=known[1]))
+
+    def _may_propose(self, sender: bytes, message: Accept, witness: Witness, created: bool = False) -> bool:
+        """Tell whether the witness considers this; one that is too old is refused by its term, whoever sent it."""
+        known = witness.witness_record
+        if message.reconfiguration is not None or message.term < known.promised:
+            return True
+        may = self._rules.may_propose(sender, message, known, witness.spec, created)
+        self.refused += not may
+        return may
+
+    def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed]:
+        job = message.job
+        out: list[Directed] = []
+        witness, runner = self.witnesses.get(job), self.runners.get(job)
+        spec = witness.spec if witness is not None else runner.spec if runner is not None else None
+        if spec is None or not self._rules.may_cancel(sender, message.user, spec):
+            self.refused += 1
+            return []
+        if witness is not None:
+            out += self._from(job, "witness", witness.handle(sender, message, at.now))
+            out += self._from(job, "leader", self.leaders[job].cancelled(at)) + self._leader_looks(job, at)
+        if runner is not None:
+            out += self._from(job, "runner", runner.handle(CancelWanted(), at))
+        return out
+
+    def _on_migrate(self, sender: bytes, message: Migrate, at: Instant) -> list[Directed]:
+        runner = self.runners.get(message.job)
+        if runner is None:
+            return []
+        if not self._rules.may_cancel(sender, message.user, runner.spec):
+            self.refused += 1
+            return []
+        return self._from(message.job, "runner", runner.handle(MigrateWanted(message.to), at))
+
+    def _spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        """Return a job's spec: as this node took it on, else judged now. SpecError if it may not take it on."""
+        witness = self.witnesses.get(job)
+        taken = witness is not None and witness.witness_record.spec == sealed
+        return witness.spec if taken and witness is not None else self._rules.open_spec(job, sealed)
+
+    def _on_make_room(self, message: MakeRoom, at: Instant) -> list[Directed]:
+        runner = self.runners.get(message.job)
+        if runner is None:
+            return []
+        try:
+            wanted = self._rules.open_spec(message.wanted_by, message.spec)
+        except SpecError:
+            self.refused += 1
+            return []
+        if not must_yield(wanted.priority, runner.running_job, at.unix_ms / 1000):
+            return []
+        reason = (
+            f"it makes room for {format_job(message.wanted_by)[:8]} of {wanted.user}, of priority {wanted.priority}"
+        )
+        return self._from(message.job, "runner", runner.handle(VacateWanted(runner.spec.grace_s, reason), at))
+
+    def _on_start(self, sender: bytes, message: Start, at: Instant) -> list[Directed]:
+        job = message.job
+
+        def answer(reason: str) -> list[Directed]:
+            reply = StartAnswer(job=job, term=message.term, taken=not reason, reason=reason)
+            return self._from(job, "runner", [Send(sender, reply)])
+
+        running = self.runners.get(job)
+        if job in self.members:
+            return answer("an earlier attempt is still ending here")
+        if running is not None:
+            return answer("" if running.term == message.term else "an earlier attempt is still ending here")
+        try:
+            spec = self._spec(job, message.spec)
+        except SpecError as error:
+            self.refused += 1
+            return answer(str(error))
+        if sender not in message.config.nodes:
+            self.refused += 1
+            return answer("only a witness of the job may start it")
+        refusal = self._rules.admit(job, spec, message)
+        if refusal is not None:
+            return answer(refusal)
+        runner = Runner(self.me, self.nick, message, spec, at, self._view, self._rules.rendezvous)
+        self.runners[job] = runner
+        return answer("") + self._from(job, "runner", runner.begin(at))
+
+    def _on_enlist(self, sender: bytes, message: Enlist, at: Instant) -> list[Directed]:
+        job = message.job
+
+        def answer(reason: str) -> list[Directed]:
+            reply = Enlisted(job=job, term=message.term, taken=not reason, reason=reason)
+            return self._from(job, "member", [Send(sender, reply)])
+
+        member = self.members.get(job)
+        if member is not None and (member.runner, member.term) == (sender, message.term):
+            return answer("")
+        if member is not None and message.term > member.term:
+            over = Dismiss(job=job, term=member.term, grace_s=0.0, reason="a newer attempt enlists this node")
+            return self._from(job, "member", member.on_dismiss(over, at)) + answer(
+                "an earlier attempt is still ending here"
+            )
+        if member is not None or job in self.runners:
+            return answer("an earlier attempt is still ending here")
+        try:
+            spec = self._spec(job, message.spec)
+        except SpecError as error:
+            self.refused += 1
+            return answer(str(error))
+        refusal = self._rules.admit(job, spec, message)
+        if refusal is not None:
+            return answer(refusal)
+        member = self.members[job] = GangMember(sender, message, spec)
+        return answer("") + self._from(job, "member", member.begin(at))
+
+    def _to_member(self, sender: bytes, message: Begin | RunGranted | Dismiss, at: Instant) -> list[Directed]:
+        member = self.members.get(message.job)
+        if member is None or (member.runner, member.term) != (sender, message.term):
+            return []
+        match message:
+            case Begin():
+                effects = member.on_begin(message, at)
+            case RunGranted():
+                effects = member.on_run(message, at)
+            case Dismiss():
+                effects = member.on_dismiss(message, at)
+        return self._from(message.job, "member", effects)
+
+    def _on_answer(self, sender: bytes, message: Accepted | Refused, at: Instant) -> list[Directed]:
+        job = message.job
+        out: list[Directed] = []
+        witness = self.witnesses.get(job)
+        if isinstance(message, Refused) and message.finished and message.record is not None and witness is not None:
+            closed = Closed(job=job, term=message.accepted_term, record=message.record)
+            out += self._from(job, "witness", witness.handle(sender, closed, at.now))
+        submission = self._submissions.get(job)
+        asked = submission is not None and submission.proposer.asks(sender)
+        if submission is not None and asked and message.term == submission.proposer.term:
+            out += self._on_submission_answer(job, submission, sender, message)
+        leader, runner = self.leaders.get(job), self.runners.get(job)
+        if leader is not None:
+            out += self._from(job, "leader", leader.handle(sender, message, at))
+        if runner is not None:
+            if isinstance(message, Accepted):
+                out += self._from(job, "runner", runner.on_accepted(sender, message, at))
+            else:
+                out += self._from(job, "runner", runner.on_refused(sender, message, at))
+        return out
+
+    def _on_submission_answer(
+        self, job: bytes, submission: _Submission, sender: bytes, message: Accepted | Refused
+    ) -> list[Directed]:
+        if isinstance(message, Refused):
+            answer = submission.proposer.on_refused(sender, message)
+            if not isinstance(answer, Fenced) and message.promised <= submission.proposer.term:
+                return self._from(job, "submitter", list(answer))
+            if submission.proposer.reconfiguration is not None:
+                del self._submissions[job]
+                return self._from(job, "submitter", [Submitted("a node has a newer record of it")])
+            submission.have_it.add(Voter(sender, message.disk))
+            # A record accepted under a term that was won is known to a majority.
+            if not (message.finished or message.accepted_term > 0 or submission.known):
+                return []
+        else:
+            decided = submission.proposer.on_accepted(sender, message)
+            submission.have_it.add(Voter(sender, message.disk))
+            if decided is None and (submission.proposer.reconfiguration is not None or not submission.known):
+                return []
+        del self._submissions[job]
+        return self._from(job, "submitter", [Submitted(None)])
+
+    def _resubmit(self, job: bytes, at: Instant) -> list[Directed]:
+        submission = self._submissions[job]
+        timer = SetTimer("resubmit", submission.tokens.fresh("resubmit"), at.now + RESUBMIT_S)
+        return self._from(job, "submitter", [*submission.proposer.propose(at.now), timer])
+
+    def _disk_for(self, job: bytes) -> bytes:
+        return b"" if job in self.forgotten or job in self.archived else self.disk
+
+    def _leader_looks(self, job: bytes, at: Instant) -> list[Directed]:
+        return self._from(job, "leader", self.leaders[job].act(at))
+
+    def _from(self, job: bytes, role: Role, effects: Sequence[Effect]) -> list[Directed]:
+        if any(isinstance(effect, Ended) for effect in effects):
+            (self.members if role == "member" else self.runners).pop(job, None)
+        return [Directed(job, role, effect) for effect in effects]
+
+
+def _on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> list[Effect]:
+    """A gang member neither saves nor decides: its runner judges the guest's end."""
+    match event:
+        case GuestStarted():
+            return member.started()
+        case GuestFailed(reason=reason):
+            return member.exited(1, f"could not start: {reason}", at)
+        case GuestExited(code=code):
+            return member.exited(code, "", at)
+        case VacateWanted(grace_s=grace_s, reason=reason):
+            return member.vacate(grace_s, reason, at)
+        case KillWanted(reason=reason):
+            return member.vacate(0.0, reason, at)
+    return []

@@ -1,0 +1,149 @@
+"""Proposer: carries a record, a group and a lease to the witnesses under one term, round by round (phase 2 of Paxos).
+
+The leader uses it after it has prepared a term; the runner uses it under the term that the leader handed over. A round is one
+`Accept` to every member of the group, and is decided when a quorum has accepted it. A change of the group takes a joint
+round, which needs a majority of the old and of the new group, and then a round of the new group alone (Raft: Ongaro 2014,
+section 4.3). So two groups never decide independently.
+"""
+
+import msgspec
+
+from mesh.consensus.effects import Send
+from mesh.consensus.messages import Accept, Accepted, Refused
+from mesh.consensus.view import View
+from mesh.model.record import Config, JobRecord, Voter
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """A round that a quorum has accepted. A lease that it grants counts from `sent_at`."""
+
+    sent_at: float
+    record: JobRecord
+    config: Config
+
+
+class Fenced(msgspec.Struct, frozen=True):
+    """The term can decide nothing any more: too many voters have promised a higher one, or the job is over."""
+
+
+MAX_OPEN_ROUNDS = 8  # older rounds are dropped; a later round repeats their content
+
+
+class Proposer:
+    def __init__(
+        self,
+        job: bytes,
+        spec: bytes,
+        term: int,
+        config: Config,
+        record: JobRecord,
+        holder: bytes | None,
+        reconfiguration: bytes | None = None,
+        warrant: bytes = b"",
+    ):
+        self.reconfiguration = reconfiguration
+        self._warrants = {b"": warrant} if warrant else {}  # by witness; the leader's first
+        self.job = job
+        self.spec = spec
+        self.term = term
+        self.config = config
+        self.record = record
+        self.holder = holder
+        self._removed: tuple[Voter, ...] = ()
+        self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
+        self._round = 0
+        self._open: dict[int, tuple[float, JobRecord, Config, set[Voter]]] = {}
+
+    def propose(self, now: float) -> list[Send]:
+        """Start a round with the present record, group and holder."""
+        self._round += 1
+        self._open[self._round] = (now, self.record, self.config, set())
+        while len(self._open) > MAX_OPEN_ROUNDS:
+            del self._open[min(self._open)]
+        audience = dict.fromkeys([*self.config.nodes, *(voter.node for voter in self._removed)])
+        return [Send(node, self._accept(with_spec=False)) for node in audience]
+
+    def asks(self, node: bytes) -> bool:
+        """Tell whether this node is asked to accept rounds: answers of others count for nothing."""
+        return node in self.config.nodes or any(voter.node == node for voter in self._removed)
+
+    def introduction(self) -> Accept:
+        """Return the message that makes a node without a record of the job a witness."""
+        return self._accept(with_spec=True)
+
+    def change_group(self, members: tuple[Voter, ...]) -> None:
+        """Move to another group with the next round; one change at a time."""
+        if not self.config.previous and set(members) != set(self.config.members):
+            self.config = self.config.joint(members, self.term)
+
+    def on_accepted(self, sender: bytes, message: Accepted) -> Decided | None:
+        entry = self._open.get(message.round) if message.term == self.term else None
+        if entry is None:
+            return None
+        sent_at, record, config, acks = entry
+        if message.warrant and sender in self.config.nodes:
+            self._warrants = {node: kept for node, kept in self._warrants.items() if self.asks(node) or not node}
+            self._warrants[sender] = message.warrant
+        acks.add(Voter(sender, message.disk))
+        if not config.quorum(acks):
+            return None
+        for number in [number for number in self._open if number <= message.round]:
+            del self._open[number]
+        if config.previous and self.config == config:
+            # Voters that were replaced learn it from the next rounds, and stop leading the job.
+            self._removed = tuple(voter for voter in config.previous if voter not in config.members)
+            self.config = config.settled()
+        return Decided(sent_at, record, config)
+
+    def on_refused(self, sender: bytes, message: Refused) -> list[Send] | Fenced:
+        if message.term != self.term:
+            return []
+        if message.needs_spec:
+            seated = Voter(sender, message.disk) in self.config.everyone
+            return [Send(sender, self._accept(with_spec=True))] if seated else []
+        if message.finished or message.promised > self.term:
+            # A partitioned minority may have promised any term, and one witness may lie about an end: they count only when
+            # the others form no quorum.
+            self._refusing.add(Voter(sender, message.disk))
+            replaced = message.config is not None and message.config.order > self.config.order
+            if replaced or not self.config.quorum(set(self.config.everyone) - self._refusing):
+                return Fenced()
+        return []
+
+    def _accept(self, with_spec: bool) -> Accept:
+        return Accept(
+            job=self.job,
+            term=self.term,
+            round=self._round,
+            config=self.config,
+            record=self.record,
+            holder=self.holder,
+            spec=self.spec if with_spec else None,
+            reconfiguration=self.reconfiguration,
+            warrants=tuple(self._warrants.values()),
+        )
+
+
+def healthy_group(job: bytes, config: Config, view: View, want: int) -> tuple[Voter, ...]:
+    """Return the voters that this group should have: members that stay and kept their disks, then the best other nodes.
+
+    The size is odd and at most `want`. A group grows when nodes appear, and shrinks only when nobody can replace a member
+    that leaves.
+    """
+
+    def keeps_promises(voter: Voter) -> bool:
+        return view.disks.get(voter.node, voter.disk) == voter.disk
+
+    kept = [voter for voter in config.members if voter.node in view.staying and keeps_promises(voter)]
+    group = kept[:want]
+    if len(group) < want:
+        taken = {voter.node for voter in kept}
+        fresh = [node for node in view.witnesses(job) if node in view.disks and node not in taken]
+        group += [Voter(node, view.disks[node]) for node in fresh[: want - len(group)]]
+    if len(group) % 2 == 0:
+        # An even group tolerates no more failures than the odd one below it: keep an old member, or drop one.
+        taken = {voter.node for voter in group}
+        old = [voter for voter in config.members if voter.node not in taken]
+        old.sort(key=lambda voter: (not keeps_promises(voter), voter.node not in view.alive))
+        group = group + old[:1] if old else group[:-1]
+    return tuple(group) or config.members

@@ -1,0 +1,243 @@
+"""Status of a job as nodes publish it, and the choice of one status among the views of several nodes.
+
+Every witness and the runner publish their view as a membership section; a reader takes the most advanced one.
+"""
+
+from collections.abc import Collection
+
+import msgspec
+
+from membership.malformed import MALFORMED
+from mesh.consensus.contract import Progress
+from mesh.consensus.runner import Runner
+from mesh.consensus.witness import Witness
+from mesh.model.record import Attempt, Commit, Config, Outcome, OutcomeKind
+from mesh.model.spec import ArrayPlace
+from placement.advert import WHOLE, Count, Percent, Portion
+from placement.allocation import gpu_percent
+from placement.queue import Waiting
+
+SHOWN_AS = {
+    "acquiring": "starting",
+    "gathering": "starting",
+    "restoring": "starting",
+    "asking": "saving",
+    "disbanding": "releasing",
+}
+RUNNER = 2  # the runner's place in a rank
+ATTEMPTS_SHOWN = 16  # a section stays small; `mesh describe` asks a witness for the rest
+
+
+class NextCheckpoint(msgspec.Struct, frozen=True):
+    """When the job is to save next, the interval since the last save, and the seconds of work expected to be lost before that
+    save is safe. `why`: as in `placement.schedule.Due`.
+    """
+
+    due_unix: int
+    interval_s: float
+    loss_s: float
+    why: str
+
+
+class Saving(msgspec.Struct, frozen=True):
+    """The checkpoint or result being stored, by its number. `sent` of `size` bytes have gone to `nodes` nodes; all are 0
+    while it is written to the local store.
+    """
+
+    kind: str
+    seq: int
+    since_unix_ms: int
+    sent: int = 0
+    size: int = 0
+    nodes: int = 0
+
+
+class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """One node's view of a job. `rank` orders views: a final one first, then by term, record version and role (runner,
+    leader, other).
+    """
+
+    job: bytes
+    name: str
+    user: str
+    submitter: bytes
+    command: str
+    created_unix_ms: int
+    state: str
+    detail: str
+    rank: tuple[int, int, int, int]
+    config: Config
+    gpus: Count
+    gpu_share: Percent = WHOLE
+    gpu_share_limit: Percent = WHOLE
+    vram_mib: Count = 0
+    vram_limit_mib: Count = 0
+    portions: tuple[Portion, ...] = ()  # of its host's GPUs
+    attempts: tuple[Attempt, ...] = ()
+    array: ArrayPlace | None = None
+    priority: int = 0
+    saves: bool = False  # whether it has checkpoints
+    commit: Commit | None = None
+    outcome: Outcome | None = None
+    settled: int = 0
+    waiting: Waiting | None = None  # its request, while it queues
+    runner: bytes | None = None
+    standby: bytes | None = None  # the node that would take the next attempt
+    warm: bool = False  # the standby has its last checkpoint
+    step: int | None = None
+    of: int | None = None
+    heeds_notice: bool | None = None  # whether the guest saves at a notice, as far as this can be observed
+    next_checkpoint: NextCheckpoint | None = None
+    saving: Saving | None = None
+
+    def at_risk_s(self, unix_ms: float) -> float:
+        """Return the GPU-seconds (or seconds of a slot) that are lost if the host dies at `unix_ms`: those since the last
+        replicated checkpoint.
+        """
+        last = self.attempts[-1] if self.attempts else None
+        if self.outcome is not None or self.runner is None or last is None or not last.running_unix_ms:
+            return 0.0
+        saved = self.commit.created_unix_ms if self.commit is not None and self.commit.holders else 0
+        since_ms = max(saved, last.running_unix_ms)
+        return round(max(0.0, unix_ms - since_ms) / 1000 * self.gpu_percent * (1 + len(last.gang)) / WHOLE, 1)
+
+    @property
+    def witnesses(self) -> tuple[bytes, ...]:
+        return self.config.nodes
+
+    @property
+    def gpu_percent(self) -> int:
+        """Return what the job uses of one node, in per cent of a GPU."""
+        return gpu_percent(self.gpus, self.gpu_share)
+
+
+class ArchivedJob(msgspec.Struct, frozen=True):
+    """The summary of an archived job that stays in memory. `used`: seconds times per cent of a GPU, in total."""
+
+    job: bytes
+    name: str
+    user: str
+    array: ArrayPlace | None
+    kind: OutcomeKind
+    ended_unix_ms: int
+    used: int
+
+
+def archived(status: JobStatus) -> ArchivedJob:
+    """Return the summary of a finished job."""
+    assert status.outcome is not None
+    used = sum(int(attempt.ran_s) for attempt in status.attempts) * status.gpu_percent
+    ended = status.outcome.ended_unix_ms
+    return ArchivedJob(status.job, status.name, status.user, status.array, status.outcome.kind, ended, used)
+
+
+_decoder = msgspec.msgpack.Decoder(JobStatus)
+
+
+def encode_status(status: JobStatus) -> bytes:
+    return msgspec.msgpack.encode(status)
+
+
+def decode_status(data: bytes) -> JobStatus | None:
+    """Decode a status; None for anything else, such as a newer version."""
+    try:
+        return _decoder.decode(data)
+    except MALFORMED:
+        return None
+
+
+def status_of(
+    job: bytes,
+    witness: Witness | None,
+    runner: Runner | None,
+    state: str,
+    detail: str,
+    progress: Progress | None,
+    waiting: Waiting | None = None,
+    heeds_notice: bool | None = None,
+    warm: bool = False,
+    portions: tuple[Portion, ...] = (),
+    next_checkpoint: NextCheckpoint | None = None,
+    saving: Saving | None = None,
+) -> JobStatus:
+    """Return this node's view: the runner's if the job runs here, else the witness's. `state` is empty if the leader only
+    watches.
+    """
+    if runner is not None:
+        spec, record, term, config = runner.spec, runner.record, runner.term, runner.config
+        shown = SHOWN_AS.get(runner.state, runner.state)
+    else:
+        assert witness is not None
+        witness_record, spec = witness.witness_record, witness.spec
+        record, term, config = witness_record.record, witness_record.accepted_term, witness_record.config
+        shown = state if state in {"pending", "starting"} else "pending"
+        if record.open_attempt is not None:
+            shown, detail = ("running" if record.open_attempt.running_unix_ms else "starting"), ""
+    outcome = record.outcome if witness is not None and witness.finished else None
+    if outcome is not None:
+        shown, detail = outcome.kind, outcome.detail
+    elif record.outcome is not None:
+        shown, detail = "ending", ""
+    last = record.attempts[-1] if record.attempts else None
+    return JobStatus(
+        job=job,
+        name=spec.name,
+        user=spec.user,
+        submitter=spec.submitter,
+        command=" ".join(spec.argv)[:120],
+        created_unix_ms=spec.created_unix_ms,
+        state=shown,
+        detail=detail[:200],
+        rank=(int(outcome is not None), term, record.version, RUNNER if runner is not None else int(bool(state))),
+        config=config,
+        gpus=spec.gpus,
+        gpu_share=spec.gpu_share,
+        gpu_share_limit=spec.gpu_share_limit,
+        vram_mib=spec.vram_mib,
+        vram_limit_mib=spec.vram_limit_mib,
+        portions=portions if runner is not None and outcome is None else (),
+        attempts=record.attempts[-ATTEMPTS_SHOWN:],
+        array=spec.array,
+        priority=spec.priority,
+        saves=spec.checkpointing is not None,
+        commit=record.commit,
+        outcome=outcome,
+        settled=record.settled,
+        waiting=waiting if shown == "pending" else None,
+        runner=last.node if last is not None and not last.reason else None,
+        standby=runner.next_placement.standby if runner is not None and outcome is None else None,
+        warm=warm,
+        step=progress.step if progress is not None else last.last_step if last is not None else None,
+        of=progress.of if progress is not None else None,
+        heeds_notice=heeds_notice,
+        next_checkpoint=next_checkpoint if outcome is None else None,
+        saving=saving if outcome is None else None,
+    )
+
+
+def best_of(views: Collection[JobStatus]) -> JobStatus:
+    """Return the most advanced view of a job, with what only its runner sees. A witness may be ahead of the runner's last
+    status.
+    """
+    best = max(views, key=lambda view: view.rank)
+    runners = [view for view in views if view.rank[3] == RUNNER and view.rank[1] == best.rank[1]]
+    if not runners or best.rank[3] == RUNNER:
+        return best
+    latest = max(runners, key=lambda view: view.rank)
+    step = best.step if latest.step is None else max(latest.step, best.step or 0)
+    if best.outcome is not None:
+        return msgspec.structs.replace(best, of=latest.of, step=step, heeds_notice=latest.heeds_notice)
+    # The runner's `warm` is about the checkpoint that was the last one then.
+    same, holders = latest.commit == best.commit, best.commit.holders if best.commit is not None else ()
+    return msgspec.structs.replace(
+        best,
+        detail=latest.detail if latest.state == best.state else best.detail,
+        of=latest.of,
+        step=step,
+        portions=latest.portions,
+        standby=latest.standby,
+        warm=latest.standby is not None and ((same and latest.warm) or latest.standby in holders),
+        heeds_notice=latest.heeds_notice,
+        next_checkpoint=latest.next_checkpoint,
+        saving=latest.saving,
+    )

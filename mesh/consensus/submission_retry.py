@@ -1,0 +1,155 @@
+"""Submission retry: jobs whose witnesses have not taken them yet, retried by the submitter and by a coordinator in its place.
+
+Safety depends on neither: a job id is a hash, and a witness takes a job once, whichever node brings it. No I/O.
+"""
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from mesh.model.spec import JobSpec
+from placement.ranking import zone_order
+from placement.zones import Zone, zone_of
+
+LIFE_S = 86_400  # from the submission, then it is given up (own choice)
+RETRY_S = 5.0  # between tries while a majority of witnesses is visible (own choice)
+BLIND_RETRY_S = 30.0  # while none is: the view may be wrong (own choice)
+KEPT_FOR_OTHERS = 1024  # jobs that one node keeps for others (own choice)
+ASKED_IN_ZONE = 3  # nodes of the own zone asked before other zones (own choice)
+
+
+class PendingSubmission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A job for its witnesses. `spec` is sealed by its submitter; `keeper`, in `zone`, retries it too, as only the submitter
+    records.
+    """
+
+    job: bytes
+    spec: bytes
+    submitter: bytes
+    witnesses: tuple[bytes, ...]
+    ends_unix_ms: int
+    keeper: bytes = b""
+    zone: str = ""
+
+
+class HeldSubmissions(msgspec.Struct, frozen=True):
+    """The number of jobs that a node retries for other nodes, and the first of them, as it publishes them."""
+
+    count: int
+    jobs: tuple[bytes, ...]
+
+
+class Try(msgspec.Struct, frozen=True):
+    """Bring the job to its witnesses."""
+
+    submission: PendingSubmission
+
+
+class Entrust(msgspec.Struct, frozen=True):
+    """Ask these nodes, best first, to retry the job too."""
+
+    submission: PendingSubmission
+    line: tuple[tuple[bytes, str], ...]  # node, zone
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    submission: PendingSubmission
+
+
+class Around(msgspec.Struct, frozen=True):
+    """The nodes that can be reached, those that also stay, and the zones."""
+
+    reached: frozenset[bytes]
+    staying: frozenset[bytes]
+    zones: Sequence[Zone]
+
+
+def pending_submission(job: bytes, sealed: bytes, spec: JobSpec) -> PendingSubmission:
+    nodes = tuple(voter.node for voter in spec.witnesses)
+    return PendingSubmission(job, sealed, spec.submitter, nodes, spec.created_unix_ms + LIFE_S * 1000)
+
+
+def line(
+    submission: PendingSubmission, me: bytes, around: Around, but: Collection[bytes] = ()
+) -> tuple[tuple[bytes, str], ...]:
+    """Return the nodes that `me` asks to retry a job, best first: its own zone's, then the coordinators of other zones.
+
+    Witnesses of the job are left out: one that can be reached has the job already.
+    """
+    not_these = {me, submission.submitter, *submission.witnesses, *but}
+    lines = {zone.name: [n for n in zone.line if n in around.staying and n not in not_these] for zone in around.zones}
+    own = zone_of(me, around.zones)
+    weights = {zone.name: zone.weight for zone in around.zones}
+    found = [(node, own.name) for node in lines[own.name][:ASKED_IN_ZONE]] if own is not None else []
+    for name in zone_order(submission.job, weights):
+        if own is None or name != own.name:
+            found += [(node, name) for node in lines[name][:1]]
+    return tuple(found)
+
+
+class PendingSubmissions:
+    """The submissions that one node retries. `due` returns the actions; the shell performs them and reports back."""
+
+    def __init__(self, me: bytes) -> None:
+        self._me = me
+        self._kept: dict[bytes, PendingSubmission] = {}
+        self._tried: dict[bytes, float] = {}
+        self._asked: dict[bytes, float] = {}
+
+    def get(self, job: bytes) -> PendingSubmission | None:
+        return self._kept.get(job)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._kept)
+
+    @property
+    def for_others(self) -> list[PendingSubmission]:
+        return [submission for submission in self._kept.values() if submission.submitter != self._me]
+
+    def for_gossip(self, limit: int) -> HeldSubmissions:
+        others = self.for_others
+        return HeldSubmissions(len(others), tuple(submission.job for submission in others[:limit]))
+
+    @property
+    def full(self) -> bool:
+        return len(self.for_others) >= KEPT_FOR_OTHERS
+
+    def keep(self, submission: PendingSubmission) -> PendingSubmission:
+        """Add a submission; an existing entry is kept."""
+        return self._kept.setdefault(submission.job, submission)
+
+    def entrusted(self, job: bytes, keeper: bytes, zone: str) -> PendingSubmission | None:
+        """Record that `keeper` retries it too."""
+        submission = self._kept.get(job)
+        if submission is None:
+            return None
+        assert keeper != self._me, "a keeper is somebody else"
+        self._kept[job] = submission = msgspec.structs.replace(submission, keeper=keeper, zone=zone)
+        return submission
+
+    def drop(self, job: bytes) -> PendingSubmission | None:
+        """Remove a submission: its witnesses have it, or it is no longer wanted."""
+        self._tried.pop(job, None)
+        self._asked.pop(job, None)
+        return self._kept.pop(job, None)
+
+    def due(self, around: Around, now: float, unix_ms: int) -> list[Try | Entrust | GiveUp]:
+        """Return the actions that are due; each counts as begun."""
+        actions: list[Try | Entrust | GiveUp] = []
+        for submission in list(self._kept.values()):
+            if unix_ms >= submission.ends_unix_ms:
+                actions.append(GiveUp(submission))
+                continue
+            job = submission.job
+            here = sum(node in around.reached for node in submission.witnesses)
+            pause = RETRY_S if 2 * here > len(submission.witnesses) else BLIND_RETRY_S
+            if now - self._tried.get(job, -BLIND_RETRY_S) >= pause:
+                self._tried[job] = now
+                actions.append(Try(submission))
+            alone = submission.submitter == self._me and submission.keeper not in around.staying
+            if alone and now - self._asked.get(job, -RETRY_S) >= RETRY_S:
+                self._asked[job] = now
+                whom = line(submission, self._me, around, but=(submission.keeper,))
+                actions += [Entrust(submission, whom)] if whom else []
+        return actions

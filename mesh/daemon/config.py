@@ -1,0 +1,197 @@
+"""The few settings that a node's owner may write down (`config.toml`, in TOML).
+
+Unknown keys and wrong types are errors that name the line's key: a typo must never silently mean "default".
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from mesh.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mesh.execution.ceilings import Ceilings
+
+GOSSIP_PORT = 7373  # unassigned at IANA in this range; UDP and TCP
+API_PORT = 7374
+
+INTERFACE = re.compile(r"(?!\.{1,2}$)[^\s/:\0]{1,15}")  # dev_valid_name in the kernel; and what tc can be told
+
+Profile = Literal["lan", "local"]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of one node. The page of settings in the docs is made from these comments."""
+
+    nick: str = ""  # name with which `mesh init` and `mesh join` register the node
+    bind: str = "0.0.0.0"  # address to listen on
+    advertise: str = ""  # address that other nodes use; empty: detected
+    port: int = GOSSIP_PORT  # gossip, UDP and TCP
+    api_port: int = API_PORT  # calls between nodes, TLS
+    zone: str = ""  # zone of this node; empty: its subnet
+    profile: Profile = "lan"  # gossip timings; `local` for several daemons on one machine
+    join: tuple[str, ...] = ()  # addresses of nodes to contact at the start
+    mdns: bool = True  # find nodes by multicast DNS
+    lend: bool = False  # lend this machine
+    slots: int = 1  # guests without a GPU at the same time
+    gpu_sharing: bool = True  # let several guests share a GPU
+    gpu_bypass: Literal["warn", "pause", "kill"] = "pause"  # reaction to a job that bypasses the GPU guard
+    accepts: tuple[str, ...] = ("*",)  # users whose jobs run here
+    interactive: bool = True  # let users enter their jobs here (exec, forward, jupyter)
+    process_engine_for: Literal["own", "all"] = "own"  # whose jobs may run as plain processes
+    process_network: Literal["host", "none"] = "host"  # network of plain processes
+    process_home: Literal["private", "shared"] = (
+        "private"  # home, /tmp and /run of plain processes: their own, or the owner's
+    )
+    process_sees: tuple[str, ...] = ()  # hidden paths that plain processes may read
+    engines: tuple[str, ...] = ("process", "docker")  # engines to offer
+    web: bool = True  # allow `mesh top --web`, on loopback (docs/how-to/web.md)
+    web_port: int = 0  # port of that page; 0: any free port
+    open: bool = False  # admit every node that asks to join
+    lease_s: float = 15.0  # lease of jobs submitted here, in seconds
+    grace_s: float = 30.0  # time that guests have to save, in seconds
+    store_quota_gib: float | None = None  # size of the checkpoint store
+    foreign_quota_gib: float | None = None  # part of it for jobs of other users
+    keep_days: float = 7.0  # time for which data of finished jobs stays, even if space is low
+    encrypt: bool = True  # encrypt the data of jobs submitted here
+    max_memory_gib: float | None = None  # memory of one job; default: all but an eighth of the machine's
+    max_cpus: float | None = None  # CPUs of one job
+    max_pids: int = 4096  # processes and threads of one job
+    shm_gib: float | None = None  # /dev/shm of one job; default: half of its memory
+    max_disk_gib: float | None = None  # disk of one job; default: half of what is free when it starts
+    max_log_gib: float = 1.0  # log of one attempt; further output is dropped
+    egress: Literal["none", "campus", "list"] = "none"  # networks that containers may reach
+    egress_allow: tuple[str, ...] = ()  # networks for `egress = "list"`
+    # Let CRIU restore checkpoints of other nodes as root (docs/explanation/isolation.md).
+    system_checkpoints: bool = False
+    image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
+    image_cache_gib: float = 20.0  # disk for image layers that other nodes can fetch
+    image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed
+    image_keep_days: float = 30.0  # time for which an unused fetched image stays
+    upload_mbps: float = 0.0  # bandwidth of background checkpoints, megabits per second; 0: no limit
+    # Cut guests off in the kernel (docs/explanation/edge.md), where it can.
+    edge: Literal["auto", "off"] = "auto"
+    # Interface of this machine on which outgoing traffic is shaped; empty: none.
+    edge_device: str = ""
+    edge_mbps: float = 0.0  # speed of its link, megabits per second; 0: as the card reports
+    metrics_port: int = 0  # TCP port for Prometheus; 0: metrics on the daemon's socket only
+    metrics_address: str = "127.0.0.1"  # address of that port
+
+
+def load_settings(path: Path, overrides: dict[str, object]) -> Settings:
+    """The file's settings, if there is one, with `overrides` (from the command line) on top."""
+    return check_settings(written_settings(path) | overrides, path)
+
+
+def written_settings(path: Path) -> dict[str, object]:
+    """Return the file's values, unchecked."""
+    if not path.exists():
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parsed_setting(key: str, words: Sequence[str]) -> object:
+    """A setting from words of a command line, as its type reads them."""
+    hint = get_type_hints(Settings)[key]
+    given: object = words[0]
+    if get_origin(hint) is tuple:
+        given = () if list(words) == [""] else tuple(words)
+    elif len(words) != 1:
+        raise ConfigError(f"{key} has one value, not {len(words)}")
+    try:
+        return msgspec.convert(given, hint, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{key} is {_kind(hint)}, not {' '.join(words)!r}") from error
+
+
+def _kind(hint: object) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    kinds: dict[object, str] = {bool: "true or false", int: "a whole number", str: "a text"}
+    return kinds.get(hint, "a number")
+
+
+def check_settings(values: Mapping[str, object], path: Path) -> Settings:
+    """Return the checked settings of `path`; ConfigError names the key that is wrong."""
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for label, port in [
+        ("port", settings.port),
+        ("api_port", settings.api_port),
+        ("metrics_port", settings.metrics_port),
+        ("web_port", settings.web_port),
+    ]:
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{path}: {label} must be 0 to 65535, not {port}")
+    from ipaddress import ip_address
+
+    try:
+        ip_address(settings.metrics_address)
+    except ValueError:
+        raise ConfigError(
+            f"{path}: metrics_address must be an address of this machine, as 127.0.0.1, not {settings.metrics_address!r}"
+        ) from None
+    for label, quota in [
+        ("store_quota_gib", settings.store_quota_gib),
+        ("foreign_quota_gib", settings.foreign_quota_gib),
+        ("image_cache_gib", settings.image_cache_gib),
+        ("image_keep_gib", settings.image_keep_gib),
+    ]:
+        if quota is not None and not 0 <= quota < 2**30:
+            raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
+    for label, days in (("image_keep_days", settings.image_keep_days), ("keep_days", settings.keep_days)):
+        if not 0 <= days < 2**20:
+            raise ConfigError(f"{path}: {label} must be a number of days from 0, not {days:g}")
+    _check_ceilings(path, settings)
+    if not 0 <= settings.slots <= 1024:
+        raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
+    if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
+        raise ConfigError(
+            f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
+        )
+    if not (math.isfinite(settings.edge_mbps) and 0 <= settings.edge_mbps <= 1e6):
+        raise ConfigError(
+            f"{path}: edge_mbps must be 0 (what the card says) or megabits per second, not {settings.edge_mbps:g}"
+        )
+    if settings.edge_device and settings.edge == "off":
+        raise ConfigError(f"{path}: edge_device names {settings.edge_device!r}, but edge is off: remove one of the two")
+    if settings.edge_device and not INTERFACE.fullmatch(settings.edge_device):
+        raise ConfigError(
+            f"{path}: edge_device must be the name of a network interface (`ip link`), not {settings.edge_device!r}"
+        )
+    return settings
+
+
+def _check_ceilings(path: Path, settings: Settings) -> None:
+    for label in ("max_memory_gib", "max_cpus", "shm_gib", "max_disk_gib", "max_log_gib"):
+        ceiling = getattr(settings, label)
+        if ceiling is not None and not 0.01 <= ceiling < 2**20:
+            raise ConfigError(f"{path}: {label} must be a number from 0.01, not {ceiling}")
+    if not 16 <= settings.max_pids <= 2**22:
+        raise ConfigError(f"{path}: max_pids must be 16 to {2**22}, not {settings.max_pids}")
+    from mesh.network.egress import policy_of
+
+    try:
+        policy_of(settings.egress, settings.egress_allow)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def ceilings_of(machine_mib: int, settings: Settings) -> "Ceilings":
+    """Return what the owner lets one guest have, on a machine with `machine_mib` MiB of memory."""
+    from mesh.execution.ceilings import GIB, KEPT_MIB, KEPT_SHARE, Ceilings
+
+    kept, most = max(KEPT_MIB, machine_mib // KEPT_SHARE), settings.max_memory_gib
+    memory = max(1, machine_mib - kept) if most is None else min(machine_mib, int(most * GIB))
+    shm, disk = (None if gib is None else int(gib * GIB) for gib in (settings.shm_gib, settings.max_disk_gib))
+    return Ceilings(memory, settings.max_pids, settings.max_cpus, shm, disk, int(settings.max_log_gib * GIB))

@@ -1,0 +1,86 @@
+"""The daemon's process: its command line, its lock, and the code and words it ends with.
+
+SIGTERM and SIGINT leave in order (guests get their notice, their state is shipped, the node says farewell); a second signal
+leaves at once.
+"""
+
+import argparse
+import asyncio
+import fcntl
+import json
+import logging
+import sys
+from pathlib import Path
+
+from ckptstore.errors import StoreError
+from membership.identity import IdentityError
+from membership.node import PortInUse
+from membership.trust import TrustError
+from mesh.daemon.config import Settings, load_settings
+from mesh.daemon.daemon import Daemon
+from mesh.daemon.layout import Layout
+from mesh.daemon.systemd import notify, raise_file_limit
+from mesh.journal import JournalError
+from mesh.util import capabilities
+from mesh.util.errors import ConfigError, MeshError
+
+EXPECTED = (MeshError, IdentityError, TrustError, ConfigError, JournalError, PortInUse, StoreError)
+
+log = logging.getLogger("mesh.daemon.daemon")
+
+
+def main() -> None:
+    """Exit codes as the command line's; the last line of stderr says what was wrong."""
+    parser = argparse.ArgumentParser(prog="mesh.daemon.entry")
+    parser.add_argument("--state", required=True)
+    parser.add_argument("--config", help="directory of config.toml and policy.toml (default: the state directory)")
+    parser.add_argument("--overrides", default="{}", help="settings as JSON, over those of config.toml")
+    options = parser.parse_args()
+    layout = Layout(Path(options.state).resolve(), Path(options.config).resolve() if options.config else None)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)
+    try:
+        capabilities.keep()
+        raise_file_limit()
+        layout.make()
+        lock = layout.lock.open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"mesh: another daemon runs with {layout.root}: `mesh status`, or `mesh down` to stop it")
+        settings = load_settings(layout.config, json.loads(options.overrides))
+        asyncio.run(_run(layout, settings))
+    except BaseExceptionGroup as group:
+        sys.exit(f"mesh: {_words(_first(group), layout)}")
+    except (*EXPECTED, OSError) as error:
+        sys.exit(f"mesh: {_words(error, layout)}")
+
+
+async def _run(layout: Layout, settings: Settings) -> None:
+    daemon = Daemon(layout, settings)
+    try:
+        await daemon.start()
+    except BaseException:
+        daemon.edge.close()  # all else ends with the process
+        raise
+    notify(f"READY=1\nSTATUS={daemon.membership.credentials.nick} in mesh {daemon.trust.genesis.name}")
+    try:
+        await daemon.run()
+    finally:
+        await daemon.stop()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a failed part; log the traceback of an unexpected one."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, (*EXPECTED, OSError)):
+        log.error("a part of the daemon failed", exc_info=error)
+    return error
+
+
+def _words(error: BaseException, layout: Layout) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or layout.root}: {error.strerror}. Name another place with --state."
+    return str(error) if isinstance(error, EXPECTED) else f"the daemon failed: {error!r}"

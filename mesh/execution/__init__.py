@@ -1,0 +1,1 @@
+"""Engines that run guests: one protocol, `engine.Engine`, and its implementations, held to one contract test suite."""

@@ -1,0 +1,91 @@
+"""Disk space: how much guests have written, and reservations for system checkpoints.
+
+Space is reserved before a system checkpoint is written, so that several at once are not promised the same bytes.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from mesh.util import trees
+from mesh.util.byte_text import amount
+
+BLOCK = 512  # bytes of st_blocks (inode(7))
+LEFT_SHARE = 8  # guests together leave an eighth of the space that they found free (own choice)
+
+
+class NoRoom(OSError):
+    """There is not enough free space; the text says how much is free and how much is reserved."""
+
+
+class Writers:
+    """The bytes that each guest of a node has written since it started; together they must leave the owner some space."""
+
+    def __init__(self) -> None:
+        self._wrote: dict[Path, int] = {}  # bytes by working directory
+        self._leaving: dict[Path, int] = {}  # of ended guests, until their directories are removed
+
+    def wrote(self, directory: Path, size: int) -> bool:
+        """Record the bytes written so far; return whether this guest must end: space is short and no other wrote more."""
+        self._wrote[directory] = size
+        self._leaving = {one: wrote for one, wrote in self._leaving.items() if one.exists()}
+        try:
+            free = shutil.disk_usage(directory).free + sum(self._leaving.values())
+        except OSError:  # it is being removed
+            return False
+        return LEFT_SHARE * free < free + sum(self._wrote.values()) and size == max(self._wrote.values())
+
+    def ended(self, directory: Path) -> None:
+        if directory in self._wrote:
+            self._leaving[directory] = self._wrote.pop(directory)
+
+
+class Room:
+    """Reservations of one disk for system checkpoints. One ends when its directory is gone.
+
+    Thread-safe; calls read directories and so block.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._promised: dict[Path, int] = {}  # total bytes by directory
+
+    def promise(self, directory: Path, more: int) -> None:
+        """Reserve `more` bytes beyond what `directory` holds now, in place of its earlier reservation.
+
+        NoRoom if they are not free; then `directory` has no reservation.
+        """
+        with self._lock:
+            self._promised.pop(directory, None)
+            self._promised = {one: total for one, total in self._promised.items() if one.is_dir()}
+            # Measure the others before the free space: bytes written in between then count twice, not zero times.
+            others = sum(max(0, total - tree_bytes(one)) for one, total in self._promised.items())
+            free = shutil.disk_usage(directory).free
+            if more > free - others:
+                promised = f", {amount(others)} of it reserved for other checkpoints" if others else ""
+                raise NoRoom(f"{amount(free)} of disk space is free{promised}")
+            self._promised[directory] = tree_bytes(directory) + more
+
+
+def tree_bytes(root: Path, of: Callable[[Path], int] | None = None) -> int:
+    """Sum `of` (by default the bytes on disk) over all files below `root`. TooDeep if the tree is too deep to walk."""
+    size = of or blocks
+    return sum(size(Path(directory, name)) for directory, _, files in trees.walk(root, strict=True) for name in files)
+
+
+def tree_use(root: Path) -> tuple[int, int]:
+    """Return bytes on disk and the number of files and directories. TooDeep if the tree is too deep to walk."""
+    size = inodes = 0
+    for directory, names, files in trees.walk(root, strict=True):
+        size += sum(blocks(Path(directory, name)) for name in files)
+        inodes += len(names) + len(files)
+    return size, inodes
+
+
+def blocks(path: Path) -> int:
+    """Return a file's bytes on disk; 0 if it cannot be read."""
+    try:
+        return path.lstat().st_blocks * BLOCK
+    except OSError:
+        return 0

@@ -1,0 +1,247 @@
+"""The watchdog: holds this node's containers to their leases, and kills them when the daemon dies.
+
+Containers, unlike child processes, would otherwise run on. The watchdog is a second process, standard library only, which reads
+a pipe from the daemon: `until ID SECONDS` (of CLOCK_BOOTTIME; after it the container is paused until a later line allows more),
+`gone ID`, `bye`. It asks the engine to pause a container, so that the engine knows. If the engine does not answer at once, it
+freezes the container's control group; if it may not, it kills the guest, as the kill-switch would. A pipe that closes without
+`bye` means that the daemon crashed: the containers are killed in the same way, and removed through the engine's socket once it
+answers.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import urllib.parse
+from pathlib import Path
+
+from mesh.execution.docker.freeze_lock import FreezeLock
+from mesh.execution.guest_registry import GuestEntry, GuestRegistry
+from mesh.execution.process_killer import run
+from mesh.util import cgroups
+from mesh.util.boottime import Alarm, boot_s
+from mesh.util.isolated import isolated
+
+LABEL_NODE = "campus-mesh.node"
+AGAIN_S = 1.0  # until the engine is asked again
+PING_S = 0.5  # timeout of a ping, which takes 1 ms (own choice)
+CALL_S = 1.0  # timeout of a pause, which takes 30 ms (own choice)
+SILENT_S = 3.0  # silence of the engine until a guest that only the engine could pause is killed (own choice)
+DOUBT_S = 10.0  # in which an engine that comes back may still carry out an old request (own choice)
+TRIES = 60  # to remove what a crashed daemon left; otherwise the next start does (own choice)
+
+
+class Watchdog:
+    """The daemon's end of the pipe. A line that does not fit is dropped; later lines supersede it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, daemon_end: int, freeze_lock: FreezeLock) -> None:
+        self._process = process
+        self._daemon_end = daemon_end
+        self.freeze_lock = freeze_lock
+
+    @classmethod
+    async def start(cls, docker_socket: str, node: str, register: GuestRegistry | None) -> "Watchdog":
+        theirs, ours = os.pipe()
+        freeze_lock = FreezeLock()
+        process = await asyncio.create_subprocess_exec(
+            *isolated("mesh.execution.docker", "watchdog"),
+            str(theirs),
+            docker_socket,
+            node,
+            str(register.directory) if register is not None else "",
+            str(freeze_lock.descriptor),
+            pass_fds=(theirs, freeze_lock.descriptor),
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        return cls(process, ours, freeze_lock)
+
+    def allow_until(self, container: str, until: float) -> None:
+        self._tell(f"until {container} {until}\n")
+
+    def gone(self, container: str) -> None:
+        self._tell(f"gone {container}\n")
+
+    async def dismiss(self) -> None:
+        self._tell("bye\n")
+        os.close(self._daemon_end)
+        self._daemon_end = -1
+        await self._process.wait()
+        self.freeze_lock.close()
+
+    def _tell(self, line: str) -> None:
+        if self._daemon_end >= 0:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(self._daemon_end, line.encode())
+
+
+class Leases:
+    """The watchdog's state: until when each container may run, which are paused, and for which that is in doubt.
+
+    `freeze_lock` keeps it from touching a container that is being dumped, and keeps a container in doubt from being dumped.
+    """
+
+    def __init__(self, docker_socket: str, register: GuestRegistry | None, freeze_lock: FreezeLock) -> None:
+        self.alarm = Alarm()
+        self.dismissed = False
+        self._socket, self._register, self._freeze_lock = docker_socket, register, freeze_lock
+        self._until: dict[str, float] = {}
+        self._still: set[str] = set()
+        self._doubtful: dict[str, float] = {}  # container -> end of the doubt
+        self._mute_until = 0.0  # no question to the engine before this
+        self._silent_since = math.inf
+        self._rest = ""
+
+    def read(self, heard: bytes) -> None:
+        *lines, self._rest = (self._rest + heard.decode()).split("\n")
+        for line in lines:
+            match line.split():
+                case ["until", container, until]:
+                    self._until[container] = float(until)
+                case ["gone", container]:
+                    self._until.pop(container, None)
+                    self._still.discard(container)
+                    self._doubtful.pop(container, None)
+                    self._freeze_lock.give(container)
+                case ["bye"]:
+                    self.dismissed = True
+
+    def enforce(self) -> None:
+        self.alarm.clear()
+        now, again = boot_s(), math.inf
+        for container, until in list(self._until.items()):
+            over = now >= until
+            if over == (container in self._still) and container not in self._doubtful:
+                continue
+            if not self._freeze_lock.take(container):
+                again = now + AGAIN_S
+                continue
+            held = self._hold(container, over)
+            if held:
+                (self._still.add if over else self._still.discard)(container)
+            if container not in self._doubtful:
+                self._freeze_lock.give(container)
+                if held:
+                    continue
+            again = now + AGAIN_S
+        coming = [until for until in self._until.values() if until > now]
+        self.alarm.set(min([again, *coming]))
+
+    def _hold(self, container: str, over: bool) -> bool:
+        """Pause or resume a container; return whether it is now as it should be. Of one that just ended, `gone` is on its way."""
+        answered = self._ask(container, over)
+        now = boot_s()
+        if answered is None:
+            self._doubtful[container] = now + DOUBT_S
+        elif now >= self._doubtful.get(container, math.inf):
+            del self._doubtful[container]
+        entry = self._entry(container)
+        groups = tuple(map(Path, entry.groups)) if entry is not None else ()
+        frozen = cgroups.are_frozen(groups)
+        if frozen is not None and frozen != over:
+            if over:
+                cgroups.freeze(groups)
+            else:
+                for group in groups:
+                    cgroups.thaw(group)
+            frozen = cgroups.are_frozen(groups)
+        held = frozen == over if frozen is not None else bool(answered)
+        if over and not held and entry is not None and now >= self._silent_since + SILENT_S:
+            run([entry])
+            return True
+        return held
+
+    def _ask(self, container: str, over: bool) -> bool | None:
+        """Return whether the engine has done it; None if it does not answer in time.
+
+        An engine that does not answer a ping is not asked: it would carry out the request when it is back, when it may be wrong.
+        """
+        if boot_s() < self._mute_until:
+            return None
+        try:
+            _call(self._socket, "GET", "/_ping", PING_S)
+            status = _call(self._socket, "POST", f"/containers/{container}/{'pause' if over else 'unpause'}", CALL_S)[0]
+        except (OSError, http.client.HTTPException):
+            self._mute_until = boot_s() + AGAIN_S / 2
+            self._silent_since = min(self._silent_since, boot_s())
+            return None
+        self._silent_since = math.inf
+        return status < http.client.INTERNAL_SERVER_ERROR
+
+    def _entry(self, container: str) -> GuestEntry | None:
+        entries = self._register.entries()[0] if self._register is not None else {}
+        return next((entry for entry in entries.values() if entry.container == container), None)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def end_guests(register: GuestRegistry) -> None:
+    """Kill all containers' guests without the engine, which may hang."""
+    entries, _ = register.entries()
+    run(entry for entry in entries.values() if entry.container)
+
+
+def remove_containers(docker_socket: str, node: str) -> None:
+    """Remove all containers of this node, running or not, and then their networks."""
+    filters = urllib.parse.quote(json.dumps({"label": [f"{LABEL_NODE}={node}"]}))
+    for container in json.loads(_call(docker_socket, "GET", f"/containers/json?all=1&filters={filters}")[1]):
+        _call(docker_socket, "DELETE", f"/containers/{container['Id']}?force=1")
+    for network in json.loads(_call(docker_socket, "GET", f"/networks?filters={filters}")[1]):
+        _call(docker_socket, "DELETE", f"/networks/{network['Id']}")
+
+
+def remove_when_it_answers(docker_socket: str, node: str) -> None:
+    for _ in range(TRIES):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            remove_containers(docker_socket, node)
+            return
+        time.sleep(AGAIN_S)
+
+
+def _call(docker_socket: str, method: str, path: str, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    connection = _UnixConnection(docker_socket, timeout_s)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def main() -> None:
+    descriptor, docker_socket, node = int(sys.argv[1]), *sys.argv[2:4]
+    register = GuestRegistry(Path(sys.argv[4])) if sys.argv[4] else None
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    leases = Leases(docker_socket, register, FreezeLock(int(sys.argv[5])))
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN | select.POLLHUP)
+    poller.register(leases.alarm, select.POLLIN)
+    while not leases.dismissed:
+        if descriptor in dict(poller.poll()):
+            heard = os.read(descriptor, 4096)
+            if not heard:
+                if register is not None:
+                    end_guests(register)
+                remove_when_it_answers(docker_socket, node)
+                return
+            leases.read(heard)
+        leases.enforce()

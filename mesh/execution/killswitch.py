@@ -1,0 +1,316 @@
+"""The kill-switch: a thread that kills guests, whatever else this process waits for.
+
+It listens on its own socket in the state directory (the order is one line, the answer one line of JSON), so `mesh reclaim --now`
+works while the event loop is blocked. The event loop kills single guests through it too, so there is one way to kill a guest. It
+waits for no network, engine or disk, and for no lock held across any of these. `mesh killall` does the same from outside, from
+the same registry, when this process is stopped or gone.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesh.execution.engine import EngineError
+from mesh.execution.guest_registry import GuestEntry, GuestRegistry
+from mesh.execution.process_killer import LONGEST_PAUSE_S, PAUSE_S, GuestKill, KillResult, run
+from mesh.util.cgroups import remove_groups
+
+LINE_LIMIT, CLIENTS = 256, 16  # bytes of an order; clients at a time (own choice)
+BY_OWNER = "its owner took the machine back at once"
+
+log = logging.getLogger(__name__)
+Outcome = concurrent.futures.Future[list[KillResult]]
+
+
+@dataclass
+class _Order:
+    """Kills that are answered together. `tell` is called once the first signals are sent."""
+
+    kills: list[GuestKill]
+    done: Outcome
+    said: str
+    begun: float = field(default_factory=time.monotonic)
+    tell: Callable[[], object] | None = None
+    pause_s: float = PAUSE_S
+    due: float = 0.0
+
+
+class KillSwitch:
+    """Kills guests in its own thread.
+
+    On an owner's order, the callables in `first` run before the signals; they must not block (close a gate, set a flag in a
+    map). `struck` runs after the signals and lets the rest of the daemon know. It must not run before: its receiver may remove
+    guests, and the record that they were killed would be lost. Both run in the switch's thread.
+    """
+
+    def __init__(
+        self,
+        register: GuestRegistry | None = None,
+        socket_path: Path | None = None,
+        first: Sequence[Callable[[], object]] = (),
+        struck: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Without a registry, only this process knows its guests, as in tests of an engine."""
+        self.holding = False
+        self._first, self._struck = first, struck
+        self.register, self._socket_path = register, socket_path
+        self._lock = threading.Lock()  # guards guests and orders; never held across a system call that can block
+        self._guests: dict[str, GuestEntry] = {}
+        self._by_owner: set[str] = set()
+        self._orders: list[_Order] = []
+        self._wake_here, self._wake_there = os.pipe()
+        os.set_blocking(self._wake_there, False)
+        self._closing = False
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- for the daemon
+
+    def open(self) -> None:
+        """Start listening. OSError if the socket cannot be made."""
+        if self._socket_path is not None:
+            self._socket_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._socket_path.unlink(missing_ok=True)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            before = os.umask(0o177)
+            try:
+                self._listener.bind(str(self._socket_path))
+            finally:
+                os.umask(before)
+            self._listener.listen(CLIENTS)
+            self._listener.setblocking(False)
+        self._run()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
+        for descriptor in (self._wake_here, self._wake_there):
+            os.close(descriptor)
+
+    def release(self) -> None:
+        """Allow starts again: the owner lends."""
+        self.holding = False
+
+    def kill_all(self) -> Outcome:
+        """Kill every guest for the owner, and refuse starts until `release`."""
+        done: Outcome = concurrent.futures.Future()
+        self._kill_all(done)
+        return done
+
+    # --- for engines
+
+    def add(self, entry: GuestEntry) -> str:
+        """Register a guest before any of its programs can run; return its key. EngineError if it must not start."""
+        key = f"{entry.job[:8]}-{secrets.token_hex(8)}"
+        self.update(key, entry)
+        if self.holding:
+            self.remove(key)
+            raise EngineError("its owner has taken this machine back")
+        return key
+
+    def update(self, key: str, entry: GuestEntry) -> None:
+        """Replace a guest's entry. EngineError if it cannot be written."""
+        with self._lock:
+            self._guests[key] = entry
+        if self.register is not None:
+            try:
+                self.register.keep(key, entry)
+            except OSError as error:
+                self.remove(key)
+                raise EngineError(f"the guest cannot be registered for `mesh killall`: {error}") from error
+
+    def check_started(self, key: str) -> None:
+        """Kill a guest and raise EngineError if the owner took the machine back while it started. Blocks."""
+        if self.holding or (self.register is not None and self.register.is_killed(key)):
+            self.kill(key).result()
+            raise EngineError("its owner has taken this machine back")
+
+    def remove(self, key: str) -> str:
+        """Remove a guest of which nothing is left; return BY_OWNER if it was killed for the owner, else an empty text."""
+        with self._lock:
+            self._guests.pop(key, None)
+            by_owner = key in self._by_owner
+            self._by_owner.discard(key)
+        if self.register is not None and self.register.drop(key):
+            by_owner = True
+        return BY_OWNER if by_owner else ""
+
+    def kill(self, key: str) -> Outcome:
+        """Kill one guest; done at once if it is already gone."""
+        done: Outcome = concurrent.futures.Future()
+        with self._lock:
+            entry = self._guests.get(key)
+            if entry is not None:
+                self._orders.append(_Order([GuestKill(entry, time.monotonic())], done, "killed"))
+        if entry is None:
+            done.set_result([])
+        else:
+            self._run()
+            self._wake()
+        return done
+
+    async def kill_and_wait(self, key: str) -> list[KillResult]:
+        return await asyncio.shield(asyncio.wrap_future(self.kill(key)))
+
+    # --- the thread
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kill-switch", daemon=True)
+                self._thread.start()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_there, b"!")
+
+    def _kill_all(self, done: Outcome) -> None:
+        begun = time.monotonic()
+        self.holding = True
+        for action in self._first:
+            _do(action)
+        with self._lock:
+            self._by_owner |= self._guests.keys()
+            kills = [GuestKill(entry, begun) for entry in self._guests.values()]
+            self._orders.append(_Order(kills, done, "killed for the owner", begun, self._struck))
+        self._run()
+        self._wake()
+
+    def _work(self) -> None:
+        clients: dict[int, tuple[socket.socket, bytes]] = {}
+        poller = select.poll()
+        poller.register(self._wake_here, select.POLLIN)
+        if self._listener is not None:
+            poller.register(self._listener, select.POLLIN)
+        while not self._closing:
+            ready = dict(poller.poll(self._pause_ms()))
+            if self._wake_here in ready:
+                os.read(self._wake_here, 4096)
+            if self._listener is not None and self._listener.fileno() in ready:
+                with contextlib.suppress(OSError):
+                    client, _ = self._listener.accept()
+                    client.setblocking(False)
+                    if len(clients) < CLIENTS:
+                        clients[client.fileno()] = (client, b"")
+                        poller.register(client, select.POLLIN)
+                    else:
+                        client.close()
+            for number in [number for number in clients if number in ready]:
+                client, heard = clients.pop(number)
+                more = self._receive(client, heard)
+                if more is None:
+                    poller.unregister(number)
+                else:
+                    clients[number] = (client, more)
+            self._step()
+        for client, _ in clients.values():
+            client.close()
+
+    def _receive(self, client: socket.socket, heard: bytes) -> bytes | None:
+        """Return the bytes received so far; None once the order is complete or the connection is closed."""
+        try:
+            heard += client.recv(LINE_LIMIT) or b"\n"
+        except BlockingIOError:
+            return heard
+        except OSError:
+            client.close()
+            return None
+        if b"\n" not in heard and len(heard) < LINE_LIMIT:
+            return heard
+        order = heard.partition(b"\n")[0]
+        if order == b"kill":
+            done: Outcome = concurrent.futures.Future()
+            done.add_done_callback(lambda done: _answer(client, {"killed": [one.plain() for one in done.result()]}))
+            self._kill_all(done)
+        else:
+            _answer(client, {"error": "the orders are: kill"})
+        return None
+
+    def _pause_ms(self) -> float | None:
+        with self._lock:
+            dues = [order.due for order in self._orders]
+        return None if not dues else max(0.0, min(dues) - time.monotonic()) * 1e3
+
+    def _step(self) -> None:
+        with self._lock:
+            orders = list(self._orders)
+        for order in orders:
+            if time.monotonic() < order.due:
+                continue
+            waiting = [kill for kill in order.kills if kill.outcome is None]
+            over = all([kill.step() for kill in waiting])
+            if order.tell is not None:
+                _do(order.tell)
+                order.tell = None
+            if over:
+                with self._lock:
+                    self._orders.remove(order)
+                results = [kill.outcome for kill in order.kills if kill.outcome is not None]
+                order.done.set_result(results)
+                _log_results(order.said, results)
+            else:
+                order.due = time.monotonic() + order.pause_s
+                order.pause_s = min(2 * order.pause_s, LONGEST_PAUSE_S)
+
+
+def _do(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception as error:  # in any case, the guests are killed
+        threading.Thread(target=log.error, args=("at a kill: %s", error), daemon=True).start()
+
+
+def open_switch(
+    register: GuestRegistry,
+    socket_path: Path,
+    first: Sequence[Callable[[], object]] = (),
+    struck: Callable[[], object] = lambda: None,
+) -> KillSwitch:
+    """Open the switch of a starting daemon and kill what an earlier run left alive. OSError if its socket cannot be made."""
+    entries, problems = register.entries()
+    for problem in problems:
+        log.warning("guest registry: %s", problem)
+    for result in run(entries.values()):
+        if result.processes:
+            log.warning("left by an earlier run: %s", result)
+    remove_groups(tuple(group for entry in entries.values() if not entry.container for group in entry.groups))
+    register.clear()
+    switch = KillSwitch(register, socket_path, first, struck)
+    switch.open()
+    return switch
+
+
+def _log_results(what: str, results: list[KillResult]) -> None:
+    """Log in a separate thread: the log may block (a full pipe, a lock that the event loop holds)."""
+
+    def write() -> None:
+        for one in filter(lambda one: one.processes, results):
+            log.log(logging.WARNING if one.left else logging.INFO, "%s: %s", what, one)
+
+    if any(one.processes for one in results):
+        threading.Thread(target=write, name="kill-switch log", daemon=True).start()
+
+
+def _answer(client: socket.socket, answer: dict[str, Any]) -> None:
+    """Answer a client that reads; drop one that does not."""
+    with contextlib.suppress(OSError):
+        client.send(json.dumps(answer).encode() + b"\n")
+    client.close()

@@ -1,0 +1,413 @@
+"""The `process` engine: a plain process tree, with namespaces where the kernel allows them. The default.
+
+It separates guests' processes from each other and kills them reliably; it does NOT keep a guest from the files and the network of
+the user it runs as. So by default it runs only the owner's own jobs.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mesh.consensus.contract import EXIT_NOT_FOUND
+from mesh.execution.abandoned_starts import Starts
+from mesh.execution.engine import NO_DUMPS, Availability, BadCommand, EngineError, Exit, Guest, Launch, contract_env
+from mesh.execution.guest_registry import GuestEntry, boot_id
+from mesh.execution.killswitch import KillSwitch
+from mesh.execution.process.confinement import FILES_FROM, SCOPES_FROM
+from mesh.execution.process.guest_cgroup import GuestGroup, make_group
+from mesh.execution.process.sandbox import HOME, TEMPORARY, Sandbox
+from mesh.execution.session import Session, SessionError, open_process_session
+from mesh.rpc.frames import Order
+from mesh.util.isolated import isolated
+from mesh.util.processes import Process, catches, descendants_of, process_of, stands_still
+
+START_S = 10.0  # the interpreter starts in 20 ms; a loaded machine takes longer
+WATCHER_REPORTS_S = (
+    3.0  # for the watcher to report the end of a guest, usually 1 ms; then it is killed too (own choice)
+)
+LIMITS = {"memory": "memory", "pids": "processes", "cpu": "CPU"}
+HIDDEN = "their home, /tmp and /run, the daemon's keys and other jobs"
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "HOME", "LD_LIBRARY_PATH")
+
+
+ProcessNetwork = Literal["host", "none"]
+
+
+class Kernel(NamedTuple):
+    """The kernel's means to keep guests apart: namespaces, the version of Landlock (0: none), a filter of system calls."""
+
+    namespaces: bool
+    landlock: int
+    filter: bool
+
+    @property
+    def hides(self) -> bool:
+        return self.namespaces or self.landlock >= FILES_FROM
+
+    def missing(self, hides: bool, network: bool) -> list[str]:
+        """Return what guests are not kept from because the kernel cannot. `hides`: files; `network`: guests use the host's."""
+        found = []
+        if hides and not self.namespaces:
+            where = "sockets" if self.hides else "files, sockets"
+            found.append(f"namespaces, so the owner's {where} and processes are in reach")
+        if network and self.landlock < SCOPES_FROM:
+            found.append("Landlock of Linux 6.12, so abstract sockets (X, D-Bus) are in reach")
+        if not self.filter:
+            found.append("a filter of system calls for this kind of processor")
+        return found
+
+
+class ProcessEngine:
+    """Runs guests as process trees of the daemon's user."""
+
+    name = "process"
+    own_root = False
+
+    def __init__(
+        self,
+        switch: KillSwitch | None = None,
+        *,
+        namespaces: bool = True,
+        groups: bool = True,
+        network: ProcessNetwork = "host",
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        """`namespaces` and `groups`: use namespaces and control groups where the machine allows them.
+
+        `network` "none": a guest that cannot be kept from the network does not start. `sandbox`: files hidden from guests that
+        have namespaces.
+        """
+        self._switch, self._own_switch = switch or KillSwitch(), switch is None
+        self._namespaces, self._groups, self._network, self._sandbox = namespaces, groups, network, sandbox
+        self._limits: frozenset[str] | None = None
+        self._kernel: Kernel | None = None
+        self._starts = Starts()
+
+    async def availability(self) -> Availability:
+        if self._kernel is None:
+            self._kernel = await asyncio.to_thread(_probe_kernel)
+            self._kernel = self._kernel._replace(namespaces=self._namespaces and self._kernel.namespaces)
+        if self._limits is None:
+            self._limits = await asyncio.to_thread(_probe_groups) if self._groups else frozenset()
+        kernel = self._kernel
+        kept = "its own process, mount and IPC namespaces" if kernel.namespaces else "its own session"
+        names = [name for kind, name in LIMITS.items() if kind in self._limits]
+        bounded = (
+            f"limits of {', '.join(names)} for the whole guest" if names else "a memory limit for each process only"
+        )
+        network, uses = ("no network; ", "") if self._network == "none" else ("", ", and use its network")
+        but = f" except {HIDDEN}" if self._hides else ""
+        text = (
+            f"{kept}; {bounded}; {network}no sandbox: a guest can read and write what the daemon's user can{but}{uses}"
+        )
+        if but and os.getuid() == 0:
+            text += "; as root it could undo all that"
+        if missing := kernel.missing(hides=self._sandbox is not None, network=self._network == "host"):
+            text += f"; missing here: {', '.join(missing)}"
+        if self._network == "none" and not kernel.namespaces:
+            return Availability(ok=False, detail="guests cannot be kept from the network here (process_network)")
+        return Availability(ok=True, detail="ready", isolation=text)
+
+    @property
+    def _hides(self) -> bool:
+        """Return whether files are hidden from guests. Known after `availability`."""
+        return self._sandbox is not None and self._kernel is not None and self._kernel.hides
+
+    @property
+    def bounds_memory(self) -> bool:
+        """Return whether memory is limited for the guest as a whole. Known after `availability`."""
+        return "memory" in (self._limits or ())
+
+    async def start(self, launch: Launch) -> Guest:
+        return await self._starts.finish(self._start(launch), launch.job)
+
+    async def _start(self, launch: Launch) -> "ProcessGuest":
+        env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        if (
+            self._hides and self._kernel is not None and not self._kernel.namespaces
+        ):  # nothing stands for the hidden places
+            attempt = Path(launch.work_dir).parent
+            env |= {"HOME": str(attempt / HOME), "TMPDIR": str(attempt / TEMPORARY)}
+        env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
+        env |= _injected(launch.injection.env, env)
+        await asyncio.to_thread(self._check_command, launch, env)
+        spec = {
+            "argv": launch.argv,
+            "env": env,
+            "cwd": launch.work_dir,
+            "log": launch.log_path,
+            "memory_mib": launch.memory_mib,
+            "namespaces": self._namespaces,
+            "network": self._network,
+            "sandbox": await asyncio.to_thread(self._sandboxed, launch),
+            "groups": {},
+            "until": launch.until,
+        }
+        entry = GuestEntry(boot_id(), self.name, launch.job, launch.attempt)
+        group = await asyncio.to_thread(_group, launch) if self._groups else None
+        if group is not None:
+            spec["groups"] = group.plain()
+            if "memory" in group.kinds:
+                spec["memory_mib"] = None  # the group limits the whole guest
+            entry = dataclasses.replace(entry, groups=group.directories)
+        guest = ProcessGuest(self._switch)
+        try:
+            await guest.start(spec, entry)
+        except BaseException:
+            if group is not None:
+                await asyncio.to_thread(group.remove)
+            raise
+        return guest
+
+    def _check_command(self, launch: Launch, env: Mapping[str, str]) -> None:
+        """Raise BadCommand if the guest would not find its command."""
+        command, own = launch.argv[0], _own(launch)
+
+        def hidden(path: Path) -> bool:
+            return self._hides and self._sandbox is not None and self._sandbox.hides(path, own)
+
+        if "/" in command and hidden(Path(launch.work_dir, command)):
+            raise BadCommand(
+                f"guests on this node do not see {command}: its owner can name its directory in `process_sees` in config.toml",
+                EXIT_NOT_FOUND,
+            )
+        places = [place for place in env.get("PATH", os.defpath).split(":") if not hidden(Path(place))]
+        if "/" not in command and shutil.which(command, path=":".join(places)) is None:
+            raise BadCommand(f"command {command!r} is not on this node's PATH", EXIT_NOT_FOUND)
+
+    def _sandboxed(self, launch: Launch) -> dict[str, object] | None:
+        if self._sandbox is None:
+            return None
+        return self._sandbox.plain(Path(launch.work_dir).parent, _own(launch), launch.shm_mib)
+
+    async def close(self) -> None:
+        await self._starts.close(START_S)
+        if self._own_switch:
+            await asyncio.to_thread(self._switch.close)
+
+
+class ProcessGuest:
+    """A process tree that runs one attempt, below its watcher (`guest_init`)."""
+
+    def __init__(self, switch: KillSwitch) -> None:
+        self._switch = switch
+        self._key = ""
+        self._first: Process | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._daemon_end = -1
+        self._doors: socket.socket | None = None
+        self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._reader: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+        self.isolation = ""
+
+    async def start(self, spec: Mapping[str, object], entry: GuestEntry) -> None:
+        """Start the watcher, register it, and only then tell it what to run."""
+        theirs, ours = os.pipe()
+        status_ours, status_theirs = os.pipe()
+        self._doors, doors_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *isolated("mesh.execution.process", "guest_init"),
+                str(theirs),
+                str(status_theirs),
+                str(doors_theirs.fileno()),
+                pass_fds=(theirs, status_theirs, doors_theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            for descriptor in (theirs, ours, status_ours, status_theirs):
+                os.close(descriptor)
+            self._close_doors()
+            raise EngineError(f"cannot start a process: {error.strerror}") from error
+        finally:
+            doors_theirs.close()
+        os.close(theirs)
+        os.close(status_theirs)
+        self._daemon_end = ours
+        entry = dataclasses.replace(entry, watcher=process_of(self._process.pid))
+        try:
+            self._key = await asyncio.to_thread(self._switch.add, entry)
+        except EngineError:
+            self._close_pipe()  # the watcher exits without a job
+            os.close(status_ours)
+            await self._process.wait()
+            raise
+        await asyncio.to_thread(_write_all, ours, json.dumps(spec).encode() + b"\n")
+        os.set_blocking(ours, False)
+        self._reader = asyncio.create_task(self._follow(status_ours), name="guest status")
+        try:
+            async with asyncio.timeout(START_S):
+                started = asyncio.create_task(self._started.wait(), name="guest start")
+                await asyncio.wait({started, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+                started.cancel()
+        except TimeoutError as error:
+            await self.kill()
+            raise EngineError(f"the guest's first process did not come up within {START_S:g} s") from error
+        if not self._started.is_set():
+            stderr = await self._process.stderr.read() if self._process.stderr is not None else b""
+            raise EngineError(f"the guest's first process failed: {stderr.decode(errors='replace')[-400:]}")
+        if self.isolation == "namespaces" and self._first is not None:
+            entry = dataclasses.replace(entry, head=self._first)
+            await asyncio.to_thread(self._switch.update, self._key, entry)
+        await asyncio.to_thread(self._switch.check_started, self._key)
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._exit)
+
+    async def catches_term(self) -> bool:
+        return any(catches(pid, signal.SIGTERM) for pid in self._pids())
+
+    async def terminate(self) -> bool:
+        catching = [pid for pid in self._pids() if catches(pid, signal.SIGTERM)]
+        for pid in catching:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        return bool(catching)
+
+    async def pids(self) -> frozenset[int]:
+        """Return its processes, orphans included: its watcher adopts them if there is no PID namespace."""
+        process = self._process
+        return (
+            frozenset(descendants_of(process.pid))
+            if process is not None and process.returncode is None
+            else frozenset()
+        )
+
+    async def stands_still(self) -> bool:
+        return all(stands_still(pid) for pid in self._pids())
+
+    def allow_until(self, boot_s: float) -> None:
+        if self._daemon_end >= 0:
+            # A watcher that is gone has killed the guest; one that does not read has a full pipe of these to read.
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(self._daemon_end, f"{boot_s}\n".encode())
+
+    async def open_session(self, order: Order) -> Session:
+        if self._doors is None:
+            raise SessionError("the job has ended here")
+        return await open_process_session(self._doors, order)
+
+    async def dump(self, directory: Path) -> str:
+        raise EngineError(f"no system checkpoint: {NO_DUMPS.problem}")
+
+    async def kill(self) -> None:
+        await self._switch.kill_and_wait(self._key)
+        self._close_pipe()  # the watcher exits too
+        try:
+            async with asyncio.timeout(WATCHER_REPORTS_S):
+                await self.wait()
+        except TimeoutError:
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            await self.wait()
+
+    async def _follow(self, descriptor: int) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+        )
+        code, first, oom, reported = 137, False, False, False
+        try:
+            while line := await reader.readline():
+                fact = json.loads(line)
+                if "exit" in fact:
+                    code, oom, reported = int(fact["exit"]), bool(fact["oom"]), True
+                elif "first" in fact:
+                    first, self._first = True, process_of(int(fact["first"]))
+                else:
+                    self.isolation = fact["isolation"]
+                if first and self.isolation:
+                    self._started.set()
+        finally:
+            transport.close()
+            self._close_pipe()
+            if self._process is not None:
+                await self._process.wait()
+            if not reported:  # the watcher was killed, perhaps by its guest
+                await self._switch.kill_and_wait(self._key)
+            fault = await asyncio.to_thread(self._switch.remove, self._key)
+            if not self._exit.done():
+                self._exit.set_result(Exit(code=code, oom=oom, fault=fault))
+
+    def _close_doors(self) -> None:
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
+
+    def _close_pipe(self) -> None:
+        self._close_doors()
+        if self._daemon_end >= 0:
+            os.close(self._daemon_end)
+            self._daemon_end = -1
+
+    def _pids(self) -> list[int]:
+        """Return every process of the job: the watcher's descendants without process 1 of the guest."""
+        if self._process is None or self._process.returncode is not None:
+            return []
+        first = self._first.pid if self._first is not None else 0
+        return [pid for pid in descendants_of(self._process.pid) if pid != first]
+
+
+def _injected(more: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+    """Put the job's own LD_PRELOAD after the node's."""
+    if "LD_PRELOAD" not in more or not env.get("LD_PRELOAD"):
+        return more
+    return {**more, "LD_PRELOAD": f"{more['LD_PRELOAD']}:{env['LD_PRELOAD']}"}
+
+
+def _own(launch: Launch) -> list[Path]:
+    """Return the paths of the attempt, and of the node's guard, that the guest may write."""
+    own = [launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir]
+    own += [path for value in launch.injection.env.values() for path in value.split(":") if path.startswith("/")]
+    return [Path(path) for path in own]
+
+
+def _group(launch: Launch) -> GuestGroup | None:
+    group = make_group()
+    if group is not None:
+        try:
+            group.limit(launch.memory_mib, launch.cpus, launch.pids)
+        except OSError as error:
+            group.remove()
+            raise EngineError(f"its limits cannot be enforced here: {error}") from error
+    return group
+
+
+def _probe_groups() -> frozenset[str]:
+    group = make_group()
+    if group is None:
+        return frozenset()
+    group.remove()
+    return group.kinds
+
+
+def _probe_kernel() -> Kernel:
+    """Find out what would keep a guest apart, by starting one that does nothing."""
+    import subprocess
+
+    done = subprocess.run(
+        isolated("mesh.execution.process", "guest_init", "guest_init.probe()"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_S,
+    )
+    return Kernel(**json.loads(done.stdout)) if done.stdout else Kernel(False, 0, False)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

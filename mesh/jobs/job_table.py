@@ -1,0 +1,149 @@
+"""Job table: every job that this node has heard of, each by its most advanced view."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from weakref import WeakValueDictionary
+
+from mesh.consensus.status import ArchivedJob, JobStatus, best_of
+from mesh.model.record import OutcomeKind
+from mesh.model.spec import ArrayPlace
+from placement.advert import Advert
+from placement.preemption import RunningJob
+from placement.queue import Queue, Waiting, decayed
+from placement.ranking import Ranking, rank_nodes
+from placement.request import Request
+
+Source = bytes  # a node id; this node's own view has b""
+OWN: Source = b""
+DAY_S = 86_400
+
+
+class JobTable:
+    def __init__(self) -> None:
+        self._changes = WeakValueDictionary[bytes, asyncio.Event]()  # of jobs that are being followed
+        self._views: dict[bytes, dict[Source, JobStatus]] = {}
+        self._best: dict[bytes, JobStatus] = {}
+        self._waiting: dict[bytes, Waiting] = {}
+        self._ends: dict[bytes, OutcomeKind] = {}
+        self._array_ends: dict[bytes, set[int]] = {}
+        self._archived: set[bytes] = set()
+        self._used_before: Counter[tuple[str, int]] = Counter()  # of archived jobs, by user and day of the end
+
+    def update(self, source: Source, job: bytes, view: JobStatus | None) -> bool:
+        """Set a node's view of a job, or remove it with None; return whether the job has just ended, for which others may
+        wait.
+        """
+        views = self._views.setdefault(job, {})
+        if view is None:
+            views.pop(source, None)
+        else:
+            views[source] = view
+        before = self._best.get(job)
+        if not views:
+            self._forget(job)
+            self._announce(job)
+            return False
+        best = self._best[job] = best_of(views.values())
+        if best != before:
+            self._announce(job)
+        self._waiting.pop(job, None)
+        if best.outcome is not None:
+            self._over(job, best.outcome.kind, best.array)
+        elif best.waiting is not None and best.waiting.job == job:
+            self._waiting[job] = best.waiting
+        return best.outcome is not None and (before is None or before.outcome is None)
+
+    def archive(self, archived: ArchivedJob) -> None:
+        """Keep only the summary of an archived job. Archiving it again after a look changes nothing."""
+        if archived.job not in self._archived:
+            self._archived.add(archived.job)
+            self._used_before[archived.user, archived.ended_unix_ms // 1000 // DAY_S] += archived.used
+        self._over(archived.job, archived.kind, archived.array)
+        if archived.job in self._views:
+            self.update(OWN, archived.job, None)
+
+    def next_change(self, job: bytes) -> asyncio.Event:
+        """Return an event that is set when the job's status changes."""
+        return self._changes.setdefault(job, asyncio.Event())
+
+    def get(self, job: bytes) -> JobStatus | None:
+        return self._best.get(job)
+
+    def all(self) -> dict[bytes, JobStatus]:
+        return dict(self._best)
+
+    @property
+    def ends(self) -> Mapping[bytes, OutcomeKind]:
+        """Return the outcome of each finished job. Entries stay, so that no job waits for a forgotten one."""
+        return self._ends
+
+    @property
+    def array_ends(self) -> Mapping[bytes, Set[int]]:
+        """Return the finished places of each array."""
+        return self._array_ends
+
+    @property
+    def running(self) -> Iterator[RunningJob]:
+        """Yield the running jobs whose GPUs are known, with their nodes."""
+        for status in self._best.values():
+            known = len(status.portions) == status.gpus
+            if status.state == "running" and status.runner is not None and known:
+                since = status.attempts[-1].running_unix_ms // 1000
+                yield RunningJob(status.job, status.runner, status.priority, since, status.saves, status.portions)
+
+    def keep_only(self, sources: Mapping[bytes, Iterable[Source]]) -> None:
+        """Remove views that no node publishes any more."""
+        for job, views in list(self._views.items()):
+            still = {OWN, *sources.get(job, ())}
+            for source in [source for source in views if source not in still]:
+                self.update(source, job, None)
+
+    def own(self, job: bytes) -> JobStatus | None:
+        """Return this node's own view of a job."""
+        return self._views.get(job, {}).get(OWN)
+
+    @property
+    def waiting(self) -> bool:
+        """Tell whether any job queues."""
+        return bool(self._waiting)
+
+    def queue(
+        self,
+        adverts: Sequence[Advert],
+        now_unix: float,
+        idle: Collection[bytes] = (),
+        ranked: Callable[[Request, Collection[Advert]], Ranking] = rank_nodes,
+    ) -> Queue:
+        """Return the queue: the waiting jobs, and each user's recent usage."""
+        return Queue(self._waiting.values(), self.usage(now_unix), adverts, int(now_unix), idle, ranked)
+
+    def usage(self, now_unix: float) -> Mapping[str, int]:
+        """Return each user's recent usage (`placement.queue.decayed`), including users that only wait."""
+        usage: Counter[str] = Counter()
+        for status in self._best.values():
+            if status.job in self._waiting:
+                usage[status.user] += 0
+            for attempt in () if status.job in self._archived else status.attempts:
+                if attempt.running_unix_ms:
+                    ago_s = now_unix - (attempt.ended_unix_ms or attempt.seen_unix_ms) / 1000
+                    usage[status.user] += decayed(attempt.ran_s, status.gpu_percent, ago_s)
+        for (user, day), used in self._used_before.items():
+            if left := decayed(used, 1, now_unix - day * DAY_S):
+                usage[user] += left
+        return usage
+
+    def _announce(self, job: bytes) -> None:
+        change = self._changes.pop(job, None)
+        if change is not None:
+            change.set()
+
+    def _over(self, job: bytes, kind: OutcomeKind, array: ArrayPlace | None) -> None:
+        self._ends[job] = kind
+        if array is not None:
+            self._array_ends.setdefault(array.array, set()).add(array.place)
+
+    def _forget(self, job: bytes) -> None:
+        del self._views[job]
+        self._best.pop(job, None)
+        self._waiting.pop(job, None)

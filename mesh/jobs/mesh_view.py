@@ -1,0 +1,114 @@
+"""Mesh view: what this node sees of the mesh, gathered for the job cores: members, adverts, disks and the queue."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from membership.events import MemberView
+from membership.identity import NodeId, short_id
+from membership.node import MembershipNode
+from membership.records import Record
+from membership.trust import PROVIDER
+from mesh.consensus.view import Instant, View
+from mesh.jobs.job_table import JobTable
+from mesh.rpc.client import decode_facts
+from mesh.util.boottime import boot_s
+from placement.advert import Advert, AdvertError, decode_advert
+from placement.observed import Caps, capped
+from placement.queue import Patience, Queue
+from placement.zones import Hierarchy, two_level_since
+
+log = logging.getLogger(__name__)
+
+
+class MeshView:
+    """`caps` gives the limits to what nodes claim about their stays."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        membership: MembershipNode,
+        job_table: JobTable,
+        caps: Callable[[], Mapping[bytes, Caps]],
+    ) -> None:
+        self._me, self._membership, self._job_table, self._caps = me, membership, job_table, caps
+        self._adverts: dict[NodeId, tuple[Record, Advert | None, Caps | None, bytes]] = {}
+        self._patience = Patience()
+        self.last = View(me)
+        self._two_level_since = 0
+
+    def adverts(self) -> list[Advert]:
+        """Return the valid advert of each provider that can be reached, with the user that its certificate names."""
+        found, all_caps = [], self._caps()
+        present = {
+            member.node_id: member
+            for member in self._membership.members()
+            if member.present and member.state != "unreachable" and PROVIDER in member.roles
+        }
+        for record in self._membership.records("advert"):
+            if record.node in present:
+                member = present[record.node]
+                known = self._adverts.get(record.node)
+                caps = all_caps.get(record.node)
+                if known is None or known[0] is not record or known[2:] != (caps, member.user_key):
+                    advert = _advert_of(record, member)
+                    known = (record, None if advert is None else capped(advert, caps), caps, member.user_key)
+                    self._adverts[record.node] = known
+                if known[1] is not None:
+                    found.append(known[1])
+        return found
+
+    def disks(self) -> dict[NodeId, bytes]:
+        """Return the name of each node's journal disk."""
+        found = ((record.node, decode_facts(record.body)) for record in self._membership.records("facts"))
+        return {node: facts.disk for node, facts in found if facts is not None and facts.disk}
+
+    def look(self) -> View:
+        """Build the present view of the mesh."""
+        members = self._membership.members()
+        alive = frozenset(m.node_id for m in members if m.present)
+        leaving = frozenset(m.node_id for m in members if m.draining)
+        left = frozenset(m.node_id for m in members if m.state == "left")
+        adverts = tuple(sorted(self.adverts(), key=lambda advert: advert.node))
+        if adverts == self.last.adverts:
+            adverts = tuple(self.last.adverts)  # the same object, so that comparisons are fast
+        hierarchy = self._hierarchy(members, adverts)
+        job_table, queue = self._job_table, None
+        if job_table.waiting:
+            queue = self._queue(hierarchy)
+        running = tuple(job_table.running) if queue is not None else ()
+        ends, array_ends, disks = job_table.ends, job_table.array_ends, self.disks()
+        self.last = View(self._me, alive, leaving, left, adverts, disks, queue, ends, array_ends, running, hierarchy)
+        return self.last
+
+    def hierarchy(self) -> Hierarchy:
+        """Return the present zones, and whether placement considers zones first."""
+        return self._hierarchy(self._membership.members(), tuple(self.adverts()))
+
+    def _hierarchy(self, members: Sequence[MemberView], adverts: tuple[Advert, ...]) -> Hierarchy:
+        self._two_level_since = two_level_since(self._two_level_since, sum(m.present for m in members))
+        leaving = frozenset(m.node_id for m in members if m.draining)
+        return Hierarchy(self._two_level_since, adverts, {m.node_id: m.host for m in members}, leaving)
+
+    def _queue(self, hierarchy: Hierarchy) -> Queue:
+        now = time.monotonic()
+        adverts = hierarchy.adverts
+        queue = self._job_table.queue(adverts, time.time(), self._patience.idle(now), hierarchy.rank)
+        self._patience.saw(queue.kept, now)
+        return queue
+
+
+def instant() -> Instant:
+    """Read both clocks."""
+    return Instant(boot_s(), time.time_ns() // 1_000_000)
+
+
+def _advert_of(record: Record, member: MemberView) -> Advert | None:
+    try:
+        advert = decode_advert(record.node, record.body)
+        return replace(advert, user=member.user, user_key=member.user_key)
+    except AdvertError as error:
+        log.debug("ignored the advert of %s: %s", short_id(record.node), error)
+        return None

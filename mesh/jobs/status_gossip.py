@@ -1,0 +1,100 @@
+"""Status gossip: publishes the status of jobs as membership sections, and puts what other nodes publish on the job table.
+
+One node speaks for each job, and no more often than others need it.
+"""
+
+import time
+from collections.abc import Callable, Set
+
+from membership.identity import NodeId
+from membership.node import MembershipNode
+from mesh.consensus.status import JobStatus, decode_status, encode_status
+from mesh.jobs.job_table import JobTable
+from mesh.model.spec import format_job
+
+TTL_S = 3600.0
+REPEAT_S = 600.0
+NEWS_S = 30.0  # an end older than this is not urgent: it was found after a restart
+ENDED_TOLD_S = 86_400.0  # that the end of a job is published; its witnesses know it for ever (`archive.py`)
+SAME_S, COMMITS_S = (
+    5.0,
+    0.5,
+)  # between messages that change neither state nor checkpoint, or the checkpoint alone (own choice)
+PASSING = {"pending", "starting", "saving", "releasing"}  # states that soon become another
+
+
+class StatusGossip:
+    """`changed` is called when a status arrives for which another job may have waited."""
+
+    def __init__(
+        self, me: NodeId, membership: MembershipNode, job_table: JobTable, changed: Callable[[], None]
+    ) -> None:
+        self._me, self._membership, self._job_table, self._changed = me, membership, job_table, changed
+        self._published: dict[bytes, tuple[JobStatus, float]] = {}  # with the monotonic time
+        self._sections: dict[tuple[NodeId, str], bytes] = {}  # the job of each section
+
+    # --- this node's own
+
+    def publish(self, status: JobStatus) -> None:
+        """Publish a status, unless the last one is recent enough; then a later call publishes it."""
+        outcome = status.outcome
+        ended_s = time.time() - outcome.ended_unix_ms / 1000 if outcome is not None else 0.0
+        if ended_s > ENDED_TOLD_S:
+            return
+        before, at = self._published.get(status.job, (None, 0.0))
+        now = time.monotonic()
+        if before is not None and now - at < (REPEAT_S if before == status else _may_wait_s(before, status)):
+            return
+        self._published[status.job] = (status, now)
+        urgent = outcome is not None and ended_s < NEWS_S and (before is None or before.outcome is None)
+        self._membership.publish(f"jobs/{format_job(status.job)}", encode_status(status), TTL_S, urgent)
+
+    def forget(self, job: bytes) -> None:
+        self._published.pop(job, None)
+
+    # --- those of others
+
+    def on_section(self, node: NodeId, section: str) -> None:
+        """Take in a node's section about a job, which may be new, changed or gone."""
+        record = self._membership.record(node, section)
+        status = decode_status(record.body) if record is not None else None
+        before = self._sections.pop((node, section), None)
+        if before is not None and (status is None or status.job != before):
+            self._job_table.update(node, before, None)
+        if status is None or node == self._me:
+            return
+        self._sections[node, section] = status.job
+        if self._job_table.update(node, status.job, status):
+            self._changed()
+
+    def reload(self) -> None:
+        """Take in every section about jobs: at the start, and when membership events were lost."""
+        sources: dict[bytes, list[NodeId]] = {}
+        for record in self._membership.records("jobs/"):
+            self.on_section(record.node, record.section)
+            job = self._sections.get((record.node, record.section))
+            if job is not None:
+                sources.setdefault(job, []).append(record.node)
+        self._job_table.keep_only(sources)
+
+
+def _may_wait_s(last: JobStatus, status: JobStatus) -> float:
+    """Return how long the mesh can do without this status after it was told the other."""
+    outdated = status.rank[1] != last.rank[1] or status.rank[3] != last.rank[3]  # for the members of its group
+    if outdated or status.outcome != last.outcome or (status.state != last.state and status.state not in PASSING):
+        return 0.0
+    return SAME_S if status.commit == last.commit else COMMITS_S
+
+
+def speaks_for(status: JobStatus, me: bytes, runs: bool, acting: bool, alive: Set[bytes]) -> bool:
+    """Return whether this node publishes the job's status.
+
+    The runner does, else the acting leader, else the first node of the witness group that is alive. `runs`: the job runs here;
+    `acting`: this node's leader acts.
+    """
+    if runs or status.rank[3]:
+        return True
+    if acting or (status.outcome is None and status.runner in alive):
+        return False
+    first = next((node for node in status.witnesses if node in alive), None)
+    return first in {None, me}

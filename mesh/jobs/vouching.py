@@ -1,0 +1,157 @@
+"""Vouching: asks a job's witnesses about its leader and its runner, on behalf of nodes that hold its checkpoints or run it.
+
+A node that is no witness reads the job's signed description, and follows its witness group from there. While most witnesses
+cannot be asked, nobody is vouched for: a store keeps what a provider brings and moves no fence, and a start is taken on trust.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ckptstore.manifest import Manifest
+from membership.identity import NodeId
+from membership.trust import TrustStore
+from mesh.checkpoints.witness_group import WitnessGroup
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.messages import Accept, Enlist, MakeRoom, Start
+from mesh.consensus.participant import Participant
+from mesh.jobs.authority import Authority, is_writer, may_ask_for_room, may_introduce, may_keep_workdir, may_start
+from mesh.jobs.job_table import JobTable
+from mesh.model.record import Config
+from mesh.model.spec import JobSpec, SpecError
+from mesh.rpc.client import PeerClient, PeerError
+
+ANSWER_S = 3.0
+REMEMBERED = 1024  # answers, groups and descriptions (own choice)
+MOST_WAITING = 64  # starts that wait for an answer; more are turned away (own choice)
+AT_ONCE = 16  # jobs asked about at the same time (own choice)
+SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the manifest (own choice)
+
+K = TypeVar("K")
+V = TypeVar("V")
+Writer = tuple[bytes, int, NodeId]  # job, term, signer
+
+
+class Refused(RuntimeError):
+    """The store does not take this manifest; the text names the reason."""
+
+
+class Vouching:
+    def __init__(
+        self,
+        authority: Authority,
+        trust: TrustStore,
+        participant: Participant,
+        group: WitnessGroup,
+        peers: PeerClient,
+        job_table: JobTable,
+    ) -> None:
+        self._authority, self._trust, self._participant = authority, trust, participant
+        self._group, self._peers, self._job_table = group, peers, job_table
+        self._writers = OrderedDict[Writer, None]()
+        self._specs = OrderedDict[bytes, JobSpec]()
+        self._groups = OrderedDict[bytes, Config]()  # as witnesses have said
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._waiting = 0
+
+    # --- manifests
+
+    async def judge(self, sender: NodeId, identity: bytes, signer: NodeId, manifest: Manifest) -> bool:
+        """Tell whether the witnesses vouch for the manifest's signer; Refused if they do not.
+
+        False while most witnesses cannot be asked: a manifest of a known job is kept then, and moves no fence.
+        """
+        if manifest.kind == "workdir":
+            if not may_keep_workdir(manifest, self._trust.credentials(signer, time.time())):
+                raise Refused("a working directory is signed by a node of its user, who may submit")
+            return True
+        writer = (manifest.job, manifest.term, signer)
+        if writer in self._writers:
+            self._writers.move_to_end(writer)
+            return True
+        async with self._turns:
+            spec = await self._spec(manifest.job, sender)
+            if manifest.user != spec.user:
+                raise Refused("the manifest names another user than its job")
+            present = await self._present(manifest.job, spec)
+        if present is None:
+            if not self._authority.may_lend(signer):
+                raise Refused("most of the job's witnesses cannot be asked, and its signer may not run jobs")
+            return False
+        config, records = present
+        vouching = sum(is_writer(signer, manifest, identity, record) for record in records)
+        if 2 * vouching <= len(config.nodes):
+            raise Refused("the job's witnesses know no lease of its signer under this term")
+        _remember(self._writers, writer, None)
+        return True
+
+    # --- starts
+
+    @property
+    def has_room(self) -> bool:
+        return self._waiting < MOST_WAITING
+
+    async def allows(self, sender: NodeId, message: Start | Enlist | Accept | MakeRoom) -> bool:
+        """Tell whether the witnesses say that the sender leads the job, runs it as it enlists a gang, has this node join
+        their group, or asks for room for a job of theirs that waits.
+        """
+        self._waiting += 1
+        job = message.wanted_by if isinstance(message, MakeRoom) else message.job
+        try:
+            spec = self._authority.open_spec(job, message.spec or b"")
+            if isinstance(message, Start) and message.config.number == 0:
+                return may_start(sender, message, spec, None, ())
+            async with self._turns:
+                present = await self._present(job, spec)
+        except SpecError:
+            return True  # the core refuses it, with the reason
+        finally:
+            self._waiting -= 1
+        if present is None:
+            return True
+        if isinstance(message, MakeRoom):
+            return may_ask_for_room(sender, *present)
+        if isinstance(message, Accept):
+            return may_introduce(message, present[0])
+        return may_start(sender, message, spec, *present)
+
+    # --- the witnesses
+
+    async def _present(self, job: bytes, spec: JobSpec) -> tuple[Config, Sequence[WitnessRecord]] | None:
+        """Ask the present witnesses, from a group that this node has found before, the first one, or its own."""
+        witness = self._participant.witnesses.get(job)
+        known = self._groups.get(job, Config(number=0, term=0, members=spec.witnesses))
+        present = await self._group.present(job, known)
+        if present is None and witness is not None:
+            return await self._group.present(job, witness.witness_record.config)
+        if present is not None:
+            _remember(self._groups, job, present[0])
+        return present
+
+    async def _spec(self, job: bytes, sender: NodeId) -> JobSpec:
+        witness = self._participant.witnesses.get(job)
+        known = witness.spec if witness is not None else self._specs.get(job)
+        if known is None:
+            known = await self._asked_spec(job, sender)
+            _remember(self._specs, job, known)
+        return known
+
+    async def _asked_spec(self, job: bytes, sender: NodeId) -> JobSpec:
+        status = self._job_table.get(job)
+        others = status.witnesses[:SPEC_ASKED] if status is not None else ()
+        for node in dict.fromkeys((sender, *others)):
+            try:
+                sealed = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/spec", timeout_s=ANSWER_S)
+                return self._authority.read_members_spec(job, sealed)
+            except (PeerError, SpecError):
+                continue
+        raise Refused("this node cannot get the job's description")
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > REMEMBERED:
+        table.popitem(last=False)

@@ -1,0 +1,437 @@
+"""Journal: what this node knows of jobs, on disk: witness records, submissions, events, receipts. SQLite in WAL mode.
+
+One connection in one thread, with `synchronous=FULL`: once `save_witness_records` returns, the records survive a power cut. A
+journal that SQLite cannot read is moved aside and reported, never deleted.
+"""
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ckptstore.bandwidth import PEERS, SavedRate
+from membership.malformed import MALFORMED
+from mesh.consensus.effects import WitnessRecord, decode_witness_record
+from mesh.consensus.status import ArchivedJob
+from mesh.model.events import Event
+from mesh.model.spec import format_job
+
+SCHEMA_VERSION = 1
+DISK_BYTES = 8  # of a journal's random name
+log = logging.getLogger(__name__)
+
+EVENTS_KEPT = 20_000  # about jobs: 4 MB; older ones are deleted
+AUDIT_KEPT = 20_000  # events of the node itself, kept apart so that busy jobs do not displace them (own choice)
+TRIM_EVERY = 1000  # rows written between trims (own choice)
+RECEIPTS_KEPT = 20_000  # about 8 MB
+DEPARTURES_KEPT = 500  # of guests: older ones have no weight any more (`placement.schedule.FORGET`)
+STAYS_KEPT = 2_000  # about 100 kB: the half-life of 40 days for a node that leaves 50 times a day
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS witness_records (job BLOB PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS archive (
+    job BLOB PRIMARY KEY, id TEXT NOT NULL, array_id TEXT NOT NULL, name TEXT NOT NULL, ended_ms INTEGER NOT NULL,
+    summary BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS archive_names ON archive (name);
+CREATE TABLE IF NOT EXISTS ended (job BLOB PRIMARY KEY, heard_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, unix_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS pending_submissions (job BLOB PRIMARY KEY, submission BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, job BLOB NOT NULL, actor BLOB NOT NULL, seq INTEGER NOT NULL, sealed BLOB NOT NULL,
+    UNIQUE (job, actor, seq)
+);
+CREATE TABLE IF NOT EXISTS receipts (id INTEGER PRIMARY KEY, job BLOB NOT NULL, sealed BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS requested_outputs (job BLOB PRIMARY KEY, directory TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS stays (start_ms INTEGER PRIMARY KEY, end_ms INTEGER NOT NULL, cause TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS departures (id INTEGER PRIMARY KEY, covered INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS paths (
+    peer BLOB PRIMARY KEY, mean REAL NOT NULL, variance REAL NOT NULL, count INTEGER NOT NULL, unix_ms INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+
+_KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
+_KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
+_KEEP_DEPARTURE = "INSERT INTO departures (covered) VALUES (?)"
+_KEEP_PATH = "INSERT OR REPLACE INTO paths VALUES (?, ?, ?, ?, ?)"
+_ARCHIVE = "INSERT OR REPLACE INTO archive VALUES (?, ?, ?, ?, ?, ?)"
+_KEEP_RECEIPT = "INSERT INTO receipts (job, sealed) VALUES (?, ?)"
+
+T = TypeVar("T")
+_decode_archived = msgspec.msgpack.Decoder(ArchivedJob).decode
+
+
+class OwnStay(msgspec.Struct, frozen=True):
+    """A stay of this node, in Unix milliseconds. `cause` of its end: `reclaimed` (by its owner), `planned` (announced by its
+    owner), `lost` (unknown); empty while it lasts.
+    """
+
+    start_ms: int
+    end_ms: int
+    cause: str
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be written; the text gives the reason and the next step."""
+
+
+class Journal:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.moved_aside: Path | None = None
+        self.disk = b""  # created with the journal; another journal is another voter (`record.Voter`)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._notes: list[tuple[str, tuple[object, ...]]] = []  # statements and rows still to be written
+        self._writing: asyncio.Task[None] | None = None
+        self._written = 0  # rows since the last trim
+        self._connection: sqlite3.Connection | None = None
+
+    async def open(self) -> None:
+        await self._do(self._open)
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await self._writing
+
+        def close() -> None:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+        await self._do(close)
+        self._thread.shutdown(wait=False)
+
+    async def save_witness_records(self, witness_records: Sequence[WitnessRecord]) -> None:
+        """Save these records in one transaction with one fsync."""
+        rows = [(witness_record.job, msgspec.msgpack.encode(witness_record)) for witness_record in witness_records]
+        await self._write("INSERT OR REPLACE INTO witness_records VALUES (?, ?)", *rows)
+
+    async def witness_records(self) -> tuple[list[WitnessRecord], dict[bytes, str]]:
+        """Return the readable witness records of jobs that are not archived, and by job what is wrong with the others, which
+        are kept.
+        """
+        query = "SELECT job, record FROM witness_records WHERE job NOT IN (SELECT job FROM archive)"
+        rows = await self._do(lambda: self._db.execute(query).fetchall())
+        witness_records: list[WitnessRecord] = []
+        damaged: dict[bytes, str] = {}
+        for job, data in rows:
+            try:
+                witness_records.append(decode_witness_record(data))
+            except MALFORMED as error:
+                damaged[job] = str(error)
+        return witness_records, damaged
+
+    async def archive(self, jobs: Sequence[ArchivedJob]) -> None:
+        """Archive these finished jobs: their witness records are not read at a start any more (`jobs/archive.py`)."""
+        rows = [
+            (
+                job.job,
+                format_job(job.job),
+                format_job(job.array.array) if job.array is not None else "",
+                job.name,
+                job.ended_unix_ms,
+                msgspec.msgpack.encode(job),
+            )
+            for job in jobs
+        ]
+        await self._write(_ARCHIVE, *rows)
+
+    async def archived(self) -> list[ArchivedJob]:
+        """Return the summaries of all archived jobs."""
+        rows = await self._do(lambda: self._db.execute("SELECT summary FROM archive").fetchall())
+        return [_decode_archived(summary) for (summary,) in rows]
+
+    async def find_archived(self, text: str, whole: bool, most: int) -> list[bytes]:
+        """Return the archived jobs that `text` may mean.
+
+        These are jobs whose id, or whose array's id, starts with it, each array whole; else the newest job of that name;
+        else, unless `whole`, the newest of each name that starts with it. `most`: ids or names that are considered.
+        """
+        begin, array = text.lower(), text.lower().partition("_")[0]
+
+        def ask(where: str, *values: object) -> list[tuple[bytes, str]]:
+            return self._db.execute(f"SELECT job, array_id FROM archive WHERE {where}", values).fetchall()
+
+        def find() -> list[bytes]:
+            by_id = "substr(id, 1, ?) = ? LIMIT ?"
+            by_array = "array_id <> '' AND substr(array_id, 1, ?) = ? GROUP BY array_id LIMIT ?"
+            # The newest job of each name.
+            by_beginning = "name <> '' AND substr(name, 1, ?) = ? GROUP BY name HAVING max(ended_ms) LIMIT ?"
+            found = ask(by_id, len(begin), begin, most) + ask(by_array, len(array), array, most)
+            found = found or ask("name = ? ORDER BY ended_ms DESC LIMIT 1", text)
+            if not found and not whole:
+                found = ask(by_beginning, len(text), text, most)
+            arrays = {array_id for _, array_id in found if array_id}
+            members = [job for array_id in sorted(arrays) for job, _ in ask("array_id = ?", array_id)]
+            return [*(job for job, array_id in found if not array_id), *members]
+
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # no name contains such characters
+            return []
+        return await self._do(find) if text else []
+
+    async def archived_witness_records(self, jobs: Iterable[bytes]) -> list[WitnessRecord]:
+        """Return the readable witness records of those of these jobs that are archived."""
+        query = "SELECT record FROM witness_records JOIN archive USING (job) WHERE job = ?"
+        rows = await self._do(lambda: [row for job in jobs for row in self._db.execute(query, [job])])
+        return await asyncio.to_thread(_readable, rows)
+
+    async def archived_witness_records_since(self, unix_ms: int) -> list[WitnessRecord]:
+        """Return the readable witness records of archived jobs that ended since then."""
+        query = "SELECT record FROM witness_records JOIN archive USING (job) WHERE ended_ms >= ?"
+        rows = await self._do(lambda: self._db.execute(query, [unix_ms]).fetchall())
+        return await asyncio.to_thread(_readable, rows)
+
+    async def ended(self) -> dict[bytes, int]:
+        """Return when this node learned the end of other nodes' jobs with data here (`checkpoints/retention.py`)."""
+        return dict(await self._do(lambda: self._db.execute("SELECT job, heard_ms FROM ended").fetchall()))
+
+    async def note_ended(self, heard: Sequence[bytes], gone: Sequence[bytes], unix_ms: int) -> None:
+        """Add jobs that have ended now, and remove those without data here or that continue."""
+        await self._write("INSERT OR IGNORE INTO ended VALUES (?, ?)", *((job, unix_ms) for job in heard))
+        await self._write("DELETE FROM ended WHERE job = ?", *((job,) for job in gone))
+
+    async def save_submitted(self, job: bytes, spec: bytes) -> None:
+        await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", (job, spec, _unix_ms()))
+
+    async def submitted(self, job: bytes) -> bytes | None:
+        """Return the sealed spec of a job that was submitted here."""
+        row = await self._do(lambda: self._db.execute("SELECT spec FROM submitted WHERE job = ?", [job]).fetchone())
+        return row[0] if row is not None else None
+
+    async def save_pending_submission(self, job: bytes, submission: bytes) -> None:
+        """Save a job that is to be brought to its witnesses (`submission_retry.py`)."""
+        await self._write("INSERT OR REPLACE INTO pending_submissions VALUES (?, ?)", (job, submission))
+
+    async def drop_pending_submission(self, job: bytes) -> None:
+        await self._write("DELETE FROM pending_submissions WHERE job = ?", (job,))
+
+    async def pending_submissions(self) -> list[bytes]:
+        return [
+            row[0]
+            for row in await self._do(lambda: self._db.execute("SELECT submission FROM pending_submissions").fetchall())
+        ]
+
+    def record_event(self, actor: bytes, event: Event, sealed: bytes) -> None:
+        """Keep an event. It is written soon, with others: nothing depends on it as on a witness record."""
+        self._note(_KEEP_EVENT, (event.job or b"", actor, event.seq, sealed))
+
+    def keep_receipt(self, job: bytes, sealed: bytes) -> None:
+        """Keep a receipt of what an attempt used here (`gpus/receipts.py`). It is written soon."""
+        self._note(_KEEP_RECEIPT, (job, sealed))
+
+    async def receipts(self, job: bytes | None, limit: int = 1000) -> list[bytes]:
+        """Return the sealed receipts of a job, or of all, oldest first; at most the newest `limit`."""
+        if self._writing is not None:
+            await self._writing
+        where, arguments = ("job = ?", [job]) if job is not None else ("1", [])
+        query = f"SELECT sealed FROM receipts WHERE {where} ORDER BY id DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [*arguments, limit]).fetchall())
+        return [row[0] for row in rows[::-1]]
+
+    async def receipts_before(self, number: int | None, limit: int) -> list[tuple[int, bytes]]:
+        """Return the `limit` receipts before `number`, or the newest: their numbers here and their bytes, newest first."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT id, sealed FROM receipts WHERE id < ? ORDER BY id DESC LIMIT ?"
+        newest = 2**62 if number is None else number
+        return await self._do(lambda: self._db.execute(query, [newest, limit]).fetchall())
+
+    def _note(self, statement: str, row: tuple[object, ...]) -> None:
+        self._notes.append((statement, row))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_notes(), name="journal notes")
+
+    async def _write_notes(self) -> None:
+        while self._notes:
+            notes, self._notes = self._notes, []
+            try:
+                for statement in dict.fromkeys(statement for statement, _ in notes):
+                    await self._write(statement, *(row for other, row in notes if other == statement))
+                self._written += len(notes)
+                if self._written >= TRIM_EVERY:
+                    self._written = 0
+                    await self._do(lambda: _trim(self._db))
+            except JournalError as error:
+                log.warning("%d events and receipts are lost: %s", len(notes), error)
+
+    async def events(self, job: bytes | None, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+        """Return the sealed events of a job, or of all, with ids above `after`, oldest first; at most the newest `limit`."""
+        if self._writing is not None:
+            await self._writing
+
+        def read() -> list[tuple[int, bytes]]:
+            where, arguments = "id > ?", [after]
+            if job is not None:
+                where, arguments = where + " AND job = ?", [after, job]  # type: ignore[list-item]
+            query = f"SELECT id, sealed FROM events WHERE {where} ORDER BY id DESC LIMIT ?"
+            return self._db.execute(query, [*arguments, limit]).fetchall()[::-1]
+
+        return await self._do(read)
+
+    async def request_output(self, job: bytes, directory: str) -> None:
+        """Request that the job's results are brought to this directory when it is done; "" ends the request."""
+        if directory:
+            await self._write("INSERT OR REPLACE INTO requested_outputs VALUES (?, ?)", (job, directory))
+        else:
+            await self._write("DELETE FROM requested_outputs WHERE job = ?", (job,))
+
+    async def requested_outputs(self) -> dict[bytes, str]:
+        return dict(await self._do(lambda: self._db.execute("SELECT job, directory FROM requested_outputs").fetchall()))
+
+    async def save_key(self, realm: bytes, key: bytes) -> None:
+        """Save the key of what a job saves (`checkpoints/keys.py`)."""
+        await self._write("INSERT OR REPLACE INTO keys VALUES (?, ?)", (realm, key))
+
+    async def keys(self) -> list[bytes]:
+        return [row[0] for row in await self._do(lambda: self._db.execute("SELECT key FROM keys").fetchall())]
+
+    async def save_shares(self, job: bytes, shares: Sequence[bytes]) -> None:
+        """Save this node's shares of a key, as a witness."""
+        await self._write("INSERT OR REPLACE INTO shares VALUES (?, ?)", (job, msgspec.msgpack.encode(shares)))
+
+    async def shares(self) -> dict[bytes, list[bytes]]:
+        rows = await self._do(lambda: self._db.execute("SELECT job, shares FROM shares").fetchall())
+        return {job: msgspec.msgpack.decode(shares, type=list[bytes]) for job, shares in rows}
+
+    def note_stay(self, stay: OwnStay) -> None:
+        """Save a stay of this node, or its later end, for its survival estimate. Written soon."""
+        self._note(_KEEP_STAY, (stay.start_ms, stay.end_ms, stay.cause))
+
+    async def stays(self) -> list[OwnStay]:
+        """Return the newest stays, oldest first. One that is open at a start was cut short at its last known end."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT start_ms, end_ms, cause FROM stays ORDER BY start_ms DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [STAYS_KEPT]).fetchall())
+        return [OwnStay(*row) for row in rows[::-1]]
+
+    def note_departure(self, covered: bool) -> None:
+        """Note that a guest had to leave, and whether a notice saved all its work. Written soon."""
+        self._note(_KEEP_DEPARTURE, (int(covered),))
+
+    async def departures(self) -> list[bool]:
+        """Return, for each guest that had to leave, oldest first, whether a notice saved all its work."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT covered FROM departures ORDER BY id DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [DEPARTURES_KEPT]).fetchall())
+        return [bool(covered) for (covered,) in rows[::-1]]
+
+    def note_path(self, peer: bytes, learnt: SavedRate) -> None:
+        """Save how fast a peer has taken bytes so far. Written soon."""
+        self._note(_KEEP_PATH, (peer, learnt.mean, learnt.variance, learnt.count, _unix_ms()))
+
+    async def paths(self) -> list[tuple[bytes, SavedRate, float]]:
+        """The newest ones, oldest first, and how many seconds ago each was heard of."""
+        if self._writing is not None:
+            await self._writing
+        query = "SELECT peer, mean, variance, count, unix_ms FROM paths ORDER BY unix_ms DESC LIMIT ?"
+        rows = await self._do(lambda: self._db.execute(query, [PEERS]).fetchall())
+        now_ms = _unix_ms()
+        return [(row[0], SavedRate(*row[1:4]), max(0.0, (now_ms - row[4]) / 1000)) for row in rows[::-1]]
+
+    # --- in the journal's thread
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise JournalError("the journal is closed")
+        return self._connection
+
+    def _open(self) -> None:
+        try:
+            self._connection = self._connect()
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise JournalError(
+                    f"{self.path}: {error}. Is the disk full or read-only? Free some space, or name another "
+                    "state directory with --state."
+                ) from error
+            aside = self.path.with_suffix(f".damaged-{_unix_ms()}")
+            self.path.rename(aside)
+            for suffix in ("-wal", "-shm"):
+                Path(str(self.path) + suffix).unlink(missing_ok=True)
+            self.moved_aside = aside
+            self._connection = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        try:  # it contains keys
+            self.path.touch(mode=0o600)
+            self.path.chmod(0o600)
+        except OSError as error:
+            raise sqlite3.OperationalError(f"{error.strerror}: {self.path.name}") from error
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > SCHEMA_VERSION:
+                raise JournalError(
+                    f"{self.path} was written by a newer campus-mesh (schema {version}); upgrade this node"
+                )
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.executescript(_SCHEMA)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
+            self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
+            _trim(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _write(self, statement: str, *rows: tuple[object, ...]) -> None:
+        """Execute the statement for each of these rows, all or none."""
+
+        def write() -> None:
+            try:
+                with self._db as transaction:
+                    transaction.execute("BEGIN")
+                    transaction.executemany(statement, rows)
+            except sqlite3.OperationalError as error:
+                raise JournalError(f"{self.path}: {error}. Free some space on its disk.") from error
+
+        await self._do(write)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _readable(rows: Iterable[tuple[bytes]]) -> list[WitnessRecord]:
+    witness_records = []
+    for (data,) in rows:
+        with suppress(*MALFORMED):
+            witness_records.append(decode_witness_record(data))
+    return witness_records
+
+
+def _trim(connection: sqlite3.Connection) -> None:
+    """Delete the oldest rows of tables that grow without end."""
+    for table, which, kept in (
+        ("events", "job != x''", EVENTS_KEPT),
+        ("events", "job = x''", AUDIT_KEPT),
+        ("receipts", "1", RECEIPTS_KEPT),
+        ("departures", "1", DEPARTURES_KEPT),
+    ):
+        oldest = f"SELECT id FROM {table} WHERE {which} ORDER BY id DESC LIMIT 1 OFFSET ?"
+        connection.execute(f"DELETE FROM {table} WHERE {which} AND id <= ({oldest})", [kept])
+    newest = "SELECT start_ms FROM stays ORDER BY start_ms DESC LIMIT 1 OFFSET ?"
+    connection.execute(f"DELETE FROM stays WHERE start_ms <= ({newest})", [STAYS_KEPT])
+    newest = "SELECT unix_ms FROM paths ORDER BY unix_ms DESC LIMIT 1 OFFSET ?"
+    connection.execute(f"DELETE FROM paths WHERE unix_ms <= ({newest})", [PEERS])
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,191 @@
+"""Job record: the replicated value of a job, with its last committed checkpoint, its attempts and its outcome.
+
+A witness group agrees on one `JobRecord` at a time, under (config, term): Paxos on a value that only grows, with leases (Gray
+and Cheriton 1989) on the right to change it, and joint majorities while the group changes (Raft: Ongaro 2014, section 4.3).
+`version` orders records within a term; `term` orders them across terms.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Literal
+
+import msgspec
+
+OutcomeKind = Literal["done", "failed", "cancelled"]
+
+MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a record
+
+
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A committed checkpoint: `manifest` is its id in the checkpoint store, `holders` the peers that have it on disk. `like`,
+    of a system checkpoint: the nodes that can resume it (placement/likeness.py).
+    """
+
+    seq: int
+    term: int
+    manifest: bytes
+    parent: bytes | None
+    holders: tuple[bytes, ...]
+    step: int | None
+    created_unix_ms: int
+    platform: str = ""
+
+
+class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One stay of the job on one node. `reason` tells why it ended, and is empty while it lasts. `fault`: the job failed
+    there, and may succeed elsewhere.
+    """
+
+    number: int
+    node: bytes
+    nick: str
+    term: int
+    started_unix_ms: int
+    running_unix_ms: int = 0
+    ended_unix_ms: int = 0
+    seen_unix_ms: int = 0
+    reason: str = ""
+    exit_code: int | None = None
+    resumed_step: int | None = None
+    last_step: int | None = None
+    fault: bool = False
+    gang: tuple[tuple[bytes, str], ...] = ()  # the other nodes of a gang with their nicks, by rank from 1
+
+    @property
+    def ran_s(self) -> float:
+        """Return how long the guest has run, as far as it is known."""
+        until = self.ended_unix_ms or self.seen_unix_ms
+        return max(0, until - self.running_unix_ms) / 1000 if self.running_unix_ms else 0.0
+
+
+SHUNNED_S, SHUNNED_MAX_S = 60.0, 3600.0  # after a failure on a node, doubled with each further one (own choice)
+
+
+def shunned(attempts: Sequence[Attempt], unix_ms: int) -> tuple[bytes, ...]:
+    """Return the nodes where the job failed so recently that it does not try them yet."""
+    return tuple(node for node, until_ms in shunned_until(attempts).items() if unix_ms < until_ms)
+
+
+def shunned_until(attempts: Sequence[Attempt]) -> dict[bytes, float]:
+    """Return until when (Unix milliseconds) each node is avoided after failures."""
+    times: dict[bytes, int] = {}
+    until: dict[bytes, float] = {}
+    for attempt in attempts:
+        if attempt.fault:
+            count = times[attempt.node] = times.get(attempt.node, 0) + 1
+            until[attempt.node] = attempt.ended_unix_ms + 1000 * min(SHUNNED_MAX_S, SHUNNED_S * 2 ** (count - 1))
+    return until
+
+
+def avoided(attempts: Sequence[Attempt]) -> tuple[bytes, ...]:
+    """Return the nodes that are ranked last: those where the job failed, and the one it has just left."""
+    last = attempts[-1] if attempts else None
+    left = (last.node,) if last is not None and last.reason not in {"", "checkpointed"} else ()
+    return tuple(dict.fromkeys([*(attempt.node for attempt in attempts if attempt.fault), *left]))
+
+
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The final end of a job. `manifest` holds its log and published files."""
+
+    kind: OutcomeKind
+    detail: str
+    exit_code: int | None
+    manifest: bytes | None
+    holders: tuple[bytes, ...]
+    ended_unix_ms: int
+
+
+class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    version: int = 0
+    commit: Commit | None = None
+    attempts: tuple[Attempt, ...] = ()
+    outcome: Outcome | None = None
+    errors: int = 0
+    prefer: bytes | None = None  # the preferred node of the next attempt
+    settled: int = 0  # the last commit that a majority was known to hold at this version
+
+    def amended(self, **changes: object) -> "JobRecord":
+        """Return the next version with these fields replaced."""
+        return msgspec.structs.replace(self, version=self.version + 1, **changes)
+
+    def with_commit(
+        self, term: int, manifest: bytes, holders: tuple[bytes, ...], step: int | None, unix_ms: int, platform: str = ""
+    ) -> "JobRecord":
+        """Return the next version, with this checkpoint as the last."""
+        seq, parent = self.next_commit
+        return self.amended(commit=Commit(seq, term, manifest, parent, holders, step, unix_ms, platform))
+
+    def with_attempt(self, attempt: Attempt) -> "JobRecord":
+        """Return the next version, in which `attempt` replaces the one of its number or is appended."""
+        others = tuple(known for known in self.attempts if known.number != attempt.number)
+        return self.amended(attempts=(*others, attempt)[-MAX_ATTEMPTS_KEPT:])
+
+    def written_off(self, reason: str, unix_ms: int) -> "JobRecord":
+        """Return the record in which an attempt without a report of its end has ended when it was last seen."""
+        attempt = self.open_attempt
+        if attempt is None or self.outcome is not None:
+            return self
+        ended = attempt.seen_unix_ms or attempt.started_unix_ms
+        return self.with_attempt(msgspec.structs.replace(attempt, reason=reason, ended_unix_ms=min(ended, unix_ms)))
+
+    @property
+    def open_attempt(self) -> Attempt | None:
+        last = self.attempts[-1] if self.attempts else None
+        return last if last is not None and not last.reason else None
+
+    @property
+    def ran_s(self) -> float:
+        """Return how long guests have run in the attempts that are over and still in the record."""
+        return sum(attempt.ran_s for attempt in self.attempts if attempt.reason)
+
+    @property
+    def next_commit(self) -> tuple[int, bytes | None]:
+        """Return the number of the next checkpoint, and the manifest that it follows."""
+        return (self.commit.seq + 1, self.commit.manifest) if self.commit is not None else (1, None)
+
+    @property
+    def next_attempt(self) -> int:
+        return self.attempts[-1].number + 1 if self.attempts else 0
+
+
+class Voter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A node with one disk: a node that lost its journal has lost its promises, and is another voter."""
+
+    node: bytes
+    disk: bytes
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A witness group. While `previous` is not empty, a quorum needs a majority of both groups."""
+
+    number: int
+    term: int
+    members: tuple[Voter, ...]
+    previous: tuple[Voter, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        return (self.number, self.term, not self.previous)
+
+    @property
+    def everyone(self) -> tuple[Voter, ...]:
+        return self.members + tuple(voter for voter in self.previous if voter not in self.members)
+
+    @property
+    def nodes(self) -> tuple[bytes, ...]:
+        """Return the nodes of the group, each once."""
+        return tuple(dict.fromkeys(voter.node for voter in self.everyone))
+
+    def quorum(self, acks: Set[Voter]) -> bool:
+        """Tell whether these voters decide for the group."""
+        return _majority(self.members, acks) and (not self.previous or _majority(self.previous, acks))
+
+    def joint(self, members: tuple[Voter, ...], term: int) -> "Config":
+        """Return the transition from this group to `members`, proposed under `term`."""
+        return Config(number=self.number + 1, term=term, members=members, previous=self.members)
+
+    def settled(self) -> "Config":
+        return msgspec.structs.replace(self, previous=())
+
+
+def _majority(members: tuple[Voter, ...], acks: Set[Voter]) -> bool:
+    return 2 * sum(voter in acks for voter in members) > len(members)

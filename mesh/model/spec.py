@@ -1,0 +1,415 @@
+"""Job spec: the immutable, signed description of one job as submitted.
+
+The job id is the BLAKE2b hash of the signed payload, so nodes cannot disagree about a job, and nobody can change it after
+submission. Everything that changes later is in the job record (`record.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Literal
+
+import msgspec
+
+from ckptstore.cipher import REALM_BYTES
+from membership.malformed import MALFORMED
+from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
+from placement.advert import MAX_DRIVER_PARTS, WHOLE
+from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
+from placement.request import SHORT_S, Request, expected_s
+
+JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
+JOB_ID_LENGTH = 26  # in base32
+
+CommitMode = Literal["rename", "marker", "stable", "system"]
+OnPartition = Literal["freeze", "compute_uncommitted"]
+Every = (
+    Literal["auto"] | float | None
+)  # how often a guest is told to save: as the mesh sees fit, every so many seconds, never
+
+
+class SpecError(ValueError):
+    """The description cannot be a job; the text names the field and the reason."""
+
+
+class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The rules by which a job shows that a checkpoint is complete, and by which replicas are placed.
+
+    `directory` is relative to the working directory. `mode` is one of the commit modes of docs/reference/job-contract.md.
+    `replicas` is the number of peers that must have a checkpoint on disk before it is committed. `keep` is how many of the
+    directory's newest entries are saved with each. With `every`, the guest gets a notice when it is to save. With mode
+    `system` the whole container is saved then, and when it has to leave.
+    """
+
+    directory: str = "ckpts"
+    mode: CommitMode = "stable"
+    stable_s: float = 2.0
+    keep: int = 2
+    replicas: int = 2
+    to: tuple[bytes, ...] = ()
+    every: Every = None
+
+
+class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A job's place in an array of jobs submitted together.
+
+    `index` tells the jobs apart, `place` others come before it, and with a `limit` at most that many run at a time.
+    """
+
+    array: bytes
+    index: int
+    place: int
+    of: int
+    limit: int = 0
+
+
+HomeRule = Literal["own", "first", "node", "none"]
+
+
+class HomePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The choice of a job's home node, to which it returns.
+
+    Rules: `node`, a given node; `first`, the node of the first attempt; `own`, its user's own node that had to send it away.
+    Home must have been free for `settle_s`, and the job elsewhere for as long.
+    """
+
+    rule: HomeRule = "own"
+    node: bytes | None = None
+    settle_s: float = 60.0  # an owner's break is longer, and a move costs seconds (own choice)
+
+
+MOST_SEALED = 256  # bytes of a sealed share
+
+
+class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The key of what a job saves: `realm` names it; each of `shares` is sealed to the witness at its place in the spec."""
+
+    realm: bytes
+    shares: tuple[bytes, ...]
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
+
+    Who: `chain` holds the submitter's certificates, for nodes that have never met the submitter. `user_key` is the user, `user`
+    their name. `interactive`: the job runs
+    only where its user may open sessions in it.
+
+    Where: the job runs on `least_nodes` to `most_nodes` nodes at once, each with the GPUs and memory it asks for. `gpu_model`
+    is a part of the GPU's name; `capability` and `driver` are minimum versions. `image_id` is the SHA-256 of the image's
+    configuration as in the mesh's list at submission, or None where an image goes by its name.
+
+    GPUs: `gpu_share` is the guaranteed per cent of each GPU's time, `gpu_share_limit` what the job may use while others leave
+    it idle. For a share, `vram_mib` is guaranteed and `vram_limit_mib` (0: no more than that) may be used while no other
+    share needs it; without a share, each GPU must have `vram_mib`.
+
+    When: `max_time_s` limits the running time over all attempts. `after` names jobs that must be done first; if one of them
+    ends otherwise, this job fails. A job that is not done at `deadline_unix_ms` fails. `error_budget` failures are retried,
+    or only those with an exit code in `retry_codes`. `on_partition`: what the guest does while no majority of its witnesses
+    answers.
+
+    What it saves is encrypted with the key of `lock`.
+    """
+
+    submitter: bytes
+    chain: bytes
+    user: str
+    user_key: bytes
+    created_unix_ms: int
+    nonce: bytes
+    argv: tuple[str, ...]
+    witnesses: tuple[Voter, ...]
+    name: str = ""
+    env: dict[str, str] = {}
+    workdir: bytes | None = None
+    workdir_holders: tuple[bytes, ...] = ()
+    image: str | None = None
+    image_id: bytes | None = None
+    engine: str | None = None
+    gpus: int = 0
+    gpu_share: int = WHOLE
+    gpu_share_limit: int = WHOLE
+    vram_mib: int = 0
+    vram_limit_mib: int = 0
+    gpu_model: str = ""
+    capability: tuple[int, int] = (0, 0)
+    driver: tuple[int, ...] = ()
+    memory_mib: int | None = None
+    cpus: float | None = None
+    zone: str | None = None
+    least_nodes: int = 1
+    most_nodes: int = 1
+    checkpointing: Checkpointing | None = None
+    grace_s: float = 30.0
+    lease_s: float = 15.0
+    error_budget: int = 0
+    on_exit_0: Literal["resume", "done"] = "resume"
+    on_partition: OnPartition = "freeze"
+    max_time_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
+    after: tuple[bytes, ...] = ()
+    retry_codes: tuple[int, ...] = ()
+    deadline_unix_ms: int | None = None
+    array: ArrayPlace | None = None
+    home: HomePolicy = HomePolicy()
+    lock: Lock | None = None
+    interactive: bool = False
+
+    @property
+    def saves_from_outside(self) -> bool:
+        """Tell whether the whole container is saved, and nothing by the guest itself."""
+        return self.checkpointing is not None and self.checkpointing.mode == "system"
+
+
+def job_id(payload: bytes) -> bytes:
+    """Return the id of the job with this signed payload."""
+    return blake2b(payload, digest_size=JOB_ID_BYTES, person=b"mesh-job").digest()
+
+
+@lru_cache(4096)  # a search compares an id with all known jobs
+def format_job(job: bytes) -> str:
+    """Format a job id: 26 lower-case base32 characters; the command line takes any unique prefix."""
+    from base64 import b32encode
+
+    return b32encode(job).decode().rstrip("=").lower()
+
+
+def parse_job(text: str) -> bytes:
+    """Parse a whole job id; ValueError if malformed."""
+    from base64 import b32decode
+
+    return b32decode(text.upper() + "=" * (-len(text) % 8))
+
+
+def placement_request(
+    job: bytes,
+    spec: JobSpec,
+    attempt: int,
+    exclude: tuple[bytes, ...] = (),
+    avoid: tuple[bytes, ...] = (),
+    prefer: bytes | None = None,
+    near: tuple[bytes, ...] = (),
+    remaining_s: int = SHORT_S,
+    platform: str = "",
+) -> Request:
+    """Return what this attempt asks of a node: the one translation that leaders, admission and `mesh why` share."""
+    return Request(
+        job=job,
+        attempt=attempt,
+        user=spec.user,
+        user_key=spec.user_key,
+        gpus=spec.gpus,
+        gpu_share=spec.gpu_share,
+        vram_mib=spec.vram_mib,
+        gpu_model=spec.gpu_model,
+        capability=spec.capability,
+        driver=spec.driver,
+        engine=spec.engine,
+        image=spec.image,
+        image_id=spec.image_id,
+        zone=spec.zone,
+        interactive=spec.interactive,
+        nodes=spec.least_nodes,
+        memory_mib=spec.memory_mib,
+        cpus=None if spec.cpus is None else math.ceil(spec.cpus),
+        exclude=exclude,
+        avoid=avoid,
+        prefer=prefer,
+        near=near,
+        remaining_s=remaining_s,
+        system=spec.saves_from_outside,
+        platform=platform,
+    )
+
+
+def attempt_request(
+    job: bytes,
+    spec: JobSpec,
+    number: int,
+    attempts: Sequence[Attempt],
+    unix_ms: int,
+    prefer: bytes | None = None,
+    commit: Commit | None = None,
+) -> Request:
+    """Return the request of the attempt `number` after these attempts, with what they showed about nodes, from this
+    checkpoint on.
+    """
+    ran_s = sum(attempt.ran_s for attempt in attempts if attempt.reason)
+    most_s = math.inf if spec.max_time_s is None else spec.max_time_s - ran_s
+    if spec.deadline_unix_ms is not None:
+        most_s = min(most_s, (spec.deadline_unix_ms - unix_ms) / 1000)
+    near, platform = ((), "") if commit is None else (commit.holders, commit.platform)
+    shun, avoid = shunned(attempts, unix_ms), avoided(attempts)
+    return placement_request(job, spec, number, shun, avoid, prefer, near, expected_s(ran_s, most_s), platform)
+
+
+def waiting_place(spec: JobSpec, request: Request) -> Waiting:
+    """Return the job's place in the queue while nobody runs it."""
+    deadline = None if spec.deadline_unix_ms is None else spec.deadline_unix_ms // 1000
+    return Waiting(request, spec.priority, spec.created_unix_ms // 1000, deadline)
+
+
+def encode_spec(spec: JobSpec) -> bytes:
+    check_spec(spec)
+    return msgspec.msgpack.encode(spec)
+
+
+def decode_spec(payload: bytes) -> JobSpec:
+    """Decode and check a payload; SpecError if it cannot be a job."""
+    try:
+        spec = _decoder.decode(payload)
+    except MALFORMED as error:
+        raise SpecError(f"not a job description: {error}") from error
+    check_spec(spec)
+    return spec
+
+
+_decoder = msgspec.msgpack.Decoder(JobSpec)
+
+# Bounds that keep a job small enough for a single message (own choice).
+MAX_ARGUMENTS = 4096
+MAX_TEXT_BYTES = 256 * 1024
+MAX_WITNESSES = 5
+MAX_AFTER = 4096
+MAX_ARRAY = 1000
+MAX_NODES = 64
+MAX_MODEL = 100
+MAX_CHAIN_BYTES = 16 * 1024
+MAX_TIME_S = 365 * 86_400.0
+MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
+
+
+def check_spec(spec: JobSpec) -> None:
+    """Raise SpecError naming the first field that no job can have."""
+    if not spec.argv or not spec.argv[0]:
+        raise SpecError("a job needs a command: mesh run [options] -- COMMAND [ARGUMENT ...]")
+    texts = [*spec.argv, *spec.env, *spec.env.values(), spec.name, spec.user]
+    if len(spec.argv) > MAX_ARGUMENTS or sum(len(text) for text in texts) > MAX_TEXT_BYTES:
+        raise SpecError(f"command and environment together may hold {MAX_TEXT_BYTES} bytes; put data into files")
+    if any("\0" in text for text in texts):
+        raise SpecError("a NUL character cannot stand in a command, a variable or a name")
+    if any("=" in key or not key for key in spec.env):
+        raise SpecError("an environment variable's name cannot be empty or hold '='")
+    for label, node in [("submitter", spec.submitter), *(("witness", voter.node) for voter in spec.witnesses)]:
+        if len(node) != 32:
+            raise SpecError(f"{label} is not a node id")
+    nodes = {voter.node for voter in spec.witnesses}
+    if not 1 <= len(spec.witnesses) <= MAX_WITNESSES or len(nodes) != len(spec.witnesses):
+        raise SpecError(f"a job has 1 to {MAX_WITNESSES} different witnesses")
+    if not MIN_LEASE_S <= spec.lease_s <= MAX_LEASE_S:
+        raise SpecError(f"lease must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
+    if len(spec.user_key) != 32:
+        raise SpecError("the user's key is not one")
+    if len(spec.chain) > MAX_CHAIN_BYTES:
+        raise SpecError(f"the submitter's certificate chain is over {MAX_CHAIN_BYTES} bytes")
+    memory = [("vram", spec.vram_mib), ("the limit of vram", spec.vram_limit_mib)]
+    for label, number in [("gpus", spec.gpus), *memory, ("error budget", spec.error_budget)]:
+        if not 0 <= number < 2**31:
+            raise SpecError(f"{label} must be a number from 0")
+    _check_share(spec)
+    if not 1 <= spec.least_nodes <= spec.most_nodes <= MAX_NODES:
+        raise SpecError(f"a job runs on 1 to {MAX_NODES} nodes, and on no fewer at most than at least")
+    if spec.most_nodes > 1 and (spec.image is not None or spec.engine not in {None, "process"}):
+        raise SpecError(
+            "a job on several nodes runs as plain processes: containers of one job cannot reach each other between machines"
+        )
+    if spec.image_id is not None and (spec.image is None or len(spec.image_id) != 32):
+        raise SpecError("an image is known by the 32 bytes of its hash, and has a name")
+    if len(spec.after) > MAX_AFTER or any(len(job) != JOB_ID_BYTES for job in spec.after):
+        raise SpecError(f"a job comes after at most {MAX_AFTER} others")
+    if not 0 <= spec.priority <= MAX_PRIORITY:
+        raise SpecError(f"priority must be 0 to {MAX_PRIORITY}")
+    if spec.max_time_s is not None and not 1 <= spec.max_time_s <= MAX_TIME_S:
+        raise SpecError("max time must be 1 second to 1 year")
+    if any(not 1 <= code <= 255 for code in spec.retry_codes) or len(spec.retry_codes) > 255:
+        raise SpecError("an exit code to retry on is 1 to 255")
+    if spec.deadline_unix_ms is not None and not spec.created_unix_ms < spec.deadline_unix_ms < 2**53:
+        raise SpecError("the deadline must lie in the future")
+    if spec.array is not None:
+        _check_array(spec.array)
+    if spec.lock is not None:
+        _check_lock(spec.lock, len(spec.witnesses))
+    if not 0 <= spec.grace_s <= 86_400:
+        raise SpecError("grace must be 0 to 86400 seconds")
+    if spec.checkpointing is not None:
+        _check_checkpointing(spec.checkpointing)
+    if spec.saves_from_outside and (spec.image is None or spec.engine not in {None, "docker"}):
+        raise SpecError("a system checkpoint is of a container: add --image NAME, or choose another --ckpt-mode")
+    _check_home(spec)
+
+
+def _check_lock(lock: Lock, witnesses: int) -> None:
+    if len(lock.realm) != REALM_BYTES or len(lock.shares) != witnesses:
+        raise SpecError("a job's lock has a share for each witness")
+    if any(len(share) > MOST_SEALED for share in lock.shares):
+        raise SpecError("a share of a job's key is too long")
+
+
+def _check_share(spec: JobSpec) -> None:
+    share, limit = spec.gpu_share, spec.gpu_share_limit
+    for label, number in [("a share of a GPU", share), ("the limit of a GPU's share", limit)]:
+        if not 1 <= number <= WHOLE:
+            raise SpecError(f"{label} is 1 to {WHOLE} per cent, not {number}")
+    if limit < share:
+        raise SpecError(
+            f"a job cannot be guaranteed {share} per cent of a GPU and be held to {limit}: "
+            "choose a smaller --gpu-share, or a --gpu-share-limit that is not below it"
+        )
+    if share < WHOLE and not spec.gpus:
+        raise SpecError("a share of no GPU: add --gpus 1, or leave out --gpu-share")
+    if share < WHOLE and not spec.vram_mib:
+        raise SpecError(
+            "a job with a share of a GPU has others beside it, so it must say how much of the GPU's memory it needs: "
+            "add --vram, as --vram 6g, or leave out --gpu-share to have the GPU alone"
+        )
+    if not spec.gpus and (spec.gpu_model or spec.driver or spec.capability != (0, 0)):
+        raise SpecError("a kind of GPU for a job without any: add --gpus 1, or say no model, capability or driver")
+    if len(spec.driver) > MAX_DRIVER_PARTS or any(not 0 <= part < 2**31 for part in (*spec.driver, *spec.capability)):
+        raise SpecError("versions of a driver or of compute capability are a few numbers from 0, as 550.54 or 8.0")
+    if len(spec.gpu_model) > MAX_MODEL:
+        raise SpecError(f"a part of a GPU's name has up to {MAX_MODEL} characters")
+    if spec.vram_limit_mib and share == WHOLE:
+        raise SpecError(
+            "a job that has its GPU alone has all of its memory: add --gpu-share, or leave out --vram-limit"
+        )
+    if spec.vram_limit_mib and spec.vram_limit_mib < spec.vram_mib:
+        raise SpecError(
+            f"a job cannot be guaranteed {spec.vram_mib} MiB of a GPU and be held to {spec.vram_limit_mib}: "
+            "choose a smaller --vram, or a --vram-limit that is not below it"
+        )
+
+
+def _check_home(spec: JobSpec) -> None:
+    home = spec.home
+    if (home.rule == "node") != (home.node is not None) or (home.node is not None and len(home.node) != 32):
+        raise SpecError("a home is one node, by its id, or found by a rule")
+    if not 1 <= home.settle_s <= 3600:
+        raise SpecError("a home must be free for 1 to 3600 seconds before a job goes back there")
+    if home.rule in {"first", "node"} and spec.checkpointing is None:
+        raise SpecError("a job without checkpoints (--ckpt) would start over at home: leave out --home")
+    if home.rule in {"first", "node"} and spec.most_nodes > 1:
+        raise SpecError("a job on several nodes has no home: leave out --home")
+
+
+def _check_array(array: ArrayPlace) -> None:
+    if len(array.array) != JOB_ID_BYTES or not 1 <= array.of <= MAX_ARRAY:
+        raise SpecError(f"an array has 1 to {MAX_ARRAY} jobs")
+    if not 0 <= array.index < 2**31 or not 0 <= array.place < array.of or not 0 <= array.limit <= MAX_ARRAY:
+        raise SpecError("a job's place in its array is not one")
+
+
+def _check_checkpointing(checkpointing: Checkpointing) -> None:
+    parts = checkpointing.directory.split("/")
+    if checkpointing.directory.startswith("/") or any(part in {"", ".", ".."} for part in parts):
+        raise SpecError(
+            f"checkpoint directory {checkpointing.directory!r} must be a plain path inside the working directory"
+        )
+    if not 0 <= checkpointing.replicas <= 16 or not 1 <= checkpointing.keep <= 1000:
+        raise SpecError("replicas must be 0 to 16 and keep 1 to 1000")
+    if not 0.1 <= checkpointing.stable_s <= 3600:
+        raise SpecError("stable must be 0.1 to 3600 seconds")
+    if isinstance(checkpointing.every, float) and not 1 <= checkpointing.every <= 7 * 86_400:
+        raise SpecError("a checkpoint is asked for every second to every 7 days, or by the mesh's own rule (auto)")
+    if any(len(node) != 32 for node in checkpointing.to):
+        raise SpecError("a checkpoint destination is not a node id")

@@ -1,0 +1,50 @@
+"""Runs a plan to fetch items from several holders at once (`ckptstore.fetch`), with its requests in parallel."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from ckptstore.fetch import Cancel, Fetch, FetchEnded, Request
+from membership.identity import NodeId, short_id
+
+
+async def fetched(
+    plan: Fetch,
+    ask: Callable[[Request], Coroutine[Any, Any, Sequence[bytes]]],
+    fault: Callable[[NodeId, BaseException], str | None],
+) -> str:
+    """Run a plan; return what went wrong, empty if everything arrived.
+
+    `ask` carries out one request and returns the ids of what arrived. `fault` turns an error of `ask` into a text about the
+    holder's failure, or returns None if no holder is at fault; then the error is raised here.
+    """
+    clock = asyncio.get_running_loop().time
+    running: dict[asyncio.Task[Sequence[bytes]], NodeId] = {}
+    actions = plan.start(clock())
+    try:
+        while True:
+            for action in actions:
+                match action:
+                    case FetchEnded(problem=problem):
+                        return problem
+                    case Cancel(source=source):
+                        for task in [task for task, other in running.items() if other == source]:
+                            del running[task]
+                            task.cancel()
+                    case Request(source=source):
+                        name = f"fetch from {short_id(source)}"
+                        running[asyncio.create_task(ask(action), name=name)] = source
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            actions = []
+            for task in done:
+                source, error = running.pop(task), task.exception()
+                if error is None:
+                    actions += plan.arrived(source, task.result(), clock())
+                elif (words := fault(source, error)) is not None:
+                    actions += plan.failed(source, words or type(error).__name__, clock())
+                else:
+                    raise error
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -1,0 +1,283 @@
+"""Server for other nodes: only members get past the TLS handshake, and every connection and body counts against a bound.
+
+A connection is a stranger's until its handshake is done (`mesh.rpc.tls`). Strangers share few places, and those at one address
+fewer. When these are full, the oldest unfinished handshake ends, so that an honest one, which takes milliseconds, gets through a
+flood. A member holds at most MAX_PER_PEER connections, and all members together MAX_CONNECTIONS.
+"""
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import NamedTuple, cast
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from membership.identity import Identity, NodeId, short_id
+from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
+from mesh.rpc.streams import read_within
+from mesh.rpc.tls import PeerObject, server_context
+
+HANDSHAKE_S = 5.0  # Nomad's `rpc_handshake_timeout`
+HONEST_S = 0.25  # an honest handshake takes milliseconds
+MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST = 128, 64  # unfinished, at a time (own choice)
+MAX_PER_PEER = 64  # more than the client of an honest node opens
+MAX_CONNECTIONS = 1024
+MAX_REQUESTS_PER_PEER = CALLS_PER_NODE  # at a time; tunnels are not counted
+FILES_KEPT = 256  # descriptors for the journal, the store and guests
+KEEPALIVE_CLOSE_S = KEEPALIVE_S + 5  # after the client, which then knows; also the time limit of a request's headers
+READ_BYTES = 1 << 18  # read ahead of a request's body
+BODY_S, ANSWER_S = 30.0, 60.0  # for a body and for an answer that are not streams
+LINGER_S = 1.0  # reads on after an early answer, so that the caller sees it
+COPIES = 2  # of a body while it is read
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+ACCEPT_RETRY_S = 0.5
+
+assert CALLS_PER_NODE + TUNNELS_PER_NODE < MAX_PER_PEER
+
+log = logging.getLogger(__name__)
+
+Count = Callable[[str], None]
+
+
+def peer_of(request: web.Request) -> NodeId:
+    """Return the node that sends this request. KeyError if the connection is not one of `PeerServer`."""
+    tls = None if request.transport is None else request.transport.get_extra_info("ssl_object")
+    if not isinstance(tls, PeerObject):
+        raise KeyError("not a connection between nodes")
+    return tls.peer
+
+
+class PeerServer:
+    """Serves an application to the nodes for which `refuse` returns an empty text; `count` counts refusals by reason."""
+
+    def __init__(
+        self,
+        application: web.Application,
+        identity: Identity,
+        mesh_id: bytes,
+        refuse: Callable[[NodeId], str],
+        count: Count = lambda reason: None,
+        read_bytes: int = READ_BYTES,
+    ) -> None:
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            handler_cancellation=True,
+            read_bufsize=read_bytes,
+            auto_decompress=False,
+            keepalive_timeout=KEEPALIVE_CLOSE_S,
+            lingering_time=LINGER_S,
+        )
+        self._context = server_context(identity, mesh_id, self._refuse)
+        self._refuse_node, self._count = refuse, count
+        self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and begin; the oldest first
+        self._of_peer: Counter[NodeId] = Counter()
+        self._max_connections = MAX_CONNECTIONS
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serve connections to this bound socket, which this server closes."""
+        await self._runner.setup()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_connections = min(MAX_CONNECTIONS, max(MAX_PER_PEER, files - FILES_KEPT - MAX_HANDSHAKES))
+        if self._max_connections < MAX_CONNECTIONS:
+            log.warning(
+                "other nodes get at most %d connections, since this process may open only %d files: raise `ulimit -n`",
+                self._max_connections,
+                files,
+            )
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name="accept peers")
+
+    async def close(self) -> None:
+        tasks = [*self._handshakes] + [task for task in (self._accepting,) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    log.warning("no connection of a peer can be accepted: %s", error.strerror)
+                    await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            if not self._make_place(str(address[0])):
+                connection.close()
+                continue
+            task = asyncio.create_task(self._shake_hands(connection), name="handshake")
+            self._handshakes[task] = str(address[0]), time.monotonic()
+            task.add_done_callback(lambda task: self._handshakes.pop(task, None))
+
+    def _make_place(self, host: str) -> bool:
+        """End the oldest handshake if there are too many. False if this address already begins too many at once."""
+        of_host = [task for task, (other, _) in self._handshakes.items() if other == host]
+        if len(of_host) >= MAX_HANDSHAKES_PER_HOST:
+            excess = of_host[0]
+            if time.monotonic() - self._handshakes[excess][1] < HONEST_S:
+                self._count("refused_handshakes")
+                return False
+        elif len(self._handshakes) >= MAX_HANDSHAKES:
+            excess = next(iter(self._handshakes))
+        else:
+            return True
+        excess.cancel()
+        del self._handshakes[excess]
+        self._count("refused_handshakes")
+        return True
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        loop, server = asyncio.get_running_loop(), self._runner.server
+        assert server is not None
+        try:
+            connection.setblocking(False)
+            await loop.connect_accepted_socket(
+                lambda: _Connection(server(), self._opened, self._closed),
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except ssl.SSLCertVerificationError as error:
+            self._count("refused_foreign")
+            log.info("refused a connection: %s", error)
+        except (OSError, TimeoutError):
+            self._count("refused_handshakes")
+
+    def _refuse(self, node: NodeId) -> str:
+        if reason := self._refuse_node(node):
+            return reason
+        if self._of_peer[node] >= MAX_PER_PEER or self._of_peer.total() >= self._max_connections:
+            self._count("refused_busy")
+            return f"node {short_id(node)} has {self._of_peer[node]} connections, all nodes {self._of_peer.total()}"
+        return ""
+
+    def _opened(self, peer: NodeId) -> None:
+        self._of_peer[peer] += 1
+
+    def _closed(self, peer: NodeId) -> None:
+        self._of_peer[peer] -= 1
+        if not self._of_peer[peer]:
+            del self._of_peer[peer]
+
+
+class _Connection(asyncio.Protocol):
+    """Reports the beginning and the end of a connection, and passes all else on to `inner`."""
+
+    def __init__(
+        self, inner: asyncio.Protocol, opened: Callable[[NodeId], None], closed: Callable[[NodeId], None]
+    ) -> None:
+        self._inner, self._opened, self._closed = inner, opened, closed
+        self.data_received, self.eof_received = inner.data_received, inner.eof_received  # type: ignore[method-assign]
+        self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._peer = cast(PeerObject, transport.get_extra_info("ssl_object")).peer
+        self._opened(self._peer)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed(self._peer)
+        self._inner.connection_lost(exc)
+
+
+class Bound(NamedTuple):
+    """Most bytes of a request's body and of its answer that are held in memory; streams are not."""
+
+    body: int = 0
+    answer: int = 0
+
+
+class Memory:
+    """Memory for requests that are being answered: most requests at a time and most bytes, of one peer and of all."""
+
+    def __init__(self, per_peer: int, total: int) -> None:
+        self._per_peer, self._total = per_peer, total
+        self._bytes: Counter[NodeId] = Counter()
+        self._requests: Counter[NodeId] = Counter()
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, peer: NodeId, size: int) -> AsyncIterator[None]:
+        """Hold `size` bytes for the block; wait until they are free. HTTP 503 if the peer has too many requests."""
+        if self._requests[peer] >= MAX_REQUESTS_PER_PEER:
+            raise web.HTTPServiceUnavailable(text=f"more than {MAX_REQUESTS_PER_PEER} requests at a time")
+        self._requests[peer] += 1
+        try:
+            async with self._freed:
+                await self._freed.wait_for(lambda: self._fits(peer, size))
+                self._bytes[peer] += size
+            try:
+                yield
+            finally:
+                self._bytes[peer] -= size
+                async with self._freed:
+                    self._freed.notify_all()
+        finally:
+            self._requests[peer] -= 1
+            self._requests += Counter()  # drops zeros
+            self._bytes += Counter()
+
+    def _fits(self, peer: NodeId, size: int) -> bool:
+        return self._bytes[peer] + size <= self._per_peer and self._bytes.total() + size <= self._total
+
+
+BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
+
+
+def bounded(bounds: Mapping[tuple[str, str], Bound | None], memory: Memory) -> Middleware:
+    """Return a middleware that reads the body of a request within its bound, and keeps it in `request[BODY]`.
+
+    `bounds`: by method and path of the route; a route without one streams. HTTP 413 for a longer body, 408 for a slow one.
+    """
+
+    @web.middleware
+    async def within(request: web.Request, handler: Handler) -> web.StreamResponse:
+        route = request.match_info.route.resource
+        bound = bounds.get((request.method, route.canonical)) if route is not None else Bound()
+        if bound is None:
+            return await handler(request)
+        async with memory.hold(peer_of(request), COPIES * bound.body + bound.answer):
+            try:
+                request[BODY] = await _read(request, bound.body)
+                response = await handler(request)
+            except web.HTTPException as error:
+                # The server keeps an error, and with it all frames and their bodies, until the connection's next request.
+                response = web.Response(status=error.status, text=error.text)
+            request[BODY] = b""
+            if isinstance(response, web.Response) and bound.answer:
+                async with asyncio.timeout(ANSWER_S):
+                    await response.prepare(request)
+                    await response.write_eof()
+            return response
+
+    return within
+
+
+async def _read(request: web.Request, limit: int) -> bytes:
+    if (request.content_length or 0) > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await read_within(request.content, limit)
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_S:g} s") from error
+    if body is None:
+        raise web.HTTPRequestEntityTooLarge(limit, limit + 1)
+    return body

@@ -1,1 +1,0 @@
-"""What a node can see of itself: its GPUs and its machine."""

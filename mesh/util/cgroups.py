@@ -1,0 +1,158 @@
+"""Control groups, versions 1 and 2: find a process's groups, list, kill, freeze and thaw. Standard library only."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from mesh.util.processes import Process, process_of
+
+KILL, FREEZE, EVENTS = "cgroup.kill", "cgroup.freeze", "cgroup.events"  # of version 2 (the first since Linux 5.14)
+FREEZER = "freezer.state"  # of version 1
+REMOVE_S, LOOK_S = 2.0, 0.01  # until a group whose last process has ended can be removed (own choice)
+
+
+@cache
+def mounts() -> dict[str, tuple[str, Path]]:
+    """Return the visible root of each hierarchy and its mount point, by controller ("" is version 2); cached.
+
+    Source: proc_pid_mountinfo(5).
+    """
+    found: dict[str, tuple[str, Path]] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+            place = (fields[3], Path(fields[4].replace("\\040", " ")))
+            if kind == "cgroup2":
+                found.setdefault("", place)
+            elif kind == "cgroup":
+                for controller in options.split(","):
+                    found.setdefault(controller, place)
+    return found
+
+
+def groups_of(pid: int) -> dict[str, Path]:
+    """Return the directory of a process's control group by controller, without groups that are not visible here."""
+    seen, found = mounts(), {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in controllers.split(","):
+                root, mounted = seen.get(controller, ("", None))
+                if mounted is not None and (path + "/").startswith(root.rstrip("/") + "/"):
+                    found[controller] = mounted / path[len(root.rstrip("/")) :].lstrip("/")
+    return found
+
+
+def is_in(pid: int, group: Path) -> bool:
+    """Return whether the process is now in this group or in one below it."""
+    return any(own == group or group in own.parents for own in groups_of(pid).values())
+
+
+def pids_in(group: Path) -> list[int]:
+    """Return the ids of all processes in a group and below it; empty if the group is gone."""
+    found: list[int] = []
+    for directory, _, _ in os.walk(group):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(directory, "cgroup.procs").read_text().split())
+    return found
+
+
+def processes_in(group: Path) -> set[Process]:
+    """Return all processes in a group and below it; empty if the group is gone.
+
+    An id may be reused after it was listed, so each process's group is checked again.
+    """
+    named = ((pid, process_of(pid)) for pid in pids_in(group))
+    return {process for pid, process in named if process is not None and is_in(pid, group)}
+
+
+def own_groups(pid: int, mark: str) -> tuple[Path, ...]:
+    """Return the groups by which to kill and thaw a process: those whose name contains `mark` and so belong to it alone."""
+    found = groups_of(pid)
+    return tuple(found[name] for name in ("", "freezer") if name in found and mark in found[name].name)
+
+
+def kill_all(group: Path) -> None:
+    """Send SIGKILL to all processes of a group at once, forks included. Version 2 only; does nothing in version 1."""
+    with contextlib.suppress(OSError):
+        _write(group / KILL, "1")
+
+
+def freeze(groups: Iterable[Path]) -> None:
+    """Freeze the first of these groups that can be frozen, as `docker pause` does; do nothing if none can."""
+    for file, word in ((FREEZER, "FROZEN"), (FREEZE, "1")):  # where both versions are mounted, engines use the first
+        for group in groups:
+            with contextlib.suppress(OSError):
+                _write(group / file, word)
+                return
+
+
+def thaw(group: Path) -> None:
+    """Thaw a group. In version 1 a frozen process dies of SIGKILL only once thawed; in version 2 at once."""
+    for file, word in ((FREEZER, "THAWED"), (FREEZE, "0")):
+        with contextlib.suppress(OSError):
+            _write(group / file, word)
+
+
+def are_frozen(groups: Iterable[Path]) -> bool | None:
+    """Return whether one of a guest's groups is frozen, by any program; None if no group can tell."""
+    states = [line for group in groups for line in _freezer_lines(group)]
+    return any(line in {"FROZEN", "frozen 1"} for line in states) if states else None
+
+
+def memory_of(pid: int) -> int | None:
+    """Return the memory of a process's group in bytes: anonymous, tmpfs and swapped. None if not visible."""
+    groups = groups_of(pid)
+    for controller, names in (("memory", ("total_rss", "total_shmem", "total_swap")), ("", ("anon", "shmem"))):
+        found = []
+        with contextlib.suppress(OSError, KeyError):
+            lines = (groups[controller] / "memory.stat").read_text().splitlines()
+            found = [int(line.split()[1]) for line in lines if line.split()[0] in names]
+        with contextlib.suppress(OSError, KeyError):
+            found.append(int((groups[controller] / "memory.swap.current").read_text()))
+        if found:
+            return sum(found)
+    return None
+
+
+def remove_groups(directories: tuple[str, ...]) -> None:
+    """Remove those of these groups that are empty, or become empty within REMOVE_S seconds."""
+    deadline = time.monotonic() + REMOVE_S
+    left = list(map(Path, directories))
+    while left and time.monotonic() < deadline:
+        left = [path for path in left if not _removed(path)]
+        if left:
+            time.sleep(LOOK_S)
+    for parent in {path.parent for path in map(Path, directories)}:
+        with contextlib.suppress(OSError):  # it has other groups
+            parent.rmdir()
+
+
+def _removed(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _freezer_lines(group: Path) -> list[str]:
+    for file in (FREEZER, EVENTS):
+        with contextlib.suppress(OSError):
+            return (group / file).read_text().splitlines()
+    return []
+
+
+def _write(path: Path, text: str) -> None:
+    """Write to an existing file; never create one if the group is gone."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,32 @@
+"""Lookup of a node or job by name, id, or a prefix of either. No I/O."""
+
+from collections.abc import Mapping
+
+from mesh.util.errors import ExitCode, MeshError
+
+
+def node_meant(text: str, nicks: Mapping[str, str], *, whole: bool = False) -> str:
+    """Return the id of the node that `text` names. `nicks`: name by id; `whole`: prefixes of names do not count.
+
+    A full name beats a full id, and that beats prefixes. MeshError if no node or several nodes match.
+    """
+    fits = [node for node, nick in nicks.items() if nick == text] or [node for node in nicks if node == text.lower()]
+    if not fits and text:
+        begins = [node for node, nick in nicks.items() if nick.startswith(text) and not whole]
+        fits = begins + [node for node in nicks if node.startswith(text.lower()) and node not in begins]
+    if not fits:
+        known = ", ".join(nicks.values())
+        raise MeshError(f"no node called {text!r} (known: {known})", ExitCode.NOT_FOUND)
+    if len(fits) > 1:
+        raise MeshError(
+            f"{text!r} is ambiguous: {', '.join(f'{nicks[node]} ({node[:7]})' for node in fits)}", ExitCode.USAGE
+        )
+    return fits[0]
+
+
+def job_name_meant(text: str, names: set[str]) -> str | None:
+    """Return the job name that equals `text` or starts with it; None if there is none. MeshError if several start with it."""
+    fits = sorted({text} & names or {name for name in names if text and name.startswith(text)})
+    if len(fits) > 1:
+        raise MeshError(f"{text!r} is ambiguous: {', '.join(fits)}", ExitCode.USAGE)
+    return fits[0] if fits else None

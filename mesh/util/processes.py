@@ -1,0 +1,120 @@
+"""Processes and their descendants, from /proc. Standard library only."""
+
+import contextlib
+import os
+import signal
+from typing import NamedTuple
+
+
+class Stat(NamedTuple):
+    """A process's state as in `ps`, its parent, and its start time in clock ticks since boot."""
+
+    state: str
+    parent: int
+    started: int
+
+
+class Process(NamedTuple):
+    """Exactly one process: an id may be reused, but not with the same start time on the same boot (proc(5), field 22)."""
+
+    pid: int
+    started: int
+
+    def open(self) -> int | None:
+        """Return a pidfd of this process, readable once it has ended; None if it has been reaped.
+
+        The pidfd is opened before the start time is compared, so a match proves that the pidfd means this process.
+        """
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        found = stat_of(self.pid)
+        if found is None or found.started != self.started:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def kill(self) -> None:
+        """Send SIGKILL if it still exists; PermissionError if that is not allowed."""
+        descriptor = self.open()
+        if descriptor is not None:
+            try:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
+
+
+def stat_of(pid: int) -> Stat | None:
+    """Return a process's state; None once it has been reaped."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            fields = file.read().rpartition(b")")[2].split()
+        return Stat(fields[0].decode(), int(fields[1]), int(fields[19]))
+    except (OSError, IndexError):
+        return None
+
+
+def process_of(pid: int) -> Process | None:
+    found = stat_of(pid)
+    return Process(pid, found.started) if found is not None else None
+
+
+def lives(process: Process) -> bool:
+    """Return whether any of its threads still runs: a zombie's other threads may."""
+    found = stat_of(process.pid)
+    if found is None or found.started != process.started:
+        return False
+    if found.state not in "ZX":
+        return True
+    try:
+        return len(os.listdir(f"/proc/{process.pid}/task")) > 1  # noqa: PTH208
+    except OSError:
+        return False
+
+
+def stands_still(pid: int) -> bool:
+    """Return whether it will run none of its program until it is continued.
+
+    It is stopped, has ended, or waits in the kernel with a pending stop (as after vfork(2) with a stopped child).
+    """
+    found = stat_of(pid)
+    if found is None or found.state in "TtZX":
+        return True
+    if found.state != "D":
+        return False
+    return _has_signal(pid, signal.SIGSTOP, "SigPnd:", "ShdPnd:")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether it has a handler for this signal now."""
+    return _has_signal(pid, number, "SigCgt:")
+
+
+def _has_signal(pid: int, number: int, *masks: str) -> bool:
+    """Return whether a signal is in one of these masks of proc_pid_status(5)."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+        return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in file if line.startswith(masks))
+    return False
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children of all threads of a process."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with open(f"/proc/{pid}/task/{thread}/children") as file:  # noqa: PTH123
+                found += [int(child) for child in file.read().split()]
+    return found
+
+
+def descendants_of(pid: int) -> set[int]:
+    """Return all descendants of a process."""
+    found: set[int] = set()
+    queue = [pid]
+    while queue:
+        children = [child for child in children_of(queue.pop()) if child not in found]
+        found.update(children)
+        queue.extend(children)
+    return found

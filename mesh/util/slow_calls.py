@@ -1,0 +1,27 @@
+"""Run a call that may take minutes in its own daemon thread.
+
+Exit does not wait for it, and it takes no slot of the default executor.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def apart(work: Callable[[], T], name: str) -> T:
+    """Return what `work` returns or raises. If cancelled, it runs on and its result is dropped."""
+    answer = Future[T]()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(answer)

@@ -1,0 +1,136 @@
+"""Texts shared by the command line, the web page and `mesh top`."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mesh.util.byte_text import amount, part
+from mesh.util.duration import lasting
+
+OVER = frozenset({"done", "failed", "cancelled"})  # states of a job that has ended
+HEEDS = {
+    None: "-",
+    True: "it catches SIGTERM, or reads its notices: it can save before it goes",
+    False: "it does not catch SIGTERM: it is killed at a notice, and loses what is at risk",
+}
+WHY = {  # a checkpoint is due
+    "hazard": "by how likely this node is to leave",
+    "least": "no oftener, whatever the risk",
+    "most": "the longest time between two",
+    "upload": "once the one before is there",
+    "asked": "as its user asks",
+}
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """Return `1 guest`, `2 guests`; `many` is a plural that does not end in "s" alone."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def state_text(job: Mapping[str, Any]) -> str:
+    """Return a job's state with its details."""
+    return f"{job['state']}: {job['detail']}" if job["detail"] else str(job["state"])
+
+
+def job_text(job: Mapping[str, Any]) -> str:
+    """Return a job's state, node and details as a sentence."""
+    where = f" on {job['node']}" if job["node"] and job["state"] not in OVER else ""
+    return f"job {job['job'][:8]} is {job['state']}{where}" + (f": {job['detail']}" if job["detail"] else "")
+
+
+def doing(detail: str, saving: Mapping[str, Any] | None) -> str:
+    """Return the details of a job's state."""
+    return "; ".join(filter(None, [detail, saving_words(saving)]))
+
+
+def saving_words(saving: Mapping[str, Any] | None) -> str:
+    """Return the progress of a job's save."""
+    if saving is None:
+        return ""
+    what = f"{saving['kind']} {saving['seq']}" if saving["kind"] == "checkpoint" else str(saving["kind"])
+    if not saving["bytes"]:
+        return f"{what} is being stored"
+    return f"{what}: {part(saving['sent'], saving['bytes'])} sent to {plural(saving['nodes'], 'node')}"
+
+
+SOON_S = 6 * 86_400  # within which the day of the week is enough
+COST = (
+    "Ran",
+    "At risk",
+    "Saving",
+    "Shipping",
+    "Size",
+    "In time",
+    "Goes to",
+    "Loses",
+)  # of a guest that would have to leave
+
+
+def cost_cells(guest: Mapping[str, Any]) -> list[str]:
+    """Return the row of a guest under the columns `COST`."""
+    return [
+        lasting(guest["ran_s"]),
+        lasting(guest["at_risk_s"]) if guest["leads"] else "-",
+        _seconds(guest["save_s"]),
+        _seconds(guest["ship_s"]),
+        "?" if guest["ship_bytes"] is None else amount(guest["ship_bytes"]),
+        "?" if guest["chance"] is None else f"{guest['chance']:.0%}",
+        guest["goes_to"] or "-",
+        guest["loses"] or "nothing",
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.1f} s"
+
+
+def hours(gpu: float, slot: float) -> str:
+    """Format hours of whole GPUs and of slots."""
+    return f"{gpu:.3g}" + (f" + {slot:.3g}" if slot >= 0.0005 else "")
+
+
+def when(unix_s: float) -> str:
+    """Format a future moment in local time."""
+    form = "%a %H:%M" if unix_s - time.time() < SOON_S else "%Y-%m-%d %H:%M"
+    return time.strftime(form, time.localtime(unix_s))
+
+
+def lend_lines(answer: dict[str, Any]) -> list[str]:
+    """Return the lines of `mesh lend` and `mesh status` about lending."""
+    if answer["paused"]:
+        end = answer["paused_until_unix"]
+        lines = [f"paused{f' until {when(end)}' if end else ''} (`mesh lend`)"]
+    elif not answer["lending"]:
+        lines = ["not lending (`mesh lend`)"]
+    else:
+        lines = ["lending" if answer["now"] else "not lent now"]
+    lines[0] += _scope(answer["machine"], answer["guests"])
+    if answer["hours"] != "always":
+        change = answer["hours_change_unix"]
+        at = "" if change is None else f", next change {when(change)}"
+        lines.append(f"  hours: {answer['hours']}{at}")
+    if answer["typed_s"] is not None:
+        lines.append(f"  last typed {lasting(answer['typed_s'])} ago (seen by {', '.join(answer['typing_seen_by'])})")
+    if answer["load"] is not None:
+        lines.append(f"  {answer['load']:.1f} cores used by others than guests")
+    for gpu in answer["gpus"]:
+        programs = ", ".join(f"{one['name']} ({one['pid']})" for one in gpu["programs"])
+        words = f": taken back (`mesh lend --gpu {gpu['index']}`)" if gpu["withheld"] else ""
+        words += _scope(gpu, answer["guests"]) + (f" [{programs}]" if programs else "")
+        if words:
+            lines.append(f"  GPU {gpu['index']}{words}")
+    return lines
+
+
+def _scope(stand: dict[str, Any], guests: int) -> str:
+    """Return the presence state of the machine or of a GPU as text."""
+    left = "" if stand["next_s"] is None else f" in {lasting(stand['next_s'])}"
+    match stand["level"]:
+        case "suspend":
+            return f": {stand['why']}" + (f"; guests stand still, and are asked to leave{left}" if guests else "")
+        case "vacate":
+            asked = "; guests are asked to leave" if guests else ""
+            return f": {stand['why']}{asked}" + (f"; lent again{left} if it stays quiet" if left else "")
+        case "calm":
+            return f": guests go on, new ones come{left or ' later'}; before: {stand['why']}"
+    return ""

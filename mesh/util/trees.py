@@ -1,0 +1,107 @@
+"""Walk and remove directory trees that guests have filled, at any depth and with any permissions.
+
+`os.walk` and `shutil.rmtree` of Python 3.11 recurse, so a thousand levels crash the caller. A path has at most 4,096 bytes
+(PATH_MAX), so a guest could hide files below that, where no path reaches them.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+DEEPEST = 256  # levels; trees of Bazel and npm have about 40 (own choice)
+RIGHTS = stat.S_IRWXU
+IN = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+log = logging.getLogger(__name__)
+
+
+class TooDeep(OSError):
+    """A tree is too deep to walk."""
+
+
+def walk(root: Path, strict: bool = False) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk like `os.walk`, with links to directories as files, down to `DEEPEST` levels. TooDeep below if `strict`."""
+    left = [(str(root), 0)]
+    while left:
+        directory, level = left.pop()
+        names: list[str] = []
+        files: list[str] = []
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    (names if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+        except OSError:
+            continue
+        yield directory, names, files
+        if names and level == DEEPEST:
+            if strict:
+                raise TooDeep(f"{root} has more than {DEEPEST} directories in each other")
+            continue
+        left += ((f"{directory}/{name}", level + 1) for name in reversed(names))
+
+
+def remove(root: Path) -> None:
+    """Remove a file or tree of any depth. Directories too deep to reach by path are moved up first.
+
+    What cannot be removed stays and is logged. No link is followed, even one added meanwhile.
+    """
+    try:
+        if root.is_symlink() or not root.is_dir():
+            root.unlink(missing_ok=True)
+            return
+        with contextlib.suppress(OSError, RecursionError):
+            shutil.rmtree(root)
+            return
+        top = _entered(str(root))
+        try:
+            _empty(top)
+        finally:
+            os.close(top)
+        root.rmdir()
+    except OSError as error:
+        log.warning("%s stays: %s", root, error)
+
+
+def _empty(top: int) -> None:
+    left = _emptied(top)
+    moved = 0
+    while left:
+        name = left.pop()
+        directory = _entered(name, top)
+        try:
+            for inner in _emptied(directory):
+                with contextlib.suppress(OSError):
+                    os.close(_entered(inner, directory))  # makes it movable
+                moved += 1
+                place = f".{moved}.{os.urandom(6).hex()}"
+                os.rename(inner, place, src_dir_fd=directory, dst_dir_fd=top)
+                left.append(place)
+        finally:
+            os.close(directory)
+        os.rmdir(name, dir_fd=top)
+
+
+def _emptied(directory: int) -> list[str]:
+    """Remove all but directories; return the names of those."""
+    with os.scandir(directory) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, inner in found:
+        if not inner:
+            os.unlink(name, dir_fd=directory)
+    return [name for name, inner in found if inner]
+
+
+def _entered(name: str, at: int | None = None) -> int:
+    """Open a directory, after giving its owner all rights to it."""
+    handle = os.open(name, os.O_PATH | IN, dir_fd=at)
+    try:
+        itself = f"/proc/self/fd/{handle}"
+        with contextlib.suppress(OSError):  # it belongs to another user
+            os.chmod(itself, RIGHTS)  # noqa: PTH101
+        return os.open(itself, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(handle)

@@ -1,0 +1,3 @@
+"""The version of this release; pyproject.toml says the same."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,114 @@
+"""Fakes for the protocol worlds: checksums for signatures, cached certificates, members of a mesh, corrupted bytes."""
+
+from binascii import crc32
+from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from random import Random
+
+import msgspec
+
+from membership.envelope import (
+    ADDRESSED_OVERHEAD,
+    OVERHEAD,
+    TAG_BYTES,
+    VERSION,
+    EnvelopeError,
+    MeshSealer,
+    UnknownSender,
+)
+from membership.identity import Identity, NodeId
+from membership.trust import ROLES, Certificate, TrustStore, admit_node, found_mesh
+
+UNIX = 1_800_000_000.0
+
+
+class ChecksumSealer:
+    """A fake for Ed25519 signatures: checksums of the same length over kind, sender, receiver and payload.
+
+    It costs a hundredth of Ed25519. Certificates keep real signatures.
+    """
+
+    def __init__(self, identity: Identity, mesh_id: bytes, on_signed: Callable[[str, bytes, bytes], None]) -> None:
+        self.node_id = identity.node_id
+        self._real = MeshSealer(identity, mesh_id)
+        self._on_signed = on_signed
+
+    def seal(self, kind: str, payload: bytes) -> bytes:
+        if kind == "certificate":
+            return self._real.seal(kind, payload)
+        sealed = bytes([VERSION]) + self.node_id + _mark(kind.encode(), self.node_id, payload) + payload
+        self._on_signed(kind, payload, sealed)
+        return sealed
+
+    def open(self, kind: str, data: bytes) -> tuple[NodeId, bytes]:
+        sender, payload = data[1:33], data[OVERHEAD:]
+        if data[:1] != bytes([VERSION]) or data[33:OVERHEAD] != _mark(kind.encode(), sender, payload):
+            raise EnvelopeError("the signature does not match")
+        return sender, payload
+
+    def seal_to(self, recipient: NodeId, payload: bytes) -> bytes:
+        return bytes([VERSION]) + self.node_id[:TAG_BYTES] + _mark(recipient, self.node_id, payload) + payload
+
+    def open_addressed(self, data: bytes, resolve: Callable[[bytes], list[NodeId]]) -> tuple[NodeId, bytes]:
+        if len(data) < ADDRESSED_OVERHEAD or data[0] != VERSION:
+            raise EnvelopeError("not an addressed message of this version")
+        senders = resolve(data[1 : 1 + TAG_BYTES])
+        if not senders:
+            raise UnknownSender("its sender is not known here")
+        payload = data[ADDRESSED_OVERHEAD:]
+        for sender in senders:
+            if data[1 + TAG_BYTES : ADDRESSED_OVERHEAD] == _mark(self.node_id, sender, payload):
+                return sender, payload
+        raise EnvelopeError("the signature does not fit, or it is for another node")
+
+
+def _mark(context: bytes, sender: bytes, payload: bytes) -> bytes:
+    return crc32(payload, crc32(sender, crc32(context))).to_bytes(64, "big")
+
+
+class CachedTrust(TrustStore):
+    """A trust store that verifies each certificate once in a process."""
+
+    def _open_link(self, link: bytes) -> tuple[NodeId, Certificate]:
+        found = _links.get(link)
+        if found is None:
+            found = _links[link] = super()._open_link(link)
+        return found
+
+
+_links: dict[bytes, tuple[NodeId, Certificate]] = {}
+
+
+class SimulatedMembers(msgspec.Struct, frozen=True):
+    genesis: bytes
+    identities: list[Identity]
+    chains: list[bytes]
+
+
+@cache
+def members(count: int) -> SimulatedMembers:
+    """Return a mesh of `count` members, the same in every run; the first one is the root."""
+    identities = [Identity(blake2b(b"sim %d" % number, digest_size=32).digest()) for number in range(count)]
+    genesis, chain = found_mesh(identities[0], "sim", "node000", "sim", UNIX - 400)
+    trust, chains = TrustStore(genesis), [chain]
+    root, user = MeshSealer(identities[0], trust.mesh_id), trust.admit_chain(chain, UNIX).binding
+    for number, identity in enumerate(identities[1:], 1):
+        nick = f"node{number:03d}"
+        chains.append(admit_node(root, trust, chain, identity.node_id, nick, user, ROLES, False, UNIX - 300))
+    return SimulatedMembers(genesis, identities, chains)
+
+
+def corrupt(data: bytes, rng: Random) -> bytes:
+    """Return hostile bytes: random, truncated, with a flipped bit, or with a random payload."""
+    match rng.randrange(4):
+        case 0:
+            return rng.randbytes(rng.randint(0, 1200))
+        case 1:
+            return data[: rng.randrange(len(data))]
+        case 2:
+            corrupted = bytearray(data)
+            corrupted[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            return bytes(corrupted)
+        case _:
+            return data[:ADDRESSED_OVERHEAD] + rng.randbytes(len(data) - ADDRESSED_OVERHEAD)

@@ -1,0 +1,99 @@
+"""Fault plans, drawn from the seed: each fault occurs in about half of the runs (swarm testing, Groce et al. 2012)."""
+
+from random import Random
+
+import msgspec
+
+
+class FaultPlan(msgspec.Struct, frozen=True):
+    """The faults of one run. Rates are shares of packets; an incident happens every `incident_every_s` on average.
+
+    `wrong_clock_s` is the error of the last node's wall clock. Others may reject that node, but it must do no harm.
+    `gentle` runs have only packet loss and stalls; no healthy node may be declared dead in them (M12).
+    """
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    replay: float = 0.0
+    garbage: float = 0.0
+    delay_s: tuple[float, float] = (0.0002, 0.005)
+    slow: float = 0.0
+    offset_s: float = 0.0
+    wrong_clock_s: float = 0.0
+    drift: float = 0.0
+    incidents: tuple[str, ...] = ()
+    incident_every_s: float = 30.0
+    news_every_s: float = 200.0  # between two sections that a node publishes
+    gentle: bool = False
+    until_s: float = 1500.0
+
+
+INCIDENTS = (
+    "crash",
+    "crash around fsync",
+    "wipe",
+    "leave",
+    "stall",
+    "suspend",
+    "partition",
+    "partial partition",
+    "one way",
+    "address",
+    "power cut",
+    "mass restart",
+    "revoke",
+)
+
+
+def draw_faults(seed: int, minutes: float) -> FaultPlan:
+    """Draw the faults of a membership run; they stop five minutes before its end."""
+    rng = Random(f"mix/{seed}")
+    until_s = max(60.0, minutes * 60 - 300)
+
+    def maybe(high: float) -> float:
+        return rng.uniform(0, high) if rng.random() < 0.5 else 0.0
+
+    if rng.random() < 0.3:
+        # Lifeguard's claim: loss, and stalls of fewer than a quarter of the nodes, cause no false deaths.
+        return FaultPlan(
+            loss=maybe(0.25),
+            duplicate=maybe(0.1),
+            reorder=maybe(0.2),
+            drift=maybe(0.01),
+            offset_s=maybe(100.0),
+            incidents=("stall",),
+            incident_every_s=rng.uniform(5, 20),
+            gentle=True,
+            until_s=until_s,
+        )
+    return FaultPlan(
+        loss=maybe(0.3),
+        duplicate=maybe(0.2),
+        reorder=maybe(0.3),
+        replay=maybe(0.05),
+        garbage=maybe(0.02),
+        delay_s=(0.0002, rng.choice([0.002, 0.02, 0.1])),
+        slow=maybe(0.1),
+        offset_s=maybe(100.0),
+        wrong_clock_s=rng.choice([-1, 1]) * rng.uniform(1, 20) * 86_400 if rng.random() < 0.2 else 0.0,
+        drift=maybe(0.01),
+        incidents=tuple(incident for incident in INCIDENTS if rng.random() < 0.5),
+        incident_every_s=rng.uniform(10, 90),
+        until_s=until_s,
+    )
+
+
+JOB_INCIDENTS = ("crash at a save", "switch", "notice", "migrate", "cancel", "forgery", "theft", "lie")
+MEMBERSHIP_ONLY = {"revoke"}  # a revocation ends the user's jobs, which the job invariants do not cover
+
+
+def draw_job_faults(seed: int, minutes: float) -> FaultPlan:
+    """Draw the faults of a jobs run: those of membership, and incidents of jobs."""
+    faults, rng = draw_faults(seed, minutes), Random(f"jobs/{seed}")
+    incidents = [incident for incident in faults.incidents if incident not in MEMBERSHIP_ONLY]
+    incidents += [incident for incident in JOB_INCIDENTS if rng.random() < 0.5]
+    every_s = rng.uniform(4.0, 30.0)
+    return msgspec.structs.replace(
+        faults, incidents=tuple(incidents), incident_every_s=every_s, wrong_clock_s=0.0, news_every_s=0.0, gentle=False
+    )

@@ -1,0 +1,231 @@
+"""Checkers of the invariants of jobs (J1 to J3, J5 to J8, J10 to J14); docs/explanation/job-invariants.md explains them.
+
+A checker knows nothing of the injected faults. It sees what nodes save and commit and what their guests do, and looks at all
+lease holders whenever a node has handled an input. J4 and J9 are bounds on time: the run in `sim.protocol.jobs` waits for them
+itself. Each checker names the removed rules that it detects in tests/sim/test_jobs.py.
+"""
+
+from collections import defaultdict
+
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.messages import Start
+from mesh.model.record import Commit, Voter
+from mesh.model.spec import job_id
+from placement.ranking import rank_nodes
+from sim.protocol.jobs import LIE, JobChecker, JobNode, JobsWorld
+
+
+class OneLease(JobChecker):
+    """J1: a job has at most one valid lease at a time, each judged by its holder's clock.
+
+    Found by: witnesses that ignore leases or forget them at a restart.
+    """
+
+    name = "J1"
+
+    def handled(self, world: JobsWorld, job: bytes) -> None:
+        holders = world.holders(job)
+        if len(holders) > 1 and job not in world.recovered:
+            raise self.violated(
+                world, job, f"several nodes hold a lease: {[(node.name, term) for node, term in holders]}"
+            )
+
+
+class OneChain(JobChecker):
+    """J2 and J3: committed checkpoints form one chain, and terms and sequence numbers never fall.
+
+    Found by: witnesses that accept lower terms; promises sent before they are on disk.
+    """
+
+    name = "J2"
+
+    def __init__(self) -> None:
+        self._parents: dict[bytes, bytes | None] = {}
+        self._last: dict[bytes, Commit] = {}
+
+    def proposed(self, world: JobsWorld, manifest: bytes, parent: bytes | None) -> None:
+        self._parents[manifest] = parent
+
+    def committed(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
+        last = self._last.get(job)
+        self._last[job] = commit
+        if last is None or last.manifest == commit.manifest:
+            return
+        if commit.term < last.term or commit.seq <= last.seq:
+            raise self.violated(world, job, f"J3: commit {(commit.term, commit.seq)} after {(last.term, last.seq)}")
+        ancestor = commit.parent
+        while ancestor is not None and ancestor != last.manifest:
+            ancestor = self._parents.get(ancestor)
+        if ancestor is None:
+            raise self.violated(world, job, f"checkpoint {commit.seq} of term {commit.term} forks the history")
+
+    def recovered(self, world: JobsWorld, job: bytes) -> None:
+        self._last.pop(job, None)
+
+
+class OneEnd(JobChecker):
+    """J5 and J6: a job ends once, and no node gets a lease after a majority holds the end.
+
+    Found by: an end that counts before a majority holds it; witnesses that forget ends.
+    """
+
+    name = "J5"
+
+    def __init__(self) -> None:
+        self._outcomes: dict[bytes, object] = {}
+        self._told: dict[tuple[bytes, int, int], set[Voter]] = defaultdict(set)
+        self._over: set[bytes] = set()
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        outcome = witness_record.record.outcome
+        if outcome is None:
+            return
+        # An accepted end can still be replaced until a majority accepts it in one term.
+        voters = self._told[witness_record.job, witness_record.config.number, witness_record.accepted_term]
+        voters.add(Voter(node.id, witness_record.disk))
+        if not witness_record.final and not witness_record.config.quorum(voters):
+            return
+        self._over.add(witness_record.job)
+        known = self._outcomes.setdefault(witness_record.job, outcome)
+        if known != outcome:
+            raise self.violated(world, witness_record.job, f"the job ended twice: {known} and {outcome}")
+
+    def allowed(self, world: JobsWorld, node: JobNode, job: bytes, until: float) -> None:
+        if job in self._over and until > node.boot():
+            raise self.violated(world, job, f"J6: {node.name} got a lease after the job's end was committed")
+
+    def recovered(self, world: JobsWorld, job: bytes) -> None:
+        self._outcomes.pop(job, None)
+        self._over.discard(job)
+
+
+class HonestEnd(JobChecker):
+    """J14: one witness cannot end a job.
+
+    Found by: witnesses that believe one of them.
+    """
+
+    name = "J14"
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        outcome = witness_record.record.outcome
+        if outcome is not None and outcome.detail.startswith(LIE):
+            raise self.violated(world, witness_record.job, f"{node.name} believed the {outcome.detail}")
+
+
+class PlacedLease(JobChecker):
+    """J13: a witness accepts a lease only of the node to which a leader of the job has given that term.
+
+    Found by: witnesses that accept terms, leases or groups from any member.
+    """
+
+    name = "J13"
+
+    def __init__(self) -> None:
+        self._placed: set[tuple[bytes, int, bytes]] = set()
+
+    def placed(self, world: JobsWorld, node: JobNode, start: Start, to: bytes) -> None:
+        self._placed.add((start.job, start.term, to))
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        job, holder, term = witness_record.job, witness_record.holder, witness_record.promised
+        if holder is not None and (job, term, holder) not in self._placed:
+            raise self.violated(
+                world, job, f"{node.name} accepts a lease of term {term} that no leader gave its holder"
+            )
+
+
+class KillSwitch(JobChecker):
+    """J7: after the owner pulls the kill switch, no guest runs on that node, whatever the network does.
+
+    Found by: a kill switch that waits for the lease.
+    """
+
+    name = "J7"
+
+    def switched(self, world: JobsWorld, node: JobNode) -> None:
+        for job, guest in node.guests.items():
+            if not guest.ended:
+                raise self.violated(world, job, f"a guest on {node.name} survived the kill switch")
+
+
+class SignedSpec(JobChecker):
+    """J8: a guest starts only from the exact bytes that its submitter signed.
+
+    Found by: nodes that accept a forged job description.
+    """
+
+    name = "J8"
+
+    def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
+        if job_id(spec) != job or job not in world.steps_of_job:
+            raise self.violated(world, job, f"{node.name} starts a job that nobody submitted")
+
+
+class SamePlacement(JobChecker):
+    """J11: every node with the leader's view, in any order, chooses the same host.
+
+    Found by: a leader that ranks hosts for another attempt.
+    """
+
+    name = "J11"
+
+    def placed(self, world: JobsWorld, node: JobNode, start: Start, to: bytes) -> None:
+        leader = node.participant.leaders[start.job]
+        assert leader.view is not None
+        request = leader.request(start.record, node.instant)
+        offers = list(leader.view.offers)
+        world.streams.get("world", "J11").shuffle(offers)
+        open_to = rank_nodes(request, offers).first(1, leader.declined)
+        if [candidate.node for candidate in open_to] != [to]:
+            raise self.violated(world, start.job, f"{node.name} chose another host than the ranking of its view gives")
+
+
+class StepsInLease(JobChecker):
+    """J10: a guest takes no step outside its runner's lease, by that node's boot clock, suspended or not.
+
+    Found by: guests that nothing stops at the end of their lease.
+    """
+
+    name = "J10"
+
+    def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
+        runner, member = node.participant.runners.get(job), node.participant.members.get(job)
+        if member is not None:
+            inside = node.boot() < member.until or member.spec.on_partition != "freeze"
+        else:
+            inside = runner is not None and (runner.holds_lease(node.boot()) or runner.spec.on_partition != "freeze")
+        if not inside:
+            raise self.violated(world, job, f"a guest on {node.name} took a step outside its lease")
+
+
+class NoDuplicates(JobChecker):
+    """J12: under `freeze`, no guest takes steps under a lower term while another node holds the lease under a higher one.
+
+    Found by: a lease returned while gang members still run; members that count their lease from the answer.
+    """
+
+    name = "J12"
+
+    def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
+        host = node.participant.runners.get(job) or node.participant.members.get(job)
+        if host is None or host.spec.on_partition != "freeze" or job in world.recovered:
+            return
+        newer = [holder.name for holder, term in world.holders(job) if term > host.term]
+        if newer:
+            raise self.violated(world, job, f"{node.name} computes the same as {newer[0]}, which has a newer term")
+
+
+def all_job_checkers() -> list[JobChecker]:
+    return [
+        OneLease(),
+        OneChain(),
+        OneEnd(),
+        HonestEnd(),
+        PlacedLease(),
+        KillSwitch(),
+        SignedSpec(),
+        SamePlacement(),
+        StepsInLease(),
+        NoDuplicates(),
+    ]

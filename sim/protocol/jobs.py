@@ -1,0 +1,739 @@
+"""The production job cores on simulated machines, under the faults of `sim.protocol.membership` and some of their own.
+
+Membership, records and trust are real. The network loses, delays, repeats and partitions messages; machines stall, sleep, crash
+around an fsync and lose their disks. Only what the job cores never see is simulated: guests that take steps, uploads and restores
+that take time, owners who pull the kill switch. One seed determines the whole run.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from random import Random
+
+import msgspec
+
+from membership.bootstrap import Address
+from membership.effects import MemberChanged
+from membership.envelope import EnvelopeError
+from membership.identity import Identity
+from mesh.consensus.effects import (
+    Committed,
+    Ended,
+    Kill,
+    Launch,
+    Notify,
+    RunUntil,
+    SaveCheckpoint,
+    SaveResult,
+    SaveWitnessRecord,
+    Send,
+    SetTimer,
+    Submitted,
+    WitnessRecord,
+)
+from mesh.consensus.forced_reconfiguration import RecoveryError, make_plan
+from mesh.consensus.gang import GangMember
+from mesh.consensus.messages import (
+    Accept,
+    AnyMessage,
+    Cancel,
+    Closed,
+    Enlist,
+    MessageError,
+    Prepare,
+    Refused,
+    Start,
+    decode_message,
+    encode_message,
+)
+from mesh.consensus.next_placement import GOES_HOME
+from mesh.consensus.participant import Directed, Participant, Role, Rules
+from mesh.consensus.reports import (
+    CheckpointFound,
+    CheckpointStored,
+    GuestExited,
+    GuestStarted,
+    KillWanted,
+    MigrateWanted,
+    ResultStored,
+    RunnerEvent,
+    VacateWanted,
+)
+from mesh.consensus.runner import Runner
+from mesh.consensus.view import Instant, Timer, View
+from mesh.consensus.witness import Witness
+from mesh.jobs.authority import encode_warrant, may_propose
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
+from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
+from placement.advert import Advert, AdvertError, decode_advert, encode_advert
+from placement.decision import witness_order
+from sim.protocol.fakes import ChecksumSealer
+from sim.protocol.faults import FaultPlan, draw_job_faults
+from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
+
+MARK = b"J"  # first byte of a job message among datagrams
+SLOTS = 2
+STEP_S = 1.0
+CHECKPOINT_EVERY_STEPS = 5
+OBSERVE_S = 2.0  # between two looks at the membership without a change
+PUBLISH_S, PUBLISH_TTL_S = 600.0, 3600.0
+USER_KEY = b"sim".ljust(32, b"\0")  # all jobs and nodes belong to one user
+LEASE_S = 6.0
+LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
+AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
+GANG_SHARE = 0.25  # of the jobs are gangs of two or three nodes
+HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
+MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
+
+
+class Guest:
+    """A simulated guest: one step a second, a checkpoint every few steps. Gang members end only when killed."""
+
+    def __init__(self, step: int, steps: int, gang_member: bool = False) -> None:
+        self.step = self.saved = step
+        self.steps = steps
+        self.gang_member = gang_member
+        self.vacating = False
+        self.ended = False
+
+
+def advert_of(node: bytes, nick: str) -> Advert:
+    """Return a node's advert, which never changes, so that a displaced job may soon return."""
+    return Advert(
+        version=1,
+        node=node,
+        nick=nick,
+        user="sim",
+        user_key=USER_KEY,
+        zone="",
+        weight=32,
+        up_since_unix=0,
+        lending=True,
+        paused=False,
+        gpus=(),
+        free_portions=(),
+        guards=False,
+        gpu_sharing=True,
+        slots=SLOTS,
+        slots_free=SLOTS,
+        cpus=8,
+        memory_mib=1 << 16,
+        engines=("process",),
+        own_only=(),
+        images=(),
+        accepts=("*",),
+        store_free_mib=1 << 20,
+    )
+
+
+class JobChecker:
+    name = ""
+
+    def handled(self, world: "JobsWorld", job: bytes) -> None:
+        """Called when a node has handled an input for this job."""
+
+    def proposed(self, world: "JobsWorld", manifest: bytes, parent: bytes | None) -> None:
+        """Called when a checkpoint is stored, before its commit."""
+
+    def committed(self, world: "JobsWorld", job: bytes, commit: Commit) -> None:
+        """Called when a runner learns that a majority holds a commit."""
+
+    def saved(self, world: "JobsWorld", node: "JobNode", witness_record: WitnessRecord) -> None:
+        """Called when a witness has written its record to disk."""
+
+    def allowed(self, world: "JobsWorld", node: "JobNode", job: bytes, until: float) -> None:
+        """Called when a guest may run until `until`, by its node's boot clock."""
+
+    def stepped(self, world: "JobsWorld", node: "JobNode", job: bytes) -> None:
+        """Called before a guest takes a step."""
+
+    def placed(self, world: "JobsWorld", node: "JobNode", start: Start, to: bytes) -> None:
+        """Called when a leader has chosen the host `to`."""
+
+    def launched(self, world: "JobsWorld", node: "JobNode", job: bytes, spec: bytes) -> None:
+        """Called before a guest starts; `spec` is the job's signed description."""
+
+    def switched(self, world: "JobsWorld", node: "JobNode") -> None:
+        """Called after the owner of this node pulled the kill switch."""
+
+    def recovered(self, world: "JobsWorld", job: bytes) -> None:
+        """Called when the user recovers a job from the remaining records; earlier decisions no longer bind it."""
+
+    def violated(self, world: "JobsWorld", job: bytes, text: str) -> Violation:
+        return Violation(f"{self.name} at {world.kernel.now:.3f} s, job {job.hex()[:8]}: {text}")
+
+
+class JobDisk(Disk):
+    """The disk of a node with its witness records. `name` identifies the journal (`record.Voter`)."""
+
+    name: bytes = b""
+    witness_records: dict[bytes, WitnessRecord] = msgspec.field(default_factory=dict)
+
+
+class JobNode(MembershipNode):
+    world: "JobsWorld"
+    disk: JobDisk
+
+    def __init__(self, world: "JobsWorld", number: int, identity: Identity, chain: bytes) -> None:
+        super().__init__(world, number, identity, chain)
+        self.participant: Participant
+        self.guests: dict[bytes, Guest] = {}
+        self.crash_at_save = ""
+        self.gang_members_started = 0
+        self._allowed: dict[bytes, float] = {}
+        self._observe_pending = False
+        self._sealer: ChecksumSealer
+
+    def new_disk(self) -> JobDisk:
+        return JobDisk(name=self.world.streams.get(self.name, "journal").randbytes(8))
+
+    # --- life
+
+    def start(self, *, crash_at: str = "") -> None:
+        self.guests, self._allowed, self._observe_pending, self.crash_at_save = {}, {}, False, ""
+        super().start(crash_at=crash_at)
+        if not self.up:
+            return
+        self._sealer = ChecksumSealer(self.identity, self.core.trust.mesh_id, lambda *written: None)
+        rules = Rules(
+            _open_spec,
+            self._admit,
+            lambda *asked: True,
+            lambda message, spec: message.reconfiguration == b"signed",
+            self._may_propose,
+            self._warrant,
+        )
+        rng = self.world.streams.get(self.name, "jobs")
+        self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
+        for job in sorted(self.disk.witness_records):
+            witness_record = self.disk.witness_records[job]
+            self.perform_jobs(self.participant.restore(self.world.restored(witness_record, self), self.instant))
+        self._publish()
+        self._observe_periodically()
+
+    def crash(self) -> None:
+        """Crash; guests end with the daemon."""
+        super().crash()
+        for guest in self.guests.values():
+            guest.ended = True
+        self.guests = {}
+
+    def leave(self) -> None:
+        """Drain, give the guests notice, leave the mesh, and restart after a while."""
+        self.perform(self.core.swim.set_draining(True, self.boot()))
+        for job in self.participant.hosted:
+            self.report(job, VacateWanted(5.0, "its node leaves"))
+        self.after(6.0, self._finish_leaving)
+
+    def _finish_leaving(self) -> None:
+        if self.world.healed:
+            self.perform(self.core.swim.set_draining(False, self.boot()))
+            return
+        super().leave()
+        rng = self.world.streams.get("world", "leave")
+        self.world.kernel.after(rng.uniform(5.0, 60.0), self.world._restart, self, "")
+
+    def pull_kill_switch(self) -> None:
+        """Kill all guests at once, as `mesh reclaim --now` does, without asking other nodes."""
+        for job in self.participant.hosted:
+            self.report(job, KillWanted("its owner"))
+        self.world.switched(self)
+
+    @property
+    def instant(self) -> Instant:
+        return Instant(self.boot(), int(self.unix() * 1000))
+
+    # --- view of the mesh
+
+    def _publish(self) -> None:
+        self.core.publish("advert", encode_advert(advert_of(self.id, self.name)), PUBLISH_TTL_S)
+        self.core.publish("disk", self.disk.name, PUBLISH_TTL_S)
+        self.after(PUBLISH_S, self._publish)
+
+    def _observe_periodically(self) -> None:
+        self.observe()
+        self.after(OBSERVE_S, self._observe_periodically)
+
+    def observe_soon(self) -> None:
+        if not self._observe_pending:
+            self._observe_pending = True
+            self.after(0.1, self._observe_now)
+
+    def _observe_now(self) -> None:
+        self._observe_pending = False
+        self.observe()
+
+    def observe(self) -> None:
+        self.perform_jobs(self.participant.observe(self.view(), self.instant))
+
+    def view(self) -> View:
+        members, unix = self.core.swim.table.all(), self.unix()
+        alive = frozenset(member.node for member in members if member.present)
+        adverts = []
+        for record in self.core.records.section("advert", unix):
+            if record.node in alive and not self.core.swim.is_unreachable(record.node):
+                try:
+                    adverts.append(decode_advert(record.node, record.body))
+                except AdvertError:
+                    continue
+        return View(
+            self.id,
+            alive,
+            frozenset(member.node for member in members if member.draining),
+            frozenset(member.node for member in members if member.state == "left"),
+            tuple(sorted(adverts, key=lambda advert: advert.node)),
+            {record.node: record.body for record in self.core.records.section("disk", unix)},
+        )
+
+    # --- messages and timers
+
+    def handle_datagram(self, data: bytes, source: Address) -> None:
+        if not data.startswith(MARK):
+            super().handle_datagram(data, source)
+            return
+        try:
+            sender, payload = self._sealer.open_addressed(data[1:], self.core.trust.with_tag)
+            message = decode_message(payload)
+        except (EnvelopeError, MessageError):
+            return
+        if self.core.trust.credentials(sender, self.unix()) is not None:
+            self.handle_message(sender, message)
+
+    def handle_message(self, sender: bytes, message: AnyMessage) -> None:
+        self.perform_jobs(self.participant.receive(sender, message, self.instant))
+        self.world.handled(message.job)
+
+    def send(self, to: bytes, message: AnyMessage) -> None:
+        if to == self.id:
+            self.after(0.0, self.handle_message, self.id, message)
+            return
+        member = self.core.swim.table.get(to)
+        if member is not None:
+            sealed = self._sealer.seal_to(to, encode_message(message))
+            self.world.send_datagram(self, MARK + sealed, (member.host, member.port))
+
+    def _job_timer(self, job: bytes, role: Role, timer: Timer) -> None:
+        self.perform_jobs(self.participant.on_timer(job, role, timer, self.instant))
+        self.world.handled(job)
+
+    def report(self, job: bytes, event: RunnerEvent) -> None:
+        self.perform_jobs(self.participant.report(job, event, self.instant))
+
+    def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
+        return "its slots are taken" if len(self.participant.hosted) >= SLOTS else None
+
+    def _may_propose(self, sender: bytes, message: Accept, known: WitnessRecord, spec: JobSpec, created: bool) -> bool:
+        return may_propose(sender, message, known, spec, created, self._warrants, self._may_lend)
+
+    def _may_lend(self, node: bytes) -> bool:
+        return any(record.node == node for record in self.core.records.section("advert", self.unix()))
+
+    def _warrant(self, job: bytes, term: int, node: bytes) -> bytes:
+        return self._sealer.seal("warrant", encode_warrant(job, term, node))
+
+    def _warrants(self, warrant: bytes, job: bytes, term: int, node: bytes) -> bytes | None:
+        try:
+            giver, payload = self._sealer.open("warrant", warrant)
+        except EnvelopeError:
+            return None
+        return giver if payload == encode_warrant(job, term, node) else None
+
+    # --- effects of the cores
+
+    def perform_jobs(self, outputs: Sequence[Directed]) -> None:
+        life = self.life
+        for output in outputs:
+            if not self.up or self.life != life:
+                return
+            self._perform_job(output)
+
+    def _perform_job(self, output: Directed) -> None:
+        job, effect, world = output.job, output.effect, self.world
+        guest = self.guests.get(job)
+        match effect:
+            case SaveWitnessRecord(witness_record=witness_record):
+                self._save(witness_record)
+            case Send(to=to, message=message):
+                if isinstance(message, Start):
+                    for checker in world.job_checkers:
+                        checker.placed(world, self, message, to)
+                self.send(to, message)
+            case SetTimer(name=name, token=token, at=at):
+                delay = max(0.0, (at - self.boot()) / self.rate)
+                self.after(delay, self._job_timer, job, output.role, Timer(name, token))
+            case RunUntil(boot_s=boot_s):
+                self._allowed[job] = boot_s
+                world.allowed(self, job, boot_s)
+            case Launch(record=record):
+                host = self.participant.members.get(job) or self.participant.runners.get(job)
+                self.after(world.draw(self, "restore", 0.1, 1.0), self._launch, job, record, host)
+            case SaveCheckpoint(seq=seq, parent=parent):
+                self._save_checkpoint(job, seq, parent, guest)
+            case SaveResult():
+                self.after(0.2, self.report, job, ResultStored(None, ()))
+            case Committed(commit=commit):
+                world.log.add(world.kernel.now, "commit", job, commit.seq, commit.term, commit.manifest)
+                world.commits += 1
+                for checker in world.job_checkers:
+                    checker.committed(world, job, commit)
+            case Notify(reason=reason) if guest is not None:
+                guest.vacating = True
+                world.returns += reason == GOES_HOME
+            case Kill() if guest is not None and not guest.ended:
+                guest.ended = True
+                self.after(0.0, self.report, job, GuestExited(137, False, False))
+            case Submitted(problem=problem):
+                world.submitted(job, problem)
+            case Ended(reason=reason):
+                world.log.add(world.kernel.now, "ended", self.name, job, reason)
+                self._allowed.pop(job, None)
+                if guest is not None:
+                    guest.ended = True
+                    del self.guests[job]
+
+    def _save(self, witness_record: WitnessRecord) -> None:
+        mode, self.crash_at_save = self.crash_at_save, ""
+        if mode == "before fsync":
+            self.crash()
+            return
+        self.disk.witness_records[witness_record.job] = witness_record
+        for checker in self.world.job_checkers:
+            checker.saved(self.world, self, witness_record)
+        if mode:
+            self.crash()
+
+    # --- guests
+
+    def _launch(self, job: bytes, record: JobRecord, host: Runner | GangMember | None) -> None:
+        now_here = self.participant.members.get(job) or self.participant.runners.get(job)
+        if host is None or host is not now_here or host.state != "restoring":
+            return
+        if self.boot() >= self._allowed.get(job, 0.0):
+            self.after(0.2, self._launch, job, record, host)
+            return
+        step = record.commit.step or 0 if record.commit is not None else 0
+        for checker in self.world.job_checkers:
+            checker.launched(self.world, self, job, host.spec_bytes)
+        guest = Guest(step, self.world.steps_of_job[job], isinstance(host, GangMember))
+        self.guests[job] = guest
+        self.gang_members_started += guest.gang_member
+        self.machine_after(STEP_S, self._take_step, job, guest)
+        self.report(job, GuestStarted(step))
+
+    def _take_step(self, job: bytes, guest: Guest) -> None:
+        if guest.ended:
+            return
+        if self.boot() < self._allowed[job]:
+            for checker in self.world.job_checkers:
+                checker.stepped(self.world, self, job)
+            guest.step += 1
+            self.world.steps += 1
+            done = guest.step >= guest.steps and not guest.gang_member
+            if done or guest.vacating:
+                guest.ended = True
+                code = 0 if done else 85
+                self.after(0.0, self.report, job, GuestExited(code, False, False))
+                return
+            if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.gang_member:
+                self.after(0.0, self.report, job, CheckpointFound())
+        self.machine_after(STEP_S, self._take_step, job, guest)
+
+    def _save_checkpoint(self, job: bytes, seq: int, parent: bytes | None, guest: Guest | None) -> None:
+        delay = self.world.draw(self, "upload", 0.05, 1.5)
+        if guest is None or guest.step == guest.saved:
+            self.after(delay, self.report, job, CheckpointStored(None, (), None))
+            return
+        guest.saved = guest.step
+        name = b"%b/%d/%d/%b/%f" % (job, seq, guest.step, self.id, self.world.kernel.now)
+        manifest = blake2b(name, digest_size=32).digest()
+        for checker in self.world.job_checkers:
+            checker.proposed(self.world, manifest, parent)
+        self.after(delay, self.report, job, CheckpointStored(manifest, (), guest.step))
+
+
+class JobsWorld(MembershipWorld):
+    """A mesh with jobs. `accepted` jobs are those whose user was told that a majority holds them.
+
+    `steps_of_job` is the length of each submitted job, in steps.
+    """
+
+    node_type = JobNode
+    nodes: list[JobNode]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        nodes: int = 12,
+        jobs: int = 6,
+        minutes: float = 10.0,
+        faults: FaultPlan | None = None,
+        job_checkers: Sequence[JobChecker] = (),
+    ) -> None:
+        super().__init__(
+            seed, nodes=nodes, minutes=minutes, faults=faults or draw_job_faults(seed, minutes), checkers=()
+        )
+        self.job_checkers = list(job_checkers)
+        self.steps_of_job: dict[bytes, int] = {}
+        self.returns = 0  # migrations back to the first node
+        self.accepted: set[bytes] = set()
+        self.lost: set[bytes] = set()  # jobs that lost the disks of a majority of their witnesses
+        self.recovered: set[bytes] = set()  # lost jobs that their user recovered
+        self.commits = self.steps = 0
+        self._wanted = jobs
+        self._wiped_at = -MIN_WIPE_INTERVAL_S
+        self._departing_submitter: tuple[bytes, JobNode] | None = None
+
+    # --- running
+
+    def run(self) -> str:
+        """RunGranted with faults, then without; return the digest. Violation if an accepted job does not end (J4)."""
+        try:
+            self.begin()
+            self.kernel.run(self.faults.until_s)
+            self.heal()
+            self.lost = {job for job in self.accepted if self._lost_quorum(job)}
+            self.kernel.run(self.kernel.now + AGREE_S)
+            for job in sorted(self.lost):
+                self._recover(job)
+            took = self.until(self.all_ended, self.bound_s, "J4")
+            self.log.add(self.kernel.now, "all ended", f"{took:.3f}")
+        except (Violation, AssertionError) as error:
+            raise Violation(f"{error}\n  SEED={self.seed}: {self.replay}") from error
+        return self.log.digest
+
+    @property
+    def replay(self) -> str:
+        options = f"--nodes {len(self.nodes)} --minutes {self.minutes:g} --jobs {self._wanted}"
+        return f"replay: python -m sim jobs --seed {self.seed} {options}"
+
+    @property
+    def bound_s(self) -> float:
+        """The time within which all jobs must end (J4): agreement of membership, and every step of every job in sequence."""
+        return 90.0 + sum(self.steps_of_job.values()) * STEP_S
+
+    def begin(self, spread_s: float = 5.0) -> None:
+        super().begin(spread_s)
+        rng = self.streams.get("world", "submit")
+        for number in range(self._wanted):
+            self.kernel.at(rng.uniform(10.0, 0.5 * self.faults.until_s), self._submit, number)
+
+    def heal(self) -> None:
+        for node in self.nodes:
+            node.crash_at_save = ""
+        super().heal()
+
+    def all_ended(self) -> bool:
+        return all(self.outcome(job) is not None for job in self.accepted - (self.lost - self.recovered))
+
+    def outcome(self, job: bytes) -> str | None:
+        """Return how the job ended, as any witness has it on disk, or None."""
+        for node in self.nodes:
+            witness_record = node.disk.witness_records.get(job)
+            if witness_record is not None and witness_record.final and witness_record.record.outcome is not None:
+                return witness_record.record.outcome.kind
+        return None
+
+    def holders(self, job: bytes) -> list[tuple[JobNode, int]]:
+        """Return the nodes that believe they hold the job's lease, with their terms."""
+        found = []
+        for node in self.nodes:
+            runner = node.participant.runners.get(job) if node.up else None
+            if runner is not None and runner.holds_lease(node.boot()):
+                found.append((node, runner.term))
+        return found
+
+    @property
+    def gang_members(self) -> int:
+        """The number of guests started as further members of a gang."""
+        return sum(node.gang_members_started for node in self.nodes)
+
+    def draw(self, node: JobNode, purpose: str, low: float, high: float) -> float:
+        return self.streams.get(node.name, purpose).uniform(low, high)
+
+    def restored(self, witness_record: WitnessRecord, node: JobNode) -> Witness:
+        """Return the witness restored from a node's disk; a negative control replaces this method."""
+        return Witness.restored(witness_record, _open_spec(witness_record.job, witness_record.spec), node.boot())
+
+    # --- jobs
+
+    def _submit(self, number: int) -> None:
+        rng = self.streams.get("world", "submit")
+        able = [node for node in self.nodes if node.up and not node.stalled]
+        if not able:
+            return
+        submitter = rng.choice(able)
+        seen = submitter.view()
+        ranked = witness_order(rng.randbytes(8), seen.adverts, seen.alive - seen.leaving)
+        others = [Voter(node, seen.disks[node]) for node in ranked if node != submitter.id and node in seen.disks]
+        gang = rng.random() < GANG_SHARE
+        homes = not gang and self.streams.get("world", "home").random() < HOME_SHARE
+        spec = JobSpec(
+            chain=b"",
+            submitter=submitter.id,
+            user="sim",
+            user_key=USER_KEY,
+            created_unix_ms=submitter.instant.unix_ms,
+            nonce=b"%d" % number,
+            argv=("train",),
+            witnesses=(Voter(submitter.id, submitter.disk.name), *(others[:2] if len(others) > 1 else ())),
+            checkpointing=Checkpointing(),
+            lease_s=LEASE_S,
+            on_partition="compute_uncommitted" if rng.random() < 0.2 else "freeze",
+            least_nodes=2 if gang else 1,
+            most_nodes=3 if gang else 1,
+            home=HomePolicy("first" if homes else "none", settle_s=SETTLE_S),
+        )
+        payload = encode_spec(spec)
+        job = job_id(payload)
+        self.steps_of_job[job] = rng.randint(20, 90)
+        submitter.perform_jobs(submitter.participant.submit(job, payload, spec, submitter.instant))
+        if number == 0 and len(spec.witnesses) > 1:
+            # J9: the submitter leaves for good as soon as its job is accepted.
+            self._departing_submitter = (job, submitter)
+
+    def submitted(self, job: bytes, problem: str | None) -> None:
+        self.log.add(self.kernel.now, "submitted", job, problem or "")
+        if problem is None:
+            self.accepted.add(job)
+            if self._departing_submitter is not None and self._departing_submitter[0] == job:
+                node = self._departing_submitter[1]
+                node.gone = node.powered_off = True
+                node.crash()
+
+    def _lost_quorum(self, job: bytes) -> bool:
+        """Tell whether the last witness group of a job has lost a majority of its disks."""
+        witness_records = [
+            node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records and not node.gone
+        ]
+        if not witness_records:
+            return True
+        config = max((witness_record.config for witness_record in witness_records), key=lambda config: config.order)
+        standing = {Voter(node.id, node.disk.name) for node in self.nodes if not node.gone}
+        return not config.quorum(standing)
+
+    def _recover(self, job: bytes) -> None:
+        """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here."""
+        nodes = [node for node in self.nodes if node.up and job in node.disk.witness_records]
+        witness_records = {node.id: node.disk.witness_records[job] for node in nodes}
+        try:
+            asker = nodes[0] if nodes else self.nodes[0]
+            plan = make_plan(job, witness_records, asker.view(), asker.instant)
+        except RecoveryError:
+            return
+        self.recovered.add(job)
+        for checker in self.job_checkers:
+            checker.recovered(self, job)
+        asker.perform_jobs(asker.participant.recover(plan, b"signed", asker.instant))
+
+    # --- incidents
+
+    def _inject(self, kind: str, up: list[JobNode], rng: Random) -> None:  # type: ignore[override]
+        victim = rng.choice(up)
+        match kind:
+            case "crash at a save":
+                victim.crash_at_save = rng.choice(["before fsync", "after fsync"])
+                self.kernel.after(rng.uniform(5.0, 30.0), self._restart, victim, "")
+            case "wipe" if self.kernel.now - self._wiped_at < MIN_WIPE_INTERVAL_S:
+                super()._inject("crash", up, rng)  # type: ignore[arg-type]
+            case "wipe":
+                self._wiped_at = self.kernel.now
+                super()._inject(kind, up, rng)  # type: ignore[arg-type]
+            case "switch":
+                busy = [node for node in up if node.participant.hosted]
+                if busy:
+                    rng.choice(busy).pull_kill_switch()
+            case "notice":
+                for job in victim.participant.hosted:
+                    victim.report(job, VacateWanted(rng.uniform(0.5, 10.0), "its owner"))
+            case "forgery":
+                for node in up:  # a malicious node sends altered descriptions of every job it knows
+                    for job, witness in list(victim.participant.witnesses.items()):
+                        witness_record = witness.witness_record
+                        spec = encode_spec(msgspec.structs.replace(witness.spec, argv=("mine, bitcoin",)))
+                        victim.send(
+                            node.id,
+                            Start(job, witness_record.promised + 1, witness_record.config, witness_record.record, spec),
+                        )
+            case "theft":
+                self._steal(victim, up)
+            case "lie":
+                self._lie(victim, up)
+            case "migrate":
+                for job in list(victim.participant.runners):
+                    victim.report(job, MigrateWanted(rng.choice([None, rng.choice(up).id])))
+            case "cancel":
+                running = sorted(job for job in self.accepted if self.outcome(job) is None)
+                if running and rng.random() < 0.3:
+                    job = rng.choice(running)
+                    for node in self.nodes:
+                        victim.send(node.id, Cancel(job=job, user="sim"))
+            case _:
+                super()._inject(kind, up, rng)  # type: ignore[arg-type]
+
+    def _steal(self, thief: JobNode, up: list[JobNode]) -> None:
+        """A malicious member that no witness has chosen asks for terms, takes leases, names groups and calls jobs over."""
+        known = {job: record for node in up for job, record in node.disk.witness_records.items()}
+        for job, record in sorted(known.items()):
+            if thief.id in record.config.nodes or job in thief.participant.runners:
+                continue
+            term, config = record.promised + 1000, record.config
+            own = Config(config.number + 1, term, (Voter(thief.id, thief.disk.name),))
+            attempt = Attempt(record.record.next_attempt, thief.id, thief.name, term, 0)
+            stolen, warrant = record.record.with_attempt(attempt), thief._warrant(job, term, thief.id)
+            voters = {voter.node: voter.disk for voter in config.everyone}
+            for node in config.nodes:
+                thief.send(node, Prepare(job=job, term=term))
+                for group in (config, own):
+                    accept = Accept(job, term, 1, group, stolen, thief.id, record.spec, None, (warrant,))
+                    thief.send(node, accept)
+                    thief.send(node, msgspec.structs.replace(accept, holder=None))
+                thief.send(node, Accept(job, 0, 1, own, JobRecord(), None, record.spec))
+            for other in up:
+                for asked in (record.promised, term):
+                    refused = Refused(
+                        job, asked, voters[config.nodes[0]], 1, 1 << 40, own, 0.0, False, True, asked, stolen
+                    )
+                    thief.send(other.id, refused)
+
+    def _lie(self, liar: JobNode, up: list[JobNode]) -> None:
+        """A malicious witness says of each job that it has ended. Of a job that it runs itself, it would be believed."""
+        for job, witness in list(liar.participant.witnesses.items()):
+            known = witness.witness_record
+            records = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
+            if any(
+                liar.id in {record.holder, *(last.node for last in record.record.attempts[-1:])} for record in records
+            ):
+                continue
+            lie = Outcome("cancelled", f"{LIE} of {liar.name}", None, None, (), 0)
+            record = msgspec.structs.replace(known.record, version=known.record.version + 1, outcome=lie)
+            for other in up:
+                if other is not liar and not witness.finished:
+                    for term in (known.accepted_term, known.promised + 1):
+                        liar.send(other.id, Closed(job, term, record))
+                    ended = (known.config, 0.0, False, True, known.accepted_term, record)
+                    liar.send(other.id, Refused(job, known.promised, liar.disk.name, 1, known.promised, *ended))
+
+    # --- calls of the checkers
+
+    def changed(self, node: MembershipNode, change: MemberChanged) -> None:
+        super().changed(node, change)
+        assert isinstance(node, JobNode)
+        node.observe_soon()
+
+    def handled(self, job: bytes) -> None:
+        for checker in self.job_checkers:
+            checker.handled(self, job)
+
+    def allowed(self, node: JobNode, job: bytes, until: float) -> None:
+        for checker in self.job_checkers:
+            checker.allowed(self, node, job, until)
+
+    def switched(self, node: JobNode) -> None:
+        for checker in self.job_checkers:
+            checker.switched(self, node)
+
+
+def _open_spec(job: bytes, payload: bytes) -> JobSpec:
+    if job_id(payload) != job:
+        raise SpecError("the description belongs to another job")
+    return decode_spec(payload)

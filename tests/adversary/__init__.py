@@ -1,0 +1,1 @@
+"""Hostile members, neighbours, guests and lenders: reusable actors, and the cases that they play against real daemons."""

@@ -1,0 +1,164 @@
+"""A member of another user sends thousands of generated requests: nothing changes that is not its own, and nothing fails.
+
+`ADVERSARY_REQUESTS` and `ADVERSARY_SEED` choose how many and which (`make adversary`).
+"""
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import aiohttp
+import pytest
+
+from membership.identity import Identity
+from membership.trust import PROVIDER
+from mesh.consensus.effects import decode_witness_record
+from mesh.daemon.layout import save_membership
+from mesh.daemon.stack import Stack, StackNode
+from mesh.model.spec import parse_job
+from tests.adversary.floods import Cost, Member
+from tests.adversary.generator import Generator, Known, Request
+from tests.chains import admitted
+from tests.e2e.commands import job_state, ok, read, running_with_checkpoint, submit_count, until
+
+pytestmark = pytest.mark.e2e
+
+COUNT, SEED = int(os.environ.get("ADVERSARY_REQUESTS", "3000")), int(os.environ.get("ADVERSARY_SEED", "1"))
+AT_A_TIME = 8
+ANSWER_S = 20.0
+TABLES = ("witness_records", "submitted", "pending_submissions", "shares", "requested_outputs", "archive")
+GROWTH_MIB, STATUS_S = 64.0, 5.0  # the benchmark asks for a second
+
+
+@pytest.fixture
+def stack(make_stack: Callable[..., Stack]) -> Stack:
+    """Three nodes of the test's user, and one of Mallory, who may lend and not submit."""
+    stack = Stack(4, overrides={"slots": 1, "grace_s": 10.0})
+    stack.found()
+    first, mallory = stack.nodes[0], stack.nodes[-1]
+    founder, node = Identity.load(first.where.key), Identity.load(mallory.where.key).node_id
+    genesis, chain = first.where.genesis.read_bytes(), first.where.chain.read_bytes()
+    own = admitted(founder, genesis, chain, node, "mallory", "mallory", time.time(), roles=(PROVIDER,))
+    save_membership(mallory.where, genesis, own, ())
+    make_stack.stacks.append(stack)  # type: ignore[attr-defined]
+    stack.start_all()
+    return stack
+
+
+def unchanging(node: StackNode, running: bytes) -> dict[str, str]:
+    """Return each thing that a node keeps of jobs, without those of a job that goes on."""
+    found: dict[str, str] = {}
+    with closing(sqlite3.connect(f"file:{node.where.journal}?mode=ro", uri=True, timeout=10)) as journal:
+        for table in TABLES:
+            for row in journal.execute(f"SELECT * FROM {table}"):
+                if row[0] != running:
+                    witness = table == "witness_records"
+                    found[f"{table} {row[0].hex()}"] = repr(decode_witness_record(row[1]) if witness else row)
+    for file in (node.where.root / "store" / "fences").glob("*"):
+        if file.name != running.hex():
+            found[f"fence {file.name}"] = file.read_text()
+    for row in read(node, "ckpt", "ls")["checkpoints"]:
+        if parse_job(row["job"]) != running:
+            found[f"checkpoint {row['id']}"] = repr(sorted(row))
+    return found
+
+
+def added(now: dict[str, str], then: dict[str, str]) -> list[str]:
+    return [key for key in now.keys() - then.keys() if not key.startswith("archive")]
+
+
+def beyond_reach(node: StackNode, submit: Callable[[], str]) -> str:
+    """Submit until a job has no witness of Mallory, who could lie about its record (docs/explanation/trust.md)."""
+    while True:
+        job = submit()
+        if "mallory" not in until(lambda: job_state(node, job).get("witnesses"), "the job's witnesses"):  # noqa: B023
+            return job
+        ok(node, "cancel", job)
+
+
+class Sender:
+    """Sends generated requests to one node and counts the answers by status."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.statuses: Counter[int] = Counter()
+        self.failures: list[tuple[int, Request]] = []
+
+    async def send(self, generator: Generator, count: int) -> None:
+        requests = generator.requests(count)
+        await asyncio.gather(*(self._worker(requests) for _ in range(AT_A_TIME)))
+
+    async def _worker(self, requests: Any) -> None:
+        peers = self._member.peers
+        assert peers._session is not None
+        for request in requests:
+            url = peers._url(self._member.victim, request.path)
+            try:
+                async with (
+                    asyncio.timeout(ANSWER_S),
+                    peers._session.request(request.method, url, data=request.body) as response,
+                ):
+                    await response.content.read(1000)
+                    status = response.status
+            except aiohttp.ClientError:
+                status = 0  # the node ended the connection
+            except TimeoutError:
+                status = -1
+            self.statuses[status] += 1
+            if status >= 500 or status == -1:
+                self.failures.append((status, request))
+
+
+async def test_generated_requests_of_another_user_change_nothing(stack: Stack) -> None:
+    victim, *others, mallory = stack.nodes
+    run = asyncio.to_thread
+    ended = await run(beyond_reach, victim, lambda: submit_count(victim, 5))
+    await run(until, lambda: job_state(victim, ended)["state"] == "done", "the first job to end")
+    going = await run(beyond_reach, victim, lambda: submit_count(victim, 100_000, "--replicas", "2"))
+    state = await run(running_with_checkpoint, victim, going)
+    after = ("submit", "--no-workdir", "--after", going, "--", "true")
+    waiting = await run(beyond_reach, victim, lambda: ok(victim, *after).strip())
+    await run(until, lambda: job_state(others[0], waiting)["state"] == "pending", "the last job to wait")
+    jobs = [parse_job(job) for job in (ended, going, waiting)]
+    mine = [victim, *others]
+    with closing(sqlite3.connect(f"file:{victim.where.journal}?mode=ro", uri=True)) as journal:
+        sealed = [bytes(row[0]) for row in journal.execute("SELECT spec FROM submitted")]
+    known = Known(
+        jobs,
+        [Identity.load(node.where.key).node_id for node in stack.nodes],
+        [bytes.fromhex(row["id"]) for row in (await run(read, victim, "ckpt", "ls"))["checkpoints"]],
+        sealed,
+        (0, 1, 2, 3, 2**40),
+    )
+    assert len(known.manifests) >= 2 and len(known.sealed) >= 3
+    before = [await run(unchanging, node, jobs[1]) for node in mine]
+    assert all(before)
+    host = stack.node(state["node"])
+    for number, target in enumerate((victim, host if host is not victim else others[0])):
+        member, cost = Member(mallory, target), Cost(target)
+        await member.peers.open()
+        sender = Sender(member)
+        try:
+            await sender.send(Generator(known, SEED + number), COUNT // 2)
+        finally:
+            await member.peers.close()
+        await run(cost.look)
+        assert not sender.failures, (len(sender.failures), sender.failures[:3], sender.statuses)
+        assert sender.statuses[200] and sender.statuses[400] and sender.statuses[403], sender.statuses
+        assert cost.grown_mib < GROWTH_MIB and cost.slowest_s < STATUS_S, (cost.grown_mib, cost.slowest_s)
+    for node, then in zip(mine, before, strict=True):
+        now = await run(unchanging, node, jobs[1])
+        for key in then:
+            assert now.get(key) == then[key], key
+        # Any member may bring a signed submission to be retried. It goes as soon as the witnesses turn out to have the job.
+        await run(until, lambda: not added(unchanging(node, jobs[1]), then), "what was added to go")  # noqa: B023
+    seq = job_state(victim, going)["checkpoint"]["seq"]
+    await run(until, lambda: job_state(victim, going)["checkpoint"]["seq"] > seq, "the running job to commit")
+    assert job_state(victim, going)["attempts"] == state["attempts"]
+    for job in (going, waiting):
+        await run(ok, victim, "cancel", job)

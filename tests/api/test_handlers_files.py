@@ -1,0 +1,145 @@
+"""`mesh cp` from a running job, whose guest changes its files meanwhile, and from a lender that stalls."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mesh.api.file_stream import entries, packed
+from mesh.api.handlers import files
+from mesh.api.handlers.logs import LogReader
+from mesh.rpc import streams
+from mesh.util.errors import MeshError
+
+
+def names(top: Path) -> list[str]:
+    return [os.fsdecode(entry.path) for entry, _ in entries(packed(top), 1 << 20)]
+
+
+def before_opening(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[Path], None]) -> None:
+    """Act between the listing of a directory and its opening."""
+    really = os.open
+
+    def late(path: Any, *arguments: Any, **more: Any) -> int:
+        if Path(path).name == name:
+            monkeypatch.setattr(os, "open", really)
+            act(Path(path))
+        return really(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", late)
+
+
+@pytest.fixture
+def ckpts(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        (tmp_path / "ckpts" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "ckpts" / f"step-{step}" / "state").write_text(str(step))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").touch()
+    (tmp_path / "elsewhere" / "link-of-the-owner").symlink_to("/home/owner/private")
+    (tmp_path / "ckpts" / "link").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "ckpts" / "pipe")
+    return tmp_path / "ckpts"
+
+
+def test_stream_has_files_directories_and_links(ckpts: Path) -> None:
+    below = {f"ckpts/{name}" for name in ("link", "step-1", "step-2", "step-1/state", "step-2/state")}
+    whole = names(ckpts)
+    assert whole[0] == "ckpts" and set(whole[1:]) == below and len(whole) == 6
+    assert names(ckpts / "link") == []
+
+
+def test_stream_skips_directory_removed_while_listing(ckpts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_opening(monkeypatch, "step-1", shutil.rmtree)
+    left = names(ckpts)
+    assert "ckpts/step-2/state" in left and "ckpts/step-1/state" not in left
+
+
+@pytest.mark.parametrize("name", ["step-1", "state"])
+def test_stream_follows_no_link_put_in_place_while_listing(
+    name: str, ckpts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(path: Path) -> None:
+        shutil.move(path, ckpts / "moved")
+        path.symlink_to(ckpts.parent / "elsewhere")
+
+    before_opening(monkeypatch, name, replace)
+    found = names(ckpts)
+    assert "ckpts" in found and not any("secret" in path or "owner" in path for path in found)
+
+
+class Dripping:
+    """A peer that answers with the pieces that a test gives, or only after hours."""
+
+    def __init__(self, pieces: Callable[[], AsyncIterator[bytes]], opens: bool = True) -> None:
+        self._pieces, self._opens = pieces, opens
+
+    @asynccontextmanager
+    async def stream(self, *request: object) -> AsyncIterator[Any]:
+        if not self._opens:
+            await asyncio.Event().wait()
+        reader = asyncio.StreamReader()
+
+        async def feed() -> None:
+            async for piece in self._pieces():
+                reader.feed_data(piece)
+            reader.feed_eof()
+
+        feeding = asyncio.create_task(feed())
+        try:
+            yield SimpleNamespace(
+                content=SimpleNamespace(readany=lambda: reader.read(1 << 20), readexactly=reader.readexactly)
+            )
+        finally:
+            feeding.cancel()
+
+
+async def drip() -> AsyncIterator[bytes]:
+    while True:
+        yield b"\0\0\0\1"
+        await asyncio.sleep(0.01)
+
+
+async def fast() -> AsyncIterator[bytes]:
+    for _ in range(40):
+        yield bytes(streams.STALL_BYTES)
+        await asyncio.sleep(0.01)
+
+
+async def copy(peer: Dripping) -> int:
+    nothing: Any = None
+    handlers = files.FileHandlers(nothing, nothing, peer, nothing)  # type: ignore[arg-type]
+    status: Any = SimpleNamespace(runner=b"lender", job=b"j" * 16)
+    return sum([len(piece) async for piece in handlers._from_runner(status, "work")])
+
+
+async def test_lender_that_drips_or_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STALL_S", 0.2)
+    async with asyncio.timeout(60):
+        assert await copy(Dripping(fast)) == 40 * streams.STALL_BYTES
+        assert await copy(Dripping(drip)) < 4000  # and the end says that it is not complete
+        with pytest.raises(MeshError, match="does not answer"):
+            await copy(Dripping(drip, opens=False))
+
+
+@pytest.mark.parametrize("opens", [True, False])
+async def test_log_is_read_from_a_witness_if_the_host_never_ends_its_answer(
+    opens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "STALL_S", 0.2)
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"\0\0"
+        await asyncio.Event().wait()
+
+    nothing: Any = None
+    lookup: Any = SimpleNamespace(me=b"me")
+    reader = LogReader(nothing, nothing, nothing, Dripping(endless, opens), lookup)  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        assert [piece async for piece in reader._from(b"lender", b"j" * 16, 0, 0, False, 0)] == []

@@ -1,0 +1,183 @@
+"""Metrics are readable by Prometheus, declared, documented, and shown on the dashboard by names that exist."""
+
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard, prometheus, stat, timeseries
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families as parsed
+
+from mesh.api.exposition import Histogram, Metric, Sheet
+from mesh.api.metric_names import METRICS
+from mesh.gpus.nvml import readings
+from tests.gpus.test_nvml import FakeNvml
+
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "examples" / "grafana-dashboard.json"
+GAUGE = Metric("some_gauge", "gauge", 'It says "how\\much",\nin two lines.', ("gpu", "model"))
+
+
+@given(st.text(), st.text(), st.floats())
+def test_metrics_round_trip_for_any_label_and_number(gpu: str, model: str, value: float) -> None:
+    sheet = Sheet([GAUGE])
+    sheet.put("some_gauge", value, gpu=gpu, model=model)
+    ((family),) = list(parsed(sheet.text()))
+    (sample,) = family.samples
+    assert family.documentation == GAUGE.help and family.type == "gauge"
+    assert sample.labels == {"gpu": gpu, "model": model}
+    assert sample.value == value or (math.isnan(value) and math.isnan(sample.value))
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(value)
+    sheet = Sheet([Metric("took_seconds", "histogram", "How long.", ("stage",))])
+    sheet.put_histogram("took_seconds", histogram, stage="gone")
+    (family,) = parsed(sheet.text())
+    told = {(one.name, one.labels.get("le", "")): one.value for one in family.samples}
+    assert [told["took_seconds_bucket", le] for le in ("0.1", "1", "+Inf")] == [2, 3, 4]
+    assert told["took_seconds_count", ""] == 4 and told["took_seconds_sum", ""] == pytest.approx(7.65)
+
+
+def test_undeclared_metrics_and_labels_are_refused() -> None:
+    sheet = Sheet([GAUGE])
+    for name, labels in (("another", {}), ("some_gauge", {"gpu": "x"}), ("some_gauge", {})):
+        with pytest.raises(KeyError):
+            sheet.put(name, 1.0, **labels)
+    sheet.put("some_gauge", None, gpu="x", model="y")
+    assert list(parsed(sheet.text())) == [], "unknown readings are left out"
+
+
+def test_names_follow_prometheus_conventions() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"(mesh|process)_[a-z_]+", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        assert not {"job", "user", "node", "name"} & set(metric.labels), (
+            f"{metric.name}: the label has unbounded values"
+        )
+
+
+def test_all_metrics_are_documented_with_their_labels() -> None:
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `([a-z_]+)` \| (\w+) \| ([^|]*) \|", page, re.MULTILINE)
+    told = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert told == {metric.name: (metric.kind, metric.labels) for metric in METRICS}
+
+
+def expressions(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value[key] for key in ("expr", "query") if isinstance(value.get(key), str) and "refId" in value]
+        return own + [found for child in value.values() for found in expressions(child)]
+    return [found for child in value for found in expressions(child)] if isinstance(value, list) else []
+
+
+def test_dashboard_uses_only_declared_metrics() -> None:
+    job_table = json.loads(DASHBOARD.read_text())
+    known = {metric.name: metric for metric in METRICS}
+    found = expressions(job_table)
+    assert len(found) > 15 and len({panel["id"] for panel in job_table["panels"]}) == len(job_table["panels"])
+    for expression in found:
+        names = re.findall(r"\b(?:mesh|process)_[a-z_]+", expression)
+        assert names, expression
+        for name in names:
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            metric = known[name] if name in known else known[base]
+            assert name == metric.name or metric.kind == "histogram", expression
+        asked = set(re.findall(r"(?:by|without) ?\(([a-z, ]+)\)", expression))
+        labels = {label.strip() for group in asked for label in group.split(",")}
+        assert labels <= {"le", "instance", "job", *(each for name in names for each in labels_of(name, known))}
+    shown = {name for expression in found for name in known if name in expression}
+    assert len(shown) > 0.6 * len(known), f"missing: {sorted(set(known) - shown)}"
+
+
+def lost(value: Any, other: Any, path: str = "") -> list[str]:
+    """List the paths at which the second value differs from the first."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        parts = [lost(value[key], other.get(key), f"{path}/{key}") for key in value]
+    elif isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        parts = [lost(*pair, f"{path}/{number}") for number, pair in enumerate(zip(value, other, strict=True))]
+    else:
+        parts = [] if value == other else [[f"{path}: {value!r}, not {other!r}"]]
+    return [where for part in parts for where in part]
+
+
+def test_grafana_types_parse_every_dashboard_field() -> None:
+    register_default_plugins()
+    job_table = json.loads(DASHBOARD.read_text())
+    read = dashboard.Dashboard.from_json(job_table)
+    assert lost(job_table, json.loads(json.dumps(read, cls=JSONEncoder))) == [], (
+        "the types of Grafana lack these fields"
+    )
+    kinds = {"stat": stat.Options, "timeseries": timeseries.FieldConfig}
+    for panel in read.panels or []:
+        assert isinstance(panel, dashboard.Panel) and panel.targets, panel.title
+        assert all(isinstance(target, prometheus.Dataquery) for target in panel.targets), (
+            "not parsed as a Prometheus query"
+        )
+        assert panel.field_config is not None
+        shown = panel.options if panel.type_val == "stat" else panel.field_config.defaults.custom
+        assert isinstance(shown, kinds[panel.type_val]), f"{panel.title}: not parsed as a {panel.type_val}"
+    changed = json.loads(DASHBOARD.read_text().replace('"unit"', '"units"', 1))
+    again = json.dumps(dashboard.Dashboard.from_json(changed), cls=JSONEncoder)
+    assert len(lost(changed, json.loads(again))) == 1, "a misspelt field is detected"
+
+
+@pytest.mark.promtool
+def test_promtool_accepts_metrics_and_dashboard_queries(tmp_path: Path) -> None:
+    sheet, histogram = Sheet(METRICS), Histogram((0.1, 1.0))
+    for metric in METRICS:
+        labels = dict.fromkeys(metric.labels, "x")
+        if metric.kind == "histogram":
+            sheet.put_histogram(metric.name, histogram, **labels)
+        else:
+            sheet.put(metric.name, 1.0, **labels)
+    told = subprocess.run(
+        ["promtool", "check", "metrics"], input=sheet.text(), capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, told.stderr) == (0, "")
+    asked = [
+        {"record": f"asked:{number}", "expr": expression.replace("$__rate_interval", "1m")}
+        for number, expression in enumerate(expressions(json.loads(DASHBOARD.read_text())["panels"]))
+    ]
+    rules = tmp_path / "rules.json"  # JSON is valid YAML
+    rules.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": asked}]}))
+    read = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True, check=False)
+    assert read.returncode == 0 and f"{len(asked)} rules found" in read.stdout, read.stderr
+
+
+def labels_of(name: str, known: dict[str, Metric]) -> tuple[str, ...]:
+    metric = known.get(name) or known[re.sub(r"_(bucket|sum|count)$", "", name)]
+    return metric.labels
+
+
+def test_gpu_reports_only_the_sensors_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    class Rates:
+        gpu = 37
+
+    nvml = FakeNvml(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda handle: Rates)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 61)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: 312_500 if handle == 0 else refuse())
+    first, second = readings()
+    assert (first.uuid, first.busy, first.celsius, first.watts) == ("GPU-0", 0.37, 61.0, 312.5)
+    assert first.used_bytes is None and second.watts is None and not nvml.open
+    lost = FakeNvml(monkeypatch, lost=True)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert [reading.uuid for reading in readings()] == ["GPU-0"] and not lost.open
+    FakeNvml(monkeypatch, init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert readings() == ()

@@ -1,0 +1,280 @@
+"""Distribution of job keys to entitled nodes, with real cores, journals and node keys; calls are direct."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptstore.cipher import StateCipher
+from membership.identity import Identity
+from membership.trust import Credentials
+from mesh.checkpoints.key_shares import Share, combine_shares, decode_share, encode_held, seal_shares
+from mesh.checkpoints.keys import Keyring, KeyRules, NoKey
+from mesh.checkpoints.witness_group import WitnessGroup
+from mesh.consensus.participant import Participant, Rules
+from mesh.consensus.witness import Witness
+from mesh.jobs.authority import is_user, may_give_share, runs
+from mesh.journal import Journal
+from mesh.model.record import Attempt, Config, JobRecord, Voter
+from mesh.model.spec import JobSpec
+from mesh.rpc.client import PeerError
+from tests.consensus.worlds import JOB, key_of, make_spec, make_witness, voters
+
+NAMES = "ABCDEF"
+KEY_RULES = KeyRules(is_user, runs, may_give_share)
+USERS = {"A": "ada"}  # A belongs to the job's user; each other node belongs to a user of its own
+
+
+class Campus:
+    """Six nodes. By default the job belongs to A, its witnesses are A, B and C, and D runs it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ids = {name: Identity.generate() for name in NAMES}
+        self.names = {identity.node_id: name for name, identity in self.ids.items()}
+        self.cipher = StateCipher.generate()
+        self.gone: set[str] = set()
+        self.calls: list[str] = []
+        self.rings: dict[str, Keyring] = {}
+        self.parts: dict[str, Participant] = {}
+        self.journals: list[Journal] = []
+        witnesses = self.nodes("ABC")
+        self.spec = make_spec(
+            submitter=witnesses[0], witnesses=voters(*witnesses), lock=seal_shares(self.cipher, witnesses)
+        )
+
+    async def start(self) -> None:
+        for name in NAMES:
+            await self.boot(name)
+        for name in "ABC":
+            self.witness(name, "ABC", holder="D")
+
+    async def boot(self, name: str) -> None:
+        identity = self.ids[name]
+        journal = Journal(self.root / f"{name}.sqlite")
+        await journal.open()
+        self.journals.append(journal)
+        rules = Rules(lambda job, sealed: self.spec, lambda job, spec, order: None, lambda sender, user, spec: True)
+        self.parts[name] = Participant(identity.node_id, b"", name, rules, Random(0))
+        peers: Any = Hands(self, name)
+        part = self.parts[name]
+        group = WitnessGroup(identity.node_id, peers, part)
+        ring = self.rings[name] = Keyring(identity, peers, journal, part, lambda: self.names, KEY_RULES, group)
+        await ring.restore()
+
+    def nodes(self, names: str) -> list[bytes]:
+        return [self.ids[name].node_id for name in names]
+
+    def witness(self, name: str, group: str, holder: str | None, number: int = 0, gang: str = "") -> Witness:
+        made: Witness = make_witness(tuple(self.nodes(group)), self.spec)
+        attempt = Attempt(0, self.ids[holder].node_id, holder, 1, 0) if holder else None
+        if attempt is not None:
+            attempt = msgspec.structs.replace(
+                attempt, gang=tuple((self.ids[member].node_id, member) for member in gang)
+            )
+        made.witness_record = msgspec.structs.replace(
+            made.witness_record,
+            config=Config(number, number, voters(*self.nodes(group))),
+            holder=self.ids[holder].node_id if holder else None,
+            record=JobRecord(attempts=(attempt,) if attempt else ()),
+        )
+        self.parts[name].witnesses[JOB] = made
+        return made
+
+    def credentials(self, name: str) -> Credentials:
+        user = USERS.get(name, name)
+        return Credentials(self.ids[name].node_id, name, user, key_of(user), 0, (), False, b"", 0, 0)
+
+    async def key(self, name: str) -> bytes:
+        cipher = await self.rings[name].cipher(JOB, self.spec, ())
+        assert cipher is not None
+        return cipher.key
+
+
+class Hands:
+    """Stands in for the network: one node's calls."""
+
+    def __init__(self, campus: Campus, caller: str) -> None:
+        self.campus, self.caller = campus, caller
+
+    async def call(self, node: bytes, method: str, path: str, body: bytes = b"", timeout_s: float = 0) -> bytes:
+        campus, name = self.campus, self.campus.names[node]
+        campus.calls.append(f"{self.caller}->{name} {path.rsplit('/', 1)[1]}")
+        await asyncio.sleep(0)
+        if name in campus.gone:
+            raise PeerError("it is gone")
+        credentials, ring = campus.credentials(self.caller), campus.rings[name]
+        if path.endswith("/witness-record"):
+            witness = campus.parts[name].witnesses.get(JOB)
+            if witness is None:
+                raise PeerError("no record", 404)
+            return msgspec.msgpack.encode(witness.witness_record)
+        if path.endswith("/share"):
+            if not await ring.store_share(JOB, credentials, decode_share(body)):
+                raise PeerError("not yours", 403)
+            return b""
+        held = await ring.held_for(JOB, credentials)
+        if held is None:
+            raise PeerError("not for you", 403)
+        return encode_held(held)
+
+
+@pytest.fixture
+async def campus(tmp_path: Path) -> AsyncIterator[Campus]:
+    made = Campus(tmp_path)
+    await made.start()
+    yield made
+    for journal in made.journals:
+        await journal.close()
+
+
+async def test_runner_gets_the_key_from_a_majority_of_witnesses(campus: Campus) -> None:
+    campus.gone = {"A"}
+    assert await campus.key("D") == campus.cipher.key
+    campus.gone = {"A", "B"}
+    assert await campus.key("D") == campus.cipher.key, "the runner keeps the key in memory"
+    await campus.boot("D")
+    assert await campus.key("D") == campus.cipher.key, "the runner keeps the key on disk"
+
+
+async def test_error_reports_too_few_witnesses(campus: Campus) -> None:
+    campus.gone = {"A", "B"}
+    with pytest.raises(NoKey, match=r"most of its witnesses are needed.*it is gone"):
+        await campus.key("D")
+
+
+@pytest.mark.parametrize("who", ["B", "E"])
+async def test_a_single_witness_and_a_checkpoint_holder_get_no_key(campus: Campus, who: str) -> None:
+    with pytest.raises(NoKey, match="not for you"):
+        await campus.key(who)
+    held = await campus.rings["C"].held_for(JOB, campus.credentials(who))
+    assert held is None
+
+
+async def test_other_nodes_of_the_user_and_gang_members_get_the_key(
+    campus: Campus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ABC":
+        campus.witness(name, "ABC", holder="D", gang="F")
+    assert await campus.key("F") == campus.cipher.key
+    monkeypatch.setitem(USERS, "E", "ada")
+    assert await campus.key("E") == campus.cipher.key
+
+
+async def test_key_is_found_despite_one_lying_witness(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = campus.rings["B"].held_for
+
+    async def lies(job: bytes, caller: Credentials) -> Any:
+        held = await real(job, caller)
+        assert held is not None
+        wrong = tuple(msgspec.structs.replace(share, value=bytes(32)) for share in held.shares)
+        return msgspec.structs.replace(held, shares=wrong, key=bytes(32))
+
+    monkeypatch.setattr(campus.rings["B"], "held_for", lies)
+    assert await campus.key("D") == campus.cipher.key
+
+
+async def test_replaced_witness_follows_the_groups_to_the_current_runner(campus: Campus) -> None:
+    """E and F replaced B and C while the job waited; they have no shares, and C does not know that it was replaced."""
+    for name in "AEF":
+        campus.witness(name, "AEF", holder="D", number=1)
+    campus.witness("B", "AEF", holder=None, number=1)
+    campus.witness("C", "ABC", holder=None)
+    assert await campus.rings["C"].held_for(JOB, campus.credentials("D")) is not None
+    assert await campus.rings["C"].held_for(JOB, campus.credentials("E")) is None, "E is a witness but not the runner"
+    campus.gone = {"F"}
+    assert await campus.key("D") == campus.cipher.key
+
+
+async def test_replaced_witness_sends_no_share_unless_a_majority_names_the_runner(campus: Campus) -> None:
+    for name in "ABCEF":
+        campus.witness(name, "AEF", holder=None if name in "BC" else "D", number=1)
+    campus.gone = {"E", "F"}
+    assert await campus.rings["B"].held_for(JOB, campus.credentials("D")) is None, (
+        "a majority of the group must confirm the runner"
+    )
+    campus.gone = set()
+    assert await campus.rings["B"].held_for(JOB, campus.credentials("D")) is not None
+    for name in "EF":
+        campus.witness(name, "AEF", holder=None, number=1)
+    assert await campus.rings["B"].held_for(JOB, campus.credentials("D")) is None
+
+
+async def test_runner_gives_new_witnesses_enough_shares_for_the_key(campus: Campus) -> None:
+    await campus.key("D")
+    for name in "DEF":
+        campus.witness(name, "DEF", holder="D", number=1)
+    runner: Any = Runs(campus.spec, Config(1, 1, voters(*campus.nodes("DEF"))))
+    ring = campus.rings["D"]
+    campus.gone = {"F"}
+    ring.share_with_new_witnesses(JOB, runner)
+    await ring._sharing[JOB]
+    ring.share_with_new_witnesses(JOB, runner)
+    campus.gone = set()
+    await ring._sharing[JOB]  # the runner tries F again
+    calls = len(campus.calls)
+    ring.share_with_new_witnesses(JOB, runner)
+    await asyncio.gather(*ring._sharing.values())
+    assert len(campus.calls) == calls, "the runner sends no share twice"
+
+    lost = msgspec.structs.replace(
+        runner.config, members=(*runner.config.members[:2], Voter(campus.nodes("F")[0], b"new"))
+    )
+    runner.config = lost
+    ring.share_with_new_witnesses(JOB, runner)
+    await ring._sharing[JOB]
+    assert len(campus.calls) > calls, "a witness with a new disk needs a new share"
+
+    campus.gone = {*"ABCD"}
+    for name in "EF":
+        await campus.boot(name)
+        campus.witness(name, "DEF", holder="E", number=1)
+    assert await campus.key("E") == campus.cipher.key
+
+
+async def test_witness_takes_shares_only_from_the_runner_or_the_user(campus: Campus) -> None:
+    share = Share(b"evil....", 1, 1, bytes(32))
+    store = campus.rings["B"].store_share
+    assert not await store(JOB, campus.credentials("E"), share) and not await store(
+        b"?" * 16, campus.credentials("A"), share
+    )
+    assert await store(JOB, campus.credentials("D"), share) and await store(JOB, campus.credentials("A"), share)
+    assert await campus.key("D") == campus.cipher.key, "a wrong share does not hide the right one"
+
+
+async def test_job_without_encryption_has_no_key(campus: Campus) -> None:
+    spec: JobSpec = msgspec.structs.replace(campus.spec, lock=None)
+    assert await campus.rings["D"].cipher(JOB, spec) is None
+    campus.parts["B"].witnesses[JOB].spec = spec
+    assert await campus.rings["B"].held_for(JOB, campus.credentials("A")) is None
+
+
+async def test_unreadable_share_is_ignored(campus: Campus) -> None:
+    lock = msgspec.structs.replace(campus.spec.lock, shares=(b"nonsense",) * 3)  # type: ignore[arg-type]
+    campus.parts["B"].witnesses[JOB].spec = msgspec.structs.replace(campus.spec, lock=lock)
+    held = await campus.rings["B"].held_for(JOB, campus.credentials("A"))
+    assert held is not None and held.shares == () and combine_shares(campus.cipher.realm, held.shares) is None
+
+
+class Runs:
+    """The attributes of a runner that the keyring reads."""
+
+    def __init__(self, spec: JobSpec, config: Config) -> None:
+        self.spec, self.config = spec, config
+
+
+async def test_all_of_the_key_goes_only_to_a_runner_of_a_majority(campus: Campus) -> None:
+    """The submitter's node is a witness, too, and has the whole key; what it alone has accepted is not enough."""
+    campus.rings["A"]._ciphers[campus.cipher.realm] = campus.cipher
+    campus.witness("A", "ABC", holder="E")
+    assert await campus.rings["A"].held_for(JOB, campus.credentials("E")) is None
+    held = await campus.rings["A"].held_for(JOB, campus.credentials("D"))
+    assert held is not None and held.key == campus.cipher.key
+    campus.gone = {"B", "C"}
+    assert await campus.rings["A"].held_for(JOB, campus.credentials("E")) is None, "nobody else can be asked"
+    held = await campus.rings["A"].held_for(JOB, campus.credentials("A"))
+    assert held is not None and held.key == campus.cipher.key

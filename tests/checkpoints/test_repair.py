@@ -1,0 +1,133 @@
+"""Repair: exactly one node copies a checkpoint that has lost holders, and only once the repair is due."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+import mesh.checkpoints.repair as module
+from mesh.checkpoints.repair import LOST_S, Kept, Repair, kept
+from mesh.checkpoints.replica_policy import ReplicaPolicy
+from mesh.checkpoints.replicator import Replicated
+from mesh.consensus.status import JobStatus
+from mesh.model.record import Attempt, Commit, Config, Outcome
+from tests.consensus.worlds import JOB, A, B, C, D, E, voters
+
+F = b"\x06" * 32
+CHECKPOINT, RESULT = b"c" * 32, b"r" * 32
+COMMIT = Commit(3, 1, CHECKPOINT, None, (B, C), 30, 1)
+RUNS = JobStatus(
+    job=JOB,
+    name="",
+    user="ada",
+    submitter=A,
+    command="",
+    created_unix_ms=0,
+    state="running",
+    detail="",
+    rank=(0, 1, 1, 2),
+    config=Config(0, 0, voters(A, B, C)),
+    gpus=0,
+    attempts=(Attempt(0, D, "d", 1, 0),),
+    commit=COMMIT,
+    runner=D,
+)
+WAITS = msgspec.structs.replace(RUNS, state="pending", runner=None)
+OVER = msgspec.structs.replace(WAITS, state="done", outcome=Outcome("done", "done", 0, RESULT, (B, C), 1))
+
+
+class Bench:
+    """Repair on one node, with a replicator that records its calls and a clock set by the test."""
+
+    def __init__(self, me: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copied: list[tuple[bytes, tuple[bytes, ...], int]] = []
+        self.told: list[tuple[bytes, tuple[bytes, ...]]] = []
+        self.can_take: tuple[bytes, ...] = (E, F)
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        store: Any = type("Has", (), {"has": staticmethod(lambda manifest: True)})
+        replica_policy = ReplicaPolicy(0, 0, (B, C, E, F))
+        replicator: Any = self
+        self.repair = Repair(me, replicator, store, lambda job: replica_policy, self.tell)
+
+    async def replicate(self, manifest: bytes, chosen: object, able: list[bytes], want: int) -> Replicated:
+        self.copied.append((manifest, tuple(able), want))
+        took = tuple(node for node in able if node in self.can_take)[:want]
+        return Replicated(took, "" if took else "they are full", ())
+
+    async def tell(self, job: bytes, manifest: bytes, holders: tuple[bytes, ...], words: str) -> None:
+        assert "copied to" in words
+        self.told.append((manifest, holders))
+
+    async def look(self, status: JobStatus, staying: set[bytes], after_s: float = 0.0, runs_here: bool = False) -> None:
+        self.now += after_s
+        self.repair._look_at = 0.0
+        self.repair.look([status], staying, {JOB} if runs_here else set())
+        if self.repair._task is not None:
+            await asyncio.gather(self.repair._task)
+
+
+def test_kept_names_the_manifest_its_holders_and_the_wanted_copies() -> None:
+    assert kept(RUNS) == Kept(CHECKPOINT, (D, B, C), 2)
+    assert kept(OVER) == Kept(RESULT, (D, B, C), 2)
+    moved = msgspec.structs.replace(RUNS, runner=B, attempts=(*RUNS.attempts, Attempt(1, B, "b", 2, 0)))
+    assert kept(moved) == Kept(CHECKPOINT, (B, D, C), 2), "a node that resumed from the checkpoint holds it too"
+    assert kept(msgspec.structs.replace(RUNS, commit=None)) is None
+    alone = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=()))
+    assert kept(alone) is None, "no other node was to hold the checkpoint"
+
+
+async def test_runner_replaces_a_lost_holder_and_reports_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(D, monkeypatch)
+    everybody = {A, B, C, D, E, F}
+    await bench.look(RUNS, everybody, LOST_S * 9, runs_here=True)
+    assert not bench.copied
+    await bench.look(RUNS, everybody - {C}, runs_here=True)
+    await bench.look(RUNS, everybody - {C}, LOST_S - 1, runs_here=True)
+    await bench.look(RUNS, everybody, 0.5, runs_here=True)
+    await bench.look(RUNS, everybody - {C}, 0.5, runs_here=True)
+    assert not bench.copied, "the holder returned in the meantime"
+    await bench.look(RUNS, everybody - {C}, LOST_S, runs_here=True)
+    assert bench.copied == [(CHECKPOINT, (C, E, F), 1)] and bench.told == [(CHECKPOINT, (B, E))]
+    await bench.look(RUNS, everybody - {C}, LOST_S * 9, runs_here=True)
+    assert len(bench.copied) == 1, "the node remembers the copy before a record names it"
+    named = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=(B, E)))
+    bench.can_take = (F,)
+    await bench.look(named, everybody - {C, E}, runs_here=True)
+    await bench.look(named, everybody - {C, E}, LOST_S, runs_here=True)
+    assert len(bench.copied) == 2 and bench.told[-1] == (CHECKPOINT, (B, F))
+
+
+@pytest.mark.parametrize("status", [WAITS, OVER])
+async def test_first_remaining_holder_repairs_a_job_without_a_runner(
+    status: JobStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staying = {A, C, E, F}
+    manifest = RESULT if status is OVER else CHECKPOINT
+    for me, acts in ((C, True), (A, False), (E, False)):
+        bench = Bench(me, monkeypatch)
+        await bench.look(status, staying)
+        await bench.look(status, staying, LOST_S)
+        assert bench.copied == ([(manifest, (B, E, F), 2)] if acts else [])
+
+
+async def test_running_job_is_repaired_only_by_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(B, monkeypatch)
+    await bench.look(RUNS, {A, B, D, E})
+    await bench.look(RUNS, {A, B, D, E}, LOST_S)
+    await bench.look(msgspec.structs.replace(RUNS, state="starting"), {A, B, D, E}, LOST_S)
+    assert not bench.copied
+
+
+async def test_repair_without_a_willing_node_is_retried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(C, monkeypatch)
+    bench.can_take = ()
+    await bench.look(WAITS, {C, E, F})
+    await bench.look(WAITS, {C, E, F}, LOST_S)
+    await bench.look(WAITS, {C, E, F}, LOST_S)
+    assert len(bench.copied) == 1 and not bench.told
+    bench.can_take = (F,)
+    await bench.look(WAITS, {C, E, F}, LOST_S)
+    assert len(bench.copied) == 2 and bench.told == [(CHECKPOINT, (F,))]
+    await bench.repair.close()

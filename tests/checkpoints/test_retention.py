@@ -1,0 +1,140 @@
+"""Retention: when space is short, checkpoints of the jobs that ended longest ago go first; those still needed stay."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptstore.store import Store
+from mesh.checkpoints.retention import FULL_SHARE, Retention, excess_bytes
+from mesh.consensus.status import JobStatus, status_of
+from mesh.journal import Journal
+from mesh.model.record import Outcome
+from tests.ckptstore.worlds import open_store, save, write_tree
+from tests.consensus.worlds import make_witness
+
+DAY_S = 86_400.0
+NOW = 100 * DAY_S
+ONE, TWO, THREE = (name * 16 for name in (b"1", b"2", b"3"))
+BYTES = 100_000
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    yield journal
+    await journal.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return a store with 300 kB of three jobs, without duplicate data."""
+    store = open_store(tmp_path / "store", quota_bytes=10 * BYTES)
+    for job in (ONE, TWO, THREE):
+        write_tree(tmp_path / "in", {"a": os.urandom(BYTES)})
+        save(store, tmp_path / "in", job=job)
+    for pack in store.packs.iterdir():  # old, because young packs are not collected
+        os.utime(pack, (0, 0))
+    return store
+
+
+@pytest.fixture
+def retention(store: Store, journal: Journal) -> Retention:
+    return Retention(store, journal, keep_s=7 * DAY_S)
+
+
+def told(job: bytes, over: bool = True, settled: int = 0) -> JobStatus:
+    outcome = Outcome("done", "exit 0", 0, None, (), int(NOW * 1000)) if over else None
+    status = status_of(job, make_witness(), None, "running", "", None)
+    return msgspec.structs.replace(status, job=job, outcome=outcome, settled=settled)
+
+
+def kept(store: Store) -> set[bytes]:
+    return {info.job for info in store.manifests()}
+
+
+def fill(store: Store) -> None:
+    """Make the kept checkpoints slightly larger than their limit."""
+    store.quota_bytes = int(store.stored_bytes() / FULL_SHARE) - BYTES // 2
+
+
+async def test_all_checkpoints_stay_while_space_is_free(retention: Retention, store: Store) -> None:
+    statuses = {job: told(job) for job in (ONE, TWO, THREE)}
+    await retention.tidy(statuses, NOW)
+    await retention.tidy(statuses, NOW + 1000 * DAY_S)
+    assert kept(store) == {ONE, TWO, THREE}
+
+
+async def test_job_that_ended_first_is_dropped_first_and_no_more_than_needed(
+    retention: Retention, store: Store
+) -> None:
+    await retention.tidy({ONE: told(ONE), TWO: told(TWO, over=False)}, NOW)
+    await retention.tidy({ONE: told(ONE), TWO: told(TWO)}, NOW + DAY_S)
+    fill(store)
+    before = store.stored_bytes()
+    await retention.tidy({}, NOW + 30 * DAY_S)
+    assert kept(store) == {TWO, THREE} and store.stored_bytes() < before, "the space is freed at once"
+    fill(store)
+    await retention.tidy({}, NOW + 30 * DAY_S)
+    assert kept(store) == {THREE}, "no status reports the end of job three"
+    fill(store)
+    await retention.tidy({}, NOW + 1000 * DAY_S)
+    assert kept(store) == {THREE}
+
+
+async def test_recently_ended_job_stays_even_when_space_is_short(retention: Retention, store: Store) -> None:
+    store.quota_bytes = 1
+    statuses = {job: told(job) for job in (ONE, TWO, THREE)}
+    await retention.tidy(statuses, NOW)
+    await retention.tidy(statuses, NOW + 7 * DAY_S - 1)
+    assert kept(store) == {ONE, TWO, THREE}
+    await retention.tidy({}, NOW + 7 * DAY_S)
+    assert kept(store) == set()
+
+
+async def test_job_reported_as_running_again_is_kept(retention: Retention, store: Store) -> None:
+    store.quota_bytes = 1
+    await retention.tidy({ONE: told(ONE)}, NOW)
+    await retention.tidy({ONE: told(ONE, over=False)}, NOW + DAY_S)
+    await retention.tidy({}, NOW + 50 * DAY_S)
+    assert ONE in kept(store)
+
+
+async def test_jobs_submitted_on_this_node_are_kept(retention: Retention, store: Store, journal: Journal) -> None:
+    store.quota_bytes = 1
+    await journal.save_submitted(ONE, b"its description")
+    await retention.tidy({ONE: told(ONE), TWO: told(TWO)}, NOW)
+    await retention.tidy({}, NOW + 50 * DAY_S)
+    assert kept(store) == {ONE, THREE}
+
+
+async def test_end_times_of_jobs_survive_a_restart(retention: Retention, store: Store, journal: Journal) -> None:
+    store.quota_bytes = 1
+    await retention.tidy({ONE: told(ONE)}, NOW)
+    standby = Retention(store, journal, keep_s=7 * DAY_S)
+    await standby.restore()
+    await standby.tidy({}, NOW + 7 * DAY_S)
+    assert kept(store) == {TWO, THREE}
+    await standby.tidy({}, NOW + 7 * DAY_S)
+    assert await journal.ended() == {}, "the journal forgets a job without checkpoints here"
+
+
+async def test_superseded_checkpoints_are_dropped_at_once(retention: Retention, store: Store, tmp_path: Path) -> None:
+    for seq in (2, 3):
+        save(store, tmp_path / "in", job=ONE, seq=seq)
+    await retention.tidy({ONE: told(ONE, over=False, settled=3)}, NOW)
+    assert [info.seq for info in store.manifests(ONE)] == [2, 3]
+
+
+def test_excess_follows_the_tightest_limit(store: Store) -> None:
+    stored = store.stored_bytes()
+    roomy, full = (lambda _: (1 << 40, 0, 1 << 39)), (lambda _: (1 << 40, 1 << 40, 0))
+    assert excess_bytes(store, roomy) < 0
+    assert excess_bytes(store, full) == stored, "no more than the stored bytes can be freed"
+    store.quota_bytes, store.foreign_quota_bytes = None, None
+    assert excess_bytes(store, roomy) < 0
+    store.quota_bytes = stored
+    assert excess_bytes(store, roomy) == stored - int(stored * FULL_SHARE)

@@ -1,0 +1,65 @@
+"""Options of job commands: environment variables, the last lines of the output, exit codes."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from mesh.cli.job_options import job_options, make_order
+from mesh.cli.jobs import _print_output, _print_tail, exit_code
+
+
+def environment(*words: str) -> dict[str, str]:
+    command = click.command()(job_options(lambda **options: options))
+    options: dict[str, Any] = command.make_context("submit", [*words, "--no-workdir", "x"]).params
+    return dict(make_order(options.pop("command"), options)["env"])
+
+
+def test_env_takes_values_from_the_environment_and_wins_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROM_HERE", "here")
+    file = tmp_path / "job.env"
+    file.write_text("# comment\n\nA=1\n  B = two=2\nFROM_HERE\n")
+    assert environment("--env-file", str(file), "-e", "A=3") == {"A": "3", "B ": " two=2", "FROM_HERE": "here"}
+    assert environment("--env", "FROM_HERE") == {"FROM_HERE": "here"}
+    for wrong in ("=1", "NOT_SET_ANYWHERE"):
+        with pytest.raises(click.BadParameter, match="write KEY=VALUE"):
+            environment("-e", wrong)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "count", "shown"),
+    [
+        ([b"a\nb\n", b"c\n"], 2, "b\nc\n"),
+        ([b"a\nb", b"b\nc"], 2, "bb\nc"),
+        ([b"a\n"], 5, "a\n"),
+        ([b"a\n"], 0, ""),
+        ([], 3, ""),
+    ],
+)
+def test_tail_prints_the_last_lines_and_returns_the_size(
+    pieces: list[bytes], count: int, shown: str, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert _print_tail(iter(pieces), count) == len(b"".join(pieces))
+    assert capfdbinary.readouterr().out == shown.encode()
+
+
+def test_followed_output_skips_bytes_already_shown(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    _print_output(iter([b"abc", b"def", b"gh"]), 4)
+    assert capfdbinary.readouterr().out == b"efgh"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        ({"kind": "done", "exit_code": 0}, 0),
+        ({"kind": "failed", "exit_code": 103}, 103),
+        ({"kind": "failed", "exit_code": None}, 125),
+        ({"kind": "cancelled", "exit_code": 137}, 125),
+        (None, 125),
+    ],
+)
+def test_run_exits_with_the_code_of_the_job(outcome: dict[str, Any] | None, code: int) -> None:
+    assert exit_code({"outcome": outcome}) == code

@@ -1,0 +1,182 @@
+"""Forced reconfiguration: the chosen record and group, the required signature, and the fencing of returning nodes."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from mesh.consensus.effects import SaveWitnessRecord, Send, Submitted, WitnessRecord
+from mesh.consensus.forced_reconfiguration import (
+    LEAP,
+    RECORD_LOST,
+    ForcedReconfiguration,
+    Plan,
+    RecoveryError,
+    decode_reconfiguration,
+    encode_reconfiguration,
+    make_plan,
+)
+from mesh.consensus.messages import Accept, Prepare, Refused
+from mesh.consensus.participant import Directed, Participant, Rules
+from mesh.consensus.proposer import Fenced, Proposer
+from mesh.consensus.witness import Witness
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
+from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view, make_witness, voters
+
+COMMIT = Commit(seq=4, term=2, manifest=b"m" * 32, parent=None, holders=(), step=20, created_unix_ms=5)
+RUNNING = Attempt(number=1, node=E, nick="e", term=2, started_unix_ms=10, seen_unix_ms=900)
+RECORD = JobRecord(version=9, commit=COMMIT, attempts=(RUNNING,))
+SEAL = b"sealed"
+
+
+def witness_record(**changes: object) -> WitnessRecord:
+    fields = {"promised": 3, "accepted_term": 2, "record": RECORD, "holder": E, **changes}
+    return msgspec.structs.replace(make_witness().witness_record, **fields)
+
+
+def plan_from(witness_records: dict[bytes, WitnessRecord], **view: object) -> Plan:
+    return make_plan(JOB, witness_records, make_view(A, (A, D, E), **view), at(100))
+
+
+def test_plan_continues_from_the_newest_remaining_record() -> None:
+    older = witness_record(accepted_term=1, record=JobRecord(version=30))
+    five = Config(number=2, term=2, members=voters(A, B, C, D, E))
+    plan = plan_from({A: witness_record(config=five), D: msgspec.structs.replace(older, config=five)})
+    assert plan.record.commit == COMMIT and plan.kept == (A, D) and plan.lost == (B, C, E)
+    assert plan.record.attempts[-1].reason == RECORD_LOST and plan.record.attempts[-1].ended_unix_ms == 900
+    assert plan.reconfiguration.term == 3 + LEAP and plan.reconfiguration.config.number == 2 + LEAP
+    assert plan.reconfiguration.config.members == voters(A, D, E) and plan.spec == SPEC_BYTES
+
+
+def test_new_group_is_odd_and_has_only_staying_nodes() -> None:
+    assert plan_from({A: witness_record()}, leaving=frozenset({D})).reconfiguration.config.members == voters(A)
+    (best,) = plan_from({A: witness_record()}, leaving=frozenset({A})).reconfiguration.config.nodes
+    assert best in {D, E}
+    lost_disk = plan_from(
+        {A: witness_record()}, disks={A: b"another!", D: b"another!", E: DISK}
+    ).reconfiguration.config.members
+    assert set(lost_disk) == {*voters(A), Voter(D, b"another!"), *voters(E)}
+
+
+@pytest.mark.parametrize(
+    ("witness_records", "words"),
+    [
+        ({}, "submit it again"),
+        ({A: witness_record(), B: witness_record()}, "needs no recovery"),
+        ({A: witness_record(final=True)}, "over"),
+    ],
+)
+def test_recovery_is_refused_without_need(witness_records: dict[bytes, WitnessRecord], words: str) -> None:
+    with pytest.raises(RecoveryError, match=words):
+        plan_from(witness_records)
+
+
+def test_reconfiguration_survives_encoding_and_nonsense_decodes_to_none() -> None:
+    reconfiguration = ForcedReconfiguration(JOB, 7, Config(number=1, term=7, members=voters(A)))
+    assert decode_reconfiguration(encode_reconfiguration(reconfiguration)) == reconfiguration
+    for nonsense in (b"", b"\xff", msgspec.msgpack.encode([1]), encode_reconfiguration(reconfiguration)[:-1]):
+        assert decode_reconfiguration(nonsense) is None
+
+
+def make_participant(node: bytes, held: WitnessRecord | None, mandated: bool = True) -> Participant:
+    rules = Rules(
+        lambda job, spec: make_spec(),
+        lambda job, spec, start: None,
+        lambda *asked: True,
+        lambda message, spec: mandated and message.reconfiguration == SEAL,
+    )
+    participant = Participant(node, DISK, "", rules, Random(1))
+    if held is not None:
+        participant.restore(Witness.restored(held, make_spec(), 100.0), at(100))
+    return participant
+
+
+def play(participants: dict[bytes, Participant], out: list[Directed], sender: bytes) -> list[Directed]:
+    """Deliver all messages and return the submitter's results."""
+    wire = [(sender, output) for output in out]
+    told: list[Directed] = []
+    while wire:
+        source, output = wire.pop(0)
+        if isinstance(output.effect, Submitted):
+            told.append(output)
+        elif isinstance(output.effect, Send) and output.effect.to in participants:
+            to = output.effect.to
+            wire += [(to, more) for more in participants[to].receive(source, output.effect.message, at(100))]
+    return told
+
+
+def test_new_group_takes_over_although_an_old_lease_still_runs() -> None:
+    participants = {
+        A: make_participant(A, witness_record()),
+        D: make_participant(D, None),
+        E: make_participant(E, None),
+    }
+    plan = plan_from({A: witness_record()})
+    assert participants[A].witnesses[JOB].lease_left_s(100.0) > 0
+    assert play(participants, participants[A].recover(plan, SEAL, at(100)), A) == [
+        Directed(JOB, "submitter", Submitted(None))
+    ]
+    held = [participant.witnesses[JOB].witness_record for participant in participants.values()]
+    assert {kept.config for kept in held} == {plan.reconfiguration.config} and {kept.record for kept in held} == {
+        plan.record
+    }
+    assert all(kept.holder is None for kept in held)
+
+
+def test_reconfiguration_without_the_users_signature_is_refused() -> None:
+    stranger = make_participant(A, witness_record(), mandated=False)
+    before = stranger.witnesses[JOB].witness_record
+    proposer = Proposer(
+        JOB, SPEC_BYTES, 3 + LEAP, plan_from({A: witness_record()}).reconfiguration.config, RECORD, None, SEAL
+    )
+    (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
+    assert stranger.receive(D, accept, at(100)) == []
+    assert stranger.witnesses[JOB].witness_record == before and stranger.refused == 1
+
+
+def test_older_reconfiguration_is_refused() -> None:
+    witness = make_witness()
+    newer = Config(number=5 * LEAP, term=9, members=voters(A))
+    witness.witness_record = witness_record(config=newer, promised=5 * LEAP)
+    witness.lease_until = 200.0
+    old = Accept(
+        JOB, 3 + LEAP, 1, plan_from({A: witness_record()}).reconfiguration.config, RECORD, None, reconfiguration=SEAL
+    )
+    (answer,) = witness.accept_reconfiguration(D, old, 100.0)
+    assert isinstance(answer, Send) and isinstance(answer.message, Refused)
+    assert witness.lease_until == 200.0 and witness.witness_record.config == newer
+
+
+def test_old_runner_and_returning_witnesses_are_fenced() -> None:
+    survivor = make_participant(A, witness_record())
+    play({A: survivor}, survivor.recover(plan_from({A: witness_record()}), SEAL, at(100)), A)
+    witness = survivor.witnesses[JOB]
+    old = Proposer(JOB, SPEC_BYTES, 2, Config(number=0, term=0, members=voters(A, B, C)), RECORD, E)
+    (renewal,) = [send.message for send in old.propose(101.0) if send.to == A]
+    (answer,) = witness.handle(E, renewal, 101.0)  # type: ignore[arg-type]
+    assert isinstance(answer, Send) and isinstance(answer.message, Refused)
+    assert isinstance(old.on_refused(A, answer.message), Fenced)
+    (answer,) = witness.handle(B, Prepare(job=JOB, term=4), 101.0)
+    assert isinstance(answer, Send) and isinstance(answer.message, Refused)
+    assert answer.message.config is not None and B not in answer.message.config.nodes, (
+        "B learns the new group, so its leader stops"
+    )
+
+
+def test_plan_keeps_an_outcome_accepted_without_a_majority() -> None:
+    done = Outcome(kind="done", detail="done", exit_code=0, manifest=None, holders=(), ended_unix_ms=1)
+    ended = RECORD.amended(attempts=(), outcome=done)
+    assert plan_from({A: witness_record(record=ended)}).record.outcome == done
+
+
+def test_record_keeps_the_users_word_before_it_is_accepted() -> None:
+    witness = make_witness()
+    config = Config(1 << 20, 1 << 20, voters(A))
+    word = Accept(JOB, 1 << 20, 1, config, JobRecord(1), None, reconfiguration=b"the user's word")
+    effects = witness.accept_reconfiguration(D, word, 0.0)
+    saved = [effect.witness_record for effect in effects if isinstance(effect, SaveWitnessRecord)]
+    assert saved[-1] == witness.witness_record and saved[-1].reconfiguration == b"the user's word"
+    assert isinstance(effects[-1], Send), "on disk before the answer"
+    stale = msgspec.structs.replace(word, term=3, config=Config(2, 3, voters(B)), reconfiguration=b"another word")
+    witness.accept_reconfiguration(D, stale, 0.0)
+    assert witness.witness_record == saved[-1]

@@ -1,0 +1,290 @@
+"""A gang's runner and its members, message by message."""
+
+import math
+
+import pytest
+
+from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, Send, SetTimer
+from mesh.consensus.gang import FORSAKEN_LEASES, GATHER_S, KEPT_S, Gang, GangMember
+from mesh.consensus.messages import (
+    Begin,
+    Dismiss,
+    Enlist,
+    Enlisted,
+    ExtendRun,
+    GangMessage,
+    GangPlace,
+    MemberEnded,
+    MemberLeaving,
+    RunGranted,
+)
+from mesh.consensus.reports import CancelWanted, GuestExited, GuestStarted, ResultStored, VacateWanted
+from mesh.consensus.runner import Runner
+from mesh.consensus.view import Timer
+from mesh.consensus.witness import RATE_BOUND
+from mesh.model.record import JobRecord
+from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_start, make_view
+
+LEASE_S = 15.0
+GANG = {"least_nodes": 2, "most_nodes": 3, "checkpointing": None}
+
+
+def says(effects: list[Effect], kind: type) -> list[tuple[bytes, GangMessage]]:
+    return [(e.to, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]  # type: ignore[misc]
+
+
+def make_gang(**changes: object) -> Gang:
+    return Gang(JOB, make_spec(**{**GANG, **changes}), SPEC_BYTES, 1)
+
+
+def enlisted(taken: bool = True) -> Enlisted:
+    return Enlisted(job=JOB, term=1, taken=taken, reason="" if taken else "full")
+
+
+def under_way(**changes: object) -> Gang:
+    """Two members, B and C, that have begun at second 0."""
+    gang = make_gang(**changes)
+    gang.gather([(B, "b"), (C, "c")], JobRecord(), at(0))
+    for node in (B, C):
+        gang.on_enlisted(node, enlisted(), at(0))
+    gang.begin("host", 1, JobRecord(), at(0))
+    return gang
+
+
+class TestLeader:
+    def test_gang_enlists_at_most_its_size_and_others_after_a_decline(self) -> None:
+        gang, places = make_gang(), [(B, "b"), (C, "c"), (D, "d")]
+        assert [send.to for send in gang.gather(places, JobRecord(), at(0))] == [B, C]
+        gang.on_enlisted(B, enlisted(False), at(0))
+        assert [send.to for send in gang.gather(places, JobRecord(), at(1))] == [C, D], "silent nodes are asked again"
+        assert gang.gathered(1.0) is None
+        for node in (C, D):
+            gang.on_enlisted(node, enlisted(), at(1))
+        assert gang.gathered(1.0) is True
+
+    @pytest.mark.parametrize(("joined", "enough"), [((), False), ((B,), True)])
+    def test_gang_begins_with_the_fewest_only_after_waiting(self, joined: tuple[bytes, ...], enough: bool) -> None:
+        gang = make_gang()
+        gang.gather([(B, "b"), (C, "c")], JobRecord(), at(0))
+        for node in joined:
+            gang.on_enlisted(node, enlisted(), at(0))
+        assert gang.gathered(GATHER_S - 0.1) is None and gang.gathered(GATHER_S) is enough
+
+    def test_gang_dismisses_members_that_join_too_late(self) -> None:
+        gang = make_gang()
+        gang.gather([(B, "b"), (C, "c")], JobRecord(), at(0))
+        gang.on_enlisted(B, enlisted(), at(0))
+        place, sends = gang.begin("host", 7, JobRecord(), at(GATHER_S))
+        assert place == GangPlace(0, 2, "host", 7) and [to for to, _ in says(list(sends), Dismiss)] == [C]
+        assert [m.place for _, m in says(list(sends), Begin)] == [GangPlace(1, 2, "host", 7)]  # type: ignore[union-attr]
+        assert says(list(gang.on_enlisted(C, enlisted(), at(9))), Dismiss)
+
+    def test_gang_extends_no_member_beyond_the_lease(self) -> None:
+        gang = under_way()
+        ((_, run),) = says(list(gang.on_may_run(B, ExtendRun(job=JOB, term=1, round=4), 9.0, at(1))), RunGranted)
+        assert run == RunGranted(job=JOB, term=1, round=4, left_s=9.0)
+        assert not gang.quiet(9.9) and gang.quiet(10.0)
+        gang.disband()
+        assert says(list(gang.on_may_run(B, ExtendRun(job=JOB, term=1, round=5), 9.0, at(2))), Dismiss)
+        assert gang.quiet(10.0), "a refused extension does not count"
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=137), at(3))
+        assert gang.quiet(3.0) and not gang.failed, "a dismissed member does not fail"
+
+    def test_member_that_fails_after_a_loss_is_not_blamed(self) -> None:
+        gang = under_way()
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
+        assert gang.failed == [("b", 1)] and not gang.sure()
+        gang.look(LEASE_S + 0.1)
+        assert gang.sure() and gang.broken == "c: lost"
+        gang = under_way()
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
+        for number in (1, 2):
+            assert not gang.sure(), "the first message may have been sent before the loss"
+            gang.on_may_run(C, ExtendRun(job=JOB, term=1, round=number), 9.0, at(6))
+        assert gang.sure() and not gang.broken
+
+    def test_first_failure_may_be_reported_last(self) -> None:
+        for code, told in ((3, [("b", 1), ("c", 3)]), (0, [("b", 1)]), (85, [("b", 1)]), (143, [("b", 1)])):
+            gang = under_way()
+            gang.on_ended(B, MemberEnded(job=JOB, term=1, code=1), at(5))
+            gang.dismiss(9.0, "a member failed")
+            gang.on_ended(C, MemberEnded(job=JOB, term=1, code=code), at(6))
+            assert gang.failed == told and gang.sure() and not gang.broken
+        gang = under_way()
+        gang.dismiss(9.0, "its owner")
+        gang.on_ended(C, MemberEnded(job=JOB, term=1, code=1), at(6))
+        assert gang.failed == [], "the other members left because they were dismissed"
+
+    def test_member_that_leaves_or_never_started_is_not_a_failure(self) -> None:
+        gang = under_way()
+        gang.on_leaving(B, MemberLeaving(job=JOB, term=1, grace_s=5.0, reason="its owner"))
+        assert gang.broken == "b: its owner"
+        gang = under_way()
+        gang.on_ended(C, MemberEnded(job=JOB, term=1, code=1, problem="could not start: no room"), at(1))
+        assert gang.broken == "c: could not start: no room"
+
+
+class MemberState:
+    """A gang member with its latest effects."""
+
+    def __init__(self) -> None:
+        self.member = GangMember(A, Enlist(job=JOB, term=1, number=0, spec=SPEC_BYTES), make_spec(**GANG))
+        self.effects = self.member.begin(at(0))
+
+    def begin(self, now: float = 1.0) -> list[Effect]:
+        self.effects = self.member.on_begin(
+            Begin(job=JOB, term=1, place=GangPlace(1, 2, "h", 1), record=JobRecord()), at(now)
+        )
+        return self.effects
+
+    def timer(self, name: str, effects: list[Effect] | None = None) -> list[Effect]:
+        timer = [e for e in (effects or self.effects) if isinstance(e, SetTimer) and e.name == name][-1]
+        return self.member.on_timer(Timer(timer.name, timer.token), at(timer.at))
+
+    def run(self, number: int, left_s: float, now: float) -> list[Effect]:
+        return self.member.on_run(RunGranted(job=JOB, term=1, round=number, left_s=left_s), at(now))
+
+    def dismiss(self, grace_s: float, now: float = 5.0) -> list[Effect]:
+        return self.member.on_dismiss(Dismiss(job=JOB, term=1, grace_s=grace_s, reason="over"), at(now))
+
+
+class TestMember:
+    def test_member_keeps_its_place_for_a_while(self) -> None:
+        member = MemberState()
+        assert member.timer("kept") == [Ended("its runner did not begin")] and KEPT_S > GATHER_S
+        begun = MemberState()
+        assert any(isinstance(effect, Launch) and effect.place is not None for effect in begun.begin())
+
+    def test_member_counts_its_time_from_its_question(self) -> None:
+        member = MemberState()
+        ((_, asked),) = says(member.begin(1.0), ExtendRun)
+        (allowed,) = member.run(asked.round, 10.0, now=8.0)  # type: ignore[union-attr]
+        assert allowed == RunUntil(1.0 + 10.0 * (1 - RATE_BOUND))
+        assert member.run(asked.round, 99.0, now=8.0) == [], "one answer to one question"  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("left_s", [0.0, -1.0, math.nan, math.inf, -math.inf])
+    def test_member_ignores_impossible_times(self, left_s: float) -> None:
+        member = MemberState()
+        member.begin()
+        assert member.run(1, left_s, 2.0) == [] and member.member.until == 0.0
+        member.timer("ask")
+        member.run(2, 1e9, 7.0)
+        assert member.member.until <= 7.0 + LEASE_S, "no longer than a lease"
+
+    def test_member_gives_up_on_a_lost_runner(self) -> None:
+        member = MemberState()
+        effects = member.begin(0.0)
+        member.member.started()
+        for _ in range(3 * FORSAKEN_LEASES):
+            effects = member.timer("ask", effects)
+        assert [type(e) for e in member.timer("ask", effects)] == [Kill, Ended]
+
+    def test_member_repeats_its_end_until_dismissed(self) -> None:
+        member = MemberState()
+        member.begin()
+        member.member.started()
+        effects = member.member.exited(3, "", at(2))
+        assert says(effects, MemberEnded) == says(member.timer("ask", effects), MemberEnded) != []
+        assert Ended("over") in member.dismiss(0.0)
+
+    def test_member_leaves_when_dismissed_in_any_state(self) -> None:
+        assert Ended("over") in MemberState().dismiss(9.0), "the member has a slot and no guest"
+        starting = MemberState()
+        starting.begin()
+        assert Ended("over") in starting.dismiss(0.0)
+        running = MemberState()
+        running.begin()
+        running.member.started()
+        assert Notify("vacate", 9.0, "over") in running.dismiss(9.0)
+        assert running.dismiss(0.0) == [Kill("over")]
+        end = running.member.exited(137, "", at(6))
+        assert says(end, MemberEnded) and Ended("done") in end
+
+    def test_member_obeys_its_owner_and_tells_the_runner(self) -> None:
+        member = MemberState()
+        member.begin()
+        member.member.started()
+        effects = member.member.vacate(9.0, "the owner", at(2))
+        assert says(effects, MemberLeaving) and Notify("vacate", 9.0, "the owner") in effects
+        assert member.timer("grace", effects) == [Kill("grace of the notice is over")]
+        ((_, ended),) = says(member.member.exited(137, "", at(3)), MemberEnded)
+        assert ended.problem == "the owner", "the end repeats the reason, because the notice may be lost"  # type: ignore[union-attr]
+        waiting = MemberState().member.vacate(9.0, "the owner", at(2))
+        assert says(waiting, MemberLeaving) and Ended("the owner") in waiting
+
+
+class TestRunner:
+    """The runner of a gang, with its members and with witnesses that accept everything."""
+
+    def lead(self, **changes: object) -> tuple[Runner, list[Effect]]:
+        view = make_view(D, (A, B, C, D, E))
+        runner = Runner(D, "d", make_start(), make_spec(**{**GANG, **changes}), at(0), view, lambda: ("here", 7))
+        runner.begin(at(0))
+        return runner, self.agree(runner, 0.0)
+
+    def agree(self, runner: Runner, now: float) -> list[Effect]:
+        from mesh.consensus.messages import Accepted
+
+        rounds = list(runner._proposer._open)
+        out: list[Effect] = []
+        for number in rounds:
+            for node in (A, B):
+                out += runner.on_accepted(node, Accepted(job=JOB, term=1, disk=DISK, round=number), at(now))
+        return out
+
+    def begun(self, **changes: object) -> tuple[Runner, list[bytes]]:
+        runner, effects = self.lead(**changes)
+        asked = [to for to, _ in says(effects, Enlist)]
+        for node in asked:
+            effects = runner.on_gang(node, enlisted(), at(1))
+        assert any(isinstance(effect, Launch) and effect.place == GangPlace(0, 3, "here", 7) for effect in effects)
+        runner.handle(GuestStarted(None), at(1))
+        self.agree(runner, 1.0)
+        return runner, asked
+
+    def test_runner_with_too_few_members_dismisses_all_and_releases(self) -> None:
+        runner, effects = self.lead(least_nodes=3)
+        asked = [to for to, _ in says(effects, Enlist)]
+        runner.on_gang(asked[0], enlisted(), at(1))
+        timer = SetTimer("gang", runner._tokens._latest["gang"], GATHER_S + 1)
+        effects = runner.on_timer(Timer(timer.name, timer.token), at(timer.at))
+        assert {to for to, _ in says(effects, Dismiss)} == set(asked) and runner.state == "releasing"
+        assert runner.attempt.reason == "only 2 of 3 nodes had a place at the same time" and not runner.attempt.fault
+
+    def test_lease_is_kept_while_a_member_may_run(self) -> None:
+        runner, (first, second) = self.begun()
+        for node in (first, second):
+            runner.on_gang(node, ExtendRun(job=JOB, term=1, round=1), at(2))
+        runner.handle(GuestExited(0, False, False), at(3))
+        effects = runner.handle(ResultStored(None, ()), at(3))
+        assert runner.state == "disbanding" and len(says(effects, Dismiss)) == 2 and runner.record.outcome is None
+        runner.on_gang(first, MemberEnded(job=JOB, term=1, code=0), at(4))
+        assert runner.state == "disbanding"
+        runner.on_gang(second, MemberEnded(job=JOB, term=1, code=0), at(4))
+        assert runner.state == "releasing" and runner.record.outcome is not None
+
+    def test_failure_of_the_runners_guest_waits_for_reports_of_members(self) -> None:
+        runner, (first, second) = self.begun()
+        runner.on_gang(first, ExtendRun(job=JOB, term=1, round=1), at(2))
+        assert runner.handle(GuestExited(1, False, False), at(3))[1:] == [] and runner.state == "asking"
+        for number in (2, 3):
+            runner.on_gang(first, ExtendRun(job=JOB, term=1, round=number), at(4))
+        runner.on_gang(second, MemberLeaving(job=JOB, term=1, grace_s=1.0, reason="its owner"), at(4))
+        assert "its owner" in runner._ending and runner._ending.startswith("vacated")
+        runner, members = self.begun()
+        runner.handle(GuestExited(1, False, False), at(3))
+        for node in (*members, *members):
+            assert runner.state == "asking"
+            runner.on_gang(node, ExtendRun(job=JOB, term=1, round=2), at(4))
+        assert runner._ending == "failed (exit 1)"
+
+    def test_notice_reaches_every_member(self) -> None:
+        runner, members = self.begun()
+        effects = runner.handle(VacateWanted(9.0, "the owner"), at(3))
+        assert {to for to, _ in says(effects, Dismiss)} == set(members)
+
+    def test_cancel_while_gathering_ends_the_job(self) -> None:
+        runner, _ = self.lead()
+        runner.handle(CancelWanted(), at(1))
+        runner.handle(ResultStored(None, ()), at(1))
+        assert runner.record.outcome is not None and runner.record.outcome.kind == "cancelled"

@@ -1,0 +1,135 @@
+"""Decoders of job messages, with valid and with hostile bytes."""
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.api.requests import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, SubmitOrder
+from mesh.consensus.messages import (
+    MAX_MESSAGE_BYTES,
+    Accept,
+    Accepted,
+    AnyMessage,
+    Cancel,
+    MessageError,
+    Prepare,
+    Promised,
+    Refused,
+    Released,
+    Start,
+    StartAnswer,
+    decode_message,
+    encode_message,
+)
+from mesh.consensus.status import Saving, best_of, decode_status, encode_status, status_of
+from mesh.jobs.message_sender import decode_batch
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome
+from tests.consensus.worlds import DISK, JOB, A, B, C, D, make_spec, make_witness, voters
+
+CONFIG = Config(number=1, term=2, members=voters(A, B, C), previous=voters(A, B, D))
+RECORD = JobRecord(
+    version=4,
+    commit=Commit(seq=1, term=2, manifest=b"m" * 32, parent=None, holders=(B,), step=3, created_unix_ms=5),
+    attempts=(Attempt(number=0, node=D, nick="d", term=2, started_unix_ms=1),),
+    outcome=Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=9),
+)
+EVERY: list[AnyMessage] = [
+    Prepare(job=JOB, term=3),
+    Promised(job=JOB, term=3, disk=DISK, config=CONFIG, accepted_term=2, record=RECORD, cancel_wanted=False),
+    Accept(job=JOB, term=3, round=1, config=CONFIG, record=RECORD, holder=D, spec=b"s"),
+    Accepted(job=JOB, term=3, disk=DISK, round=1),
+    Refused(
+        job=JOB,
+        disk=DISK,
+        term=3,
+        round=1,
+        promised=4,
+        config=None,
+        lease_left_s=1.0,
+        needs_spec=False,
+        finished=True,
+        record=RECORD,
+    ),
+    Start(job=JOB, term=3, config=CONFIG, record=RECORD, spec=b"s"),
+    StartAnswer(job=JOB, term=3, taken=False, reason="full"),
+    Released(job=JOB, term=3),
+    Cancel(job=JOB, user="ada"),
+]
+
+
+@pytest.mark.parametrize("message", EVERY, ids=lambda message: type(message).__name__)
+def test_message_survives_encoding(message: AnyMessage) -> None:
+    assert decode_message(encode_message(message)) == message
+
+
+@given(st.binary(max_size=300))
+def test_hostile_bytes_raise_message_error(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode_message(data)
+
+
+@given(st.sampled_from(EVERY), st.data())
+def test_damaged_message_raises_at_most_message_error(message: AnyMessage, data: st.DataObject) -> None:
+    raw = bytearray(encode_message(message))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(MessageError):
+        decode_message(bytes(raw))
+
+
+def test_oversized_message_is_refused_before_decoding() -> None:
+    with pytest.raises(MessageError, match="limit"):
+        decode_message(b"\x81" * (MAX_MESSAGE_BYTES + 1))
+
+
+@given(st.binary(max_size=300))
+def test_hostile_batches_and_statuses_are_rejected(data: bytes) -> None:
+    assert decode_status(data) is None
+    try:
+        mail = decode_batch(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return
+    assert all(isinstance(piece, bytes) for piece in mail)
+
+
+@pytest.mark.parametrize("kind", [SubmitOrder, ReclaimOrder, PauseOrder, InviteOrder, PullOrder])
+@given(data=st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode)))
+def test_hostile_orders_raise_only_decoding_errors(kind: type, data: bytes) -> None:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        msgspec.json.decode(data, type=kind)
+
+
+def test_best_of_returns_the_most_advanced_status_of_a_job() -> None:
+    witness = make_witness()
+    early = status_of(JOB, witness, None, "", "", None)
+    assert early.state == "pending" and decode_status(encode_status(early)) == early
+    witness.witness_record = msgspec.structs.replace(
+        witness.witness_record, accepted_term=2, record=msgspec.structs.replace(RECORD, outcome=None)
+    )
+    running = status_of(JOB, witness, None, "", "", None)
+    assert running.state == "starting" and running.runner == D and running.commit is not None
+    witness.witness_record = msgspec.structs.replace(witness.witness_record, accepted_term=2, record=RECORD)
+    ending = status_of(JOB, witness, None, "", "", None)
+    assert ending.state == "ending" and ending.outcome is None, "a majority may still decide otherwise"
+    witness.witness_record = msgspec.structs.replace(witness.witness_record, final=True)
+    ended = status_of(JOB, witness, None, "", "", None)
+    assert ended.state == "done" and ended.attempts[0].nick == "d"
+    waiting = status_of(JOB, make_witness(), None, "pending", "no node can run it now", None)
+    for pair in ([early, waiting], [waiting, early]):
+        assert best_of(pair) == waiting, "the status of the acting leader has precedence"
+    for views in ([early, running, ended], [ended, early, running]):
+        assert best_of(views) == ended
+    assert status_of(JOB, make_witness(spec=make_spec(argv=("x" * 999,))), None, "", "", None).command == "x" * 120
+    told = msgspec.structs.replace(running, rank=(0, 2, 0, 2), standby=B, warm=True, commit=running.commit)
+    assert best_of([told, running]).standby == B and best_of([running, told]).warm
+    assert running.commit is not None
+    newer = msgspec.structs.replace(running, commit=msgspec.structs.replace(running.commit, holders=(A,)))
+    assert best_of([told, newer]).standby == B and not best_of([told, newer]).warm, "of the new one nothing is known"
+    said = msgspec.structs.replace(told, detail="b holds checkpoints in place of c", heeds_notice=True)
+    assert best_of([said, newer]).detail == said.detail and best_of([newer, said]).heeds_notice, "a witness cannot know"
+    assert best_of([told, ended]) == ended
+    far = msgspec.structs.replace(told, saving=Saving("checkpoint", 4, 1_000, 5, 10, 2))
+    assert decode_status(encode_status(far)) == far and best_of([newer, far]).saving == far.saving
+    assert best_of([far, ended]).saving is None

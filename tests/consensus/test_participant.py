@@ -1,0 +1,257 @@
+"""Participant: witness, leader and runner of a job on one node, and the permissions of other nodes."""
+
+from random import Random
+
+import pytest
+
+from mesh.consensus.effects import Launch, Notify, Send, SetTimer, Submitted, WitnessRecord
+from mesh.consensus.leader import ANSWER_S
+from mesh.consensus.messages import (
+    Accept,
+    Accepted,
+    AnyMessage,
+    Cancel,
+    MakeRoom,
+    Prepare,
+    Refused,
+    Released,
+    Start,
+    StartAnswer,
+)
+from mesh.consensus.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules
+from mesh.consensus.reports import GuestStarted
+from mesh.consensus.view import Timer
+from mesh.consensus.witness import Witness
+from mesh.model.record import Attempt, Config, JobRecord, Outcome
+from mesh.model.spec import JobSpec, SpecError
+from tests.consensus.worlds import (
+    DISK,
+    JOB,
+    SPEC_BYTES,
+    A,
+    B,
+    C,
+    D,
+    E,
+    at,
+    make_spec,
+    make_start,
+    make_view,
+    make_witness,
+    voters,
+)
+
+URGENT = b"another's sealed spec"
+GROUP = Config(number=0, term=0, members=voters(A, B, C))
+
+
+def open_spec(job: bytes, sealed: bytes) -> JobSpec:
+    if sealed == URGENT:
+        return make_spec(user="eve", priority=90)
+    if sealed != SPEC_BYTES:
+        raise SpecError("not signed")
+    return make_spec()
+
+
+def make_participant(me: bytes = A, admit: str | None = None) -> Participant:
+    rules = Rules(
+        open_spec=open_spec, admit=lambda job, spec, start: admit, may_cancel=lambda s, user, spec: user == spec.user
+    )
+    return Participant(me, DISK, f"node-{me[0]}", rules, Random(1))
+
+
+def messages(out: list[Directed], kind: type) -> list[tuple[bytes, AnyMessage]]:
+    effects = [item.effect for item in out if isinstance(item, Directed)]
+    return [(e.to, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def introduce(participant: Participant, holder: bytes | None = None, spec: bytes | None = SPEC_BYTES) -> list[Directed]:
+    message = Accept(
+        job=JOB, term=1 if holder else 0, round=1, config=GROUP, record=JobRecord(), holder=holder, spec=spec
+    )
+    return participant.receive(holder or B, message, at(0))
+
+
+def test_witness_asks_for_the_spec_of_an_unknown_job_and_refuses_a_forgery() -> None:
+    participant = make_participant()
+    assert messages(introduce(participant, spec=None), Refused) and not participant.witnesses
+    assert introduce(participant, spec=b"forged") == [] and participant.refused == 1 and not participant.witnesses
+    introduce(participant)
+    assert JOB in participant.witnesses and JOB in participant.leaders
+
+
+def test_node_starts_a_job_once_when_its_witness_asks() -> None:
+    participant = make_participant(D)
+    out = participant.receive(A, make_start(), at(0))
+    assert [m.taken for _, m in messages(out, StartAnswer)] == [True]  # type: ignore[union-attr]
+    assert len(messages(out, Accept)) == 3 and JOB in participant.runners
+    again = participant.receive(A, make_start(), at(0))
+    assert [m.taken for _, m in messages(again, StartAnswer)] == [True] and not messages(again, Accept)  # type: ignore[union-attr]
+    other = participant.receive(A, make_start(term=2), at(0))
+    assert [m.taken for _, m in messages(other, StartAnswer)] == [False]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("sender", "admit", "spec", "words", "refused"),
+    [
+        (E, None, SPEC_BYTES, "only a witness", 1),
+        (A, "its slots are taken", SPEC_BYTES, "slots", 0),
+        (A, None, b"forged", "not signed", 1),
+    ],
+)
+def test_declined_start_names_the_reason(
+    sender: bytes, admit: str | None, spec: bytes, words: str, refused: int
+) -> None:
+    participant = make_participant(D, admit)
+    start = Start(job=JOB, term=1, config=GROUP, record=JobRecord(), spec=spec)
+    (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)
+    assert isinstance(answer, StartAnswer) and not answer.taken and words in answer.reason
+    assert participant.refused == refused and not participant.runners
+
+
+def test_repeated_outcome_does_not_delay_the_leader() -> None:
+    participant = make_participant()
+    introduce(participant, D)
+    participant.observe(make_view(A, (A, B, C, D)), at(0))
+    attempt = Attempt(0, D, "d", 1, 0, ended_unix_ms=1, reason="done")
+    ended = JobRecord(version=2, attempts=(attempt,), outcome=Outcome("done", "done", 0, None, (), 1_000))
+    for number in (2, 3):
+        accept = Accept(job=JOB, term=1, round=number, config=GROUP, record=ended, holder=None)
+        out = participant.receive(D, accept, at(1))
+    turns = [item.effect.at for item in out if isinstance(item, Directed) and isinstance(item.effect, SetTimer)]
+    assert turns == [1 + ANSWER_S]
+
+
+def test_only_the_user_of_a_job_cancels_it() -> None:
+    participant = make_participant()
+    introduce(participant)
+    participant.receive(E, Cancel(job=JOB, user="mallory"), at(0))
+    assert participant.refused == 1 and not participant.witnesses[JOB].witness_record.cancel_wanted
+    participant.receive(E, Cancel(job=b"?" * 16, user="ada"), at(0))
+    assert participant.refused == 2
+    participant.receive(E, Cancel(job=JOB, user="ada"), at(0))
+    assert participant.witnesses[JOB].witness_record.cancel_wanted
+
+
+@pytest.mark.parametrize(
+    ("spec", "after_s", "leaves", "refused"),
+    [(URGENT, 1000, True, 0), (URGENT, 10, False, 0), (SPEC_BYTES, 1000, False, 0), (b"forged", 1000, False, 1)],
+)
+def test_runner_yields_only_to_a_signed_job_of_higher_priority(
+    spec: bytes, after_s: float, leaves: bool, refused: int
+) -> None:
+    participant = make_participant(D)
+    participant.receive(A, make_start(), at(0))
+    participant.receive(A, Accepted(job=JOB, term=1, disk=DISK, round=1), at(0))
+    participant.receive(B, Accepted(job=JOB, term=1, disk=DISK, round=1), at(0))
+    participant.report(JOB, GuestStarted(None), at(0))
+    out = participant.receive(E, MakeRoom(job=JOB, wanted_by=b"urgent" + bytes(10), spec=spec), at(after_s))
+    notices = [item.effect for item in out if isinstance(item, Directed) and isinstance(item.effect, Notify)]
+    assert bool(notices) == leaves and participant.refused == refused
+    assert not leaves or "of eve, of priority 90" in notices[0].reason
+
+
+def test_submission_succeeds_when_a_majority_accepts() -> None:
+    submitter = make_participant(A)
+    out = submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert sorted(to for to, _ in messages(out, Accept)) == [A, B, C]
+    others = {node: make_participant(node) for node in (B, C)}
+    done: list[Directed] = []
+    for node, participant in others.items():
+        queue = [m for to, m in messages(out, Accept) if to == node]
+        while queue:
+            for to, answer in messages(participant.receive(A, queue.pop(), at(0)), object):
+                assert to == A
+                reply = submitter.receive(node, answer, at(0))
+                done += [item for item in reply if isinstance(item.effect, Submitted)]
+                queue += [m for target, m in messages(reply, Accept) if target == node]
+    assert done == [Directed(JOB, "submitter", Submitted(None))]
+    assert all(JOB in participant.witnesses for participant in others.values())
+
+
+def refused(promised: int, accepted_term: int = 0, finished: bool = False) -> Refused:
+    return Refused(
+        job=JOB,
+        term=0,
+        disk=DISK,
+        round=1,
+        promised=promised,
+        config=GROUP,
+        lease_left_s=0.0,
+        needs_spec=False,
+        finished=finished,
+        accepted_term=accepted_term,
+    )
+
+
+def test_submission_does_not_succeed_by_the_submitters_own_witness() -> None:
+    """The leader on the submitter asks for a term once the local witness record exists, so that witness refuses the retry."""
+    submitter = make_participant(A)
+    submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert submitter.receive(A, refused(1), at(1)) == [] and submitter.receive(A, refused(2), at(2)) == []
+    assert submitter.receive(B, refused(2), at(3)) == [Directed(JOB, "submitter", Submitted(None))], (
+        "two of three witnesses have the job"
+    )
+
+
+@pytest.mark.parametrize("known", [refused(3, accepted_term=2), refused(3, finished=True)])
+def test_submission_succeeds_when_a_witness_reports_a_won_term_or_an_end(known: Refused) -> None:
+    submitter = make_participant(A)
+    submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    assert submitter.receive(B, known, at(1)) == [Directed(JOB, "submitter", Submitted(None))]
+
+
+def test_unanswered_submission_fails_with_a_reason() -> None:
+    submitter = make_participant(A)
+    out = submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    timer = next(item.effect for item in out if isinstance(item, Directed) and not isinstance(item.effect, Send))
+    again = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(1))  # type: ignore[union-attr]
+    assert len(messages(again, Accept)) == 3, "the submission is sent again"
+    timer = next(item.effect for item in again if isinstance(item, Directed) and not isinstance(item.effect, Send))
+    last = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(SUBMIT_WITHIN_S))  # type: ignore[union-attr]
+    assert last == [Directed(JOB, "submitter", Submitted("no majority of its witnesses answered"))]
+
+
+def test_restarted_node_releases_the_lease_of_its_lost_guest() -> None:
+    held = make_witness()
+    held.handle(A, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=A), 0.0)
+    witness_record: WitnessRecord = held.witness_record
+    participant = make_participant(A)
+    out = participant.restore(Witness.restored(witness_record, make_spec(), 10.0), at(10))
+    assert sorted(to for to, _ in messages(out, Released)) == [A, B, C]
+    foreign = make_witness()
+    foreign.handle(D, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=D), 0.0)
+    out = make_participant(A).restore(Witness.restored(foreign.witness_record, make_spec(), 10.0), at(10))
+    assert messages(out, Released) == []
+
+
+def test_submitted_job_is_launched_on_the_only_lending_node() -> None:
+    """Four nodes exchange messages in order; three are witnesses and only D lends."""
+    nodes = {node: make_participant(node) for node in (A, B, C, D)}
+    queue: list[tuple[bytes, bytes, AnyMessage]] = []
+    launched: list[bytes] = []
+
+    def take(me: bytes, out: list[Directed]) -> None:
+        for item in out:
+            if isinstance(item, Directed) and isinstance(item.effect, Send):
+                queue.append((me, item.effect.to, item.effect.message))
+            elif isinstance(item, Directed) and isinstance(item.effect, Launch):
+                launched.append(me)
+
+    for node, participant in nodes.items():
+        adverts = tuple(ad for ad in make_view(node, (A, B, C, D)).adverts if ad.node == D)
+        view = make_view(node, (A, B, C, D), adverts=adverts)
+        take(node, participant.observe(view, at(0)))
+    take(A, nodes[A].submit(JOB, SPEC_BYTES, make_spec(), at(0)))
+    for _ in range(200):
+        if not queue:
+            break
+        source, target, message = queue.pop(0)
+        take(target, nodes[target].receive(source, message, at(0)))
+    assert launched == [D] and not queue
+    holders = {nodes[node].witnesses[JOB].witness_record.holder for node in (A, B, C)}
+    assert holders == {D}
+
+
+def test_prepare_for_an_unknown_job_is_refused() -> None:
+    assert messages(make_participant().receive(B, Prepare(job=JOB, term=1), at(0)), Refused)

@@ -1,0 +1,556 @@
+"""Runner: one attempt from its lease to its end, with three real witnesses."""
+
+import math
+
+import msgspec
+import pytest
+
+from mesh.consensus.effects import (
+    Committed,
+    Concluded,
+    Effect,
+    Ended,
+    Kill,
+    Launch,
+    Notify,
+    RunUntil,
+    SaveCheckpoint,
+    SaveResult,
+    SetTimer,
+    StateChanged,
+)
+from mesh.consensus.messages import Accepted, Cancel, Prepare, Refused
+from mesh.consensus.reports import (
+    CancelWanted,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointStored,
+    GuestExited,
+    GuestFailed,
+    GuestStarted,
+    KillWanted,
+    MigrateWanted,
+    Progressed,
+    Recopied,
+    ResultStored,
+    RunnerEvent,
+    VacateWanted,
+)
+from mesh.consensus.view import Timer
+from mesh.model.record import Attempt, Commit, Config, JobRecord, avoided, shunned
+from tests.consensus.worlds import (
+    DISK,
+    JOB,
+    A,
+    B,
+    C,
+    D,
+    E,
+    RunnerWorld,
+    at,
+    make_advert,
+    make_spec,
+    make_start,
+    make_view,
+    voters,
+)
+
+STORED = CheckpointStored(manifest=b"m" * 32, holders=(A, B), step=10)
+RESULT = ResultStored(manifest=b"r" * 32, holders=(A,))
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects if not isinstance(effect, StateChanged | RunUntil | SetTimer)]
+
+
+def allowed(world: RunnerWorld) -> list[float]:
+    """Return the end of each permission to run that the guest received."""
+    return [effect.boot_s for effect in world.seen if isinstance(effect, RunUntil)]
+
+
+def running(**spec: object) -> RunnerWorld:
+    world = RunnerWorld(make_spec(**spec))
+    assert kinds(world.begin()) == [Launch]
+    world.tell(GuestStarted(None))
+    assert world.runner.state == "running"
+    return world
+
+
+def records(world: RunnerWorld) -> list[JobRecord]:
+    return [witness.witness_record.record for witness in world.witnesses.values()]
+
+
+def exited(code: int, **more: object) -> GuestExited:
+    return GuestExited(**{"code": code, "oom": False, "forced_done": False, **more})  # type: ignore[arg-type]
+
+
+def test_runner_launches_nothing_before_a_majority_grants_the_lease() -> None:
+    world = RunnerWorld()
+    world.silent = {A, B}
+    assert kinds(world.begin()) == []
+    world.silent = {A}
+    assert kinds(world.timer("renew")) == [Launch]
+
+
+def test_attempt_ends_when_the_lease_cannot_be_taken() -> None:
+    world = RunnerWorld()
+    world.silent = {A, B, C}
+    world.begin()
+    assert kinds(world.timer("acquire")) == [Ended] and world.runner.state == "ended"
+
+
+def test_checkpoint_is_committed_by_a_majority_and_then_settled() -> None:
+    world = running()
+    assert world.tell(CheckpointFound()) == [SaveCheckpoint(seq=1, parent=None, final=False)]
+    assert world.tell(CheckpointFound()) == [], "one save at a time"
+    effects = world.tell(STORED)
+    assert kinds(effects) == [SaveCheckpoint, Committed], "a checkpoint found during a save is saved next"
+    commits = [record.commit for record in records(world)]
+    assert all(commit is not None and commit.manifest == STORED.manifest and commit.term == 1 for commit in commits)
+    assert [e for e in effects if isinstance(e, SaveCheckpoint)] == [
+        SaveCheckpoint(seq=2, parent=b"m" * 32, final=False)
+    ]
+
+
+def test_finished_job_ends_once_with_its_result() -> None:
+    world = running()
+    assert kinds(world.tell(exited(0))) == [SaveCheckpoint]
+    assert kinds(world.tell(CheckpointStored(None, (), None))) == [SaveResult]
+    effects = world.tell(RESULT)
+    (end,) = [effect for effect in effects if isinstance(effect, Concluded)]
+    assert kinds(effects).count(Ended) == 1 and end.outcome.kind == "done"
+    assert {record.outcome for record in records(world)} == {end.outcome}
+    assert world.runner.attempt.reason == "done" and world.runner.attempt.exit_code == 0
+    assert all(witness.lease_left_s(world.now) == 0 for witness in world.witnesses.values())
+    assert world.tell(RESULT) == [] and world.timer("renew") == []
+
+
+def test_late_checkpoint_does_not_end_the_job_twice() -> None:
+    world = running()
+    world.tell(CheckpointFound())
+    world.tell(CancelWanted())
+    assert kinds(world.tell(exited(137))) == [SaveResult]
+    assert SaveResult not in kinds(world.tell(STORED))
+
+
+def test_notice_saves_releases_the_lease_and_spends_no_error() -> None:
+    world = running()
+    effects = world.tell(VacateWanted(30.0, "the owner"))
+    assert Notify("vacate", 30.0, "the owner") in effects
+    assert world.tell(VacateWanted(5.0, "again")) == []
+    assert kinds(world.tell(exited(85))) == [SaveCheckpoint]
+    ended = [effect for effect in world.tell(STORED) if isinstance(effect, Ended)]
+    assert ended == [Ended("vacated: the owner")]
+    record = records(world)[0]
+    assert record.errors == 0 and record.outcome is None and record.commit is not None
+    assert record.attempts[-1].reason == "vacated: the owner"
+
+
+def test_job_past_its_max_time_gets_notice_saves_and_fails() -> None:
+    before = Attempt(0, E, "e", 1, 0, running_unix_ms=1_000, ended_unix_ms=41_000, reason="vacated: the owner")
+    world = RunnerWorld(
+        make_spec(max_time_s=100.0, error_budget=5), make_start(term=2, record=JobRecord(attempts=(before,)))
+    )
+    world.begin()
+    world.tell(GuestStarted(None))
+    assert Notify in kinds(world.timer("max time")) and world.now == pytest.approx(60.0), (
+        "the record already counts 40 s"
+    )
+    assert kinds(world.tell(exited(85))) == [SaveCheckpoint]
+    assert SaveResult in kinds(world.tell(STORED))
+    (end,) = [effect for effect in world.tell(RESULT) if isinstance(effect, Concluded)]
+    assert end.outcome.kind == "failed" and "its 100 s" in end.outcome.detail
+
+
+def test_user_moves_the_job_to_another_node() -> None:
+    world = running()
+    effects = world.tell(MigrateWanted(E))
+    assert Notify in kinds(effects) and world.runner.state == "vacating"
+    assert world.tell(MigrateWanted(A)) == [], "one notice at a time"
+    world.tell(exited(85))
+    world.tell(STORED)
+    record = records(world)[0]
+    assert record.prefer == E and record.attempts[-1].reason == "vacated: moved by its user" and record.errors == 0
+    again = RunnerWorld(start=make_start(term=2, record=record))
+    assert again.runner.record.prefer is None, "the next attempt runs on the preferred node"
+
+
+def test_guest_that_ignores_its_notice_is_killed_at_the_deadline() -> None:
+    world = running()
+    world.tell(VacateWanted(2.0, "the owner"))
+    assert kinds(world.timer("grace")) == [Kill]
+    world.tell(exited(137))
+    world.tell(CheckpointStored(None, (), None))
+    assert world.runner.attempt.reason == "vacated: the owner"
+
+
+def test_notice_before_the_start_releases_the_lease_or_kills_the_guest() -> None:
+    world = RunnerWorld()
+    world.silent = {A, B, C}
+    world.begin()
+    world.silent = set()
+    assert kinds(world.tell(VacateWanted(5.0, "the owner"))) == [Ended]
+    late = RunnerWorld()
+    late.begin()
+    assert kinds(late.tell(VacateWanted(5.0, "the owner"))) == [Kill], (
+        "the image fetch may take long, so the guest is killed"
+    )
+    assert kinds(late.tell(GuestStarted(None))) == [Kill], "a guest that started after the notice is killed"
+
+
+@pytest.mark.parametrize(
+    ("stopped", "reason"),
+    [(VacateWanted(5.0, "the owner"), "vacated: the owner"), (KillWanted("the owner"), "vacated: the owner")],
+)
+def test_start_stopped_during_image_fetch_blames_no_node(stopped: RunnerEvent, reason: str) -> None:
+    world = RunnerWorld()
+    world.begin()
+    assert kinds(world.tell(stopped)) == [Kill]
+    assert Ended in kinds(world.tell(GuestFailed("it was stopped before it began", elsewhere=True)))
+    assert world.runner.attempt.reason == reason and not world.runner.attempt.fault
+
+
+def test_job_cancelled_during_image_fetch_ends() -> None:
+    world = RunnerWorld()
+    world.begin()
+    assert kinds(world.tell(CancelWanted())) == [Kill]
+    world.tell(GuestFailed("it was stopped before it began", elsewhere=True))
+    world.tell(ResultStored(None, (), ""))
+    outcome = records(world)[0].outcome
+    assert outcome is not None and outcome.kind == "cancelled"
+
+
+def test_guest_may_run_as_long_as_the_lease() -> None:
+    world = running()
+    assert allowed(world) == [world.runner.lease_until]
+    world.now += 1
+    world.timer("renew")
+    assert allowed(world)[-1] == world.runner.lease_until > allowed(world)[0]
+    world.silent = {A, B}
+    before = len(allowed(world))
+    world.timer("renew")
+    assert len(allowed(world)) == before, "two of three witnesses are silent"
+
+
+def test_partitioned_runner_freezes_and_continues_when_witnesses_answer() -> None:
+    world = running()
+    world.silent = {A, B}
+    for _ in range(3):
+        world.timer("renew")
+    world.timer("lease")
+    assert world.runner.state == "frozen"
+    assert world.tell(CheckpointFound()) == [], "nothing is committed without a lease"
+    world.silent = set()
+    effects = world.timer("renew")
+    assert world.runner.state == "running" and SaveCheckpoint in kinds(effects), (
+        "the checkpoint found during the partition is saved now"
+    )
+
+
+def test_partitioned_runner_continues_uncommitted_if_its_spec_allows() -> None:
+    world = running(on_partition="compute_uncommitted")
+    assert set(allowed(world)) == {math.inf}
+    world.silent = {A, B}
+    world.timer("lease")
+    assert world.runner.state == "uncommitted" and not world.runner.holds_lease(world.now + 100)
+    assert world.tell(CheckpointFound()) == [], "nothing is committed without a lease"
+    world.silent = set()
+    assert SaveCheckpoint in kinds(world.timer("renew")) and world.runner.state == "running"
+
+
+def test_guest_whose_files_outlasted_the_lease_starts_frozen() -> None:
+    world = RunnerWorld()
+    assert kinds(world.begin()) == [Launch]
+    world.silent = {A, B, C}
+    world.timer("lease")
+    world.tell(GuestStarted(None))
+    assert world.runner.state == "frozen"
+    world.silent = set()
+    world.timer("renew")
+    assert world.runner.state == "running"
+
+
+def test_notice_during_a_partition_reaches_the_guest() -> None:
+    world = running()
+    world.silent = {A, B, C}
+    world.timer("lease")
+    assert Notify in kinds(world.tell(VacateWanted(30.0, "the owner"))) and world.runner.state == "vacating"
+    world.silent = set()
+    before = len(allowed(world))
+    world.timer("renew")
+    assert len(allowed(world)) == before + 1 and world.runner.state == "vacating"
+
+
+def test_lease_timer_that_fires_a_rounding_error_early_ends_the_lease() -> None:
+    world = running()
+    world.silent = {A, B}
+    (timer,) = [effect for effect in world.seen if isinstance(effect, SetTimer) and effect.name == "lease"][-1:]
+    early = at(timer.at - 1e-9)
+    assert world.runner.holds_lease(early.now)
+    world.settle(world.runner.on_timer(Timer(timer.name, timer.token), early))
+    assert world.runner.state == "frozen"
+    assert not world.runner.holds_lease(early.now)
+
+
+def test_lease_ends_at_the_runner_before_it_ends_at_the_witness() -> None:
+    world = running()
+    assert all(world.runner.lease_until < witness.lease_until for witness in world.witnesses.values())
+
+
+def test_fenced_runner_kills_its_guest_and_commits_nothing() -> None:
+    world = running()
+    world.silent = {A, B, C}
+    world.timer("lease")
+    world.now += 10
+    for witness in world.witnesses.values():
+        witness.handle(B, Prepare(job=JOB, term=2), world.now)
+    world.silent = set()
+    effects = world.timer("renew")
+    assert kinds(effects) == [Kill, Ended] and world.runner.state == "ended"
+    assert world.tell(STORED) == [] and all(record.commit is None for record in records(world))
+
+
+def refusal(term: int, promised: int, config: Config | None) -> Refused:
+    return Refused(JOB, term, DISK, 1, promised, config, 0.0, needs_spec=False, finished=True, accepted_term=promised)
+
+
+def test_only_the_witnesses_call_a_runner_over() -> None:
+    world = running()
+    forged = refusal(world.runner.term, 1 << 40, Config(9, 9, voters(E)))
+    assert world.runner.on_refused(E, forged, at(world.now)) == [] and world.runner.state == "running"
+    granted = Accepted(JOB, world.runner.term, DISK, 99, cancel_wanted=True)
+    assert world.runner.on_accepted(E, granted, at(world.now)) == [], "nor do others say that its user has cancelled it"
+    assert kinds(world.runner.on_refused(B, forged, at(world.now))) == [Kill, Ended]
+
+
+def test_runner_keeps_its_term_when_one_partitioned_witness_promised_another() -> None:
+    world = running()
+    world.witnesses[C].handle(C, Prepare(job=JOB, term=7), world.witnesses[C].lease_until + 1)
+    for _ in range(3):
+        world.timer("renew")
+    assert world.runner.state == "running" and world.runner.holds_lease(world.now)
+    world.witnesses[B].handle(C, Prepare(job=JOB, term=7), world.witnesses[B].lease_until + 1)
+    assert Kill in kinds(world.timer("renew")), "two of three witnesses form another majority"
+
+
+def test_partitioned_runner_yields_to_a_higher_promise() -> None:
+    """Otherwise its renewals hold the lease at a witness that every other majority needs (the simulator's seed 33)."""
+    world = running()
+    world.silent = {B, C}
+    world.timer("lease")
+    assert world.runner.state == "frozen"
+    world.witnesses[C].handle(C, Prepare(job=JOB, term=7), world.witnesses[C].lease_until + 1)
+    world.silent = {B}
+    assert Kill in kinds(world.timer("renew")) and world.runner.state == "ended"
+
+
+def test_runner_ignores_a_refusal_of_another_term() -> None:
+    world = running()
+    stale = Refused(
+        job=JOB, disk=DISK, term=9, round=0, promised=9, config=None, lease_left_s=0, needs_spec=False, finished=False
+    )
+    assert world.runner.on_refused(A, stale, at(1)) == [] and world.runner.state == "running"
+
+
+@pytest.mark.parametrize(
+    ("code", "budget", "reason", "errors", "fault"),
+    [
+        (75, 0, "asked for another node (exit 75)", 0, True),
+        (85, 0, "checkpointed", 0, False),
+        (3, 1, "failed (exit 3), retry 1 of 1", 1, True),
+    ],
+)
+def test_exit_within_the_error_budget_does_not_end_the_job(
+    code: int, budget: int, reason: str, errors: int, fault: bool
+) -> None:
+    world = running(error_budget=budget)
+    world.tell(exited(code))
+    ended = [effect for effect in world.tell(CheckpointStored(None, (), None)) if isinstance(effect, Ended)]
+    assert ended == [Ended(reason)]
+    record = records(world)[0]
+    last = record.attempts[-1]
+    assert record.errors == errors and last.fault == fault and last.exit_code == code
+    assert avoided(record.attempts) == ((D,) if fault else ())
+
+
+def test_failure_of_the_node_spends_no_error() -> None:
+    world = running(checkpointing=None)
+    effects = world.tell(GuestExited(code=1, oom=False, forced_done=False, fault="its node's disk is full"))
+    assert [e for e in effects if isinstance(e, Ended)] == [Ended("its node's disk is full (exit 1)")]
+    assert records(world)[0].errors == 0 and records(world)[0].attempts[-1].fault
+
+
+@pytest.mark.parametrize(("code", "budget"), [(3, 0), (127, 5), (126, 5)])
+def test_failure_without_a_retry_left_ends_the_job(code: int, budget: int) -> None:
+    world = running(error_budget=budget, checkpointing=None)
+    assert kinds(world.tell(exited(code))) == [SaveResult]
+    world.tell(RESULT)
+    outcome = records(world)[0].outcome
+    assert outcome is not None and outcome.kind == "failed" and outcome.exit_code == code
+
+
+@pytest.mark.parametrize(("code", "forgiven"), [(3, False), (9, True), (127, True)])
+def test_only_named_exit_codes_are_retried(code: int, forgiven: bool) -> None:
+    world = running(error_budget=1, retry_codes=(9, 127), checkpointing=None)
+    effects = world.tell(exited(code))
+    assert kinds(effects) == ([Ended] if forgiven else [SaveResult])
+
+
+def test_node_where_the_job_failed_is_avoided_for_ever_longer() -> None:
+    def failed(node: bytes, ended_s: int) -> Attempt:
+        return Attempt(0, node, "", 1, 0, ended_unix_ms=ended_s * 1000, reason="failed (exit 3)", fault=True)
+
+    assert shunned((failed(D, 100),), 159_000) == (D,) and shunned((failed(D, 100),), 160_000) == ()
+    twice = (failed(D, 100), failed(E, 150), failed(D, 200))
+    assert shunned(twice, 209_000) == (D, E) and shunned(twice, 319_000) == (D,) and shunned(twice, 320_000) == ()
+    often = tuple(failed(D, 0) for _ in range(60))
+    assert shunned(often, 3_599_000) == (D,) and shunned(often, 3_600_000) == (), "the pause is at most an hour"
+    assert avoided(twice) == (D, E), "the nodes rank last from then on"
+
+
+def test_job_at_its_deadline_gets_notice_saves_and_fails() -> None:
+    world = RunnerWorld(make_spec(deadline_unix_ms=70_000, error_budget=5))
+    world.begin()
+    world.tell(GuestStarted(None))
+    assert Notify in kinds(world.timer("deadline")) and world.now == pytest.approx(70.0)
+    world.tell(exited(85))
+    world.tell(STORED)
+    (end,) = [effect for effect in world.tell(RESULT) if isinstance(effect, Concluded)]
+    assert end.outcome.kind == "failed" and "deadline" in end.outcome.detail
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_guest_start_failure_ends_the_attempt(elsewhere: bool) -> None:
+    world = RunnerWorld()
+    world.begin()
+    effects = world.tell(GuestFailed("no such image", elsewhere=elsewhere))
+    if elsewhere:
+        assert kinds(effects) == [Ended] and records(world)[0].attempts[-1].fault
+    else:
+        assert kinds(effects) == [SaveResult]
+        world.tell(RESULT)
+        outcome = records(world)[0].outcome
+        assert outcome is not None and outcome.kind == "failed" and "no such image" in outcome.detail
+
+
+def test_cancel_kills_and_ends_the_job() -> None:
+    world = running()
+    assert kinds(world.tell(CancelWanted())) == [Kill] and world.tell(CancelWanted()) == []
+    assert kinds(world.tell(exited(137))) == [SaveResult]
+    world.tell(RESULT)
+    outcome = records(world)[0].outcome
+    assert outcome is not None and outcome.kind == "cancelled"
+
+
+@pytest.mark.parametrize("late", ["before the result", "after the result"])
+def test_running_save_does_not_change_the_end_of_a_cancelled_job(late: str) -> None:
+    world = running()
+    world.tell(CheckpointFound())
+    world.tell(CancelWanted())
+    world.tell(exited(137))
+    if late == "before the result":
+        assert world.tell(STORED) == []
+    else:
+        world.silent = {A, B, C}
+    world.tell(RESULT)
+    rounds = world.runner.record
+    assert rounds.outcome is not None and rounds.commit is None
+    if late == "after the result":
+        assert world.tell(STORED) == [] and world.runner.record == rounds, (
+            "the witnesses keep the outcome that they accepted"
+        )
+
+
+def test_record_names_new_holders_of_the_last_checkpoint() -> None:
+    world = running()
+    world.tell(CheckpointFound())
+    world.tell(STORED)
+    assert world.tell(Recopied(b"another" * 4 + b"....", (C,))) == []
+    assert [commit.holders for commit in commits(world)] == [(A, B)] * 3
+    assert kinds(world.tell(Recopied(STORED.manifest or b"", (A, E)))) == [], "new holders are not a new checkpoint"
+    assert [(commit.holders, commit.seq) for commit in commits(world)] == [((A, E), 1)] * 3
+
+
+def commits(world: RunnerWorld) -> list[Commit]:
+    return [record.commit for record in records(world) if record.commit is not None]
+
+
+def test_cancel_known_to_one_witness_reaches_the_runner() -> None:
+    world = running()
+    world.witnesses[B].handle(A, Cancel(job=JOB, user="ada"), world.now)
+    assert Kill in kinds(world.timer("renew"))
+
+
+def test_kill_wanted_is_a_departure_and_not_an_error() -> None:
+    world = running()
+    assert kinds(world.tell(KillWanted("reclaimed"))) == [Kill]
+    world.tell(exited(137))
+    world.tell(CheckpointStored(None, (), None))
+    assert world.runner.attempt.reason == "vacated: reclaimed" and records(world)[0].errors == 0
+
+
+def test_failed_checkpoint_is_reported_and_the_job_continues() -> None:
+    world = running()
+    world.tell(CheckpointFound())
+    effects = world.tell(CheckpointFailed("disk full"))
+    assert StateChanged("running", "checkpoint not stored: disk full") in effects
+    assert kinds(world.tell(CheckpointFound())) == [SaveCheckpoint]
+
+
+def test_exit_during_a_save_waits_and_saves_once_more() -> None:
+    world = running()
+    world.tell(CheckpointFound())
+    assert kinds(world.tell(exited(0))) == []
+    effects = world.tell(STORED)
+    assert [e.final for e in effects if isinstance(e, SaveCheckpoint)] == [True]
+    assert SaveResult in kinds(world.tell(msgspec.structs.replace(STORED, manifest=b"n" * 32)))
+
+
+def test_progress_is_recorded_with_the_next_round() -> None:
+    world = running()
+    world.tell(Progressed(41))
+    world.timer("renew")
+    assert records(world)[0].attempts[-1].last_step == 41
+
+
+def test_witness_that_left_is_replaced_by_a_joint_round() -> None:
+    world = running()
+    world.witnesses[E] = msgspec_copy(world)
+    world.silent = {C}
+    view = make_view(D, (A, B, D, E), adverts=(make_advert(E, weight=64),))
+    world.settle(world.runner.observe(view, at(world.now)))
+    assert set(world.runner.config.nodes) == {A, B, E} and world.runner.config.number == 1
+    assert {frozenset(world.witnesses[node].witness_record.config.members) for node in (A, B, E)} == {
+        frozenset(voters(A, B, E))
+    }
+    assert world.settle(world.runner.observe(view, at(world.now))) == []
+
+
+def msgspec_copy(world: RunnerWorld) -> object:
+    """Return a witness in its state right after it learned of the job."""
+    from mesh.consensus.witness import Witness
+
+    witness = world.witnesses[A]
+    return Witness(
+        msgspec.structs.replace(witness.witness_record, promised=0, accepted_term=0, holder=None), world.spec
+    )
+
+
+def test_numbers_continue_from_the_record_in_start() -> None:
+    first = running()
+    first.tell(CheckpointFound())
+    first.tell(STORED)
+    record = first.runner.record
+    second = RunnerWorld(first.spec, make_start(term=5, record=record))
+    second.begin()
+    second.tell(GuestStarted(10))
+    assert second.runner.attempt.number == 1 and second.runner.attempt.resumed_step == 10
+    assert second.tell(CheckpointFound()) == [SaveCheckpoint(seq=2, parent=b"m" * 32, final=False)]
+
+
+@pytest.mark.parametrize("event", [GuestStarted(None), exited(0), CheckpointFound(), STORED, RESULT, CancelWanted()])
+def test_ended_runner_does_nothing(event: RunnerEvent) -> None:
+    world = running(checkpointing=None)
+    world.tell(exited(0))
+    world.tell(RESULT)
+    assert world.runner.state == "ended" and world.tell(event) == []

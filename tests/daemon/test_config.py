@@ -1,0 +1,104 @@
+"""The settings that an owner may write down."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mesh.daemon.config import load_settings
+from mesh.daemon.layout import Layout, node_layout
+from mesh.util.errors import ConfigError
+
+
+@pytest.mark.parametrize(("text", "mbps"), [("", 0.0), ("upload_mbps = 0", 0.0), ("upload_mbps = 250", 250.0)])
+def test_upload_budget_is_read(tmp_path: Path, text: str, mbps: float) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert load_settings(tmp_path / "config.toml", {}).upload_mbps == mbps
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"), [("", True), ("gpu_sharing = true", True), ("gpu_sharing = false", False)]
+)
+def test_an_owner_may_lend_whole_gpus_only(tmp_path: Path, text: str, allowed: bool) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert load_settings(tmp_path / "config.toml", {}).gpu_sharing is allowed
+    (tmp_path / "config.toml").write_text("gpu_sharing = 1")
+    with pytest.raises(ConfigError, match="gpu_sharing"):
+        load_settings(tmp_path / "config.toml", {})
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "true", "'fast'"])
+def test_invalid_upload_budgets_are_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.toml").write_text(f"upload_mbps = {value}")
+    with pytest.raises(ConfigError, match="upload_mbps"):
+        load_settings(tmp_path / "config.toml", {})
+
+
+def test_state_directory_is_private(tmp_path: Path) -> None:
+    where = Layout(tmp_path / "a" / "state")
+    where.make()
+    assert stat.S_IMODE(where.root.stat().st_mode) == 0o700
+    where.root.chmod(0o777)
+    where.make()
+    assert stat.S_IMODE(where.root.stat().st_mode) == 0o700
+    assert not where.exposed()
+    (tmp_path / "a").chmod(0o777)
+    assert str(tmp_path / "a") in where.exposed()
+    (tmp_path / "a").chmod(0o1777)
+    assert not where.exposed(), "as /tmp is"
+
+
+def test_state_directory_of_two_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Layout(tmp_path)
+    (tmp_path / "journal.sqlite").touch()
+    before = tmp_path.stat().st_mode
+    uid = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 4_000_000)
+    with pytest.raises(ConfigError, match="sudo chown -R uid 4"):
+        where.make()
+    assert tmp_path.stat().st_mode == before
+
+
+@pytest.mark.parametrize("value", ["''", "'eth0'", "'enp3s0.7'", "'br-lan'"])
+def test_interface_names_are_checked(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.toml").write_text(f"edge_device = {value}")
+    assert load_settings(tmp_path / "config.toml", {}).edge_device == value.strip("'")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"edge_device = {value}" for value in ("'..'", "'eth 0'", "'a/b'", "'sixteen-letters-'", "'eth0:1'", "0")),
+        *(f"edge_mbps = {value}" for value in ("-1", "nan", "inf", "1e7", "'fast'")),
+        "edge = 'on'",
+        "edge_device = 'eth0'\nedge = 'off'",
+    ],
+)
+def test_contradicting_edge_settings_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "config.toml").write_text(line)
+    with pytest.raises(ConfigError, match=line.partition(" ")[0]):
+        load_settings(tmp_path / "config.toml", {})
+
+
+def test_configuration_follows_xdg_unless_the_state_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MESH_STATE", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = node_layout()
+    assert (
+        own.root == tmp_path / ".local/state/campus-mesh" and own.policy == tmp_path / ".config/campus-mesh/policy.toml"
+    )
+    own.make()
+    assert stat.S_IMODE(own.config.parent.stat().st_mode) == 0o700
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "s"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "c"))
+    assert (
+        node_layout().root == tmp_path / "s/campus-mesh"
+        and node_layout().config == tmp_path / "c/campus-mesh/config.toml"
+    )
+    monkeypatch.setenv("MESH_STATE", str(tmp_path / "m"))
+    assert node_layout().config == tmp_path / "m/config.toml"
+    assert node_layout(str(tmp_path / "n")).policy == tmp_path / "n/policy.toml"

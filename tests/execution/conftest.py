@@ -1,0 +1,43 @@
+"""Fixtures: a bench for each engine, and a bystander process that no test may affect except on purpose."""
+
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.engine import Engine
+from mesh.execution.process.engine import ProcessEngine
+from mesh.util.processes import Process, process_of
+from tests.container_images import busybox_image
+from tests.execution.bench import Bench
+
+
+@pytest.fixture(params=["process", "session", pytest.param("docker", marks=pytest.mark.docker)])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    """Yield a bench for each engine. `session` is the process engine without namespaces."""
+    root = tmp_path / "attempt"
+    root.mkdir()
+    engine: Engine
+    if request.param == "docker":
+        engine, image = DockerEngine(f"test-{os.getpid()}"), busybox_image()
+    else:
+        engine, image = ProcessEngine(namespaces=request.param == "process"), None
+    assert (await engine.availability()).ok
+    bench = Bench(engine, root, image)
+    yield bench
+    for guest in bench.guests:
+        await guest.kill()
+    await engine.close()
+
+
+@pytest.fixture
+def bystander() -> Iterator[Process]:
+    child = subprocess.Popen(["sleep", "600"])
+    process = process_of(child.pid)
+    assert process is not None
+    yield process
+    child.kill()
+    child.wait()

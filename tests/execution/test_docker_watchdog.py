@@ -1,0 +1,243 @@
+"""The watchdog enforces leases and ends containers with their daemon, even if their engine hangs or is down."""
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.execution.docker import watchdog
+from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.docker.freeze_lock import FreezeLock
+from mesh.execution.guest_registry import GuestRegistry
+from mesh.execution.killswitch import BY_OWNER, KillSwitch
+from mesh.util.boottime import boot_s
+from mesh.util.isolated import isolated
+from mesh.util.processes import Process, lives
+from tests.container_images import import_busybox
+from tests.dockerd import Dockerd, client_of, dockerd
+from tests.execution.bench import WAIT_S, Bench, containers, processes_with, wait_until
+from tests.execution.place import Place, entry, fresh_mark
+
+
+@pytest.fixture(scope="module")
+def engine_of_its_own() -> Iterator[Dockerd]:
+    with dockerd(live=True) as engine:
+        yield engine
+
+
+@pytest.fixture
+def own_dockerd(engine_of_its_own: Dockerd, monkeypatch: pytest.MonkeyPatch) -> Dockerd:
+    """Return an engine that the test may stop and start again."""
+    monkeypatch.setenv("DOCKER_HOST", engine_of_its_own.host)
+    return engine_of_its_own
+
+
+@pytest.mark.dockerd
+async def test_guests_die_while_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    place = Place(tmp_path, "docker", import_busybox())
+    mark = fresh_mark()
+    try:
+        await place.guest(mark + "1")
+        await place.guest(mark + "2")
+        place.bench.guests[1].allow_until(0.0)
+        async with asyncio.timeout(WAIT_S):
+            while not await place.bench.guests[1].stands_still():
+                await asyncio.sleep(0.01)
+        with own_dockerd.hanging():
+            killed = await asyncio.to_thread(place.press)
+            assert not processes_with(f"{mark}1") and not processes_with(f"{mark}2")
+            assert isinstance(killed["killed"], list) and len(killed["killed"]) == 2
+            async with asyncio.timeout(WAIT_S):
+                ends = [await guest.wait() for guest in place.bench.guests]
+            assert {(end.code, end.fault) for end in ends} == {(137, BY_OWNER)}, (
+                "the end is known while the engine hangs"
+            )
+        await asyncio.to_thread(wait_until, lambda: not containers(place.label), "the containers to be removed")
+    finally:
+        await place.bench.engine.close()
+        place.switch.close()
+
+
+@pytest.mark.dockerd
+async def test_lease_is_enforced_while_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    place = Place(tmp_path, "docker", import_busybox())
+    ticks = tmp_path / "attempt" / "work" / "ticks"  # its log comes through the engine
+    guest = await place.bench.shell("while :; do echo >> ticks; sleep 0.02; done")
+
+    async def until_it_runs() -> None:
+        before = ticks.stat().st_size if ticks.exists() else 0
+        while not ticks.exists() or ticks.stat().st_size < before + 3:
+            await asyncio.sleep(0.02)
+
+    async def until_it_stands_still() -> None:
+        while not await guest.stands_still():
+            await asyncio.sleep(0.02)
+        before = ticks.stat().st_size
+        await asyncio.sleep(0.2)
+        assert ticks.stat().st_size == before
+
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await until_it_runs()
+            with own_dockerd.hanging():
+                for _ in range(2):
+                    guest.allow_until(boot_s() + 0.1)
+                    await until_it_stands_still()
+                    guest.allow_until(math.inf)
+                    await until_it_runs()
+            guest.allow_until(0.0)
+            await until_it_stands_still()
+            guest.allow_until(math.inf)
+            await until_it_runs()
+            await guest.kill()
+    finally:
+        await place.bench.engine.close()
+        place.switch.close()
+
+
+def test_unpausable_guest_dies_with_lease(tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enforce the lease without an engine and without a control group to freeze."""
+    monkeypatch.setattr(watchdog, "SILENT_S", 0.2)
+    register = GuestRegistry(tmp_path)
+    register.keep("key", entry(engine="docker", container="c" * 64, head=bystander))
+    leases = watchdog.Leases(str(tmp_path / "none"), register, FreezeLock())
+    leases.read(f"until {'c' * 64} {boot_s() + 60}\n".encode())
+    leases.enforce()
+    assert lives(bystander), "the lease has not ended"
+    leases.read(f"until {'c' * 64} 1.0\n".encode())
+    leases.enforce()
+    assert lives(bystander), "the engine gets some time to return"
+
+    def ended() -> bool:
+        leases.enforce()
+        return not lives(bystander)
+
+    wait_until(ended, "it to be ended")
+
+
+DUMPS = """
+lock = freeze_lock.FreezeLock(int(sys.argv[1]))
+with lock.own(sys.argv[2], 60):
+    print("dumps", flush=True)
+    sys.stdin.read(1)
+print("done", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_watchdog_and_dump_exclude_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bystander: Process
+) -> None:
+    """Enforce an ended lease without an engine or a control group: the guest is ended unless a dump is running."""
+    monkeypatch.setattr(watchdog, "SILENT_S", 0.0)
+    container = "c" * 64
+    register = GuestRegistry(tmp_path)
+    register.keep("key", entry(engine="docker", container=container, head=bystander))
+    freeze_lock = FreezeLock()
+    leases = watchdog.Leases(str(tmp_path / "none"), register, freeze_lock)
+    leases.read(f"until {container} 1.0\n".encode())
+    command = [*isolated("mesh.execution.docker", "freeze_lock", DUMPS), str(freeze_lock.descriptor), container]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(freeze_lock.descriptor,)
+    ) as daemon:
+        assert daemon.stdin is not None and daemon.stdout is not None
+        assert daemon.stdout.readline() == "dumps\n"
+        for _ in range(3):
+            leases.enforce()
+        assert lives(bystander), "a guest is not ended during its dump"
+        print(file=daemon.stdin, flush=True)
+        assert daemon.stdout.readline() == "done\n"
+        wait_until(lambda: bool(leases.enforce() or not lives(bystander)), "its lease to be kept again")
+        asks = [
+            *isolated(
+                "mesh.execution.docker",
+                "freeze_lock",
+                "sys.exit(not freeze_lock.FreezeLock(int(sys.argv[1])).take(sys.argv[2]))",
+            )
+        ]
+        asks += [str(freeze_lock.descriptor), container]
+        assert subprocess.run(asks, pass_fds=(freeze_lock.descriptor,), check=False).returncode == 1, (
+            "no dump starts while the end of the guest is uncertain"
+        )
+        leases.read(f"gone {container}\n".encode())
+        assert subprocess.run(asks, pass_fds=(freeze_lock.descriptor,), check=False).returncode == 0
+        daemon.stdin.close()
+
+
+DAEMON = """
+import asyncio, sys
+from pathlib import Path
+from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.killswitch import open_switch
+from mesh.execution.guest_registry import GuestRegistry
+from tests.dockerd import Dockerd, client_of, dockerd
+from tests.execution.bench import LOOP, Bench
+async def main():
+    root = Path(sys.argv[1])
+    switch = open_switch(GuestRegistry(root / "guests"), root / "kill.sock")
+    bench = Bench(DockerEngine(sys.argv[2], switch), root, sys.argv[3])
+    await bench.shell(f"trap '' TERM HUP; sleep 8{sys.argv[4]} & echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.dockerd
+def test_containers_die_with_daemon_while_engine_hangs(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    mark, label = fresh_mark(), f"orphan-{os.getpid()}"
+    command = [sys.executable, "-c", DAEMON, str(tmp_path), label, import_busybox(), mark]
+    daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert daemon.stdout is not None and daemon.stdout.readline() == "ready\n" and processes_with(mark)
+    with own_dockerd.hanging():
+        daemon.kill()
+        daemon.wait()
+        daemon.stdout.close()
+        wait_until(lambda: not processes_with(mark), "the watchdog to end it")
+    wait_until(lambda: not containers(label), "the watchdog to remove it")
+
+
+@pytest.mark.dockerd
+async def test_engine_restart_kills_no_guest(tmp_path: Path, own_dockerd: Dockerd) -> None:
+    engine = DockerEngine(f"away-{os.getpid()}", KillSwitch())
+    bench = Bench(engine, tmp_path, import_busybox())
+    try:
+        guest = await bench.shell("echo ready; while test ! -e go; do sleep 0.05; done; echo back; exit 4")
+        await bench.until_logged("ready")
+        followed = guest._output  # type: ignore[attr-defined]
+        own_dockerd.stop()
+        assert not (await engine.availability()).ok
+        await asyncio.to_thread(own_dockerd.start)
+        assert (await engine.availability()).ok and await guest.pids()
+        async with asyncio.timeout(WAIT_S):
+            while guest._output is followed:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.02)
+            (tmp_path / "work" / "go").touch()
+            assert (await guest.wait()).code == 4
+        assert "back" in bench.log
+    finally:
+        await engine.close()
+
+
+@pytest.mark.dockerd
+def test_networks_are_removed_with_containers(own_dockerd: Dockerd) -> None:
+    with client_of(own_dockerd.host) as client:
+        for node in ("mine", "another's"):
+            network = client.networks.create(f"m{node}", labels={watchdog.LABEL_NODE: node})
+            client.api.create_container(
+                import_busybox(),
+                "true",
+                labels={watchdog.LABEL_NODE: node},
+                host_config=client.api.create_host_config(network_mode=network.name),
+            )
+        watchdog.remove_containers(own_dockerd.host.removeprefix("unix://"), "mine")
+        assert not client.networks.list(names=["mmine"]) and client.networks.list(names=["manother's"])
+        assert [found.labels[watchdog.LABEL_NODE] for found in client.containers.list(all=True)] == ["another's"]
+        watchdog.remove_containers(own_dockerd.host.removeprefix("unix://"), "another's")
+        assert not client.containers.list(all=True)

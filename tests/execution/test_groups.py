@@ -1,0 +1,106 @@
+"""Limits of the process engine for a guest as a whole, on machines that allow control groups."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.execution.ceilings import Ceilings
+from mesh.execution.limits import BoundedEngine
+from mesh.execution.process.engine import ProcessEngine
+from mesh.execution.process.guest_cgroup import GuestGroup, make_group, remove_groups
+from tests.execution.bench import WAIT_S, Bench, processes_with
+
+HALF = f"{sys.executable} -c 'held = bytearray(150 << 20); print(\"held\", flush=True); import time; time.sleep(60)'"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    engine = ProcessEngine()
+    words = (await engine.availability()).isolation
+    if "limits of memory, processes, CPU for the whole guest" not in words:
+        pytest.skip(f"this machine lets nobody make control groups: {words}")
+    bench = Bench(BoundedEngine(engine, Ceilings(256, pids=20, cpus=0.5), lambda: engine.bounds_memory), tmp_path, None)
+    yield bench
+    for guest in bench.guests:
+        await guest.kill()
+
+
+async def test_memory_limit_covers_all_processes(bench: Bench) -> None:
+    guest = await bench.shell(f"({HALF}; kill -9 $$) & ({HALF}; kill -9 $$) & wait")
+    async with asyncio.timeout(WAIT_S):
+        end = await guest.wait()
+    assert end.oom and end.code != 0 and bench.log.count("held") <= 1
+
+
+async def test_pids_limit_is_enforced(bench: Bench) -> None:
+    mark = f"7{time.time_ns()}"[-9:]
+    guest = await bench.shell(
+        f"for n in $(seq 60); do sleep {mark} & done 2>/dev/null; echo tried; while :; do sleep 1; done"
+    )
+    async with asyncio.timeout(WAIT_S):
+        while len(processes_with(mark)) < 15 and (await guest.pids()):
+            await asyncio.sleep(0.02)
+    assert len(processes_with(mark)) <= 20
+
+
+async def test_guest_groups_are_removed_with_guest(bench: Bench) -> None:
+    guest = await bench.shell("cat /proc/self/cgroup; while :; do sleep 0.05; done")
+    await bench.until_logged("guest-")
+    names = {line.rpartition("/")[2] for line in bench.log.splitlines() if "guest-" in line}
+    assert len(names) == 1
+    (name,) = names
+    # Not `glob`: it raises if another group disappears meanwhile.
+    found = [Path(directory, name) for directory, inner, _ in os.walk("/sys/fs/cgroup") if name in inner]
+    quotas = [Path(path, "cpu.cfs_quota_us") for path in found if Path(path, "cpu.cfs_quota_us").exists()]
+    assert found and all(quota.read_text() == "50000\n" for quota in quotas)
+    await guest.kill()
+    assert not any(path.exists() for path in found)
+
+
+async def test_guest_without_network_has_loopback(tmp_path: Path) -> None:
+    engine = ProcessEngine(network="none")
+    answer = await engine.availability()
+    if not answer.ok:
+        pytest.skip(f"this kernel or container lets nobody make namespaces: {answer.detail}")
+    assert "no network" in answer.isolation
+    said = await Bench(engine, tmp_path, None).output(
+        f'cat /proc/net/dev; {sys.executable} -c \'import socket; s = socket.create_server(("127.0.0.1", 0)); '
+        'socket.create_connection(s.getsockname()); print("loops")\''
+    )
+    assert "loops" in said and [line.split(":")[0].strip() for line in said.splitlines() if ":" in line] == ["lo"]
+
+
+async def test_guest_does_not_start_without_network_isolation(tmp_path: Path) -> None:
+    answer = await ProcessEngine(network="none", namespaces=False).availability()
+    assert not answer.ok and "cannot be kept from the network" in answer.detail
+
+
+def test_cpu_limit_above_parent_is_accepted() -> None:
+    """Check a limit that the kernel refuses with control groups of version 1."""
+    outer = make_group()
+    if outer is None or "cpu" not in outer.kinds:
+        pytest.skip("this machine lets nobody make control groups of processors")
+    outer.limit(None, 0.5, 64)
+    inner = Path(outer.plain()["cpu"], "inner")
+    inner.mkdir()
+    GuestGroup({"cpu": inner}).limit(None, 2.0, 64)
+    inner.rmdir()
+    remove_groups(outer.directories)
+
+
+def test_groups_are_made_and_removed_in_parallel() -> None:
+    first = make_group()
+    if first is None:
+        pytest.skip("this machine lets nobody make control groups")
+    made = [first, *(make_group() for _ in range(20))]
+    assert all(group is not None and group.kinds for group in made)
+    for group in made:
+        assert group is not None
+        remove_groups(group.directories)
+        remove_groups(group.directories)
+        assert not any(Path(path).exists() for path in group.directories)

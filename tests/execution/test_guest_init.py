@@ -1,0 +1,162 @@
+"""The first process of a guest and its watcher: no guest without seclusion, none that outlives them, nothing inherited."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.execution.engine import EngineError, Guest
+from mesh.execution.process.engine import ProcessEngine
+from mesh.execution.process.sandbox import Sandbox
+from mesh.rpc.frames import OUTPUT, Data, Order
+from mesh.util.processes import children_of, lives, process_of
+from tests.execution.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
+from tests.execution.place import fresh_mark
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["process", "session"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    engine = ProcessEngine(namespaces=request.param == "process")
+    available = await engine.availability()
+    if request.param == "process" and "namespaces" not in available.isolation:
+        pytest.skip("this kernel gives no namespaces")
+    bench = Bench(engine, tmp_path, None)
+    yield bench
+    for guest in bench.guests:
+        await guest.kill()
+    await engine.close()
+
+
+async def said_in_session(guest: Guest, script: str) -> str:
+    session, said = await guest.open_session(Order(("sh", "-c", script))), b""
+    async with asyncio.timeout(WAIT_S):
+        while (frame := await session.receive()) is not None:
+            said += frame.data if isinstance(frame, Data) else b""
+    await session.close()
+    return said.decode()
+
+
+async def test_guest_that_cannot_be_secluded_never_runs(tmp_path: Path) -> None:
+    """Let the kernel refuse a mount: shared memory of a negative size."""
+    (tmp_path / "home").mkdir()
+    engine = ProcessEngine(sandbox=Sandbox(tmp_path / "home", [], os.environ))
+    if "namespaces" not in (await engine.availability()).isolation:
+        pytest.skip("this kernel gives no namespaces")
+    (tmp_path / "attempt").mkdir()
+    bench = Bench(engine, tmp_path / "attempt", None)
+    with pytest.raises(EngineError, match="cannot be hidden"):
+        await bench.shell("echo ran > $MESH_OUT_DIR/ran", shm_mib=-1)
+    assert not (bench.root / "out/ran").exists()
+    assert (await (await bench.shell("exit 3", shm_mib=1)).wait()).code == 3
+    await engine.close()
+
+
+async def test_guest_and_sessions_die_with_their_watcher(bench: Bench) -> None:
+    mark = fresh_mark()
+    guest = await bench.shell(f"sleep 8{mark} & echo ready; {LOOP}")
+    await bench.until_logged("ready")
+    session = await guest.open_session(Order(("sh", "-c", f"echo in; exec sleep 9{mark}")))
+    async with asyncio.timeout(WAIT_S):
+        assert await session.receive() == Data(OUTPUT, b"in\n")
+    (agent,) = [process_of(pid) for pid in await guest.pids() if f"9{mark}" in command_of(pid)]
+    first, watcher = min(await guest.pids()), watcher_of(await guest.pids())
+    head, agents = process_of(first), [process_of(pid) for pid in children_of(watcher)]
+    os.kill(watcher, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        await guest.wait()
+    everything = [process for process in (head, agent, *agents) if process is not None]
+    await asyncio.to_thread(wait_until, lambda: not any(map(lives, everything)), "the guest's first process to end")
+    await asyncio.to_thread(wait_until, lambda: not processes_with(mark), "the guest to end")
+
+
+async def test_job_and_session_die_with_their_watcher_without_groups(tmp_path: Path) -> None:
+    mark = fresh_mark()
+    engine = ProcessEngine(namespaces=False, groups=False)
+    bench = Bench(engine, tmp_path, None)
+    guest = await bench.shell(f"echo ready; exec sleep 8{mark}")
+    await bench.until_logged("ready")
+    session = await guest.open_session(Order(("sh", "-c", f"echo in; exec sleep 9{mark}")))
+    async with asyncio.timeout(WAIT_S):
+        assert await session.receive() == Data(OUTPUT, b"in\n")
+    os.kill(watcher_of(await guest.pids()), signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        await guest.wait()
+    await asyncio.to_thread(wait_until, lambda: not processes_with(mark), "job and session to end")
+    await engine.close()
+
+
+def watcher_of(pids: frozenset[int]) -> int:
+    """Return the parent of a guest's first process."""
+    return int(Path(f"/proc/{min(pids)}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+async def test_guest_inherits_no_descriptors(bench: Bench) -> None:
+    """Open many in this process, as a daemon has them, so that those of the watcher have high numbers too."""
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(400)]
+    try:
+        show = "import os; print(*[each for each in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + each)])"
+        script = f'{sys.executable} -I -S -c "{show}"'
+        guest = await bench.shell(f"{script}; echo ready; {LOOP}")
+        await bench.until_logged("ready")
+        assert bench.log.split() == ["0", "1", "2", "ready"]
+        assert (await said_in_session(guest, script)).split() == ["0", "1", "2"]
+    finally:
+        for descriptor in kept:
+            os.close(descriptor)
+
+
+async def test_crash_leaves_no_core_file(bench: Bench) -> None:
+    script = "ulimit -c unlimited 2>/dev/null; (kill -SEGV $(sh -c 'echo $PPID')); ulimit -Hc; echo crashed"
+    guest = await bench.shell(f"{script}; {LOOP}")
+    await bench.until_logged("crashed")
+    assert "0\ncrashed" in bench.log
+    assert "0\ncrashed" in await said_in_session(guest, script)
+    assert [path for path in (bench.root / "work").iterdir() if path.name.startswith("core")] == []
+
+
+ASLEEP = """
+import asyncio, pathlib, sys
+from mesh.execution.process.engine import ProcessEngine
+from mesh.util.boottime import boot_s
+from tests.execution.bench import LOOP, Bench
+
+async def main():
+    engine = ProcessEngine()
+    bench = Bench(engine, pathlib.Path(sys.argv[1]), None)
+    guest = await bench.shell("echo ready; " + LOOP, until=boot_s() + 2.0)
+    await bench.until_logged("ready")
+    async with asyncio.timeout(30):
+        while not await guest.stands_still():
+            await asyncio.sleep(0.02)
+    print("stopped", boot_s())
+    await guest.kill()
+    await engine.close()
+
+asyncio.run(main())
+"""
+
+
+def test_lease_counts_sleep_of_the_machine(tmp_path: Path) -> None:
+    """Give a process a CLOCK_BOOTTIME that is ahead of CLOCK_MONOTONIC by a day, as after a day of sleep."""
+    apart = ["unshare", "--time", "--boottime", "86400", "--fork"]
+    if os.getuid() != 0:
+        apart.insert(1, "--map-root-user")
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this kernel gives no time namespaces")
+    done = subprocess.run(
+        [*apart, sys.executable, "-c", ASLEEP, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.startswith("stopped"), done.stderr
+    assert float(done.stdout.split()[1]) > 86_400, json.dumps(done.stdout)

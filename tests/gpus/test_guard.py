@@ -1,0 +1,123 @@
+"""The node's guard, and its reports when there can be none."""
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from cuda_guard.build import BuildError, find_compiler
+from mesh.execution.engine import EngineError, Launch
+from mesh.gpus.guard import NodeGuard, page_directory
+from placement.advert import Portion
+from tests.guards import Watched, gpu, use_driver
+
+GPU = gpu(UUID(int=1))
+SHARE, WHOLE = Portion(GPU.uuid, 30, 1024), Portion(GPU.uuid, 100, GPU.vram_mib)
+
+
+def launch(*gpus: Portion) -> Launch:
+    fields = dict.fromkeys(("work_dir", "ckpt_dir", "out_dir", "ctl_dir", "log_path", "node"), "")
+    return Launch(job="j" * 26, attempt=0, argv=("true",), env={}, grace_s=1.0, gpus=gpus, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that looks like NVIDIA's."""
+    directory = tmp_path / "driver"
+    directory.mkdir()
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        (directory / name).touch()
+    use_driver(monkeypatch, directory, tmp_path_factory.getbasetemp().parent / "guard")
+    return directory
+
+
+async def test_pages_are_removed_with_daemon(driver: Path, tmp_path: Path) -> None:
+    (tmp_path / "pages" / "old").mkdir(parents=True)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        assert watched.told == [""] and list((tmp_path / "pages").iterdir()) == []
+        first, second = (watched.guard.admit(launch(SHARE), own_root=False) for _ in range(2))
+        assert first is not None and second is not None and watched.guard.tenant("j" * 26) is second
+        assert first.injection.mounts == () and len(list((tmp_path / "pages").iterdir())) == 2
+        first.release()
+        first.set_gate(True, "too late to matter")
+        assert watched.guard.tenants == [second]
+    assert second.released and not (tmp_path / "pages").exists()
+
+
+async def test_container_mounts_are_read_only_except_use(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=True)
+        assert tenant is not None and tenant.injection.env == {}
+        writable = [mount for mount in tenant.injection.mounts if not mount.read_only]
+        assert [str(mount.target) for mount in writable] == ["/run/mesh/guard/job"]
+        assert {mount.target for mount in tenant.injection.mounts} >= {
+            driver / "libcuda.so.1",
+            Path("/etc/ld.so.preload"),
+        }
+
+
+async def test_missing_compiler_disables_shares(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BuildError("GPUs cannot be shared: no C compiler")
+
+    monkeypatch.setattr("mesh.gpus.guard.libraries", fail)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        assert watched.told == ["GPUs cannot be shared: no C compiler"]
+        with pytest.raises(EngineError, match="no C compiler"):
+            watched.guard.admit(launch(SHARE), own_root=False)
+        assert watched.guard.admit(launch(WHOLE), own_root=False) is None
+
+
+async def test_missing_driver_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.gpus.guard.find_driver", lambda: None)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        assert "libcuda.so.1 and" in watched.told[0]
+
+
+async def test_node_without_gpus_reports_nothing(tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", ()) as watched:
+        assert watched.told == [] and not (tmp_path / "pages").exists()
+
+
+async def test_unknown_call_is_named_once(driver: Path, tmp_path: Path) -> None:
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        tenant = watched.guard.admit(launch(SHARE), own_root=False)
+        assert tenant is not None and tenant.new_unguarded_calls() == []
+        page = tenant.guarded.pages.job
+        page.audit[0].value, page.audits = b"cuMemAllocNext", 1
+        del page
+        assert (tenant.new_unguarded_calls(), tenant.new_unguarded_calls()) == (
+            ["cuMemAllocNext"],
+            [],
+        ) and tenant.unguarded_calls() == ["cuMemAllocNext"]
+
+
+async def test_calls_of_newer_driver_are_named(driver: Path, tmp_path: Path) -> None:
+    names = [f"cuTomorrow{n}" for n in range(7)]
+    source = "".join(f"int {name}(void) {{ return 0; }}\n" for name in names)
+    command = [*find_compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", str(driver / "libcuda.so.1")]
+    subprocess.run(command, input=source, text=True, check=True)
+    async with Watched(tmp_path / "pages", (GPU,)) as watched:
+        (warning,) = watched.warned
+        assert "has 7 calls" in warning and "cuTomorrow4, ...)" in warning
+
+
+def test_daemons_have_separate_page_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    one, other = page_directory(b"a" * 32), page_directory(b"b" * 32)
+    assert one != other and one.parent == other.parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    assert page_directory(b"a" * 32).parent in {Path("/run"), Path("/dev/shm")}
+
+
+async def test_unwanted_tenant_stops_waiting_for_memory(tmp_path: Path) -> None:
+    guard = NodeGuard(tmp_path, (), lambda words: None, lambda words: None)
+    tenant: Any = SimpleNamespace(job="j" * 26, guarded=SimpleNamespace(has_guarantee=False))
+    asked = iter([True, True, False])
+    with pytest.raises(EngineError, match="it was stopped while it waited"):
+        await guard.make_room(tenant, lambda: next(asked))
+    tenant.guarded.has_guarantee = True
+    await guard.make_room(tenant, lambda: False)

@@ -1,0 +1,269 @@
+"""Guests of real engines under a real guard, on a double of the CUDA driver."""
+
+import asyncio
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cuda_guard.build import find_compiler
+from mesh.execution.docker.engine import DockerEngine
+from mesh.execution.engine import EngineError
+from mesh.execution.process.engine import ProcessEngine
+from mesh.gpus.guarded_engine import GuardedEngine
+from mesh.util.boottime import boot_s
+from placement.advert import Portion
+from tests.container_images import busybox_image
+from tests.execution.bench import Bench
+from tests.fake.build import build
+from tests.fake.world import World
+from tests.guards import WAIT_S, Watched, gpu, use_driver
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+PROGRAM = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from tests.fake.client import CudaError, Driver
+driver = Driver("libcuda.so.1")
+driver.start()
+kernel = driver.kernel("k_1000us")
+exec(sys.argv[2])
+"""
+LAUNCHES = "while True: driver.launch(kernel); driver.cuCtxSynchronize(); print('step', flush=True); time.sleep(0.02)"
+
+
+class Lab(Bench):
+    """A bench with one GPU and a guard of it."""
+
+    def __init__(self, root: Path, world: World, watched: Watched) -> None:
+        super().__init__(GuardedEngine(ProcessEngine(), watched.guard), root, None)
+        self.world, self.watched = world, watched
+        self.uuid = f"GPU-{world.uuids[0]}"
+
+    async def program(self, code: str, **changes: object) -> None:
+        env = self.world.environment()
+        changes = {"gpus": (self.portion(),), "env": env, "gpu_share_limit": 90, **changes}
+        (self.root / "work" / "program.py").write_text(PROGRAM)
+        await self.start(sys.executable, "program.py", str(ROOT), code, **changes)
+
+    def portion(self, share: int = 30, vram_mib: int = 1024) -> Portion:
+        return Portion(self.uuid, share, vram_mib)
+
+    async def end(self) -> str:
+        async with asyncio.timeout(WAIT_S):
+            await self.guests[-1].wait()
+        return self.log
+
+    @property
+    def steps(self) -> int:
+        return self.log.count("step") if (self.root / "log").exists() else 0
+
+    async def beyond(self, steps: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self.steps <= steps:
+                await asyncio.sleep(0.01)
+
+    async def steps_when_stopped(self) -> int:
+        """Return the number of steps once no more come."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                before = self.steps
+                await asyncio.sleep(0.3)
+                if self.steps == before:
+                    return before
+
+
+@pytest.fixture
+async def lab(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Lab]:
+    cache = tmp_path_factory.getbasetemp().parent
+    fakes = build(cache / "fakes")
+    world = World(tmp_path / "world", fakes)
+    use_driver(monkeypatch, fakes.cuda.parent, cache / "guard")
+    (tmp_path / "attempt").mkdir()
+    async with Watched(tmp_path / "pages", (gpu(world.uuids[0]),)) as watched:
+        assert watched.told == [""]
+        lab = Lab(tmp_path / "attempt", world, watched)
+        yield lab
+        for guest in lab.guests:
+            await guest.kill()
+
+
+async def test_share_is_limited_to_quota(lab: Lab) -> None:
+    await lab.program(
+        "print('total', driver.free_memory()[1])\n"
+        "driver.out('cuMemAlloc_v2', 512 << 20); print('half')\n"
+        "try: driver.out('cuMemAlloc_v2', 1024 << 20)\n"
+        "except CudaError as error: print('refused', error.code)",
+    )
+    log = await lab.end()
+    assert f"total {1024 * MIB}\nhalf\nrefused 2\n" in log
+    assert lab.watched.guard.tenants == [] and list((lab.root.parent / "pages").iterdir()) == []
+
+
+async def test_share_can_be_changed_while_running(lab: Lab) -> None:
+    await lab.program(
+        "driver.out('cuMemAlloc_v2', 512 << 20); print('ready', flush=True)\n"
+        "while True:\n"
+        "    driver.launch(kernel); driver.cuCtxSynchronize(); time.sleep(0.02)\n"
+        "    try: driver.out('cuMemAlloc_v2', 600 << 20); print('more', flush=True)\n"
+        "    except CudaError: pass",
+    )
+    await lab.until_logged("ready")
+    (tenant,) = lab.watched.guard.tenants
+    assert lab.watched.guard.tenant("j" * 26) is tenant and lab.watched.guard.tenant("x") is None
+    (use,) = tenant.usage()
+    assert use.uuid == lab.uuid and 512 * MIB <= use.memory <= 1024 * MIB and use.processes == 1
+    with pytest.raises(ValueError, match="already"):
+        tenant.change((lab.portion(vram_mib=100),), 90)
+    assert tenant.portions == (lab.portion(),)
+    async with asyncio.timeout(WAIT_S):
+        while not tenant.usage()[0].refused or not tenant.usage()[0].gpu_s:
+            await asyncio.sleep(0.02)
+    tenant.change((lab.portion(50, 4096),), 60)
+    await lab.until_logged("more")
+    assert tenant.usage()[0].memory >= 1112 * MIB and (tenant.portions[0].share, tenant.limit) == (50, 60)
+    async with asyncio.timeout(WAIT_S):
+        while not 50 <= tenant.shares_now()[0] <= 60:
+            await asyncio.sleep(0.02)
+
+
+async def test_whole_gpu_is_guarded_without_quota(lab: Lab) -> None:
+    code = (
+        "print('total', driver.free_memory()[1], flush=True); driver.out('cuMemAlloc_v2', 2048 << 20); time.sleep(60)"
+    )
+    await lab.program(code, gpus=(Portion(lab.uuid, 100, 16_384),))
+    await lab.until_logged(f"total {16_384 * MIB}")
+    (tenant,) = lab.watched.guard.tenants
+    assert lab.world.calls("cuMemAlloc_v2") and tenant.shares_now() == (100.0,)
+
+
+async def test_gate_follows_lease(lab: Lab) -> None:
+    """Also where the program is not stopped: here its own engine's stop is taken back at once."""
+    await lab.program(LAUNCHES)
+    await lab.beyond(3)
+    guest, (tenant,) = lab.guests[-1], lab.watched.guard.tenants
+    for _ in range(2):
+        guest.allow_until(boot_s() + 0.2)
+        async with asyncio.timeout(WAIT_S):
+            while not tenant.gate_closed:
+                await asyncio.sleep(0.01)
+        guest._guest.allow_until(math.inf)  # type: ignore[attr-defined]
+        steps = await lab.steps_when_stopped()
+        guest.allow_until(math.inf)
+        assert not tenant.gate_closed
+        await lab.beyond(steps + 3)
+
+
+async def test_kill_closes_gate_first(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await lab.program(LAUNCHES)
+    await lab.beyond(3)
+    async with asyncio.timeout(WAIT_S):
+        await lab.guests[-1].kill()
+        await lab.guests[-1].kill()  # again is no error
+    said = [message for message in caplog.messages if message.startswith("job jjjjjjjj: ")]
+    assert re.fullmatch(r"job j{8}: GPU gate closed in \d+ µs: it is killed", said[0])
+    assert (
+        re.fullmatch(r"job j{8}: its processes are gone \d+ ms after its GPU gate closed", said[1]) and len(said) == 2
+    )
+    assert lab.watched.guard.tenants == []
+
+
+async def test_memory_of_killed_process_returns_to_job(lab: Lab) -> None:
+    await lab.program(
+        "held = \"driver.out('cuMemAlloc_v2', 256 << 20); os.kill(os.getpid(), 9)\"\n"
+        "code = os.spawnl(os.P_WAIT, sys.executable, 'python', *sys.argv[:2], held)\n"
+        "print('killed' if code == -9 else code, flush=True); time.sleep(60)"
+    )
+    await lab.until_logged("killed")
+    (tenant,) = lab.watched.guard.tenants
+    assert tenant.usage()[0].peak >= 256 * MIB
+    async with asyncio.timeout(WAIT_S):
+        while tenant.usage()[0].memory >= 256 * MIB:
+            await asyncio.sleep(0.05)
+
+
+async def test_job_that_damages_page_is_stopped(lab: Lab) -> None:
+    await lab.program(
+        "page = os.environ['MESH_GUARD_DIR'] + '/job'\n"
+        "os.truncate(page, 0); os.truncate(page, 1 << 24); print('spoilt', flush=True); time.sleep(60)"
+    )
+    async with asyncio.timeout(WAIT_S):
+        while not lab.watched.warned:
+            await asyncio.sleep(0.05)
+    (tenant,) = lab.watched.guard.tenants
+    assert "bypasses the guard: its programs have changed the length of the page" in lab.watched.warned[0]
+    assert tenant.gate_closed and (tenant.guarded.pages.directory / "job").stat().st_size < 1 << 20
+    await lab.guests[-1].kill()
+    assert lab.watched.guard.tenants == [] and len(lab.watched.used) == 1
+
+
+async def test_guard_precedes_job_preload(lab: Lab) -> None:
+    env = {"LD_PRELOAD": "/nowhere/mine.so", "MESH_GUARD_DIR": "/nowhere"}
+    await lab.start("sh", "-c", 'echo "[$LD_PRELOAD] $MESH_GUARD_DIR"', gpus=(lab.portion(),), env=env)
+    log = await lab.end()
+    assert re.search(r"\[/\S+/libcuda.so.1:/\S+/libnvidia-ml.so.1:/nowhere/mine.so\] /\S+/pages/j+-0\n", log)
+    await lab.start("sh", "-c", 'echo "no GPU [$LD_PRELOAD$MESH_GUARD_DIR]"')
+    assert "no GPU []" in await lab.end()
+
+
+async def test_share_never_runs_unguarded(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = Portion("GPU-00000000-0000-0000-0000-000000000001", 30, 1024)
+    with pytest.raises(EngineError, match="share of a GPU could not be enforced"):
+        await lab.start("true", gpus=(stranger,))
+    guest = await lab.start("true", gpus=(Portion(stranger.uuid, 100, 1024),))
+    assert (await guest.wait()).code == 0 and "is not guarded" in caplog.text
+    assert lab.watched.guard.tenants == []
+
+
+async def test_failed_start_leaves_no_tenant(lab: Lab) -> None:
+    with pytest.raises(EngineError):
+        await lab.start("no-such-command", gpus=(lab.portion(),))
+    assert lab.watched.guard.tenants == [] and os.listdir(lab.root.parent / "pages") == []  # noqa: PTH208
+
+
+LOOK = """
+cat /proc/self/mounts
+mv /run/mesh/guard/policy /tmp/policy 2> /dev/null || echo kept
+dd if=/mesh/work/nothing of=/run/mesh/guard/job conv=notrunc 2> /dev/null && echo writable
+env -i FAKE_GPU_WORLD=/mesh/work/world /bin/quota
+"""
+
+
+@pytest.mark.docker
+async def test_container_cannot_change_quota(lab: Lab, tmp_path: Path) -> None:
+    """Its programs load the guard by the loader's own file, without a variable. The engine is told of no device: there is no
+    runtime of NVIDIA's here to ask for one."""
+    program = tmp_path / "quota"
+    source = Path(__file__).parent / "quota.c"
+    subprocess.run([*find_compiler(), source, "-o", program, "-ldl"], check=True)
+    (lab.root / "work" / "nothing").touch()
+    lab.world.path.rename(lab.root / "work" / "world")
+    tenant = lab.watched.guard.admit(lab.launch("true", gpus=(lab.portion(),)), own_root=True)
+    assert tenant is not None
+    engine = DockerEngine(f"test-{os.getpid()}")
+    try:
+        await engine.availability()
+        image = busybox_image(program)
+        guest = await engine.start(lab.launch("sh", "-c", LOOK, image=image, injection=tenant.injection))
+        await lab.until_logged("total")
+        assert lab.log.splitlines()[-3:] == ["kept", "writable", f"total {1024 * MIB}, half 0, more 2"]
+        modes = {fields[1]: fields[3][:2] for fields in map(str.split, lab.log.splitlines()) if len(fields) == 6}
+        for mount in tenant.injection.mounts:
+            assert modes[str(mount.target)] == ("ro" if mount.read_only else "rw")
+        (use,) = tenant.usage()
+        assert 512 * MIB <= use.memory <= 1024 * MIB and (use.processes, use.refused) == (1, 1)
+        await guest.kill()
+        async with asyncio.timeout(WAIT_S):
+            while tenant.usage()[0].memory:
+                await asyncio.sleep(0.05)
+    finally:
+        await engine.close()

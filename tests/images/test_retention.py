@@ -1,0 +1,53 @@
+"""Choice of the fetched images to remove when space is short."""
+
+import os
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as some
+
+from mesh.images.engine_store import StoredImage
+from mesh.images.layer_cache import IDLE_S
+from mesh.images.retention import Bounds, UsageMarks, surplus
+
+sizes, ages = some.integers(0, 1 << 40), some.floats(0, 1e8)
+shelves = some.lists(some.tuples(sizes, ages, some.booleans()), max_size=12)
+
+
+@given(shelves, some.integers(0, 1 << 42), ages)
+def test_surplus_is_minimal_and_unused(shelf: list[tuple[int, float, bool]], most_bytes: int, unused_s: float) -> None:
+    images = [
+        StoredImage(bytes([number]) * 32, (), (), size, fetched) for number, (size, _, fetched) in enumerate(shelf)
+    ]
+    unused = {image.id: shelf[number][1] for number, image in enumerate(images) if image.fetched}
+    gone = [one.image for one in surplus(images, unused, Bounds(most_bytes, unused_s))]
+    stays = [image for image in images if image.fetched and image not in gone]
+    assert all(image.fetched and unused[image.id] >= IDLE_S for image in gone)
+    assert all(unused[image.id] < max(unused_s, IDLE_S) for image in stays)
+    assert all(unused[one.id] >= unused[other.id] for one in gone for other in stays), "the longest unused first"
+    left = sum(image.size for image in stays)
+    assert left <= most_bytes or all(unused[image.id] < IDLE_S for image in stays)
+    for last in gone[-1:]:
+        assert unused[last.id] >= unused_s or left + last.size > most_bytes, "no more than it takes"
+
+
+def test_last_use_survives_restart(tmp_path: Path) -> None:
+    one, two = b"1" * 32, b"2" * 32
+    shelf = UsageMarks(tmp_path)
+    assert shelf.unused([one, two]) == {one: 0.0, two: 0.0}, "who is not known begins now"
+    for image in (one, two):
+        os.utime(tmp_path / "fetched" / image.hex(), (0, time.time() - 1000))
+    shelf = UsageMarks(tmp_path)
+    shelf.used(two)
+    unused = shelf.unused([one, two])
+    assert unused[one] >= 1000 and unused[two] < 1000
+    assert shelf.unused([two]).keys() == {two} and [path.name for path in (tmp_path / "fetched").iterdir()] == [
+        two.hex()
+    ]
+
+
+def test_new_image_stays() -> None:
+    """A fetch may end while the others' marks are looked at."""
+    old, new = (StoredImage(bytes([number]) * 32, (), (), 1, True) for number in (1, 2))
+    assert [one.image for one in surplus([old, new], {old.id: 1e9}, Bounds(0, 0.0))] == [old]

@@ -1,0 +1,209 @@
+"""Archive: old jobs leave memory, are found by id, name or prefix, and never restart."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mesh.consensus.effects import Send, WitnessRecord
+from mesh.consensus.messages import Accept, Refused
+from mesh.consensus.participant import Directed, Participant, Rules
+from mesh.consensus.status import status_of
+from mesh.consensus.witness import Witness
+from mesh.jobs import archive as past_module
+from mesh.jobs.archive import Archive
+from mesh.jobs.job_table import OWN, JobTable
+from mesh.jobs.status_gossip import ENDED_TOLD_S
+from mesh.journal import Journal
+from mesh.model.record import Attempt, Config, JobRecord, Outcome
+from mesh.model.spec import ArrayPlace, JobSpec, format_job
+from tests.consensus.worlds import DISK, SPEC_BYTES, A, B, C, at, make_spec, voters
+
+NOW = 100 * 86_400.0
+LONG_AGO = NOW - 2 * ENDED_TOLD_S
+GROUP = Config(number=0, term=0, members=voters(A, B, C))
+
+
+def number(count: int) -> bytes:
+    return count.to_bytes(16)
+
+
+class Node:
+    """The parts of a daemon that handle jobs, on a real journal. Specs are stored by job, because nothing is signed here."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.specs: dict[bytes, JobSpec] = {}
+        self.job_table = JobTable()
+        self.participant = Participant(A, DISK, "node-1", Rules(self.read, lambda *_: None, lambda *_: True), Random(1))
+        self.left: list[bytes] = []
+        self.journal = journal
+        self.archive = Archive(
+            journal, self.participant, self.job_table, self.read, self.take_up, self.show, self.left.append
+        )
+
+    def read(self, job: bytes, _spec: bytes) -> JobSpec:
+        return self.specs[job]
+
+    async def take_up(self, witness_records: Sequence[WitnessRecord]) -> None:
+        for witness_record in witness_records:
+            self.participant.restore(Witness.restored(witness_record, self.specs[witness_record.job], NOW), at(NOW))
+
+    def show(self, job: bytes) -> None:
+        witness = self.participant.witnesses[job]
+        self.job_table.update(OWN, job, status_of(job, witness, None, "", "", None))
+
+    async def has(self, job: bytes, ended: float | None = LONG_AGO, **changes: object) -> None:
+        """Make the node a witness of this job; `ended` is a Unix time, or None for a running job."""
+        self.specs[job] = make_spec(**changes)
+        outcome = None if ended is None else Outcome("done", "exit 0", 0, None, (), int(ended * 1000))
+        last = int((ended or NOW) * 1000)
+        ran = Attempt(
+            0, B, "node-2", 1, last - 60_000, last - 60_000, last if ended else 0, last, "done" if ended else ""
+        )
+        record = JobRecord(version=2, attempts=(ran,), outcome=outcome)
+        witness_record = WitnessRecord(
+            job, DISK, SPEC_BYTES, GROUP, 1, 1, record, None if ended else B, False, final=ended is not None
+        )
+        await self.journal.save_witness_records([witness_record])
+        await self.take_up([witness_record])
+        self.show(job)
+
+    def accept(self, job: bytes, spec: bytes | None) -> list[object]:
+        """Return this node's answer to a peer that was away and does not know of the job's end."""
+        message = Accept(job=job, term=2, config=GROUP, round=1, record=JobRecord(version=1), holder=C, spec=spec)
+        outputs = self.participant.receive(C, message, at(NOW))
+        effects = [output.effect for output in outputs if isinstance(output, Directed)]
+        return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    yield journal
+    await journal.close()
+
+
+@pytest.fixture
+def node(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr(past_module, "AT_HAND", 2)
+    return Node(journal)
+
+
+async def test_archive_takes_only_the_oldest_finished_jobs(node: Node) -> None:
+    for count in range(6):
+        await node.has(number(count), LONG_AGO + count)
+    await node.has(number(6), NOW - ENDED_TOLD_S / 2)
+    await node.has(number(7), None)
+    await node.archive.archive_old({number(1)}, NOW)
+    away = {number(0), number(2), number(3), number(4), number(5)}
+    assert node.participant.archived == away == set(node.left) and node.archive.count == 5
+    assert set(node.job_table.all()) == {number(1), number(6), number(7)} == set(node.participant.witnesses)
+    assert node.job_table.ends == {number(count): "done" for count in range(7)}, "dependent jobs still know the outcome"
+    witness_records, _ = await node.journal.witness_records()
+    assert {witness_record.job for witness_record in witness_records} == {number(1), number(6), number(7)}, (
+        "a restart reads only these records"
+    )
+
+
+async def test_archive_leaves_the_newest_jobs_in_memory_whatever_their_age(node: Node) -> None:
+    for count in range(2):
+        await node.has(number(count))
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 0
+
+
+async def test_array_is_archived_as_a_whole_once_every_job_is_over(node: Node) -> None:
+    array = b"a" * 16
+    for place in range(4):
+        ended = None if place == 3 else LONG_AGO
+        await node.has(number(place), ended, array=ArrayPlace(array, place + 1, place, 4))
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 0
+    await node.has(number(3), LONG_AGO, array=ArrayPlace(array, 4, 3, 4))
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 4 and node.job_table.array_ends == {array: {0, 1, 2, 3}}
+    await node.archive.find(f"{format_job(array)[:6]}_2", whole=False)
+    assert node.archive.count == 0, "the index covers the whole array"
+
+
+async def test_archived_job_is_found_by_id_name_and_prefix(node: Node) -> None:
+    for count, name in enumerate(("sweep", "sweep", "sweeper", "train")):
+        await node.has(number(count), LONG_AGO + count, name=name)
+    for count in (8, 9):
+        await node.has(number(count), NOW)
+    first, second, third, fourth = (number(count) for count in range(4))
+    for text, whole, found in (
+        (format_job(first), False, {first}),
+        ("sweep", False, {second}),
+        ("swee", False, {second, third}),
+        ("swee", True, set()),
+        ("train", True, {fourth}),
+        ("%", False, set()),
+        ("", False, set()),
+        ("\udcff", False, set()),
+    ):
+        await node.archive.archive_old((), NOW)
+        node.archive._taken_out.clear()
+        await node.archive.archive_old((), NOW)
+        assert node.archive.count == 4
+        await node.archive.find(text, whole)
+        out = {first, second, third, fourth} - node.participant.archived
+        assert out == found, text
+        assert all(node.job_table.get(job) is not None for job in out)
+
+
+async def test_requested_job_stays_in_memory_for_a_while(node: Node) -> None:
+    for count in range(4):
+        await node.has(number(count))
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 2
+    (gone, *_) = node.participant.archived
+    await node.archive.take_out([gone, b"nobody's" * 2])
+    await node.archive.archive_old((), NOW)
+    assert gone in node.participant.witnesses
+
+
+async def test_archived_job_is_refused_with_its_outcome_and_never_restarted(node: Node) -> None:
+    for count in range(3):
+        await node.has(number(count), LONG_AGO + count)
+    await node.archive.archive_old((), NOW)
+    job = number(0)
+    (refused,) = node.accept(job, None)
+    assert isinstance(refused, Refused) and refused.disk == b"", "without a record this disk is no voter"
+    assert node.accept(job, SPEC_BYTES) == [] and job not in node.participant.witnesses
+    await node.archive.take_out([job])
+    (told,) = node.accept(job, SPEC_BYTES)
+    assert isinstance(told, Refused) and told.finished and told.record is not None
+    assert told.record.outcome is not None and told.record.outcome.kind == "done"
+
+
+async def test_archive_survives_a_restart_with_outcomes_and_usage(node: Node, journal: Journal) -> None:
+    for count in range(3):
+        await node.has(number(count), LONG_AGO + count)
+    used = node.job_table.usage(NOW)
+    await node.archive.archive_old((), NOW)
+    assert node.archive.count == 1 and node.job_table.usage(NOW) == used, "the recorded usage is unchanged"
+    await node.archive.take_out([number(0)])
+    assert node.job_table.usage(NOW) == used, "the usage is counted once"
+    later = Node(journal)
+    later.specs = node.specs
+    await later.archive.restore()
+    assert later.participant.archived == {number(0)} and later.job_table.ends == {number(0): "done"}
+    assert sum(later.job_table.usage(NOW).values()) * 3 == sum(used.values())
+    (status,) = await later.archive.ended_since(int((LONG_AGO - 1) * 1000))
+    assert status.outcome is not None and status.state == "done" and later.archive.count == 1
+    assert await later.archive.ended_since(int(NOW * 1000)) == []
+
+
+async def test_damaged_archived_record_counts_as_missing(node: Node, journal: Journal) -> None:
+    for count in range(3):
+        await node.has(number(count), LONG_AGO + count)
+    await node.archive.archive_old((), NOW)
+    await journal._do(
+        lambda: journal._db.execute("UPDATE witness_records SET record = x'c1' WHERE job = ?", [number(0)])
+    )
+    await node.archive.take_out([number(0)])
+    assert node.participant.archived == {number(0)}
+    assert node.accept(number(0), SPEC_BYTES) == [] and number(0) not in node.participant.witnesses

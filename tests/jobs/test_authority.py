@@ -1,0 +1,406 @@
+"""Authority, asked by the wrong nodes: each question with real keys and certificates, and an answer for each that may not."""
+
+import time
+
+import msgspec
+import pytest
+
+from ckptstore.manifest import Manifest
+from membership.envelope import MeshSealer, seal
+from membership.identity import Identity
+from membership.trust import PROVIDER, ROLES, USER, TrustStore, admit_node, found_mesh
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, encode_reconfiguration
+from mesh.consensus.messages import Accept, Enlist, Start
+from mesh.jobs.authority import (
+    Authority,
+    is_user,
+    is_writer,
+    may_enter,
+    may_give_share,
+    may_keep_workdir,
+    may_order_image,
+    may_start,
+    may_write_log,
+    runs,
+)
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Voter
+from mesh.model.spec import JobSpec, SpecError, encode_spec, job_id
+from tests.consensus.worlds import DISK, make_spec
+
+NOW = time.time()
+
+
+class Town:
+    """A mesh of six nodes: ada's two, bob's two (one may only submit), eve's, which may only lend, and one that was revoked."""
+
+    def __init__(self) -> None:
+        self.ids = {name: Identity.generate() for name in ("ada", "ada2", "bob", "guest", "lender", "gone")}
+        genesis, root_chain = found_mesh(self.ids["ada"], "town", "ada", "ada", NOW - 1000)
+        self.trust = TrustStore(genesis)
+        self.trust.admit_chain(root_chain, NOW)
+        self.chains = {"ada": root_chain}
+        sealer = MeshSealer(self.ids["ada"], self.trust.mesh_id)
+        for name, user, roles in (
+            ("ada2", "ada", ROLES),
+            ("bob", "bob", ROLES),
+            ("guest", "bob", (USER,)),
+            ("lender", "eve", (PROVIDER,)),
+            ("gone", "ada", ROLES),
+        ):
+            node = self.ids[name].node_id
+            binding = self.trust.bind(user, node, NOW - 900, existing=name in {"ada2", "guest", "gone"})
+            chain = admit_node(sealer, self.trust, root_chain, node, name, binding, roles, False, NOW - 900)
+            self.chains[name] = chain
+            self.trust.admit_chain(chain, NOW)
+        self.trust.revoked.add(self.ids["gone"].node_id)
+        self.silent: set[bytes] = set()  # nodes without an advert
+        self.authority = Authority(self.ids["ada"], self.trust, lambda node: node not in self.silent)
+
+    def node(self, name: str) -> bytes:
+        return self.ids[name].node_id
+
+    def credentials(self, name: str):
+        found = self.trust.credentials(self.node(name), NOW)
+        assert found is not None
+        return found
+
+    def user(self, name: str) -> str:
+        return self.trust.check_chain(self.chains[name], NOW).user if name != "gone" else "ada"
+
+    def key(self, user: str) -> bytes:
+        """Return the key of a user: that of their first node."""
+        return self.node({"ada": "ada", "bob": "bob", "eve": "lender"}[user])
+
+    def spec(self, name: str, **changes: object) -> JobSpec:
+        fields: dict[str, object] = {
+            "submitter": self.node(name),
+            "chain": self.chains[name],
+            "user": self.user(name),
+            "user_key": self.key(self.user(name)),
+            "created_unix_ms": int(NOW * 1000),
+            "witnesses": tuple(Voter(self.node(one), DISK) for one in ("ada", "bob", "lender")),
+        }
+        return make_spec(**{**fields, **changes})
+
+    def sealed(self, signer: str, spec: JobSpec, kind: str = "job") -> tuple[bytes, bytes]:
+        payload = encode_spec(spec)
+        return job_id(payload), seal(self.ids[signer], self.trust.mesh_id, kind, payload)
+
+
+@pytest.fixture(scope="module")
+def town() -> Town:
+    return Town()
+
+
+@pytest.fixture(autouse=True)
+def everybody_advertises(town: Town) -> None:
+    town.silent = set()
+
+
+# --- descriptions of jobs
+
+
+def test_description_of_a_member_is_taken(town: Town) -> None:
+    for name in ("ada", "ada2", "bob", "guest"):
+        job, sealed = town.sealed(name, town.spec(name))
+        assert town.authority.open_spec(job, sealed).user == town.credentials(name).user
+
+
+def test_description_is_signed_by_its_submitter(town: Town) -> None:
+    job, sealed = town.sealed("bob", town.spec("ada"))
+    for read in (town.authority.open_spec, town.authority.read_spec):
+        with pytest.raises(SpecError, match="not the one its submitter signed"):
+            read(job, sealed)
+
+
+def test_description_has_the_hash_that_is_its_job(town: Town) -> None:
+    _, sealed = town.sealed("ada", town.spec("ada"))
+    other, _ = town.sealed("ada", town.spec("ada", argv=("other",)))
+    for read in (town.authority.open_spec, town.authority.read_spec):
+        with pytest.raises(SpecError, match="not the one its submitter signed"):
+            read(other, sealed)
+
+
+def test_description_is_signed_as_a_description_and_for_this_mesh(town: Town) -> None:
+    spec = town.spec("ada")
+    job, sealed = town.sealed("ada", spec, "manifest")
+    foreign = seal(town.ids["ada"], b"m" * 16, "job", encode_spec(spec))
+    for data in (sealed, foreign, b"", sealed[:-1]):
+        with pytest.raises(SpecError, match="not signed by a node of this mesh"):
+            town.authority.open_spec(job, data)
+
+
+def test_description_carries_the_certificate_of_its_own_node(town: Town) -> None:
+    spec = town.spec("bob", chain=town.chains["ada2"], user="ada", user_key=town.key("ada"))
+    with pytest.raises(SpecError, match="certificate of another user"):
+        town.authority.open_spec(*town.sealed("bob", spec))
+
+
+def test_description_names_the_user_of_its_certificate(town: Town) -> None:
+    with pytest.raises(SpecError, match="certificate of another user"):
+        town.authority.open_spec(*town.sealed("bob", town.spec("bob", user="ada")))
+
+
+def test_node_without_the_role_submits_nothing(town: Town) -> None:
+    with pytest.raises(SpecError, match="lender may lend, but not submit"):
+        town.authority.open_spec(*town.sealed("lender", town.spec("lender")))
+
+
+def test_revoked_node_submits_nothing(town: Town) -> None:
+    with pytest.raises(SpecError, match="not a member"):
+        town.authority.open_spec(*town.sealed("gone", town.spec("gone")))
+
+
+def test_description_from_the_future_is_refused(town: Town) -> None:
+    spec = town.spec("ada", created_unix_ms=int((time.time() + 600) * 1000))
+    with pytest.raises(SpecError, match="in the future"):
+        town.authority.open_spec(*town.sealed("ada", spec))
+
+
+# --- orders
+
+
+def test_only_the_user_of_a_job_cancels_it(town: Town) -> None:
+    other = Authority(town.ids["lender"], town.trust)
+    spec = town.spec("ada2")
+    assert other.may_cancel(town.node("ada"), "ada", spec) and other.may_cancel(town.node("ada2"), "ada", spec)
+    for name, user in (("bob", "ada"), ("bob", "bob"), ("guest", "ada"), ("gone", "ada"), ("ada", "bob")):
+        assert not other.may_cancel(town.node(name), user, spec), name
+    assert not other.may_cancel(Identity.generate().node_id, "ada", spec), "a stranger"
+
+
+def recovery(town: Town, signer: str, job: bytes, term: int, config: Config, kind: str = "recovery") -> Accept:
+    word = encode_reconfiguration(ForcedReconfiguration(job, term, config))
+    sealed = seal(town.ids[signer], town.trust.mesh_id, kind, word)
+    return Accept(job, term, 1, config, JobRecord(), None, reconfiguration=sealed)
+
+
+def test_only_the_user_of_a_job_recovers_it(town: Town) -> None:
+    spec = town.spec("ada2")
+    job, config = job_id(encode_spec(spec)), Config(9, 9, spec.witnesses[:1])
+    allowed = town.authority.authorizes_reconfiguration
+    good = recovery(town, "ada", job, 9, config)
+    assert allowed(good, spec)
+    for name in ("bob", "guest", "lender", "gone"):
+        assert not allowed(recovery(town, name, job, 9, config), spec), name
+    assert not allowed(recovery(town, "ada", job, 9, config, "job"), spec), "signed for another purpose"
+    for changes in ({"term": 10}, {"job": b"k" * 16}, {"config": Config(9, 9, spec.witnesses)}):
+        assert not allowed(msgspec.structs.replace(good, **changes), spec), changes
+    assert not allowed(msgspec.structs.replace(good, reconfiguration=b"ada says so"), spec)
+
+
+def test_record_names_a_recovered_group_by_the_users_word_only(town: Town) -> None:
+    job, sealed = town.sealed("ada2", spec := town.spec("ada2"))
+    config = Config(9, 9, spec.witnesses[:1])
+
+    def named(signer: str, **changes: object) -> Config | None:
+        word = recovery(town, signer, job, 9, config).reconfiguration or b""
+        fields = {"job": job, "spec": sealed, "reconfiguration": word, **changes}
+        return town.authority.recovered_group(known(town, spec, **fields))
+
+    assert named("ada") == config
+    for name in ("bob", "guest", "lender", "gone"):
+        assert named(name) is None, name
+    other, other_sealed = town.sealed("ada2", town.spec("ada2", argv=("other",)))
+    assert named("ada", job=other, spec=other_sealed) is None, "another job's"
+    assert named("ada", spec=b"x") is None and named("ada", reconfiguration=b"") is None
+
+
+# --- leases
+
+
+def known(town: Town, described: JobSpec, **changes: object) -> WitnessRecord:
+    fields: dict[str, object] = {
+        "job": job_id(encode_spec(described)),
+        "disk": DISK,
+        "spec": b"",
+        "config": Config(0, 0, described.witnesses),
+        "promised": 5,
+        "accepted_term": 4,
+        "record": JobRecord(),
+        "holder": None,
+        "cancel_wanted": False,
+    }
+    return WitnessRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def lease(town: Town, spec: JobSpec, runner: str, *givers: str, **changes: object) -> Accept:
+    job = job_id(encode_spec(spec))
+    warrants = tuple(Authority(town.ids[giver], town.trust).warrant(job, 5, town.node(runner)) for giver in givers)
+    accept = Accept(job, 5, 1, Config(0, 0, spec.witnesses), JobRecord(1), town.node(runner), warrants=warrants)
+    return msgspec.structs.replace(accept, **changes)
+
+
+def test_lease_needs_the_word_of_a_witness(town: Town) -> None:
+    spec = town.spec("ada")
+    at = known(town, spec)
+
+    def may(sender: str, message: Accept) -> bool:
+        return town.authority.may_propose(town.node(sender), message, at, spec, False)
+
+    assert may("ada2", lease(town, spec, "ada2", "bob"))
+    assert may("ada2", lease(town, spec, "ada2", "ada2", "guest", "lender")), "one witness among them is enough"
+    assert not may("ada2", lease(town, spec, "ada2")), "without any"
+    assert not may("ada2", lease(town, spec, "ada2", "ada2")), "its own, which is no witness"
+    assert not may("ada2", lease(town, spec, "ada2", "guest")), "of a node that is no witness"
+    assert not may("ada2", lease(town, spec, "ada2", *["ada2"] * 20, "bob")), "after more than are looked at"
+    assert not may("ada2", lease(town, spec, "bob", "bob", holder=town.node("ada2"))), "for another node"
+    assert not may("ada2", lease(town, spec, "ada2", "bob", term=6)), "of another term"
+    other = town.spec("ada", argv=("other",))
+    theirs = lease(town, other, "ada2", "bob", job=job_id(encode_spec(spec)))
+    assert not may("ada2", theirs), "for another job"
+    forged = seal(town.ids["bob"], town.trust.mesh_id, "job", b"")
+    assert not may("ada2", lease(town, spec, "ada2", warrants=(forged, b"", b"x" * 200)))
+    assert not may("bob", lease(town, spec, "bob")), "a witness takes no lease without a leader's word either"
+
+
+def test_lease_needs_the_role_provider_and_an_advert(town: Town) -> None:
+    spec = town.spec("ada")
+    at = known(town, spec)
+    assert not town.authority.may_propose(town.node("guest"), lease(town, spec, "guest", "bob"), at, spec, False)
+    assert not town.authority.may_propose(town.node("gone"), lease(town, spec, "gone", "bob"), at, spec, False)
+    ours = lease(town, spec, "ada2", "bob")
+    town.silent = {town.node("ada2")}
+    assert not town.authority.may_propose(town.node("ada2"), ours, at, spec, False), "no advert"
+    held = known(town, spec, holder=town.node("ada2"))
+    assert town.authority.may_propose(town.node("ada2"), ours, held, spec, False), "a node that withdraws it finishes"
+
+
+def test_holder_renews_and_releases_only_its_own_term(town: Town) -> None:
+    spec = town.spec("ada")
+    held = known(town, spec, holder=town.node("ada2"))
+    for holder in (town.node("ada2"), None):
+        message = lease(town, spec, "ada2", holder=holder)
+        assert town.authority.may_propose(town.node("ada2"), message, held, spec, False)
+        assert not town.authority.may_propose(town.node("guest"), message, held, spec, False)
+        later = msgspec.structs.replace(message, term=6)
+        assert not town.authority.may_propose(town.node("ada2"), later, held, spec, False)
+
+
+def test_only_witnesses_propose_without_a_lease(town: Town) -> None:
+    spec = town.spec("ada")
+    at, waits = known(town, spec), lease(town, spec, "ada2", holder=None)
+    for name, may in (("ada", True), ("bob", True), ("lender", True), ("ada2", False), ("guest", False)):
+        assert town.authority.may_propose(town.node(name), waits, at, spec, False) is may, name
+
+
+def test_group_is_changed_by_no_other_member(town: Town) -> None:
+    spec = town.spec("ada")
+    at = known(town, spec)
+    thief = town.node("guest")
+    mine = Config(1, 6, (Voter(thief, DISK),))
+    for term in (0, 6):
+        for holder in (None, thief):
+            for record in (JobRecord(), JobRecord(1)):
+                message = Accept(
+                    at.job, term, 1, mine, record, holder, warrants=lease(town, spec, "guest", "guest").warrants
+                )
+                assert not town.authority.may_propose(thief, message, at, spec, False)
+    first = Config(0, 0, (Voter(thief, DISK),))
+    blank = Accept(at.job, 0, 1, first, JobRecord(), None)
+    assert not town.authority.may_propose(thief, blank, at, spec, True), "the first group is the description's"
+    anyone = msgspec.structs.replace(blank, config=at.config)
+    assert town.authority.may_propose(thief, anyone, at, spec, True), "anybody may bring a submission"
+    full = msgspec.structs.replace(anyone, record=JobRecord(1, commit=Commit(1, 1, b"", None, (), None, 0)))
+    assert not town.authority.may_propose(thief, full, at, spec, True)
+
+
+def start(town: Town, spec: JobSpec, config: Config, term: int = 6) -> Start:
+    return Start(job_id(encode_spec(spec)), term, config, JobRecord(), b"")
+
+
+def test_only_the_leader_starts_a_job(town: Town) -> None:
+    spec = town.spec("ada")
+    first, later = Config(0, 0, spec.witnesses), Config(3, 5, (*spec.witnesses[:2], Voter(town.node("ada2"), DISK)))
+    for name, may in (("bob", True), ("ada2", False), ("guest", False)):
+        assert may_start(town.node(name), start(town, spec, first), spec, None, ()) is may, name
+    mine = Config(0, 0, (Voter(town.node("guest"), DISK),))
+    assert not may_start(town.node("guest"), start(town, spec, mine), spec, None, ()), "a group of its own"
+    promised = [known(town, spec, config=later, promised=term) for term in (6, 6, 5)]
+    for name, may in (("bob", True), ("ada2", True), ("lender", False), ("guest", False)):
+        assert may_start(town.node(name), start(town, spec, later), spec, later, promised) is may, name
+    for term in (5, 7):
+        assert not may_start(town.node("bob"), start(town, spec, later, term), spec, later, promised), (
+            "a term it has not won"
+        )
+
+
+def test_only_the_runner_enlists_a_gang(town: Town) -> None:
+    spec = town.spec("ada")
+    config = Config(0, 0, spec.witnesses)
+    enlist = Enlist(job_id(encode_spec(spec)), 6, 0, b"")
+    held = [known(town, spec, promised=6, holder=town.node(name)) for name in ("ada2", "ada2", "bob")]
+    assert may_start(town.node("ada2"), enlist, spec, config, held)
+    assert not may_start(town.node("bob"), enlist, spec, config, held), "of one witness only"
+    assert not may_start(town.node("ada2"), msgspec.structs.replace(enlist, term=5), spec, config, held)
+    assert not may_start(town.node("bob"), enlist, spec, None, ()), "no leader enlists"
+
+
+def checkpoint(**changes: object) -> Manifest:
+    whole = Manifest(2, b"j" * 16, 0, 4, 1, None, "checkpoint", 0, b"", (), 0, 0, b"", user="ada")
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_manifest_is_signed_by_a_holder_of_its_term(town: Town) -> None:
+    spec, bob, ada2 = town.spec("ada"), town.node("bob"), town.node("ada2")
+    record = JobRecord(1, Commit(1, 3, b"c" * 32, None, (), None, 0), (Attempt(0, bob, "bob", 4, 0),))
+    held = known(town, spec, promised=5, holder=ada2, record=record)
+    assert is_writer(bob, checkpoint(term=4), b"i" * 32, held) and is_writer(ada2, checkpoint(term=5), b"i" * 32, held)
+    for signer, term in (
+        (bob, 5),
+        (bob, 3),
+        (ada2, 4),
+        (ada2, 1 << 40),
+        (town.node("guest"), 4),
+        (town.node("guest"), 5),
+    ):
+        assert not is_writer(signer, checkpoint(term=term), b"i" * 32, held)
+    assert is_writer(town.node("guest"), checkpoint(term=3), b"c" * 32, held), "what the witnesses have committed"
+
+
+def test_workdir_belongs_to_its_signer(town: Town) -> None:
+    workdir = checkpoint(kind="workdir", job=bytes(16), term=0, seq=0)
+    assert may_keep_workdir(workdir, town.credentials("ada2")) and not may_keep_workdir(
+        workdir, town.credentials("bob")
+    )
+    assert not may_keep_workdir(workdir, None), "of a node that is no member"
+    assert not may_keep_workdir(msgspec.structs.replace(workdir, user="eve"), town.credentials("lender"))
+    for changes in ({"job": b"j" * 16}, {"term": 1}, {"config": 1}, {"seq": 1}):
+        assert not may_keep_workdir(msgspec.structs.replace(workdir, **changes), town.credentials("ada2"))
+
+
+# --- what a job has
+
+
+def test_only_the_user_of_a_job_reads_enters_and_orders(town: Town) -> None:
+    ada, bob, guest, lender = (town.credentials(name) for name in ("ada2", "bob", "guest", "lender"))
+    adas, bobs, eves = (town.key(user) for user in ("ada", "bob", "eve"))
+    assert is_user(ada, adas) and not is_user(bob, adas) and is_user(guest, bobs)
+    assert may_enter(ada, adas) and not may_enter(bob, adas) and not may_enter(lender, eves), "eve may only lend"
+    assert may_order_image(ada, town.credentials("ada"), ()) and not may_order_image(bob, ada, ("eve",))
+    assert may_order_image(bob, ada, ("bob",)) and may_order_image(bob, ada, ("*",))
+
+
+def test_only_the_holder_and_its_gang_run_a_job(town: Town) -> None:
+    attempt = Attempt(0, town.node("bob"), "bob", 5, 0, gang=((town.node("lender"), "lender"),))
+    record = JobRecord(1, attempts=(attempt,))
+    holder = town.node("bob")
+    assert runs(holder, holder, record) and runs(town.node("lender"), holder, record)
+    assert not runs(town.node("guest"), holder, record)
+    assert not runs(town.node("lender"), None, record), "nobody has the lease"
+    ended = JobRecord(1, attempts=(msgspec.structs.replace(attempt, reason="vacated"),))
+    assert not runs(town.node("lender"), holder, ended)
+
+
+def test_shares_and_logs_come_from_the_holder(town: Town) -> None:
+    spec = town.spec("ada")
+    held = known(town, spec, holder=town.node("bob"))
+    for name, share, log in (
+        ("bob", True, True),
+        ("ada2", True, False),
+        ("guest", False, False),
+        ("lender", False, False),
+    ):
+        assert may_give_share(town.credentials(name), held, spec) is share, name
+        assert may_write_log(town.node(name), held) is log, name

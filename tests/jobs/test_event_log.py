@@ -1,0 +1,131 @@
+"""Event log: events are signed, chained, kept by witnesses and merged; forged events are refused."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membership.envelope import seal
+from membership.identity import Identity
+from membership.trust import TrustStore, found_mesh
+from mesh.consensus.messages import EventReport
+from mesh.jobs.event_log import EventLog
+from mesh.journal import Journal
+from mesh.model.events import MAX_REPORTED, REASON_CHARS, Event, EventError, Kind, decode_event, describe, encode_event
+from tests.chains import admitted
+from tests.consensus.worlds import JOB
+
+
+def lab(first: int) -> tuple[list[Identity], TrustStore]:
+    """Two members of a mesh and their credentials."""
+    now = time.time() - 60
+    founder, member = (Identity(bytes([number]) * 32) for number in (first, first + 1))
+    genesis, chain = found_mesh(founder, "lab", "root", "ada", now)
+    trust = TrustStore(genesis)
+    trust.admit_chain(chain, now)
+    trust.admit_chain(admitted(founder, genesis, chain, member.node_id, "desk", "ada", now), now)
+    return [founder, member], trust
+
+
+class Node:
+    def __init__(self, identity: Identity, trust: TrustStore, journal: Journal) -> None:
+        self.identity, self.trust, self.journal = identity, trust, journal
+        self.event_log = EventLog(identity, trust, journal)
+
+    def told(self) -> list[EventReport]:
+        return [told for _, told in self.event_log.unreported()]
+
+    async def kept(self) -> list[bytes]:
+        return [sealed for _, sealed in await self.journal.events(JOB, 0)]
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[list[Node]]:
+    """Return a runner, a witness, and a node of another mesh."""
+    (runner, witness), trust = lab(1)
+    (stranger, _), other = lab(3)
+    made = []
+    for number, (identity, store) in enumerate([(runner, trust), (witness, trust), (stranger, other)]):
+        journal = Journal(tmp_path / f"{number}.sqlite")
+        await journal.open()
+        made.append(Node(identity, store, journal))
+    yield made
+    for node in made:
+        await node.journal.close()
+
+
+async def test_events_are_kept_in_order_by_their_node_and_by_witnesses(nodes: list[Node]) -> None:
+    runner, witness, _ = nodes
+    runner.event_log.add(JOB, "state", new="running", attempt=0)
+    runner.event_log.add(JOB, "checkpoint", "on 2 other nodes", number=1, step=10)
+    (told,) = runner.told()
+    assert runner.told() == [], "each event is reported once"
+    assert witness.event_log.on_report(told) == 0 == witness.event_log.on_report(told)
+    assert await witness.kept() == await runner.kept() == list(told.events)
+    rows = witness.event_log.merge([await witness.kept(), await runner.kept()])
+    assert [(actor, event.kind, gap) for actor, event, gap in rows] == [
+        (runner.identity.node_id, "state", False),
+        (runner.identity.node_id, "checkpoint", False),
+    ]
+    assert rows[0][1].seq < rows[1][1].seq
+
+
+async def test_merge_marks_missing_events(nodes: list[Node]) -> None:
+    runner = nodes[0].event_log
+    for state in ("starting", "running", "done"):
+        runner.add(JOB, "state", new=state)
+    first, _, last = await nodes[0].kept()
+    assert [gap for *_, gap in runner.merge([[first], [last]])] == [False, True]
+
+
+async def test_events_of_strangers_and_of_other_jobs_are_refused(nodes: list[Node]) -> None:
+    runner, witness, stranger = nodes
+    stranger.event_log.add(JOB, "end", new="done")
+    (foreign,) = stranger.told()
+    assert witness.event_log.on_report(foreign) == 1
+    runner.event_log.add(b"other job 16 byt", "end", new="done")
+    (misplaced,) = runner.told()
+    assert witness.event_log.on_report(EventReport(job=JOB, events=misplaced.events)) == 1
+    forged = bytearray(misplaced.events[0])
+    forged[-1] ^= 1
+    assert (
+        witness.event_log.on_report(EventReport(job=b"other job 16 byt", events=(bytes(forged), b"", b"x" * 9999))) == 3
+    )
+    assert await witness.kept() == []
+
+
+async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
+    runner, witness, _ = nodes
+    for _ in range(MAX_REPORTED + 3):
+        runner.event_log.add(JOB, "state", "why " * 999)
+    first, second = runner.told()
+    assert len(first.events) == MAX_REPORTED and len(second.events) == 3
+    assert witness.event_log.on_report(EventReport(job=JOB, events=first.events + second.events)) == 3
+    assert all(len(event.reason) == REASON_CHARS for _, event, _ in witness.event_log.merge([first.events]))
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_decode_to_an_event_or_an_error(data: bytes) -> None:
+    try:
+        assert isinstance(decode_event(data), Event)
+    except EventError as error:
+        assert "not an event" in str(error)
+
+
+KINDS: list[Kind] = ["submitted", "order", "state", "checkpoint", "attempt", "end", "node"]
+
+
+@given(st.sampled_from(KINDS), st.text(max_size=20), st.text(max_size=20), st.none() | st.integers(0, 99))
+def test_every_event_is_encoded_and_described(kind: Kind, reason: str, new: str, number: int | None) -> None:
+    event = Event(JOB, 1, 2, kind, b"p", reason=reason, new=new, number=number, step=number)
+    assert decode_event(encode_event(event)) == event and (reason in describe(event) or reason == new)
+
+
+def test_envelope_of_another_kind_is_not_an_event() -> None:
+    (identity, _), trust = lab(1)
+    payload = encode_event(Event(JOB, 1, 2, "state"))
+    with pytest.raises(EventError):
+        EventLog(identity, trust, Journal(Path("unused"))).open(seal(identity, trust.mesh_id, "record", payload))

@@ -1,0 +1,153 @@
+"""Job table and status gossip: choice among views of a job, and the rate of published statuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from mesh.consensus.status import RUNNER, JobStatus, decode_status, encode_status, status_of
+from mesh.jobs import status_gossip
+from mesh.jobs.job_table import OWN, JobTable
+from mesh.jobs.status_gossip import COMMITS_S, REPEAT_S, SAME_S, StatusGossip
+from mesh.model.record import Attempt, Commit, Outcome
+from placement.advert import Portion
+from placement.queue import Waiting
+from placement.request import Request
+from tests.consensus.worlds import JOB, A, B, C, make_advert, make_witness
+
+NOW = 1_000_000.0
+
+
+def view(state: str = "pending", term: int = 0, **changes: object) -> JobStatus:
+    status = status_of(JOB, make_witness(), None, state, "", None)
+    rank = (int("outcome" in changes), term, 0, changes.pop("acts", 0))
+    return msgspec.structs.replace(status, state=state, rank=rank, **changes)
+
+
+DONE = Outcome(kind="done", detail="", exit_code=0, manifest=None, holders=(), ended_unix_ms=int(NOW * 1000))
+WAITING = Waiting(Request(job=JOB, attempt=0, user="ada"), 50, int(NOW))
+COMMIT = Commit(seq=1, term=1, manifest=b"m" * 32, parent=None, holders=(), step=1, created_unix_ms=0)
+
+
+def test_job_table_takes_the_most_advanced_view_from_any_source() -> None:
+    job_table = JobTable()
+    job_table.update(A, JOB, view("running", term=2))
+    job_table.update(B, JOB, view("pending", term=1))
+    assert job_table.all()[JOB].state == "running"
+    job_table.update(A, JOB, None)
+    assert job_table.all()[JOB].state == "pending", "a withdrawn view does not count"
+    job_table.update(B, JOB, None)
+    assert not job_table.all() and not job_table.waiting
+
+
+def test_end_of_a_job_is_news_once_and_stays() -> None:
+    job_table = JobTable()
+    assert not job_table.update(A, JOB, view("running"))
+    assert job_table.update(B, JOB, view("done", outcome=DONE)) and not job_table.update(
+        C, JOB, view("done", outcome=DONE)
+    )
+    job_table.keep_only({})
+    assert not job_table.all() and job_table.ends == {JOB: "done"}
+    job_table.update(OWN, JOB, view("running"))
+    job_table.keep_only({})
+    assert job_table.own(JOB) is not None, "the node's own view stays"
+
+
+def test_waiting_job_is_queued_once() -> None:
+    job_table, adverts = JobTable(), [make_advert(A)]
+    job_table.update(A, JOB, view(waiting=WAITING))
+    assert job_table.waiting and job_table.queue(adverts, NOW).kept == {(JOB, A)}
+    assert job_table.queue(adverts, NOW, idle={JOB}).kept == set()
+    job_table.update(B, JOB, view("running", term=1))
+    assert not job_table.waiting and job_table.queue(adverts, NOW).kept == set()
+    other = msgspec.structs.replace(WAITING.request, job=b"another's" + bytes(7))
+    job_table.update(C, JOB, view(term=2, waiting=msgspec.structs.replace(WAITING, request=other)))
+    assert not job_table.waiting, "a view applies only to its own job"
+
+
+GPU = Portion("GPU-1", 30, 6_000)
+SHARE = {"gpus": 1, "gpu_share": 30, "attempts": (Attempt(0, A, "a", 1, 0, running_unix_ms=1_000, seen_unix_ms=9_000),)}
+
+
+def test_running_jobs_are_known_with_their_gpus() -> None:
+    job_table, runs = JobTable(), view("running", term=1, acts=RUNNER, runner=A, portions=(GPU,), **SHARE)
+    job_table.update(A, JOB, runs)
+    assert [(stay.node, stay.portions) for stay in job_table.running] == [(A, (GPU,))]
+    ahead = msgspec.structs.replace(runs, rank=(0, 1, 5, 0), portions=())
+    job_table.update(B, JOB, ahead)
+    assert [stay.portions for stay in job_table.running] == [(GPU,)], "a newer view of a witness does not name the GPUs"
+    job_table.update(A, JOB, None)
+    assert not list(job_table.running), "a job with unknown GPUs is not listed"
+
+
+def test_gpu_share_is_charged_by_its_fraction() -> None:
+    job_table = JobTable()
+    job_table.update(A, JOB, view("running", term=1, runner=A, **SHARE))
+    job_table.update(B, b"other" + bytes(11), view(waiting=None, user="bob", **{**SHARE, "gpus": 0, "gpu_share": 100}))
+    assert job_table.queue([], 9.0)._usage == {"ada": 8 * 30, "bob": 8 * 100}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"gpus": -1},
+        {"gpu_share": -1},
+        {"gpu_share_limit": 101},
+        {"portions": (Portion("GPU-1", -5, 1),)},
+        {"waiting": msgspec.structs.replace(WAITING, request=Request(JOB, 0, "ada", gpus=1, gpu_share=-50))},
+        {"waiting": msgspec.structs.replace(WAITING, request=Request(JOB, 0, "ada", gpus=1, vram_mib=-1))},
+    ],
+)
+def test_view_with_impossible_gpus_is_not_decoded(lie: dict[str, object]) -> None:
+    assert decode_status(encode_status(view())) == view() and decode_status(encode_status(view(**lie))) is None
+
+
+class PublishedStatuses:
+    """A status gossip with a clock set by the test and the published statuses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.statuses: list[tuple[JobStatus, bool]] = []
+        monkeypatch.setattr(status_gossip.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(status_gossip.time, "time", lambda: NOW + self.now)
+        membership: Any = SimpleNamespace(publish=self._receive)
+        self.gossip = StatusGossip(A, membership, JobTable(), lambda: None)
+
+    def _receive(self, section: str, body: bytes, ttl_s: float, urgent: bool) -> None:
+        status = decode_status(body)
+        assert status is not None and section.startswith("jobs/")
+        self.statuses.append((status, urgent))
+
+    def publishes(self, status: JobStatus, at: float) -> bool:
+        self.now, before = at, len(self.statuses)
+        self.gossip.publish(status)
+        return len(self.statuses) > before
+
+
+def test_gossip_publishes_urgent_changes_at_once_and_others_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gossip = PublishedStatuses(monkeypatch)
+    assert gossip.publishes(view(), 0.0)
+    assert not gossip.publishes(view(detail="for another reason"), 0.1) and not gossip.publishes(view("starting"), 0.2)
+    assert gossip.publishes(view("starting", term=1), 0.3), (
+        "a new term is published at once, so that later statuses are accepted"
+    )
+    assert gossip.publishes(view("running", term=1), 0.4) and not gossip.publishes(
+        view("running", term=1, warm=True), 0.45
+    )
+    assert not gossip.publishes(view("running", term=1, step=2), 0.5)
+    assert not gossip.publishes(view("running", term=1, commit=COMMIT), 0.6)
+    assert gossip.publishes(view("running", term=1, commit=COMMIT), 0.5 + COMMITS_S)
+    assert gossip.publishes(view("running", term=1, step=9, commit=COMMIT), 1.0 + COMMITS_S + SAME_S)
+    assert not gossip.statuses[-1][1]
+    assert gossip.publishes(view("done", term=1, outcome=DONE), 1.1 + COMMITS_S + SAME_S) and gossip.statuses[-1][1], (
+        "an outcome is published as urgent"
+    )
+
+
+def test_gossip_repeats_a_status_until_it_is_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    gossip, ended = PublishedStatuses(monkeypatch), view("done", outcome=DONE)
+    assert (
+        gossip.publishes(ended, 0.0) and not gossip.publishes(ended, REPEAT_S - 1) and gossip.publishes(ended, REPEAT_S)
+    )
+    assert not gossip.publishes(ended, status_gossip.ENDED_TOLD_S + 1)

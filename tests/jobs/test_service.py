@@ -1,0 +1,108 @@
+"""Job service: behaviour when the input queue is full."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptstore.store import Store
+from membership.identity import Identity
+from mesh.consensus.messages import Cancel, encode_message
+from mesh.consensus.reports import GuestStarted
+from mesh.consensus.view import Instant
+from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
+from mesh.jobs.logs import JobLogs
+from mesh.jobs.service import JobService
+from mesh.journal import Journal
+from tests.consensus.worlds import JOB, SPEC_BYTES, B, make_spec
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+async def jobs(tmp_path: Path) -> AsyncIterator[JobService]:
+    """Return a service on a node without peers; its worker does not run."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    membership: Any = SimpleNamespace(
+        credentials=SimpleNamespace(nick="node1"), host="127.0.0.1", publish=print, members=lambda: []
+    )
+    anything: Any = SimpleNamespace(mesh_id=b"m" * 32)
+    service = JobService(
+        Identity.generate(),
+        anything,
+        membership,
+        journal,
+        Store(tmp_path / "store", lambda sealed: sealed),  # type: ignore[arg-type]
+        {},
+        anything,
+        anything,
+        tmp_path / "jobs",
+        JobLogs(tmp_path / "logs"),
+        lambda place: 0,
+    )
+    yield service
+    await service.close()
+    await journal.close()
+
+
+def fill(jobs: JobService) -> None:
+    for _ in range(LIMIT):
+        jobs._inputs.put_now(lambda at: [])
+
+
+async def test_submission_fails_at_once_when_the_input_queue_is_full(jobs: JobService) -> None:
+    fill(jobs)
+    async with asyncio.timeout(WAIT_S):
+        problem = await jobs.submit_sealed(JOB, SPEC_BYTES, make_spec())
+    assert problem is not None and "too much to do" in problem
+    async with asyncio.timeout(WAIT_S):
+        assert await jobs.submit_sealed(JOB, SPEC_BYTES, make_spec()), "the failed submission is forgotten"
+
+
+async def test_cancel_raises_when_the_input_queue_is_full(jobs: JobService) -> None:
+    fill(jobs)
+    with pytest.raises(Overloaded):
+        jobs.cancel(JOB, "ada", ())
+
+
+async def test_peer_message_is_turned_away_while_half_the_queue_is_taken(jobs: JobService) -> None:
+    fill(jobs)
+    assert not jobs.deliver(B, encode_message(Cancel(job=JOB, user="ada")))
+
+
+async def test_report_of_an_attempt_waits_for_room_in_the_queue(jobs: JobService) -> None:
+    fill(jobs)
+    waiting = asyncio.create_task(jobs.report(JOB, GuestStarted(None)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await jobs._inputs.batch()
+    async with asyncio.timeout(WAIT_S):
+        await waiting
+
+
+async def test_timer_fires_again_until_the_queue_has_room(caplog: pytest.LogCaptureFixture) -> None:
+    queue, fired = InputQueue(), list[float]()
+    for _ in range(LIMIT):
+        queue.put_now(lambda at: [])
+    queue.set_timer((JOB, "runner", "renew"), 0.0, lambda at: fired.append(at.now) or [])
+    async with asyncio.timeout(WAIT_S):
+        while "renew" not in caplog.text:
+            await asyncio.sleep(0.01)
+        while not fired:
+            for item in await queue.batch():
+                item(Instant(1.0, 1))
+    assert fired == [1.0]
+
+
+async def test_worker_keeps_messages_to_itself_when_the_queue_is_full() -> None:
+    queue, order = InputQueue(), list[str]()
+    for _ in range(LIMIT):
+        queue.put_now(lambda at: order.append("queued") or [])
+    queue.put_own(lambda at: order.append("own") or [])
+    for item in await queue.batch():
+        item(Instant(1.0, 1))
+    assert order[0] == "own" and order.count("queued") == BATCH - 1

@@ -1,0 +1,242 @@
+"""Vouching for manifests and starts, with a group of witnesses that changes, is away, or lies."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptstore.manifest import Manifest
+from membership.identity import Identity
+from membership.trust import TrustStore, found_mesh
+from mesh.checkpoints.witness_group import ANSWER_S, WitnessGroup
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.messages import Accept, MakeRoom
+from mesh.consensus.participant import Participant
+from mesh.jobs.job_table import JobTable
+from mesh.jobs.vouching import REMEMBERED, Refused, Vouching
+from mesh.model.record import Attempt, Config, JobRecord
+from mesh.model.spec import JobSpec, SpecError
+from mesh.rpc.client import PeerError
+from tests.consensus.worlds import JOB, A, B, C, D, E, make_spec, make_start, make_witness, voters
+
+ID = b"i" * 32
+SPEC = make_spec()
+
+
+class Peers:
+    """The nodes that answer: the records of witnesses, and the description of the job."""
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, WitnessRecord] = {}
+        self.specs: set[bytes] = {D}
+        self.calls: list[bytes] = []
+
+    async def call(self, node: bytes, method: str, path: str, timeout_s: float) -> bytes:
+        self.calls.append(node)
+        if path.endswith("/spec") and node in self.specs:
+            return b"the sealed spec"
+        if path.endswith("/witness-record") and node in self.records:
+            return msgspec.msgpack.encode(self.records[node])
+        raise PeerError("it does not answer")
+
+
+class Judge:
+    """The part of `Authority` that needs keys: `lenders` may lend, and every spec is the job's."""
+
+    lenders: frozenset[bytes] = frozenset({D})
+
+    def may_lend(self, node: bytes) -> bool:
+        return node in self.lenders
+
+    def read_members_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        if job != JOB:
+            raise SpecError("another job")
+        return SPEC
+
+    open_spec = read_members_spec
+
+
+def named_by_the_user(record: WitnessRecord) -> Config | None:
+    return record.config if record.reconfiguration else None
+
+
+class Node:
+    """A node E that witnesses nothing; D runs the job under term 4, by the word of A, B and C."""
+
+    def __init__(self) -> None:
+        self.peers: Any = Peers()
+        judge: Any = Judge()
+        rules: Any = None
+        participant = Participant(E, b"", "e", rules, rules)
+        self.group(0, (A, B, C))
+        trust = TrustStore(found_mesh(Identity(b"1" * 32), "lab", "root", "ada", 1e9)[0])
+        group = WitnessGroup(E, self.peers, participant, named_by_the_user)
+        self.vouching = Vouching(judge, trust, participant, group, self.peers, JobTable())
+
+    def group(self, number: int, members: tuple[bytes, ...], holder: bytes = D, term: int = 4) -> None:
+        record = JobRecord(attempts=(Attempt(0, holder, "", term, 0),))
+        for node in members:
+            self.peers.records[node] = msgspec.structs.replace(
+                make_witness(members).witness_record,
+                config=Config(number, number, voters(*members)),
+                promised=term,
+                holder=holder,
+                record=record,
+            )
+
+    async def judge(self, signer: bytes = D, sender: bytes = D, **changes: object) -> bool:
+        whole = Manifest(2, JOB, 0, 4, 1, None, "checkpoint", 0, b"", (), 0, 0, b"", user="ada")
+        return await self.vouching.judge(sender, ID, signer, msgspec.structs.replace(whole, **changes))
+
+
+async def test_store_that_is_no_witness_asks_the_witnesses_once_for_a_term() -> None:
+    node = Node()
+    assert await node.judge() and set(node.peers.calls) == {A, B, C, D}
+    node.peers.calls.clear()
+    assert await node.judge(seq=2) and not node.peers.calls
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"signer": A}, "know no lease of its signer"),
+        ({"term": 5}, "know no lease of its signer"),
+        ({"term": 1 << 40}, "know no lease of its signer"),
+        ({"user": "mallory"}, "another user than its job"),
+        ({"job": b"k" * 16}, "cannot get the job's description"),
+        ({"kind": "workdir"}, "signed by a node of its user"),
+    ],
+)
+async def test_manifest_without_a_majority_behind_it_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        await Node().judge(**changes)
+
+
+async def test_one_lying_witness_vouches_for_nobody() -> None:
+    node = Node()
+    liar = node.peers.records[A]
+    node.peers.records[A] = msgspec.structs.replace(liar, holder=A, promised=9)
+    with pytest.raises(Refused):
+        await node.judge(signer=A, term=9)
+    node.peers.records[A] = msgspec.structs.replace(liar, config=Config(9, 9, voters(A)), holder=A, promised=9)
+    with pytest.raises(Refused):
+        await node.judge(signer=A, term=9)
+    assert await node.judge()
+
+
+async def test_manifest_of_a_later_group_is_followed_to_it() -> None:
+    node = Node()
+    node.group(2, (C, D, E), holder=B, term=9)
+    for old in (A, B):  # replaced since, and they know it
+        node.peers.records[old] = msgspec.structs.replace(node.peers.records[C], promised=5)
+    assert await node.judge(signer=B, term=9)
+    with pytest.raises(Refused):
+        await node.judge(signer=A, term=8)
+    for gone in (A, B):
+        del node.peers.records[gone]
+    assert await node.judge(signer=B, term=9, seq=2), "the later group is known now"
+
+
+async def test_witness_that_never_answers_keeps_nobody_waiting() -> None:
+    """A stopped daemon keeps its connections and says nothing; a leader waits for the answer to its start for 3 s."""
+    node = Node()
+    call, never = node.peers.call, asyncio.Event()
+
+    async def stopped(asked: bytes, *args: Any, **named: Any) -> bytes:
+        if asked == C:
+            await never.wait()
+        answer: bytes = await call(asked, *args, **named)
+        return answer
+
+    node.peers.call = stopped
+    async with asyncio.timeout(ANSWER_S / 2):
+        assert await node.judge()
+
+
+async def test_group_that_the_user_has_named_is_followed() -> None:
+    """A recovery needs no majority of the lost group, also once its members are back with what they knew."""
+    node = Node()
+    recovered = Config(1 << 20, 1 << 20, voters(C, E))
+    node.group(0, (A, B, C))
+    term = (1 << 20) + 1
+    lost = dict(node.peers.records)
+    node.group(1 << 20, (C, E), holder=B, term=term)
+    del node.peers.records[A], node.peers.records[B]
+    held = node.peers.records[C]
+    node.peers.records[C] = msgspec.structs.replace(held, config=recovered, reconfiguration=b"the user's word")
+    node.vouching._group._me = D  # so that E is asked, too
+    assert await node.judge(signer=B, term=term)
+    node.peers.records |= {A: lost[A], B: lost[B]}
+    assert await node.judge(signer=B, term=term, seq=2)
+    fresh = Node()
+    fresh.peers.records = node.peers.records
+    fresh.vouching._group._me = D
+    assert await fresh.judge(signer=B, term=term)
+    fresh.peers.records[C] = msgspec.structs.replace(fresh.peers.records[C], reconfiguration=b"")
+    fresh.vouching._groups.clear()
+    fresh.vouching._writers.clear()
+    with pytest.raises(Refused):
+        await fresh.judge(signer=B, term=term)
+
+
+async def test_nobody_is_vouched_for_while_most_witnesses_are_away() -> None:
+    node = Node()
+    for gone in (A, B):
+        del node.peers.records[gone]
+    assert await node.judge() is False, "kept, and no fence moves"
+    with pytest.raises(Refused, match="may not run jobs"):
+        await node.judge(signer=B)
+    node.group(0, (A, B, C))
+    assert await node.judge() is True
+
+
+async def test_start_by_another_node_than_the_leader_is_not_allowed() -> None:
+    node = Node()
+    start = make_start(term=4)
+    assert await node.vouching.allows(A, start) and not await node.vouching.allows(D, start)
+    forged = msgspec.structs.replace(start, config=Config(1, 4, voters(D)))
+    assert not await node.vouching.allows(D, forged), "the witnesses know no such group"
+    later = msgspec.structs.replace(start, config=Config(0, 0, voters(A, B, C)).joint(voters(A, B, D), 4))
+    assert await node.vouching.allows(B, later)
+    assert not await node.vouching.allows(B, msgspec.structs.replace(later, term=5)), "a term that B has not won"
+    node.peers.records.clear()
+    assert await node.vouching.allows(D, forged), "taken on trust while nobody can be asked"
+
+
+async def test_node_joins_no_group_that_the_witnesses_do_not_know() -> None:
+    node = Node()
+    present = Config(0, 0, voters(A, B, C))
+    joint = present.joint(voters(A, B, E), 4)
+    accept = Accept(JOB, 4, 1, joint, JobRecord(1), D, b"the sealed spec")
+    assert await node.vouching.allows(D, accept) and await node.vouching.allows(
+        A, msgspec.structs.replace(accept, config=Config(1, 4, voters(A, B, C)))
+    )
+    for forged in (Config(1, 4, voters(D, E)), Config(1, 4, voters(E), voters(D)), Config(1, 4, voters(A, B, E))):
+        assert not await node.vouching.allows(D, msgspec.structs.replace(accept, config=forged)), forged
+    node.group(1, (A, B, E))
+    node.peers.records[C] = node.peers.records[A]
+    node.vouching._group._me = D
+    assert await node.vouching.allows(D, msgspec.structs.replace(accept, config=joint.settled()))
+
+
+async def test_only_witnesses_of_a_waiting_job_ask_for_room() -> None:
+    node = Node()
+    room = MakeRoom(job=b"k" * 16, wanted_by=JOB, spec=b"the sealed spec")
+    assert not await node.vouching.allows(A, room), "it runs"
+    for witness, record in list(node.peers.records.items()):
+        node.peers.records[witness] = msgspec.structs.replace(record, holder=None)
+    assert await node.vouching.allows(A, room)
+    assert not await node.vouching.allows(D, room), "no witness of it"
+    for witness, record in list(node.peers.records.items()):
+        node.peers.records[witness] = msgspec.structs.replace(record, final=True)
+    assert not await node.vouching.allows(A, room), "it is over"
+
+
+async def test_what_vouching_remembers_is_bounded() -> None:
+    node = Node()
+    node.peers.specs |= {D}
+    for term in range(REMEMBERED + 10):
+        node.vouching._writers[(JOB, term, A)] = None
+    assert await node.judge()
+    assert len(node.vouching._writers) == REMEMBERED

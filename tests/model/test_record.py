@@ -1,0 +1,87 @@
+"""Records grow, groups need majorities of old and new, and a healthy group stays odd."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.consensus.proposer import healthy_group
+from mesh.model.record import MAX_ATTEMPTS_KEPT, Attempt, Config, JobRecord, Voter
+from tests.consensus.worlds import DISK, JOB, A, B, C, D, E, make_advert, make_view, voters
+
+NODES = [bytes([number]) * 32 for number in range(1, 10)]
+groups = st.lists(st.sampled_from(NODES), min_size=1, max_size=5, unique=True).map(tuple)
+
+
+def attempt(number: int, reason: str = "") -> Attempt:
+    return Attempt(number=number, node=A, nick="a", term=number + 1, started_unix_ms=number, reason=reason)
+
+
+def test_attempts_are_appended_or_replaced_by_number() -> None:
+    record = JobRecord().with_attempt(attempt(0)).with_attempt(attempt(0, "left")).with_attempt(attempt(1))
+    assert [(a.number, a.reason) for a in record.attempts] == [(0, "left"), (1, "")]
+    assert record.version == 3 and record.open_attempt == attempt(1) and record.next_attempt == 2
+
+
+def test_a_record_keeps_the_newest_attempts_only() -> None:
+    record = JobRecord()
+    for number in range(MAX_ATTEMPTS_KEPT + 5):
+        record = record.with_attempt(attempt(number, "left"))
+    assert len(record.attempts) == MAX_ATTEMPTS_KEPT and record.next_attempt == MAX_ATTEMPTS_KEPT + 5
+
+
+def test_a_joint_group_needs_both_majorities() -> None:
+    joint = Config(number=0, term=0, members=voters(A, B, C)).joint(voters(C, D, E), term=3)
+    assert joint.order > Config(number=0, term=9, members=voters(A, B, C)).order
+    assert not joint.quorum(set(voters(C, D, E))) and not joint.quorum(set(voters(A, B, C)))
+    assert joint.quorum(set(voters(B, C, D))) and joint.everyone == voters(C, D, E, A, B)
+    assert joint.settled().quorum(set(voters(D, E))) and joint.settled().order > joint.order
+
+
+def test_node_with_a_new_disk_is_a_new_witness() -> None:
+    group = Config(number=0, term=0, members=voters(A, B, C))
+    reborn = Voter(A, b"another!")
+    assert not group.quorum({reborn, *voters(B)})
+    joint = group.joint((reborn, *voters(B, C)), term=1)
+    assert joint.nodes == (A, B, C) and joint.quorum({reborn, *voters(B, C)})
+    assert not joint.quorum({reborn, *voters(B)}), "B alone is no majority of the old group"
+
+
+def test_voter_with_a_lost_disk_is_replaced() -> None:
+    group = Config(number=0, term=0, members=voters(A, B, C))
+    disks = {A: b"another!", B: DISK, C: DISK, D: DISK}
+    view = make_view(B, (A, B, C), disks=disks)
+    assert set(healthy_group(JOB, group, view, 3)) == {Voter(A, b"another!"), *voters(B, C)}
+    view = make_view(B, (D, A, B, C), disks=disks, adverts=(make_advert(D, weight=64),))
+    assert set(healthy_group(JOB, group, view, 3)) == set(voters(D, B, C))
+    unheard = make_view(B, (A, B, C), disks={})
+    assert healthy_group(JOB, group, unheard, 3) == group.members, "a voter with an unknown disk is kept"
+
+
+@given(groups, groups, st.sets(st.sampled_from(NODES)), st.sets(st.sampled_from(NODES)))
+def test_quorums_of_consecutive_groups_intersect(
+    old: tuple[bytes, ...], new: tuple[bytes, ...], first: set[bytes], second: set[bytes]
+) -> None:
+    before = Config(number=0, term=0, members=voters(*old))
+    joint = before.joint(voters(*new), term=1)
+    for one, other in ((before, joint), (joint, joint), (joint, joint.settled())):
+        if one.quorum(set(voters(*first))) and other.quorum(set(voters(*second))):
+            assert first & second
+
+
+@given(groups, st.sets(st.sampled_from(NODES)), st.sets(st.sampled_from(NODES)))
+def test_healthy_group_is_odd_and_keeps_live_members(
+    members: tuple[bytes, ...], alive: set[bytes], leaving: set[bytes]
+) -> None:
+    staying = frozenset(alive - leaving)
+    view = make_view(A, tuple(alive), leaving=frozenset(leaving), disks=dict.fromkeys(NODES, DISK))
+    group = tuple(
+        voter.node for voter in healthy_group(JOB, Config(number=0, term=0, members=voters(*members)), view, 3)
+    )
+    assert group and len(set(group)) == len(group) and len(group) <= max(3, len(members))
+    assert len(group) % 2 == 1 or group == members
+    kept = [node for node in members if node in staying]
+    if len(kept) >= 3:
+        assert set(group) == set(kept[:3])
+    if len(staying) >= 3:
+        assert set(group) <= staying and len(group) == 3
+    again = healthy_group(JOB, Config(number=1, term=0, members=voters(*group)), view, 3)
+    assert set(again) == set(voters(*group)), "a healthy group does not change"

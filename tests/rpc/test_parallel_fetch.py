@@ -1,0 +1,164 @@
+"""A checkpoint fetched from several real holders; some lie, break off, hang or lack parts."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from ckptstore.errors import DiskFull
+from ckptstore.messages import decode_chunk_request
+from ckptstore.receiver import Receiver
+from ckptstore.store import SavedManifest, Store
+from membership.identity import Identity
+from mesh.checkpoints import replicator as replicator_module
+from mesh.checkpoints.replicator import FetchError, Replicator
+from mesh.rpc import streams
+from mesh.rpc.client import Address
+from tests.ckptstore.worlds import CIPHER, open_store, read_tree, save, write_tree
+from tests.rpc.nodes import client_of, node_named, serve
+
+HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
+
+
+class Holder:
+    """A node that gives what the store has, in its `manner`."""
+
+    def __init__(self, store: Store, manner: str) -> None:
+        self.store, self.manner = store, manner
+        self.asked = 0
+
+    async def serve(self, identity: Identity) -> Address:
+        app = web.Application(client_max_size=1 << 24)
+        app.add_routes([web.post("/v1/chunks/frames", self._frames), web.get("/v1/manifests/{id}", self._manifest)])
+        self._server, address = await serve(app, identity)
+        return address
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.store.sealed_manifest(bytes.fromhex(request.match_info["id"])))
+
+    async def _frames(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
+        order = decode_chunk_request(await request.read())
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for number, frame in enumerate(self.store.stream(list(order.ids))):
+            piece = bytearray(frame)
+            if self.manner == "lies":
+                piece[-1] ^= 1
+            if self.manner == "ends inside a chunk" and number == len(order.ids) - 1:
+                del piece[-10:]
+            if self.manner == "has not got it all" and number:
+                break
+            await response.write(piece)
+            if self.manner == "breaks off":
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if self.manner == "stands still":
+                await asyncio.Event().wait()
+            if self.manner == "never ends":
+                while True:
+                    await response.write(piece)
+                    await asyncio.sleep(0)  # writing to a connection that was shut may neither wait nor fail
+        await response.write_eof()
+        return response
+
+
+class World:
+    """Two who hold the checkpoint, the second in its manner, and a store that lacks it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.theirs, self.ours = open_store(root / "theirs"), open_store(root / "ours")
+        self.holders: dict[bytes, Holder] = {}
+
+    async def replicator(self, **manners: str) -> Replicator:
+        identities = {"honest": node_named("h"), "other": node_named("o")}
+        self.holders, found = {}, {}
+        for name, manner in manners.items():
+            node = identities[name].node_id
+            self.holders[node] = Holder(self.theirs, manner)
+            found[node] = await self.holders[node].serve(identities[name])
+        self.peers = await client_of(found)
+        return Replicator(self.peers, self.ours)
+
+    def checkpoint(self) -> SavedManifest:
+        write_tree(self.root / "in", {f"{number}.bin": os.urandom(700_000) for number in range(24)})
+        return save(self.theirs, self.root / "in", cipher=CIPHER)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    yield world
+    await world.peers.close()
+    for holder in world.holders.values():
+        await holder.close()
+    world.ours.close()
+    world.theirs.close()
+
+
+def restored(world: World, saved: SavedManifest) -> bool:
+    world.ours.restore(saved.id, world.root / "out", prefix="ckpt", cipher=CIPHER)
+    return read_tree(world.root / "out") == read_tree(world.root / "in")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "IDLE_S", 0.5)
+    monkeypatch.setattr(replicator_module, "IDLE_S", 0.5)
+
+
+MANNERS = ["lies", "ends inside a chunk", "has not got it all", "breaks off", "stands still", "never ends"]
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+async def test_fetch_falls_back_to_other_holder(manner: str, world: World, impatient: None) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(other=manner, honest="")
+    await replicator.fetch(saved.id, [OTHER, HONEST])
+    assert restored(world, saved) and all(holder.asked for holder in world.holders.values())
+    assert replicator.refusals.counters["refused_chunks"] == int(manner in {"lies", "never ends"})
+    assert not list((world.root / "ours" / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+async def test_fetch_without_holders_reports_reason(manner: str, world: World, impatient: None) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(other=manner)
+    with pytest.raises(FetchError, match="chunks could not be fetched"):
+        await replicator.fetch(saved.id, [OTHER, HONEST])
+    assert not world.ours.has(saved.id) and not list((world.root / "ours" / "tmp").iterdir())
+
+
+async def test_full_disk_blames_no_holder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(receiver: Receiver) -> int:
+        receiver.abort()
+        raise DiskFull("no room left")
+
+    monkeypatch.setattr(Receiver, "keep", full)
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="", other="")
+    with pytest.raises(DiskFull):
+        await replicator.fetch(saved.id, [OTHER, HONEST])
+    assert not world.ours.has(saved.id) and not replicator.refusals.counters
+
+
+async def test_cancelled_fetch_leaves_nothing_open(world: World) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(other="stands still")
+    fetch = asyncio.create_task(replicator.fetch(saved.id, [OTHER]))
+    while not world.holders[OTHER].asked:
+        await asyncio.sleep(0.01)
+    fetch.cancel()
+    await asyncio.gather(fetch, return_exceptions=True)
+    async with asyncio.timeout(60):
+        while list((world.root / "ours" / "tmp").iterdir()):
+            await asyncio.sleep(0.01)
+    assert not world.ours.has(saved.id)

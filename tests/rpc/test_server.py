@@ -1,0 +1,287 @@
+"""The server for other nodes: connections, requests and bodies count against bounds, and a flood keeps no member out."""
+
+import asyncio
+import gzip
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from membership.identity import Identity
+from mesh.rpc import client, server
+from mesh.rpc.client import Address, PeerClient, PeerError
+from mesh.rpc.server import BODY, MAX_HANDSHAKES_PER_HOST, MAX_PER_PEER, Bound, Memory, PeerServer, bounded, peer_of
+from tests.adversary.neighbour import ended, unfinished
+from tests.rpc.nodes import MESH
+
+HOST, MEMBER, OTHER = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
+MEMBERS = {MEMBER.node_id, OTHER.node_id}
+KIB = 1024
+
+
+class World:
+    """A node that answers members, with small bounds."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self.release = asyncio.Event()
+        self.begun = 0
+        self.callers: list[bytes] = []
+        app = web.Application(
+            middlewares=[
+                bounded(
+                    {
+                        ("POST", "/echo"): Bound(64 * KIB),
+                        ("POST", "/hold"): Bound(64 * KIB),
+                        ("POST", "/wait"): Bound(),
+                        ("GET", "/big"): Bound(),
+                    },
+                    Memory(200 * KIB, 300 * KIB),
+                )
+            ]
+        )
+        app.add_routes(
+            [
+                web.post("/echo", self._echo),
+                web.post("/hold", self._wait),
+                web.post("/wait", self._wait),
+                web.get("/big", self._big),
+                web.get("/gzip", self._gzip),
+                web.get("/moved", self._moved),
+            ]
+        )
+        self.server = PeerServer(app, HOST, MESH, lambda node: "" if node in MEMBERS else "no member", self._count)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+
+    def _count(self, reason: str) -> None:
+        self.counters[reason] += 1
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        self.callers.append(peer_of(request))
+        return web.Response(body=request[BODY])
+
+    async def _wait(self, request: web.Request) -> web.Response:
+        self.begun += 1
+        await self.release.wait()
+        return web.Response()
+
+    async def _big(self, request: web.Request) -> web.Response:
+        return web.Response(body=bytes(100 * KIB))
+
+    async def _gzip(self, request: web.Request) -> web.Response:
+        return web.Response(body=gzip.compress(bytes(10 * KIB)), headers={"Content-Encoding": "gzip"})
+
+    async def _moved(self, request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{self.port}/echo")
+
+    @asynccontextmanager
+    async def client(self, identity: Identity = MEMBER) -> AsyncIterator[PeerClient]:
+        peers = PeerClient(identity, MESH, lambda node: Address("127.0.0.1", self.port))
+        await peers.open()
+        try:
+            yield peers
+        finally:
+            await peers.close()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    await made.server.start(made.listener)
+    yield made
+    made.release.set()
+    await made.server.close()
+
+
+async def until(ready: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not ready():
+            await asyncio.sleep(0.01)
+
+
+async def test_member_is_answered_and_known(world: World) -> None:
+    async with world.client() as peers:
+        assert await peers.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+    assert world.callers == [MEMBER.node_id]
+
+
+async def test_non_member_is_not_answered(world: World) -> None:
+    async with world.client(Identity.generate()) as peers:
+        with pytest.raises(PeerError, match="node "):
+            await peers.call(HOST.node_id, "POST", "/echo", b"hello")
+    assert not world.callers and world.counters["refused_foreign"] >= 1
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+async def test_unfinished_handshakes_do_not_keep_a_member_out(world: World, source: str) -> None:
+    flood = await asyncio.to_thread(unfinished, world.port, 4 * MAX_HANDSHAKES_PER_HOST, source)
+    await until(lambda: world.counters["refused_handshakes"] >= 3 * MAX_HANDSHAKES_PER_HOST)
+    await asyncio.sleep(server.HONEST_S)  # the flood ends; its last connections stay
+    async with world.client() as peers:
+        assert await peers.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+    for connection in flood:
+        connection.close()
+
+
+async def test_handshakes_of_many_addresses_are_bounded(world: World) -> None:
+    flood: list[socket.socket] = []
+    for number in range(2, 12):
+        flood += await asyncio.to_thread(unfinished, world.port, 30, f"127.0.0.{number}")
+        assert len(world.server._handshakes) <= server.MAX_HANDSHAKES
+    await until(lambda: world.counters["refused_handshakes"] >= len(flood) - server.MAX_HANDSHAKES)
+    async with world.client() as peers:
+        assert await peers.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+    assert await asyncio.to_thread(ended, flood[0])
+    for connection in flood:
+        connection.close()
+
+
+async def test_handshake_that_takes_too_long_is_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
+    (connection,) = await asyncio.to_thread(unfinished, world.port, 1)
+    assert await asyncio.to_thread(ended, connection)
+    connection.close()
+    await until(lambda: world.counters["refused_handshakes"] == 1)
+
+
+async def test_connections_of_one_member_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CALLS_PER_NODE", MAX_PER_PEER + 10)
+    monkeypatch.setattr(server, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER + 10)
+    async with world.client() as greedy, world.client(OTHER) as modest:
+        calls = []
+        for count in (MAX_PER_PEER // 2, MAX_PER_PEER // 2, 10):
+            calls += [asyncio.create_task(greedy.call(HOST.node_id, "POST", "/wait")) for _ in range(count)]
+            await until(lambda: world.begun + world.counters["refused_busy"] >= len(calls))  # noqa: B023
+        assert world.begun == MAX_PER_PEER
+        assert await modest.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+        world.release.set()
+        done = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(one, PeerError) for one in done) == 10
+
+
+async def test_requests_of_one_member_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CALLS_PER_NODE", server.MAX_REQUESTS_PER_PEER + 1)
+    async with world.client() as greedy, world.client(OTHER) as modest:
+        most = server.MAX_REQUESTS_PER_PEER
+        calls = [asyncio.create_task(greedy.call(HOST.node_id, "POST", "/wait")) for _ in range(most)]
+        await until(lambda: world.begun == most)
+        with pytest.raises(PeerError, match="503"):
+            await greedy.call(HOST.node_id, "POST", "/wait")
+        assert await modest.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+        world.release.set()
+        await asyncio.gather(*calls)
+
+
+async def test_bodies_wait_for_memory_of_their_member(world: World) -> None:
+    async with world.client() as greedy, world.client(OTHER) as modest:
+        calls = [asyncio.create_task(greedy.call(HOST.node_id, "POST", "/hold", bytes(60 * KIB))) for _ in range(3)]
+        await until(lambda: world.begun == 1)
+        assert await modest.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+        assert world.begun == 1, "two bodies of 64 KiB are more than one member's 200 KiB, each counted twice"
+        world.release.set()
+        await asyncio.gather(*calls)
+    assert world.begun == 3
+
+
+async def endless(piece: bytes) -> AsyncIterator[bytes]:
+    while True:
+        yield piece
+
+
+@pytest.mark.parametrize("body", ["declared", "endless"])
+async def test_body_over_the_bound_of_its_route_is_refused(world: World, body: str) -> None:
+    async with world.client() as peers:
+        data = bytes(65 * KIB) if body == "declared" else endless(bytes(KIB))
+        with pytest.raises(PeerError) as caught:
+            async with peers.stream(HOST.node_id, "POST", "/echo", data):
+                pass
+        assert caught.value.status in {413, None}, "the connection may end while the body is sent"
+    assert not world.callers
+
+
+async def test_body_of_a_read_is_refused(world: World) -> None:
+    async with world.client() as peers:
+        with pytest.raises(PeerError, match="413"):
+            await peers.call(HOST.node_id, "GET", "/big", b"x")
+
+
+async def test_slow_body_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+    never = asyncio.Event()
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"a beginning"
+        await never.wait()
+
+    async with world.client() as peers:
+        with pytest.raises(PeerError, match="408"):
+            async with peers.stream(HOST.node_id, "POST", "/echo", stalling()):
+                pass
+    assert not world.callers
+
+
+async def test_request_is_not_inflated(world: World) -> None:
+    packed = gzip.compress(bytes(10 * KIB))
+    async with world.client() as peers:
+        assert peers._session is not None
+        peers._session.headers["Content-Encoding"] = "gzip"
+        assert await peers.call(HOST.node_id, "POST", "/echo", packed) == packed
+
+
+async def test_answer_is_not_inflated(world: World) -> None:
+    async with world.client() as peers:
+        answer = await peers.call(HOST.node_id, "GET", "/gzip")
+    assert gzip.decompress(answer) == bytes(10 * KIB)
+
+
+async def test_answer_over_the_bound_of_the_call_is_refused(world: World) -> None:
+    async with world.client() as peers:
+        with pytest.raises(PeerError, match="over 65536 bytes"):
+            await peers.call(HOST.node_id, "GET", "/big", answer_bytes=64 * KIB)
+        assert len(await peers.call(HOST.node_id, "GET", "/big", answer_bytes=100 * KIB)) == 100 * KIB
+
+
+@pytest.mark.parametrize("how", ["call", "tunnel"])
+async def test_redirect_is_not_followed(world: World, how: str) -> None:
+    async with world.client() as peers:
+        with pytest.raises(PeerError, match="redirect"):
+            if how == "call":
+                await peers.call(HOST.node_id, "GET", "/moved")
+            else:
+                async with peers.tunnel(HOST.node_id, "/moved"):
+                    pass
+    assert not world.callers
+
+
+async def test_kept_connection_is_not_used_for_another_node_at_its_address(world: World) -> None:
+    async with world.client() as peers:
+        await peers.call(HOST.node_id, "POST", "/echo", b"hello")
+        with pytest.raises(PeerError, match="another node answers"):
+            await peers.call(OTHER.node_id, "POST", "/echo", b"secret")
+    assert len(world.callers) == 1
+
+
+async def test_idle_connection_and_unfinished_headers_are_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEPALIVE_CLOSE_S", 0.3)
+    patient = World()
+    await patient.server.start(patient.listener)
+    try:
+        async with patient.client() as peers:
+            assert peers._session is not None
+            connector = peers._session.connector
+            assert isinstance(connector, aiohttp.TCPConnector)
+            context = connector._ssl
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", patient.port, ssl=context, server_hostname=client.node_name(HOST.node_id)
+            )
+            writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nX-Unfinished: ")
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+            writer.close()
+    finally:
+        await patient.server.close()

@@ -1,0 +1,315 @@
+"""Jobs under all faults for many seeds, and negative controls for every rule.
+
+`MESH_SIM_SEEDS=400 make test` runs more seeds. A failure prints its seed and the command that replays it.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from mesh.consensus.effects import Effect, RunUntil, SaveWitnessRecord, WitnessRecord
+from mesh.consensus.gang import Gang, GangMember
+from mesh.consensus.leader import Leader
+from mesh.consensus.messages import Accept, Accepted, RunGranted
+from mesh.consensus.reports import KillWanted, RunnerEvent
+from mesh.consensus.runner import Runner
+from mesh.consensus.view import Instant
+from mesh.consensus.witness import Witness
+from mesh.model.record import Config, JobRecord, Voter
+from mesh.model.spec import decode_spec
+from placement.advert import Advert
+from placement.ranking import Ranking, rank_nodes
+from placement.request import Request
+from sim.protocol.faults import JOB_INCIDENTS, FaultPlan, draw_job_faults
+from sim.protocol.job_checkers import NoDuplicates, OneEnd, SignedSpec, all_job_checkers
+from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
+from sim.protocol.membership import MembershipNode, Violation
+from tests.sim.replay import digests
+
+SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
+BATCH = 20  # seeds of one test
+CONTROL_SEEDS = 200  # within which a broken rule must be detected
+
+
+def checked(seed: int, **options: Any) -> JobsWorld:
+    """Return a world with all checkers."""
+    return JobsWorld(seed, job_checkers=all_job_checkers(), **options)
+
+
+def play(seed: int) -> tuple[str, int, int, int, int, Counter[str], int]:
+    """Return (violation, incidents, commits, accepted jobs, lost jobs, ends, gang members)."""
+    world = checked(seed)
+    try:
+        world.run()
+    except Violation as violation:
+        return str(violation), 0, 0, 0, 0, Counter(), 0
+    ends = Counter(world.outcome(job) or "" for job in world.accepted)
+    return (
+        "",
+        world.incidents,
+        world.commits,
+        len(world.accepted),
+        len(world.lost - world.recovered),
+        ends,
+        world.gang_members,
+    )
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_job_invariants_hold_under_all_faults(first: int) -> None:
+    played = [play(seed) for seed in range(first, first + BATCH)]
+    violations = [text for text, *_ in played if text]
+    assert not violations, "\n".join(violations)
+    incidents, commits, accepted, lost = (sum(row[column] for row in played) for column in range(1, 5))  # type: ignore[misc]
+    assert incidents > 8 * BATCH and commits > 20 * BATCH, "too few incidents or commits to test anything"
+    assert accepted > 4 * BATCH and lost < 0.05 * accepted
+    assert sum(row[6] for row in played) > BATCH, "no gang was tried"
+    ends = sum((row[5] for row in played), Counter())
+    assert ends["done"] > 0.7 * accepted and ends["cancelled"] > 0
+    assert not ends["failed"], "no guest here ever fails by itself"
+
+
+def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sim.protocol.jobs.HOME_SHARE", 1.0)
+    worlds = [checked(seed) for seed in range(6)]
+    for world in worlds:
+        world.run()
+    assert sum(world.returns for world in worlds) > 5
+
+
+def test_every_fault_is_drawn_by_some_seed() -> None:
+    plans = [draw_job_faults(seed, 10.0) for seed in range(SEEDS)]
+    drawn = Counter(incident for faults in plans for incident in faults.incidents)
+    assert len(drawn) == 12 + len(JOB_INCIDENTS) and min(drawn.values()) >= SEEDS // 8
+
+
+def test_one_seed_gives_one_digest_in_any_process() -> None:
+    played = digests("jobs", "--seed", "11", "--minutes", "7", "--jobs", "3")
+    assert len(played) == 1
+    assert checked(12, minutes=7.0, jobs=3).run() not in played, "another seed gives another history"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guests_keep_their_lease_on_a_slow_partitioned_network(seed: int) -> None:
+    """Regression: a guest started after its lease had expired, and a timer fired a rounding error early."""
+    world = checked(seed, faults=SLOW)
+    world.run()
+    assert world.commits > 0
+
+
+SLOW = FaultPlan(
+    loss=0.3,
+    delay_s=(0.2, 2.8),
+    drift=0.01,
+    incidents=("partition", "one way", "notice", "crash"),
+    incident_every_s=10.0,
+    news_every_s=0.0,
+    until_s=200.0,
+)
+
+
+def harsh(seed: int, **changes: Any) -> JobsWorld:
+    """Return a world with the seed's faults, changed by these values."""
+    faults = draw_job_faults(seed, 10.0)
+    return checked(seed, faults=msgspec.structs.replace(faults, **changes))
+
+
+def found(make: Any, first: int = 0) -> str:
+    """Return the first violation among the control's seeds from `first` on, or ""."""
+    for seed in range(first, CONTROL_SEEDS):
+        try:
+            make(seed).run()
+        except Violation as violation:
+            return str(violation)
+    return ""
+
+
+CRASHES = ("crash", "partition", "stall", "leave", "notice", "crash at a save")
+
+
+class TestNegativeControls:
+    """Each test removes one rule of the protocol, which a checker must detect."""
+
+    def test_witnesses_that_ignore_leases(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Witness, "lease_left_s", lambda self, now: 0.0)
+        assert found(checked).startswith("J1 ")
+
+    def test_witnesses_that_take_any_members_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JobNode, "_may_propose", lambda *asked: True)
+        assert found(lambda seed: harsh(seed, incidents=("theft", "partition"))).startswith("J13 ")
+
+    def test_witnesses_that_take_any_members_warrant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobNode._may_propose
+
+        def credulous(self: JobNode, sender: bytes, message: Accept, known: WitnessRecord, *more: Any) -> bool:
+            everybody = tuple(Voter(node.id, b"") for node in self.world.nodes)
+            group = msgspec.structs.replace(known.config, members=everybody)
+            return real(self, sender, message, msgspec.structs.replace(known, config=group), *more)
+
+        monkeypatch.setattr(JobNode, "_may_propose", credulous)
+        assert found(lambda seed: harsh(seed, incidents=("theft", "crash"))).startswith("J13 ")
+
+    def test_witnesses_that_believe_one_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            Witness, "_believes", lambda self, sender, message: sender in self.witness_record.config.nodes
+        )
+        assert found(lambda seed: harsh(seed, incidents=("lie", "crash"))).startswith("J14 ")
+
+    def test_witnesses_that_forget_leases_at_a_restart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobsWorld.restored
+
+        def forgetful(self: JobsWorld, witness_record: WitnessRecord, node: JobNode) -> Witness:
+            witness = real(self, witness_record, node)
+            witness.lease_until = 0.0
+            return witness
+
+        monkeypatch.setattr(JobsWorld, "restored", forgetful)
+        monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 60.0)
+        assert found(lambda seed: harsh(seed, incidents=("crash",), incident_every_s=2.0)).startswith(("J1 ", "J12"))
+
+    def test_witnesses_that_accept_lower_terms(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Witness._accept
+
+        def forgetful(self: Witness, sender: bytes, message: Accept, now: float) -> list[Effect]:
+            self.witness_record = msgspec.structs.replace(self.witness_record, promised=0, accepted_term=0)
+            return real(self, sender, message, now)
+
+        monkeypatch.setattr(Witness, "_accept", forgetful)
+        assert found(checked)
+
+    def test_promises_sent_before_they_are_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobNode._save
+
+        def lazy(self: JobNode, witness_record: WitnessRecord) -> None:
+            self.after(2.0, real, self, witness_record)
+
+        monkeypatch.setattr(JobNode, "_save", lazy)
+        assert found(lambda seed: harsh(seed, incidents=("mass restart", *CRASHES), incident_every_s=6.0))
+
+    def test_lease_returned_while_gang_members_still_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Gang, "quiet", lambda self, now: True)
+        monkeypatch.setattr("sim.protocol.jobs.GANG_SHARE", 1.0)
+        monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 12.0)
+        assert found(lambda seed: JobsWorld(seed, job_checkers=[NoDuplicates()])).startswith("J12")
+
+    def test_gang_member_that_counts_its_lease_from_the_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = GangMember.on_run
+
+        def generous(self: GangMember, message: RunGranted, at: Instant) -> list[Effect]:
+            self._asked = dict.fromkeys(self._asked, at.now)
+            return real(self, message, at)
+
+        monkeypatch.setattr(GangMember, "on_run", generous)
+        monkeypatch.setattr("sim.protocol.jobs.GANG_SHARE", 1.0)
+        late = msgspec.structs.replace(SLOW, loss=0.1, delay_s=(0.0, 4.0))
+        checkers = [NoDuplicates(), OneEnd()]
+        assert found(lambda seed: JobsWorld(seed, faults=late, jobs=8, job_checkers=checkers)).startswith(
+            ("J12", "J5 ")
+        )
+
+    def test_job_description_that_is_not_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sim.protocol.jobs._open_spec", lambda job, payload: decode_spec(payload))
+        monkeypatch.setattr(JobNode, "_may_propose", lambda *asked: True)  # else the forger's runner gets no lease
+        forged = msgspec.structs.replace(draw_job_faults(0, 10.0), incidents=("forgery",), incident_every_s=3.0)
+        assert found(lambda seed: JobsWorld(seed, faults=forged, job_checkers=[SignedSpec()])).startswith("J8")
+
+    def test_leader_that_ranks_hosts_for_another_attempt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def by_taste(request: Request, adverts: Sequence[Advert], homes: object) -> Ranking:
+            return rank_nodes(msgspec.structs.replace(request, attempt=request.attempt + 1), adverts)
+
+        monkeypatch.setattr("placement.zones.rank_nodes", by_taste)
+        assert found(checked).startswith("J11")
+
+    def test_lost_disk_that_goes_unnoticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JobNode, "new_disk", lambda self: JobDisk(name=b"the disk"))
+        monkeypatch.setattr("sim.protocol.jobs.MIN_WIPE_INTERVAL_S", 0.0)
+        assert found(lambda seed: harsh(seed, incidents=("wipe", *CRASHES), incident_every_s=4.0))
+
+    def test_lease_counted_from_the_receipt_of_its_grant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Runner.on_accepted
+
+        def generous(self: Runner, sender: bytes, message: Accepted, at: Instant) -> list[Effect]:
+            rounds = self._proposer._open
+            self._proposer._open = {number: (at.now, *rest) for number, (_, *rest) in rounds.items()}  # type: ignore[misc]
+            return real(self, sender, message, at)
+
+        monkeypatch.setattr(Runner, "on_accepted", generous)
+        late = msgspec.structs.replace(SLOW, loss=0.0, delay_s=(0.0, 1.2), incidents=("one way", "partition", "stall"))
+        late = msgspec.structs.replace(late, incident_every_s=3.0, until_s=300.0)
+        monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 2.0)
+        assert found(lambda seed: checked(seed, faults=late)).startswith(("J1 ", "J12"))
+
+    def test_leases_on_a_clock_that_stops_during_suspend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace CLOCK_BOOTTIME by CLOCK_MONOTONIC."""
+        asleep: dict[MembershipNode, float] = {}
+        boot, stall = MembershipNode.boot, MembershipNode.stall
+
+        def monotonic(self: MembershipNode) -> float:
+            return boot(self) - asleep.get(self, 0.0)
+
+        def sleeps(self: MembershipNode, for_s: float, asleep_too: bool) -> None:
+            stall(self, for_s, asleep_too)
+            if asleep_too:
+                self.world.kernel.at(self.stalled_until, lambda: asleep.update({self: asleep.get(self, 0.0) + for_s}))
+
+        monkeypatch.setattr(MembershipNode, "boot", monotonic)
+        monkeypatch.setattr(MembershipNode, "stall", sleeps)
+        assert found(lambda seed: harsh(seed, incidents=("suspend",), incident_every_s=5.0))
+
+    def test_reconfiguration_without_a_joint_quorum(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def hasty(self: Config, members: tuple[Voter, ...], term: int) -> Config:
+            return Config(number=self.number + 1, term=term, members=members)
+
+        monkeypatch.setattr(Config, "joint", hasty)
+        assert found(lambda seed: harsh(seed, incidents=CRASHES, incident_every_s=5.0))
+
+    def test_leaders_that_do_not_read_earlier_decisions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Leader._closed
+
+        def ignorant(self: Leader, record: JobRecord, at: Instant) -> JobRecord:
+            return real(self, self.witness.witness_record.record, at)
+
+        monkeypatch.setattr(Leader, "_closed", ignorant)
+        assert found(lambda seed: harsh(seed, incidents=CRASHES, incident_every_s=5.0))
+
+    def test_leaders_that_leave_late_voters_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Leader, "_install", lambda self, voter: [])
+        assert found(checked).startswith("J4")
+
+    def test_end_that_counts_before_a_majority_holds_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Witness, "finished", property(lambda self: self.witness_record.record.outcome is not None))
+        assert found(checked)
+
+    def test_witnesses_that_forget_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Witness._save
+
+        def forgetful(self: Witness, **changes: Any) -> SaveWitnessRecord:
+            if changes.get("record") is not None and changes["record"].outcome is not None:
+                changes["record"] = msgspec.structs.replace(changes["record"], outcome=None)
+                changes.pop("final", None)
+            return real(self, **changes)
+
+        monkeypatch.setattr(Witness, "_save", forgetful)
+        assert found(lambda seed: harsh(seed, incidents=("mass restart", *CRASHES), incident_every_s=6.0))
+
+    def test_guests_without_lease_enforcement(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Runner, "_allow", lambda self: RunUntil(math.inf))
+        assert found(checked).startswith("J10")
+
+    def test_guests_without_lease_enforcement_compute_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Runner, "_allow", lambda self: RunUntil(math.inf))
+        assert found(lambda seed: JobsWorld(seed, job_checkers=[NoDuplicates()])).startswith("J12")
+
+    def test_kill_switch_that_waits_for_the_lease(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Runner.handle
+
+        def hesitant(self: Runner, event: RunnerEvent, at: Instant) -> list[Effect]:
+            return [] if isinstance(event, KillWanted) and not self.holds_lease(at.now + 5.0) else real(self, event, at)
+
+        monkeypatch.setattr(Runner, "handle", hesitant)
+        assert found(lambda seed: harsh(seed, incidents=("switch",), incident_every_s=3.0)).startswith("J7")

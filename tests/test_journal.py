@@ -1,0 +1,244 @@
+"""The journal keeps its data across restarts, damage and write errors."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ckptstore.bandwidth import SavedRate
+from mesh.consensus.effects import WitnessRecord
+from mesh.journal import DISK_BYTES, Journal, JournalError, OwnStay
+from mesh.model.events import Event
+from tests.consensus.worlds import JOB, A, make_witness
+
+WITNESS_RECORD: WitnessRecord = make_witness().witness_record
+
+
+def said(job: bytes | None, seq: int) -> Event:
+    return Event(job, seq, unix_ms=seq, kind="state")
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    yield journal
+    await journal.close()
+
+
+async def test_journal_keeps_the_newest_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.journal.RECEIPTS_KEPT", 3)
+    journal = Journal(tmp_path / "receipts.sqlite")
+    await journal.open()
+    for number in range(5):
+        journal.keep_receipt(JOB if number % 2 else A, b"%d" % number)
+    assert await journal.receipts(None) == [b"0", b"1", b"2", b"3", b"4"]
+    assert await journal.receipts(JOB) == [b"1", b"3"] and await journal.receipts(None, limit=2) == [b"3", b"4"]
+    await journal.close()
+    journal = Journal(tmp_path / "receipts.sqlite")
+    await journal.open()
+    assert await journal.receipts(None) == [b"2", b"3", b"4"]
+    await journal.close()
+
+
+async def test_journal_returns_stored_values(journal: Journal) -> None:
+    await journal.save_witness_records([WITNESS_RECORD])
+    await journal.save_witness_records([WITNESS_RECORD])
+    await journal.save_submitted(JOB, b"spec")
+    for event in (said(JOB, 1), said(JOB, 1), said(None, 1), said(JOB, 2)):
+        journal.record_event(A, event, b"sealed %d" % event.seq)
+    for stay in (OwnStay(5000, 6000, ""), OwnStay(1000, 2000, "reclaimed"), OwnStay(5000, 9000, "lost")):
+        journal.note_stay(stay)
+    assert await journal.witness_records() == ([WITNESS_RECORD], {}) and await journal.submitted(JOB) == b"spec"
+    (first, one), (last, two) = await journal.events(JOB, 0)
+    assert (one, two) == (b"sealed 1", b"sealed 2"), "each event is stored once"
+    assert [sealed for _, sealed in await journal.events(None, first)] == [b"sealed 1", b"sealed 2"]
+    assert await journal.events(JOB, 0, limit=1) == [(last, b"sealed 2")]
+    await journal.request_output(JOB, "/home/ada/out")
+    assert await journal.requested_outputs() == {JOB: "/home/ada/out"}
+    await journal.request_output(JOB, "")
+    assert await journal.requested_outputs() == {}
+    assert await journal.stays() == [OwnStay(1000, 2000, "reclaimed"), OwnStay(5000, 9000, "lost")], (
+        "the latest version of each stay"
+    )
+    await journal.save_pending_submission(JOB, b"as it was")
+    await journal.save_pending_submission(JOB, b"as it is")
+    assert await journal.pending_submissions() == [b"as it is"]
+    await journal.drop_pending_submission(JOB)
+    assert await journal.pending_submissions() == []
+
+
+async def test_journal_keeps_the_newest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.journal.STAYS_KEPT", 3)
+    for start in (1, 3, 5, 7, 9):
+        journal = Journal(tmp_path / "journal.sqlite")
+        await journal.open()
+        journal.note_stay(OwnStay(start, start + 1, "reclaimed"))
+        await journal.close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as kept:
+        assert [row[0] for row in kept.execute("SELECT start_ms FROM stays ORDER BY 1")] == [3, 5, 7, 9]
+    kept.close()
+
+
+async def test_journal_keeps_the_newest_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.journal.PEERS", 2)
+    clock = iter(range(1000, 9000, 1000))
+    monkeypatch.setattr("mesh.journal._unix_ms", lambda: next(clock))
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    for peer in (b"a", b"b", b"c", b"a"):
+        journal.note_path(peer, SavedRate(18.0, 0.5, 3))
+    assert await journal.paths() == [(b"c", SavedRate(18.0, 0.5, 3), 2.0), (b"a", SavedRate(18.0, 0.5, 3), 1.0)]
+    await journal.close()
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    await journal.close()
+    with sqlite3.connect(tmp_path / "journal.sqlite") as kept:
+        assert [row[0] for row in kept.execute("SELECT peer FROM paths ORDER BY 1")] == [b"a", b"c"]
+    kept.close()
+
+
+async def test_node_events_outlast_events_of_busy_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kept in (("EVENTS_KEPT", 3), ("AUDIT_KEPT", 2), ("TRIM_EVERY", 10)):
+        monkeypatch.setattr(f"mesh.journal.{name}", kept)
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    for number in range(3):
+        journal.record_event(A, said(None, number), b"node %d" % number)
+    for number in range(20):
+        journal.record_event(A, said(JOB, number), b"job %d" % number)
+    assert [sealed for _, sealed in await journal.events(b"", 0)] == [b"node 1", b"node 2"], (
+        "old events are trimmed while the journal is open"
+    )
+    assert [sealed for _, sealed in await journal.events(JOB, 0)] == [b"job 17", b"job 18", b"job 19"]
+    await journal.close()
+
+
+async def test_closed_journal_raises(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="closed"):
+        await Journal(tmp_path / "j").witness_records()
+
+
+async def test_disk_id_is_stable_and_unique(tmp_path: Path) -> None:
+    names = []
+    for path in (tmp_path / "one", tmp_path / "one", tmp_path / "other"):
+        journal = Journal(path)
+        await journal.open()
+        names.append(journal.disk)
+        await journal.close()
+    assert names[0] == names[1] != names[2] and all(len(name) == DISK_BYTES for name in names)
+
+
+async def test_damaged_journal_is_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"this is no database" * 500)
+    journal = Journal(path)
+    await journal.open()
+    try:
+        assert journal.moved_aside is not None and journal.moved_aside.read_bytes().startswith(b"this is no database")
+        await journal.save_witness_records([WITNESS_RECORD])
+        assert await journal.witness_records() == ([WITNESS_RECORD], {})
+    finally:
+        await journal.close()
+
+
+async def test_damaged_witness_record_is_skipped_kept_and_reported(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    await journal.open()
+    await journal.save_witness_records([WITNESS_RECORD])
+    await journal.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO witness_records VALUES (?, ?)", (b"x" * 16, b"\xff\xfe"))
+    connection.close()
+    journal = Journal(path)
+    await journal.open()
+    try:
+        witness_records, damaged = await journal.witness_records()
+        assert witness_records == [WITNESS_RECORD] and list(damaged) == [b"x" * 16] and "int" in damaged[b"x" * 16]
+    finally:
+        await journal.close()
+    rows = sqlite3.connect(path).execute("SELECT count(*) FROM witness_records").fetchone()
+    assert rows == (2,)
+
+
+async def test_journal_with_newer_schema_is_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version=99")
+    connection.commit()
+    connection.close()
+    before = path.read_bytes()
+    journal = Journal(path)
+    with pytest.raises(JournalError, match="newer"):
+        await journal.open()
+    assert path.read_bytes() == before
+
+
+async def test_unwritable_journal_path_error_names_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="--state"):
+        await Journal(tmp_path / "no" / "such" / "directory" / "j").open()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from mesh.journal import Journal
+async def main():
+    journal = Journal(Path(sys.argv[1]))
+    await journal.open()
+    number = 0
+    while True:
+        await journal.save_submitted(number.to_bytes(16), b"spec")
+        print(number, flush=True)
+        number += 1
+asyncio.run(main())
+"""
+
+
+async def test_confirmed_writes_survive_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    confirmed = 0
+    for line in process.stdout:
+        confirmed = int(line)
+        if confirmed >= 25:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    confirmed = max([confirmed, *(int(line) for line in process.stdout.read().split())])
+    process.wait()
+    process.stdout.close()
+    journal = Journal(path)
+    await journal.open()
+    try:
+        assert journal.moved_aside is None
+        for number in range(confirmed + 1):
+            assert await journal.submitted(number.to_bytes(16)) is not None
+    finally:
+        await journal.close()
+
+
+async def test_keys_and_shares_are_private_and_survive_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.touch(mode=0o644)
+    for _ in range(2):
+        journal = Journal(path)
+        await journal.open()
+        await journal.save_key(b"realm", b"key")
+        await journal.save_shares(b"j" * 16, [b"one", b"two"])
+        assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
+        await journal.close()
+    await journal_is(path, [b"key"], {b"j" * 16: [b"one", b"two"]})
+
+
+async def journal_is(path: Path, keys: list[bytes], shares: dict[bytes, list[bytes]]) -> None:
+    journal = Journal(path)
+    await journal.open()
+    assert await journal.keys() == keys and await journal.shares() == shares
+    await journal.close()

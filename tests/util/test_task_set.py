@@ -1,0 +1,45 @@
+"""Work beside: kept, logged when it fails, ended with its owner."""
+
+import asyncio
+import logging
+
+import pytest
+
+from mesh.util.task_set import TaskSet
+
+log = logging.getLogger("owner")
+
+
+async def fails() -> None:
+    raise OSError("no room")
+
+
+async def test_failed_task_is_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[BaseException] = []
+    tasks = TaskSet(log, told.append)
+    go = asyncio.Event()
+    other = tasks.start(go.wait(), "other")
+    with pytest.raises(OSError, match="no room"):
+        await tasks.start(fails(), "put away")
+    await asyncio.sleep(0)
+    assert [str(error) for error in told] == ["no room"]
+    assert "put away failed" in caplog.text and "no room" in caplog.text
+    go.set()
+    assert await other is True
+
+
+async def test_close_cancels_tasks_without_failure(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = TaskSet(log)
+    undone = []
+
+    async def works() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            undone.append(True)
+
+    task = tasks.start(works(), "works")
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert task.cancelled() and undone == [True] and not caplog.text
