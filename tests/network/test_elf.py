@@ -14,6 +14,7 @@ from mesh.network import bpf
 from mesh.network.edge import lacking_privileges, left_at
 from mesh.network.elf import Code, ObjectError, read_object
 from mesh.network.program import BuildError, Programs, compile_into, compile_source, object_file
+from tests.descriptors import descriptors
 
 MOV, EXIT = struct.pack("<BBhi", 0xB7, 0, 0, 0), struct.pack("<BBhi", 0x95, 0, 0, 0)
 LOAD = struct.pack("<BBhi", 0x18, 1, 0, 0) + bytes(8)
@@ -76,13 +77,13 @@ def test_object_of_other_version_is_refused_without_leak(tmp_path: Path) -> None
     source = tmp_path / "old.c"
     source.write_text('__attribute__((section("tc/guest"), used)) int f(void) { return 0; }\n')
     compile_source(source, tmp_path / "old.o")
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     with pytest.raises(BuildError, match="not this version's"):
         Programs.load(tmp_path / "old.o")
     (tmp_path / "bad.o").write_bytes(b"nothing")
     with pytest.raises(BuildError, match="not an object for BPF"):
         Programs.load(tmp_path / "bad.o")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not [target for _, target in descriptors() - before if "bpf" in target]
 
 
 @pytest.mark.bpf
