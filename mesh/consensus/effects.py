@@ -20,7 +20,7 @@ class Send(msgspec.Struct, frozen=True):
 
 class WitnessRecord(msgspec.Struct, frozen=True):
     """The durable state of one job on one witness, whose journal is `disk`. The lease clock is not part of it: see
-    `Witness.restored`.
+    `Witness.restored`. `owner`: the attempt that has taken the lease in the accepted term.
     """
 
     job: bytes
@@ -32,6 +32,7 @@ class WitnessRecord(msgspec.Struct, frozen=True):
     record: JobRecord
     holder: bytes | None
     cancel_wanted: bool
+    owner: bytes = b""
     final: bool = False  # a majority holds the outcome in `record`; until then another outcome may replace it
     reconfiguration: bytes = (
         b""  # the user's word for the group that a recovery named, for nodes that knew the lost one

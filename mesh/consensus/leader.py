@@ -72,6 +72,7 @@ class Leader:
         self._proposer: Proposer | None = None
         self._candidate: bytes | None = None
         self.declined: dict[bytes, str] = {}
+        self._ask_declined_at = 0.0
         self._idle_since: float | None = None
         self._rival: tuple[bytes, float] | None = None
         self._patience_s = 0.0
@@ -158,7 +159,7 @@ class Leader:
             case "turn", "watching":
                 return self.act(at)
             case "answer", "offered":
-                self._decline(self._candidate, "did not answer")
+                self._decline(self._candidate, "did not answer", at)
                 return self._ask(at)
             case "answer", "asking" | "preparing" | "finishing":
                 self._to_watching()
@@ -168,6 +169,8 @@ class Leader:
                 return self._place(at)
             case "heartbeat", "waiting":
                 assert self._proposer is not None
+                if at.now >= self._ask_declined_at:
+                    self.declined.clear()
                 effects = self._place(at)
                 if self.state != "waiting":
                     return effects
@@ -416,12 +419,14 @@ class Leader:
             self._to_watching()
             self._idle_since = at.now + self.spec.lease_s
             return [self._timer("turn", at.now + self.spec.lease_s)]
-        self._decline(sender, message.reason)
+        self._decline(sender, message.reason, at)
         return self._ask(at)
 
-    def _decline(self, node: bytes | None, reason: str) -> None:
+    def _decline(self, node: bytes | None, reason: str, at: Instant) -> None:
+        """Pass over this node until adverts change, or for a while: not everything that keeps a node busy shows there."""
         if node is not None:
             nick = next((ad.nick for ad in self.view.adverts if ad.node == node), "a node") if self.view else ""
+            self._ask_declined_at = self._ask_declined_at if self.declined else at.now + HEARTBEAT_MAX_S
             self.declined[node] = f"{nick}: {reason}"
 
     def _finish(self, record: JobRecord, at: Instant) -> list[Effect]:

@@ -48,7 +48,8 @@ class Promised(Message, frozen=True, tag="promised"):
 class Accept(Message, frozen=True, tag="accept"):
     """Phase 2a: hold this group and record under `term`. `holder` takes or renews the lease; None releases it.
 
-    `round` is the sender's counter and returns in the answer. `spec` is sent until the receiver has it. `reconfiguration`,
+    `round` is the sender's counter and returns in the answer. `owner` is a random name of the attempt that takes the lease; a
+    term has one. `spec` is sent until the receiver has it. `reconfiguration`,
     sealed by the job's user, installs a group that the old one has not voted for (`forced_reconfiguration.py`). `warrants`:
     the runner's, of the leader that gave it the term and of witnesses that have accepted it since.
     """
@@ -58,6 +59,7 @@ class Accept(Message, frozen=True, tag="accept"):
     config: Config
     record: JobRecord
     holder: bytes | None
+    owner: bytes = b""
     spec: bytes | None = None
     reconfiguration: bytes | None = None
     warrants: tuple[bytes, ...] = ()

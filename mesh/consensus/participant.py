@@ -62,6 +62,7 @@ from placement.request import Request
 Role = Literal["witness", "leader", "runner", "member", "submitter"]
 
 RESUBMIT_S = 1.0  # until an unanswered round is sent again (own choice)
+OWNER_BYTES = 8  # attempts of one term on one node differ
 SUBMIT_WITHIN_S = 10.0  # until the submission counts as unanswered
 
 
@@ -123,6 +124,7 @@ class Participant:
         self.members: dict[bytes, GangMember] = {}
         self.refused = 0  # messages that no correct peer sends
         self._submissions: dict[bytes, _Submission] = {}
+        self._to_release: dict[bytes, set[bytes]] = {}  # witnesses to tell that the run before is over here
         self._vouchers: dict[bytes, tuple[tuple[bytes, int, bytes], bytes]] = {}  # the last warrant for each job
         self._rules = rules
         self._rng = rng
@@ -144,15 +146,14 @@ class Participant:
         """Restore a witness record from the journal. A guest of this node ended with the run before, so its lease is
         released.
         """
-        witness_record = witness.witness_record
-        self.archived.discard(witness_record.job)
-        self.witnesses[witness_record.job] = witness
-        self.leaders[witness_record.job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)
-        sends: list[Effect] = []
+        witness_record, job = witness.witness_record, witness.witness_record.job
+        self.archived.discard(job)
+        self.witnesses[job] = witness
+        self.leaders[job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)
         if witness_record.holder == self.me:
-            released = Released(job=witness_record.job, term=witness_record.promised)
-            sends = [Send(node, released) for node in witness_record.config.nodes]
-        return self._from(witness_record.job, "witness", sends) + self._leader_looks(witness_record.job, at)
+            witness.lease_until = at.now
+            self._to_release[job] = set(witness_record.config.nodes) - {self.me}
+        return self._leader_looks(job, at)
 
     def archive(self, job: bytes) -> None:
         """Remove a finished job, whose witness record is on disk, from memory."""
@@ -178,7 +179,7 @@ class Participant:
     def observe(self, view: View, at: Instant) -> list[Directed]:
         """Take a new view of the mesh."""
         self._view = view
-        out: list[Directed] = []
+        out = [output for job in list(self._to_release) for output in self._release(job, view)]
         standbys: list[tuple[bytes, Request]] = []  # two jobs of this node do not count on the same place
         for job, runner in sorted(self.runners.items(), key=lambda item: (-item[1].spec.gpus, item[0])):
             out += self._from(job, "runner", runner.observe(view.serving(standbys), at))
@@ -188,6 +189,17 @@ class Participant:
             if not leader.witness.finished:
                 out += self._from(job, "leader", leader.observe(view, at))
         return out
+
+    def _release(self, job: bytes, view: View) -> list[Directed]:
+        """Tell the witnesses that are alive that this node, restarted, no longer uses its lease."""
+        record = self.witnesses[job].witness_record if job in self.witnesses else None
+        if record is None or record.holder != self.me or job in self.runners:
+            del self._to_release[job]
+            return []
+        told = self._to_release[job] & view.alive
+        self._to_release[job] -= told
+        released = Released(job=job, term=record.promised)
+        return self._from(job, "witness", [Send(node, released) for node in sorted(told)])
 
     def receive(self, sender: bytes, message: AnyMessage, at: Instant) -> list[Directed]:
         job = message.job
@@ -346,6 +358,9 @@ class Participant:
         taken = witness is not None and witness.witness_record.spec == sealed
         return witness.spec if taken and witness is not None else self._rules.open_spec(job, sealed)
 
+    def _is_over(self, job: bytes) -> bool:
+        return job in self.witnesses and self.witnesses[job].finished
+
     def _on_make_room(self, message: MakeRoom, at: Instant) -> list[Directed]:
         runner = self.runners.get(message.job)
         if runner is None:
@@ -374,6 +389,8 @@ class Participant:
             return answer("an earlier attempt is still ending here")
         if running is not None:
             return answer("" if running.term == message.term else "an earlier attempt is still ending here")
+        if self._is_over(job):
+            return answer("the job is over")
         try:
             spec = self._spec(job, message.spec)
         except SpecError as error:
@@ -385,7 +402,8 @@ class Participant:
         refusal = self._rules.admit(job, spec, message)
         if refusal is not None:
             return answer(refusal)
-        runner = Runner(self.me, self.nick, message, spec, at, self._view, self._rules.rendezvous)
+        owner = self._rng.randbytes(OWNER_BYTES)
+        runner = Runner(self.me, self.nick, message, spec, at, self._view, self._rules.rendezvous, owner)
         self.runners[job] = runner
         return answer("") + self._from(job, "runner", runner.begin(at))
 
@@ -406,6 +424,8 @@ class Participant:
             )
         if member is not None or job in self.runners:
             return answer("an earlier attempt is still ending here")
+        if self._is_over(job):
+            return answer("the job is over")
         try:
             spec = self._spec(job, message.spec)
         except SpecError as error:

@@ -40,10 +40,12 @@ class Proposer:
         holder: bytes | None,
         reconfiguration: bytes | None = None,
         warrant: bytes = b"",
+        owner: bytes = b"",
     ):
         self.reconfiguration = reconfiguration
         self._warrants = {b"": warrant} if warrant else {}  # by witness; the leader's first
         self.job = job
+        self.owner = owner
         self.spec = spec
         self.term = term
         self.config = config
@@ -118,6 +120,7 @@ class Proposer:
             config=self.config,
             record=self.record,
             holder=self.holder,
+            owner=self.owner,
             spec=self.spec if with_spec else None,
             reconfiguration=self.reconfiguration,
             warrants=tuple(self._warrants.values()),

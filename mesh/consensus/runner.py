@@ -78,7 +78,9 @@ STOPPABLE = GUEST_RUNS | {"restoring"}  # fetching files may take long
 
 
 class Runner:
-    """`rendezvous` gives an address of this node, with a port that is free now, for a job on several nodes."""
+    """`rendezvous` gives an address of this node, with a port that is free now, for a job on several nodes. `owner` names this
+    attempt: a node that gets the same order twice makes two.
+    """
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Runner:
         at: Instant,
         view: View | None = None,
         rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0),
+        owner: bytes = b"",
     ) -> None:
         self.me = me
         self.spec_bytes = start.spec
@@ -111,7 +114,9 @@ class Runner:
         )
         self.attempt = attempt
         record = msgspec.structs.replace(start.record, prefer=None).with_attempt(attempt)
-        self._proposer = Proposer(start.job, start.spec, start.term, start.config, record, me, warrant=start.warrant)
+        self._proposer = Proposer(
+            start.job, start.spec, start.term, start.config, record, me, warrant=start.warrant, owner=owner
+        )
         self._saving = False
         self._found = False
         self._exited: GuestExited | None = None

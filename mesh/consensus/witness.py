@@ -4,8 +4,9 @@ Rules, in the order of the checks:
 
 1. A term below the promised one is refused (Lamport 2001, "Paxos made simple", P1a).
 2. Only a witness of the job asks for a term (`participant.py` asks who may propose a record or take a lease).
-3. While a lease runs, no other term is promised and no other holder is accepted (Gray and Cheriton 1989, "Leases").
-4. Once a majority is known to hold an outcome, nothing changes. An outcome that is only accepted may still be replaced under
+3. A term has one owner: once an attempt has taken the lease in it, no other attempt uses it.
+4. While a lease runs, no other term is promised and no other holder is accepted (Gray and Cheriton 1989, "Leases").
+5. Once a majority is known to hold an outcome, nothing changes. An outcome that is only accepted may still be replaced under
    a higher term, as any value of Paxos that is not chosen.
 
 A lease runs `lease_s * (1 + RATE_BOUND)` from the *receipt* of the acceptance; its holder counts `lease_s * (1 - RATE_BOUND)`
@@ -164,7 +165,9 @@ class Witness:
             witness_record.holder is not None and witness_record.holder != sender and self.lease_left_s(now) > 0
         )
         stale_config = message.config.order < witness_record.config.order
-        if message.term < witness_record.promised or foreign_lease or stale_config:
+        # A late copy of the order to start makes a second attempt in the same term.
+        other_owner = message.term == witness_record.accepted_term and witness_record.owner not in {b"", message.owner}
+        if message.term < witness_record.promised or foreign_lease or stale_config or other_owner:
             return [self._refusal(sender, message.term, message.round, now)]
         if message.holder is not None and message.holder != sender:
             return [self._refusal(sender, message.term, message.round, now)]  # a node takes a lease for itself only
@@ -179,6 +182,7 @@ class Witness:
             or record != witness_record.record
             or message.config != witness_record.config
             or message.holder != witness_record.holder
+            or message.owner != witness_record.owner
         )
         effects: list[Effect] = []
         if changed:
@@ -189,6 +193,7 @@ class Witness:
                     record=record,
                     config=message.config,
                     holder=None if record.outcome is not None else message.holder,
+                    owner=message.owner,
                 )
             )
         running = message.holder is not None

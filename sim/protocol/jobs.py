@@ -684,10 +684,10 @@ class JobsWorld(MembershipWorld):
             for node in config.nodes:
                 thief.send(node, Prepare(job=job, term=term))
                 for group in (config, own):
-                    accept = Accept(job, term, 1, group, stolen, thief.id, record.spec, None, (warrant,))
+                    accept = Accept(job, term, 1, group, stolen, thief.id, spec=record.spec, warrants=(warrant,))
                     thief.send(node, accept)
                     thief.send(node, msgspec.structs.replace(accept, holder=None))
-                thief.send(node, Accept(job, 0, 1, own, JobRecord(), None, record.spec))
+                thief.send(node, Accept(job, 0, 1, own, JobRecord(), None, spec=record.spec))
             for other in up:
                 for asked in (record.promised, term):
                     refused = Refused(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mesh.consensus.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
-from mesh.consensus.leader import ANSWER_S, ASK_EVERY_S, HEARTBEAT_S, PREPARED_S, STAGGER_S, Leader
+from mesh.consensus.leader import ANSWER_S, ASK_EVERY_S, HEARTBEAT_MAX_S, HEARTBEAT_S, PREPARED_S, STAGGER_S, Leader
 from mesh.consensus.messages import (
     Accept,
     Accepted,
@@ -439,3 +439,20 @@ def test_only_the_witnesses_retire_a_leader_or_raise_its_term() -> None:
     assert leader.handle(E, forged, at(60.0)) == [] and leader.state == "asking" and leader._seen_term < term
     leader.handle(B, forged, at(60.0))
     assert leader.state == "retired", "a witness knows a newer group"
+
+
+def test_node_that_declined_is_asked_again_though_its_advert_stays() -> None:
+    """Regression: a job waited for ever when nodes declined for a reason that no advert shows."""
+    leader = make_leader()
+    effects, now = won(leader, alive=(A, B, C)), 0.0
+    for _ in range(3):
+        start = sends(effects, Start)[0]
+        effects = leader.handle(start.to, StartAnswer(JOB, start.message.term, False, "busy"), at(now))  # type: ignore[union-attr]
+        term = elect(leader, effects, now)
+        leader.handle(A, promise(term), at(now))
+        effects = leader.handle(B, promise(term), at(now))
+    assert leader.state == "waiting" and set(leader.declined) == {A, B, C}
+    while leader.state == "waiting":
+        beat = [effect for effect in effects if isinstance(effect, SetTimer) and effect.name == "heartbeat"][-1]
+        now, effects = beat.at, leader.on_timer(Timer(beat.name, beat.token), at(beat.at))
+    assert len(sends(effects, Start)) == 1 and HEARTBEAT_MAX_S <= now <= 2 * HEARTBEAT_MAX_S

@@ -11,6 +11,8 @@ from mesh.consensus.messages import (
     Accepted,
     AnyMessage,
     Cancel,
+    Enlist,
+    Enlisted,
     MakeRoom,
     Prepare,
     Refused,
@@ -20,6 +22,7 @@ from mesh.consensus.messages import (
 )
 from mesh.consensus.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules
 from mesh.consensus.reports import GuestStarted
+from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
 from mesh.consensus.witness import Witness
 from mesh.model.record import Attempt, Config, JobRecord, Outcome
@@ -217,12 +220,43 @@ def test_restarted_node_releases_the_lease_of_its_lost_guest() -> None:
     held.handle(A, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=A), 0.0)
     witness_record: WitnessRecord = held.witness_record
     participant = make_participant(A)
-    out = participant.restore(Witness.restored(witness_record, make_spec(), 10.0), at(10))
-    assert sorted(to for to, _ in messages(out, Released)) == [A, B, C]
+    participant.restore(Witness.restored(witness_record, make_spec(), 10.0), at(10))
+    assert participant.witnesses[JOB].lease_left_s(10.0) == 0.0
+    first = participant.observe(make_view(A, (A, B)), at(10))
+    later = participant.observe(make_view(A, (A, B, C)), at(11))
+    assert [[to for to, _ in messages(out, Released)] for out in (first, later)] == [[B], [C]], "each once it is known"
     foreign = make_witness()
     foreign.handle(D, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=D), 0.0)
     out = make_participant(A).restore(Witness.restored(foreign.witness_record, make_spec(), 10.0), at(10))
     assert messages(out, Released) == []
+
+
+def test_repeated_start_never_gives_one_term_two_attempts() -> None:
+    """Regression: a second attempt of the term, from a late copy of its start, took the checkpoint of the first one away."""
+    node = make_participant(D)
+    node.receive(A, make_start(), at(0))
+    first = node.runners[JOB]
+    witness = make_witness()
+
+    def ask(runner: Runner, now: float) -> AnyMessage:
+        accept = next(e.message for e in runner.begin(at(now)) if isinstance(e, Send) and e.to == A)
+        return next(e.message for e in witness.handle(D, accept, now) if isinstance(e, Send))  # type: ignore[arg-type]
+
+    assert isinstance(ask(first, 0.0), Accepted)
+    del node.runners[JOB]  # it is over
+    node.receive(A, make_start(), at(100))
+    assert isinstance(ask(node.runners[JOB], 100.0), Refused)
+
+
+def test_finished_job_neither_starts_nor_is_joined() -> None:
+    node = make_participant(D)
+    over = make_witness()
+    over.close(3, JobRecord(outcome=Outcome("done", "done", 0, None, (), 1)))
+    node.restore(over, at(0))
+    (_, answer), *_ = messages(node.receive(A, make_start(term=4), at(1)), StartAnswer)
+    assert isinstance(answer, StartAnswer) and answer.reason == "the job is over"
+    (_, answer), *_ = messages(node.receive(B, Enlist(JOB, 4, 1, SPEC_BYTES), at(1)), Enlisted)
+    assert isinstance(answer, Enlisted) and not answer.taken
 
 
 def test_submitted_job_is_launched_on_the_only_lending_node() -> None:
