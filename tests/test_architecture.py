@@ -47,7 +47,7 @@ CORES = [
         for path in sorted((ROOT / "mesh" / package).glob("*.py"))
     ),
     "mesh/checkpoints/loss_estimate.py",
-    "mesh/checkpoints/replica_policy.py",
+    *(f"mesh/checkpoints/{name}.py" for name in ("pruning", "repair_plan", "replica_policy")),
     "mesh/jobs/destinations.py",
     *(f"mesh/rehearsal/{name}.py" for name in ("evaluation", "observations")),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "placement").glob("*.py"))),

@@ -31,6 +31,10 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
         """Return the policy with its fallback in this order."""
         return msgspec.structs.replace(self, fallback=tuple(order))
 
+    def refusal(self, holders: Sequence[bytes], want: int, short: str) -> str:
+        """Return why a checkpoint with these holders must not be committed; empty if it may be."""
+        return f"no other node took it: {short}" if not holders and want and self.fallback else ""
+
     def describe(self, substitutes: Sequence[Substitute]) -> str:
         """Describe the replacements and their reasons for the user."""
         return "; ".join(

@@ -10,16 +10,14 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptstore.store import ManifestInfo, Store
+from mesh.checkpoints.pruning import forget_superseded, longest_over
 from mesh.consensus.status import JobStatus
 from mesh.journal import Journal
 from mesh.model.spec import format_job
 
-COMMITTED_KEPT = (
-    2  # the committed checkpoint and the one before, in case the newer one is damaged everywhere (own choice)
-)
 COLLECT_MIN_AGE_S = 900.0  # longer than any upload between its chunks and its manifest; kopia uses 24 h, over WANs
 FULL_SHARE = 0.9  # of what the store may take, or of its disk (own choice)
 
@@ -55,8 +53,7 @@ class Retention:
         self._over = {job: at for job, at in self._over.items() if job not in gone} | dict.fromkeys(new, now_unix)
 
     def _remove(self, statuses: Mapping[bytes, JobStatus], infos: Sequence[ManifestInfo], now_unix: float) -> None:
-        for job in {info.job for info in infos} & statuses.keys():
-            self._store.forget_old(job, statuses[job].settled, COMMITTED_KEPT)
+        forget_superseded(self._store, statuses, infos)
         excess = excess_bytes(self._store)
         if excess > 0:
             since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
@@ -66,22 +63,6 @@ class Retention:
                 log.info(words, info.kind, info.seq, format_job(info.job)[:8], days)
                 self._store.forget(info.id)
         self._store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
-
-
-def longest_over(infos: Iterable[ManifestInfo], since: Mapping[bytes, float], excess: int) -> Iterator[ManifestInfo]:
-    """Yield manifests to remove, all of the job that ended first, then of the next, until they make up for `excess` bytes.
-
-    Shared chunks are stored once, so fewer bytes may become free; then the next call finds more to remove.
-    """
-    kept: dict[bytes, list[ManifestInfo]] = {}
-    for info in infos:
-        if info.job in since:
-            kept.setdefault(info.job, []).append(info)
-    for job in sorted(kept, key=lambda job: (since[job], job)):
-        if excess <= 0:
-            return
-        excess -= sum(info.total_bytes for info in kept[job])
-        yield from kept[job]
 
 
 def excess_bytes(store: Store, disk: Callable[..., tuple[int, int, int]] = shutil.disk_usage) -> int:

@@ -105,8 +105,8 @@ class CheckpointWriter:
                 self._sends,
             )
         self._holders = copies.holders
-        if not copies.holders and rules.replicas and replica_policy.fallback:
-            raise StoreError(f"no other node took it: {copies.short}")
+        if refusal := replica_policy.refusal(copies.holders, rules.replicas, copies.short):
+            raise StoreError(refusal)
         self._loss.stored(since_s, step)
         self._cadence.stored(boot_s(), since_s, saved.new_bytes * max(1, len(copies.holders)))
         text = replica_policy.describe(copies.substitutes)

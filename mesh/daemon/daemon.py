@@ -45,7 +45,7 @@ from mesh.api.handlers.trust import TrustHandlers
 from mesh.api.handlers.tunnels import Tunnels
 from mesh.api.handlers.usage import UsageHandlers
 from mesh.api.routing import Handlers
-from mesh.checkpoints.repair import LOCAL_LOST_S, LOST_S
+from mesh.checkpoints.repair_plan import LOCAL_LOST_S, LOST_S
 from mesh.daemon.adverts import FACTS_TTL_S, AdvertPublisher, publish_facts
 from mesh.daemon.config import Settings, ceilings_of
 from mesh.daemon.edge_shaping import keep

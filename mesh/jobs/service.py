@@ -22,7 +22,8 @@ from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
 from mesh.checkpoints.keys import Keyring, KeyRules
-from mesh.checkpoints.repair import LOST_S, Repair
+from mesh.checkpoints.repair import Repair
+from mesh.checkpoints.repair_plan import LOST_S
 from mesh.checkpoints.replica_policy import ReplicaPolicy, replica_policy_of
 from mesh.checkpoints.replicator import Replicator
 from mesh.checkpoints.retention import Retention

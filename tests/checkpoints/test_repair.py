@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 import mesh.checkpoints.repair as module
-from mesh.checkpoints.repair import LOST_S, Kept, Repair, kept
+from mesh.checkpoints.repair import Repair
+from mesh.checkpoints.repair_plan import LOST_S, Kept, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import Replicated
 from mesh.consensus.status import JobStatus

@@ -1,0 +1,89 @@
+"""Repair plan: which saved checkpoints and results lack holders, and which node has to copy them. Pure.
+
+For a running job its runner does so, and the job record names the new holders. For a waiting or finished job the first
+remaining holder does; readers find the new copies at the nodes that placement names first.
+"""
+
+from collections.abc import Collection, Iterable, Sequence, Set
+
+import msgspec
+
+from mesh.consensus.status import JobStatus
+
+LOST_S, LOCAL_LOST_S = 30.0, 5.0  # that a holder must be away: longer than a restart (own choice)
+RETRY_S = 60.0  # after no node could take a copy (own choice)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A saved checkpoint or result, and the nodes known to have it: first the node that made it or runs the job from it."""
+
+    manifest: bytes
+    nodes: tuple[bytes, ...]
+    others: int  # wanted holders besides the node that made it
+
+
+def kept(status: JobStatus) -> Kept | None:
+    """Return the job's last checkpoint, or its result when it is over."""
+    outcome, commit = status.outcome, status.commit
+    if outcome is not None:
+        if outcome.manifest is None or not outcome.holders:
+            return None
+        made = status.attempts[-1].node if status.attempts else None
+        nodes = dict.fromkeys([*([made] if made is not None else []), *outcome.holders])
+        return Kept(outcome.manifest, tuple(nodes), len(outcome.holders))
+    if commit is None or not commit.holders:
+        return None
+    makers = [attempt.node for attempt in status.attempts if attempt.term == commit.term]
+    runs = [status.runner] if status.runner is not None and status.state == "running" else []
+    return Kept(commit.manifest, tuple(dict.fromkeys([*runs, *makers, *commit.holders])), len(commit.holders))
+
+
+class Shortage(msgspec.Struct, frozen=True):
+    """A manifest of a job that lacks holders; `there` are the nodes that have it and stay."""
+
+    job: bytes
+    manifest: bytes
+    lacking: int
+    there: tuple[bytes, ...]
+
+
+class RepairPlan:
+    """What this node has to copy. Times are seconds of any clock."""
+
+    def __init__(self, me: bytes, lost_s: float) -> None:
+        self._me, self._lost_s = me, lost_s
+        self._more: dict[bytes, tuple[bytes, ...]] = {}  # holders that the job record does not name
+        self._short_since: dict[bytes, float] = {}
+
+    def look(
+        self, statuses: Iterable[JobStatus], staying: Set[bytes], runs_here: Collection[bytes], now: float
+    ) -> list[Shortage]:
+        """Return what this node has to copy now, because holders have been away for long enough."""
+        short: dict[bytes, Shortage] = {}
+        more, self._more = self._more, {}
+        for status in statuses:
+            found = kept(status)
+            if found is None:
+                continue
+            if found.manifest in more:
+                self._more[found.manifest] = more[found.manifest]
+            known = dict.fromkeys([*found.nodes, *self._more.get(found.manifest, ())])
+            there = tuple(node for node in known if node in staying)
+            if len(there) <= found.others and self._is_mine(status, there, runs_here):
+                short[found.manifest] = Shortage(status.job, found.manifest, found.others + 1 - len(there), there)
+        self._short_since = {manifest: self._short_since.get(manifest, now) for manifest in short}
+        return [one for one in short.values() if now - self._short_since[one.manifest] >= self._lost_s]
+
+    def _is_mine(self, status: JobStatus, there: Sequence[bytes], runs_here: Collection[bytes]) -> bool:
+        if status.outcome is None and status.runner is not None:
+            return status.job in runs_here and status.state == "running"
+        return bool(there) and there[0] == self._me
+
+    def began(self, shortage: Shortage, now: float) -> None:
+        """Record that a copy was started: the next one starts later."""
+        self._short_since[shortage.manifest] = now + RETRY_S - self._lost_s
+
+    def copied(self, shortage: Shortage, holders: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Record new holders; return all that the job record should name."""
+        self._more[shortage.manifest] = (*self._more.get(shortage.manifest, ()), *holders)
+        return tuple(node for node in (*shortage.there, *holders) if node != self._me)
