@@ -39,6 +39,7 @@ ENDORSED = "endorsed"  # section with the machines that a member adds to its use
 DECIDED = "admitted"  # section with the chains that an admitter has granted, and the refusals of invites
 MAX_PENDING, MAX_PENDING_PER_ADDRESS = 32, 4  # strangers; one laboratory asks at a time
 MAX_INVITED, MAX_INVITED_PER_ISSUER = 20, 16  # so that they fit into a section
+LIST_HEAD_BYTES = 3  # of an array of up to 65,535 elements (MessagePack)
 MAX_ENDORSED = 16
 MAX_MACHINES = 32  # of a user, admitted by endorsements; an approval may add more (own choice)
 REQUESTS_PER_S = 5.0  # of one address, before signatures are checked; `mesh join` sends one in two seconds
@@ -53,13 +54,17 @@ log = logging.getLogger(__name__)
 
 
 class JoinRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`grant` and `proof`, of a machine with an invite: what the issuer signed, and the signature of the invite's key."""
+    """`grant` and `proof`, of a machine with an invite: what the issuer signed, and the signature of the invite's key.
+
+    `ssh_proof`: the signature by the SSH key, if the invite is bound to one.
+    """
 
     nonce: int
     nick: str
     user: str
     grant: bytes
     proof: bytes
+    ssh_proof: bytes
 
 
 class JoinAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +89,7 @@ class PendingJoin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     since_unix: int
     grant: bytes = b""
     proof: bytes = b""
+    ssh_proof: bytes = b""
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -125,14 +131,16 @@ _endorsements_decoder = msgspec.msgpack.Decoder(list[Endorsement])
 
 
 class WaitingList:
-    """Pending requests, oldest first: at most `most`, and at most `most_of_one` of one group (an address, an issuer).
+    """Pending requests, oldest first, in `most` places, of which one group (an address, an issuer) has at most `most_of_one`.
 
-    A newcomer to a full list takes the place of the newest request of the largest group, if its own group is smaller. So a group
-    cannot keep others out, and a request that is the only one of its group stays.
+    A request that is larger than a place takes several, so that a full list fits into a section. A newcomer to a full list takes
+    the places of the newest requests of the largest group, if its own group is smaller. So a group cannot keep others out, and a
+    request that is the only one of its group stays.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
         self._most, self._most_of_one = most, most_of_one
+        self._place_bytes = (MAX_BODY_BYTES - LIST_HEAD_BYTES) // most
         self._entries: OrderedDict[NodeId, tuple[PendingJoin, str, float]] = OrderedDict()
 
     def entries(self) -> list[PendingJoin]:
@@ -140,21 +148,28 @@ class WaitingList:
 
     def keep(self, entry: PendingJoin, group: str, now_unix: float) -> bool:
         """Add or refresh a request; False if there is no place for it."""
-        known = self._entries.get(entry.node)
-        if known is not None:
+        known, needed = self._entries.get(entry.node), self._places(entry)
+        if known is not None and needed <= self._places(known[0]):
             entry = msgspec.structs.replace(entry, since_unix=known[0].since_unix)
             self._entries[entry.node] = (entry, known[1], now_unix)
             return True
-        sizes = Counter(group for _, group, _ in self._entries.values())
-        if sizes[group] >= self._most_of_one:
+        self.drop(entry.node)
+        sizes = Counter[str]()
+        for one, its_group, _ in self._entries.values():
+            sizes[its_group] += self._places(one)
+        if sizes[group] + needed > self._most_of_one:
             return False
-        if len(self._entries) >= self._most:
+        while sizes.total() + needed > self._most:
             largest, size = sizes.most_common(1)[0]
-            if size <= sizes[group] + 1:
+            if size <= sizes[group] + needed:
                 return False
-            del self._entries[next(node for node in reversed(self._entries) if self._entries[node][1] == largest)]
+            newest = next(node for node in reversed(self._entries) if self._entries[node][1] == largest)
+            sizes[largest] -= self._places(self._entries.pop(newest)[0])
         self._entries[entry.node] = (entry, group, now_unix)
         return True
+
+    def _places(self, entry: PendingJoin) -> int:
+        return -(-len(msgspec.msgpack.encode(entry)) // self._place_bytes)
 
     def drop(self, node: NodeId) -> None:
         self._entries.pop(node, None)
@@ -190,7 +205,9 @@ class JoinRequests:
             raise FrameError(f"not a join request: {error}") from error
         if not all(0 < len(name.encode()) <= MAX_NAME_BYTES for name in (request.nick, request.user)):
             raise FrameError(f"a join request needs a nick and a user of 1 to {MAX_NAME_BYTES} bytes")
-        entry = PendingJoin(node, request.nick, request.user, host, int(now_unix), request.grant, request.proof)
+        entry = PendingJoin(
+            node, request.nick, request.user, host, int(now_unix), request.grant, request.proof, request.ssh_proof
+        )
         state, decision = self._judge(entry, now_unix, decide)
         answer = JoinAnswer(request.nonce, state, self._trust.genesis_bytes, chain, decision.chain, decision.problem)
         return seal(self._identity, _NO_MESH, "join-answer", msgspec.msgpack.encode(answer))
@@ -242,6 +259,10 @@ def verify_invited(trust: TrustStore, entry: PendingJoin, now_unix: float) -> tu
     issuer, grant = trust.open_grant(entry.grant)
     if not trust.proves(grant, entry.proof, entry.node, entry.user):
         raise TrustError("the request is not signed with the invite's key")
+    if not trust.proves_ssh_key(grant, entry.ssh_proof, entry.node):
+        raise TrustError(
+            "the request is not signed with the SSH key that the invite is for: see `mesh join --ssh-identity`"
+        )
     if now_unix > grant.not_after:
         raise TrustError("the invite has expired: ask for a new one (`mesh member invite`)")
     if trust.credentials(issuer, now_unix) is None:
@@ -503,9 +524,9 @@ def is_join_request(data: bytes) -> bool:
 
 
 def make_join_request(
-    identity: Identity, nonce: int, nick: str, user: str, grant: bytes = b"", proof: bytes = b""
+    identity: Identity, nonce: int, nick: str, user: str, grant: bytes = b"", proof: bytes = b"", ssh_proof: bytes = b""
 ) -> bytes:
-    request = JoinRequest(nonce, nick, user, grant, proof)
+    request = JoinRequest(nonce, nick, user, grant, proof, ssh_proof)
     return _MARK + seal(identity, _NO_MESH, "join-request", msgspec.msgpack.encode(request))
 
 
@@ -532,12 +553,13 @@ async def request_join(
     now_unix: float,
     grant: bytes = b"",
     proof: bytes = b"",
+    ssh_proof: bytes = b"",
 ) -> tuple[NodeId, TrustStore, JoinAnswer]:
     """Send one join request to the node at this address. OSError, TimeoutError or TrustError if that fails."""
     async with asyncio.timeout(JOIN_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            await write_frame(writer, make_join_request(identity, nonce, nick, user, grant, proof))
+            await write_frame(writer, make_join_request(identity, nonce, nick, user, grant, proof, ssh_proof))
             return read_answer(await read_frame(reader), nonce, now_unix)
         except FrameError as error:
             raise TrustError("the program at that address is not a mesh node") from error

@@ -36,6 +36,7 @@ CERTIFICATE_WARN_S = 7 * 86_400  # remaining lifetime at which a failed renewal 
 ROOT_CERTIFICATE_S = 10 * 365 * 86_400  # an expired root ends its mesh (Nebula issue 712)
 MAX_NAME_BYTES = 64
 MAX_USES = 1000  # of an invite: a large lecture (own choice)
+SSH_NAMESPACE = b"join@campus-mesh"  # of signatures by SSH keys, so that they serve no other purpose (PROTOCOL.sshsig)
 _GENESIS_ID = b"\0" * 16  # the mesh id does not exist yet when the genesis is signed
 # POSIX's portable user names, and what directories of a university use besides. Look-alikes of other scripts are no names.
 _USER_NAME = re.compile(rf"[A-Za-z0-9_.@+-]{{1,{MAX_NAME_BYTES}}}")
@@ -124,7 +125,8 @@ class Credentials(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An issuer's promise to admit machines that prove `key`. `mine`: as machines of the issuer's own user.
 
-    `user` is the name that the newcomer gets; with several `uses`, the first part of it.
+    `user` is the name that the newcomer gets; with several `uses`, the first part of it. `ssh_key`, unless it is empty, is the
+    fingerprint of an SSH key that the newcomer must prove, too.
     """
 
     key: bytes
@@ -134,6 +136,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     uses: int
     made_unix: int
     not_after: int
+    ssh_key: bytes
 
 
 class Invite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -405,7 +408,8 @@ class TrustStore:
             grant = _grant_decoder.decode(payload)
         except (EnvelopeError, *MALFORMED) as error:
             raise TrustError(f"not an invite of this mesh: {error}") from error
-        if len(grant.key) != 32 or len(grant.user) > MAX_NAME_BYTES or not set(grant.roles) <= set(ROLES):
+        names_fit = len(grant.user) <= MAX_NAME_BYTES and set(grant.roles) <= set(ROLES)
+        if len(grant.key) != 32 or len(grant.ssh_key) not in {0, 32} or not names_fit:
             raise TrustError("not an invite of this mesh: invalid fields")
         return issuer, grant
 
@@ -416,6 +420,14 @@ class TrustStore:
         except EnvelopeError:
             return False
         return key == grant.key and payload == node + user.encode()
+
+    def proves_ssh_key(self, grant: Grant, ssh_proof: bytes, node: NodeId) -> bool:
+        """Tell whether the SSH key that the invite is bound to has signed this node."""
+        if not grant.ssh_key:
+            return not ssh_proof
+        from membership.ssh_keys import has_signed  # 50 ms, which few commands need
+
+        return has_signed(grant.ssh_key, ssh_proof, SSH_NAMESPACE, ssh_message(self.mesh_id, grant, node))
 
     def _ended(self, credentials: Credentials, now_unix: float) -> str:
         if credentials.node_id in self.revoked:
@@ -520,8 +532,12 @@ def make_invite(
     mine: bool = False,
     roles: tuple[str, ...] = ROLES,
     uses: int = 1,
+    ssh_key: bytes = b"",
 ) -> str:
-    """Return an invite, one string. With `user` or `mine` it admits machines; else it only names the mesh and addresses."""
+    """Return an invite, one string. With `user` or `mine` it admits machines; else it only names the mesh and addresses.
+
+    `ssh_key`: the fingerprint of an SSH key that the newcomer must prove.
+    """
     invite = Invite(store.genesis_bytes, seeds, int(now_unix + ttl_s), issuer.nick)
     if user and not issuer.can_admit:
         raise TrustError(
@@ -532,11 +548,13 @@ def make_invite(
         store.bind(user, b"", now_unix)  # refuses a name that is not one, or taken
     if not 1 <= uses <= MAX_USES:
         raise TrustError(f"an invite has 1 to {MAX_USES} uses")
+    if ssh_key and (uses != 1 or not (user or mine)):
+        raise TrustError("an invite bound to an SSH key admits one machine: give a NAME or --mine, and no --uses")
     if not set(issuer.roles).issuperset(roles):
         raise TrustError("this node cannot give a role that it does not have")
     if user or mine:
         guest = Identity.generate()
-        grant = Grant(guest.node_id, user, mine, roles, uses, int(now_unix), invite.not_after)
+        grant = Grant(guest.node_id, user, mine, roles, uses, int(now_unix), invite.not_after, ssh_key)
         sealed = seal(identity, store.mesh_id, "grant", msgspec.msgpack.encode(grant))
         invite = msgspec.structs.replace(invite, seed=guest.seed, grant=sealed)
     body = msgspec.msgpack.encode(invite)
@@ -572,6 +590,11 @@ def prove_invite(invite: Invite, node: NodeId, user: str) -> bytes:
     if not invite.grant:
         return b""
     return seal(Identity(invite.seed), genesis_id(invite.genesis), "invite", node + user.encode())
+
+
+def ssh_message(mesh_id: bytes, grant: Grant, node: NodeId) -> bytes:
+    """Return what the SSH key signs: that this machine may use this invite of this mesh."""
+    return mesh_id + grant.key + node
 
 
 def admit_node(

@@ -76,6 +76,13 @@ def browser_problem() -> str:
 
 
 @cache
+def ssh_problem() -> str:
+    """Return why OpenSSH's client is not available, or an empty text."""
+    missing = [name for name in ("ssh-keygen", "ssh-add", "ssh-agent") if shutil.which(name) is None]
+    return f"{', '.join(missing)} not installed (Debian: apt-get install openssh-client)" if missing else ""
+
+
+@cache
 def promtool_problem() -> str:
     """Return why promtool is not available, or an empty text."""
     return "" if shutil.which("promtool") else "promtool is not installed (Debian: apt-get install prometheus)"
@@ -164,6 +171,7 @@ PROBES = {
     "browser": browser_problem,
     "jupyter": jupyter_problem,
     "promtool": promtool_problem,
+    "ssh": ssh_problem,
     "zsh": zsh_problem,
     "fish": fish_problem,
 }

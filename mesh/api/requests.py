@@ -126,7 +126,8 @@ class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`roles`: empty for all. `user`: the name of the new user; `mine`: the machine is one more of this node's user.
 
-    With neither, a newcomer with the invite waits for an approval.
+    With neither, a newcomer with the invite waits for an approval. `ssh_key`: the newcomer proves this SSH public key, a line
+    as in `id_ed25519.pub`.
     """
 
     ttl_s: float = 86_400.0
@@ -134,6 +135,7 @@ class InviteOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user: str = ""
     mine: bool = False
     uses: int = 1
+    ssh_key: str = ""
 
 
 class ApproveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

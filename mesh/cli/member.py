@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -24,7 +25,7 @@ from mesh.util.text import hours, plural
 if TYPE_CHECKING:
     from membership.admission import JoinAnswer
     from membership.identity import Identity
-    from membership.trust import TrustStore
+    from membership.trust import Grant, TrustStore
 
 FIRST_PAUSE_S, ASK_AGAIN_S = 0.25, 2.0
 MAX_INVITE_CHARACTERS = 16_384  # an invite has some 700
@@ -88,6 +89,11 @@ def init(
 @nick_option
 @user_option
 @click.option("--mesh-id", default="", help="With HOST: join only the mesh whose id begins so.")
+@click.option(
+    "--ssh-identity",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="SSH key that an invite is bound to (default: found in ~/.ssh or ssh-agent).",
+)
 @json_option
 @click.pass_context
 def join(
@@ -97,6 +103,7 @@ def join(
     nick: str | None,
     user: str | None,
     mesh_id: str,
+    ssh_identity: Path | None,
     as_json: bool,
 ) -> None:
     """Join a mesh with an INVITE, or ask the node at HOST and wait for an approval.
@@ -108,7 +115,7 @@ def join(
     _refuse_member(where)
     text = _invite_text(where_to, file)
     if text.startswith("mesh1-"):
-        request = _invited(where, text, nick, user)
+        request = _invited(where, text, nick, user, ssh_identity)
     else:
         request = _asking(where, text, nick, user, mesh_id.lower())
     name, login = _ask_until_admitted(where, request)
@@ -193,10 +200,11 @@ class _Request(NamedTuple):
     mesh_id: str
     grant: bytes = b""
     proof: bytes = b""
+    ssh_proof: bytes = b""
     issuer: str = ""
 
 
-def _invited(where: Layout, text: str, nick: str | None, user: str | None) -> _Request:
+def _invited(where: Layout, text: str, nick: str | None, user: str | None, ssh_identity: Path | None) -> _Request:
     from membership.discovery import parse_seed
     from membership.trust import TrustStore, parse_invite, prove_invite
 
@@ -210,11 +218,27 @@ def _invited(where: Layout, text: str, nick: str | None, user: str | None) -> _R
     if grant is not None and user is not None and (grant.mine or (grant.uses == 1 and grant.user != user)):
         whom = "a machine of the user who made it" if grant.mine else f"user {grant.user!r}"
         raise MeshError(f"this invite is for {whom}, not for user {user!r}: leave out --user", ExitCode.REFUSED)
+    if ssh_identity is not None and (grant is None or not grant.ssh_key):
+        raise MeshError("this invite is bound to no SSH key: leave out --ssh-identity", ExitCode.USAGE)
     identity, login = _own_identity(where), user or _login()
-    proof = prove_invite(invite, identity.node_id, login)
     return _Request(
-        identity, _nick(where, nick), login, addresses, store.mesh_id.hex(), invite.grant, proof, invite.issuer
+        identity,
+        _nick(where, nick),
+        login,
+        addresses,
+        store.mesh_id.hex(),
+        invite.grant,
+        prove_invite(invite, identity.node_id, login),
+        _prove_ssh_key(store.mesh_id, grant, identity, ssh_identity) if grant is not None and grant.ssh_key else b"",
+        invite.issuer,
     )
+
+
+def _prove_ssh_key(mesh_id: bytes, grant: "Grant", identity: "Identity", file: Path | None) -> bytes:
+    from membership.trust import SSH_NAMESPACE, ssh_message
+    from mesh.cli.ssh_signing import sign
+
+    return sign(grant.ssh_key, file, SSH_NAMESPACE, ssh_message(mesh_id, grant, identity.node_id))
 
 
 def _asking(where: Layout, text: str, nick: str | None, user: str | None, mesh_id: str) -> _Request:
@@ -311,9 +335,8 @@ def _ask(host: str, port: int, request: _Request) -> "tuple[bytes, TrustStore, J
     from membership.trust import TrustError
 
     nonce = secrets.randbits(62)
-    asked = request_join(
-        host, port, request.identity, request.nick, request.user, nonce, time.time(), request.grant, request.proof
-    )
+    proofs = request.grant, request.proof, request.ssh_proof
+    asked = request_join(host, port, request.identity, request.nick, request.user, nonce, time.time(), *proofs)
     try:
         return asyncio.run(asked)
     except TimeoutError as error:
@@ -370,17 +393,33 @@ def _role(one: dict[str, Any]) -> str:
 @click.option("--mine", is_flag=True, help="For another machine of yours, instead of a new user.")
 @click.option("--uses", type=int, default=1, show_default=True, help="Machines it admits: each is a user NAME-login.")
 @click.option("--ttl", type=DURATION, default="1d", show_default=True, help="Lifetime of the invite: 1m to 365d.")
+@click.option(
+    "--ssh-key",
+    type=click.File(),
+    metavar="FILE",
+    help="Bind it to the SSH public key in this file (-: standard input).",
+)
 @role_option
 @json_option
 @click.pass_context
 def invite(
-    ctx: click.Context, name: str, mine: bool, uses: int, ttl: float, roles: tuple[str, ...], as_json: bool
+    ctx: click.Context,
+    name: str,
+    mine: bool,
+    uses: int,
+    ttl: float,
+    ssh_key: IO[str] | None,
+    roles: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Print an invite for the new user NAME. It admits one machine: send it as you would send a password.
 
-    Without a NAME, the invite admits nobody: it names the mesh, and the machine that uses it waits for an approval.
+    Without a NAME, the invite admits nobody: it names the mesh, and the machine that uses it waits for an approval. With
+    --ssh-key, only a person who has that SSH key can use the invite, so it is no secret.
     """
     order = {"ttl_s": ttl, "roles": roles, "user": name, "mine": mine, "uses": uses}
+    if ssh_key is not None:
+        order["ssh_key"] = ssh_key.read(MAX_INVITE_CHARACTERS)
     answer = client(ctx).post("/v1/invite", order)
     if as_json:
         print_json(answer)

@@ -14,6 +14,7 @@ import pytest
 
 from mesh.daemon.layout import Layout
 from tests.e2e.commands import WAIT_S, mesh, ok, read, start, until
+from tests.ssh import make_key
 
 pytestmark = pytest.mark.e2e
 LOCAL = ("--bind", "127.0.0.1", "--port", "0", "--api-port", "0", "--profile", "local")
@@ -112,6 +113,51 @@ def test_revoked_node_is_shut_out_by_its_key(home: Path) -> None:
     ok(first, "down")
     ok(first, "up", *LOCAL)
     assert "revoked" in ok(first, "member", "ls"), "the revocation must persist across a restart"
+
+
+@pytest.mark.ssh
+def test_invite_bound_to_an_ssh_key_is_of_no_use_to_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    own, other, agent_key = (make_key(home / name) for name in ("own", "other", "agent"))
+    first = found(home)
+    invite = ok(first, "member", "invite", "bob", "--ssh-key", str(own.with_suffix(".pub"))).strip()
+    missing = mesh(home / "b", "join", invite)
+    assert missing.returncode == 5 and "neither in ~/.ssh nor in ssh-agent" in missing.stderr
+    stolen = mesh(home / "b", "join", invite, "--ssh-identity", str(other))
+    assert stolen.returncode == 5 and "not signed with the SSH key" in stolen.stderr
+    assert "joined mesh 'lab' as bob" in ok(home / "b", "join", invite, "--ssh-identity", str(own))
+    used = mesh(home / "c", "join", invite, "--ssh-identity", str(own))
+    assert used.returncode == 5 and "ask for another invite" in used.stderr
+
+    # The key is found in ~/.ssh, and in ssh-agent alone.
+    (home / ".ssh").mkdir()
+    for name in ("own", "own.pub"):
+        (home / name).rename(home / ".ssh" / name)
+    at_home = ok(first, "member", "invite", "--mine", "--ssh-key", str(home / ".ssh" / "own.pub")).strip()
+    assert "joined mesh 'lab' as ada" in ok(home / "d", "join", at_home)
+    held = ok(first, "member", "invite", "cyd", "--ssh-key", str(agent_key.with_suffix(".pub"))).strip()
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", home / "s"], stdout=subprocess.DEVNULL)
+    try:
+        until((home / "s").exists, "ssh-agent to listen")
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(home / "s"))
+        subprocess.run(["ssh-add", "-q", agent_key], check=True)
+        for path in (agent_key, agent_key.with_suffix(".pub")):
+            path.unlink()
+        assert "joined mesh 'lab' as cyd" in ok(home / "e", "join", held)
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+@pytest.mark.ssh
+def test_ssh_key_of_an_invite_is_checked_when_it_is_made_or_used(home: Path) -> None:
+    first = found(home)
+    refused = mesh(first, "member", "invite", "bob", "--ssh-key", str(make_key(home / "key")))
+    assert refused.returncode == 2 and "not one SSH public key" in refused.stderr
+    free = ok(first, "member", "invite", "bob").strip()
+    needless = mesh(home / "b", "join", free, "--ssh-identity", str(home / "key"))
+    assert needless.returncode == 2 and "bound to no SSH key" in needless.stderr
 
 
 def test_key_is_shown_without_a_daemon(home: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.admission import (
+    MAX_INVITED,
     MAX_INVITED_PER_ISSUER,
     MAX_PENDING,
     MAX_PENDING_PER_ADDRESS,
@@ -29,8 +30,10 @@ from membership.identity import Identity, format_id
 from membership.reconcile import FrameError
 from membership.records import MAX_BODY_BYTES
 from membership.snapshot import UsedInvites
+from membership.ssh_keys import fingerprint, read_armor, read_public_key
 from membership.trust import (
     ROLES,
+    SSH_NAMESPACE,
     Grant,
     Invite,
     TrustError,
@@ -40,8 +43,10 @@ from membership.trust import (
     make_revocation,
     parse_invite,
     prove_invite,
+    ssh_message,
 )
 from tests.chains import admitted
+from tests.ssh import make_key, sign
 
 NOW = 1_800_000_000.0
 ROOT, STRANGER = Identity(b"\x31" * 32), Identity(b"\x32" * 32)
@@ -58,10 +63,10 @@ def join_requests() -> tuple[JoinRequests, TrustStore]:
     return JoinRequests(ROOT, store), store
 
 
-def invite(user: str = "bob", uses: int = 1, ttl_s: float = 3600) -> Invite:
+def invite(user: str = "bob", uses: int = 1, ttl_s: float = 3600, ssh_key: bytes = b"") -> Invite:
     store = TrustStore(GENESIS)
     issuer = store.admit_chain(CHAIN, NOW)
-    return parse_invite(make_invite(ROOT, store, issuer, (), ttl_s, NOW, user=user, uses=uses), NOW)
+    return parse_invite(make_invite(ROOT, store, issuer, (), ttl_s, NOW, user=user, uses=uses, ssh_key=ssh_key), NOW)
 
 
 def invited_request(using: Invite, identity: Identity = STRANGER, nonce: int = 1) -> bytes:
@@ -176,6 +181,20 @@ def test_full_lists_with_the_longest_names_fit_into_a_section() -> None:
         assert len(msgspec.msgpack.encode(entries)) < MAX_BODY_BYTES
 
 
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from("abcd"), st.integers(0, 2000)), max_size=60))
+def test_lists_with_proofs_of_any_size_fit_into_a_section(asked: list[tuple[int, str, int]]) -> None:
+    waiting = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
+    for number, group, size in asked:
+        waiting.keep(PendingJoin(bytes([number]) * 32, "n", "u", "h", 0, b"", b"", b"p" * size), group, NOW)
+        assert len(msgspec.msgpack.encode(waiting.entries())) <= MAX_BODY_BYTES
+
+
+def test_request_with_a_proof_of_a_large_rsa_key_has_a_place() -> None:
+    waiting = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
+    large = PendingJoin(b"n" * 32, "n" * 64, "u" * 64, "h" * 45, 0, b"g" * 270, b"p" * 200, b"s" * 1200)
+    assert waiting.keep(large, "a", NOW)
+
+
 # --- invites
 
 
@@ -194,6 +213,42 @@ def test_request_with_an_invite_is_checked_before_it_waits() -> None:
     assert state(invited_request(good)).state == "revoked"
 
 
+def ssh_request(using: Invite, key: Path, node: Identity = STRANGER, signed_for: Identity | None = None) -> bytes:
+    store = TrustStore(GENESIS)
+    message = ssh_message(store.mesh_id, store.open_grant(using.grant)[1], (signed_for or node).node_id)
+    proof = read_armor(sign(key, message, SSH_NAMESPACE.decode()))
+    invited = prove_invite(using, node.node_id, "login")
+    return make_join_request(node, 1, "desk", "login", using.grant, invited, proof)
+
+
+@pytest.mark.ssh
+def test_invite_bound_to_an_ssh_key_needs_its_signature_for_this_machine_and_invite(tmp_path: Path) -> None:
+    requests, _ = join_requests()
+    own, other = make_key(tmp_path / "own"), make_key(tmp_path / "other")
+    digest = fingerprint(read_public_key(own.with_suffix(".pub").read_text()))
+    bound, second = invite(ssh_key=digest), invite(ssh_key=digest)
+    state = lambda data: read_answer(requests.answer(data, "h", CHAIN, NOW, admit_none), 1, NOW)[2]  # noqa: E731
+    for stolen in (
+        invited_request(bound),
+        ssh_request(bound, other),
+        ssh_request(bound, own, signed_for=ROOT),
+        make_join_request(
+            STRANGER, 1, "desk", "login", bound.grant, prove_invite(bound, STRANGER.node_id, "login"), b"SSHSIG"
+        ),
+    ):
+        assert "not signed with the SSH key" in state(stolen).problem
+    elsewhere = msgspec.structs.replace(second, seed=bound.seed)
+    assert state(ssh_request(elsewhere, own)).state == "refused"
+    assert requests.invited() == [] and state(ssh_request(bound, own)).state == "waiting"
+    assert state(ssh_request(invite(), own)).state == "refused", "a proof that no invite asks for takes only room"
+
+
+def test_invite_bound_to_an_ssh_key_admits_one_machine() -> None:
+    for words in ({"uses": 2}, {"user": ""}):
+        with pytest.raises(TrustError, match="bound to an SSH key admits one machine"):
+            invite(ssh_key=b"f" * 32, **words)  # type: ignore[arg-type]
+
+
 def test_strangers_take_no_place_of_the_invited() -> None:
     requests, _ = join_requests()
     for number in range(MAX_PENDING):
@@ -206,7 +261,7 @@ def test_strangers_take_no_place_of_the_invited() -> None:
 def test_uses_of_an_invite_are_durable_and_bounded(tmp_path: Path) -> None:
     """A used invite stays used over a restart, and is void if the file of its uses is lost (finding 2)."""
     path = tmp_path / "invites"
-    grant = Grant(b"k" * 32, "bob", False, ROLES, 2, int(NOW), int(NOW) + 3600)
+    grant = Grant(b"k" * 32, "bob", False, ROLES, 2, int(NOW), int(NOW) + 3600, b"")
     used = UsedInvites(path)
     used.read(NOW)
     assert used.take(grant, b"1" * 32, NOW) and used.take(grant, b"1" * 32, NOW), "one machine uses it once"

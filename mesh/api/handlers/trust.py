@@ -4,6 +4,7 @@ import time
 
 from membership.identity import Identity, format_id, short_id
 from membership.node import MembershipNode
+from membership.ssh_keys import SshError, fingerprint, read_public_key
 from membership.trust import ROLES, NameTaken, TrustError, TrustStore, make_invite, make_promotion, make_revocation
 from mesh.api import schemas
 from mesh.api.handlers.lookup import find_node
@@ -30,6 +31,7 @@ class TrustHandlers:
         ]
         roles = tuple[str, ...](order.roles) or me.credentials.roles
         try:
+            ssh_key = fingerprint(read_public_key(order.ssh_key)) if order.ssh_key else b""
             return make_invite(
                 self._identity,
                 self._trust,
@@ -41,7 +43,10 @@ class TrustHandlers:
                 mine=order.mine,
                 roles=roles,
                 uses=order.uses,
+                ssh_key=ssh_key,
             )
+        except SshError as error:
+            raise MeshError(str(error), ExitCode.USAGE) from error
         except NameTaken as error:
             raise MeshError(
                 f"{error}: for another machine of {order.user}, run `mesh member invite --mine` on a machine of theirs",
