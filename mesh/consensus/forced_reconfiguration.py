@@ -11,7 +11,7 @@ import msgspec
 
 from membership.malformed import MALFORMED
 from mesh.consensus.effects import WitnessRecord
-from mesh.consensus.leader import WANT_WITNESSES
+from mesh.consensus.proposer import WANT_WITNESSES
 from mesh.consensus.view import Instant, View
 from mesh.model.record import Config, JobRecord, Voter
 

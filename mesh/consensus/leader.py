@@ -13,6 +13,7 @@ from mesh.consensus.effects import Concluded, Decided, Effect, Send, SetTimer, S
 from mesh.consensus.messages import (
     Accepted,
     Closed,
+    Introduced,
     MakeRoom,
     Prepare,
     PreVote,
@@ -22,7 +23,7 @@ from mesh.consensus.messages import (
     Start,
     StartAnswer,
 )
-from mesh.consensus.proposer import Fenced, Proposer, healthy_group
+from mesh.consensus.proposer import ANSWER_S, Fenced, Proposer
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import Witness
 from mesh.model.record import JobRecord, Outcome, OutcomeKind, Voter
@@ -38,8 +39,6 @@ HEARTBEAT_S, HEARTBEAT_MAX_S = 2.0, 16.0  # of a waiting leader, with exponentia
 PREPARED_S = 6.0  # that a rival with a new term may use it: both phases with their answers
 PATIENCE_S = 3 * HEARTBEAT_MAX_S  # with a rival that keeps the job waiting; a dead one leaves the view long before
 RETRY_S = 0.2  # after a refusal for a lease that is over here, doubled each time: a slow LAN delivery (own choice)
-ANSWER_S = 3.0  # for an answer: many LAN round trips, yet short for a user who waits
-WANT_WITNESSES = 3
 ASK_EVERY_S = 30.0  # between requests to make room: the usual grace
 OTHERS_FIRST = "other jobs go first"
 
@@ -124,11 +123,18 @@ class Leader:
         return self._ask(at)
 
     def handle(
-        self, sender: bytes, message: PreVoteGranted | Promised | Refused | Accepted | StartAnswer, at: Instant
+        self,
+        sender: bytes,
+        message: PreVoteGranted | Promised | Refused | Accepted | Introduced | StartAnswer,
+        at: Instant,
     ) -> list[Effect]:
-        if not isinstance(message, StartAnswer) and not self._asks(sender):
+        if not isinstance(message, Introduced | StartAnswer) and not self._asks(sender):
             return []
         match message:
+            case Introduced() if self.state == "waiting":
+                assert self._proposer is not None and self.view is not None
+                self._proposer.on_introduced(sender, message, at.now)
+                return [*self._proposer.regroup(self.view, at.now)]
             case PreVoteGranted() if self.state == "asking" and message.term == self._term:
                 self._pre_votes.add(Voter(sender, message.disk))
                 return self._prepare(at) if self.witness.witness_record.config.quorum(self._pre_votes) else []
@@ -318,17 +324,12 @@ class Leader:
         if len(open_to) < request.nodes:
             return [*self._wait(self._why_not(request, ranking), at), *self._ask_for_room(request, at)]
         chosen = open_to[0]
-        config = proposer.config
-        if not config.previous:
-            group = healthy_group(self.job, config, self.view, WANT_WITNESSES)
-            if set(group) != set(config.members):
-                config = config.joint(group, self._term)
         self.state = "offered"
         self._candidate = chosen.node
         start = Start(
             job=self.job,
             term=self._term,
-            config=config,
+            config=proposer.config,
             record=proposer.record,
             spec=self.witness.witness_record.spec,
             warrant=self._warrant(self.job, self._term, chosen.node),
@@ -391,18 +392,16 @@ class Leader:
         return OTHERS_FIRST if len(everywhere) >= request.nodes else explain(request, everywhere)[0]
 
     def _wait(self, why: str, at: Instant) -> list[Effect]:
-        """Keep the job waiting. The group gets a heartbeat now and then, and at once when the group changes."""
+        """Keep the job waiting. The group gets a heartbeat now and then."""
         assert self._proposer is not None and self.view is not None
         fresh = self.state != "waiting"
         self.state = "waiting"
-        before = self._proposer.config
-        self._proposer.change_group(healthy_group(self.job, before, self.view, WANT_WITNESSES))
+        regroup = self._proposer.regroup(self.view, at.now)
         changed = self._changed("pending", why)
-        if fresh:
-            self._beat_s = HEARTBEAT_S
-        if not fresh and self._proposer.config == before:
-            return [changed]
-        effects = [*self._beat(at), changed]
+        if not fresh:
+            return [*regroup, changed]
+        self._beat_s = HEARTBEAT_S
+        effects = [*self._beat(at), *regroup, changed]
         if self.spec.deadline_unix_ms is not None:
             effects.append(self._timer("deadline", at.now + max(0.0, (self.spec.deadline_unix_ms - at.unix_ms) / 1000)))
         return effects

@@ -90,6 +90,19 @@ class Refused(Message, frozen=True, tag="refused"):
     record: JobRecord | None = None
 
 
+class Introduce(Message, frozen=True, tag="introduce"):
+    """Ask a node whether it can be a witness of this job, before a group that needs its vote names it."""
+
+    spec: bytes
+
+
+class Introduced(Message, frozen=True, tag="introduced"):
+    """`problem` is empty if the node can read the job's spec and can vote with this disk."""
+
+    disk: bytes
+    problem: str = ""
+
+
 class Start(Message, frozen=True, tag="start"):
     """Run this attempt under `term`. The record shows why the attempt before it ended. `warrant`, sealed by the leader, gives
     the term to the receiver; the witnesses ask for it.
@@ -234,6 +247,8 @@ AnyMessage = (
     | Accept
     | Accepted
     | Refused
+    | Introduce
+    | Introduced
     | Start
     | StartAnswer
     | Released

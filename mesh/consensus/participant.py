@@ -26,6 +26,8 @@ from mesh.consensus.messages import (
     Enlisted,
     EventReport,
     ExtendRun,
+    Introduce,
+    Introduced,
     MakeRoom,
     MemberEnded,
     MemberLeaving,
@@ -244,6 +246,12 @@ class Participant:
                 return self._from(job, "leader", leader.handle(sender, message, at)) if leader else []
             case Accepted() | Refused():
                 return self._on_answer(sender, message, at)
+            case Introduce():
+                return self._from(job, "witness", [Send(sender, self._introduced(message))])
+            case Introduced():
+                leader, runner = self.leaders.get(job), self.runners.get(job)
+                out = self._from(job, "leader", leader.handle(sender, message, at)) if leader else []
+                return out + (self._from(job, "runner", runner.on_introduced(sender, message, at)) if runner else [])
 
     def on_timer(self, job: bytes, role: Role, timer: Timer, at: Instant) -> list[Directed]:
         if role == "runner" and job in self.runners:
@@ -327,6 +335,17 @@ class Participant:
         may = self._rules.may_propose(sender, message, known, witness.spec, created)
         self.refused += not may
         return may
+
+    def _introduced(self, message: Introduce) -> Introduced:
+        disk = self._disk_for(message.job)
+        if not disk:
+            return Introduced(message.job, disk, "its record of the job cannot be read")
+        try:
+            self._spec(message.job, message.spec)
+        except SpecError as error:
+            self.refused += 1
+            return Introduced(message.job, disk, str(error))
+        return Introduced(message.job, disk)
 
     def _on_cancel(self, sender: bytes, message: Cancel, at: Instant) -> list[Directed]:
         job = message.job

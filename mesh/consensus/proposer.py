@@ -4,12 +4,18 @@ The leader uses it after it has prepared a term; the runner uses it under the te
 `Accept` to every member of the group, and is decided when a quorum has accepted it. A change of the group takes a joint
 round, which needs a majority of the old and of the new group, and then a round of the new group alone (Raft: Ongaro 2014,
 section 4.3). So two groups never decide independently.
+
+A newcomer is asked whether it can vote before a group names it (a learner of Raft, section 4.2.1). If the joint round is not
+decided soon, the owner of the term goes back to the old group under a higher number. That is safe: the new group decides
+alone only after this owner has seen the joint round decided, and whoever takes a higher term reads from a majority of the old.
 """
+
+from collections.abc import Iterable, Set
 
 import msgspec
 
 from mesh.consensus.effects import Send
-from mesh.consensus.messages import Accept, Accepted, Refused
+from mesh.consensus.messages import Accept, Accepted, Introduce, Introduced, Refused
 from mesh.consensus.view import View
 from mesh.model.record import Config, JobRecord, Voter
 
@@ -26,6 +32,9 @@ class Fenced(msgspec.Struct, frozen=True):
     """The term can decide nothing any more: too many voters have promised a higher one, or the job is over."""
 
 
+WANT_WITNESSES = 3
+ANSWER_S = 3.0  # for an answer: many LAN round trips, yet short for a user who waits
+UNFIT_S, UNFIT_MAX_S = 15.0, 900.0  # that a node is not asked again to be a witness, doubled each time (own choice)
 MAX_OPEN_ROUNDS = 8  # older rounds are dropped; a later round repeats their content
 
 
@@ -52,6 +61,11 @@ class Proposer:
         self.record = record
         self.holder = holder
         self._removed: tuple[Voter, ...] = ()
+        self._sought: tuple[Voter, ...] = ()  # the group that this one should become
+        self._sought_at = 0.0
+        self._ready: set[Voter] = set()  # newcomers that can vote
+        self._answered: set[Voter] = set()
+        self._unfit: dict[bytes, tuple[float, float]] = {}  # until when a node is not asked, and for how long that was
         self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
         self._round = 0
         self._open: dict[int, tuple[float, JobRecord, Config, set[Voter]]] = {}
@@ -59,11 +73,14 @@ class Proposer:
     def propose(self, now: float) -> list[Send]:
         """Start a round with the present record, group and holder."""
         self._round += 1
+        if self.config.previous and not self._sought_at:
+            self._sought_at = now  # a joint group of an earlier term
         self._open[self._round] = (now, self.record, self.config, set())
         while len(self._open) > MAX_OPEN_ROUNDS:
             del self._open[min(self._open)]
         audience = dict.fromkeys([*self.config.nodes, *(voter.node for voter in self._removed)])
-        return [Send(node, self._accept(with_spec=False)) for node in audience]
+        new = {voter.node for voter in self._newcomers if voter not in self._answered}
+        return [Send(node, self._accept(with_spec=node in new)) for node in audience]
 
     def asks(self, node: bytes) -> bool:
         """Tell whether this node is asked to accept rounds: answers of others count for nothing."""
@@ -73,12 +90,59 @@ class Proposer:
         """Return the message that makes a node without a record of the job a witness."""
         return self._accept(with_spec=True)
 
-    def change_group(self, members: tuple[Voter, ...]) -> None:
-        """Move to another group with the next round; one change at a time."""
-        if not self.config.previous and set(members) != set(self.config.members):
-            self.config = self.config.joint(members, self.term)
+    # --- the group
+
+    @property
+    def _newcomers(self) -> list[Voter]:
+        return [voter for voter in self.config.members if voter not in self.config.previous and self.config.previous]
+
+    def regroup(self, view: View, now: float, patience_s: float = ANSWER_S) -> list[Send]:
+        """Bring the group towards its healthy members, step by step; call it when something may have changed, and regularly."""
+        if self.config.previous:
+            return self._go_back(now) if now - self._sought_at >= patience_s else []
+        unfit = {node for node, (until, _) in self._unfit.items() if now < until}
+        members = healthy_group(self.job, self.config, view, WANT_WITNESSES, unfit)
+        if set(members) == set(self.config.members):
+            self._sought = ()
+            return []
+        missing = [voter for voter in members if voter not in self.config.members and voter not in self._ready]
+        if members != self._sought:
+            self._sought, self._sought_at = members, now
+        elif missing and now - self._sought_at >= ANSWER_S:
+            self._pass_over(missing, now)
+            return self.regroup(view, now, patience_s)
+        if missing:
+            return [Send(voter.node, Introduce(job=self.job, spec=self.spec)) for voter in missing]
+        self.config, self._sought_at = self.config.joint(members, self.term), now
+        return self.propose(now)
+
+    def on_introduced(self, sender: bytes, message: Introduced, now: float) -> None:
+        """Count a newcomer's answer; `regroup` continues."""
+        voter = Voter(sender, message.disk)
+        if voter in self._sought and not message.problem:
+            self._ready.add(voter)
+        elif any(sought.node == sender for sought in self._sought):
+            self._pass_over([voter], now)
+
+    def _go_back(self, now: float) -> list[Send]:
+        """Give up a joint group: its newcomers do not vote."""
+        self._removed = tuple(self._newcomers)
+        silent = [voter for voter in self._newcomers if voter not in self._answered]
+        self._pass_over(silent, now)
+        self._ready.difference_update(silent)
+        self.config = Config(self.config.number + 1, self.term, self.config.previous)
+        return self.propose(now)
+
+    def _pass_over(self, voters: Iterable[Voter], now: float) -> None:
+        for voter in voters:
+            pause_s = min(UNFIT_MAX_S, 2 * self._unfit[voter.node][1]) if voter.node in self._unfit else UNFIT_S
+            self._unfit[voter.node] = (now + pause_s, pause_s)
+
+    # --- answers
 
     def on_accepted(self, sender: bytes, message: Accepted) -> Decided | None:
+        if message.term == self.term:
+            self._answered.add(Voter(sender, message.disk))
         entry = self._open.get(message.round) if message.term == self.term else None
         if entry is None:
             return None
@@ -127,8 +191,11 @@ class Proposer:
         )
 
 
-def healthy_group(job: bytes, config: Config, view: View, want: int) -> tuple[Voter, ...]:
-    """Return the voters that this group should have: members that stay and kept their disks, then the best other nodes.
+def healthy_group(
+    job: bytes, config: Config, view: View, want: int, unfit: Set[bytes] = frozenset()
+) -> tuple[Voter, ...]:
+    """Return the voters that this group should have: members that stay and kept their disks, then the best other nodes that
+    are not `unfit`.
 
     The size is odd and at most `want`. A group grows when nodes appear, and shrinks only when nobody can replace a member
     that leaves.
@@ -141,7 +208,7 @@ def healthy_group(job: bytes, config: Config, view: View, want: int) -> tuple[Vo
     group = kept[:want]
     if len(group) < want:
         taken = {voter.node for voter in kept}
-        fresh = [node for node in view.witnesses(job) if node in view.disks and node not in taken]
+        fresh = [node for node in view.witnesses(job) if node in view.disks and node not in taken | unfit]
         group += [Voter(node, view.disks[node]) for node in fresh[: want - len(group)]]
     if len(group) % 2 == 0:
         # An even group tolerates no more failures than the odd one below it: keep an old member, or drop one.

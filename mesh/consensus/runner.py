@@ -28,7 +28,6 @@ from mesh.consensus.effects import (
     StateChanged,
 )
 from mesh.consensus.gang import LATE_S, Gang
-from mesh.consensus.leader import WANT_WITNESSES
 from mesh.consensus.messages import (
     Accepted,
     Closed,
@@ -36,6 +35,7 @@ from mesh.consensus.messages import (
     Enlisted,
     ExtendRun,
     GangMessage,
+    Introduced,
     MemberEnded,
     MemberLeaving,
     Refused,
@@ -43,7 +43,7 @@ from mesh.consensus.messages import (
     Start,
 )
 from mesh.consensus.next_placement import GOES_HOME, USER_MOVES, NextPlacement
-from mesh.consensus.proposer import Fenced, Proposer, healthy_group
+from mesh.consensus.proposer import Fenced, Proposer
 from mesh.consensus.reports import (
     CancelWanted,
     CheckpointFailed,
@@ -157,12 +157,18 @@ class Runner:
         self._view = view
         if self.state in {"acquiring", "ended"}:
             return []
-        effects = self._look_next_placement(at)
-        group = healthy_group(self.job, self._proposer.config, view, WANT_WITNESSES)
-        if self._proposer.config.previous or set(group) == set(self._proposer.config.members):
-            return effects
-        self._proposer.change_group(group)
-        return [*effects, *self._propose(at)]
+        return [*self._look_next_placement(at), *self._regroup(at)]
+
+    def _regroup(self, at: Instant) -> list[Send]:
+        if self._view is None:
+            return []
+        return self._proposer.regroup(self._view, at.now, 0.9 * self.spec.lease_s / RENEWALS_PER_LEASE)
+
+    def on_introduced(self, sender: bytes, message: Introduced, at: Instant) -> list[Effect]:
+        if self.state in {"acquiring", "ended"}:
+            return []
+        self._proposer.on_introduced(sender, message, at.now)
+        return [*self._regroup(at)]
 
     def on_timer(self, timer: Timer, at: Instant) -> list[Effect]:
         if not self._tokens.is_current(timer) or self.state == "ended":
@@ -374,7 +380,7 @@ class Runner:
     def _renew(self, at: Instant) -> list[Effect]:
         if not self._ending:
             self._amend_attempt(seen_unix_ms=at.unix_ms)
-        return self._propose(at)
+        return [*self._regroup(at), *self._propose(at)]
 
     def _lease_ran_out(self, at: Instant) -> list[Effect]:
         if self.holds_lease(at.now) or self.state != "running":

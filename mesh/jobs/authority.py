@@ -93,6 +93,11 @@ def may_start(
     return 2 * sum(having) > len(config.nodes)
 
 
+def may_seek_witness(sender: NodeId, config: Config, records: Sequence[WitnessRecord]) -> bool:
+    """Tell whether a node may ask another to be a witness of the job: it leads the job, or runs it."""
+    return sender in config.nodes or 2 * sum(record.holder == sender for record in records) > len(config.nodes)
+
+
 def may_ask_for_room(sender: NodeId, config: Config, records: Sequence[WitnessRecord]) -> bool:
     """Tell whether a node may ask for another job's place: it witnesses a job that is not over and that nobody runs."""
     waiting = [not record.final and record.holder is None for record in records]

@@ -50,7 +50,6 @@ from mesh.consensus.messages import (
     Cancel,
     Enlist,
     EventReport,
-    MakeRoom,
     Migrate,
     Start,
     decode_message,
@@ -76,7 +75,7 @@ from mesh.jobs.message_sender import MessageSender
 from mesh.jobs.own_status import OwnStatus
 from mesh.jobs.standby import StandbySync
 from mesh.jobs.status_gossip import StatusGossip
-from mesh.jobs.vouching import Vouching
+from mesh.jobs.vouching import Asking, Vouching
 from mesh.journal import Journal
 from mesh.model.spec import JobSpec, SpecError, encode_spec, format_job, job_id, placement_request
 from mesh.rpc.client import PeerClient
@@ -333,11 +332,7 @@ class JobService:
             return True
         if not self._inputs.has_room_for_peers:
             return False
-        if (
-            sender != self._me
-            and isinstance(message, Start | Enlist | Accept | MakeRoom)
-            and self._needs_vouching(message)
-        ):
+        if sender != self._me and isinstance(message, Asking) and self._needs_vouching(message):
             if not self.vouching.has_room:
                 return False
             self._deliveries.start(self._deliver_vouched(sender, message), f"start {format_job(message.job)[:8]}")
@@ -347,14 +342,14 @@ class JobService:
             self._inputs.put_now(partial(self.participant.receive, sender, message))
         return True
 
-    def _needs_vouching(self, message: Start | Enlist | Accept | MakeRoom) -> bool:
+    def _needs_vouching(self, message: Asking) -> bool:
         """Tell whether the cores cannot judge a message: it starts or displaces a job, or names a later group of one."""
         if not isinstance(message, Accept):
             return True
         known = message.job in self.participant.witnesses or message.job in self.participant.archived
         return not known and bool(message.spec) and message.config.number > 0 and message.reconfiguration is None
 
-    async def _deliver_vouched(self, sender: NodeId, message: Start | Enlist | Accept | MakeRoom) -> None:
+    async def _deliver_vouched(self, sender: NodeId, message: Asking) -> None:
         if await self.vouching.allows(sender, message):
             await self._deliver_archived(sender, message)
         else:

@@ -15,9 +15,17 @@ from membership.identity import NodeId
 from membership.trust import TrustStore
 from mesh.checkpoints.witness_group import WitnessGroup
 from mesh.consensus.effects import WitnessRecord
-from mesh.consensus.messages import Accept, Enlist, MakeRoom, Start
+from mesh.consensus.messages import Accept, Enlist, Introduce, MakeRoom, Start
 from mesh.consensus.participant import Participant
-from mesh.jobs.authority import Authority, is_writer, may_ask_for_room, may_introduce, may_keep_workdir, may_start
+from mesh.jobs.authority import (
+    Authority,
+    is_writer,
+    may_ask_for_room,
+    may_introduce,
+    may_keep_workdir,
+    may_seek_witness,
+    may_start,
+)
 from mesh.jobs.job_table import JobTable
 from mesh.model.record import Config
 from mesh.model.spec import JobSpec, SpecError
@@ -31,6 +39,7 @@ SPEC_ASKED = 3  # nodes asked for a description, besides the one that brings the
 
 K = TypeVar("K")
 V = TypeVar("V")
+Asking = Start | Enlist | Accept | Introduce | MakeRoom  # what the cores cannot judge alone
 Writer = tuple[bytes, int, NodeId]  # job, term, signer
 
 
@@ -93,7 +102,7 @@ class Vouching:
     def has_room(self) -> bool:
         return self._waiting < MOST_WAITING
 
-    async def allows(self, sender: NodeId, message: Start | Enlist | Accept | MakeRoom) -> bool:
+    async def allows(self, sender: NodeId, message: Asking) -> bool:
         """Tell whether the witnesses say that the sender leads the job, runs it as it enlists a gang, has this node join
         their group, or asks for room for a job of theirs that waits.
         """
@@ -113,6 +122,8 @@ class Vouching:
             return True
         if isinstance(message, MakeRoom):
             return may_ask_for_room(sender, *present)
+        if isinstance(message, Introduce):
+            return may_seek_witness(sender, *present)
         if isinstance(message, Accept):
             return may_introduce(message, present[0])
         return may_start(sender, message, spec, *present)

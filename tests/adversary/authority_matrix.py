@@ -102,7 +102,7 @@ MATRIX = (
     _row(
         "Make a node a witness of a job in a later group",
         (WITNESS, RUNNER),
-        "may_introduce, may_propose",
+        "may_seek_witness, may_introduce, may_propose",
         "mesh/jobs/vouching.py:allows",
         "tests/jobs/test_vouching.py:test_node_joins_no_group_that_the_witnesses_do_not_know",
     ),

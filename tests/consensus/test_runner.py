@@ -20,6 +20,7 @@ from mesh.consensus.effects import (
     StateChanged,
 )
 from mesh.consensus.messages import Accepted, Cancel, Prepare, Refused
+from mesh.consensus.proposer import UNFIT_MAX_S
 from mesh.consensus.reports import (
     CancelWanted,
     CheckpointFailed,
@@ -524,6 +525,45 @@ def test_witness_that_left_is_replaced_by_a_joint_round() -> None:
         frozenset(voters(A, B, E))
     }
     assert world.settle(world.runner.observe(view, at(world.now))) == []
+
+
+def test_newcomer_that_cannot_vote_is_never_a_voter() -> None:
+    """Regression: a group waited for ever for newcomers that could not read the job, and nothing else could change."""
+    world = running()
+    view = make_view(D, (A, B, D, E), adverts=(make_advert(E, weight=64),))
+    world.witnesses[E] = msgspec_copy(world)
+    world.silent = {C}
+    world.unable = {E: "unknown field"}
+    world.settle(world.runner.observe(view, at(world.now)))
+    for _ in range(5):
+        world.timer("renew")
+    assert E not in world.runner.config.nodes and world.runner.holds_lease(world.now)
+    world.unable = {}
+    for _ in range(int(UNFIT_MAX_S)):
+        world.timer("renew")
+        if E in world.runner.config.nodes:
+            break
+    assert set(world.runner.config.nodes) == {A, B, E}, "it is asked again later"
+
+
+def test_joint_group_whose_newcomers_fall_silent_is_given_up() -> None:
+    world = RunnerWorld(start=make_start(members=(A,)))
+    world.begin()
+    world.tell(GuestStarted(None))
+    for node in (B, C):
+        world.witnesses[node] = msgspec_copy(world)
+    accepts = [accept_of for accept_of in world.witnesses if accept_of != A]
+    for node in accepts:  # they can be asked, and then vanish
+        world.witnesses[node].handle = lambda *asked: []  # type: ignore[method-assign]
+    view = make_view(D, (A, B, C, D), adverts=tuple(make_advert(node) for node in (A, B, C)))
+    world.observe(view)
+    assert set(world.runner.config.nodes) == {A, B, C} and world.runner.config.previous == voters(A)
+    world.timer("renew")
+    assert world.runner.config.members == voters(A) and not world.runner.config.previous
+    assert world.runner.config.number == 2 and world.runner.holds_lease(world.now), "the old group decides again"
+    for _ in range(10):
+        world.timer("renew")
+        assert world.runner.holds_lease(world.now)
 
 
 def msgspec_copy(world: RunnerWorld) -> object:

@@ -4,7 +4,7 @@ from random import Random
 
 from mesh.consensus.effects import Effect, Send, WitnessRecord
 from mesh.consensus.leader import Leader
-from mesh.consensus.messages import Accept, Accepted, AnyMessage, Prepare, Refused, Start
+from mesh.consensus.messages import Accept, Accepted, AnyMessage, Introduce, Introduced, Prepare, Refused, Start
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, View
 from mesh.consensus.witness import Witness
@@ -117,6 +117,7 @@ class RunnerWorld:
         for witness in self.witnesses.values():  # the leader has won the term from all of them
             witness.handle(A, Prepare(job=JOB, term=start.term), 0.0)
         self.silent: set[bytes] = set()
+        self.unable: dict[bytes, str] = {}  # nodes that cannot read the job's spec, with the reason
         self.now = 0.0
         self.runner = Runner(D, "node-d", start, self.spec, at(0.0))
         self.seen: list[Effect] = []
@@ -150,6 +151,10 @@ class RunnerWorld:
                 others.append(effect)
                 continue
             witness = self.witnesses.get(effect.to)
+            if isinstance(effect.message, Introduce) and witness is not None and effect.to not in self.silent:
+                introduced = Introduced(JOB, witness.witness_record.disk, self.unable.get(effect.to, ""))
+                queue += self.runner.on_introduced(effect.to, introduced, at(self.now))
+                continue
             if witness is None or effect.to in self.silent or not isinstance(effect.message, Accept | Prepare):
                 continue
             for answer in witness.handle(D, effect.message, self.now):

@@ -11,7 +11,7 @@ from membership.identity import Identity
 from membership.trust import TrustStore, found_mesh
 from mesh.checkpoints.witness_group import ANSWER_S, WitnessGroup
 from mesh.consensus.effects import WitnessRecord
-from mesh.consensus.messages import Accept, MakeRoom
+from mesh.consensus.messages import Accept, Introduce, MakeRoom
 from mesh.consensus.participant import Participant
 from mesh.jobs.job_table import JobTable
 from mesh.jobs.vouching import REMEMBERED, Refused, Vouching
@@ -218,6 +218,13 @@ async def test_node_joins_no_group_that_the_witnesses_do_not_know() -> None:
     node.peers.records[C] = node.peers.records[A]
     node.vouching._group._me = D
     assert await node.vouching.allows(D, msgspec.structs.replace(accept, config=joint.settled()))
+
+
+async def test_only_the_leader_and_the_runner_seek_a_witness() -> None:
+    node = Node()
+    ask = Introduce(JOB, b"the sealed spec")
+    assert await node.vouching.allows(A, ask) and await node.vouching.allows(D, ask)
+    assert not await node.vouching.allows(E, ask)
 
 
 async def test_only_witnesses_of_a_waiting_job_ask_for_room() -> None:

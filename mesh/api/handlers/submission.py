@@ -22,7 +22,7 @@ from mesh.api.handlers.lookup import JobLookup, find_node, require_free
 from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.key_shares import seal_shares
 from mesh.checkpoints.replica_policy import NEED_MIB
-from mesh.consensus.leader import WANT_WITNESSES
+from mesh.consensus.proposer import WANT_WITNESSES
 from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import collect_files
