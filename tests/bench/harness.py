@@ -1,5 +1,6 @@
 """Shared parts of the benchmarks: interleaved timing of whole commands, and build/bench/<area>.json."""
 
+import hashlib
 import json
 import os
 import platform
@@ -26,11 +27,20 @@ def machine() -> str:
     return f"{model}, {usable} cores, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}"
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of a tree. A tree that differs from its commit gets a hash of the difference in its name."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, check=False).stdout
+
+    name = git("describe", "--always", "--dirty").decode().strip() or "unknown"
+    added = git("ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")[:-1]
+    if not added and not name.endswith("-dirty"):
+        return name
+    difference = hashlib.sha256(git("diff", "HEAD", "--binary"))
+    for path in added:
+        difference.update(path.encode() + b"\0" + (root / path).read_bytes())
+    return f"{name.removesuffix('-dirty')}-dirty-{difference.hexdigest()[:12]}"
 
 
 def interleave(subjects: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -82,21 +92,26 @@ def row(
     *,
     goal: str,
     met: bool | None,
+    missed: int = 0,
     peer: str = "",
     peer_values: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """Return one row of the report: the median with its spread."""
+    """Return one row of the report: the median with its spread.
+
+    `missed` trials gave no value, because what they waited for did not happen. They count in `n`, and the goal is not met.
+    """
     return {
         "measure": measure,
-        "value": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-        "n": len(values),
+        "value": round(statistics.median(values), 4) if values else None,
+        "min": round(min(values), 4) if values else None,
+        "max": round(max(values), 4) if values else None,
+        "n": len(values) + missed,
+        "missed": missed,
         "unit": unit,
         "peer": peer,
         "peer_value": round(statistics.median(peer_values), 4) if peer_values else None,
         "goal": goal,
-        "met": met,
+        "met": False if missed and met is not None else met,
     }
 
 
@@ -108,6 +123,7 @@ def not_run(measure: str, unit: str, goal: str, why: str) -> dict[str, Any]:
         "min": None,
         "max": None,
         "n": 0,
+        "missed": 0,
         "unit": unit,
         "peer": "",
         "peer_value": None,
@@ -130,8 +146,9 @@ def write(area: str, rows: Sequence[Mapping[str, Any]], **about: str) -> None:
     """Write the report of an area and print it."""
     path = save(area, rows, **about)
     for line in rows:
-        verdict = {True: "met", False: "NOT MET", None: "not run" if line["value"] is None else "-"}[line["met"]]
-        beside = f", {line['peer']} {line['peer_value']}" if line["peer_value"] is not None else ""
+        verdict = {True: "met", False: "NOT MET", None: "-" if line["n"] else "not run"}[line["met"]]
+        beside = f", {line['missed']} missed" if line["missed"] else ""
+        beside += f", {line['peer']} {line['peer_value']}" if line["peer_value"] is not None else ""
         print(
             f"{line['measure']}: {line['value']} {line['unit']} ({line['min']} to {line['max']}, n={line['n']}{beside}); "
             f"goal {line['goal']}: {verdict}"

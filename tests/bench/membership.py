@@ -5,6 +5,7 @@ Real processes, each system in its own network namespace, all at once; kills tak
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ SETTLE_S, IDLE_S = 30.0, 60.0  # until the messages of the start have ended
 STALL_S, RUN_S = 8.0, 0.4  # stall and run times of a stalled node
 SOAK_NODES = 40
 
-Figures = dict[str, dict[int, dict[str, list[float]]]]
+Measured = dict[str, list[float]]  # seconds, bytes ... by measure; MISSED for a trial whose end did not come
+Figures = dict[str, dict[int, Measured]]
+
+MISSED = math.inf
 
 
 def main() -> None:
@@ -71,11 +75,10 @@ def measure(fleets: list[Fleet], figures: Figures, kills: int) -> None:
         mine = figures[fleet.name][fleet.size]
         for nick in fleet.nicks:
             fleet.start(nick)
-        if not wait(fleet.complete, 120):
-            print(f"{fleet.name} of {fleet.size} did not converge within 120 s", flush=True)
+        whole = wait(fleet.complete, 120)
         last = max(fleet.up_at.values(), default=0.0)
         seen = [at for nick in fleet.nicks for at in fleet.joined_at(nick)]
-        mine["converge_s"] = [max(seen, default=last) - last]
+        mine["converge_s"] = [max(seen) - last if whole else MISSED]
     idle(fleets, figures)
     for _ in range(3):
         for fleet in fleets:
@@ -93,15 +96,15 @@ def at_once(fleets: list[Fleet], act: Callable[[Fleet], None]) -> None:
         list(workers.map(act, fleets))
 
 
-def late_join(fleet: Fleet, mine: dict[str, list[float]]) -> None:
+def late_join(fleet: Fleet, mine: Measured) -> None:
     """Measure how long a new node takes to see a whole mesh."""
     nick = fleet.nicks[-1]
     fleet.leave(nick)
     wait(lambda: len(fleet.heard("left", nick, 0.0)) >= fleet.size - 1, 30)
     time.sleep(1.0)
     fleet.start(nick)
-    if wait(fleet.complete, 60):
-        mine.setdefault("join_s", []).append(max(fleet.joined_at(nick)) - fleet.up_at[nick])
+    whole = wait(fleet.complete, 60)
+    mine.setdefault("join_s", []).append(max(fleet.joined_at(nick)) - fleet.up_at[nick] if whole else MISSED)
 
 
 def idle(fleets: list[Fleet], figures: Figures) -> None:
@@ -117,29 +120,31 @@ def idle(fleets: list[Fleet], figures: Figures) -> None:
         mine["rss_mb"] = fleet.rss_mb()
 
 
-def one_kill(fleet: Fleet, mine: dict[str, list[float]], nick: str) -> None:
+def one_kill(fleet: Fleet, mine: Measured, nick: str) -> None:
     at = fleet.kill(nick)
     others = len(fleet.processes)
     if not wait(lambda: len(fleet.heard("dead", nick, at)) >= others, DETECT_WITHIN_S):
         print(f"{fleet.name}: only {len(fleet.heard('dead', nick, at))} of {others} saw {nick} die", flush=True)
     times = fleet.heard("dead", nick, at)
-    if times:
-        mine.setdefault("detect_first_s", []).append(times[0] - at)
-        mine.setdefault("detect_all_s", []).append(times[-1] - at if len(times) >= others else DETECT_WITHIN_S)
+    mine.setdefault("detect_first_s", []).append(times[0] - at if times else MISSED)
+    mine.setdefault("detect_all_s", []).append(by_all(times, others, at))
     fleet.start(nick)
     wait(fleet.complete, 60)
 
 
-def one_leave(fleet: Fleet, mine: dict[str, list[float]], nick: str) -> None:
+def one_leave(fleet: Fleet, mine: Measured, nick: str) -> None:
     at = fleet.leave(nick)
     others = len(fleet.processes)
     wait(lambda: len(fleet.heard("left", nick, at)) >= others, 30)
-    times = fleet.heard("left", nick, at)
-    if len(times) >= others:
-        mine.setdefault("leave_all_s", []).append(times[-1] - at)
+    mine.setdefault("leave_all_s", []).append(by_all(fleet.heard("left", nick, at), others, at))
     time.sleep(1.0)
     fleet.start(nick)
     wait(fleet.complete, 60)
+
+
+def by_all(times: Sequence[float], others: int, at: float) -> float:
+    """Return the seconds until all others had reported an event; MISSED if some never did."""
+    return times[-1] - at if len(times) >= others else MISSED
 
 
 def soak(kinds: list[type[Fleet]], directory: Path, minutes: float) -> dict[str, dict[str, int]]:
@@ -199,21 +204,24 @@ def report(
 ) -> None:
     rows: list[dict[str, Any]] = [*simulated, *_constant(figures)]
     for measure_name, size, unit, goal, limit in GOALS:
-        values = figures.get("mesh", {}).get(size, {}).get(measure_name, [])
-        if not values:
+        values, missed = happened(figures.get("mesh", {}).get(size, {}).get(measure_name, []))
+        if not values and not missed:
             rows.append(not_run(f"{measure_name} N={size}", unit, goal, "this size was not run"))
             continue
         peers = {
-            name: of[size][measure_name]
+            name: theirs
             for name, of in figures.items()
-            if name != "mesh" and of[size].get(measure_name)
+            if name != "mesh" and (theirs := happened(of[size].get(measure_name, []))[0])
         }
         peer = ", ".join(f"{name} {statistics.median(of):.3g}" for name, of in peers.items())
         best = min(peers.values(), key=statistics.median, default=[])
-        met = statistics.median(values) <= limit
+        met = bool(values) and statistics.median(values) <= limit
         rows.append(
-            row(f"{measure_name} N={size}", values, unit, goal=goal, met=met, peer=peer or "none", peer_values=best)
-        )
+            row(
+                f"{measure_name} N={size}", values, unit, goal=goal, met=met, missed=missed, peer=peer or "none",
+                peer_values=best,
+            )
+        )  # fmt: skip
     for key in ("false_dead_loss25", "false_dead_stall10"):
         if key not in false.get("mesh", {}):
             rows.append(not_run(key, "events", "0", "not run (--minutes 0)"))
@@ -224,11 +232,19 @@ def report(
         rows.append(line)
     for name, by_size in figures.items():
         for size, measured in by_size.items():
-            for key, values in sorted(measured.items()):
-                rows.append(row(f"{name} N={size} {key}", values, key.rpartition("_")[2], goal="-", met=None))
+            for key, found in sorted(measured.items()):
+                values, missed = happened(found)
+                unit = key.rpartition("_")[2]
+                rows.append(row(f"{name} N={size} {key}", values, unit, goal="-", met=None, missed=missed))
     for name, why in missing.items():
         rows.append(not_run(name, "", "-", why))
     write("membership", rows)
+
+
+def happened(found: Sequence[float]) -> tuple[list[float], int]:
+    """Return the values of the trials that ended, and the number of those that did not."""
+    values = [value for value in found if value != MISSED]
+    return values, len(found) - len(values)
 
 
 def _constant(figures: Figures) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Promises to owners: how fast guests are off the network, and whether the owner's traffic is undisturbed by checkpoints.
 
 Needs root, namespaces, tc, clang, and a Docker engine (its own, and the one of DOCKER_HOST). A row without one gives the reason.
-`--rows NAME ...` runs some rows of ROWS, and keeps other rows of an earlier run of the same commit. `--trials N` takes each
+`--rows NAME ...` runs some rows of ROWS, and keeps other rows of an earlier run of the same tree. `--trials N` takes each
 measure N times, to check that everything runs.
 """
 
@@ -31,7 +31,7 @@ ROWS: dict[str, Callable[[int | None], Sequence[Row]]] = {
 
 
 def kept(names: Sequence[str]) -> list[Row]:
-    """Return the rows of an earlier run of this commit that are not run now."""
+    """Return the rows of an earlier run of this very tree that are not run now."""
     path = BUILD / "provider.json"
     if not path.exists():
         return []

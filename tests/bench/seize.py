@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import select
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +130,6 @@ def _watched(pid: int) -> Iterator[int]:
 
 def escapes(trials: int | None = None) -> Sequence[dict[str, Any]]:
     """Run the tests of tests/execution/test_escapes.py once on a real engine; each tries several escapes."""
-    measure, goal = "container escape attempts that succeed, host unharmed", "0"
     command = [
         sys.executable,
         "-m",
@@ -141,12 +142,22 @@ def escapes(trials: int | None = None) -> Sequence[dict[str, Any]]:
         "tests/execution/test_escapes.py",
     ]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    words = done.stdout.strip().splitlines()[-1].replace(",", "").split() if done.stdout.strip() else []
-    counts = {
-        name: int(words[at - 1]) for at, name in enumerate(words) if name in {"passed", "failed", "skipped", "error"}
-    }
-    if not counts.get("passed") and not counts.get("failed"):
-        return [not_run(measure, "escapes", goal, " ".join(words) or done.stderr[-200:])]
-    failed = counts.get("failed", 0) + counts.get("error", 0)
-    found = row(measure, [float(failed)], "escapes", goal=goal, met=failed == 0)
-    return [{**found, "n": counts.get("passed", 0) + failed}]
+    return [escaped(done.stdout, done.returncode, done.stderr[-200:])]
+
+
+def escaped(output: str, code: int, errors: str = "") -> dict[str, Any]:
+    """Return the row of one pytest run. A failure is an escape; an error is a trial that shows nothing, so the goal is not
+    met, nor is it met by a run that pytest itself did not call good.
+    """
+    measure, goal = "container escape attempts that succeed, host unharmed", "0"
+    counts: Counter[str] = Counter()
+    for count, word in re.findall(r"(\d+) (passed|failed|errors?)\b", (output.splitlines() or [""])[-1]):
+        counts[word.removesuffix("s")] += int(count)
+    tried = counts["passed"] + counts["failed"]
+    if not tried and not counts["error"]:
+        return not_run(measure, "escapes", goal, (output.strip() or errors)[-200:])
+    found = row(
+        measure, [float(counts["failed"])], "escapes", goal=goal, met=code == 0 and not counts["failed"],
+        missed=counts["error"],
+    )  # fmt: skip
+    return {**found, "n": tried + counts["error"]}

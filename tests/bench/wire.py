@@ -188,16 +188,20 @@ def rows(place: Path, rounds: int = 5, trials: int = 200) -> list[dict[str, Any]
     met = row(
         "deadline met when bytes <= 0.8 x bandwidth x window", [share], "of trials", goal=">= 0.99", met=share >= 0.99
     )
-    torn = row(
-        "torn or partial checkpoints visible", [done.torn + done.shown], "checkpoints", goal="0", met=not done.torn
-    )
     quick = planning(rng, 50)
     return [
         *found,
         {**met, "n": len(done.met)},
-        {**torn, "n": len(done.met) + done.hopeless},
+        visible(done),
         row("feasibility of 64 jobs", quick, "s", goal="< 0.1", met=max(quick) < 0.1),
     ]
+
+
+def visible(done: Trials) -> dict[str, Any]:
+    """Return the row of checkpoints that the receiver shows although they did not arrive whole."""
+    wrong = done.torn + done.shown
+    made = row("torn or partial checkpoints visible", [wrong], "checkpoints", goal="0", met=wrong == 0)
+    return {**made, "n": len(done.met) + done.hopeless}
 
 
 def main() -> None:
