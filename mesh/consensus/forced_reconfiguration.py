@@ -2,10 +2,12 @@
 
 Everything else about a job is decided by majorities, so that no decision is forgotten. This is the one exception, and it
 needs the user's signature. The new group has a number and a term that are higher than any the lost witnesses can have used;
-old members that return find themselves replaced, and what only they knew is lost.
+old members that return find themselves replaced, and what only they knew is lost. Two recoveries on two sides of a cut never
+have the same number. Their orders are gossiped, and the group with the lower number gives the job up.
 """
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 import msgspec
 
@@ -16,6 +18,7 @@ from mesh.consensus.view import Instant, View
 from mesh.model.record import Config, JobRecord, Voter
 
 LEAP = 1 << 20  # more terms and group changes than the lost witnesses can have had among themselves
+TIES = 1 << 24  # recoveries that start from equal numbers differ in so many ways; 2^63 leaves room for 500,000 of them
 RECORD_LOST = "its record was lost"
 
 
@@ -69,16 +72,25 @@ def make_plan(job: bytes, witness_records: Mapping[bytes, WitnessRecord], view: 
     voters = [voter for voter in voters if voter.node in view.staying][:WANT_WITNESSES]
     if not voters:
         raise RecoveryError("no node could keep the job's record")
-    term = max(witness_record.promised for witness_record in witness_records.values()) + LEAP
-    group = Config(number=config.number + LEAP, term=term, members=tuple(voters[: len(voters) - (len(voters) + 1) % 2]))
     best = witness_records[best_first[0]]
+    record = best.record.written_off(RECORD_LOST, at.unix_ms)
+    members = tuple(voters[: len(voters) - (len(voters) + 1) % 2])
+    reached = max(config.number, *(witness_record.promised for witness_record in witness_records.values()))
+    term = _number_above(reached, msgspec.msgpack.encode((members, record)))
+    group = Config(number=term, term=term, members=members)
     return Plan(
         reconfiguration=ForcedReconfiguration(job, term, group),
-        record=best.record.written_off(RECORD_LOST, at.unix_ms),
+        record=record,
         spec=best.spec,
         lost=tuple(node for node in config.nodes if node not in witness_records),
         kept=tuple(best_first),
     )
+
+
+def _number_above(reached: int, content: bytes) -> int:
+    """Return a number that the lost witnesses cannot have reached; two plans with other content have numbers a leap apart."""
+    tie = int.from_bytes(blake2b(content, digest_size=8).digest()) % TIES
+    return (reached // LEAP + 1 + tie) * LEAP
 
 
 _decoder = msgspec.msgpack.Decoder(ForcedReconfiguration)

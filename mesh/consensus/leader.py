@@ -26,7 +26,7 @@ from mesh.consensus.messages import (
 from mesh.consensus.proposer import ANSWER_S, Fenced, Proposer
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import Witness
-from mesh.model.record import JobRecord, Outcome, OutcomeKind, Voter
+from mesh.model.record import Config, JobRecord, Outcome, OutcomeKind, Voter
 from mesh.model.spec import JobSpec, attempt_request, format_job, waiting_place
 from placement.advert import Advert
 from placement.decision import decide, explain
@@ -70,6 +70,7 @@ class Leader:
         self._promises: dict[bytes, Promised] = {}
         self._proposer: Proposer | None = None
         self._candidate: bytes | None = None
+        self._replaced_in: Config | None = None  # the last group that this node knew when it was replaced
         self.declined: dict[bytes, str] = {}
         self._ask_declined_at = 0.0
         self._idle_since: float | None = None
@@ -100,6 +101,8 @@ class Leader:
         """Do what is due; called when the witness record or the view has changed."""
         if self.witness.finished and self.state != "finishing":
             self._to_watching()
+        if self.state == "retired" and self.witness.witness_record.config != self._replaced_in:
+            self._to_watching()  # it is a witness again
         if self.view is None or self.state != "watching":
             return []
         if self.witness.finished or self.view.me not in self.witness.witness_record.config.nodes:
@@ -226,7 +229,7 @@ class Leader:
         assert self.view is not None
         config = max((promise.config for promise in self._promises.values()), key=lambda config: config.order)
         if self.view.me not in config.nodes:
-            return self._stand_down()
+            return self.stand_down()
         asked = set(self.witness.witness_record.config.nodes)
         late = [node for node in config.nodes if node not in asked and node not in self._promises]
         if not config.quorum({Voter(node, promise.disk) for node, promise in self._promises.items()}):
@@ -252,7 +255,7 @@ class Leader:
             return []
         newer = message.config is not None and message.config.order > self.witness.witness_record.config.order
         if newer and self.view is not None and self.view.me not in message.config.nodes:  # type: ignore[union-attr]
-            return self._stand_down()
+            return self.stand_down()
         if self._proposer is not None and self.state in {"waiting", "finishing"}:
             answer = self._proposer.on_refused(sender, message)
             if isinstance(answer, Fenced):
@@ -282,10 +285,10 @@ class Leader:
         config = self.witness.witness_record.config
         return config.quorum({voter for voter in config.everyone if voter not in self._leased})
 
-    def _stand_down(self) -> list[Effect]:
+    def stand_down(self) -> list[Effect]:
         """Retire: the group has replaced this node."""
         self._to_watching()
-        self.state = "retired"
+        self.state, self._replaced_in = "retired", self.witness.witness_record.config
         return []
 
     def _install(self, voter: Voter) -> list[Effect]:

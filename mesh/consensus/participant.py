@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from mesh.consensus.effects import Effect, Ended, SaveWitnessRecord, Send, SetTimer, Submitted, WitnessRecord
-from mesh.consensus.forced_reconfiguration import Plan
+from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, Plan
 from mesh.consensus.gang import GangMember
 from mesh.consensus.leader import PATIENCE_S, PREPARED_S, Leader
 from mesh.consensus.messages import (
@@ -64,6 +64,10 @@ from placement.request import Request
 Role = Literal["witness", "leader", "runner", "member", "submitter"]
 
 RESUBMIT_S = 1.0  # until an unanswered round is sent again (own choice)
+JUDGED_S, JUDGED_KEPT = (
+    30.0,
+    4096,
+)  # between judgements of one order to recover a job, which take a signature (own choice)
 OWNER_BYTES = 8  # attempts of one term on one node differ
 SUBMIT_WITHIN_S = 10.0  # until the submission counts as unanswered
 
@@ -81,7 +85,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` returns why this node does not take
     a job now; if it returns None, it has reserved what the job needs. `may_cancel` checks a sender against the spec.
-    `authorizes_reconfiguration` tells whether the job's user has signed exactly this group and term. `may_propose` tells a
+    `read_recovery` returns what the job's user has ordered with these bytes, None if they have not. `may_propose` tells a
     witness whether a sender may have it accept this, `warrant` seals that a node gets a term of a job. `rendezvous` gives the
     address at which the processes of a gang with its runner here find each other.
     """
@@ -89,7 +93,7 @@ class Rules(msgspec.Struct, frozen=True):
     open_spec: Callable[[bytes, bytes], JobSpec]
     admit: Callable[[bytes, JobSpec, Start | Enlist], str | None]
     may_cancel: Callable[[bytes, str, JobSpec], bool]
-    authorizes_reconfiguration: Callable[[Accept, JobSpec], bool] = lambda message, spec: False
+    read_recovery: Callable[[bytes, bytes, JobSpec], ForcedReconfiguration | None] = lambda order, job, spec: None
     may_propose: Callable[[bytes, Accept, WitnessRecord, JobSpec, bool], bool] = lambda *asked: True
     warrant: Callable[[bytes, int, bytes], bytes] = lambda job, term, node: b""
     rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0)
@@ -126,6 +130,7 @@ class Participant:
         self.members: dict[bytes, GangMember] = {}
         self.refused = 0  # messages that no correct peer sends
         self._submissions: dict[bytes, _Submission] = {}
+        self._judge_again: dict[tuple[bytes, bytes], float] = {}  # when an order to recover a job is judged once more
         self._to_release: dict[bytes, set[bytes]] = {}  # witnesses to tell that the run before is over here
         self._vouchers: dict[bytes, tuple[tuple[bytes, int, bytes], bytes]] = {}  # the last warrant for each job
         self._rules = rules
@@ -182,6 +187,8 @@ class Participant:
         """Take a new view of the mesh."""
         self._view = view
         out = [output for job in list(self._to_release) for output in self._release(job, view)]
+        for job, orders in view.recoveries.items():
+            out += [output for order in orders for output in self._overruled(job, order, at)]
         standbys: list[tuple[bytes, Request]] = []  # two jobs of this node do not count on the same place
         for job, runner in sorted(self.runners.items(), key=lambda item: (-item[1].spec.gpus, item[0])):
             out += self._from(job, "runner", runner.observe(view.serving(standbys), at))
@@ -190,6 +197,29 @@ class Participant:
         for job, leader in list(self.leaders.items()):
             if not leader.witness.finished:
                 out += self._from(job, "leader", leader.observe(view, at))
+        return out
+
+    def _overruled(self, job: bytes, order: bytes, at: Instant) -> list[Directed]:
+        """Give a job up to a later recovery than the one that this node knows of it."""
+        if at.now < self._judge_again.get((job, order), 0.0):
+            return []
+        witness, runner = self.witnesses.get(job), self.runners.get(job)
+        held_by = witness or runner
+        if held_by is None or (witness is not None and witness.witness_record.reconfiguration == order):
+            return []
+        self._judge_again[job, order] = at.now + JUDGED_S
+        while len(self._judge_again) > JUDGED_KEPT:
+            del self._judge_again[next(iter(self._judge_again))]
+        stated = self._rules.read_recovery(order, job, held_by.spec)
+        if stated is None or stated.job != job:
+            return []
+        out: list[Directed] = []
+        group = stated.config
+        if witness is not None and group.order > witness.witness_record.config.order and self.me not in group.nodes:
+            out += self._from(job, "witness", witness.overruled(group, order))
+            out += self._from(job, "leader", self.leaders[job].stand_down())
+        if runner is not None and stated.term > runner.term:
+            out += self._from(job, "runner", runner.fenced())
         return out
 
     def _release(self, job: bytes, view: View) -> list[Directed]:
@@ -305,7 +335,9 @@ class Participant:
             if not effects and not self._may_propose(sender, message, witness):
                 return self._from(job, "witness", witness.refuse(sender, message, at.now))
             effects += witness.handle(sender, message, at.now)
-        elif self._rules.authorizes_reconfiguration(message, witness.spec):
+        elif self._rules.read_recovery(message.reconfiguration, job, witness.spec) == ForcedReconfiguration(
+            job, message.term, message.config
+        ):
             effects += witness.accept_reconfiguration(sender, message, at.now)
         else:
             self.refused += 1

@@ -222,8 +222,10 @@ class Runner:
         if overruled and self.state in CUT_OFF_STATES and not self.holds_lease(at.now):
             # Otherwise its renewals would keep the answering witnesses from granting the lease to others.
             answer = Fenced()
-        if not isinstance(answer, Fenced):
-            return list(answer)
+        return self.fenced() if isinstance(answer, Fenced) else list(answer)
+
+    def fenced(self) -> list[Effect]:
+        """End at once: another attempt, or another group, has the job."""
         guest_runs = self._exited is None and self.state not in {"acquiring"}
         self.state = "ended"
         self.lease_until = 0.0

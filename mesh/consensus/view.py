@@ -36,6 +36,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     array_ends: Mapping[bytes, Set[int]] = {}  # finished places of each array
     running: Sequence[RunningJob] = ()
     hierarchy: Hierarchy = Hierarchy()  # ranks nodes
+    recoveries: Mapping[bytes, Sequence[bytes]] = {}  # orders of users to recover a job, by job
 
     @cached_property
     def staying(self) -> frozenset[bytes]:

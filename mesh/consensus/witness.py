@@ -29,7 +29,7 @@ from mesh.consensus.messages import (
     Refused,
     Released,
 )
-from mesh.model.record import JobRecord, Outcome
+from mesh.model.record import Config, JobRecord, Outcome
 from mesh.model.spec import JobSpec
 
 RATE_BOUND = 0.05  # a hundred times the worst quartz drift with NTP slewing (500 ppm)
@@ -158,6 +158,15 @@ class Witness:
         if self.witness_record.config == message.config and self.witness_record.reconfiguration != word:
             effects.insert(-1, self._save(reconfiguration=word))  # before the answer
         return effects
+
+    def overruled(self, config: Config, word: bytes) -> list[Effect]:
+        """Give the job up, and what this witness believed to be its end, to the group of another recovery."""
+        record = msgspec.structs.replace(self.witness_record.record, outcome=None)
+        self.lease_until = 0.0
+        self.witness_record = msgspec.structs.replace(
+            self.witness_record, config=config, reconfiguration=word, record=record, holder=None, final=False
+        )
+        return [SaveWitnessRecord(self.witness_record)]
 
     def _accept(self, sender: bytes, message: Accept, now: float) -> list[Effect]:
         witness_record = self.witness_record

@@ -71,6 +71,7 @@ from mesh.images.retention import DAY_S, Bounds
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.service import JobHooks, JobService
+from mesh.jobs.status_gossip import RECOVERED
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import Journal
 from mesh.model.spec import parse_job
@@ -579,7 +580,7 @@ class Daemon:
                 self._jobs.status_gossip.reload()
                 self._library.hear_all()
             section = getattr(event, "section", "advert")
-            if section in {"advert", "facts"}:
+            if section in {"advert", "facts"} or section.startswith(RECOVERED):
                 self._jobs.views_changed()
             elif isinstance(event, RecordChanged) and section.startswith("jobs/"):
                 self._jobs.status_gossip.on_section(event.node, section)

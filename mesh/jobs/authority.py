@@ -219,29 +219,25 @@ class Authority:
         ordered = credentials is not None and user == spec.user and is_user(credentials, spec.user_key)
         return sender == self._me or ordered
 
-    def authorizes_reconfiguration(self, message: Accept, spec: JobSpec) -> bool:
-        """Tell whether the job's user, on any of their nodes, signed this group and term."""
+    def read_recovery(self, order: bytes, job: bytes, spec: JobSpec) -> ForcedReconfiguration | None:
+        """Return the group and term that the job's user, on any of their nodes, has signed; None if they have not."""
         try:
-            signer, payload = open_envelope(message.reconfiguration or b"", self._trust.mesh_id, "recovery")
+            signer, payload = open_envelope(order, self._trust.mesh_id, "recovery")
         except EnvelopeError:
-            return False
-        return self._is_order(signer, spec) and decode_reconfiguration(payload) == ForcedReconfiguration(
-            message.job, message.term, message.config
-        )
+            return None
+        stated = decode_reconfiguration(payload)
+        return stated if stated is not None and stated.job == job and self._is_order(signer, spec) else None
 
     def recovered_group(self, known: WitnessRecord) -> Config | None:
         """Return the group that the job's user has named in a recovery, if this record has their word for it."""
         if not known.reconfiguration:
             return None
         try:
-            signer, payload = open_envelope(known.reconfiguration, self._trust.mesh_id, "recovery")
             spec = self.read_spec(known.job, known.spec)
-        except (EnvelopeError, SpecError):
+        except SpecError:
             return None
-        stated = decode_reconfiguration(payload)
-        if stated is None or stated.job != known.job or not self._is_order(signer, spec):
-            return None
-        return stated.config
+        stated = self.read_recovery(known.reconfiguration, known.job, spec)
+        return stated.config if stated is not None else None
 
     def _is_order(self, signer: NodeId, spec: JobSpec) -> bool:
         credentials = self._trust.credentials(signer, time.time())

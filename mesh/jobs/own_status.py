@@ -79,10 +79,13 @@ class OwnStatus:
     def publish(self, job: bytes) -> None:
         """Bring this node's view of a job up to date, on the job table and in the gossip."""
         known = self._job_table.own(job)
-        if known is not None and known.outcome is not None and job not in self._participant.runners:
-            status: JobStatus | None = known  # an outcome never changes
+        witness = self._participant.witnesses.get(job)
+        over = known is not None and known.outcome is not None and (witness is None or witness.finished)
+        if over and job not in self._participant.runners:
+            status: JobStatus | None = known  # only the recovery of a job that forked changes an outcome
         else:
             status = self.status(job)
+        overruled = known is not None and known.outcome is not None and status is not None and status.outcome is None
         if status != known:
             if self._job_table.update(OWN, job, status):
                 self._changed()
@@ -90,7 +93,9 @@ class OwnStatus:
                 self._event_log.forget(job)
                 self._noted_at.pop(job, None)
         runs, acts = job in self._participant.runners, self._leader_acts(job)
-        if status is not None and speaks_for(status, self._me, runs, acts, self._mesh_view.last.alive):
+        if status is not None and overruled:
+            self._gossip.publish(status)  # in place of the end
+        elif status is not None and speaks_for(status, self._me, runs, acts, self._mesh_view.last.alive):
             self._gossip.publish(status)
 
     def status(self, job: bytes) -> JobStatus | None:

@@ -152,7 +152,7 @@ class JobService:
             self.authority.open_spec,
             self._admit,
             self.authority.may_cancel,
-            self.authority.authorizes_reconfiguration,
+            self.authority.read_recovery,
             self.authority.may_propose,
             self.authority.warrant,
             lambda: rendezvous_address(membership.host, rng),
@@ -243,6 +243,8 @@ class JobService:
                 self.event_log.add(record.job, "state", f"a witness record was skipped: {error}")
                 self.participant.forgotten.add(record.job)
                 continue
+            if record.reconfiguration:
+                self.status_gossip.publish_recovery(record.job, record.reconfiguration)
             at = instant()
             await self._perform_all(self.participant.restore(Witness.restored(record, spec, at.now), at))
 
@@ -277,7 +279,8 @@ class JobService:
 
     def _look(self, at: Instant) -> list[Directed]:
         begun = time.monotonic()
-        outputs = self.participant.observe(self.mesh_view.look(), at)
+        view = msgspec.structs.replace(self.mesh_view.look(), recoveries=self.status_gossip.recoveries())
+        outputs = self.participant.observe(view, at)
         self._look_s = time.monotonic() - begun
         return outputs
 
@@ -471,6 +474,9 @@ class JobService:
         if records:
             await self._journal.save_witness_records(list(records.values()))
             self._witness_record_saved.set()
+            for record in records.values():
+                if record.reconfiguration:
+                    self.status_gossip.publish_recovery(record.job, record.reconfiguration)
         changed = dict.fromkeys(records)
         for output in outputs:
             self._perform(output.job, output.role, output)

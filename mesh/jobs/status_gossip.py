@@ -5,12 +5,13 @@ One node speaks for each job, and no more often than others need it.
 
 import time
 from collections.abc import Callable, Set
+from contextlib import suppress
 
 from membership.identity import NodeId
 from membership.node import MembershipNode
 from mesh.consensus.status import JobStatus, decode_status, encode_status
 from mesh.jobs.job_table import JobTable
-from mesh.model.spec import format_job
+from mesh.model.spec import format_job, parse_job
 
 TTL_S = 3600.0
 REPEAT_S = 600.0
@@ -20,6 +21,8 @@ SAME_S, COMMITS_S = (
     5.0,
     0.5,
 )  # between messages that change neither state nor checkpoint, or the checkpoint alone (own choice)
+RECOVERED = "recovered/"
+RECOVERY_TOLD_S = 30 * 86_400.0  # that the order to recover a job is published: longer than a cut (own choice)
 PASSING = {"pending", "starting", "saving", "releasing"}  # states that soon become another
 
 
@@ -48,6 +51,21 @@ class StatusGossip:
         self._published[status.job] = (status, now)
         urgent = outcome is not None and ended_s < NEWS_S and (before is None or before.outcome is None)
         self._membership.publish(f"jobs/{format_job(status.job)}", encode_status(status), TTL_S, urgent)
+
+    def publish_recovery(self, job: bytes, order: bytes) -> None:
+        """Publish the order of a job's user to recover it, for groups on the other side of a cut."""
+        section = RECOVERED + format_job(job)
+        known = self._membership.record(self._me, section)
+        if known is None or known.body != order:
+            self._membership.publish(section, order, RECOVERY_TOLD_S)
+
+    def recoveries(self) -> dict[bytes, list[bytes]]:
+        """Return the orders to recover a job that nodes publish, by job."""
+        found: dict[bytes, list[bytes]] = {}
+        for record in self._membership.records(RECOVERED):
+            with suppress(ValueError):
+                found.setdefault(parse_job(record.section.removeprefix(RECOVERED)), []).append(record.body)
+        return {job: sorted(set(orders)) for job, orders in found.items()}
 
     def forget(self, job: bytes) -> None:
         self._published.pop(job, None)

@@ -30,7 +30,12 @@ from mesh.consensus.effects import (
     Submitted,
     WitnessRecord,
 )
-from mesh.consensus.forced_reconfiguration import RecoveryError, make_plan
+from mesh.consensus.forced_reconfiguration import (
+    RecoveryError,
+    decode_reconfiguration,
+    encode_reconfiguration,
+    make_plan,
+)
 from mesh.consensus.gang import GangMember
 from mesh.consensus.messages import (
     Accept,
@@ -62,6 +67,7 @@ from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
 from mesh.jobs.authority import encode_warrant, may_propose
+from mesh.jobs.status_gossip import RECOVERED
 from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
@@ -198,7 +204,7 @@ class JobNode(MembershipNode):
             _open_spec,
             self._admit,
             lambda *asked: True,
-            lambda message, spec: message.reconfiguration == b"signed",
+            lambda order, job, spec: decode_reconfiguration(order),
             self._may_propose,
             self._warrant,
         )
@@ -247,7 +253,13 @@ class JobNode(MembershipNode):
     def _publish(self) -> None:
         self.core.publish("advert", encode_advert(advert_of(self.id, self.name)), PUBLISH_TTL_S)
         self.core.publish("disk", self.disk.name, PUBLISH_TTL_S)
+        for witness_record in self.disk.witness_records.values():
+            self._publish_recovery(witness_record)
         self.after(PUBLISH_S, self._publish)
+
+    def _publish_recovery(self, witness_record: WitnessRecord) -> None:
+        if witness_record.reconfiguration:
+            self.core.publish(RECOVERED + witness_record.job.hex(), witness_record.reconfiguration, PUBLISH_TTL_S)
 
     def _observe_periodically(self) -> None:
         self.observe()
@@ -275,6 +287,9 @@ class JobNode(MembershipNode):
                     adverts.append(decode_advert(record.node, record.body))
                 except AdvertError:
                     continue
+        orders: dict[bytes, list[bytes]] = {}
+        for record in self.core.records.section(RECOVERED, unix):
+            orders.setdefault(bytes.fromhex(record.section.removeprefix(RECOVERED)), []).append(record.body)
         return View(
             self.id,
             alive,
@@ -282,6 +297,7 @@ class JobNode(MembershipNode):
             frozenset(member.node for member in members if member.state == "left"),
             tuple(sorted(adverts, key=lambda advert: advert.node)),
             {record.node: record.body for record in self.core.records.section("disk", unix)},
+            recoveries=orders,
         )
 
     # --- messages and timers
@@ -396,6 +412,7 @@ class JobNode(MembershipNode):
             self.crash()
             return
         self.disk.witness_records[witness_record.job] = witness_record
+        self._publish_recovery(witness_record)
         for checker in self.world.job_checkers:
             checker.saved(self.world, self, witness_record)
         if mode:
@@ -623,7 +640,8 @@ class JobsWorld(MembershipWorld):
         self.recovered.add(job)
         for checker in self.job_checkers:
             checker.recovered(self, job)
-        asker.perform_jobs(asker.participant.recover(plan, b"signed", asker.instant))
+        order = encode_reconfiguration(plan.reconfiguration)
+        asker.perform_jobs(asker.participant.recover(plan, order, asker.instant))
 
     # --- incidents
 

@@ -145,7 +145,7 @@ MATRIX = (
     _row(
         "Recover a job",
         (USER,),
-        "authorizes_reconfiguration",
+        "read_recovery",
         f"{PARTICIPANT}:_on_accept",
         f"{ASKED}:test_only_the_user_of_a_job_recovers_it",
     ),

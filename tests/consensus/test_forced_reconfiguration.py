@@ -5,7 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
-from mesh.consensus.effects import SaveWitnessRecord, Send, Submitted, WitnessRecord
+from mesh.consensus.effects import Ended, SaveWitnessRecord, Send, Submitted, WitnessRecord
 from mesh.consensus.forced_reconfiguration import (
     LEAP,
     RECORD_LOST,
@@ -21,12 +21,26 @@ from mesh.consensus.participant import Directed, Participant, Rules
 from mesh.consensus.proposer import Fenced, Proposer
 from mesh.consensus.witness import Witness
 from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
-from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, at, make_spec, make_view, make_witness, voters
+from tests.consensus.worlds import (
+    DISK,
+    JOB,
+    SPEC_BYTES,
+    A,
+    B,
+    C,
+    D,
+    E,
+    at,
+    make_spec,
+    make_start,
+    make_view,
+    make_witness,
+    voters,
+)
 
 COMMIT = Commit(seq=4, term=2, manifest=b"m" * 32, parent=None, holders=(), step=20, created_unix_ms=5)
 RUNNING = Attempt(number=1, node=E, nick="e", term=2, started_unix_ms=10, seen_unix_ms=900)
 RECORD = JobRecord(version=9, commit=COMMIT, attempts=(RUNNING,))
-SEAL = b"sealed"
 
 
 def witness_record(**changes: object) -> WitnessRecord:
@@ -44,7 +58,8 @@ def test_plan_continues_from_the_newest_remaining_record() -> None:
     plan = plan_from({A: witness_record(config=five), D: msgspec.structs.replace(older, config=five)})
     assert plan.record.commit == COMMIT and plan.kept == (A, D) and plan.lost == (B, C, E)
     assert plan.record.attempts[-1].reason == RECORD_LOST and plan.record.attempts[-1].ended_unix_ms == 900
-    assert plan.reconfiguration.term == 3 + LEAP and plan.reconfiguration.config.number == 2 + LEAP
+    term = plan.reconfiguration.term
+    assert term >= LEAP and term % LEAP == 0 and plan.reconfiguration.config.number == term
     assert plan.reconfiguration.config.members == voters(A, D, E) and plan.spec == SPEC_BYTES
 
 
@@ -78,12 +93,16 @@ def test_reconfiguration_survives_encoding_and_nonsense_decodes_to_none() -> Non
         assert decode_reconfiguration(nonsense) is None
 
 
+def order_of(plan: Plan) -> bytes:
+    return encode_reconfiguration(plan.reconfiguration)
+
+
 def make_participant(node: bytes, held: WitnessRecord | None, mandated: bool = True) -> Participant:
     rules = Rules(
         lambda job, spec: make_spec(),
         lambda job, spec, start: None,
         lambda *asked: True,
-        lambda message, spec: mandated and message.reconfiguration == SEAL,
+        lambda order, job, spec: decode_reconfiguration(order) if mandated else None,
     )
     participant = Participant(node, DISK, "", rules, Random(1))
     if held is not None:
@@ -113,7 +132,7 @@ def test_new_group_takes_over_although_an_old_lease_still_runs() -> None:
     }
     plan = plan_from({A: witness_record()})
     assert participants[A].witnesses[JOB].lease_left_s(100.0) > 0
-    assert play(participants, participants[A].recover(plan, SEAL, at(100)), A) == [
+    assert play(participants, participants[A].recover(plan, order_of(plan), at(100)), A) == [
         Directed(JOB, "submitter", Submitted(None))
     ]
     held = [participant.witnesses[JOB].witness_record for participant in participants.values()]
@@ -126,9 +145,9 @@ def test_new_group_takes_over_although_an_old_lease_still_runs() -> None:
 def test_reconfiguration_without_the_users_signature_is_refused() -> None:
     stranger = make_participant(A, witness_record(), mandated=False)
     before = stranger.witnesses[JOB].witness_record
-    proposer = Proposer(
-        JOB, SPEC_BYTES, 3 + LEAP, plan_from({A: witness_record()}).reconfiguration.config, RECORD, None, SEAL
-    )
+    plan = plan_from({A: witness_record()})
+    stated = plan.reconfiguration
+    proposer = Proposer(JOB, SPEC_BYTES, stated.term, stated.config, RECORD, None, order_of(plan))
     (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
     assert stranger.receive(D, accept, at(100)) == []
     assert stranger.witnesses[JOB].witness_record == before and stranger.refused == 1
@@ -136,12 +155,12 @@ def test_reconfiguration_without_the_users_signature_is_refused() -> None:
 
 def test_older_reconfiguration_is_refused() -> None:
     witness = make_witness()
-    newer = Config(number=5 * LEAP, term=9, members=voters(A))
-    witness.witness_record = witness_record(config=newer, promised=5 * LEAP)
+    plan = plan_from({A: witness_record()})
+    stated = plan.reconfiguration
+    newer = Config(number=stated.term + LEAP, term=9, members=voters(A))
+    witness.witness_record = witness_record(config=newer, promised=stated.term + LEAP)
     witness.lease_until = 200.0
-    old = Accept(
-        JOB, 3 + LEAP, 1, plan_from({A: witness_record()}).reconfiguration.config, RECORD, None, reconfiguration=SEAL
-    )
+    old = Accept(JOB, stated.term, 1, stated.config, RECORD, None, reconfiguration=order_of(plan))
     (answer,) = witness.accept_reconfiguration(D, old, 100.0)
     assert isinstance(answer, Send) and isinstance(answer.message, Refused)
     assert witness.lease_until == 200.0 and witness.witness_record.config == newer
@@ -149,7 +168,7 @@ def test_older_reconfiguration_is_refused() -> None:
 
 def test_old_runner_and_returning_witnesses_are_fenced() -> None:
     survivor = make_participant(A, witness_record())
-    play({A: survivor}, survivor.recover(plan_from({A: witness_record()}), SEAL, at(100)), A)
+    play({A: survivor}, survivor.recover(again := plan_from({A: witness_record()}), order_of(again), at(100)), A)
     witness = survivor.witnesses[JOB]
     old = Proposer(JOB, SPEC_BYTES, 2, Config(number=0, term=0, members=voters(A, B, C)), RECORD, E)
     (renewal,) = [send.message for send in old.propose(101.0) if send.to == A]
@@ -180,3 +199,43 @@ def test_record_keeps_the_users_word_before_it_is_accepted() -> None:
     stale = msgspec.structs.replace(word, term=3, config=Config(2, 3, voters(B)), reconfiguration=b"another word")
     witness.accept_reconfiguration(D, stale, 0.0)
     assert witness.witness_record == saved[-1]
+
+
+def test_of_two_recoveries_on_two_sides_of_a_cut_one_has_the_job() -> None:
+    """Regression: both groups had equal numbers, never spoke to each other, and each brought the job to an end of its own."""
+    sides = {A: (A, D), B: (B, E)}
+    plans = {node: make_plan(JOB, {node: witness_record()}, make_view(node, sides[node]), at(100)) for node in sides}
+    nodes = {A: make_participant(A, witness_record()), B: make_participant(B, witness_record())}
+    for node, plan in plans.items():
+        play({node: nodes[node]}, nodes[node].recover(plan, order_of(plan), at(100)), node)
+    first, second = sorted(sides, key=lambda node: plans[node].reconfiguration.term)
+    assert plans[second].reconfiguration.term >= plans[first].reconfiguration.term + LEAP
+    ended = JobRecord(version=20, outcome=Outcome("done", "done", 0, None, (), 1))
+    nodes[first].witnesses[JOB].close(plans[first].reconfiguration.term, ended)
+    orders = {JOB: [order_of(plan) for plan in plans.values()]}
+    for node in sides:
+        nodes[node].observe(make_view(node, (A, B, D, E), recoveries=orders), at(200))
+    left, kept = (nodes[node].witnesses[JOB] for node in (first, second))
+    assert left.witness_record.config == kept.witness_record.config == plans[second].reconfiguration.config
+    assert not left.finished and left.witness_record.record.outcome is None, "its end gives way too"
+    assert nodes[first].leaders[JOB].state == "retired"
+
+
+def test_runner_of_an_overruled_recovery_ends() -> None:
+    plan = plan_from({A: witness_record()})
+    node = make_participant(E, None)
+    node.receive(A, make_start(term=plan.reconfiguration.term - LEAP), at(100))
+    assert JOB in node.runners
+    out = node.observe(make_view(E, (A, D, E), recoveries={JOB: [b"nonsense", order_of(plan)]}), at(101))
+    assert JOB not in node.runners and any(isinstance(item.effect, Ended) for item in out)
+
+
+def test_node_that_is_a_witness_again_leads_again() -> None:
+    participant = make_participant(A, witness_record(holder=None))
+    participant.leaders[JOB].stand_down()
+    participant.observe(make_view(A, (A, B, C)), at(101))
+    assert participant.leaders[JOB].state == "retired"
+    held = participant.witnesses[JOB]
+    held.witness_record = msgspec.structs.replace(held.witness_record, config=Config(7, 7, voters(A, B, C)))
+    participant.observe(make_view(A, (A, B, C)), at(102))
+    assert participant.leaders[JOB].state == "asking"

@@ -179,7 +179,11 @@ def recovery(town: Town, signer: str, job: bytes, term: int, config: Config, kin
 def test_only_the_user_of_a_job_recovers_it(town: Town) -> None:
     spec = town.spec("ada2")
     job, config = job_id(encode_spec(spec)), Config(9, 9, spec.witnesses[:1])
-    allowed = town.authority.authorizes_reconfiguration
+
+    def allowed(asked: Accept, spec: JobSpec) -> bool:
+        stated = town.authority.read_recovery(asked.reconfiguration or b"", asked.job, spec)
+        return stated == ForcedReconfiguration(asked.job, asked.term, asked.config)
+
     good = recovery(town, "ada", job, 9, config)
     assert allowed(good, spec)
     for name in ("bob", "guest", "lender", "gone"):
