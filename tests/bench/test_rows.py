@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench import guard, membership, seize, wire
+from tests.bench import guard, jobs, membership, seize, wire
 from tests.bench.harness import commit, row
+from tests.bench.training import Beat
 
 
 def test_trials_without_a_value_miss_the_goal() -> None:
@@ -87,3 +88,53 @@ def test_memory_freed_above_the_quota_may_not_be_taken_again() -> None:
     assert guard.overshot(100, 150, [151])[0] == [1]
     assert guard.overshot(100, 150, [140, 145])[0] == [0, 5]
     assert guard.overshot(100, 150, [90, 101])[0] == [0, 1]
+
+
+def beats(*attempts: tuple[float, str, list[int]]) -> list[Beat]:
+    """Make the trace of attempts that began at a time on a node and took these steps."""
+    return [
+        Beat(at + number / 10, node, attempt, step)
+        for attempt, (at, node, steps) in enumerate(attempts)
+        for number, step in enumerate([jobs.STARTED, *steps])
+    ]
+
+
+def test_departure_is_judged_by_the_steps_of_the_guests() -> None:
+    good = jobs.survived(beats((0, "a", [1, 2, 3]), (10, "b", [4, 5]), (20, "c", [6])), [9.5, 19.0])
+    assert (good.lost_steps, good.away_s, good.missed, good.whole) == ([0, 0], [0.5, 1.0], 0, 2)
+    again = jobs.survived(beats((0, "a", [1, 2, 3]), (10, "b", [2, 3])), [9.0])
+    assert (again.lost_steps, again.whole) == ([2], 0)
+    skipped = jobs.survived(beats((0, "a", [1, 2, 3]), (10, "b", [5])), [9.0])
+    assert (skipped.lost_steps, skipped.whole) == ([-1], 0)
+    for stays in (
+        beats((0, "a", [1, 2, 3])),  # it went nowhere
+        beats((0, "a", [1, 2, 3]), (10, "a", [4])),  # to the same node
+        beats((0, "a", [1, 2, 3]), (10, "b", [])),  # and took no step there
+    ):
+        assert (jobs.survived(stays, [9.0]).whole, jobs.survived(stays, [9.0]).missed) == (0, 1)
+    twice = jobs.survived(beats((0, "a", [1]), (10, "b", [2])), [8.0, 9.0])
+    assert (twice.whole, twice.missed) == (1, 1), "one move answers one notice"
+
+
+@pytest.mark.parametrize(
+    ("lost", "missed", "met"),
+    [([0.0, 0.0], 0, True), ([0.0, 1.0], 0, False), ([0.0], 1, False), ([0.0, -1.0], 0, False)],
+)
+def test_departure_that_loses_a_step_or_moves_nothing_misses_the_goal(
+    lost: list[float], missed: int, met: bool
+) -> None:
+    share, steps, _ = jobs.departed(jobs.Survived(lost, [0.1] * len(lost), missed))
+    assert (share["met"], steps["met"], share["n"]) == (met, met, 2)
+
+
+def test_host_whose_job_went_nowhere_misses_the_goal() -> None:
+    good = jobs.Survived([0.0], [1.0])
+    assert [line["met"] for line in jobs.ended(good, good, [0.7])] == [True, None, True, True]
+    assert [line["met"] for line in jobs.ended(jobs.Survived(missed=1), good, [0.7])] == [False, None, True, True]
+    assert not jobs.ended(jobs.Survived([9.0], [4.1]), good, [0.7])[0]["met"]
+
+
+def test_training_whose_moves_did_not_happen_misses_the_goal() -> None:
+    assert jobs.moved("m", 0.1, True, jobs.Survived([0.0], [0.1]))["met"]
+    assert not jobs.moved("m", 0.1, True, jobs.Survived([0.0], [0.1], 1))["met"]
+    assert not jobs.moved("m", 0.1, False, jobs.Survived([0.0], [0.1]))["met"]
