@@ -336,13 +336,14 @@ class Store(ObjectStore):
             self._drop_known(identity)
             self._infos.pop(identity, None)
 
-    def forget_old(self, job: bytes, committed_seq: int, keep: int) -> list[bytes]:
-        """Forget a job's checkpoints except the `keep` last ones up to the committed one; return the forgotten ids.
+    def forget_old(self, job: bytes, needed: Collection[int]) -> list[bytes]:
+        """Forget a job's checkpoints below the highest number needed, except the needed ones; return the forgotten ids.
 
         A newer one stays, whatever its term: it may have been committed without this node knowing yet.
         """
+        newest = max(needed, default=0)
         checkpoints = [info for info in self.manifests(job) if info.kind == "checkpoint"]
-        forgotten = [info.id for info in checkpoints if info.seq <= committed_seq - keep]
+        forgotten = [info.id for info in checkpoints if info.seq < newest and info.seq not in needed]
         for identity in forgotten:
             self.forget(identity)
         return forgotten

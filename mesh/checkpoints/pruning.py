@@ -1,18 +1,14 @@
 """Pruning: which manifests a node's store no longer needs. Pure, but for the store that it is given."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ckptstore.store import ManifestInfo
 from mesh.consensus.status import JobStatus
 
-COMMITTED_KEPT = (
-    2  # the committed checkpoint and the one before, in case the newer one is damaged everywhere (own choice)
-)
-
 
 class PrunedStore(Protocol):
-    def forget_old(self, job: bytes, committed_seq: int, keep: int) -> list[bytes]: ...
+    def forget_old(self, job: bytes, needed: Collection[int]) -> list[bytes]: ...
 
 
 def forget_superseded(
@@ -22,7 +18,7 @@ def forget_superseded(
     forgotten = []
     for job in dict.fromkeys(info.job for info in infos):
         if job in statuses:
-            forgotten += store.forget_old(job, statuses[job].settled, COMMITTED_KEPT)
+            forgotten += store.forget_old(job, statuses[job].needed)
     return forgotten
 
 

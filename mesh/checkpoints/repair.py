@@ -72,7 +72,10 @@ class Repair:
             return
         if copies.holders:
             holders = self._plan.copied(shortage, copies.holders)
-            words = f"{lacking} of the nodes that held what it saved are away; copied to {len(copies.holders)} others"
+            why = "too few nodes held what it saved"
+            if not shortage.at_risk:
+                why = f"{lacking} of the nodes that held what it saved are away"
+            words = f"{why}; copied to {len(copies.holders)} others"
             await self._report(shortage.job, shortage.manifest, holders, words)
         else:
             log.info("job %s: what it saved lacks %d holders: %s", job, lacking, copies.short)

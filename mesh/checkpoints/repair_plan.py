@@ -31,20 +31,22 @@ def kept(status: JobStatus) -> Kept | None:
         made = status.attempts[-1].node if status.attempts else None
         nodes = dict.fromkeys([*([made] if made is not None else []), *outcome.holders])
         return Kept(outcome.manifest, tuple(nodes), len(outcome.holders))
-    if commit is None or not commit.holders:
+    others = max(commit.wanted, len(commit.holders)) if commit is not None else 0
+    if commit is None or not others:
         return None
     makers = [attempt.node for attempt in status.attempts if attempt.term == commit.term]
     runs = [status.runner] if status.runner is not None and status.state == "running" else []
-    return Kept(commit.manifest, tuple(dict.fromkeys([*runs, *makers, *commit.holders])), len(commit.holders))
+    return Kept(commit.manifest, tuple(dict.fromkeys([*runs, *makers, *commit.holders])), others)
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """A manifest of a job that lacks holders; `there` are the nodes that have it and stay."""
+    """A manifest of a job that lacks holders; `there` are the nodes that have it and stay. `at_risk`: it never had enough."""
 
     job: bytes
     manifest: bytes
     lacking: int
     there: tuple[bytes, ...]
+    at_risk: bool = False
 
 
 class RepairPlan:
@@ -58,7 +60,7 @@ class RepairPlan:
     def look(
         self, statuses: Iterable[JobStatus], staying: Set[bytes], runs_here: Collection[bytes], now: float
     ) -> list[Shortage]:
-        """Return what this node has to copy now, because holders have been away for long enough."""
+        """Return what this node has to copy now, what is at risk first, then what the fewest nodes have."""
         short: dict[bytes, Shortage] = {}
         more, self._more = self._more, {}
         for status in statuses:
@@ -70,9 +72,13 @@ class RepairPlan:
             known = dict.fromkeys([*found.nodes, *self._more.get(found.manifest, ())])
             there = tuple(node for node in known if node in staying)
             if len(there) <= found.others and self._is_mine(status, there, runs_here):
-                short[found.manifest] = Shortage(status.job, found.manifest, found.others + 1 - len(there), there)
-        self._short_since = {manifest: self._short_since.get(manifest, now) for manifest in short}
-        return [one for one in short.values() if now - self._short_since[one.manifest] >= self._lost_s]
+                lacking, at_risk = found.others + 1 - len(there), len(known) <= found.others
+                short[found.manifest] = Shortage(status.job, found.manifest, lacking, there, at_risk)
+        # A checkpoint that never had enough holders is due at once: none of them may come back from a restart.
+        since = {manifest: now - self._lost_s if one.at_risk else now for manifest, one in short.items()}
+        self._short_since = {manifest: self._short_since.get(manifest, since[manifest]) for manifest in short}
+        due = [one for one in short.values() if now - self._short_since[one.manifest] >= self._lost_s]
+        return sorted(due, key=lambda one: (not one.at_risk, len(one.there)))
 
     def _is_mine(self, status: JobStatus, there: Sequence[bytes], runs_here: Collection[bytes]) -> bool:
         if status.outcome is None and status.runner is not None:

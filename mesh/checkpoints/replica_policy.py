@@ -17,8 +17,9 @@ NEED_MIB = 1  # free space an advert must show: it is rounded to GiB, and the st
 
 
 class ReplicaPolicy(msgspec.Struct, frozen=True):
-    """The group and term that sign a checkpoint, and the nodes that may hold it; evaluated at each save. `gone`: why some
-    cannot.
+    """The group and term that sign a checkpoint, and the nodes that may hold it; evaluated at each save.
+
+    A suspect node may hold it: most suspicions are refuted. It comes last. `gone`: why some cannot.
     """
 
     config: int
@@ -48,7 +49,8 @@ def replica_policy_of(
     job: bytes, me: bytes, runner: Runner | None, members: Sequence[MemberView], hierarchy: Hierarchy
 ) -> ReplicaPolicy:
     adverts = hierarchy.adverts
-    not_these = {me} | {member.node_id for member in members if member.draining or member.state != "alive"}
+    not_these = {me} | {member.node_id for member in members if member.draining or member.state in ABSENT}
+    doubtful = {member.node_id for member in members if member.state == "suspect"}
     rules = runner.spec.checkpointing if runner is not None else None
     if runner is None or rules is None or not rules.to:
         order = replica_order(job, adverts, not_these, NEED_MIB, {me})
@@ -56,6 +58,7 @@ def replica_policy_of(
         zones = hierarchy.zones
         home = zone_of(runner.spec.submitter, zones)
         order = stand_in_order(job, adverts, zones, not_these, NEED_MIB, home.name if home is not None else None)
+    order.sort(key=lambda node: node in doubtful)
     if runner is None:
         return ReplicaPolicy(config=0, term=0, fallback=tuple(order))
     states = {member.node_id: member.state for member in members}

@@ -395,7 +395,7 @@ class Runner:
         commit = record.commit
         if commit is not None and commit.seq > self.record.settled:
             # Sent with the next round: until then an attempt may still have to resume from the checkpoint before.
-            self._proposer.record = self.record.amended(settled=commit.seq)
+            self._proposer.record = self.record.amended(settled=commit.seq, needed=record.named)
             effects.append(Committed(commit))
         if record.outcome is not None or (self._ending and self._proposer.holder is None and not record.open_attempt):
             self.state = "ended"
@@ -434,8 +434,9 @@ class Runner:
             return []  # the result has this checkpoint's number and does not wait for it
         effects: list[Effect] = []
         if event.manifest is not None:
+            wanted = self.spec.checkpointing.copies if self.spec.checkpointing is not None else 0
             self._proposer.record = self.record.with_commit(
-                self.term, event.manifest, event.holders, event.step, at.unix_ms, event.platform
+                self.term, event.manifest, event.holders, event.step, at.unix_ms, event.platform, wanted
             )
             effects += self._propose(at)
         if self._exited is not None:

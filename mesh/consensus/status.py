@@ -11,7 +11,7 @@ from membership.malformed import MALFORMED
 from mesh.consensus.contract import Progress
 from mesh.consensus.runner import Runner
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Commit, Config, Outcome, OutcomeKind
+from mesh.model.record import Attempt, Commit, Config, Needed, Outcome, OutcomeKind
 from mesh.model.spec import ArrayPlace
 from placement.advert import WHOLE, Count, Percent, Portion
 from placement.allocation import gpu_percent
@@ -79,7 +79,9 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     saves: bool = False  # whether it has checkpoints
     commit: Commit | None = None
     outcome: Outcome | None = None
-    settled: int = 0
+    predecessor: Commit | None = None
+    abandoned: Commit | None = None
+    needed: Needed = ()
     waiting: Waiting | None = None  # its request, while it queues
     runner: bytes | None = None
     standby: bytes | None = None  # the node that would take the next attempt
@@ -202,7 +204,9 @@ def status_of(
         saves=spec.checkpointing is not None,
         commit=record.commit,
         outcome=outcome,
-        settled=record.settled,
+        predecessor=record.predecessor,
+        abandoned=record.abandoned,
+        needed=record.needed,
         waiting=waiting if shown == "pending" else None,
         runner=last.node if last is not None and not last.reason else None,
         standby=runner.next_placement.standby if runner is not None and outcome is None else None,

@@ -6,18 +6,21 @@ and Cheriton 1989) on the right to change it, and joint majorities while the gro
 """
 
 from collections.abc import Sequence, Set
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 OutcomeKind = Literal["done", "failed", "cancelled"]
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Needed = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2)]
+
 MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a record
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A committed checkpoint: `manifest` is its id in the checkpoint store, `holders` the peers that have it on disk. `like`,
-    of a system checkpoint: the nodes that can resume it (placement/likeness.py).
+    """A committed checkpoint: `manifest` is its id in the checkpoint store, `holders` the peers that have it on disk, of
+    `wanted` that its user asked for. `platform`, of a system checkpoint: the nodes that can resume it.
     """
 
     seq: int
@@ -28,6 +31,12 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     step: int | None
     created_unix_ms: int
     platform: str = ""
+    wanted: Number = 0
+
+    @property
+    def at_risk(self) -> bool:
+        """Tell whether fewer nodes have it than its user asked for."""
+        return len(self.holders) < self.wanted
 
 
 class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -95,24 +104,61 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The value that witnesses agree on.
+
+    `settled` is the highest number of a commit that a majority was known to hold at this version. `predecessor` is the
+    checkpoint to go back to if no node can give `commit`: the one before it, or an older one while that is kept by more nodes.
+    `needed` are the numbers of the checkpoints that the last record known to a majority named. `abandoned` is the newest
+    checkpoint that no node could give: the chain forks there. `unfetched_unix_ms`: since when no attempt could fetch `commit`.
+    """
+
     version: int = 0
     commit: Commit | None = None
     attempts: tuple[Attempt, ...] = ()
     outcome: Outcome | None = None
     errors: int = 0
     prefer: bytes | None = None  # the preferred node of the next attempt
-    settled: int = 0  # the last commit that a majority was known to hold at this version
+    settled: int = 0
+    predecessor: Commit | None = None
+    needed: Needed = ()
+    abandoned: Commit | None = None
+    unfetched_unix_ms: Number = 0
 
     def amended(self, **changes: object) -> "JobRecord":
         """Return the next version with these fields replaced."""
         return msgspec.structs.replace(self, version=self.version + 1, **changes)
 
     def with_commit(
-        self, term: int, manifest: bytes, holders: tuple[bytes, ...], step: int | None, unix_ms: int, platform: str = ""
+        self,
+        term: int,
+        manifest: bytes,
+        holders: tuple[bytes, ...],
+        step: int | None,
+        unix_ms: int,
+        platform: str = "",
+        wanted: int = 0,
     ) -> "JobRecord":
         """Return the next version, with this checkpoint as the last."""
         seq, parent = self.next_commit
-        return self.amended(commit=Commit(seq, term, manifest, parent, holders, step, unix_ms, platform))
+        commit = Commit(seq, term, manifest, parent, holders, step, unix_ms, platform, wanted)
+        return self.amended(commit=commit, predecessor=self._better_kept)
+
+    @property
+    def _better_kept(self) -> Commit | None:
+        """Return the last checkpoint, or its predecessor if the last one is at risk and fewer nodes have it."""
+        last, before = self.commit, self.predecessor
+        if last is None or before is None or not last.at_risk:
+            return last
+        return before if len(before.holders) > len(last.holders) else last
+
+    def without_commit(self) -> "JobRecord":
+        """Return the next version, in which the last checkpoint is abandoned for its predecessor, else for the beginning."""
+        return self.amended(commit=self.predecessor, predecessor=None, abandoned=self.commit, unfetched_unix_ms=0)
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Return the numbers of the checkpoints that this record names."""
+        return tuple(kept.seq for kept in (self.predecessor, self.commit) if kept is not None)
 
     def with_attempt(self, attempt: Attempt) -> "JobRecord":
         """Return the next version, in which `attempt` replaces the one of its number or is appended."""
@@ -140,7 +186,9 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     @property
     def next_commit(self) -> tuple[int, bytes | None]:
         """Return the number of the next checkpoint, and the manifest that it follows."""
-        return (self.commit.seq + 1, self.commit.manifest) if self.commit is not None else (1, None)
+        if self.commit is None:
+            return self.settled + 1, None
+        return max(self.settled, self.commit.seq) + 1, self.commit.manifest
 
     @property
     def next_attempt(self) -> int:

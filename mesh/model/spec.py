@@ -37,9 +37,9 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """The rules by which a job shows that a checkpoint is complete, and by which replicas are placed.
 
     `directory` is relative to the working directory. `mode` is one of the commit modes of docs/reference/job-contract.md.
-    `replicas` is the number of peers that must have a checkpoint on disk before it is committed. `keep` is how many of the
-    directory's newest entries are saved with each. With `every`, the guest gets a notice when it is to save. With mode
-    `system` the whole container is saved then, and when it has to leave.
+    `replicas` is the number of peers that are to have each checkpoint on disk, and `to` names peers that are. `keep` is how
+    many of the directory's newest entries are saved with each. With `every`, the guest gets a notice when it is to save. With
+    mode `system` the whole container is saved then, and when it has to leave.
     """
 
     directory: str = "ckpts"
@@ -49,6 +49,11 @@ class Checkpointing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     replicas: int = 2
     to: tuple[bytes, ...] = ()
     every: Every = None
+
+    @property
+    def copies(self) -> int:
+        """Return the number of peers that are to have each checkpoint."""
+        return max(self.replicas, len(self.to))
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

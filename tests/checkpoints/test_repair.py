@@ -8,7 +8,7 @@ import pytest
 
 import mesh.checkpoints.repair as module
 from mesh.checkpoints.repair import Repair
-from mesh.checkpoints.repair_plan import LOST_S, Kept, kept
+from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import Replicated
 from mesh.consensus.status import JobStatus
@@ -34,6 +34,7 @@ RUNS = JobStatus(
     commit=COMMIT,
     runner=D,
 )
+AT_RISK = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=(), wanted=2))
 WAITS = msgspec.structs.replace(RUNS, state="pending", runner=None)
 OVER = msgspec.structs.replace(WAITS, state="done", outcome=Outcome("done", "done", 0, RESULT, (B, C), 1))
 
@@ -77,6 +78,18 @@ def test_kept_names_the_manifest_its_holders_and_the_wanted_copies() -> None:
     assert kept(msgspec.structs.replace(RUNS, commit=None)) is None
     alone = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, holders=()))
     assert kept(alone) is None, "no other node was to hold the checkpoint"
+    assert kept(AT_RISK) == Kept(CHECKPOINT, (D,), 2)
+
+
+async def test_checkpoint_at_risk_is_copied_at_once_and_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(D, monkeypatch)
+    await bench.look(AT_RISK, {A, B, C, D, E, F}, runs_here=True)
+    assert bench.copied == [(CHECKPOINT, (B, C, E, F), 2)] and bench.told == [(CHECKPOINT, (E, F))]
+    plan, job = RepairPlan(D, LOST_S), b"k" * 16
+    lost = msgspec.structs.replace(RUNS, job=job, commit=msgspec.structs.replace(COMMIT, manifest=b"l" * 32))
+    plan.look([lost], {D}, {job}, 0.0)
+    due = plan.look([lost, AT_RISK], {D}, {job, JOB}, LOST_S)
+    assert [shortage.manifest for shortage in due] == [CHECKPOINT, b"l" * 32]
 
 
 async def test_runner_replaces_a_lost_holder_and_reports_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:

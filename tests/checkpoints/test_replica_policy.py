@@ -34,10 +34,16 @@ def test_fallback_order_starts_in_the_users_own_zone() -> None:
     assert order[0] == A and set(order) == {A, B, C, E}
 
 
+def test_suspect_nodes_come_last() -> None:
+    alive = replica_policy().fallback
+    suspects = tuple(member(node, "suspect" if node in alive[:2] else "alive") for node in (A, B, C, D, E))
+    assert replica_policy(members=suspects).fallback == (*alive[2:], *alive[:2])
+
+
 def test_departed_nodes_are_skipped_and_the_reason_is_reported() -> None:
     members = (member(A), member(B, "dead"), member(C, "alive", draining=True), member(E, "suspect"))
     found = replica_policy(B, C, D, E, members=members)
-    assert found.gone == {B: "it is dead", D: "it is not a member"} and found.fallback == (A,)
+    assert found.gone == {B: "it is dead", D: "it is not a member"} and found.fallback == (A, E)
     words = found.describe([Substitute(A, B, found.gone[B]), Substitute(b"?", b"!", "full")])
     assert words.split("; ") == [
         "node1 holds checkpoints in place of node2: it is dead",

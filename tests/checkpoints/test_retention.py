@@ -46,10 +46,10 @@ def retention(store: Store, journal: Journal) -> Retention:
     return Retention(store, journal, keep_s=7 * DAY_S)
 
 
-def told(job: bytes, over: bool = True, settled: int = 0) -> JobStatus:
+def told(job: bytes, over: bool = True, needed: tuple[int, ...] = ()) -> JobStatus:
     outcome = Outcome("done", "exit 0", 0, None, (), int(NOW * 1000)) if over else None
     status = status_of(job, make_witness(), None, "running", "", None)
-    return msgspec.structs.replace(status, job=job, outcome=outcome, settled=settled)
+    return msgspec.structs.replace(status, job=job, outcome=outcome, needed=needed)
 
 
 def kept(store: Store) -> set[bytes]:
@@ -125,7 +125,7 @@ async def test_end_times_of_jobs_survive_a_restart(retention: Retention, store: 
 async def test_superseded_checkpoints_are_dropped_at_once(retention: Retention, store: Store, tmp_path: Path) -> None:
     for seq in (2, 3):
         save(store, tmp_path / "in", job=ONE, seq=seq)
-    await retention.tidy({ONE: told(ONE, over=False, settled=3)}, NOW)
+    await retention.tidy({ONE: told(ONE, over=False, needed=(2, 3))}, NOW)
     assert [info.seq for info in store.manifests(ONE)] == [2, 3]
 
 

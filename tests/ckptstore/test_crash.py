@@ -24,7 +24,7 @@ if sys.argv[2] == "save":
 elif sys.argv[2] == "restore":
     store.restore(store.manifests(JOB)[0].id, root / "restored", prefix="ckpt")
 else:  # collect everything, or all but the few chunks of the first pack that the second checkpoint needs
-    store.forget_old(JOB, committed_seq=99 if sys.argv[2] == "collect" else 2, keep=0 if sys.argv[2] == "collect" else 1)
+    store.forget_old(JOB, needed=(99,) if sys.argv[2] == "collect" else (2,))
     store.collect(min_age_s=0, now_unix=time.time() + 1000)
 print("survived")
 """

@@ -46,7 +46,7 @@ def history(root: Path, cipher: StateCipher | None) -> tuple[Recorder, dict[byte
         store.accept_manifest(third.sealed)
         recorder.mark("promised", third.id)
         recorder.mark("going", first.id)
-        store.forget_old(JOB, committed_seq=2, keep=1)
+        store.forget_old(JOB, needed=(2,))
         store.collect(min_age_s=0, now_unix=time.time() + 1000)
         recorder.mark("end")
     other.close()

@@ -60,7 +60,7 @@ def test_checkpoint_is_stored_as_a_delta_to_an_earlier_one(tmp_path: Path, ciphe
 def test_base_is_kept_as_long_as_its_deltas(tmp_path: Path, cipher: StateCipher | None) -> None:
     store = open_store(tmp_path / "store")
     _, _, third = train(store, tmp_path, 3, cipher)
-    store.forget_old(JOB, committed_seq=3, keep=1)
+    store.forget_old(JOB, needed=(3,))
     assert store.collect(min_age_s=0, now_unix=time.time() + 10).packs == 1, "the pack of the second checkpoint"
     store.close()
     store = open_store(tmp_path / "store")

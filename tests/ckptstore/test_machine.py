@@ -77,7 +77,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), keep=st.integers(1, 2), later=st.sampled_from([10**4, 0]))
     def make_room(self, name: str, keep: int, later: int) -> None:
-        for identity in self.stores[name].forget_old(JOB, committed_seq=self.seq, keep=keep):
+        for identity in self.stores[name].forget_old(JOB, needed=range(self.seq - keep + 1, self.seq + 1)):
             del self.held[name][identity]
         self.stores[name].collect(min_age_s=900, now_unix=time.time() + later)
 

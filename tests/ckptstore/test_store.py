@@ -584,9 +584,12 @@ def test_forget_old_keeps_checkpoints_that_may_be_committed(tmp_path: Path) -> N
     for seq, term in ((1, 1), (2, 1), (3, 2), (3, 3)):
         write_tree(tmp_path / "in", {"a": os.urandom(100)})
         saved[seq, term] = save(store, tmp_path / "in", seq=seq, term=term).id
-    assert store.forget_old(JOB, committed_seq=2, keep=2) == []
-    assert store.forget_old(JOB, committed_seq=2, keep=1) == [saved[1, 1]]
+    assert store.forget_old(JOB, needed=()) == [] == store.forget_old(JOB, needed=(1, 2))
+    assert store.forget_old(JOB, needed=(2,)) == [saved[1, 1]]
     assert {info.id for info in store.manifests(JOB)} == {saved[2, 1], saved[3, 2], saved[3, 3]}
+    last = save(store, tmp_path / "in", seq=4, term=3).id
+    assert store.forget_old(JOB, needed=(2, 4)) == [saved[3, 2], saved[3, 3]], "an older predecessor is kept by more"
+    assert {info.id for info in store.manifests(JOB)} == {saved[2, 1], last}
 
 
 def test_collection_keeps_reachable_young_and_held_packs(tmp_path: Path) -> None:
@@ -595,7 +598,7 @@ def test_collection_keeps_reachable_young_and_held_packs(tmp_path: Path) -> None
     first = save(store, tmp_path / "in", seq=1)
     (tmp_path / "in" / "a").write_bytes(os.urandom(5000))
     second = save(store, tmp_path / "in", seq=2)
-    assert store.forget_old(JOB, committed_seq=2, keep=1) == [first.id]
+    assert store.forget_old(JOB, needed=(2,)) == [first.id]
     assert store.collect(min_age_s=600, now_unix=time.time()).packs == 0, "the pack is too young"
     for pack in (tmp_path / "store" / "packs").iterdir():
         os.utime(pack, (0, 0))

@@ -113,6 +113,18 @@ def test_checkpoint_is_committed_by_a_majority_and_then_settled() -> None:
     ]
 
 
+def test_commit_says_how_many_replicas_were_wanted_and_what_is_still_needed() -> None:
+    world = running()
+    for number, holders in enumerate([(A, B), (), (B,)], 1):
+        world.tell(CheckpointFound())
+        world.tell(CheckpointStored(b"%032d" % number, holders, None))
+    world.timer("renew")
+    record = records(world)[0]
+    assert record.commit is not None and (record.commit.wanted, record.commit.at_risk) == (2, True)
+    assert record.predecessor is not None and record.predecessor.holders == (A, B)
+    assert record.named == record.needed == (1, 3), "stores prune what neither names"
+
+
 def test_finished_job_ends_once_with_its_result() -> None:
     world = running()
     assert kinds(world.tell(exited(0))) == [SaveCheckpoint]

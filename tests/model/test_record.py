@@ -1,5 +1,7 @@
 """Records grow, groups need majorities of old and new, and a healthy group stays odd."""
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,3 +87,49 @@ def test_healthy_group_is_odd_and_keeps_live_members(
         assert set(group) <= staying and len(group) == 3
     again = healthy_group(JOB, Config(number=1, term=0, members=voters(*group)), view, 3)
     assert set(again) == set(voters(*group)), "a healthy group does not change"
+
+
+def committed(record: JobRecord, holders: int, wanted: int = 2) -> JobRecord:
+    name = b"%032d" % record.next_commit[0]
+    return record.with_commit(1, name, tuple(bytes([n]) * 32 for n in range(holders)), None, 0, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("holders", "named"),
+    [
+        ([2, 2, 2], (2, 3)),
+        ([2, 1, 1], (1, 3)),  # the second is at risk
+        ([2, 1, 0, 1], (1, 4)),
+        ([2, 1, 2, 2], (3, 4)),  # the third is as well kept as the first
+        ([0, 1, 0, 0], (2, 4)),
+        ([0, 0, 0], (2, 3)),  # no other node ever took one
+    ],
+)
+def test_record_keeps_a_better_kept_predecessor(holders: list[int], named: tuple[int, ...]) -> None:
+    record = JobRecord()
+    for count in holders:
+        record = committed(record, count)
+    assert record.named == named
+
+
+def test_job_without_replicas_is_never_at_risk() -> None:
+    record = committed(committed(committed(JobRecord(), 1, 0), 0, 0), 0, 0)
+    assert record.commit is not None and not record.commit.at_risk and record.named == (2, 3)
+
+
+def test_numbers_never_fall_when_checkpoints_are_abandoned() -> None:
+    record = committed(committed(JobRecord(), 2), 2).amended(settled=2, unfetched_unix_ms=5)
+    newest = record.commit
+    record = record.without_commit()
+    assert record.commit is not None and record.commit.seq == 1 and record.abandoned == newest
+    assert record.next_commit == (3, record.commit.manifest) and record.unfetched_unix_ms == 0
+    assert record.without_commit().next_commit == (3, None)
+    assert committed(record, 2).named == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "field", [{"needed": [1, 2, 3]}, {"needed": [-1]}, {"unfetched_unix_ms": -1}, {"unfetched_unix_ms": 1 << 53}]
+)
+def test_record_with_values_out_of_bounds_is_refused(field: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(field), type=JobRecord)
