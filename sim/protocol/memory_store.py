@@ -4,7 +4,7 @@
 chunk ids with their sizes. It is durable when a method returns, so it belongs to a simulated disk.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -161,11 +161,11 @@ class MemoryStore:
     def forget(self, identity: bytes) -> None:
         self._manifests.pop(identity, None)
 
-    def forget_old(self, job: bytes, committed_seq: int, keep: int) -> list[bytes]:
-        """Forget a job's checkpoints except the `keep` last ones up to the committed one; return the forgotten ids."""
-        old = [
-            info.id for info in self.manifests(job) if info.kind == "checkpoint" and info.seq <= committed_seq - keep
-        ]
+    def forget_old(self, job: bytes, needed: Collection[int]) -> list[bytes]:
+        """Forget a job's checkpoints below the highest number needed, except the needed ones; return the forgotten ids."""
+        newest = max(needed, default=0)
+        checkpoints = [info for info in self.manifests(job) if info.kind == "checkpoint"]
+        old = [info.id for info in checkpoints if info.seq < newest and info.seq not in needed]
         for identity in old:
             self.forget(identity)
         return old
