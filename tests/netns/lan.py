@@ -108,10 +108,10 @@ class Host:
         found = [row for row in self.client.get("/v1/jobs")["jobs"] if row["job"] == job]
         return found[0] if found else {}
 
-    def cut_off(self) -> None:
-        """Drop all incoming and outgoing packets."""
-        for chain, way in (("INPUT", "-i"), ("OUTPUT", "-o")):
-            self.iptables("-A", chain, way, "eth0", "-j", "DROP")
+    def cut_off(self, *chains: str) -> None:
+        """Drop all incoming and outgoing packets, or those of these chains: `INPUT`, `OUTPUT`."""
+        for chain in chains or ("INPUT", "OUTPUT"):
+            self.iptables("-A", chain, "-i" if chain == "INPUT" else "-o", "eth0", "-j", "DROP")
 
     def reconnect(self) -> None:
         self.iptables("-F")

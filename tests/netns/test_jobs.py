@@ -86,6 +86,24 @@ def test_isolated_host_freezes_its_guest_before_another_host_resumes_it(lan: Lan
     assert user.job(job)["attempts"][0]["node"] == victim.name
 
 
+@pytest.mark.parametrize("chain", ["INPUT", "OUTPUT"])
+def test_host_that_only_hears_or_only_speaks_freezes_its_guest_before_another_resumes_it(lan: Lan, chain: str) -> None:
+    hosts = office(lan, 4, **LENDS)
+    user = hosts[0]
+    user.ok("pause")
+    job = submit(user)
+    victim = next(host for host in hosts if host.name == saved(user, job)["node"])
+    stopped = guests(victim, job)
+    assert stopped
+    victim.cut_off(chain)
+    until(lambda: user.job(job)["attempts"][-1]["number"] == 1, "another host to take over")
+    assert {state_of(pid) for pid in guests(victim, job)} <= {"T"}, "the old guest must not run after the takeover"
+    victim.reconnect()
+    assert min(counted(user, job)) > 10
+    until(lambda: not guests(victim, job) and not victim.status()["guests"], "the old guest to be gone")
+    assert user.job(job)["attempts"][0]["node"] == victim.name
+
+
 def test_isolated_guest_freezes_or_continues_uncommitted_as_configured(lan: Lan) -> None:
     hosts = office(lan, 3, **LENDS)
     user = hosts[0]

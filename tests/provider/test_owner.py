@@ -98,6 +98,19 @@ def lending_of(inventory: Inventory, directory: Path, opened: Callable[[str], No
     )
 
 
+async def test_order_that_cannot_be_written_takes_effect_and_is_reported(tmp_path: Path) -> None:
+    inventory, place = lender(), tmp_path / "state"
+    place.touch()  # a file in place of the directory fails for root, too
+    lending = lending_of(inventory, place)
+    told = await lending.set_paused(True)
+    assert told.paused and inventory.advert().paused
+    assert "a restart forgets" in lending._problems["lending"]
+    place.unlink()
+    place.mkdir()
+    await lending.set_paused(True)
+    assert "lending" not in lending._problems and load_lending(place / "lending.json", True).paused
+
+
 @pytest.mark.parametrize(("text", "found"), [("0", 0), ("1", 1), ("GPU-b", 1), ("aaaa", 0)])
 def test_gpu_is_found_by_index_or_prefix(text: str, found: int) -> None:
     assert lending_of(lender(), Path()).find_gpu(text) == GPUS[found].uuid
