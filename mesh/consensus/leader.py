@@ -26,7 +26,7 @@ from mesh.consensus.messages import (
 from mesh.consensus.proposer import ANSWER_S, Fenced, Proposer
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import Witness
-from mesh.model.record import Config, JobRecord, Outcome, OutcomeKind, Voter
+from mesh.model.record import FIRST_TERM, Config, JobRecord, Outcome, OutcomeKind, Voter
 from mesh.model.spec import JobSpec, attempt_request, format_job, waiting_place
 from placement.advert import Advert
 from placement.decision import decide, explain
@@ -200,6 +200,18 @@ class Leader:
 
     # --- winning a term
 
+    def await_first_term(self, at: Instant) -> None:
+        """Leave the job alone until its submission here is decided, or could have been."""
+        self._idle_since = at.now + ANSWER_S
+
+    def use_first_term(self, submission: Proposer, at: Instant) -> list[Effect]:
+        """Place the job in the term of its submission, which a majority has accepted and nobody else may use."""
+        free = self.witness.witness_record.promised == submission.term and self.witness.lease_left_s(at.now) == 0
+        if self.view is None or self.state != "watching" or not free:
+            return []
+        self._proposer, self._term = submission, submission.term
+        return self._place(at)
+
     def _place_in_line(self) -> int:
         assert self.view is not None
         # Nodes that are about to leave go last.
@@ -300,7 +312,7 @@ class Leader:
         config = max(known, key=lambda config: config.order)
         if voter not in config.everyone:
             return []
-        blank = Proposer(self.job, self.witness.witness_record.spec, 0, config, JobRecord(), None)
+        blank = Proposer(self.job, self.witness.witness_record.spec, FIRST_TERM, config, JobRecord(), None)
         kind = PreVote if self.state == "asking" else Prepare
         return [Send(voter.node, blank.introduction()), Send(voter.node, kind(job=self.job, term=self._term))]
 

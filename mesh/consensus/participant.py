@@ -56,7 +56,7 @@ from mesh.consensus.reports import (
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import Witness, unknown_job
-from mesh.model.record import Config, JobRecord, Voter
+from mesh.model.record import FIRST_TERM, Config, JobRecord, Voter
 from mesh.model.spec import JobSpec, SpecError, format_job
 from placement.preemption import must_yield
 from placement.request import Request
@@ -130,6 +130,7 @@ class Participant:
         self.members: dict[bytes, GangMember] = {}
         self.refused = 0  # messages that no correct peer sends
         self._submissions: dict[bytes, _Submission] = {}
+        self._first_terms: set[bytes] = set()  # jobs submitted in this run that nobody has been asked to start
         self._judge_again: dict[tuple[bytes, bytes], float] = {}  # when an order to recover a job is judged once more
         self._to_release: dict[bytes, set[bytes]] = {}  # witnesses to tell that the run before is over here
         self._vouchers: dict[bytes, tuple[tuple[bytes, int, bytes], bytes]] = {}  # the last warrant for each job
@@ -172,8 +173,10 @@ class Participant:
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
         """Propose the job's empty record to its witnesses; `Submitted` answers."""
         config = Config(number=0, term=0, members=spec.witnesses)
-        proposer = Proposer(job, spec_bytes, 0, config, JobRecord(), None)
+        proposer = Proposer(job, spec_bytes, FIRST_TERM, config, JobRecord(), None)
         self._submissions[job] = _Submission(proposer, at.now + SUBMIT_WITHIN_S)
+        if spec.submitter == self.me and job not in self.witnesses:
+            self._first_terms.add(job)
         return self._resubmit(job, at)
 
     def recover(self, plan: Plan, reconfiguration: bytes, at: Instant) -> list[Directed]:
@@ -344,9 +347,11 @@ class Participant:
             return self._from(job, "witness", effects)
         effects = [self._vouched(effect, message.holder) for effect in effects]
         accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
-        runs_on = message.record.outcome is None and message.term > 0
+        runs_on = message.record.outcome is None and sender in message.config.nodes
         if accepted and runs_on and message.holder is None and held is None:
             self.leaders[job].rival_seen(sender, PATIENCE_S, at)  # that leader keeps the job waiting
+        if sender == self.me and job in self._first_terms:
+            self.leaders[job].await_first_term(at)
         return self._from(job, "witness", effects) + self._leader_looks(job, at)
 
     def _vouched(self, effect: Effect, holder: bytes | None) -> Effect:
@@ -511,7 +516,7 @@ class Participant:
         submission = self._submissions.get(job)
         asked = submission is not None and submission.proposer.asks(sender)
         if submission is not None and asked and message.term == submission.proposer.term:
-            out += self._on_submission_answer(job, submission, sender, message)
+            out += self._on_submission_answer(job, submission, sender, message, at)
         leader, runner = self.leaders.get(job), self.runners.get(job)
         if leader is not None:
             out += self._from(job, "leader", leader.handle(sender, message, at))
@@ -523,18 +528,21 @@ class Participant:
         return out
 
     def _on_submission_answer(
-        self, job: bytes, submission: _Submission, sender: bytes, message: Accepted | Refused
+        self, job: bytes, submission: _Submission, sender: bytes, message: Accepted | Refused, at: Instant
     ) -> list[Directed]:
+        decided = None
         if isinstance(message, Refused):
             answer = submission.proposer.on_refused(sender, message)
-            if not isinstance(answer, Fenced) and message.promised <= submission.proposer.term:
+            recovers = submission.proposer.reconfiguration is not None
+            older = recovers and message.promised <= submission.proposer.term
+            if not isinstance(answer, Fenced) and (message.needs_spec or older):
                 return self._from(job, "submitter", list(answer))
-            if submission.proposer.reconfiguration is not None:
+            if recovers:
                 del self._submissions[job]
                 return self._from(job, "submitter", [Submitted("a node has a newer record of it")])
             submission.have_it.add(Voter(sender, message.disk))
             # A record accepted under a term that was won is known to a majority.
-            if not (message.finished or message.accepted_term > 0 or submission.known):
+            if not (message.finished or message.accepted_term > FIRST_TERM or submission.known):
                 return []
         else:
             decided = submission.proposer.on_accepted(sender, message)
@@ -542,7 +550,11 @@ class Participant:
             if decided is None and (submission.proposer.reconfiguration is not None or not submission.known):
                 return []
         del self._submissions[job]
-        return self._from(job, "submitter", [Submitted(None)])
+        out = self._from(job, "submitter", [Submitted(None)])
+        if decided is not None and job in self._first_terms and job in self.leaders:
+            out += self._from(job, "leader", self.leaders[job].use_first_term(submission.proposer, at))
+        self._first_terms.discard(job)
+        return out
 
     def _resubmit(self, job: bytes, at: Instant) -> list[Directed]:
         submission = self._submissions[job]

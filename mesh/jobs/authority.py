@@ -23,7 +23,7 @@ from membership.trust import (
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_reconfiguration
 from mesh.consensus.messages import Accept, Enlist, Start
-from mesh.model.record import Config, JobRecord
+from mesh.model.record import FIRST_TERM, Config, JobRecord
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
 
 MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
@@ -126,11 +126,12 @@ def may_propose(
     """
     if message.config.number == 0 and message.config.members != spec.witnesses:
         return False
-    if message.term <= 0:
-        blank = message.term == 0 and message.holder is None and message.record == JobRecord()
-        return blank and (created or message.config == known.config)
+    if message.term < FIRST_TERM:
+        return False
     if message.holder is None and sender in known.config.nodes:
         return True
+    if message.term == FIRST_TERM and message.holder is None and message.record == JobRecord():
+        return created or message.config == known.config
     if sender == known.holder and message.term == known.promised:
         return True
     givers = (warrants(one, message.job, message.term, sender) for one in message.warrants[:MOST_WARRANTS])

@@ -15,6 +15,7 @@ OutcomeKind = Literal["done", "failed", "cancelled"]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Needed = Annotated[tuple[Number, ...], msgspec.Meta(max_length=2)]
 
+FIRST_TERM = 1  # of every job; it belongs to the submitter, so nobody has to win it
 MAX_ATTEMPTS_KEPT = 64  # the newest; bounds the message that carries a record
 
 

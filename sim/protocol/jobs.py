@@ -68,7 +68,7 @@ from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
 from mesh.jobs.authority import encode_warrant, may_propose
 from mesh.jobs.status_gossip import RECOVERED
-from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
+from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
@@ -705,7 +705,7 @@ class JobsWorld(MembershipWorld):
                     accept = Accept(job, term, 1, group, stolen, thief.id, spec=record.spec, warrants=(warrant,))
                     thief.send(node, accept)
                     thief.send(node, msgspec.structs.replace(accept, holder=None))
-                thief.send(node, Accept(job, 0, 1, own, JobRecord(), None, spec=record.spec))
+                thief.send(node, Accept(job, FIRST_TERM, 1, own, JobRecord(), None, spec=record.spec))
             for other in up:
                 for asked in (record.promised, term):
                     refused = Refused(

@@ -15,6 +15,7 @@ from mesh.consensus.messages import (
     Enlisted,
     MakeRoom,
     Prepare,
+    PreVote,
     Refused,
     Released,
     Start,
@@ -25,7 +26,7 @@ from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Config, JobRecord, Outcome
+from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome
 from mesh.model.spec import JobSpec, SpecError
 from tests.consensus.worlds import (
     DISK,
@@ -69,9 +70,7 @@ def messages(out: list[Directed], kind: type) -> list[tuple[bytes, AnyMessage]]:
 
 
 def introduce(participant: Participant, holder: bytes | None = None, spec: bytes | None = SPEC_BYTES) -> list[Directed]:
-    message = Accept(
-        job=JOB, term=1 if holder else 0, round=1, config=GROUP, record=JobRecord(), holder=holder, spec=spec
-    )
+    message = Accept(job=JOB, term=1, round=1, config=GROUP, record=JobRecord(), holder=holder, spec=spec)
     return participant.receive(holder or B, message, at(0))
 
 
@@ -175,7 +174,7 @@ def test_submission_succeeds_when_a_majority_accepts() -> None:
 def refused(promised: int, accepted_term: int = 0, finished: bool = False) -> Refused:
     return Refused(
         job=JOB,
-        term=0,
+        term=1,
         disk=DISK,
         round=1,
         promised=promised,
@@ -191,7 +190,7 @@ def test_submission_does_not_succeed_by_the_submitters_own_witness() -> None:
     """The leader on the submitter asks for a term once the local witness record exists, so that witness refuses the retry."""
     submitter = make_participant(A)
     submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
-    assert submitter.receive(A, refused(1), at(1)) == [] and submitter.receive(A, refused(2), at(2)) == []
+    assert submitter.receive(A, refused(2), at(1)) == [] and submitter.receive(A, refused(3), at(2)) == []
     assert submitter.receive(B, refused(2), at(3)) == [Directed(JOB, "submitter", Submitted(None))], (
         "two of three witnesses have the job"
     )
@@ -260,10 +259,11 @@ def test_finished_job_neither_starts_nor_is_joined() -> None:
 
 
 def test_submitted_job_is_launched_on_the_only_lending_node() -> None:
-    """Four nodes exchange messages in order; three are witnesses and only D lends."""
+    """Four nodes exchange messages in order; three are witnesses and only D lends. Nobody has to win the first term."""
     nodes = {node: make_participant(node) for node in (A, B, C, D)}
     queue: list[tuple[bytes, bytes, AnyMessage]] = []
     launched: list[bytes] = []
+    seen: list[AnyMessage] = []
 
     def take(me: bytes, out: list[Directed]) -> None:
         for item in out:
@@ -281,10 +281,46 @@ def test_submitted_job_is_launched_on_the_only_lending_node() -> None:
         if not queue:
             break
         source, target, message = queue.pop(0)
+        seen.append(message)
         take(target, nodes[target].receive(source, message, at(0)))
     assert launched == [D] and not queue
+    assert not any(isinstance(message, PreVote | Prepare) for message in seen)
+    assert {message.term for message in seen if isinstance(message, Accept | Start)} == {FIRST_TERM}
     holders = {nodes[node].witnesses[JOB].witness_record.holder for node in (A, B, C)}
     assert holders == {D}
+
+
+def accept_alone(node: Participant, out: list[Directed]) -> list[Directed]:
+    """Let a sole witness take the submission of its own node, and return what that leads to."""
+    while accepts := messages(out, Accept):
+        out = [more for _, message in accepts for more in node.receive(A, message, at(1))]
+        for _, answer in messages(out, Accepted | Refused):
+            out += node.receive(A, answer, at(1))
+    return out
+
+
+def sole(restored: WitnessRecord | None = None) -> Participant:
+    spec = make_spec(witnesses=voters(A))
+    rules = Rules(lambda job, sealed: spec, lambda job, spec, start: None, lambda *asked: True)
+    node = Participant(A, DISK, "node-1", rules, Random(1))
+    node.observe(make_view(A, (A, D)), at(0))
+    if restored is not None:
+        node.restore(Witness.restored(restored, spec, 0.0), at(0))
+        node.observe(make_view(A, (A, D)), at(0))
+    return node
+
+
+def test_first_term_is_used_once_and_not_after_a_restart() -> None:
+    spec = make_spec(witnesses=voters(A))
+    first = sole()
+    out = accept_alone(first, first.submit(JOB, SPEC_BYTES, spec, at(0)))
+    assert [message.term for _, message in messages(out, Start)] == [FIRST_TERM]  # type: ignore[union-attr]
+    assert messages(accept_alone(first, first.submit(JOB, SPEC_BYTES, spec, at(1))), Start) == []
+    again = sole(first.witnesses[JOB].witness_record)
+    assert messages(accept_alone(again, again.submit(JOB, SPEC_BYTES, spec, at(1))), Start) == []
+    keeper = sole()
+    out = accept_alone(keeper, keeper.submit(JOB, SPEC_BYTES, make_spec(submitter=B, witnesses=voters(A)), at(0)))
+    assert messages(out, Start) == [], "the first term is the submitter's"
 
 
 def test_prepare_for_an_unknown_job_is_refused() -> None:

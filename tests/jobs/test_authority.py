@@ -302,7 +302,7 @@ def test_group_is_changed_by_no_other_member(town: Town) -> None:
                 )
                 assert not town.authority.may_propose(thief, message, at, spec, False)
     first = Config(0, 0, (Voter(thief, DISK),))
-    blank = Accept(at.job, 0, 1, first, JobRecord(), None)
+    blank = Accept(at.job, 1, 1, first, JobRecord(), None)
     assert not town.authority.may_propose(thief, blank, at, spec, True), "the first group is the description's"
     anyone = msgspec.structs.replace(blank, config=at.config)
     assert town.authority.may_propose(thief, anyone, at, spec, True), "anybody may bring a submission"
