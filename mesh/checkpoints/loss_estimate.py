@@ -50,6 +50,11 @@ class LossEstimate:
         self.share = 1.0  # share of the bandwidth for background checkpoints
         self._listening: list[Callable[[Urgency], None]] = []
 
+    @property
+    def deadline_s(self) -> float | None:
+        """Return when the guest must be elsewhere, once it has notice."""
+        return self._deadline_s
+
     def began(self, now: float, saved: bool, step: int | None) -> None:
         """The guest computes from now on. `saved`: there is a checkpoint, at `step` if the job reports steps."""
         self._since_s, self._saved, self._step = now, saved, step

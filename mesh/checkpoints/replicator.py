@@ -8,7 +8,7 @@ unless the job has to leave (`departure_transfers.py`).
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ from mesh.util.boottime import boot_s
 from mesh.util.byte_text import part
 
 COPY_TIMEOUT_S = 3600.0
-REFUSED = 403  # HTTP
+REFUSED, NOT_FOUND = 403, 404  # HTTP
 LOOK_S = 0.5  # between looks at running copies: there may be notice, and its deadline may pass (own choice)
 SLOW_AFTER_S, SLOW_BYTES_S = (
     5.0,
@@ -57,7 +57,14 @@ log = logging.getLogger(__name__)
 
 
 class FetchError(RuntimeError):
-    """A checkpoint could not be fetched; the text tells which nodes were asked and why each failed."""
+    """A checkpoint could not be fetched; the text tells which nodes were asked and why each failed.
+
+    `unsure`: the nodes that may have it all the same; the others answered that they do not have it whole.
+    """
+
+    def __init__(self, text: str, unsure: Set[NodeId] = frozenset()) -> None:
+        super().__init__(text)
+        self.unsure = frozenset(unsure)
 
 
 class Replicated(msgspec.Struct, frozen=True):
@@ -282,6 +289,7 @@ class Replicator:
         have = await asyncio.to_thread(self._store.base_candidates, wanted.job) if missing else ()
         plan = Fetch({identity: size for identity, size in wanted.sizes.items() if identity in missing}, sources)
         total = plan.left_bytes
+        unsure: set[NodeId] = set()
         finishing: list[asyncio.Task[int]] = []  # so that no source waits for this disk
 
         async def ask(request: Request) -> Sequence[bytes]:
@@ -293,12 +301,14 @@ class Replicator:
         def fault(source: NodeId, error: BaseException) -> str | None:
             if isinstance(error, CorruptChunk):
                 self.refusals.count("chunks", source, f"of what was fetched from it, {error}")
+            elif not _lacks_it(error):
+                unsure.add(source)
             return str(error) if isinstance(error, PeerError | CorruptChunk | TimeoutError | OSError) else None
 
         try:
             problem = await fetched(plan, ask, fault)
             if problem:
-                raise FetchError(problem)
+                raise FetchError(problem, unsure)
             await asyncio.gather(*finishing)
             await asyncio.to_thread(self._store.accept_manifest, sealed, "ignore")
         finally:
@@ -313,6 +323,7 @@ class Replicator:
     async def _fetch_manifest(self, manifest: bytes, holders: Sequence[NodeId]) -> tuple[bytes, list[NodeId]]:
         """Fetch the sealed manifest from the first holder that has it; every holder is a source of chunks until it fails."""
         reasons: list[str] = []
+        unsure: set[NodeId] = set()
         if self._store.has(manifest):
             return await asyncio.to_thread(self._store.sealed_manifest, manifest), list(holders)
         for holder in holders:
@@ -321,9 +332,10 @@ class Replicator:
                 sealed = await self._peers.call(holder, "GET", path, answer_bytes=MAX_MANIFEST_BYTES)
             except PeerError as error:
                 reasons.append(str(error))
+                unsure |= set() if _lacks_it(error) else {holder}
                 continue
             return sealed, [holder, *(other for other in holders if other != holder)]
-        raise FetchError("; ".join(reasons) or "no node is known to have it")
+        raise FetchError("; ".join(reasons) or "no node is known to have it", unsure)
 
     async def _copy(self, action: CopyTo, manifest: bytes, transfer: Transfer) -> None:
         sealed = await asyncio.to_thread(self._store.sealed_manifest, manifest)
@@ -389,3 +401,8 @@ class Replicator:
             raise
         finish = asyncio.create_task(asyncio.to_thread(receiver.keep), name="keep what came")
         return [identity for identity in request.ids if identity in receiver.arrived], finish
+
+
+def _lacks_it(error: BaseException) -> bool:
+    """Tell whether a peer has answered that it does not have what was asked for."""
+    return isinstance(error, PeerError) and error.status == NOT_FOUND

@@ -25,6 +25,10 @@ from mesh.model.spec import JobSpec
 from mesh.util.boottime import boot_s
 
 RESULT_REPLICAS = 2
+RETRY_FOR_S, RETRY_EVERY_S = (
+    10.0,
+    1.0,
+)  # while no node takes a copy: a suspect node is back or dead by then (own choice)
 SHOWN_AFTER_S = 2.0  # a faster save is not shown (own choice)
 
 
@@ -95,17 +99,24 @@ class CheckpointWriter:
             self.state_bytes = saved.manifest.total_bytes
             if compress:
                 self._compression.learn(saved.raw_bytes, saved.new_bytes, time.monotonic() - begun, idle_cores)
-            copies = await self._replicator.replicate(
-                saved.id,
-                rules.to,
-                replica_policy.fallback,
-                rules.replicas,
-                replica_policy.gone,
-                self._loss,
-                self._sends,
-            )
+            give_up_s = boot_s() + RETRY_FOR_S
+            while True:
+                copies = await self._replicator.replicate(
+                    saved.id,
+                    rules.to,
+                    replica_policy.fallback,
+                    rules.replicas,
+                    replica_policy.gone,
+                    self._loss,
+                    self._sends,
+                )
+                refusal = replica_policy.refusal(copies.holders, rules.replicas, copies.short)
+                if not refusal or boot_s() >= (self._loss.deadline_s or give_up_s):
+                    break
+                await asyncio.sleep(RETRY_EVERY_S)
+                replica_policy = self._replica_policy()
         self._holders = copies.holders
-        if refusal := replica_policy.refusal(copies.holders, rules.replicas, copies.short):
+        if refusal:
             raise StoreError(refusal)
         self._loss.stored(since_s, step)
         self._cadence.stored(boot_s(), since_s, saved.new_bytes * max(1, len(copies.holders)))

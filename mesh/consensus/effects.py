@@ -82,6 +82,14 @@ class Committed(msgspec.Struct, frozen=True):
     commit: Commit
 
 
+class Abandoned(msgspec.Struct, frozen=True):
+    """A majority holds the record in which this checkpoint is given up for `instead`, or for the beginning."""
+
+    commit: Commit
+    instead: Commit | None
+    reason: str
+
+
 class RunUntil(msgspec.Struct, frozen=True):
     """Let the guest run until this time of CLOCK_BOOTTIME; it is frozen from then until it may run again."""
 
@@ -139,6 +147,7 @@ Effect = (
     | SaveWitnessRecord
     | SetTimer
     | Committed
+    | Abandoned
     | Ended
     | Concluded
     | StateChanged

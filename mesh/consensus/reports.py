@@ -1,5 +1,7 @@
 """Reports: what a node reports to a job's runner, or to its gang member, about the guest, its files and the owner's orders."""
 
+from typing import Literal
+
 import msgspec
 
 from mesh.consensus.contract import EXIT_NOT_EXECUTABLE
@@ -10,11 +12,17 @@ class GuestStarted(msgspec.Struct, frozen=True):
 
 
 class GuestFailed(msgspec.Struct, frozen=True):
-    """The guest could not be started here. `elsewhere`: another node may succeed."""
+    """The guest could not be started here. `elsewhere`: another node may succeed.
+
+    `unfetched`: its last checkpoint could not be fetched: nodes that may have it are away, or all answered that they do not
+    have it whole (lost). `predecessor_here`: the checkpoint before it is here.
+    """
 
     reason: str
     elsewhere: bool
     exit_code: int = EXIT_NOT_EXECUTABLE
+    unfetched: Literal["", "away", "lost"] = ""
+    predecessor_here: bool = False
 
 
 class GuestExited(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from mesh.consensus.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, VACATED, ExitFacts, describe_exit, judge
 from mesh.consensus.effects import (
+    Abandoned,
     Committed,
     Concluded,
     Effect,
@@ -27,6 +28,7 @@ from mesh.consensus.effects import (
     SetTimer,
     StateChanged,
 )
+from mesh.consensus.fallback import patience_s
 from mesh.consensus.gang import LATE_S, Gang
 from mesh.consensus.messages import (
     Accepted,
@@ -62,7 +64,7 @@ from mesh.consensus.reports import (
 )
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import RATE_BOUND
-from mesh.model.record import Attempt, Config, JobRecord, Outcome, OutcomeKind
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, OutcomeKind
 from mesh.model.spec import JobSpec
 from placement.preemption import RunningJob
 
@@ -125,6 +127,7 @@ class Runner:
         self._outcome: Outcome | None = None
         self._member_failed = False
         self._time_up = ""  # why it may not continue, here or elsewhere
+        self._abandoned: Abandoned | None = None
         self._ending = ""  # why the attempt ends, once decided
 
     @property
@@ -241,6 +244,8 @@ class Runner:
             case GuestStarted(resumed_step=step):
                 self.state = "running"
                 self._amend_attempt(running_unix_ms=at.unix_ms, resumed_step=step, last_step=step)
+                if self.record.unfetched_unix_ms:
+                    self._proposer.record = self.record.amended(unfetched_unix_ms=0)
                 self.next_placement.began(at.now)
                 effects: list[Effect] = [
                     *self._propose(at),
@@ -403,6 +408,7 @@ class Runner:
             released = Released(job=self.job, term=self.term)
             closed = Closed(job=self.job, term=self.term, record=record)
             effects += [Send(node, released if record.outcome is None else closed) for node in self.config.nodes]
+            effects += [self._abandoned] if self._abandoned is not None else []
             effects.append(Ended(self._ending))
             return effects if record.outcome is None else [*effects, Concluded(record.outcome)]
         if self.state == "acquiring" and self._gang is not None:
@@ -558,9 +564,29 @@ class Runner:
             self._exited = GuestExited(code=failure.exit_code, oom=False, forced_done=False)
             self._ending = "cancelled" if self._cancelled else f"failed ({failure.reason})"
             return [self._result()]
+        if failure.unfetched and not self._vacate_reason and self.record.commit is not None:
+            return self._could_not_fetch(failure, self.record.commit, at)
         self._amend_attempt(fault=not self._vacate_reason)
         words = VACATED + self._vacate_reason if self._vacate_reason else f"could not start: {failure.reason}"
         return self._release(words, at)
+
+    def _could_not_fetch(self, failure: GuestFailed, commit: Commit, at: Instant) -> list[Effect]:
+        """Give up a checkpoint that no node can give, once it is lost or the job has waited for long enough."""
+        since = self.record.unfetched_unix_ms or at.unix_ms
+        waited_s = (at.unix_ms - since) / 1000
+        patience = patience_s(self.record, failure.predecessor_here, self.spec.lease_s)
+        if failure.unfetched == "away" and waited_s < patience:
+            self._proposer.record = self.record.amended(unfetched_unix_ms=since)
+            self._blame_this_node()
+            return self._release(f"could not start: {failure.reason}", at)
+        self._proposer.record = self.record.without_commit()
+        instead = self.record.commit
+        target = f"checkpoint {instead.seq}" if instead is not None else "the beginning"
+        why = f"no node has it whole ({failure.reason})"
+        if failure.unfetched == "away":
+            why = f"no node gave it for {waited_s:.0f} s ({failure.reason})"
+        self._abandoned = Abandoned(commit, instead, f"{why}; the job continues from {target}")
+        return self._release(f"checkpoint {commit.seq} is abandoned: {self._abandoned.reason}", at)
 
     def _result(self) -> SaveResult:
         return SaveResult(*self.record.next_commit)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -69,6 +69,14 @@ HaveImage = Callable[[str, bytes | None, Callable[[str], None]], Awaitable[str]]
 
 class Abandoned(Exception):
     """The attempt is not to start any more."""
+
+
+class CommitNotFetched(Exception):
+    """The last checkpoint could not be fetched; `failure` tells the runner what that means."""
+
+    def __init__(self, failure: GuestFailed) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 class Attempt:
@@ -241,6 +249,10 @@ class Attempt:
             await asyncio.to_thread(trees.remove, self.base)
             await self._report(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
             return
+        except CommitNotFetched as error:
+            await asyncio.to_thread(trees.remove, self.base)
+            await self._report(error.failure)
+            return
         except (EngineError, Abandoned) as error:
             await self._report(GuestFailed(str(error), elsewhere=True))
             return
@@ -370,8 +382,7 @@ class Attempt:
             await asyncio.to_thread(restore, self.spec.workdir, "work", "work")
         (base / "work").mkdir(exist_ok=True)
         if commit is not None:
-            holders = [*commit.holders, *self._replica_policy().fallback]
-            await self._replicator.fetch(commit.manifest, holders, self._brings("checkpoint"))
+            await self._fetch_commit(record, commit)
             kept = commit.manifest
             self.writer.state_bytes = await asyncio.to_thread(lambda: self._store.manifest(kept).total_bytes)
             parts = {"logs": "log", **{part: part for part in (("dump", *PARTS) if whole else ("ckpt",))}}
@@ -383,6 +394,29 @@ class Attempt:
             tree = committed_tree(base / "ckpt", self.spec.checkpointing, time.time(), ended=True)
             self._saved_key = self._found_key = tree.key if tree is not None else None
             await asyncio.to_thread(link_checkpoints, base, self.spec.checkpointing.directory)
+
+    async def _fetch_commit(self, record: JobRecord, commit: Commit) -> None:
+        """Fetch the last checkpoint; CommitNotFetched tells whether it is lost, and whether its predecessor is here then."""
+        try:
+            await self._replicator.fetch(commit.manifest, self._sources(record, commit), self._brings("checkpoint"))
+        except FetchError as error:
+            before, here = record.predecessor, False
+            if before is not None:
+                with suppress(FetchError, StoreError, OSError):
+                    await self._replicator.fetch(before.manifest, self._sources(record, before))
+                    here = True
+            reason = f"checkpoint {commit.seq} could not be brought here: {error}"
+            unfetched: Literal["away", "lost"] = "away" if error.unsure else "lost"
+            raise CommitNotFetched(
+                GuestFailed(reason, elsewhere=True, unfetched=unfetched, predecessor_here=here)
+            ) from error
+
+    def _sources(self, record: JobRecord, commit: Commit) -> list[bytes]:
+        """Return the other nodes that may have a checkpoint: its holders, those that ran the job since, then any."""
+        policy = self._replica_policy()
+        ran = [one.node for one in record.attempts if one.term >= commit.term and one.running_unix_ms]
+        known = [node for node in (*commit.holders, *reversed(ran)) if node in policy.members]
+        return list(dict.fromkeys([*known, *policy.fallback]))
 
     # --- watching
 

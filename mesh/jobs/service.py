@@ -30,6 +30,7 @@ from mesh.checkpoints.retention import Retention
 from mesh.checkpoints.save_schedule import SaveSchedules, base_rates
 from mesh.checkpoints.witness_group import WitnessGroup
 from mesh.consensus.effects import (
+    Abandoned,
     Committed,
     Concluded,
     Decided,
@@ -507,8 +508,14 @@ class JobService:
                 self.own_status.on_state(job, state)
             case Committed(commit=commit):
                 copies = f"on {plural(len(commit.holders), 'other node')}"
+                if commit.at_risk:
+                    copies = f"at risk, on {len(commit.holders)} of {plural(commit.wanted, 'other node')}"
                 note(job, "checkpoint", copies, number=commit.seq, step=commit.step)
                 self._standby_sync.follow(job, self.participant.runners.get(job))
+            case Abandoned(commit=commit, reason=reason):
+                note(
+                    job, "state", reason, new=f"checkpoint {commit.seq} abandoned", number=commit.seq, step=commit.step
+                )
             case Decided(decision=decision):
                 note(job, "decision", decision.words, target=decision.chosen, decision=decision)
             case Concluded(outcome=outcome):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from mesh.consensus.effects import (
+    Abandoned,
     Committed,
     Concluded,
     Effect,
@@ -19,6 +20,7 @@ from mesh.consensus.effects import (
     SetTimer,
     StateChanged,
 )
+from mesh.consensus.fallback import patience_s
 from mesh.consensus.messages import Accepted, Cancel, Prepare, Refused
 from mesh.consensus.proposer import UNFIT_MAX_S
 from mesh.consensus.reports import (
@@ -123,6 +125,79 @@ def test_commit_says_how_many_replicas_were_wanted_and_what_is_still_needed() ->
     assert record.commit is not None and (record.commit.wanted, record.commit.at_risk) == (2, True)
     assert record.predecessor is not None and record.predecessor.holders == (A, B)
     assert record.named == record.needed == (1, 3), "stores prune what neither names"
+
+
+def stored_twice() -> JobRecord:
+    """Return the record of a job that ran for 200 s and saved after 0 s and 100 s."""
+    world = RunnerWorld()
+    world.now = 10.0
+    world.begin()
+    world.tell(GuestStarted(None))
+    for number in (1, 2):
+        world.tell(CheckpointFound())
+        world.tell(CheckpointStored(b"%032d" % number, (A, B), number * 10))
+        world.now += 100.0
+        world.timer("renew")
+    world.tell(KillWanted("gone"))
+    world.tell(exited(137))
+    world.tell(CheckpointStored(None, (), None))
+    return records(world)[0]
+
+
+def fails_to_fetch(record: JobRecord, now: float, how: str, here: bool = True) -> tuple[RunnerWorld, list[Effect]]:
+    world = RunnerWorld(make_spec(), make_start(term=record.attempts[-1].term + 1, record=record))
+    world.now = now
+    world.begin()
+    return world, world.tell(GuestFailed("gone", elsewhere=True, unfetched=how, predecessor_here=here))  # type: ignore[arg-type]
+
+
+def test_lost_checkpoint_is_abandoned_for_its_predecessor_then_for_the_beginning() -> None:
+    record = stored_twice()
+    world, effects = fails_to_fetch(record, 300.0, "lost", here=False)
+    after = records(world)[0]
+    assert kinds(effects) == [Abandoned, Ended] and after.commit == record.predecessor
+    assert after.abandoned == record.commit and not after.attempts[-1].fault
+    assert after.next_commit == (3, after.commit.manifest if after.commit is not None else None), "J3"
+    (told,) = [effect for effect in effects if isinstance(effect, Abandoned)]
+    assert told.commit == record.commit and told.instead == record.predecessor
+    again, _ = fails_to_fetch(after, 310.0, "lost")
+    last = records(again)[0]
+    assert last.commit is None and last.abandoned == record.predecessor and last.next_commit == (3, None)
+    assert last.needed == record.needed, "stores prune nothing before the next commit"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_job_waits_for_away_nodes_as_long_as_the_work_takes_again(here: bool) -> None:
+    record = stored_twice()
+    patience = patience_s(record, here, 15.0)
+    assert patience == pytest.approx(100.0 if here else record.ran_s, abs=10.0)
+    world, effects = fails_to_fetch(record, 300.0, "away", here)
+    waiting = records(world)[0]
+    assert kinds(effects) == [Ended] and waiting.commit == record.commit and waiting.attempts[-1].fault
+    world, effects = fails_to_fetch(waiting, 300.0 + patience - 1, "away", here)
+    waiting = records(world)[0]
+    assert waiting.commit == record.commit and waiting.unfetched_unix_ms == 300_000
+    world, effects = fails_to_fetch(waiting, 300.0 + patience, "away", here)
+    assert Abandoned in kinds(effects) and records(world)[0].commit == record.predecessor
+
+
+def test_fallback_counts_only_once_a_majority_holds_it() -> None:
+    record = stored_twice()
+    world = RunnerWorld(make_spec(), make_start(term=2, record=record))
+    world.begin()
+    world.silent = {A, B}
+    assert kinds(world.tell(GuestFailed("gone", elsewhere=True, unfetched="lost"))) == []
+    assert world.witnesses[A].witness_record.record.commit == record.commit
+    world.silent = set()
+    assert kinds(world.timer("renew")) == [Abandoned, Ended]
+
+
+def test_start_forgets_that_the_checkpoint_was_away() -> None:
+    world, _ = fails_to_fetch(stored_twice(), 300.0, "away")
+    later = RunnerWorld(make_spec(), make_start(term=3, record=records(world)[0]))
+    later.begin()
+    later.tell(GuestStarted(20))
+    assert later.runner.record.unfetched_unix_ms == 0 and later.runner.record.commit is not None
 
 
 def test_finished_job_ends_once_with_its_result() -> None:

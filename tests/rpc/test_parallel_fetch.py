@@ -17,7 +17,7 @@ from mesh.checkpoints import replicator as replicator_module
 from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.rpc import streams
 from mesh.rpc.client import Address
-from tests.ckptstore.worlds import CIPHER, open_store, read_tree, save, write_tree
+from tests.ckptstore.worlds import CIPHER, JOB, open_store, read_tree, save, write_tree
 from tests.rpc.nodes import client_of, node_named, serve
 
 HONEST, OTHER = node_named("h").node_id, node_named("o").node_id
@@ -40,6 +40,10 @@ class Holder:
         await self._server.close()
 
     async def _manifest(self, request: web.Request) -> web.Response:
+        if self.manner == "has lost it":
+            raise web.HTTPNotFound
+        if self.manner == "fails":
+            raise web.HTTPServiceUnavailable
         return web.Response(body=self.store.sealed_manifest(bytes.fromhex(request.match_info["id"])))
 
     async def _frames(self, request: web.Request) -> web.StreamResponse:
@@ -162,3 +166,31 @@ async def test_cancelled_fetch_leaves_nothing_open(world: World) -> None:
         while list((world.root / "ours" / "tmp").iterdir()):
             await asyncio.sleep(0.01)
     assert not world.ours.has(saved.id)
+
+
+@pytest.mark.parametrize(
+    ("manner", "unsure"), [("has lost it", False), ("fails", True), ("has not got it all", False), ("breaks off", True)]
+)
+async def test_fetch_tells_who_may_still_have_it(manner: str, unsure: bool, world: World, impatient: None) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(other=manner)
+    with pytest.raises(FetchError) as failed:
+        await replicator.fetch(saved.id, [OTHER])
+    assert failed.value.unsure == ({OTHER} if unsure else set())
+
+
+async def test_node_that_cannot_be_reached_may_still_have_it(world: World) -> None:
+    replicator = await world.replicator(other="has lost it")
+    with pytest.raises(FetchError) as failed:
+        await replicator.fetch(world.checkpoint().id, [OTHER, HONEST])
+    assert failed.value.unsure == {HONEST}
+
+
+async def test_store_with_a_later_uncommitted_checkpoint_fetches_the_committed_one(world: World) -> None:
+    committed = world.checkpoint()
+    write_tree(world.root / "later", {"a": os.urandom(1000)})
+    save(world.ours, world.root / "later", seq=2, term=5)
+    fence = world.ours.fence(JOB)
+    replicator = await world.replicator(honest="")
+    await replicator.fetch(committed.id, [HONEST])
+    assert restored(world, committed) and world.ours.fence(JOB) == fence
