@@ -7,6 +7,7 @@ import argparse
 import time
 from collections import Counter
 
+from sim.protocol.checkpoint_checkers import all_checkpoint_checkers
 from sim.protocol.job_checkers import all_job_checkers
 from sim.protocol.jobs import JobsWorld
 from sim.protocol.membership import MembershipWorld
@@ -42,7 +43,9 @@ def run_membership(seed: int, nodes: int, minutes: float) -> None:
 
 
 def run_jobs(seed: int, nodes: int, minutes: float, count: int) -> None:
-    world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, job_checkers=all_job_checkers())
+    world = JobsWorld(
+        seed, nodes=nodes, minutes=minutes, jobs=count, job_checkers=[*all_job_checkers(), *all_checkpoint_checkers()]
+    )
     print(f"faults {world.faults}")
     started = time.monotonic()
     digest = world.run()

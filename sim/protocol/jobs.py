@@ -158,6 +158,15 @@ class JobChecker:
     def launched(self, world: "JobsWorld", node: "JobNode", job: bytes, spec: bytes) -> None:
         """Called before a guest starts; `spec` is the job's signed description."""
 
+    def resumed(self, world: "JobsWorld", node: "JobNode", job: bytes, term: int, step: int) -> None:
+        """Called when a guest of this term starts at this step."""
+
+    def left(self, world: "JobsWorld", node: "JobNode", job: bytes, term: int, step: int) -> None:
+        """Called when a runner's guest has ended at a notice, by itself."""
+
+    def ended(self, world: "JobsWorld", node: "JobNode", job: bytes, reason: str) -> None:
+        """Called when an attempt is over on this node."""
+
     def switched(self, world: "JobsWorld", node: "JobNode") -> None:
         """Called after the owner of this node pulled the kill switch."""
 
@@ -401,6 +410,8 @@ class JobNode(MembershipNode):
                 world.submitted(job, problem)
             case Ended(reason=reason):
                 world.log.add(world.kernel.now, "ended", self.name, job, reason)
+                for checker in world.job_checkers:
+                    checker.ended(world, self, job, reason)
                 self._allowed.pop(job, None)
                 if guest is not None:
                     guest.ended = True
@@ -432,6 +443,8 @@ class JobNode(MembershipNode):
             checker.launched(self.world, self, job, host.spec_bytes)
         guest = Guest(step, self.world.steps_of_job[job], isinstance(host, GangMember))
         self.guests[job] = guest
+        for checker in self.world.job_checkers:
+            checker.resumed(self.world, self, job, host.term, step)
         self.gang_members_started += guest.gang_member
         self.machine_after(STEP_S, self._take_step, job, guest)
         self.report(job, GuestStarted(step))
@@ -448,6 +461,9 @@ class JobNode(MembershipNode):
             if done or guest.vacating:
                 guest.ended = True
                 code = 0 if done else 85
+                runner = self.participant.runners.get(job)
+                for checker in self.world.job_checkers if runner is not None and not done else ():
+                    checker.left(self.world, self, job, runner.term, guest.step)  # type: ignore[union-attr]
                 self.after(0.0, self.report, job, GuestExited(code, False, False))
                 return
             if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.gang_member:

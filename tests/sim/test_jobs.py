@@ -25,6 +25,7 @@ from mesh.model.spec import decode_spec
 from placement.advert import Advert
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
+from sim.protocol.checkpoint_checkers import ResumesFromCommit, all_checkpoint_checkers
 from sim.protocol.faults import JOB_INCIDENTS, FaultPlan, draw_job_faults
 from sim.protocol.job_checkers import NoDuplicates, OneEnd, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
@@ -38,7 +39,7 @@ CONTROL_SEEDS = 200  # within which a broken rule must be detected
 
 def checked(seed: int, **options: Any) -> JobsWorld:
     """Return a world with all checkers."""
-    return JobsWorld(seed, job_checkers=all_job_checkers(), **options)
+    return JobsWorld(seed, job_checkers=[*all_job_checkers(), *all_checkpoint_checkers()], **options)
 
 
 def play(seed: int) -> tuple[str, int, int, int, int, Counter[str], int]:
@@ -313,3 +314,31 @@ class TestNegativeControls:
 
         monkeypatch.setattr(Runner, "handle", hesitant)
         assert found(lambda seed: harsh(seed, incidents=("switch",), incident_every_s=3.0)).startswith("J7")
+
+    def test_attempts_that_start_from_scratch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobNode._launch
+
+        def forgetful(self: JobNode, job: bytes, record: JobRecord, host: Any) -> None:
+            real(self, job, msgspec.structs.replace(record, commit=None), host)
+
+        monkeypatch.setattr(JobNode, "_launch", forgetful)
+        assert found(checked).startswith(("lost work", "departure"))
+        assert found(lambda seed: JobsWorld(seed, job_checkers=[ResumesFromCommit()])).startswith("lost work")
+
+    def test_no_last_save_at_a_notice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def hasty(self: Runner, changed: Effect, at: Instant) -> list[Effect]:
+            return [changed, *self._conclude(at)]
+
+        monkeypatch.setattr(Runner, "_save_or_conclude", hasty)
+        assert found(checked).startswith("departure")
+
+    def test_commit_called_settled_before_any_witness_has_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobRecord.with_commit
+
+        def hasty(self: JobRecord, *commit: Any) -> JobRecord:
+            record = real(self, *commit)
+            assert record.commit is not None
+            return msgspec.structs.replace(record, settled=record.commit.seq)
+
+        monkeypatch.setattr(JobRecord, "with_commit", hasty)
+        assert found(checked).startswith("settled")
