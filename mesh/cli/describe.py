@@ -77,7 +77,9 @@ def _checkpoint(state: dict[str, Any]) -> str:
     if kept is None:
         return "-"
     step = f" at step {kept['step']}" if kept["step"] is not None else ""
-    return f"number {kept['seq']}{step}, {_clock(kept['created_unix_ms'])}, on {', '.join(kept['holders']) or 'its host only'}"
+    risk = f" (at risk: {kept['wanted']} wanted)" if kept["at_risk"] else ""
+    holders = ", ".join(kept["holders"]) or "its host only"
+    return f"number {kept['seq']}{step}, {_clock(kept['created_unix_ms'])}, on {holders}{risk}"
 
 
 def _next(state: dict[str, Any]) -> str:

@@ -263,7 +263,10 @@ def _draw_jobs(answer: dict[str, Any]) -> None:
             progress = f"{row['step']}/{row['of']}" if row["of"] else str(row["step"])
         kept = "-"
         if row["checkpoint"] is not None:
-            kept = f"{ago(row['checkpoint']['created_unix_ms'])} ago on {len(row['checkpoint']['holders'])}"
+            last = row["checkpoint"]
+            kept = f"{ago(last['created_unix_ms'])} ago on {len(last['holders'])}" + (
+                " (at risk)" if last["at_risk"] else ""
+            )
         array = row["array"]
         rows.append(
             [

@@ -297,6 +297,7 @@ def job_lines(described: Described, now: float) -> list[list[Cell]]:
     if kept is not None:
         step = f" at step {kept.step}" if kept.step is not None else ""
         holders = ", ".join(str(holder) for holder in kept.holders) or "its host only"
+        holders += f" (at risk: {kept.wanted} wanted)" if kept.at_risk else ""
         saved = f"checkpoint {kept.seq}{step}, {lasting(now - kept.created_unix_ms / 1000)} ago, on {holders}"
     if due is not None and job.state not in OVER:
         saved += f"; next {'due ' if due.due_unix <= now else 'in '}{coming(due.due_unix - now)}"

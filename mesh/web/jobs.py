@@ -207,7 +207,9 @@ def _saved(row: Job, stored: Sequence[Stored]) -> list[Markup]:
     if kept is not None:
         step = f" at step {kept.step}" if kept.step is not None else ""
         lines.append(("Last", join(f"number {kept.seq}{step}, ", clock(kept.created_unix_ms))))
-        lines.append(("Its replicas", ", ".join(kept.holders) or "on its host alone"))
+        lines.append(
+            ("Its replicas", (", ".join(kept.holders) or "on its host alone") + (" (at risk)" if kept.at_risk else ""))
+        )
     if row.saving is not None:
         lines.append(("Under way", _far(row.saving)))
     if due is not None:

@@ -113,7 +113,7 @@ class CheckpointHandlers:
         chosen = [_named(infos, name) for name in names]
         for info in chosen:
             use, _ = _use(info, statuses.get(info.job))
-            if use in {"committed", "in use"} and not force:
+            if use in {"committed", "at risk", "predecessor", "in use"} and not force:
                 raise MeshError(
                     f"{info.id.hex()[:12]} is {use}: job {format_job(info.job)[:8]} may need it from here; "
                     "`mesh ckpt rm --force` removes it all the same",
@@ -146,7 +146,11 @@ def _use(info: ManifestInfo, status: JobStatus | None) -> tuple[str, tuple[bytes
         return "unknown", ()
     commit, outcome = status.commit, status.outcome
     if commit is not None and commit.manifest == info.id:
-        return ("committed" if outcome is None else "kept"), commit.holders
+        use = "at risk" if commit.at_risk else "committed"
+        return (use if outcome is None else "kept"), commit.holders
+    before = status.predecessor
+    if before is not None and before.manifest == info.id and outcome is None:
+        return "predecessor", before.holders
     if outcome is not None and outcome.manifest == info.id:
         return "result", outcome.holders
     if info.kind == "workdir":

@@ -42,10 +42,12 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(Kept, frozen=True, kw_only=True):
-    """`manifest`: its id in the store; `holders`: the nodes that have it on disk."""
+    """`manifest`: its id in the store; `holders`: the nodes that have it on disk, of `wanted`; `at_risk`: fewer than wanted."""
 
     manifest: str
     holders: list[str]
+    wanted: int = 0
+    at_risk: bool = False
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
