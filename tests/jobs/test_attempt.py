@@ -11,6 +11,7 @@ import pytest
 
 from ckptstore.errors import DiskFull
 from mesh.checkpoints.replica_policy import ReplicaPolicy
+from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint
 from mesh.consensus.effects import Launch as LaunchGuest
 from mesh.consensus.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, RunnerEvent
@@ -18,10 +19,11 @@ from mesh.execution.engine import Availability, EngineError, Guest, Launch
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.wrapped import WrappedGuest
 from mesh.jobs.attempt import Attempt
+from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
 from tests.ckptstore.worlds import open_store, save
-from tests.consensus.worlds import make_spec
+from tests.consensus.worlds import A, B, C, D, E, make_spec
 
 WAIT_S, MIB = 30.0, 1 << 20
 
@@ -200,3 +202,31 @@ async def test_restore_beyond_disk_limit_is_refused_before_anything_is_written(t
             assert not list(root.rglob("file")) and not (root / "attempt").exists()
         await place.attempt.close()
         await engine.close()
+
+
+@pytest.mark.parametrize("unsure", [frozenset(), frozenset({B})])
+@pytest.mark.parametrize("predecessor_is_there", [True, False])
+async def test_start_without_its_checkpoint_says_if_it_is_lost_and_what_is_here(
+    unsure: frozenset[bytes], predecessor_is_there: bool, tmp_path: Path
+) -> None:
+    engine, asked = LateEngine(waits=False), []
+    place = Place(tmp_path, engine, store=open_store(tmp_path / "store"), checkpointing=Checkpointing())
+
+    async def fetch(manifest: bytes, sources: list[bytes], tell: object = None) -> None:
+        asked.append((manifest, sources))
+        if manifest == b"2" * 32 or not predecessor_is_there:
+            raise FetchError("gone", unsure)
+
+    place.attempt._replicator.fetch = fetch  # type: ignore[method-assign]
+    members = frozenset({A, B, D, E})
+    place.attempt._replica_policy = lambda: ReplicaPolicy(0, 0, (E, B), members=members)
+    ran = Attempted(0, D, "d", 2, 1, running_unix_ms=1, reason="gone"), Attempted(1, E, "e", 3, 1, reason="gone")
+    last, before = Commit(2, 2, b"2" * 32, None, (B, C), None, 0), Commit(1, 1, b"1" * 32, None, (A,), None, 0)
+    place.launch(JobRecord(commit=last, predecessor=before, attempts=ran))
+    end = await place.next_event()
+    assert isinstance(end, GuestFailed) and end.elsewhere
+    assert end.unfetched == ("away" if unsure else "lost") and end.predecessor_here == predecessor_is_there
+    assert asked == [(last.manifest, [B, D, E]), (before.manifest, [A, D, E, B])], "C is no member any more"
+    assert not (tmp_path / "attempt").exists()
+    await place.attempt.close()
+    await engine.close()
