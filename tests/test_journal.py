@@ -15,6 +15,7 @@ from mesh.consensus.effects import WitnessRecord
 from mesh.journal import DISK_BYTES, Journal, JournalError, OwnStay
 from mesh.model.events import Event
 from tests.consensus.worlds import JOB, A, make_witness
+from tests.system_calls import system_calls
 
 WITNESS_RECORD: WitnessRecord = make_witness().witness_record
 
@@ -220,6 +221,47 @@ async def test_confirmed_writes_survive_a_kill(tmp_path: Path) -> None:
         assert journal.moved_aside is None
         for number in range(confirmed + 1):
             assert await journal.submitted(number.to_bytes(16)) is not None
+    finally:
+        await journal.close()
+
+
+CONFIRMED = """
+import asyncio, sys
+from pathlib import Path
+from mesh.journal import Journal
+async def main():
+    home = Path(sys.argv[1])
+    journal = Journal(home / "journal.sqlite")
+    await journal.open()
+    for number in range(3):
+        await journal.save_submitted(bytes([number]) * 16, b"spec")
+        (home / "confirmed").write_bytes(b"x")
+    await journal.close()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.strace
+def test_each_write_is_synced_before_it_is_confirmed(tmp_path: Path) -> None:
+    home = tmp_path / "state"
+    home.mkdir()
+    calls = system_calls(CONFIRMED, home)
+    confirmed = [place for place, call in enumerate(calls) if call == "write confirmed"]
+    assert len(confirmed) == 3
+    for before, place in zip([0, *confirmed], confirmed, strict=False):
+        written = [call for call in calls[before:place] if call.endswith(" journal.sqlite-wal")]
+        assert written[-1] == "sync journal.sqlite-wal"
+        assert "write journal.sqlite-wal" in written
+
+
+async def test_records_are_saved_all_or_none(tmp_path: Path) -> None:
+    """A row that SQLite refuses takes the others of its call with it."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    try:
+        with pytest.raises(sqlite3.IntegrityError):
+            await journal._write("INSERT INTO keys VALUES (?, ?)", (b"a", b"key"), (b"a", b"again"))
+        assert await journal.keys() == []
     finally:
         await journal.close()
 

@@ -95,6 +95,15 @@ def zsh_problem() -> str:
 
 
 @cache
+def strace_problem() -> str:
+    """Return why the system calls of a program cannot be recorded, or an empty text."""
+    if shutil.which("strace") is None:
+        return "strace is not installed (Debian: apt-get install strace)"
+    done = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    return f"strace: {done.stderr.strip()[:100]}" if done.returncode else ""
+
+
+@cache
 def fish_problem() -> str:
     """Return why fish is not available, or an empty text."""
     return "" if shutil.which("fish") else "fish is not installed (Debian: apt-get install fish)"
@@ -172,6 +181,7 @@ PROBES = {
     "jupyter": jupyter_problem,
     "promtool": promtool_problem,
     "ssh": ssh_problem,
+    "strace": strace_problem,
     "zsh": zsh_problem,
     "fish": fish_problem,
 }

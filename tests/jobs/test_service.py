@@ -1,6 +1,9 @@
 """Job service: behaviour when the input queue is full."""
 
 import asyncio
+import contextlib
+import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +13,17 @@ import pytest
 
 from ckptstore.store import Store
 from membership.identity import Identity
+from mesh.consensus.effects import SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
 from mesh.consensus.messages import Cancel, encode_message
+from mesh.consensus.participant import Directed
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.view import Instant
 from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
+from mesh.jobs.message_sender import MessageSender
 from mesh.jobs.service import JobService
 from mesh.journal import Journal
+from mesh.model.record import Config, JobRecord, Voter
 from tests.consensus.worlds import JOB, SPEC_BYTES, B, make_spec
 
 WAIT_S = 10.0
@@ -106,3 +113,43 @@ async def test_worker_keeps_messages_to_itself_when_the_queue_is_full() -> None:
     for item in await queue.batch():
         item(Instant(1.0, 1))
     assert order[0] == "own" and order.count("queued") == BATCH - 1
+
+
+def record(term: int) -> WitnessRecord:
+    return WitnessRecord(
+        job=JOB,
+        disk=b"d" * 8,
+        spec=SPEC_BYTES,
+        config=Config(0, 0, (Voter(B, b"d" * 8),)),
+        promised=term,
+        accepted_term=0,
+        record=JobRecord(),
+        holder=None,
+        cancel_wanted=False,
+    )
+
+
+async def test_promise_is_on_disk_before_it_is_sent(jobs: JobService) -> None:
+    """A journal that stands still holds back every message of the batch, and the last record of the batch is kept."""
+    sent, goes_on = list[list[int]](), threading.Event()
+
+    async def deliver(to: bytes, body: bytes) -> None:
+        with contextlib.closing(sqlite3.connect(jobs._journal.path)) as disk:
+            rows = disk.execute("SELECT record FROM witness_records").fetchall()
+        sent.append([decode_witness_record(data).promised for (data,) in rows])
+
+    jobs._message_sender = MessageSender(deliver)
+    promise = Directed(JOB, "witness", Send(B, Cancel(job=JOB, user="ada")))
+    saves = [Directed(JOB, "witness", SaveWitnessRecord(record(term))) for term in (1, 2)]
+    jobs._journal._thread.submit(goes_on.wait, WAIT_S)
+    performing = asyncio.create_task(jobs._perform_all([promise, *saves]))
+    try:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not sent
+    finally:
+        goes_on.set()
+    async with asyncio.timeout(WAIT_S):
+        await performing
+        await jobs._message_sender.flush(WAIT_S)
+    assert sent == [[2]]

@@ -1,0 +1,42 @@
+"""What is on disk survives a power cut: the order of writes, syncs and renames, as the kernel sees it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.system_calls import system_calls
+
+pytestmark = pytest.mark.strace
+
+REPLACE = """
+import sys
+from pathlib import Path
+from membership.durable import write_durably
+write_durably(Path(sys.argv[1], "state.json"), b"new")
+"""
+
+KEY = """
+import sys
+from pathlib import Path
+from membership.identity import Identity
+Identity.generate().save(Path(sys.argv[1], "node.key"))
+"""
+
+
+def test_replaced_file_is_synced_before_its_name_and_its_directory_after(tmp_path: Path) -> None:
+    home = tmp_path / "state"
+    home.mkdir()
+    (home / "state.json").write_bytes(b"old")
+    assert system_calls(REPLACE, home) == [
+        "write state.new",
+        "sync state.new",
+        "rename state.new state.json",
+        "sync .",
+    ]
+
+
+def test_key_is_synced_before_it_has_its_name(tmp_path: Path) -> None:
+    home = tmp_path / "state"
+    home.mkdir()
+    assert system_calls(KEY, home)[:3] == ["write node.new", "sync node.new", "link node.new node.key"]
+    assert (home / "node.key").stat().st_mode & 0o777 == 0o600
