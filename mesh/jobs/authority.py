@@ -60,6 +60,12 @@ def may_write_log(caller: NodeId, known: WitnessRecord) -> bool:
     return known.holder == caller
 
 
+def may_report(writer: Credentials, known: WitnessRecord, spec: JobSpec) -> bool:
+    """Tell whether a witness keeps a node's events of a job: it witnesses the job, runs or has run it, or is its user's."""
+    ran = any(writer.node_id in {one.node, *(node for node, _ in one.gang)} for one in known.record.attempts)
+    return ran or writer.node_id in {known.holder, *known.config.nodes} or is_user(writer, spec.user_key)
+
+
 def is_writer(signer: NodeId, manifest: Manifest, identity: bytes, known: WitnessRecord) -> bool:
     """Tell whether a witness's record vouches for a checkpoint or a result: its signer had that term, or it is committed."""
     commit, outcome = known.record.commit, known.record.outcome

@@ -8,7 +8,9 @@ from typing import Any
 from membership.envelope import EnvelopeError, open_envelope, seal
 from membership.identity import Identity, NodeId
 from membership.trust import TrustStore
+from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import EventReport
+from mesh.jobs.authority import may_report
 from mesh.journal import Journal
 from mesh.model.events import (
     MAX_EVENT_BYTES,
@@ -21,6 +23,7 @@ from mesh.model.events import (
     encode_event,
     hash_of,
 )
+from mesh.model.spec import JobSpec
 
 
 class EventLog:
@@ -59,8 +62,11 @@ class EventLog:
             for start in range(0, len(events), MAX_REPORTED)
         ]
 
-    def on_report(self, message: EventReport) -> int:
-        """Keep another node's events of a job that this node witnesses; return how many are refused."""
+    def on_report(self, sender: NodeId, message: EventReport, known: WitnessRecord, spec: JobSpec) -> int:
+        """Keep the sender's own events of a job that this node witnesses; return how many are refused."""
+        writer = self._trust.credentials(sender, time.time())
+        if writer is None or not may_report(writer, known, spec):
+            return len(message.events)
         refused = max(0, len(message.events) - MAX_REPORTED)
         for sealed in message.events[:MAX_REPORTED]:
             try:
@@ -68,7 +74,7 @@ class EventLog:
             except EventError:
                 refused += 1
                 continue
-            if event.job != message.job or self._trust.credentials(actor, time.time()) is None:
+            if event.job != message.job or actor != sender:
                 refused += 1
                 continue
             self._journal.record_event(actor, event, sealed)

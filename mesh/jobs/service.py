@@ -330,12 +330,11 @@ class JobService:
     def deliver(self, sender: NodeId, data: bytes) -> bool:
         """Take in a peer's message; False if this node is overloaded. MessageError if the bytes are not a message."""
         message = decode_message(data)
-        if isinstance(message, EventReport):
-            if message.job in self.participant.witnesses:
-                self.participant.refused += self.event_log.on_report(message)
-            return True
         if not self._inputs.has_room_for_peers:
             return False
+        if isinstance(message, EventReport):  # after what came before it: that may say that the sender runs the job
+            self._inputs.put_now(partial(self._keep_events, sender, message))
+            return True
         if sender != self._me and isinstance(message, Asking) and self._needs_vouching(message):
             if not self.vouching.has_room:
                 return False
@@ -345,6 +344,13 @@ class JobService:
         else:
             self._inputs.put_now(partial(self.participant.receive, sender, message))
         return True
+
+    def _keep_events(self, sender: NodeId, message: EventReport, at: Instant) -> list[Directed]:
+        witness = self.participant.witnesses.get(message.job)
+        if witness is not None:
+            known, spec = witness.witness_record, witness.spec
+            self.participant.refused += self.event_log.on_report(sender, message, known, spec)
+        return []
 
     def _needs_vouching(self, message: Asking) -> bool:
         """Tell whether the cores cannot judge a message: it starts or displaces a job, or names a later group of one."""

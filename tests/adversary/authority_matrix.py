@@ -37,6 +37,13 @@ MATRIX = (
     _row("Connect, and read a job's description", (MEMBER,), "peer_of", f"{PEERS}:_admit", call="spec"),
     _row("Read a witness's record of a job", (MEMBER,), "peer_of", f"{PEERS}:_admit", call="record"),
     _row("Read the events of a job", (MEMBER,), "peer_of", f"{PEERS}:_admit", call="events"),
+    _row(
+        "Have a witness keep one's own events of a job",
+        (WITNESS, GANG, RUNNER, USER),
+        "may_report",
+        "mesh/jobs/event_log.py:on_report",
+        call="report",
+    ),
     _row("Read the files of a running job", (USER,), "is_user", f"{PEERS}:_files", call="files"),
     _row("Read the files of a gang member", (USER,), "is_user", f"{PEERS}:_files", call="mate's files"),
     _row("Read the log of an attempt", (USER,), "is_user", f"{PEERS}:_log", call="log"),

@@ -12,9 +12,10 @@ import pytest
 from ckptstore.manifest import MAX_MANIFEST_BYTES, Manifest, encode_manifest, manifest_id, pack_tree
 from ckptstore.manifest import Tree as FileTree
 from mesh.checkpoints.key_shares import KEY_BYTES, Share, combine_shares, decode_held, encode_share
-from mesh.consensus.messages import Accept, Cancel, Prepare
+from mesh.consensus.messages import Accept, Cancel, EventReport, Prepare
 from mesh.jobs.authority import encode_warrant
 from mesh.jobs.log_times import LogPiece, encode_piece
+from mesh.model.events import Event, encode_event
 from mesh.model.record import Attempt
 from mesh.model.spec import decode_spec, parse_job
 from tests.adversary.authority_matrix import (
@@ -82,6 +83,10 @@ class Scene:
     def witness_besides(self, *nicks: str) -> str:
         return next(nick for nick in self.witnesses if nick not in nicks)
 
+    def event(self, actor: Actor) -> bytes:
+        now = time.time_ns() // 1_000_000
+        return actor.sealer.seal("event", encode_event(Event(self.job, now, now, "state", b"", reason="by me")))
+
     def manifest(self, actor: Actor, **changes: object) -> tuple[str, bytes]:
         """Return the path and the body with which an actor brings a manifest that it has signed."""
         whole = Manifest(2, self.job, 0, self.term, 1, None, "checkpoint", 0, b"", (), 0, 0, b"", user="ada")
@@ -108,6 +113,12 @@ async def call(scene: Scene, row: Row, actor: Actor) -> bool:
             return await actor.admitted(at, "GET", f"{job}/witness-record")
         case "events":
             return await actor.admitted(at, "GET", f"{job}/events")
+        case "report":
+            if actor.nick not in PEOPLE:
+                return await actor.admitted(at, "POST", "/v1/messages", b"\x90")
+            mine = scene.event(actor)
+            await actor.told(at, scene.job, EventReport(job=scene.job, events=(mine,)))
+            return mine in await actor.events(at, scene.job)
         case "files":
             return await actor.admitted(scene.runner, "GET", f"{job}/files?path={work}")
         case "mate's files":

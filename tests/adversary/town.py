@@ -123,5 +123,8 @@ class Actor:
             record = await self.record(witness, job)
         return record
 
+    async def events(self, witness: str, job: bytes) -> list[bytes]:
+        return list(msgspec.msgpack.decode(await self.call(witness, "GET", f"/v1/jobs/{job.hex()}/events")))
+
     async def record(self, witness: str, job: bytes) -> WitnessRecord:
         return decode_witness_record(await self.call(witness, "GET", f"/v1/jobs/{job.hex()}/witness-record"))

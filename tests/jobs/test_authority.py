@@ -20,6 +20,7 @@ from mesh.jobs.authority import (
     may_give_share,
     may_keep_workdir,
     may_order_image,
+    may_report,
     may_start,
     may_write_log,
     runs,
@@ -395,6 +396,18 @@ def test_only_the_holder_and_its_gang_run_a_job(town: Town) -> None:
     assert not runs(town.node("lender"), None, record), "nobody has the lease"
     ended = JobRecord(1, attempts=(msgspec.structs.replace(attempt, reason="vacated"),))
     assert not runs(town.node("lender"), holder, ended)
+
+
+def test_events_come_from_those_that_take_part(town: Town) -> None:
+    spec = town.spec("ada", witnesses=(Voter(town.node("ada"), DISK),))
+    ended = Attempt(0, town.node("bob"), "bob", 4, 0, reason="vacated", gang=((town.node("guest"), "guest"),))
+    for names, record in (
+        ({"ada", "ada2"}, known(town, spec)),
+        ({"ada", "ada2", "lender"}, known(town, spec, holder=town.node("lender"))),
+        ({"ada", "ada2", "bob", "guest"}, known(town, spec, record=JobRecord(1, attempts=(ended,)))),
+    ):
+        everybody = ("ada", "ada2", "bob", "guest", "lender")
+        assert {name for name in everybody if may_report(town.credentials(name), record, spec)} == names
 
 
 def test_shares_and_logs_come_from_the_holder(town: Town) -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +16,9 @@ from mesh.consensus.messages import EventReport
 from mesh.jobs.event_log import EventLog
 from mesh.journal import Journal
 from mesh.model.events import MAX_REPORTED, REASON_CHARS, Event, EventError, Kind, decode_event, describe, encode_event
+from mesh.model.record import Attempt, JobRecord
 from tests.chains import admitted
-from tests.consensus.worlds import JOB
+from tests.consensus.worlds import JOB, make_witness
 
 
 def lab(first: int) -> tuple[list[Identity], TrustStore]:
@@ -37,6 +39,12 @@ class Node:
 
     def told(self) -> list[EventReport]:
         return [told for _, told in self.event_log.unreported()]
+
+    def take(self, sender: "Node", message: EventReport, **changes: object) -> int:
+        """Take in a report of the node that holds the job's lease; return how many events are refused."""
+        witness = make_witness()
+        known = msgspec.structs.replace(witness.witness_record, **{"holder": sender.identity.node_id, **changes})
+        return self.event_log.on_report(sender.identity.node_id, message, known, witness.spec)
 
     async def kept(self) -> list[bytes]:
         return [sealed for _, sealed in await self.journal.events(JOB, 0)]
@@ -63,7 +71,7 @@ async def test_events_are_kept_in_order_by_their_node_and_by_witnesses(nodes: li
     runner.event_log.add(JOB, "checkpoint", "on 2 other nodes", number=1, step=10)
     (told,) = runner.told()
     assert runner.told() == [], "each event is reported once"
-    assert witness.event_log.on_report(told) == 0 == witness.event_log.on_report(told)
+    assert witness.take(runner, told) == 0 == witness.take(runner, told)
     assert await witness.kept() == await runner.kept() == list(told.events)
     rows = witness.event_log.merge([await witness.kept(), await runner.kept()])
     assert [(actor, event.kind, gap) for actor, event, gap in rows] == [
@@ -85,16 +93,34 @@ async def test_events_of_strangers_and_of_other_jobs_are_refused(nodes: list[Nod
     runner, witness, stranger = nodes
     stranger.event_log.add(JOB, "end", new="done")
     (foreign,) = stranger.told()
-    assert witness.event_log.on_report(foreign) == 1
+    assert witness.take(stranger, foreign) == 1
     runner.event_log.add(b"other job 16 byt", "end", new="done")
     (misplaced,) = runner.told()
-    assert witness.event_log.on_report(EventReport(job=JOB, events=misplaced.events)) == 1
+    assert witness.take(runner, EventReport(job=JOB, events=misplaced.events)) == 1
     forged = bytearray(misplaced.events[0])
     forged[-1] ^= 1
-    assert (
-        witness.event_log.on_report(EventReport(job=b"other job 16 byt", events=(bytes(forged), b"", b"x" * 9999))) == 3
-    )
+    broken = EventReport(job=b"other job 16 byt", events=(bytes(forged), b"", b"x" * 9999))
+    assert witness.take(runner, broken) == 3
     assert await witness.kept() == []
+
+
+async def test_member_that_takes_no_part_reports_nothing(nodes: list[Node]) -> None:
+    runner, witness, _ = nodes
+    runner.event_log.add(JOB, "end", new="failed")
+    (told,) = runner.told()
+    assert witness.take(runner, told, holder=None) == 1 and await witness.kept() == []
+    past = JobRecord(1, attempts=(Attempt(0, runner.identity.node_id, "desk", 1, 0, reason="vacated"),))
+    assert witness.take(runner, told, holder=None, record=past) == 0, "it has run the job"
+
+
+async def test_events_of_another_writer_are_refused(nodes: list[Node]) -> None:
+    """The holder of the lease brings no events in the name of another member, genuine as they may be."""
+    runner, witness, _ = nodes
+    witness.event_log.add(JOB, "order", new="cancel")
+    (others,) = witness.told()
+    before = await witness.kept()
+    assert runner.take(witness, others) == 0
+    assert witness.take(runner, others) == 1 and await witness.kept() == before
 
 
 async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
@@ -103,7 +129,7 @@ async def test_events_beyond_the_limit_are_refused(nodes: list[Node]) -> None:
         runner.event_log.add(JOB, "state", "why " * 999)
     first, second = runner.told()
     assert len(first.events) == MAX_REPORTED and len(second.events) == 3
-    assert witness.event_log.on_report(EventReport(job=JOB, events=first.events + second.events)) == 3
+    assert witness.take(runner, EventReport(job=JOB, events=first.events + second.events)) == 3
     assert all(len(event.reason) == REASON_CHARS for _, event, _ in witness.event_log.merge([first.events]))
 
 
