@@ -1,16 +1,17 @@
 """The production job cores on simulated machines, under the faults of `sim.protocol.membership` and some of their own.
 
 Membership, records and trust are real. The network loses, delays, repeats and partitions messages; machines stall, sleep, crash
-around an fsync and lose their disks. Only what the job cores never see is simulated: guests that take steps, uploads and restores
+around an fsync and lose their disks, with the checkpoints on them. Only what the job cores never see is simulated: guests that take steps, copies
 that take time, owners who pull the kill switch. One seed determines the whole run.
 """
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from random import Random
 
 import msgspec
 
+from ckptstore.errors import StoreError
+from ckptstore.replication import Settled
 from membership.bootstrap import Address
 from membership.effects import MemberChanged
 from membership.envelope import EnvelopeError
@@ -53,9 +54,11 @@ from mesh.consensus.messages import (
 from mesh.consensus.next_placement import GOES_HOME
 from mesh.consensus.participant import Directed, Participant, Role, Rules
 from mesh.consensus.reports import (
+    CheckpointFailed,
     CheckpointFound,
     CheckpointStored,
     GuestExited,
+    GuestFailed,
     GuestStarted,
     KillWanted,
     MigrateWanted,
@@ -72,9 +75,12 @@ from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Ou
 from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
+from placement.zones import Hierarchy
+from sim.protocol.checkpoints import StoringNode, content
 from sim.protocol.fakes import ChecksumSealer
 from sim.protocol.faults import FaultPlan, draw_job_faults
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
+from sim.protocol.memory_store import MemoryStore
 
 MARK = b"J"  # first byte of a job message among datagrams
 SLOTS = 2
@@ -182,9 +188,10 @@ class JobDisk(Disk):
 
     name: bytes = b""
     witness_records: dict[bytes, WitnessRecord] = msgspec.field(default_factory=dict)
+    store: MemoryStore = msgspec.field(default_factory=MemoryStore)
 
 
-class JobNode(MembershipNode):
+class JobNode(StoringNode):
     world: "JobsWorld"
     disk: JobDisk
 
@@ -200,6 +207,13 @@ class JobNode(MembershipNode):
 
     def new_disk(self) -> JobDisk:
         return JobDisk(name=self.world.streams.get(self.name, "journal").randbytes(8))
+
+    @property
+    def store(self) -> MemoryStore:
+        return self.disk.store
+
+    def hierarchy(self) -> Hierarchy:
+        return Hierarchy(0, tuple(self.view().adverts))
 
     # --- life
 
@@ -438,7 +452,16 @@ class JobNode(MembershipNode):
         if self.boot() >= self._allowed.get(job, 0.0):
             self.after(0.2, self._launch, job, record, host)
             return
-        step = record.commit.step or 0 if record.commit is not None else 0
+        step = 0
+        if record.commit is not None:
+            try:
+                found = self.fetch(record.commit, self.replica_policy(job).fallback)
+            except StoreError:
+                found = None
+            if found is None:
+                self.report(job, GuestFailed("its files could not be brought here", elsewhere=True))
+                return
+            step = found
         for checker in self.world.job_checkers:
             checker.launched(self.world, self, job, host.spec_bytes)
         guest = Guest(step, self.world.steps_of_job[job], isinstance(host, GangMember))
@@ -475,12 +498,40 @@ class JobNode(MembershipNode):
         if guest is None or guest.step == guest.saved:
             self.after(delay, self.report, job, CheckpointStored(None, (), None))
             return
-        guest.saved = guest.step
-        name = b"%b/%d/%d/%b/%f" % (job, seq, guest.step, self.id, self.world.kernel.now)
-        manifest = blake2b(name, digest_size=32).digest()
+        self.after(delay, self._store_checkpoint, job, seq, parent, guest)
+
+    def _store_checkpoint(self, job: bytes, seq: int, parent: bytes | None, guest: Guest) -> None:
+        runner = self.participant.runners.get(job)
+        if runner is None or runner.spec.checkpointing is None:
+            return
+        policy, step, want = self.replica_policy(job), guest.step, runner.spec.checkpointing.replicas
+        try:
+            saved = self.store.save(
+                content(job, step),
+                job=job,
+                config=policy.config,
+                term=policy.term,
+                seq=seq,
+                parent=parent,
+                kind="checkpoint",
+                step=step,
+                maker=self.id,
+                now_unix=self.unix(),
+            )
+        except StoreError as error:
+            self.report(job, CheckpointFailed(str(error)))
+            return
         for checker in self.world.job_checkers:
-            checker.proposed(self.world, manifest, parent)
-        self.after(delay, self.report, job, CheckpointStored(manifest, (), guest.step))
+            checker.proposed(self.world, saved.info.id, parent)
+
+        def settled(copies: Settled) -> None:
+            if refusal := policy.refusal(copies.holders, want, copies.short):
+                self.report(job, CheckpointFailed(refusal))
+                return
+            guest.saved = step
+            self.report(job, CheckpointStored(saved.info.id, copies.holders, step))
+
+        self.replicate(saved, policy, want, settled)
 
 
 class JobsWorld(MembershipWorld):
