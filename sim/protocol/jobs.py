@@ -1,8 +1,8 @@
 """The production job cores on simulated machines, under the faults of `sim.protocol.membership` and some of their own.
 
 Membership, records and trust are real. The network loses, delays, repeats and partitions messages; machines stall, sleep, crash
-around an fsync and lose their disks, with the checkpoints on them. Only what the job cores never see is simulated: guests that take steps, copies
-that take time, owners who pull the kill switch. One seed determines the whole run.
+around an fsync and lose their disks, with the checkpoints on them. Only what the job cores never see is simulated: guests that
+take steps, copies that take time, owners who pull the kill switch. One seed determines the whole run.
 """
 
 from collections.abc import Sequence
