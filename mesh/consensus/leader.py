@@ -66,6 +66,7 @@ class Leader:
         self._seen_term = 0
         self._pre_votes: set[Voter] = set()
         self._leased: set[Voter] = set()  # voters that refused this round because of a lease
+        self._introduced: set[Voter] = set()  # voters that got the job in this round; some cannot read it
         self._retry_s = RETRY_S
         self._promises: dict[bytes, Promised] = {}
         self._proposer: Proposer | None = None
@@ -224,7 +225,7 @@ class Leader:
         """Ask whether a term could be won, before any witness promises one (Raft's pre-vote, Ongaro 2014, section 9.6)."""
         self.state = "asking"
         self._proposer = None
-        self._pre_votes, self._leased = set(), set()
+        self._pre_votes, self._leased, self._introduced = set(), set(), set()
         self._term = max(self.witness.witness_record.promised, self._seen_term, self._term) + 1
         would = PreVote(job=self.job, term=self._term)
         sends = [Send(node, would) for node in self.witness.witness_record.config.nodes]
@@ -232,7 +233,7 @@ class Leader:
 
     def _prepare(self, at: Instant) -> list[Effect]:
         self.state = "preparing"
-        self._promises, self._leased = {}, set()
+        self._promises, self._leased, self._introduced = {}, set(), set()
         prepare = Prepare(job=self.job, term=self._term)
         sends = [Send(node, prepare) for node in self.witness.witness_record.config.nodes]
         return [*sends, self._timer("answer", at.now + ANSWER_S)]
@@ -310,8 +311,9 @@ class Leader:
         """
         known = [self.witness.witness_record.config, *(promise.config for promise in self._promises.values())]
         config = max(known, key=lambda config: config.order)
-        if voter not in config.everyone:
+        if voter not in config.everyone or voter in self._introduced:
             return []
+        self._introduced.add(voter)
         blank = Proposer(self.job, self.witness.witness_record.spec, FIRST_TERM, config, JobRecord(), None)
         kind = PreVote if self.state == "asking" else Prepare
         return [Send(voter.node, blank.introduction()), Send(voter.node, kind(job=self.job, term=self._term))]

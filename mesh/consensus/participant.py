@@ -152,13 +152,13 @@ class Participant:
 
     def restore(self, witness: Witness, at: Instant) -> list[Directed]:
         """Restore a witness record from the journal. A guest of this node ended with the run before, so its lease is
-        released.
+        released; members of a gang may still use theirs, until it ends.
         """
         witness_record, job = witness.witness_record, witness.witness_record.job
         self.archived.discard(job)
         self.witnesses[job] = witness
         self.leaders[job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)
-        if witness_record.holder == self.me:
+        if witness_record.holder == self.me and witness.spec.most_nodes == 1:
             witness.lease_until = at.now
             self._to_release[job] = set(witness_record.config.nodes) - {self.me}
         return self._leader_looks(job, at)

@@ -405,6 +405,7 @@ def test_leader_installs_a_witness_that_the_submission_missed() -> None:
     effects = leader.handle(C, missing, at(0))
     introduction = sends(effects, Accept)[0].message
     assert isinstance(introduction, Accept) and introduction.spec is not None and introduction.term == 1
+    assert leader.handle(C, missing, at(0.1)) == [], "a member that cannot read the job is not asked without a pause"
 
 
 def test_leader_past_200_nodes_asks_the_best_node_of_the_best_zone() -> None:

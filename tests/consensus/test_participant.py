@@ -230,6 +230,15 @@ def test_restarted_node_releases_the_lease_of_its_lost_guest() -> None:
     assert messages(out, Released) == []
 
 
+def test_restarted_node_keeps_the_lease_that_its_gang_members_use() -> None:
+    held = make_witness()
+    held.handle(A, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=A), 0.0)
+    participant, gang = make_participant(A), make_spec(least_nodes=2, most_nodes=3)
+    participant.restore(Witness.restored(held.witness_record, gang, 10.0), at(10))
+    assert participant.witnesses[JOB].lease_left_s(10.0) > gang.lease_s
+    assert messages(participant.observe(make_view(A, (A, B, C)), at(10)), Released) == []
+
+
 def test_repeated_start_never_gives_one_term_two_attempts() -> None:
     """Regression: a second attempt of the term, from a late copy of its start, took the checkpoint of the first one away."""
     node = make_participant(D)
