@@ -9,6 +9,8 @@ witness record. Two leaders that act at once cost a round trip and never fork th
 from collections.abc import Callable, Sequence
 from random import Random
 
+import msgspec
+
 from mesh.consensus.effects import Concluded, Decided, Effect, Send, SetTimer, StateChanged
 from mesh.consensus.messages import (
     Accepted,
@@ -249,6 +251,7 @@ class Leader:
             return [Send(node, Prepare(job=self.job, term=self._term)) for node in late]
         best = max(self._promises.values(), key=lambda promise: (promise.accepted_term, promise.record.version))
         record = self._closed(best.record, at)
+        config = msgspec.structs.replace(config, term=self._term)
         self._proposer = Proposer(self.job, self.witness.witness_record.spec, self._term, config, record, None)
         if record.outcome is not None:
             return self._finish(record, at)

@@ -125,9 +125,11 @@ class Proposer:
             self._pass_over([voter], now)
 
     def _go_back(self, now: float) -> list[Send]:
-        """Give up a joint group: its newcomers do not vote."""
-        self._removed = tuple(self._newcomers)
+        """Give up a joint group with a newcomer that does not vote; without one, the old group is what lacks votes."""
         silent = [voter for voter in self._newcomers if voter not in self._answered]
+        if not silent:
+            return []
+        self._removed = tuple(self._newcomers)
         self._pass_over(silent, now)
         self._ready.difference_update(silent)
         self.config = Config(self.config.number + 1, self.term, self.config.previous)

@@ -204,7 +204,11 @@ class Voter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A witness group. While `previous` is not empty, a quorum needs a majority of both groups."""
+    """A witness group. While `previous` is not empty, a quorum needs a majority of both groups.
+
+    `term` is the term under which it was last proposed: a group is a part of the value that a term decides, so a later term
+    outranks any number of changes under an earlier one.
+    """
 
     number: int
     term: int
@@ -213,7 +217,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        return (self.number, self.term, not self.previous)
+        return (self.term, self.number, not self.previous)
 
     @property
     def everyone(self) -> tuple[Voter, ...]:

@@ -157,7 +157,7 @@ def test_older_reconfiguration_is_refused() -> None:
     witness = make_witness()
     plan = plan_from({A: witness_record()})
     stated = plan.reconfiguration
-    newer = Config(number=stated.term + LEAP, term=9, members=voters(A))
+    newer = Config(number=9, term=stated.term + LEAP, members=voters(A))
     witness.witness_record = witness_record(config=newer, promised=stated.term + LEAP)
     witness.lease_until = 200.0
     old = Accept(JOB, stated.term, 1, stated.config, RECORD, None, reconfiguration=order_of(plan))

@@ -457,3 +457,17 @@ def test_node_that_declined_is_asked_again_though_its_advert_stays() -> None:
         beat = [effect for effect in effects if isinstance(effect, SetTimer) and effect.name == "heartbeat"][-1]
         now, effects = beat.at, leader.on_timer(Timer(beat.name, beat.token), at(beat.at))
     assert len(sends(effects, Start)) == 1 and HEARTBEAT_MAX_S <= now <= 2 * HEARTBEAT_MAX_S
+
+
+def test_group_of_a_later_term_outranks_changes_under_an_earlier_one() -> None:
+    """Regression: an owner that was overtaken had changed the group more often, and a leader believed its group."""
+    stale = Config(number=84, term=1, members=voters(A, B, C))
+    decided = Config(number=1, term=2, members=voters(A, B, D))
+    leader = make_leader()
+    effects = leader.observe(make_view(A, (A, B, C, D, E)), at(0))
+    term = elect(leader, effects, 0)
+    leader.handle(C, msgspec.structs.replace(promise(term, config=stale), accepted_term=1), at(0))
+    leader.handle(A, msgspec.structs.replace(promise(term, config=decided), accepted_term=2), at(0))
+    effects = leader.handle(B, msgspec.structs.replace(promise(term, config=decided), accepted_term=2), at(0))
+    start = sends(effects, Start)[0].message
+    assert isinstance(start, Start) and start.config.members == decided.members and start.config.term == term

@@ -32,7 +32,7 @@ def test_a_record_keeps_the_newest_attempts_only() -> None:
 
 def test_a_joint_group_needs_both_majorities() -> None:
     joint = Config(number=0, term=0, members=voters(A, B, C)).joint(voters(C, D, E), term=3)
-    assert joint.order > Config(number=0, term=9, members=voters(A, B, C)).order
+    assert joint.order > Config(number=9, term=2, members=voters(A, B, C)).order, "a later term outranks any change"
     assert not joint.quorum(set(voters(C, D, E))) and not joint.quorum(set(voters(A, B, C)))
     assert joint.quorum(set(voters(B, C, D))) and joint.everyone == voters(C, D, E, A, B)
     assert joint.settled().quorum(set(voters(D, E))) and joint.settled().order > joint.order
