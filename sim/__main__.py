@@ -18,15 +18,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sim", description="Run one protocol world in virtual time.")
     parser.add_argument("world", choices=["membership", "jobs"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--nodes", type=int, help="default: 20; 12 with jobs")
+    parser.add_argument("--nodes", type=int, help="default: 20; drawn from the seed with jobs")
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--minutes", type=float, help="virtual minutes of the run; default: 30; 10 with jobs")
+    parser.add_argument("--unfixed", action="store_true", help="draw faults with known violations, too (jobs)")
     options = parser.parse_args()
     print(f"SEED={options.seed}", flush=True)
     if options.world == "membership":
         run_membership(options.seed, options.nodes or 20, options.minutes or 30.0)
     else:
-        run_jobs(options.seed, options.nodes or 12, options.minutes or 10.0, options.jobs)
+        run_jobs(options.seed, options.nodes, options.minutes or 10.0, options.jobs, options.unfixed)
 
 
 def run_membership(seed: int, nodes: int, minutes: float) -> None:
@@ -42,10 +43,10 @@ def run_membership(seed: int, nodes: int, minutes: float) -> None:
     print(f"digest {digest}")
 
 
-def run_jobs(seed: int, nodes: int, minutes: float, count: int) -> None:
-    world = JobsWorld(
-        seed, nodes=nodes, minutes=minutes, jobs=count, job_checkers=[*all_job_checkers(), *all_checkpoint_checkers()]
-    )
+def run_jobs(seed: int, nodes: int | None, minutes: float, count: int, unfixed: bool) -> None:
+    checkers = [*all_job_checkers(), *all_checkpoint_checkers()]
+    world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, unfixed=unfixed, job_checkers=checkers)
+    print(f"{len(world.nodes)} nodes of {world.mesh}")
     print(f"faults {world.faults}")
     started = time.monotonic()
     digest = world.run()

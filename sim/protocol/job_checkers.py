@@ -1,4 +1,4 @@
-"""Checkers of the invariants of jobs (J1 to J3, J5 to J8, J10 to J14); docs/explanation/job-invariants.md explains them.
+"""Checkers of the invariants of jobs (J1 to J3, J5 to J8, J10 to J15); docs/explanation/job-invariants.md explains them.
 
 A checker knows nothing of the injected faults. It sees what nodes save and commit and what their guests do, and looks at all
 lease holders whenever a node has handled an input. J4 and J9 are bounds on time: the run in `sim.protocol.jobs` waits for them
@@ -97,6 +97,27 @@ class OneEnd(JobChecker):
     def recovered(self, world: JobsWorld, job: bytes) -> None:
         self._outcomes.pop(job, None)
         self._over.discard(job)
+
+
+class GroupOrder(JobChecker):
+    """J15: a witness never goes back to an older group.
+
+    Found by: witnesses that accept stale groups.
+    """
+
+    name = "J15"
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[bytes, bytes, bytes], tuple[int, int, bool]] = {}
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        config = witness_record.config
+        voter = (witness_record.job, node.id, witness_record.disk)
+        order = (config.number, config.term, not config.previous)
+        if order < self._orders.get(voter, order):
+            before = self._orders[voter]
+            raise self.violated(world, witness_record.job, f"{node.name} went from group {before} back to {order}")
+        self._orders[voter] = order
 
 
 class HonestEnd(JobChecker):
@@ -221,6 +242,7 @@ def all_job_checkers() -> list[JobChecker]:
         OneLease(),
         OneChain(),
         OneEnd(),
+        GroupOrder(),
         HonestEnd(),
         PlacedLease(),
         KillSwitch(),

@@ -5,7 +5,8 @@ around an fsync and lose their disks, with the checkpoints on them. Only what th
 take steps, copies that take time, owners who pull the kill switch. One seed determines the whole run.
 """
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from random import Random
 
 import msgspec
@@ -78,7 +79,7 @@ from placement.decision import witness_order
 from placement.zones import Hierarchy
 from sim.protocol.checkpoints import StoringNode, content
 from sim.protocol.fakes import ChecksumSealer
-from sim.protocol.faults import FaultPlan, draw_job_faults
+from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, draw_job_faults, draw_mesh
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
 from sim.protocol.memory_store import MemoryStore
 
@@ -92,9 +93,9 @@ USER_KEY = b"sim".ljust(32, b"\0")  # all jobs and nodes belong to one user
 LEASE_S = 6.0
 LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
 AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
-GANG_SHARE = 0.25  # of the jobs are gangs of two or three nodes
 HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
 MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
+ECHOES_KEPT = 16  # sent messages of each type that may arrive once more
 
 
 class Guest:
@@ -197,6 +198,11 @@ class JobNode(StoringNode):
 
     def __init__(self, world: "JobsWorld", number: int, identity: Identity, chain: bytes) -> None:
         super().__init__(world, number, identity, chain)
+        # The first two nodes are where others join, and can run a gang.
+        drawn, mesh, first = world.streams.get(self.name, "mesh"), world.mesh, number < 2
+        self.late = drawn.random() < mesh.late and not first
+        self.closed = drawn.random() < mesh.closed and not first  # to calls, until the faults stop
+        self.old = drawn.random() < mesh.old and not first  # a version that refuses every job
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
         self.crash_at_save = ""
@@ -224,7 +230,7 @@ class JobNode(StoringNode):
             return
         self._sealer = ChecksumSealer(self.identity, self.core.trust.mesh_id, lambda *written: None)
         rules = Rules(
-            _open_spec,
+            self._open_spec,
             self._admit,
             lambda *asked: True,
             lambda order, job, spec: decode_reconfiguration(order),
@@ -254,7 +260,7 @@ class JobNode(StoringNode):
         self.after(6.0, self._finish_leaving)
 
     def _finish_leaving(self) -> None:
-        if self.world.healed:
+        if self.world.healed and not self.gone:
             self.perform(self.core.swim.set_draining(False, self.boot()))
             return
         super().leave()
@@ -346,9 +352,10 @@ class JobNode(StoringNode):
             self.after(0.0, self.handle_message, self.id, message)
             return
         member = self.core.swim.table.get(to)
-        if member is not None:
-            sealed = self._sealer.seal_to(to, encode_message(message))
-            self.world.send_datagram(self, MARK + sealed, (member.host, member.port))
+        if member is not None and self.world.takes_calls(to):
+            data = MARK + self._sealer.seal_to(to, encode_message(message))
+            self.world.remember(self, message, data, (member.host, member.port))
+            self.world.send_datagram(self, data, (member.host, member.port))
 
     def _job_timer(self, job: bytes, role: Role, timer: Timer) -> None:
         self.perform_jobs(self.participant.on_timer(job, role, timer, self.instant))
@@ -356,6 +363,11 @@ class JobNode(StoringNode):
 
     def report(self, job: bytes, event: RunnerEvent) -> None:
         self.perform_jobs(self.participant.report(job, event, self.instant))
+
+    def _open_spec(self, job: bytes, payload: bytes) -> JobSpec:
+        if self.old:
+            raise SpecError("it has a field that this version does not know")
+        return open_spec(job, payload)
 
     def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
         return "its slots are taken" if len(self.participant.hosted) >= SLOTS else None
@@ -438,6 +450,7 @@ class JobNode(StoringNode):
             return
         self.disk.witness_records[witness_record.job] = witness_record
         self._publish_recovery(witness_record)
+        self.world.saved(self, witness_record)
         for checker in self.world.job_checkers:
             checker.saved(self.world, self, witness_record)
         if mode:
@@ -537,32 +550,43 @@ class JobNode(StoringNode):
 class JobsWorld(MembershipWorld):
     """A mesh with jobs. `accepted` jobs are those whose user was told that a majority holds them.
 
-    `steps_of_job` is the length of each submitted job, in steps.
+    `steps_of_job` is the length of each submitted job, in steps. `groups` are the last witness groups that were in force: their
+    majority had them on disk.
     """
 
     node_type = JobNode
+    least_up = 1
     nodes: list[JobNode]  # type: ignore[assignment]
 
     def __init__(
         self,
         seed: int,
         *,
-        nodes: int = 12,
+        nodes: int | None = None,
         jobs: int = 6,
         minutes: float = 10.0,
         faults: FaultPlan | None = None,
+        mesh: MeshPlan | None = None,
+        unfixed: bool = False,
         job_checkers: Sequence[JobChecker] = (),
     ) -> None:
-        super().__init__(
-            seed, nodes=nodes, minutes=minutes, faults=faults or draw_job_faults(seed, minutes), checkers=()
-        )
+        without = () if unfixed else UNFIXED
+        self.mesh, self._unfixed = mesh or draw_mesh(seed, without), unfixed
+        count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes, without)
+        super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
         self.job_checkers = list(job_checkers)
         self.steps_of_job: dict[bytes, int] = {}
         self.returns = 0  # migrations back to the first node
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs that lost the disks of a majority of their witnesses
         self.recovered: set[bytes] = set()  # lost jobs that their user recovered
+        self.specs: dict[bytes, JobSpec] = {}
+        self.groups: dict[bytes, Config] = {}
         self.commits = self.steps = 0
+        self._have_group: dict[tuple[bytes, Config], set[Voter]] = defaultdict(set)
+        self._closed: list[bytes] = []  # nodes that take no calls for a while
+        self._echoes: dict[type[AnyMessage], list[tuple[JobNode, bytes, Address]]] = defaultdict(list)
+        self._sent: Counter[type[AnyMessage]] = Counter()
         self._wanted = jobs
         self._wiped_at = -MIN_WIPE_INTERVAL_S
         self._departing_submitter: tuple[bytes, JobNode] | None = None
@@ -587,7 +611,9 @@ class JobsWorld(MembershipWorld):
 
     @property
     def replay(self) -> str:
-        options = f"--nodes {len(self.nodes)} --minutes {self.minutes:g} --jobs {self._wanted}"
+        options = (
+            f"--nodes {len(self.nodes)} --minutes {self.minutes:g} --jobs {self._wanted}{' --unfixed' * self._unfixed}"
+        )
         return f"replay: python -m sim jobs --seed {self.seed} {options}"
 
     @property
@@ -601,13 +627,23 @@ class JobsWorld(MembershipWorld):
         for number in range(self._wanted):
             self.kernel.at(rng.uniform(10.0, 0.5 * self.faults.until_s), self._submit, number)
 
+    def joins_after_s(self, node: MembershipNode) -> float:
+        assert isinstance(node, JobNode)
+        return self.streams.get(node.name, "join").uniform(20.0, 0.7 * self.faults.until_s) if node.late else 0.0
+
     def heal(self) -> None:
+        self._closed.clear()
         for node in self.nodes:
-            node.crash_at_save = ""
+            node.crash_at_save, node.closed = "", False
         super().heal()
 
     def all_ended(self) -> bool:
-        return all(self.outcome(job) is not None for job in self.accepted - (self.lost - self.recovered))
+        exempt = self.lost - self.recovered
+        return all(self.outcome(job) is not None for job in self.accepted - exempt if self._has_room(job))
+
+    def _has_room(self, job: bytes) -> bool:
+        """Tell whether as many nodes as the job needs can ever run it."""
+        return self.specs[job].least_nodes <= sum(not node.gone and not node.old for node in self.nodes)
 
     def outcome(self, job: bytes) -> str | None:
         """Return how the job ended, as any witness has it on disk, or None."""
@@ -636,20 +672,20 @@ class JobsWorld(MembershipWorld):
 
     def restored(self, witness_record: WitnessRecord, node: JobNode) -> Witness:
         """Return the witness restored from a node's disk; a negative control replaces this method."""
-        return Witness.restored(witness_record, _open_spec(witness_record.job, witness_record.spec), node.boot())
+        return Witness.restored(witness_record, open_spec(witness_record.job, witness_record.spec), node.boot())
 
     # --- jobs
 
     def _submit(self, number: int) -> None:
         rng = self.streams.get("world", "submit")
-        able = [node for node in self.nodes if node.up and not node.stalled]
+        able = [node for node in self.nodes if node.up and not node.stalled and not node.old]
         if not able:
             return
         submitter = rng.choice(able)
         seen = submitter.view()
         ranked = witness_order(rng.randbytes(8), seen.adverts, seen.alive - seen.leaving)
         others = [Voter(node, seen.disks[node]) for node in ranked if node != submitter.id and node in seen.disks]
-        gang = rng.random() < GANG_SHARE
+        gang = rng.random() < self.mesh.gangs
         homes = not gang and self.streams.get("world", "home").random() < HOME_SHARE
         spec = JobSpec(
             chain=b"",
@@ -669,7 +705,7 @@ class JobsWorld(MembershipWorld):
         )
         payload = encode_spec(spec)
         job = job_id(payload)
-        self.steps_of_job[job] = rng.randint(20, 90)
+        self.steps_of_job[job], self.specs[job] = rng.randint(20, 90), spec
         submitter.perform_jobs(submitter.participant.submit(job, payload, spec, submitter.instant))
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.
@@ -681,19 +717,35 @@ class JobsWorld(MembershipWorld):
             self.accepted.add(job)
             if self._departing_submitter is not None and self._departing_submitter[0] == job:
                 node = self._departing_submitter[1]
-                node.gone = node.powered_off = True
-                node.crash()
+                if self._may_go(node):
+                    node.gone = node.powered_off = True
+                    node.crash()
+
+    def saved(self, node: JobNode, witness_record: WitnessRecord) -> None:
+        """Keep account of the groups in force."""
+        job, config = witness_record.job, witness_record.config
+        known = self.groups.get(job)
+        if known is not None and (config == known or config.order < known.order):
+            return
+        voters = self._have_group[job, config]
+        voters.add(Voter(node.id, witness_record.disk))
+        if decides(config, voters):
+            self.groups[job] = config
+
+    def _standing(self, but: JobNode | None = None) -> set[Voter]:
+        """Return the voters whose disk is not lost for good. An old node never has a record."""
+        there = [node for node in self.nodes if not node.gone and not node.old and node is not but]
+        return {Voter(node.id, node.disk.name) for node in there}
 
     def _lost_quorum(self, job: bytes) -> bool:
-        """Tell whether the last witness group of a job has lost a majority of its disks."""
-        witness_records = [
-            node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records and not node.gone
-        ]
-        if not witness_records:
-            return True
-        config = max((witness_record.config for witness_record in witness_records), key=lambda config: config.order)
-        standing = {Voter(node.id, node.disk.name) for node in self.nodes if not node.gone}
-        return not config.quorum(standing)
+        """Tell whether the last witness group of a job that was in force has lost a majority of its disks."""
+        return job not in self.groups or not decides(self.groups[job], self._standing())
+
+    def _may_go(self, leaver: JobNode) -> bool:
+        """Tell whether a node may leave for good: a majority of every group stays, and a node where others can join."""
+        others = self._standing(but=leaver)
+        joinable = any(not node.gone and node is not leaver for node in self.nodes[:2])
+        return joinable and all(decides(self.groups[job], others) for job in self.accepted if job in self.groups)
 
     def _recover(self, job: bytes) -> None:
         """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here."""
@@ -740,9 +792,27 @@ class JobsWorld(MembershipWorld):
                             Start(job, witness_record.promised + 1, witness_record.config, witness_record.record, spec),
                         )
             case "theft":
+                faults = self.faults  # no late copies: the thief may be a witness by then, and have what they ask for
+                self.faults = msgspec.structs.replace(faults, replay=0.0, incidents=())
                 self._steal(victim, up)
+                self.faults = faults
             case "lie":
                 self._lie(victim, up)
+            case "echo":
+                for sent in self._echoes.values():
+                    source, data, to = rng.choice(sent)
+                    self.kernel.post(rng.uniform(0.0, 5.0), self._arrive, data, source.address, to)
+            case "closed port":
+                self._closed.append(victim.id)
+                self.kernel.after(rng.uniform(5.0, 120.0), self._open, victim.id)
+            case "retire" | "scrap" if not self._may_go(victim):
+                super()._inject("crash", up, rng)  # type: ignore[arg-type]
+            case "retire":
+                victim.gone = True
+                victim.leave()
+            case "scrap":
+                victim.gone = victim.powered_off = True
+                victim.crash()
             case "migrate":
                 for job in list(victim.participant.runners):
                     victim.report(job, MigrateWanted(rng.choice([None, rng.choice(up).id])))
@@ -755,12 +825,33 @@ class JobsWorld(MembershipWorld):
             case _:
                 super()._inject(kind, up, rng)  # type: ignore[arg-type]
 
+    def takes_calls(self, node: bytes) -> bool:
+        """Tell whether job messages reach a node; gossip always does. One that is new to the mesh counts as reachable."""
+        other = self.by_id.get(node)
+        return node not in self._closed and not (isinstance(other, JobNode) and other.closed)
+
+    def _open(self, node: bytes) -> None:
+        if node in self._closed:
+            self._closed.remove(node)
+
+    def remember(self, source: JobNode, message: AnyMessage, data: bytes, to: Address) -> None:
+        """Keep a sample of all messages of each type, to deliver some of them once more."""
+        if "echo" not in self.faults.incidents:
+            return
+        kind = type(message)
+        self._sent[kind] += 1
+        if len(self._echoes[kind]) < ECHOES_KEPT:
+            self._echoes[kind].append((source, data, to))
+        elif (place := self.streams.get("world", "echo").randrange(self._sent[kind])) < ECHOES_KEPT:
+            self._echoes[kind][place] = (source, data, to)
+
     def _steal(self, thief: JobNode, up: list[JobNode]) -> None:
         """A malicious member that no witness has chosen asks for terms, takes leases, names groups and calls jobs over."""
         known = {job: record for node in up for job, record in node.disk.witness_records.items()}
         for job, record in sorted(known.items()):
-            if thief.id in record.config.nodes or job in thief.participant.runners:
-                continue
+            groups = [node.disk.witness_records[job].config for node in self.nodes if job in node.disk.witness_records]
+            if any(thief.id in group.nodes for group in groups) or job in thief.participant.runners:
+                continue  # a witness may, and those with an old group still take it for one
             term, config = record.promised + 1000, record.config
             own = Config(config.number + 1, term, (Voter(thief.id, thief.disk.name),))
             attempt = Attempt(record.record.next_attempt, thief.id, thief.name, term, 0)
@@ -781,12 +872,15 @@ class JobsWorld(MembershipWorld):
                     thief.send(other.id, refused)
 
     def _lie(self, liar: JobNode, up: list[JobNode]) -> None:
-        """A malicious witness says of each job that it has ended. Of a job that it runs itself, it would be believed."""
+        """A malicious witness says of each job that it has ended. One that it runs or witnesses alone would end."""
         for job, witness in list(liar.participant.witnesses.items()):
             known = witness.witness_record
             records = [node.disk.witness_records[job] for node in self.nodes if job in node.disk.witness_records]
+            alone = {Voter(liar.id, liar.disk.name)}
             if any(
-                liar.id in {record.holder, *(last.node for last in record.record.attempts[-1:])} for record in records
+                liar.id in {record.holder, *(last.node for last in record.record.attempts[-1:])}
+                or decides(record.config, alone)
+                for record in records
             ):
                 continue
             lie = Outcome("cancelled", f"{LIE} of {liar.name}", None, None, (), 0)
@@ -818,7 +912,17 @@ class JobsWorld(MembershipWorld):
             checker.switched(self, node)
 
 
-def _open_spec(job: bytes, payload: bytes) -> JobSpec:
+def majority(members: Collection[Voter], of: Collection[Voter]) -> bool:
+    """Tell whether most of these members are among the others. Counted here, so that no production rule checks itself."""
+    return 2 * len(set(members) & set(of)) > len(set(members))
+
+
+def decides(config: Config, voters: Collection[Voter]) -> bool:
+    """Tell whether these voters can decide for the group, or for both groups during a change."""
+    return majority(config.members, voters) and (not config.previous or majority(config.previous, voters))
+
+
+def open_spec(job: bytes, payload: bytes) -> JobSpec:
     if job_id(payload) != job:
         raise SpecError("the description belongs to another job")
     return decode_spec(payload)

@@ -398,6 +398,7 @@ class MembershipWorld:
     """A mesh of nodes on a virtual network, with the faults of one plan. Without checkers it runs faster."""
 
     node_type: type[MembershipNode] = MembershipNode
+    least_up = 3  # nodes, for an incident to happen
 
     def __init__(
         self,
@@ -472,11 +473,15 @@ class MembershipWorld:
     def begin(self, spread_s: float = 5.0) -> None:
         rng = self.streams.get("world", "start")
         for node in self.nodes:
-            self.kernel.at(rng.uniform(0.0, spread_s), node.start)
+            self.kernel.at(rng.uniform(0.0, spread_s) + self.joins_after_s(node), node.start)
         if self.faults.incidents:
             self.kernel.after(30.0, self._inject_incident)
         if self.watched:
             self.kernel.after(AUDIT_S, self._audit)
+
+    def joins_after_s(self, node: MembershipNode) -> float:
+        """Return how much later than the first nodes this one starts for the first time."""
+        return 0.0
 
     def heal(self) -> None:
         """End all faults and restart all nodes that did not leave for good."""
@@ -604,7 +609,7 @@ class MembershipWorld:
             return
         self.kernel.after(rng.expovariate(1 / faults.incident_every_s), self._inject_incident)
         up = [node for node in self.nodes if node.up and not node.stalled]
-        if len(up) < 3:
+        if len(up) < self.least_up:
             return
         kind = rng.choice(faults.incidents)
         self.incidents += 1

@@ -26,8 +26,17 @@ from placement.advert import Advert
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 from sim.protocol.checkpoint_checkers import ResumesFromCommit, all_checkpoint_checkers
-from sim.protocol.faults import JOB_INCIDENTS, FaultPlan, draw_job_faults
-from sim.protocol.job_checkers import NoDuplicates, OneEnd, SignedSpec, all_job_checkers
+from sim.protocol.faults import (
+    INCIDENTS,
+    JOB_INCIDENTS,
+    MEMBERSHIP_ONLY,
+    UNFIXED,
+    FaultPlan,
+    MeshPlan,
+    draw_job_faults,
+    draw_mesh,
+)
+from sim.protocol.job_checkers import NoDuplicates, OneEnd, OneLease, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.membership import MembershipNode, Violation
 from tests.sim.replay import digests
@@ -77,7 +86,7 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
 
 def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sim.protocol.jobs.HOME_SHARE", 1.0)
-    worlds = [checked(seed) for seed in range(6)]
+    worlds = [checked(seed, mesh=MeshPlan()) for seed in range(6)]
     for world in worlds:
         world.run()
     assert sum(world.returns for world in worlds) > 5
@@ -86,7 +95,10 @@ def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_fault_is_drawn_by_some_seed() -> None:
     plans = [draw_job_faults(seed, 10.0) for seed in range(SEEDS)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
-    assert len(drawn) == 12 + len(JOB_INCIDENTS) and min(drawn.values()) >= SEEDS // 8
+    assert set(drawn) == {*INCIDENTS, *JOB_INCIDENTS} - UNFIXED - MEMBERSHIP_ONLY and min(drawn.values()) >= SEEDS // 8
+    meshes = [draw_mesh(seed, without=()) for seed in range(SEEDS)]
+    assert len({mesh.nodes for mesh in meshes}) == 11 and sum(mesh.gangs == 1.0 for mesh in meshes) >= SEEDS // 8
+    assert SEEDS // 3 < sum(mesh.late > 0 for mesh in meshes) < SEEDS
 
 
 def test_one_seed_gives_one_digest_in_any_process() -> None:
@@ -103,6 +115,7 @@ def test_guests_keep_their_lease_on_a_slow_partitioned_network(seed: int) -> Non
     assert world.commits > 0
 
 
+GANGS = MeshPlan(gangs=1.0)
 SLOW = FaultPlan(
     loss=0.3,
     delay_s=(0.2, 2.8),
@@ -183,6 +196,17 @@ class TestNegativeControls:
         monkeypatch.setattr(Witness, "_accept", forgetful)
         assert found(checked)
 
+    def test_witnesses_that_accept_stale_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = Witness._accept
+
+        def forgetful(self: Witness, sender: bytes, message: Accept, now: float) -> list[Effect]:
+            if message.config.order < self.witness_record.config.order:
+                self.witness_record = msgspec.structs.replace(self.witness_record, config=message.config)
+            return real(self, sender, message, now)
+
+        monkeypatch.setattr(Witness, "_accept", forgetful)
+        assert found(lambda seed: harsh(seed, incidents=CRASHES, reorder=0.3)).startswith("J15")
+
     def test_promises_sent_before_they_are_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = JobNode._save
 
@@ -194,9 +218,8 @@ class TestNegativeControls:
 
     def test_lease_returned_while_gang_members_still_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Gang, "quiet", lambda self, now: True)
-        monkeypatch.setattr("sim.protocol.jobs.GANG_SHARE", 1.0)
         monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 12.0)
-        assert found(lambda seed: JobsWorld(seed, job_checkers=[NoDuplicates()])).startswith("J12")
+        assert found(lambda seed: JobsWorld(seed, mesh=GANGS, job_checkers=[NoDuplicates()])).startswith("J12")
 
     def test_gang_member_that_counts_its_lease_from_the_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = GangMember.on_run
@@ -206,15 +229,14 @@ class TestNegativeControls:
             return real(self, message, at)
 
         monkeypatch.setattr(GangMember, "on_run", generous)
-        monkeypatch.setattr("sim.protocol.jobs.GANG_SHARE", 1.0)
         late = msgspec.structs.replace(SLOW, loss=0.1, delay_s=(0.0, 4.0))
         checkers = [NoDuplicates(), OneEnd()]
-        assert found(lambda seed: JobsWorld(seed, faults=late, jobs=8, job_checkers=checkers)).startswith(
+        assert found(lambda seed: JobsWorld(seed, faults=late, mesh=GANGS, jobs=8, job_checkers=checkers)).startswith(
             ("J12", "J5 ")
         )
 
     def test_job_description_that_is_not_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("sim.protocol.jobs._open_spec", lambda job, payload: decode_spec(payload))
+        monkeypatch.setattr("sim.protocol.jobs.open_spec", lambda job, payload: decode_spec(payload))
         monkeypatch.setattr(JobNode, "_may_propose", lambda *asked: True)  # else the forger's runner gets no lease
         forged = msgspec.structs.replace(draw_job_faults(0, 10.0), incidents=("forgery",), incident_every_s=3.0)
         assert found(lambda seed: JobsWorld(seed, faults=forged, job_checkers=[SignedSpec()])).startswith("J8")
@@ -243,7 +265,9 @@ class TestNegativeControls:
         late = msgspec.structs.replace(SLOW, loss=0.0, delay_s=(0.0, 1.2), incidents=("one way", "partition", "stall"))
         late = msgspec.structs.replace(late, incident_every_s=3.0, until_s=300.0)
         monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 2.0)
-        assert found(lambda seed: checked(seed, faults=late)).startswith(("J1 ", "J12"))
+        assert found(lambda seed: JobsWorld(seed, faults=late, job_checkers=[OneLease(), NoDuplicates()])).startswith(
+            "J1"
+        )
 
     def test_leases_on_a_clock_that_stops_during_suspend(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace CLOCK_BOOTTIME by CLOCK_MONOTONIC."""
