@@ -113,7 +113,7 @@ class GroupOrder(JobChecker):
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
         config = witness_record.config
         voter = (witness_record.job, node.id, witness_record.disk)
-        order = (config.number, config.term, not config.previous)
+        order = (config.term, config.number, not config.previous)
         if order < self._orders.get(voter, order):
             before = self._orders[voter]
             raise self.violated(world, witness_record.job, f"{node.name} went from group {before} back to {order}")
