@@ -33,12 +33,16 @@ class ResumesFromCommit(JobChecker):
                 world, job, f"{node.name} starts at step {step}, and step {least} was committed before term {term}"
             )
 
+    def abandoned(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
+        self._committed.pop(job, None)
+
     def recovered(self, world: JobsWorld, job: bytes) -> None:
         self._committed.pop(job, None)
 
 
 class DeparturesLoseNothing(JobChecker):
-    """A guest that has saved and ended at a notice, and whose release is accepted, has lost no step.
+    """A guest that has saved and ended at a notice, and whose release is accepted, has lost no step. Not counted: a last save
+    that no other node took, and a checkpoint that was given up since.
 
     Found by: attempts that save nothing at a notice.
     """
@@ -51,6 +55,12 @@ class DeparturesLoseNothing(JobChecker):
 
     def left(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
         self._left[job, node] = (term, step)
+
+    def not_saved(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
+        self._left.pop((job, node), None)
+
+    def abandoned(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
+        self._released.pop(job, None)
 
     def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
         left = self._left.pop((job, node), None)

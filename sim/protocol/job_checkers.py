@@ -32,7 +32,8 @@ class OneLease(JobChecker):
 
 
 class OneChain(JobChecker):
-    """J2 and J3: committed checkpoints form one chain, and terms and sequence numbers never fall.
+    """J2 and J3: committed checkpoints form one chain, and terms and sequence numbers never fall. The chain may fork only where
+    a record says that a checkpoint is abandoned.
 
     Found by: witnesses that accept lower terms; promises sent before they are on disk.
     """
@@ -56,7 +57,7 @@ class OneChain(JobChecker):
         ancestor = commit.parent
         while ancestor is not None and ancestor != last.manifest:
             ancestor = self._parents.get(ancestor)
-        if ancestor is None:
+        if ancestor is None and last.manifest not in world.given_up:
             raise self.violated(world, job, f"checkpoint {commit.seq} of term {commit.term} forks the history")
 
     def recovered(self, world: JobsWorld, job: bytes) -> None:

@@ -171,6 +171,12 @@ class JobChecker:
     def left(self, world: "JobsWorld", node: "JobNode", job: bytes, term: int, step: int) -> None:
         """Called when a runner's guest has ended at a notice, by itself."""
 
+    def not_saved(self, world: "JobsWorld", node: "JobNode", job: bytes) -> None:
+        """Called when a checkpoint could not be stored, or no other node took it."""
+
+    def abandoned(self, world: "JobsWorld", job: bytes, commit: Commit) -> None:
+        """Called when a witness first has a record in which this commit is given up, since no node could give it."""
+
     def ended(self, world: "JobsWorld", node: "JobNode", job: bytes, reason: str) -> None:
         """Called when an attempt is over on this node."""
 
@@ -451,8 +457,13 @@ class JobNode(StoringNode):
         self.disk.witness_records[witness_record.job] = witness_record
         self._publish_recovery(witness_record)
         self.world.saved(self, witness_record)
+        given_up = witness_record.record.abandoned
         for checker in self.world.job_checkers:
+            if given_up is not None and given_up.manifest not in self.world.given_up:
+                checker.abandoned(self.world, witness_record.job, given_up)
             checker.saved(self.world, self, witness_record)
+        if given_up is not None:
+            self.world.given_up.add(given_up.manifest)
         if mode:
             self.crash()
 
@@ -472,7 +483,7 @@ class JobNode(StoringNode):
             except StoreError:
                 found = None
             if found is None:
-                self.report(job, GuestFailed("its files could not be brought here", elsewhere=True))
+                self.report(job, self._not_fetched(record))
                 return
             step = found
         for checker in self.world.job_checkers:
@@ -484,6 +495,14 @@ class JobNode(StoringNode):
         self.gang_members_started += guest.gang_member
         self.machine_after(STEP_S, self._take_step, job, guest)
         self.report(job, GuestStarted(step))
+
+    def _not_fetched(self, record: JobRecord) -> GuestFailed:
+        """Return the report of a start whose checkpoint could not be fetched, as production words it."""
+        assert record.commit is not None
+        writer = [attempt.node for attempt in record.attempts if attempt.term == record.commit.term]
+        away = any(node != self.id and self.peer(node) is None for node in [*writer, *record.commit.holders])
+        here = record.predecessor is not None and self.store.complete(record.predecessor.manifest)
+        return GuestFailed("no node gave it", True, unfetched="away" if away else "lost", predecessor_here=here)
 
     def _take_step(self, job: bytes, guest: Guest) -> None:
         if guest.ended:
@@ -532,19 +551,24 @@ class JobNode(StoringNode):
                 now_unix=self.unix(),
             )
         except StoreError as error:
-            self.report(job, CheckpointFailed(str(error)))
+            self._not_saved(job, str(error))
             return
         for checker in self.world.job_checkers:
             checker.proposed(self.world, saved.info.id, parent)
 
         def settled(copies: Settled) -> None:
             if refusal := policy.refusal(copies.holders, want, copies.short):
-                self.report(job, CheckpointFailed(refusal))
+                self._not_saved(job, refusal)
                 return
             guest.saved = step
             self.report(job, CheckpointStored(saved.info.id, copies.holders, step))
 
         self.replicate(saved, policy, want, settled)
+
+    def _not_saved(self, job: bytes, reason: str) -> None:
+        for checker in self.world.job_checkers:
+            checker.not_saved(self.world, self, job)
+        self.report(job, CheckpointFailed(reason))
 
 
 class JobsWorld(MembershipWorld):
@@ -575,6 +599,7 @@ class JobsWorld(MembershipWorld):
         count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes, without)
         super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
         self.job_checkers = list(job_checkers)
+        self.given_up: set[bytes] = set()  # abandoned checkpoints
         self.steps_of_job: dict[bytes, int] = {}
         self.returns = 0  # migrations back to the first node
         self.accepted: set[bytes] = set()
