@@ -175,7 +175,9 @@ class Witness:
         )
         stale_config = message.config.order < witness_record.config.order
         # A late copy of the order to start makes a second attempt in the same term.
-        other_owner = message.term == witness_record.accepted_term and witness_record.owner not in {b"", message.owner}
+        known_owner = witness_record.owner if message.term == witness_record.accepted_term else b""
+        other_owner = known_owner not in {b"", message.owner}
+        owner = known_owner if message.holder is None else message.owner  # only a lease has one
         if message.term < witness_record.promised or foreign_lease or stale_config or other_owner:
             return [self._refusal(sender, message.term, message.round, now)]
         if message.holder is not None and message.holder != sender:
@@ -191,7 +193,7 @@ class Witness:
             or record != witness_record.record
             or message.config != witness_record.config
             or message.holder != witness_record.holder
-            or message.owner != witness_record.owner
+            or owner != witness_record.owner
         )
         effects: list[Effect] = []
         if changed:
@@ -202,7 +204,7 @@ class Witness:
                     record=record,
                     config=message.config,
                     holder=None if record.outcome is not None else message.holder,
-                    owner=message.owner,
+                    owner=owner,
                 )
             )
         running = message.holder is not None

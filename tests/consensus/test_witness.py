@@ -364,3 +364,18 @@ class _First:
 def test_witness_records_survive_the_disk() -> None:
     witness_record = make_witness().witness_record
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(witness_record), type=WitnessRecord) == witness_record
+
+
+def test_only_a_lease_gives_a_term_its_owner() -> None:
+    """A member that brings the submission once more must not keep the first attempt from its term."""
+    witness = make_witness()
+    blank = Accept(job=JOB, term=1, round=1, config=GROUP, record=JobRecord(), holder=None, owner=b"thief")
+    witness.handle(E, blank, 0.0)
+    assert witness.witness_record.owner == b""
+    lease = msgspec.structs.replace(blank, holder=D, owner=b"first", record=JobRecord(version=1))
+    assert isinstance(witness.handle(D, lease, 0.0)[-1].message, Accepted)  # type: ignore[union-attr]
+    released = msgspec.structs.replace(lease, holder=None, record=JobRecord(version=2))
+    assert isinstance(witness.handle(D, released, 0.0)[-1].message, Accepted)  # type: ignore[union-attr]
+    assert witness.witness_record.owner == b"first", "also once the lease is given back"
+    second = msgspec.structs.replace(lease, owner=b"second", record=JobRecord(version=9))
+    assert isinstance(witness.handle(D, second, 0.0)[-1].message, Refused)  # type: ignore[union-attr]
