@@ -34,6 +34,7 @@ class Fenced(msgspec.Struct, frozen=True):
 
 WANT_WITNESSES = 3
 ANSWER_S = 3.0  # for an answer: many LAN round trips, yet short for a user who waits
+ASK_AGAIN_S = 1.0  # between questions to a newcomer, which carry the spec (own choice)
 UNFIT_S, UNFIT_MAX_S = 15.0, 900.0  # that a node is not asked again to be a witness, doubled each time (own choice)
 MAX_OPEN_ROUNDS = 8  # older rounds are dropped; a later round repeats their content
 
@@ -62,7 +63,7 @@ class Proposer:
         self.holder = holder
         self._removed: tuple[Voter, ...] = ()
         self._sought: tuple[Voter, ...] = ()  # the group that this one should become
-        self._sought_at = 0.0
+        self._sought_at = self._ask_at = 0.0
         self._ready: set[Voter] = set()  # newcomers that can vote
         self._answered: set[Voter] = set()
         self._unfit: dict[bytes, tuple[float, float]] = {}  # until when a node is not asked, and for how long that was
@@ -107,11 +108,14 @@ class Proposer:
             return []
         missing = [voter for voter in members if voter not in self.config.members and voter not in self._ready]
         if members != self._sought:
-            self._sought, self._sought_at = members, now
+            self._sought, self._sought_at, self._ask_at = members, now, now
         elif missing and now - self._sought_at >= ANSWER_S:
             self._pass_over(missing, now)
             return self.regroup(view, now, patience_s)
+        if missing and now < self._ask_at:
+            return []
         if missing:
+            self._ask_at = now + ASK_AGAIN_S
             return [Send(voter.node, Introduce(job=self.job, spec=self.spec)) for voter in missing]
         self.config, self._sought_at = self.config.joint(members, self.term), now
         return self.propose(now)

@@ -215,7 +215,9 @@ class Runner:
             if until > self.lease_until:
                 self.lease_until = until
                 effects += [self._timer("lease", until), self._allow()]
-        return effects + self._on_decided(decided.record, at)
+        effects += self._on_decided(decided.record, at)
+        # Rounds that follow each other quickly put the renewal off, and the view may not change again.
+        return effects + (self._regroup(at) if self.state != "ended" else [])
 
     def on_refused(self, sender: bytes, message: Refused, at: Instant) -> list[Effect]:
         if self.state == "ended" or not self._proposer.asks(sender):

@@ -681,3 +681,13 @@ def test_ended_runner_does_nothing(event: RunnerEvent) -> None:
     world.tell(exited(0))
     world.tell(RESULT)
     assert world.runner.state == "ended" and world.tell(event) == []
+
+
+def test_new_attempt_replaces_a_dead_witness_without_another_change_of_the_view() -> None:
+    """Regression: commits that follow each other quickly put off the renewal, and the group kept a dead witness for good."""
+    world = RunnerWorld()
+    world.silent = {C}
+    world.witnesses[E] = msgspec_copy(world)
+    world.observe(make_view(D, (A, B, D, E), adverts=(make_advert(E, weight=64),)))
+    world.begin()
+    assert set(world.runner.config.nodes) == {A, B, E}
