@@ -4,6 +4,7 @@ One function for each question; docs/reference/authority.md lists them with the 
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -27,6 +28,8 @@ from mesh.model.record import FIRST_TERM, Config, JobRecord
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
 
 MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
+LEAST_VOUCHERS = 2  # for a job whose submitter's certificate has ended: one witness alone may lie (own choice)
+REMEMBERED = 1024  # jobs taken on by the word of their witnesses (own choice)
 
 
 def is_user(caller: Credentials, user_key: bytes) -> bool:
@@ -150,6 +153,11 @@ def _check_submitter(credentials: Credentials, spec: JobSpec) -> None:
         raise SpecError("the job carries the certificate of another user")
 
 
+def _check_may_submit(credentials: Credentials) -> None:
+    if USER not in credentials.roles:
+        raise SpecError(f"{credentials.nick} may lend, but not submit")
+
+
 class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A leader's statement that `node` gets this term of the job."""
 
@@ -173,6 +181,7 @@ class Authority:
     ) -> None:
         self._identity, self._me = identity, identity.node_id
         self._trust, self._advertises = trust, advertises
+        self._accepted_before = OrderedDict[bytes, None]()  # jobs that their witnesses have vouched for
 
     # --- descriptions of jobs
 
@@ -180,9 +189,11 @@ class Authority:
         """Return the spec of a job that this node takes on: its submitter, a member now, has signed it. SpecError otherwise.
 
         "Now" is by this node's clock, and by what it knows: a certificate that has ended signs nothing anew, whatever time the
-        job claims. A renewed certificate of the submitter counts, so an old job goes on to new nodes as long as its submitter is
-        a member. A job that this node has taken on is not judged again (`read_spec`).
+        job claims. A renewed certificate of the submitter counts. A job that this node has taken on is not judged again
+        (`read_spec`), nor is one that its witnesses accepted while the certificate was valid (`take_word`).
         """
+        if job in self._accepted_before:
+            return self.read_ended_spec(job, sealed)
         spec = self.read_spec(job, sealed)
         now = time.time()
         if spec.created_unix_ms / 1000 > now + CLOCK_GRACE_S:
@@ -193,8 +204,7 @@ class Authority:
         except TrustError as error:
             raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
         _check_submitter(credentials, spec)
-        if USER not in credentials.roles:
-            raise SpecError(f"{credentials.nick} may lend, but not submit")
+        _check_may_submit(credentials)
         return spec
 
     def read_spec(self, job: bytes, sealed: bytes) -> JobSpec:
@@ -210,13 +220,47 @@ class Authority:
 
     def read_members_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         """Return the spec of a job whose submitter was a member at some time, under the user's name; SpecError otherwise."""
+        return self._read_with_chain(job, sealed)[0]
+
+    def _read_with_chain(self, job: bytes, sealed: bytes) -> tuple[JobSpec, Credentials]:
         spec = self.read_spec(job, sealed)
         try:
             credentials = self._trust.read_chain(spec.chain)
         except TrustError as error:
             raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
         _check_submitter(credentials, spec)
+        return spec, credentials
+
+    def read_ended_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        """Return the spec of a job that its submitter could submit when it was created, if its witnesses say that it was.
+
+        SpecError also if the submitter or its admitter is revoked, if the user's name belongs to another user now, and on the
+        user's own machines, where the job could do what its user can.
+        """
+        spec, credentials = self._read_with_chain(job, sealed)
+        now, created = time.time(), spec.created_unix_ms / 1000
+        own, holder = self._trust.credentials(self._me, now), self._trust.holder(spec.user, now)
+        if not credentials.not_before - CLOCK_GRACE_S <= created <= credentials.not_after:
+            raise SpecError("the certificate of the job's submitter was not valid when the job was created")
+        _check_may_submit(credentials)
+        if holder is not None and holder.key != spec.user_key:
+            raise SpecError(f"the name {spec.user!r} belongs to another user now")
+        if own is None or is_user(own, spec.user_key):
+            raise SpecError(
+                "the certificate of the job's submitter has ended: a machine of its user does not take it on"
+            )
         return spec
+
+    def take_word(self, job: bytes, records: Sequence[WitnessRecord]) -> bool:
+        """Take a job on by the word of its present witnesses, which have these records, although its submitter's certificate
+        has ended since. False if they are too few.
+        """
+        if len(records) < LEAST_VOUCHERS:
+            return False
+        self._accepted_before[job] = None
+        while len(self._accepted_before) > REMEMBERED:
+            self._accepted_before.popitem(last=False)
+        return True
 
     # --- orders of the job's user
 

@@ -109,8 +109,8 @@ class Vouching:
         self._waiting += 1
         job = message.wanted_by if isinstance(message, MakeRoom) else message.job
         try:
-            spec = self._authority.open_spec(job, message.spec or b"")
-            if isinstance(message, Start) and message.config.number == 0:
+            spec, is_member = self._asked_for(job, message.spec or b"")
+            if is_member and isinstance(message, Start) and message.config.number == 0:
                 return may_start(sender, message, spec, None, ())
             async with self._turns:
                 present = await self._present(job, spec)
@@ -118,7 +118,7 @@ class Vouching:
             return True  # the core refuses it, with the reason
         finally:
             self._waiting -= 1
-        if present is None:
+        if present is None or not (is_member or self._authority.take_word(job, present[1])):
             return True
         if isinstance(message, MakeRoom):
             return may_ask_for_room(sender, *present)
@@ -127,6 +127,13 @@ class Vouching:
         if isinstance(message, Accept):
             return may_introduce(message, present[0])
         return may_start(sender, message, spec, *present)
+
+    def _asked_for(self, job: bytes, sealed: bytes) -> tuple[JobSpec, bool]:
+        """Return a job's description, and whether its submitter is a member now; SpecError if it never could submit it."""
+        try:
+            return self._authority.open_spec(job, sealed), True
+        except SpecError:
+            return self._authority.read_ended_spec(job, sealed), False
 
     # --- the witnesses
 

@@ -142,6 +142,13 @@ MATRIX = (
         f"{ASKED}:test_description_is_signed_by_its_submitter",
     ),
     _row(
+        "Have a node take on a job whose submitter's certificate has ended",
+        ("two witnesses, and most of its present group",),
+        "read_ended_spec, take_word",
+        "mesh/jobs/vouching.py:allows",
+        f"{ASKED}:test_job_outlives_the_certificate_of_its_submitter_by_the_word_of_its_witnesses",
+    ),
+    _row(
         "Cancel or migrate a job",
         (USER,),
         "may_cancel",

@@ -13,6 +13,7 @@ from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, encode_reconfiguration
 from mesh.consensus.messages import Accept, Enlist, Start
 from mesh.jobs.authority import (
+    REMEMBERED,
     Authority,
     is_user,
     is_writer,
@@ -27,7 +28,7 @@ from mesh.jobs.authority import (
 )
 from mesh.model.record import Attempt, Commit, Config, JobRecord, Voter
 from mesh.model.spec import JobSpec, SpecError, encode_spec, job_id
-from tests.consensus.worlds import DISK, make_spec
+from tests.consensus.worlds import DISK, make_spec, make_witness
 
 NOW = time.time()
 
@@ -160,6 +161,108 @@ def test_description_from_the_future_is_refused(town: Town) -> None:
 
 
 # --- orders
+
+
+DAY_S = 86_400
+
+
+class OldTown:
+    """A mesh of 200 days: ada's machines are members, bob's certificate has ended."""
+
+    def __init__(self, wanted: str = "carl") -> None:
+        self.ids = {name: Identity.generate() for name in ("ada", "bob", "bob2", "carl")}
+        genesis, root_chain = found_mesh(self.ids["ada"], "town", "ada", "ada", NOW - 200 * DAY_S)
+        self.trust = TrustStore(genesis)
+        self.trust.admit_chain(root_chain, NOW)
+        self.chains = {"ada": root_chain}
+        self.admit("bob", "bob", NOW - 150 * DAY_S)
+        self.admit("bob2", "bob", NOW - 10 * DAY_S, existing=True)
+        self.admit("carl", "carl", NOW - 10 * DAY_S)
+        self.authority = Authority(self.ids[wanted], self.trust)
+
+    def admit(self, name: str, user: str, when: float, existing: bool = False, roles: tuple[str, ...] = ROLES) -> None:
+        node, sealer = self.ids[name].node_id, MeshSealer(self.ids["ada"], self.trust.mesh_id)
+        binding = self.trust.bind(user, node, when, existing=existing)
+        self.chains[name] = admit_node(sealer, self.trust, self.chains["ada"], node, name, binding, roles, False, when)
+        self.trust.admit_chain(self.chains[name], when + 1)
+
+    def sealed(self, days_ago: float) -> tuple[bytes, bytes]:
+        """Return a job of bob's first machine, created that many days ago, as they say."""
+        bob = self.ids["bob"].node_id
+        created = int((NOW - days_ago * DAY_S) * 1000)
+        spec = make_spec(submitter=bob, user="bob", user_key=bob, chain=self.chains["bob"], created_unix_ms=created)
+        payload = encode_spec(spec)
+        return job_id(payload), seal(self.ids["bob"], self.trust.mesh_id, "job", payload)
+
+
+RECORDS = [make_witness().witness_record] * 2
+
+
+def test_job_outlives_the_certificate_of_its_submitter_by_the_word_of_its_witnesses() -> None:
+    town = OldTown()
+    job = town.sealed(days_ago=149)
+    with pytest.raises(SpecError, match="not a member"):
+        town.authority.open_spec(*job)
+    assert town.authority.take_word(job[0], RECORDS)
+    assert town.authority.open_spec(*job).user == "bob"
+    other = town.sealed(days_ago=148)
+    with pytest.raises(SpecError, match="not a member"):
+        town.authority.open_spec(*other)
+
+
+def test_one_witness_alone_vouches_for_no_ended_certificate() -> None:
+    town = OldTown()
+    job = town.sealed(days_ago=149)
+    assert not town.authority.take_word(job[0], RECORDS[:1])
+    with pytest.raises(SpecError, match="not a member"):
+        town.authority.open_spec(*job)
+
+
+@pytest.mark.parametrize("days_ago", [151, 30])
+def test_ended_certificate_signs_nothing_outside_its_time(days_ago: float) -> None:
+    town = OldTown()
+    job = town.sealed(days_ago)
+    assert town.authority.take_word(job[0], RECORDS)
+    with pytest.raises(SpecError, match="not valid when the job was created"):
+        town.authority.open_spec(*job)
+
+
+def test_revoked_submitter_is_refused_whatever_the_witnesses_say() -> None:
+    town = OldTown()
+    job = town.sealed(days_ago=149)
+    assert town.authority.take_word(job[0], RECORDS)
+    town.trust.revoked.add(town.ids["bob"].node_id)
+    with pytest.raises(SpecError, match="revoked"):
+        town.authority.open_spec(*job)
+
+
+def test_machine_of_the_user_takes_no_word_for_their_ended_certificate() -> None:
+    """There, the job could do what its user can."""
+    town = OldTown(wanted="bob2")
+    job = town.sealed(days_ago=149)
+    assert town.authority.take_word(job[0], RECORDS)
+    with pytest.raises(SpecError, match="a machine of its user"):
+        town.authority.open_spec(*job)
+
+
+def test_name_that_belongs_to_another_user_now_is_refused() -> None:
+    town = OldTown()
+    job = town.sealed(days_ago=149)
+    forgetful = TrustStore(town.trust.genesis_bytes)  # it has never met the first bob
+    forgetful.admit_chain(town.chains["ada"], NOW)
+    town.trust = forgetful
+    town.admit("carl", "bob", NOW - 10 * DAY_S)
+    town.authority = Authority(town.ids["carl"], forgetful)
+    assert town.authority.take_word(job[0], RECORDS)
+    with pytest.raises(SpecError, match="belongs to another user"):
+        town.authority.open_spec(*job)
+
+
+def test_jobs_taken_on_by_the_word_of_witnesses_are_bounded() -> None:
+    town = OldTown()
+    for number in range(REMEMBERED + 10):
+        town.authority.take_word(b"%016d" % number, RECORDS)
+    assert len(town.authority._accepted_before) == REMEMBERED
 
 
 def test_only_the_user_of_a_job_cancels_it(town: Town) -> None:

@@ -1,6 +1,7 @@
 """Vouching for manifests and starts, with a group of witnesses that changes, is away, or lies."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +46,8 @@ class Judge:
     """The part of `Authority` that needs keys: `lenders` may lend, and every spec is the job's."""
 
     lenders: frozenset[bytes] = frozenset({D})
+    ended = False  # the certificate of the job's submitter
+    taken = 0  # witnesses by whose word the job was taken on
 
     def may_lend(self, node: bytes) -> bool:
         return node in self.lenders
@@ -54,7 +57,16 @@ class Judge:
             raise SpecError("another job")
         return SPEC
 
-    open_spec = read_members_spec
+    read_ended_spec = read_members_spec
+
+    def open_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        if self.ended:
+            raise SpecError("its submitter is no member")
+        return self.read_members_spec(job, sealed)
+
+    def take_word(self, job: bytes, records: Sequence[WitnessRecord]) -> bool:
+        self.taken = len(records)
+        return job == JOB
 
 
 def named_by_the_user(record: WitnessRecord) -> Config | None:
@@ -66,13 +78,13 @@ class Node:
 
     def __init__(self) -> None:
         self.peers: Any = Peers()
-        judge: Any = Judge()
+        self.judges: Any = Judge()
         rules: Any = None
         participant = Participant(E, b"", "e", rules, rules)
         self.group(0, (A, B, C))
         trust = TrustStore(found_mesh(Identity(b"1" * 32), "lab", "root", "ada", 1e9)[0])
         group = WitnessGroup(E, self.peers, participant, named_by_the_user)
-        self.vouching = Vouching(judge, trust, participant, group, self.peers, JobTable())
+        self.vouching = Vouching(self.judges, trust, participant, group, self.peers, JobTable())
 
     def group(self, number: int, members: tuple[bytes, ...], holder: bytes = D, term: int = 4) -> None:
         record = JobRecord(attempts=(Attempt(0, holder, "", term, 0),))
@@ -202,6 +214,20 @@ async def test_start_by_another_node_than_the_leader_is_not_allowed() -> None:
     assert not await node.vouching.allows(B, msgspec.structs.replace(later, term=5)), "a term that B has not won"
     node.peers.records.clear()
     assert await node.vouching.allows(D, forged), "taken on trust while nobody can be asked"
+
+
+async def test_job_of_an_ended_certificate_is_judged_by_its_witnesses() -> None:
+    node = Node()
+    node.judges.ended = True
+    start = make_start(term=4)
+    assert await node.vouching.allows(A, start) and node.judges.taken >= 2
+    assert not await node.vouching.allows(D, start), "it has not won the term"
+    first = msgspec.structs.replace(start, term=5)
+    assert first.config.number == 0
+    assert not await node.vouching.allows(A, first), "the first group is asked, too: the description is no proof"
+    node.judges.taken = 0
+    node.peers.records.clear()
+    assert await node.vouching.allows(A, start) and not node.judges.taken, "the core refuses it"
 
 
 async def test_node_joins_no_group_that_the_witnesses_do_not_know() -> None:
