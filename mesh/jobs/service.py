@@ -1,6 +1,7 @@
 """Job service: the shell around `Participant`. It performs the effects of the job cores and feeds them what happens.
 
-One queue of inputs and one worker: the cores never see two things at once, and a promise is on disk before it is sent.
+One queue of inputs and one worker: the cores never see two things at once, and a promise is on disk before it is sent
+(`durable_order.py`).
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from mesh.checkpoints.replicator import Replicator
 from mesh.checkpoints.retention import Retention
 from mesh.checkpoints.save_schedule import SaveSchedules, base_rates
 from mesh.checkpoints.witness_group import WitnessGroup
+from mesh.consensus.durable_order import SaveRecords, in_durable_order
 from mesh.consensus.effects import (
     Abandoned,
     Committed,
@@ -37,7 +39,6 @@ from mesh.consensus.effects import (
     Ended,
     GuestEffect,
     Notify,
-    SaveWitnessRecord,
     Send,
     SetTimer,
     StateChanged,
@@ -473,28 +474,28 @@ class JobService:
     # --- effects
 
     async def _perform_all(self, outputs: Sequence[Directed]) -> None:
-        """Perform effects in order, after every promise among them is durable: a promise that is given is never forgotten."""
-        records: dict[bytes, WitnessRecord] = {}
-        for output in outputs:
-            if isinstance(output.effect, SaveWitnessRecord):
-                records[output.job] = output.effect.witness_record
-        if records:
-            await self._journal.save_witness_records(list(records.values()))
-            self._witness_record_saved.set()
-            for record in records.values():
-                if record.reconfiguration:
-                    self.status_gossip.publish_recovery(record.job, record.reconfiguration)
-        changed = dict.fromkeys(records)
-        for output in outputs:
-            self._perform(output.job, output.role, output)
-            if isinstance(output.effect, Committed | StateChanged | Ended):
-                changed[output.job] = None
+        changed: dict[bytes, None] = {}
+        for step in in_durable_order(outputs):
+            if isinstance(step, SaveRecords):
+                await self._save(step.records)
+                changed.update((record.job, None) for record in step.records)
+            else:
+                self._perform(step.job, step.role, step)
+                if isinstance(step.effect, Committed | StateChanged | Ended):
+                    changed[step.job] = None
         for job, report in self.event_log.unreported():
             for node in self._group(job):
                 if node != self._me:
                     self._message_sender.post(node, encode_message(report))
         for job in changed:
             self.own_status.publish(job)
+
+    async def _save(self, records: Sequence[WitnessRecord]) -> None:
+        await self._journal.save_witness_records(records)
+        self._witness_record_saved.set()
+        for record in records:
+            if record.reconfiguration:
+                self.status_gossip.publish_recovery(record.job, record.reconfiguration)
 
     def _perform(self, job: bytes, role: Role, output: Directed) -> None:
         note = self.own_status.note

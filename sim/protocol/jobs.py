@@ -6,7 +6,8 @@ take steps, copies that take time, owners who pull the kill switch. One seed det
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from random import Random
 
 import msgspec
@@ -26,7 +27,6 @@ from mesh.consensus.effects import (
     RunUntil,
     SaveCheckpoint,
     SaveResult,
-    SaveWitnessRecord,
     Send,
     SetTimer,
     Submitted,
@@ -82,6 +82,7 @@ from sim.protocol.fakes import ChecksumSealer
 from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, draw_job_faults, draw_mesh
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
 from sim.protocol.memory_store import MemoryStore
+from sim.protocol.worker import Input, Worker
 
 MARK = b"J"  # first byte of a job message among datagrams
 SLOTS = 2
@@ -216,6 +217,7 @@ class JobNode(StoringNode):
         self._allowed: dict[bytes, float] = {}
         self._observe_pending = False
         self._sealer: ChecksumSealer
+        self._worker: Worker
 
     def new_disk(self) -> JobDisk:
         return JobDisk(name=self.world.streams.get(self.name, "journal").randbytes(8))
@@ -243,11 +245,12 @@ class JobNode(StoringNode):
             self._may_propose,
             self._warrant,
         )
-        rng = self.world.streams.get(self.name, "jobs")
+        self._worker, rng = Worker(self), self.world.streams.get(self.name, "jobs")
         self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
         for job in sorted(self.disk.witness_records):
             witness_record = self.disk.witness_records[job]
-            self.perform_jobs(self.participant.restore(self.world.restored(witness_record, self), self.instant))
+            witness = self.world.restored(witness_record, self)
+            self.take(partial(self.participant.restore, witness), job)
         self._publish()
         self._observe_periodically()
 
@@ -310,7 +313,7 @@ class JobNode(StoringNode):
         self.observe()
 
     def observe(self) -> None:
-        self.perform_jobs(self.participant.observe(self.view(), self.instant))
+        self.take(lambda at: self.participant.observe(self.view(), at))
 
     def view(self) -> View:
         members, unix = self.core.swim.table.all(), self.unix()
@@ -350,8 +353,7 @@ class JobNode(StoringNode):
             self.handle_message(sender, message)
 
     def handle_message(self, sender: bytes, message: AnyMessage) -> None:
-        self.perform_jobs(self.participant.receive(sender, message, self.instant))
-        self.world.handled(message.job)
+        self.take(partial(self.participant.receive, sender, message), message.job)
 
     def send(self, to: bytes, message: AnyMessage) -> None:
         if to == self.id:
@@ -364,11 +366,10 @@ class JobNode(StoringNode):
             self.world.send_datagram(self, data, (member.host, member.port))
 
     def _job_timer(self, job: bytes, role: Role, timer: Timer) -> None:
-        self.perform_jobs(self.participant.on_timer(job, role, timer, self.instant))
-        self.world.handled(job)
+        self.take(partial(self.participant.on_timer, job, role, timer), job)
 
     def report(self, job: bytes, event: RunnerEvent) -> None:
-        self.perform_jobs(self.participant.report(job, event, self.instant))
+        self.take(partial(self.participant.report, job, event))
 
     def _open_spec(self, job: bytes, payload: bytes) -> JobSpec:
         if self.old:
@@ -396,19 +397,17 @@ class JobNode(StoringNode):
 
     # --- effects of the cores
 
-    def perform_jobs(self, outputs: Sequence[Directed]) -> None:
-        life = self.life
-        for output in outputs:
-            if not self.up or self.life != life:
-                return
-            self._perform_job(output)
+    def take(self, item: Input, job: bytes = b"") -> None:
+        """Give the cores an input, about this job if it names one."""
+        self._worker.take(item, job)
 
-    def _perform_job(self, output: Directed) -> None:
+    def handled(self, job: bytes) -> None:
+        self.world.handled(job)
+
+    def perform_job(self, output: Directed) -> None:
         job, effect, world = output.job, output.effect, self.world
         guest = self.guests.get(job)
         match effect:
-            case SaveWitnessRecord(witness_record=witness_record):
-                self._save(witness_record)
             case Send(to=to, message=message):
                 if isinstance(message, Start):
                     for checker in world.job_checkers:
@@ -449,11 +448,19 @@ class JobNode(StoringNode):
                     guest.ended = True
                     del self.guests[job]
 
-    def _save(self, witness_record: WitnessRecord) -> None:
+    def save_records(self, records: Sequence[WitnessRecord], saved: Callable[[], None]) -> None:
         mode, self.crash_at_save = self.crash_at_save, ""
         if mode == "before fsync":
             self.crash()
             return
+        for witness_record in records:
+            self.keep(witness_record)
+        if mode:
+            self.crash()
+            return
+        saved()
+
+    def keep(self, witness_record: WitnessRecord) -> None:
         self.disk.witness_records[witness_record.job] = witness_record
         self._publish_recovery(witness_record)
         self.world.saved(self, witness_record)
@@ -464,8 +471,6 @@ class JobNode(StoringNode):
             checker.saved(self.world, self, witness_record)
         if given_up is not None:
             self.world.given_up.add(given_up.manifest)
-        if mode:
-            self.crash()
 
     # --- guests
 
@@ -731,7 +736,7 @@ class JobsWorld(MembershipWorld):
         payload = encode_spec(spec)
         job = job_id(payload)
         self.steps_of_job[job], self.specs[job] = rng.randint(20, 90), spec
-        submitter.perform_jobs(submitter.participant.submit(job, payload, spec, submitter.instant))
+        submitter.take(partial(submitter.participant.submit, job, payload, spec))
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.
             self._departing_submitter = (job, submitter)
@@ -785,7 +790,7 @@ class JobsWorld(MembershipWorld):
         for checker in self.job_checkers:
             checker.recovered(self, job)
         order = encode_reconfiguration(plan.reconfiguration)
-        asker.perform_jobs(asker.participant.recover(plan, order, asker.instant))
+        asker.take(partial(asker.participant.recover, plan, order))
 
     # --- incidents
 

@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, SaveWitnessRecord, WitnessRecord
 from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, RunGranted
+from mesh.consensus.participant import Directed
 from mesh.consensus.reports import KillWanted, RunnerEvent
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
@@ -143,6 +145,12 @@ def found(make: Any, first: int = 0) -> str:
     return ""
 
 
+def few_disks(seed: int) -> JobsWorld:
+    """Return a world with three nodes, each a witness of every job, that often crash around an fsync."""
+    faults = msgspec.structs.replace(draw_job_faults(seed, 10.0), incidents=("crash at a save",), incident_every_s=2.0)
+    return checked(seed, faults=faults, mesh=MeshPlan(nodes=3))
+
+
 CRASHES = ("crash", "partition", "stall", "leave", "notice", "crash at a save")
 
 
@@ -208,12 +216,20 @@ class TestNegativeControls:
         assert found(lambda seed: harsh(seed, incidents=CRASHES, reorder=0.3)).startswith("J15")
 
     def test_promises_sent_before_they_are_on_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = JobNode._save
+        def careless(outputs: Sequence[Directed]) -> list[Step]:
+            steps = in_durable_order(outputs)
+            return sorted(steps, key=lambda step: isinstance(step, SaveRecords))
+
+        monkeypatch.setattr("sim.protocol.worker.in_durable_order", careless)
+        assert found(few_disks)
+
+    def test_promises_that_are_not_saved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobNode.keep
 
         def lazy(self: JobNode, witness_record: WitnessRecord) -> None:
             self.after(2.0, real, self, witness_record)
 
-        monkeypatch.setattr(JobNode, "_save", lazy)
+        monkeypatch.setattr(JobNode, "keep", lazy)
         assert found(lambda seed: harsh(seed, incidents=("mass restart", *CRASHES), incident_every_s=6.0))
 
     def test_lease_returned_while_gang_members_still_run(self, monkeypatch: pytest.MonkeyPatch) -> None:

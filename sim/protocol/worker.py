@@ -1,0 +1,68 @@
+"""The worker of a simulated node's job service: one queue of inputs to the cores, and their effects in the durable order.
+
+While a save is under way, inputs wait, as in `mesh.jobs.service`; then all that have arrived are worked off together.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.participant import Directed
+from mesh.consensus.view import Instant
+
+Input = Callable[[Instant], Sequence[Directed]]
+
+
+class Shell(Protocol):
+    """What a node does for its worker."""
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def instant(self) -> Instant: ...
+
+    def save_records(self, records: Sequence[WitnessRecord], saved: Callable[[], None]) -> None:
+        """Call `saved` once the records are on disk; never, if the process ends before."""
+
+    def perform_job(self, output: Directed) -> None: ...
+
+    def handled(self, job: bytes) -> None:
+        """Called when the effects of an input for this job have been performed."""
+
+
+class Worker:
+    """The worker of one run of a process."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._inputs: list[tuple[Input, bytes]] = []
+        self._busy = False
+
+    def take(self, item: Input, job: bytes = b"") -> None:
+        """Work off an input, about this job if it names one, after those that came before it."""
+        self._inputs.append((item, job))
+        if not self._busy:
+            self._work()
+
+    def _work(self) -> None:
+        self._busy = bool(self._inputs)
+        if self._busy:
+            batch, self._inputs = self._inputs, []
+            steps = in_durable_order([output for item, _ in batch for output in item(self._shell.instant)])
+            self._perform(deque(steps), [job for _, job in batch if job])
+
+    def _perform(self, steps: deque[Step], jobs: Sequence[bytes]) -> None:
+        while steps:
+            step = steps.popleft()
+            if isinstance(step, SaveRecords):
+                self._shell.save_records(step.records, lambda: self._perform(steps, jobs))
+                return
+            self._shell.perform_job(step)
+            if not self._shell.up:
+                return
+        for job in jobs:
+            self._shell.handled(job)
+        self._work()
