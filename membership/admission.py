@@ -16,7 +16,7 @@ import logging
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -245,6 +245,7 @@ class JoinRequests:
         return "waiting" if waiting.keep(entry, group, now_unix) else "full", decision
 
 
+@lru_cache(4096)
 def address_group(host: str) -> str:
     """Return the part of an address that one machine cannot vary: of IPv6, the network of 64 bits."""
     try:

@@ -33,6 +33,11 @@ class TokenBuckets:
         bucket[0] = tokens - 1.0
         return True
 
+    def give_back(self, source: object) -> None:
+        """Return a token that `source` took."""
+        if bucket := self._buckets.get(source):
+            bucket[0] = min(self._capacity, bucket[0] + 1.0)
+
 
 class MinimumInterval:
     """At most one event per address and interval, whichever caller asks."""

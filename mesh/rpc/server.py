@@ -1,8 +1,9 @@
 """Server for other nodes: only members get past the TLS handshake, and every connection and body counts against a bound.
 
-A connection is a stranger's until its handshake is done (`mesh.rpc.tls`). Strangers share few places, and those at one address
-fewer. When these are full, the oldest unfinished handshake ends, so that an honest one, which takes milliseconds, gets through a
-flood. A member holds at most MAX_PER_PEER connections, and all members together MAX_CONNECTIONS.
+A connection is a stranger's until its handshake is done (`mesh.rpc.tls`). `Handshakes` limits how many begin in a second, since
+each takes a millisecond of the processor. Strangers share few places, and those at one address fewer. When these are full, the
+oldest unfinished handshake ends, so that an honest one, which takes milliseconds, gets through a flood. A member holds at most
+MAX_PER_PEER connections, and all members together MAX_CONNECTIONS.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ from typing import NamedTuple, cast
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from membership.admission import address_group
 from membership.identity import Identity, NodeId, short_id
+from membership.ratelimit import TokenBuckets
 from mesh.rpc.client import CALLS_PER_NODE, KEEPALIVE_S, TUNNELS_PER_NODE
 from mesh.rpc.streams import read_within
 from mesh.rpc.tls import PeerObject, server_context
@@ -28,6 +31,10 @@ from mesh.rpc.tls import PeerObject, server_context
 HANDSHAKE_S = 5.0  # Nomad's `rpc_handshake_timeout`
 HONEST_S = 0.25  # an honest handshake takes milliseconds
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST = 128, 64  # unfinished, at a time (own choice)
+PER_HOST_S, STRANGERS_S = (
+    10.0,
+    50.0,
+)  # handshakes per second: 1 % and 5 % of a processor (measured: make bench-adversary)
 MAX_PER_PEER = 64  # more than the client of an honest node opens
 MAX_CONNECTIONS = 1024
 MAX_REQUESTS_PER_PEER = CALLS_PER_NODE  # at a time; tunnels are not counted
@@ -55,6 +62,33 @@ def peer_of(request: web.Request) -> NodeId:
     return tls.peer
 
 
+class Handshakes:
+    """Limits how many handshakes begin: from each address, and from all addresses at which no member was seen last.
+
+    A member's own handshakes are free up to PER_HOST_S for each member. So strangers elsewhere keep no member out, and members
+    that share an address do not use up its share.
+    """
+
+    def __init__(self) -> None:
+        self._of_host, self._of_peer = TokenBuckets(PER_HOST_S), TokenBuckets(PER_HOST_S)
+        self._of_strangers = TokenBuckets(STRANGERS_S)
+        self._host_of: dict[NodeId, str] = {}  # one address for each member, so that none can claim many
+
+    def may_begin(self, host: str, now: float) -> bool:
+        """Count a handshake that begins; False if it is one too many."""
+        member = host in self._host_of.values()
+        return self._of_host.allow(host, now) and (member or self._of_strangers.allow("", now))
+
+    def completed(self, host: str, peer: NodeId, now: float) -> None:
+        """Note that a member proved its key from this address."""
+        if not self._of_peer.allow(peer, now):
+            return
+        if host not in self._host_of.values():
+            self._of_strangers.give_back("")
+        self._host_of[peer] = host
+        self._of_host.give_back(host)
+
+
 class PeerServer:
     """Serves an application to the nodes for which `refuse` returns an empty text; `count` counts refusals by reason."""
 
@@ -78,6 +112,7 @@ class PeerServer:
         )
         self._context = server_context(identity, mesh_id, self._refuse)
         self._refuse_node, self._count = refuse, count
+        self._limit = Handshakes()
         self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and begin; the oldest first
         self._of_peer: Counter[NodeId] = Counter()
         self._max_connections = MAX_CONNECTIONS
@@ -112,6 +147,7 @@ class PeerServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await asyncio.sleep(0)  # while connections wait, `sock_accept` returns at once: all else needs its turn
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:
@@ -119,11 +155,13 @@ class PeerServer:
                     log.warning("no connection of a peer can be accepted: %s", error.strerror)
                     await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
-            if not self._make_place(str(address[0])):
+            host, now = address_group(str(address[0])), time.monotonic()
+            if not self._limit.may_begin(host, now) or not self._make_place(host):
+                self._count("refused_handshakes")
                 connection.close()
                 continue
-            task = asyncio.create_task(self._shake_hands(connection), name="handshake")
-            self._handshakes[task] = str(address[0]), time.monotonic()
+            task = asyncio.create_task(self._shake_hands(connection, host), name="handshake")
+            self._handshakes[task] = host, now
             task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
     def _make_place(self, host: str) -> bool:
@@ -132,7 +170,6 @@ class PeerServer:
         if len(of_host) >= MAX_HANDSHAKES_PER_HOST:
             excess = of_host[0]
             if time.monotonic() - self._handshakes[excess][1] < HONEST_S:
-                self._count("refused_handshakes")
                 return False
         elif len(self._handshakes) >= MAX_HANDSHAKES:
             excess = next(iter(self._handshakes))
@@ -143,17 +180,18 @@ class PeerServer:
         self._count("refused_handshakes")
         return True
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
+    async def _shake_hands(self, connection: socket.socket, host: str) -> None:
         loop, server = asyncio.get_running_loop(), self._runner.server
         assert server is not None
         try:
             connection.setblocking(False)
-            await loop.connect_accepted_socket(
+            _, protocol = await loop.connect_accepted_socket(
                 lambda: _Connection(server(), self._opened, self._closed),
                 connection,
                 ssl=self._context,
                 ssl_handshake_timeout=HANDSHAKE_S,
             )
+            self._limit.completed(host, protocol.peer, time.monotonic())
         except ssl.SSLCertVerificationError as error:
             self._count("refused_foreign")
             log.info("refused a connection: %s", error)
@@ -188,12 +226,12 @@ class _Connection(asyncio.Protocol):
         self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._peer = cast(PeerObject, transport.get_extra_info("ssl_object")).peer
-        self._opened(self._peer)
+        self.peer = cast(PeerObject, transport.get_extra_info("ssl_object")).peer
+        self._opened(self.peer)
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closed(self._peer)
+        self._closed(self.peer)
         self._inner.connection_lost(exc)
 
 

@@ -6,8 +6,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import cycle
 
 from membership.identity import Identity
 from membership.trust import TrustStore
@@ -18,6 +20,7 @@ from tests.bench.harness import resident_mib
 from tests.e2e.commands import read
 
 MIB = 1 << 20
+ATTACKERS = 4  # threads, more than the cores of a small machine
 
 
 class Cost:
@@ -75,6 +78,31 @@ def connections(port: int, count: int, cost: Cost) -> None:
             for connection in unfinished(port, min(100, count)):
                 stack.enter_context(connection)
             cost.look()
+
+
+def handshakes(port: int, duration_s: float, sources: Sequence[str]) -> tuple[int, int]:
+    """Make whole handshakes as fast as a stranger can; return how many it began, and how many the node took part in."""
+    over = time.monotonic() + duration_s
+    context = plain_context()
+
+    def attack(mine: Sequence[str]) -> tuple[int, int]:
+        begun = answered = 0
+        for source in cycle(mine):
+            if time.monotonic() > over:
+                break
+            begun += 1
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), 5, (source, 0)) as connection,
+                context.wrap_socket(connection),
+            ):
+                answered += 1
+        return begun, answered
+
+    with ThreadPoolExecutor(ATTACKERS) as pool:
+        running = [pool.submit(attack, sources[number % len(sources) :: ATTACKERS]) for number in range(ATTACKERS)]
+        counts = [one.result() for one in running]
+    return sum(begun for begun, _ in counts), sum(answered for _, answered in counts)
 
 
 def slow_headers(port: int, count: int, cost: Cost) -> None:

@@ -34,12 +34,13 @@ from mesh.rpc.tls import certificate  # noqa: E402
 from tests.adversary import floods  # noqa: E402
 from tests.adversary.floods import MIB, Cost, Member, port_of  # noqa: E402
 from tests.adversary.neighbour import private_key  # noqa: E402
-from tests.bench.harness import row, write  # noqa: E402
+from tests.bench.harness import cpu_s, row, write  # noqa: E402
 from tests.e2e.commands import job_state, ok, running_with_checkpoint, submit_count, until  # noqa: E402
 
 GROWTH_MIB, ANSWER_S, CALL_RATIO = 64.0, 1.0, 1.15
 CALLS, PER_ROUND, NEW_CONNECTIONS = 40, 100, 60
 MESH = b"m" * 16
+ADDRESSES = [f"127.0.1.{number}" for number in range(1, 201)]
 
 
 def flood_rows(quick: bool) -> list[dict[str, Any]]:
@@ -58,6 +59,8 @@ def flood_rows(quick: bool) -> list[dict[str, Any]]:
             ),
             f"{200 // scale} bodies of gzip, 64 MiB inflated": lambda cost: floods.gzip_flood(port, 200 // scale, cost),
             f"{40 // scale} bodies of 64 MiB": lambda cost: floods.large_bodies(port, 40 // scale, cost),
+            f"whole handshakes for {100 // scale} s": lambda cost: floods.handshakes(port, 100 / scale, ADDRESSES[:1]),
+            f"the same, of {len(ADDRESSES)} addresses": lambda cost: floods.handshakes(port, 100 / scale, ADDRESSES),
         }
         for name, attack in neighbour.items():
             rows += _costs(victim, job, f"a neighbour: {name}", attack)
@@ -90,11 +93,13 @@ def _member(
 
 
 def _costs(victim: StackNode, job: str, name: str, attack: Callable[[Cost], object]) -> list[dict[str, Any]]:
+    assert victim.process is not None
     cost, before = Cost(victim), job_state(victim, job)["checkpoint"]["seq"]
-    begun = time.monotonic()
+    begun, cpu_before = time.monotonic(), cpu_s(victim.process.pid)
     with cost.watching():
         attack(cost)
     seconds = time.monotonic() - begun
+    busy = 100 * (cpu_s(victim.process.pid) - cpu_before) / seconds
     until(lambda: job_state(victim, job)["checkpoint"]["seq"] > before, "the job to commit again")
     commits = job_state(victim, job)["checkpoint"]["seq"] - before
     return [
@@ -106,6 +111,7 @@ def _costs(victim: StackNode, job: str, name: str, attack: Callable[[Cost], obje
             goal=f"<= {ANSWER_S:g}",
             met=cost.slowest_s <= ANSWER_S,
         ),
+        row(f"{name}: of one processor", [busy], "%", goal="", met=None),
         row(f"{name}: commits of the job in {seconds:.0f} s", [commits], "", goal=">= 1", met=commits >= 1),
     ]
 

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,9 +13,21 @@ import pytest
 from aiohttp import web
 
 from membership.identity import Identity
+from membership.ratelimit import BURST_S
 from mesh.rpc import client, server
 from mesh.rpc.client import Address, PeerClient, PeerError
-from mesh.rpc.server import BODY, MAX_HANDSHAKES_PER_HOST, MAX_PER_PEER, Bound, Memory, PeerServer, bounded, peer_of
+from mesh.rpc.server import (
+    BODY,
+    MAX_HANDSHAKES_PER_HOST,
+    MAX_PER_PEER,
+    Bound,
+    Handshakes,
+    Memory,
+    PeerServer,
+    bounded,
+    peer_of,
+)
+from tests.adversary.floods import handshakes
 from tests.adversary.neighbour import ended, unfinished
 from tests.rpc.nodes import MESH
 
@@ -147,6 +160,82 @@ async def test_handshake_that_takes_too_long_is_ended(world: World, monkeypatch:
     assert await asyncio.to_thread(ended, connection)
     connection.close()
     await until(lambda: world.counters["refused_handshakes"] == 1)
+
+
+class Begin:
+    """Begins handshakes at the same moment, and counts those that may go on."""
+
+    def __init__(self) -> None:
+        self.limit = Handshakes()
+
+    def __call__(self, host: str, times: int = 1, peer: bytes | None = None, now: float = 0.0) -> int:
+        allowed = 0
+        for _ in range(times):
+            if self.limit.may_begin(host, now):
+                allowed += 1
+                if peer is not None:
+                    self.limit.completed(host, peer, now)
+        return allowed
+
+
+def test_handshakes_of_a_stranger_are_limited() -> None:
+    begin = Begin()
+    assert begin("stranger", 1000) == server.PER_HOST_S * BURST_S
+    assert begin("another") == 1
+    assert begin("stranger", 1000, now=10.0) == server.PER_HOST_S * BURST_S, "its share refills"
+
+
+def test_strangers_of_all_addresses_leave_members_their_share() -> None:
+    begin = Begin()
+    begin("home", peer=b"member")
+    assert sum(begin(f"stranger {number}") for number in range(2000)) == server.STRANGERS_S * BURST_S
+    assert begin("home", 20, peer=b"member") == 20
+    assert begin("elsewhere", peer=b"new member") == 0
+    assert begin("elsewhere", peer=b"new member", now=1.0) == 1
+
+
+def test_members_at_one_address_do_not_use_up_its_share() -> None:
+    begin = Begin()
+    for number in range(100):
+        assert begin("shared", 20, peer=b"%d" % number) == 20
+    assert begin("elsewhere") == 1, "nor that of strangers"
+
+
+def test_handshakes_of_one_member_are_limited() -> None:
+    begin = Begin()
+    assert begin("home", 1000, peer=b"member") == 2 * server.PER_HOST_S * BURST_S, "its own share and its address's"
+    moved = sum(begin(f"home {number}", 1000, peer=b"other") for number in range(1000))
+    most = server.STRANGERS_S + 2 * server.PER_HOST_S + server.PER_HOST_S
+    assert moved <= most * BURST_S, "one address of a member is known, not many"
+
+
+async def test_strangers_whole_handshakes_are_limited_and_a_member_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PER_HOST_S", 0.5)
+    monkeypatch.setattr(server, "STRANGERS_S", 0.15)
+    world = World()
+    await world.server.start(world.listener)
+    try:
+        async with world.client() as peers:
+            await peers.call(HOST.node_id, "POST", "/echo", b"hello")
+        begun = time.monotonic()
+        tried, answered = await asyncio.to_thread(handshakes, world.port, 2.0, [f"127.0.1.{n}" for n in range(1, 41)])
+        most = server.STRANGERS_S * (BURST_S + time.monotonic() - begun)
+        assert 1 <= answered <= most < tried and world.counters["refused_handshakes"] >= tried - most
+        async with world.client() as peers:
+            assert await peers.call(HOST.node_id, "POST", "/echo", b"hello") == b"hello"
+    finally:
+        await world.server.close()
+
+
+async def test_connections_that_wait_leave_others_their_turn(world: World) -> None:
+    flood = unfinished(world.port, 500)  # before the server gets to run
+    turns = 0
+    while world.counters["refused_handshakes"] < len(flood) - MAX_HANDSHAKES_PER_HOST:
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > len(flood) / 2
+    for connection in flood:
+        connection.close()
 
 
 async def test_connections_of_one_member_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
