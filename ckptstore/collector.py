@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from ckptstore.errors import CorruptChunk, MissingChunks
-from ckptstore.failpoints import failpoint
 from ckptstore.objects import ObjectStore
 from ckptstore.pack import HEADER_BYTES, Location, PackWriter, check_stored, is_foreign, sync_directory
 
@@ -66,10 +65,8 @@ def _replace(store: ObjectStore, pack: str, live: dict[bytes, Location], touched
             writer.publish()
             if live:
                 store.index.move(writer.name, writer.locations, writer.foreign)
-            failpoint("collect-before-unlink")
             store.index.drop_pack(pack)
             path.unlink()
-            failpoint("collect-after-unlink")
     except BaseException:
         writer.abort()
         raise

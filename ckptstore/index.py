@@ -134,6 +134,7 @@ class Index:
                     locations[header.id] = Location(path.stem, offset, length, header.base)
             except CorruptChunk:
                 self.damaged.append(path)
+                continue  # known only once it is salvaged, else a crash before that would leave it as it is
             self.add(path.stem, locations, is_foreign(path))
         self._connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 

@@ -18,7 +18,6 @@ from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import ENCRYPTION_BYTES, Name, StateCipher, check_encrypted
 from ckptstore.encoding import PLANES, RAW, WIDTHS, ZSTD, Bytes
 from ckptstore.errors import CorruptChunk, MissingKey
-from ckptstore.failpoints import failpoint
 
 PACK_MAGIC = b"MESHPACK\x00\x02"
 PACK_HEADER_BYTES = 16
@@ -180,7 +179,6 @@ class PackWriter:
 
     def add(self, header: ObjectHeader, stored: Bytes) -> bool:
         """Write an object; False if it is in this pack already. All calls must have returned before `publish`."""
-        failpoint("pack-write")
         length = HEADER_BYTES + len(stored)
         with self._lock:
             if header.id in self.locations:
@@ -206,12 +204,9 @@ class PackWriter:
         if not self.locations:
             self.abort()
             return
-        failpoint("pack-before-fsync")
         os.fsync(self._file)
         self._close()
-        failpoint("pack-before-rename")
         self._temporary.rename(self._final)
-        failpoint("pack-after-rename")
         sync_directory(self._final.parent)
 
     def abort(self) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.encoding import Bytes
 from ckptstore.errors import CorruptChunk
-from ckptstore.failpoints import failpoint
 from ckptstore.manifest import FileEntry, Manifest
 from ckptstore.pack import write_at
 from ckptstore.tree_writer import TreeWriter
@@ -46,7 +45,6 @@ def restore(
                         _restore_file(manifest, entry, descriptor, read_chunk, pool, threads)
                     finally:
                         os.close(descriptor)
-        failpoint("restore-before-rename")
         if destination.exists():
             destination.rmdir()
         temporary.rename(destination)

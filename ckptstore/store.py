@@ -17,7 +17,6 @@ from ckptstore.cipher import StateCipher
 from ckptstore.collector import CollectReport, collect
 from ckptstore.encoding import Base, Bytes
 from ckptstore.errors import BadManifest, FenceError, MissingChunks, NotFound, StoreError, TooLarge
-from ckptstore.failpoints import failpoint
 from ckptstore.manifest import (
     FORMAT_VERSION,
     Kind,
@@ -324,8 +323,7 @@ class Store(ObjectStore):
             if fence != "ignore":
                 self._check_fence(manifest, moves=fence == "raise")
             if not self.has(identity):
-                self._write_durably(self.manifest_files / identity.hex(), sealed, "manifest-before-rename")
-                failpoint("manifest-after-rename")
+                self._write_durably(self.manifest_files / identity.hex(), sealed)
                 self._remember(identity, manifest, len(sealed))
         return identity
 
@@ -372,7 +370,7 @@ class Store(ObjectStore):
             raise FenceError(f"term {wanted.term} of this job was replaced by term {known.term}")
         if moves and wanted != known:
             path = self._fences / manifest.job.hex()
-            self._write_durably(path, msgspec.json.encode(wanted), "fence-before-rename")
+            self._write_durably(path, msgspec.json.encode(wanted))
 
     # --- exchange with peers
 
@@ -402,17 +400,15 @@ class Store(ObjectStore):
 
     # --- writing
 
-    def _write_durably(self, path: Path, data: bytes, point: str) -> None:
+    def _write_durably(self, path: Path, data: bytes) -> None:
         temporary = self.tmp / f"{path.name}.{os.urandom(4).hex()}"
         try:
             descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
                 write_at(descriptor, data, 0)
-                failpoint("manifest-before-fsync")
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            failpoint(point)
             temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -1,20 +1,26 @@
 """The journal keeps its data across restarts, damage and write errors."""
 
+import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckptstore.bandwidth import SavedRate
 from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.status import ArchivedJob
 from mesh.journal import DISK_BYTES, Journal, JournalError, OwnStay
 from mesh.model.events import Event
 from tests.consensus.worlds import JOB, A, make_witness
+from tests.kill_points import Say, killed_at_each_call
 from tests.system_calls import system_calls
 
 WITNESS_RECORD: WitnessRecord = make_witness().witness_record
@@ -223,6 +229,53 @@ async def test_confirmed_writes_survive_a_kill(tmp_path: Path) -> None:
             assert await journal.submitted(number.to_bytes(16)) is not None
     finally:
         await journal.close()
+
+
+def keep_records(root: Path, say: Say) -> None:
+    """Keep three versions of a record, the last of them final, and archive the job."""
+
+    async def keep() -> None:
+        journal = Journal(root / "journal.sqlite")
+        await journal.open()
+        for version in range(1, 4):
+            await journal.save_witness_records([record_of(version)])
+            say(str(version))
+        await journal.archive([ArchivedJob(JOB, "", "", None, "done", 1, 1)])
+        say("archived")
+        await journal.close()
+
+    asyncio.run(keep())
+
+
+def record_of(version: int) -> WitnessRecord:
+    record = msgspec.structs.replace(WITNESS_RECORD.record, version=version)
+    return msgspec.structs.replace(WITNESS_RECORD, record=record, final=version == 3)
+
+
+@pytest.mark.strace
+async def test_journal_killed_at_any_call_keeps_what_it_confirmed(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    journal = Journal(first / "journal.sqlite")
+    await journal.open()
+    await journal.save_witness_records([record_of(0)])
+    await journal.close()
+    points = 0
+    for killed in killed_at_each_call(keep_records, lambda: Path(shutil.copytree(first, tmp_path / str(uuid.uuid4())))):
+        journal = Journal(killed.root / "journal.sqlite")
+        await journal.open()
+        try:
+            assert journal.moved_aside is None
+            archived = {job.job for job in await journal.archived()}
+            records, damaged = await journal.witness_records()
+            records += await journal.archived_witness_records(archived)
+            least = max([0, *(int(line) for line in killed.said if line.isdigit())])
+            assert damaged == {} and records in [[record_of(version)] for version in range(least, 4)], killed
+            assert archived == {JOB} or "archived" not in killed.said, killed
+        finally:
+            await journal.close()
+        points += 1
+    assert points > 15, "the journal's calls must be followed"
 
 
 CONFIRMED = """

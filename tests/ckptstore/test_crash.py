@@ -1,94 +1,89 @@
-"""SIGKILL at every failpoint; the reopened store must keep I1, I3 and I8."""
+"""SIGKILL before each system call that changes files, while a store is opened, saves, prunes, collects and restores."""
 
 import os
 import shutil
-import subprocess
-import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from ckptstore.checker import verify
-from ckptstore.failpoints import NAMES
 from tests.ckptstore.worlds import JOB, open_store, read_tree, save, write_tree
+from tests.kill_points import Killed, Say, killed_at_each_call
 
-VICTIM = """
-import sys, time
-from pathlib import Path
-from tests.ckptstore.worlds import JOB, open_store, save
-root = Path(sys.argv[1])
-store = open_store(root / "store")
-if sys.argv[2] == "save":
-    save(store, root / "new", seq=2, term=2)
-elif sys.argv[2] == "restore":
-    store.restore(store.manifests(JOB)[0].id, root / "restored", prefix="ckpt")
-else:  # collect everything, or all but the few chunks of the first pack that the second checkpoint needs
-    store.forget_old(JOB, needed=(99,) if sys.argv[2] == "collect" else (2,))
-    store.collect(min_age_s=0, now_unix=time.time() + 1000)
-print("survived")
-"""
+pytestmark = pytest.mark.strace
+LAST = 3
 
 
-def kill_at(point: str, root: Path, action: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", VICTIM, str(root), action],
-        env={**os.environ, "MESH_FAILPOINT": point},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -9, f"{point} was never reached: {done.stdout}{done.stderr}"
-
-
-WRITES = [point for point in NAMES if point.startswith(("pack", "manifest", "fence"))]
-COLLECTS = [point for point in NAMES if point.startswith("collect")]
-
-
-@pytest.mark.parametrize("point", [*COLLECTS, *(point for point in WRITES if point.startswith("pack"))])
-def test_killed_while_a_pack_is_rewritten(point: str, tmp_path: Path) -> None:
-    store = open_store(tmp_path / "store")
-    trees = [{"a": os.urandom(5000), "same": b"s" * 3000} for _ in range(2)]
-    for number, tree in enumerate(trees, 1):
-        write_tree(tmp_path / str(number), tree)
-        last = save(store, tmp_path / str(number), seq=number)
-    store.close()
-    kill_at(point, tmp_path, "repack")
-    for _ in range(2):  # after the crash, and after another collection
-        store = open_store(tmp_path / "store")
-        assert verify(store).bad_chunks == 0
-        store.restore(last.id, tmp_path / "out", prefix="ckpt")
-        assert read_tree(tmp_path / "out") == trees[1], "I4"
-        shutil.rmtree(tmp_path / "out")
+def use_a_store(root: Path, say: Say) -> None:
+    """Open a store without its index, with a damaged pack; then save, prune and collect twice, and restore."""
+    store = open_store(root / "store")
+    kept = store.manifests(JOB)[-1]
+    for seq in range(3, LAST + 1):
+        kept = save(store, root / str(seq), seq=seq, term=seq, parent=kept.id)
+        say(f"saved {seq}")
+        say(f"prunes {seq - 2}")
+        store.forget_old(JOB, needed=(seq - 1, seq))
+        say(f"pruned {seq - 2}")
         store.collect(min_age_s=0, now_unix=time.time() + 1000)
+    store.restore(kept.id, root / "restored", prefix="ckpt")
+    say("restored")
+    store.close()
+
+
+def check(killed: Killed, trees: dict[int, dict[str, bytes]]) -> None:
+    told = {(what, int(seq)) for what, _, seq in (line.partition(" ") for line in killed.said) if seq}
+    store = open_store(killed.root / "store")
+    try:
+        assert not list(store.tmp.iterdir()), "leftovers are removed"
+        listed = {info.seq: info for info in store.manifests(JOB)}
+        for seq in trees:
+            saved = seq <= 2 or ("saved", seq) in told
+            assert seq in listed or not saved or ("prunes", seq) in told, f"checkpoint {seq} is lost"
+            assert seq not in listed or ("pruned", seq) not in told, f"checkpoint {seq} is back"
+        report = verify(store)
+        assert report.bad_chunks == 0 and report.damaged_manifests == (), "I1"
+        for seq, info in listed.items():
+            store.restore(info.id, killed.root / f"out-{seq}", prefix="ckpt")
+            assert read_tree(killed.root / f"out-{seq}") == trees[seq], f"checkpoint {seq} is torn"
+        if (killed.root / "restored").exists():
+            assert read_tree(killed.root / "restored") == trees[LAST], "I3: a restore is complete or absent"
+        else:
+            assert "restored" not in killed.said
+        again = save(store, killed.root / "1", seq=9, term=9)
+        store.collect(min_age_s=0, now_unix=time.time() + 10_000)
+        for identity in (again.id, *(info.id for info in listed.values())):
+            assert store.missing(store.manifest(identity).chunks) == [], "I4 and I7: the store still works"
+    finally:
         store.close()
-    assert len(list((tmp_path / "store" / "packs").iterdir())) == 2
 
 
-@pytest.mark.parametrize("point", NAMES)
-def test_killed_at_a_failpoint(point: str, tmp_path: Path) -> None:
-    old, new = ({"a": os.urandom(5000), "same": b"s" * 3000} for _ in range(2))
-    write_tree(tmp_path / "old", old)
-    write_tree(tmp_path / "new", new)
-    store = open_store(tmp_path / "store")
-    first = save(store, tmp_path / "old", seq=1, term=1)
+def test_store_killed_at_any_call_loses_and_revives_nothing(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    same = os.urandom(3000)
+    # Some chunks are shared by all, so that a collection rewrites packs.
+    trees = {seq: {"own": os.urandom(5000), "same": same} for seq in range(1, LAST + 1)}
+    for seq, tree in trees.items():
+        write_tree(first / str(seq), tree)
+    store = open_store(first / "store")
+    for seq in (1, 2):
+        save(store, first / str(seq), seq=seq, term=seq)
     store.close()
-    action = "collect" if point.startswith("collect") else "restore" if point.startswith("restore") else "save"
-    kill_at(point, tmp_path, action)
+    for path in (first / "store").glob("index.sqlite*"):
+        path.unlink()
+    (first / "store" / "tmp" / "leftover").touch()
+    damaged = next((first / "store" / "packs").iterdir())
+    damaged.write_bytes(damaged.read_bytes() + b"the end of an object is missing")
 
-    store = open_store(tmp_path / "store")
-    assert not list((tmp_path / "store" / "tmp").iterdir()), "leftovers are removed"
-    report = verify(store)
-    assert report.bad_chunks == 0 and report.damaged_manifests == (), "I1"
-    assert not (tmp_path / "restored").exists(), "I3: a restore is complete or absent"
-    if action != "collect":
-        store.restore(first.id, tmp_path / "out", prefix="ckpt")
-        assert read_tree(tmp_path / "out") == old, "I8: the earlier checkpoint is untouched"
-        write_tree(tmp_path / "new", new)
-        second = save(store, tmp_path / "new", seq=2, term=2)
-        store.restore(second.id, tmp_path / "out2", prefix="ckpt")
-        assert read_tree(tmp_path / "out2") == new, "I7: saving again works"
-    store.collect(min_age_s=0, now_unix=time.time() + 10_000)
-    assert all(not store.missing(store.manifest(info.id).chunks) for info in store.manifests(JOB)), "I4"
-    store.close()
+    points = 0
+    for killed in killed_at_each_call(use_a_store, lambda: Path(shutil.copytree(first, tmp_path / str(uuid.uuid4())))):
+        try:
+            check(killed, trees)
+        except Exception as error:
+            error.add_note(f"killed at {killed.point}, after {killed.said}")
+            raise
+        shutil.rmtree(killed.root)
+        points += 1
+    print("points", points)
+    assert points > 60, "the store's calls must be followed"
