@@ -214,7 +214,7 @@ class Participant:
         while len(self._judge_again) > JUDGED_KEPT:
             del self._judge_again[next(iter(self._judge_again))]
         stated = self._rules.read_recovery(order, job, held_by.spec)
-        if stated is None or stated.job != job:
+        if stated is None:
             return []
         out: list[Directed] = []
         group = stated.config

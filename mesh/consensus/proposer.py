@@ -222,4 +222,4 @@ def healthy_group(
         old = [voter for voter in config.members if voter.node not in taken]
         old.sort(key=lambda voter: (not keeps_promises(voter), voter.node not in view.alive))
         group = group + old[:1] if old else group[:-1]
-    return tuple(group) or config.members
+    return tuple(group)

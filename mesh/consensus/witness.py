@@ -162,7 +162,6 @@ class Witness:
     def overruled(self, config: Config, word: bytes) -> list[Effect]:
         """Give the job up, and what this witness believed to be its end, to the group of another recovery."""
         record = msgspec.structs.replace(self.witness_record.record, outcome=None)
-        self.lease_until = 0.0
         self.witness_record = msgspec.structs.replace(
             self.witness_record, config=config, reconfiguration=word, record=record, holder=None, final=False
         )
@@ -186,29 +185,16 @@ class Witness:
             return [self._refusal(sender, message.term, message.round, now)]
         if (message.term, message.record.version) < (witness_record.accepted_term, witness_record.record.version):
             return []  # a late duplicate: the sender has a newer round
-        record = message.record
-        changed = (
-            message.term != witness_record.promised
-            or message.term != witness_record.accepted_term
-            or record != witness_record.record
-            or message.config != witness_record.config
-            or message.holder != witness_record.holder
-            or owner != witness_record.owner
+        saved = self._save(
+            promised=message.term,
+            accepted_term=message.term,
+            record=message.record,
+            config=message.config,
+            holder=message.holder,
+            owner=owner,
         )
-        effects: list[Effect] = []
-        if changed:
-            effects.append(
-                self._save(
-                    promised=message.term,
-                    accepted_term=message.term,
-                    record=record,
-                    config=message.config,
-                    holder=None if record.outcome is not None else message.holder,
-                    owner=owner,
-                )
-            )
-        running = message.holder is not None
-        self.lease_until = now + self.spec.lease_s * (1 + RATE_BOUND) if running else 0.0
+        effects: list[Effect] = [saved] if saved.witness_record != witness_record else []
+        self.lease_until = now + self.spec.lease_s * (1 + RATE_BOUND)
         answer = Accepted(
             job=witness_record.job,
             term=message.term,

@@ -169,7 +169,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def written_off(self, reason: str, unix_ms: int) -> "JobRecord":
         """Return the record in which an attempt without a report of its end has ended when it was last seen."""
         attempt = self.open_attempt
-        if attempt is None or self.outcome is not None:
+        if attempt is None:
             return self
         ended = attempt.seen_unix_ms or attempt.started_unix_ms
         return self.with_attempt(msgspec.structs.replace(attempt, reason=reason, ended_unix_ms=min(ended, unix_ms)))

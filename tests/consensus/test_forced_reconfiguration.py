@@ -153,6 +153,18 @@ def test_reconfiguration_without_the_users_signature_is_refused() -> None:
     assert stranger.witnesses[JOB].witness_record == before and stranger.refused == 1
 
 
+def test_order_to_recover_is_good_for_its_own_group_only() -> None:
+    plan = plan_from({A: witness_record()})
+    stated = plan.reconfiguration
+    for term, members in ((stated.term, voters(A, B)), (stated.term + LEAP, stated.config.members)):
+        node = make_participant(A, witness_record())
+        before = node.witnesses[JOB].witness_record
+        group = Config(number=stated.config.number, term=stated.config.term, members=members)
+        proposer = Proposer(JOB, SPEC_BYTES, term, group, RECORD, None, order_of(plan))
+        (accept,) = [send.message for send in proposer.propose(100.0) if send.to == A]
+        assert node.receive(D, accept, at(100)) == [] and node.witnesses[JOB].witness_record == before
+
+
 def test_older_reconfiguration_is_refused() -> None:
     witness = make_witness()
     plan = plan_from({A: witness_record()})
@@ -218,7 +230,21 @@ def test_of_two_recoveries_on_two_sides_of_a_cut_one_has_the_job() -> None:
     left, kept = (nodes[node].witnesses[JOB] for node in (first, second))
     assert left.witness_record.config == kept.witness_record.config == plans[second].reconfiguration.config
     assert not left.finished and left.witness_record.record.outcome is None, "its end gives way too"
+    assert left.witness_record.holder is None
     assert nodes[first].leaders[JOB].state == "retired"
+
+
+def test_running_job_of_an_overruled_recovery_is_given_up() -> None:
+    node = make_participant(A, witness_record())
+    assert node.witnesses[JOB].witness_record.holder is not None
+    order = ForcedReconfiguration(JOB, LEAP, Config(LEAP, LEAP, voters(D, E)))
+    node.observe(make_view(A, (A, D, E), recoveries={JOB: [encode_reconfiguration(order)]}), at(101))
+    kept = node.witnesses[JOB].witness_record
+    assert (kept.config, kept.holder) == (order.config, None)
+    member, held = make_participant(A, witness_record()), witness_record()
+    order = ForcedReconfiguration(JOB, LEAP, Config(LEAP, LEAP, voters(A, D, E)))
+    member.observe(make_view(A, (A, D, E), recoveries={JOB: [encode_reconfiguration(order)]}), at(101))
+    assert member.witnesses[JOB].witness_record == held, "a member waits for the record that the recovery brings"
 
 
 def test_runner_of_an_overruled_recovery_ends() -> None:

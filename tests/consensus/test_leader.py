@@ -366,6 +366,45 @@ def test_leader_prepares_only_after_a_quorum_of_pre_votes() -> None:
     assert leader.witness.witness_record.promised == 0
 
 
+def test_answers_of_an_earlier_term_win_nothing() -> None:
+    leader = make_leader()
+    effects = leader.observe(make_view(A, (A, B, C, D, E)), at(0))
+    effects = fire(leader, fire(leader, effects, "answer"), "turn")
+    assert {send.message.term for send in sends(effects, PreVote)} == {2}  # type: ignore[union-attr]
+    for node in (A, B, C):
+        assert leader.handle(node, PreVoteGranted(job=JOB, term=1, disk=DISK), at(5)) == []
+    assert elect(leader, effects, 5) == 2
+    for node in (A, B, C):
+        assert leader.handle(node, promise(1), at(5)) == []
+    assert leader.state == "preparing"
+
+
+def test_promise_of_another_disk_is_no_vote() -> None:
+    leader = make_leader()
+    term = elect(leader, leader.observe(make_view(A, (A, B, C, D, E)), at(0)), 0)
+    leader.handle(A, promise(term), at(0))
+    assert not sends(leader.handle(B, msgspec.structs.replace(promise(term), disk=b"another!"), at(0)), Start)
+    assert sends(leader.handle(C, promise(term), at(0)), Start)
+
+
+def test_record_of_the_highest_term_is_continued() -> None:
+    longer, later = JobRecord(version=9, errors=1), JobRecord(version=3, errors=2)
+    leader = make_leader()
+    term = elect(leader, leader.observe(make_view(A, (A, B, C, D, E)), at(0)), 0)
+    leader.handle(A, msgspec.structs.replace(promise(term, longer), accepted_term=1), at(0))
+    effects = leader.handle(B, msgspec.structs.replace(promise(term, later), accepted_term=2), at(0))
+    start = sends(effects, Start)[0].message
+    assert isinstance(start, Start) and start.record.errors == 2
+
+
+def test_end_that_a_witness_accepted_is_finished() -> None:
+    ended = JobRecord(version=3, outcome=Outcome("done", "done", 0, None, (), 1))
+    leader = make_leader()
+    effects = won(leader, record=ended)
+    assert not sends(effects, Start) and leader.state == "finishing"
+    assert [send.message.record for send in sends(effects, Accept)] == [ended] * 3  # type: ignore[union-attr]
+
+
 def test_leader_lets_a_rival_use_its_term() -> None:
     leader = make_leader()
     won(leader)

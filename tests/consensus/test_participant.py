@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgspec
 import pytest
 
 from mesh.consensus.effects import Launch, Notify, Send, SetTimer, Submitted, WitnessRecord
@@ -78,8 +79,23 @@ def test_witness_asks_for_the_spec_of_an_unknown_job_and_refuses_a_forgery() -> 
     participant = make_participant()
     assert messages(introduce(participant, spec=None), Refused) and not participant.witnesses
     assert introduce(participant, spec=b"forged") == [] and participant.refused == 1 and not participant.witnesses
+    participant.forgotten.add(JOB)
+    assert introduce(participant) == [] and not participant.witnesses, "the group names a disk that has promised"
+    participant.forgotten.clear()
     introduce(participant)
     assert JOB in participant.witnesses and JOB in participant.leaders
+
+
+def test_witness_asks_who_may_propose() -> None:
+    participant, allowed = make_participant(), [False]
+    participant._rules = msgspec.structs.replace(participant._rules, may_propose=lambda *asked: allowed[0])
+    assert introduce(participant) == [] and not participant.witnesses, "it creates no record"
+    allowed[0] = True
+    introduce(participant)
+    allowed[0], before = False, participant.witnesses[JOB].witness_record
+    later = Accept(job=JOB, term=2, round=1, config=GROUP, record=JobRecord(version=9), holder=E)
+    assert messages(participant.receive(E, later, at(1)), Refused)
+    assert participant.witnesses[JOB].witness_record == before and participant.refused == 2
 
 
 def test_node_starts_a_job_once_when_its_witness_asks() -> None:

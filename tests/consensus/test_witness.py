@@ -105,6 +105,17 @@ def test_final_outcome_never_changes() -> None:
     refused = answer(witness.handle(E, accept(5, E, JobRecord(version=9)), 1.0))
     assert isinstance(refused, Refused) and refused.finished and refused.record == witness.witness_record.record
     assert witness.handle(E, Cancel(job=JOB, user="ada"), 2.0) == []
+    failed = JobRecord(version=3, outcome=msgspec.structs.replace(DONE, kind="failed"))
+    assert [witness.handle(node, Closed(job=JOB, term=1, record=failed), 3.0) for node in (B, C)] == [[], []]
+
+
+def test_only_an_end_closes_a_job_and_its_lease() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, D), 0.0)
+    assert witness.handle(D, Closed(job=JOB, term=1, record=JobRecord(version=2)), 1.0) == []
+    assert not witness.finished
+    assert witness.handle(D, Closed(job=JOB, term=1, record=JobRecord(version=2, outcome=DONE)), 1.0)
+    assert witness.finished and witness.witness_record.holder is None
 
 
 def test_witness_accepts_closed_from_the_last_runner_after_its_release() -> None:
@@ -114,6 +125,42 @@ def test_witness_accepts_closed_from_the_last_runner_after_its_release() -> None
     for record in (first, again):
         witness.handle(D, accept(1, None, record), 0.0)
     assert witness.handle(D, Closed(job=JOB, term=1, record=first), 0.0) and witness.finished
+
+
+def test_one_witness_cannot_end_a_job() -> None:
+    witness = make_witness()
+    done, failed = (
+        JobRecord(version=2, outcome=msgspec.structs.replace(DONE, kind=kind)) for kind in ("done", "failed")
+    )
+
+    def told(sender: bytes, record: JobRecord) -> bool:
+        return bool(witness.handle(sender, Closed(job=JOB, term=1, record=record), 0.0))
+
+    assert not told(B, done) and not told(B, done), "its word counts once"
+    assert not told(E, done), "E is no witness"
+    assert not told(C, failed), "two witnesses that disagree are no majority"
+    assert told(C, done) and witness.witness_record.record == done
+
+
+def test_late_copy_of_a_round_takes_nothing_back() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(1, D, JobRecord(version=2)), 0.0)
+    assert witness.handle(D, accept(1, D, JobRecord(version=1)), 1.0) == []
+    assert witness.witness_record.record.version == 2
+
+
+def test_promise_brings_what_was_accepted() -> None:
+    witness, record, group = make_witness(), JobRecord(version=3, settled=1), Config(1, 1, voters(A, B, D))
+    witness.handle(D, accept(1, D, record, group), 0.0)
+    promised = answer(witness.handle(B, Prepare(job=JOB, term=2), 100.0))
+    assert (promised.accepted_term, promised.record, promised.config) == (1, record, group)
+
+
+def test_late_release_ends_no_later_lease() -> None:
+    witness = make_witness()
+    witness.handle(D, accept(3, D), 0.0)
+    witness.handle(D, Released(job=JOB, term=1), 1.0)
+    assert witness.lease_left_s(1.0) > 0, "D released its lease of the first term, and has that of the third"
 
 
 def test_outcome_without_majority_yields_to_a_higher_term() -> None:

@@ -38,6 +38,17 @@ def test_a_joint_group_needs_both_majorities() -> None:
     assert joint.settled().quorum(set(voters(D, E))) and joint.settled().order > joint.order
 
 
+def test_half_of_a_group_decides_nothing() -> None:
+    pair = Config(number=0, term=0, members=voters(A, B))
+    assert not pair.quorum(set(voters(A))) and pair.quorum(set(voters(A, B)))
+
+
+def test_attempt_written_off_ended_when_it_was_last_seen() -> None:
+    open_attempt = msgspec.structs.replace(attempt(0), seen_unix_ms=900)
+    ended = [JobRecord().with_attempt(open_attempt).written_off("lost", now).attempts[-1] for now in (1000, 800)]
+    assert [(one.reason, one.ended_unix_ms) for one in ended] == [("lost", 900), ("lost", 800)], "never in the future"
+
+
 def test_node_with_a_new_disk_is_a_new_witness() -> None:
     group = Config(number=0, term=0, members=voters(A, B, C))
     reborn = Voter(A, b"another!")

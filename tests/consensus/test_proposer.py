@@ -1,0 +1,237 @@
+"""Proposer: which answers decide a round, which end the term, and how the group changes step by step."""
+
+from mesh.consensus.effects import Send
+from mesh.consensus.messages import Accept, Accepted, Introduce, Introduced, Refused
+from mesh.consensus.proposer import (
+    ANSWER_S,
+    ASK_AGAIN_S,
+    MAX_OPEN_ROUNDS,
+    UNFIT_S,
+    Decided,
+    Fenced,
+    Proposer,
+    healthy_group,
+)
+from mesh.model.record import Config, JobRecord, Voter
+from tests.consensus.worlds import DISK, JOB, SPEC_BYTES, A, B, C, D, E, make_view, voters
+
+TERM = 2
+GROUP = Config(number=0, term=1, members=voters(A, B, C))
+FIRST, SECOND = JobRecord(version=1), JobRecord(version=2)
+
+
+def make_proposer(config: Config = GROUP, record: JobRecord = FIRST) -> Proposer:
+    return Proposer(JOB, SPEC_BYTES, TERM, config, record, D)
+
+
+def accepted(round_number: int, term: int = TERM, disk: bytes = DISK, warrant: bytes = b"") -> Accepted:
+    return Accepted(job=JOB, term=term, disk=disk, round=round_number, warrant=warrant)
+
+
+def refused(term: int = TERM, promised: int = TERM, config: Config | None = GROUP, **changes: bool) -> Refused:
+    facts = {"needs_spec": False, "finished": False, **changes}
+    return Refused(job=JOB, term=term, disk=DISK, round=1, promised=promised, config=config, lease_left_s=0.0, **facts)
+
+
+def accepts(sends: list[Send]) -> dict[bytes, Accept]:
+    return {send.to: send.message for send in sends if isinstance(send.message, Accept)}
+
+
+def introduced_to(sends: list[Send]) -> set[bytes]:
+    return {send.to for send in sends if isinstance(send.message, Introduce)}
+
+
+def make_joint(newcomer: bytes = D) -> Proposer:
+    """Return a proposer whose group has just become joint, to replace C by `newcomer`; its round is number 1."""
+    proposer = make_proposer()
+    view = make_view(A, (A, B, newcomer))
+    assert introduced_to(proposer.regroup(view, 0.0)) == {newcomer}
+    proposer.on_introduced(newcomer, Introduced(JOB, DISK), 0.0)
+    assert set(accepts(proposer.regroup(view, 0.0))) == {A, B, C, newcomer}
+    return proposer
+
+
+def test_answers_of_another_term_decide_nothing() -> None:
+    """Each term counts its rounds from 1, so a late answer to the term before names a round of this one."""
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    assert [proposer.on_accepted(node, accepted(1, TERM - 1)) for node in (A, B, C)] == [None] * 3
+    assert proposer.on_accepted(A, accepted(1)) is None
+    assert isinstance(proposer.on_accepted(B, accepted(1)), Decided)
+
+
+def test_decided_is_what_the_round_carried() -> None:
+    proposer = make_proposer()
+    proposer.propose(5.0)
+    proposer.record = SECOND
+    proposer.propose(6.0)
+    proposer.on_accepted(A, accepted(1))
+    assert proposer.on_accepted(B, accepted(1)) == Decided(5.0, FIRST, GROUP)
+    proposer.on_accepted(A, accepted(2))
+    assert proposer.on_accepted(B, accepted(2)) == Decided(6.0, SECOND, GROUP)
+
+
+def test_acceptance_of_another_disk_is_no_vote() -> None:
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    proposer.on_accepted(A, accepted(1))
+    assert proposer.on_accepted(B, accepted(1, disk=b"another!")) is None
+
+
+def test_refusals_of_another_term_end_nothing() -> None:
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    assert [proposer.on_refused(node, refused(TERM - 1, promised=9)) for node in (A, B, C)] == [[]] * 3
+
+
+def test_term_ends_when_the_others_form_no_quorum() -> None:
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    assert proposer.on_refused(A, refused(promised=TERM)) == [], "for a lease that still runs"
+    assert proposer.on_refused(B, refused(promised=TERM)) == []
+    assert proposer.on_refused(A, refused(promised=TERM + 1)) == []
+    assert proposer.on_refused(A, refused(promised=TERM + 1)) == [], "a voter counts once"
+    assert proposer.on_refused(B, refused(finished=True)) == Fenced()
+
+
+def test_term_ends_when_a_later_group_is_known() -> None:
+    proposer = make_proposer()
+    later = Config(number=1, term=TERM + 1, members=voters(A, B, E))
+    assert proposer.on_refused(A, refused(promised=TERM + 1, config=later)) == Fenced()
+
+
+def test_only_a_voter_gets_the_job() -> None:
+    proposer = make_proposer()
+    assert proposer.on_refused(E, refused(needs_spec=True)) == []
+    (send,) = proposer.on_refused(A, refused(needs_spec=True))  # type: ignore[misc]
+    assert isinstance(send.message, Accept) and send.message.spec == SPEC_BYTES
+
+
+def test_round_is_decided_by_the_group_that_it_names() -> None:
+    proposer = make_proposer()
+    proposer.propose(0.0)
+    view = make_view(A, (A, D, E))
+    proposer.regroup(view, 0.0)
+    for newcomer in (D, E):
+        proposer.on_introduced(newcomer, Introduced(JOB, DISK), 0.0)
+    proposer.regroup(view, 0.0)
+    joint = proposer.config
+    assert joint.previous == GROUP.members and set(joint.members) == set(voters(A, D, E))
+    proposer.on_accepted(A, accepted(1))
+    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, GROUP)
+    assert [proposer.on_accepted(node, accepted(2)) for node in (A, D, E)] == [None] * 3, (
+        "one of three of the old group"
+    )
+    assert proposer.on_accepted(C, accepted(2)) == Decided(0.0, FIRST, joint)
+    assert proposer.config == joint.settled()
+
+
+def test_replaced_witness_hears_the_rounds_of_the_new_group() -> None:
+    proposer = make_joint()
+    for node in (A, B, D):
+        proposer.on_accepted(node, accepted(1))
+    assert proposer.config.members == voters(A, B, D) and not proposer.config.previous
+    assert accepts(proposer.propose(1.0))[C].config == proposer.config
+
+
+def test_newcomer_votes_only_once_it_can() -> None:
+    proposer = make_proposer()
+    view = make_view(A, (A, B, D))
+    assert introduced_to(proposer.regroup(view, 0.0)) == {D}
+    assert proposer.regroup(view, 0.1) == [], "it is asked now and then"
+    proposer.on_introduced(D, Introduced(JOB, b"another!"), 0.2)
+    assert not accepts(proposer.regroup(make_view(A, (A, B, D)), 0.3)), "it answers for another disk"
+    assert not accepts(proposer.regroup(view, ASK_AGAIN_S)) and proposer.config == GROUP
+
+
+def test_newcomer_that_cannot_vote_is_passed_over() -> None:
+    proposer = make_proposer()
+    view = make_view(A, (A, B, D, E))
+    (first,) = introduced_to(proposer.regroup(view, 0.0))
+    (other,) = {D, E} - {first}
+    proposer.on_introduced(first, Introduced(JOB, DISK, "it cannot read the job"), 0.0)
+    assert introduced_to(proposer.regroup(view, 0.0)) == {other}
+    assert introduced_to(proposer.regroup(view, ANSWER_S)) == set(), "both are unfit now: the old group stays"
+    assert proposer.config == GROUP
+
+
+def test_group_with_a_silent_newcomer_is_given_up() -> None:
+    proposer = make_joint()
+    joint = proposer.config
+    proposer.on_accepted(A, accepted(1))
+    assert proposer.regroup(make_view(A, (A, B, D)), ANSWER_S - 0.1) == []
+    old = accepts(proposer.regroup(make_view(A, (A, B, D)), ANSWER_S))
+    assert set(old) == {A, B, C, D}, "the newcomer is told too"
+    assert proposer.config == Config(joint.number + 1, TERM, GROUP.members)
+    assert proposer.on_accepted(B, accepted(1)) == Decided(0.0, FIRST, joint), "a late answer decides the joint round"
+    assert proposer.config.members == GROUP.members and proposer.config.order > joint.order, "and changes no group"
+    soon, later = ANSWER_S + 1.0, ANSWER_S + UNFIT_S
+    assert proposer.regroup(make_view(A, (A, B, D)), soon) == [], "it is left alone for a while"
+    assert introduced_to(proposer.regroup(make_view(A, (A, B, D)), later)) == {D}, "and has to answer again"
+    assert introduced_to(proposer.regroup(make_view(A, (A, B, D)), later + ANSWER_S)) == set()
+    assert proposer.regroup(make_view(A, (A, B, D)), later + ANSWER_S + UNFIT_S) == [], "longer each time"
+
+
+def test_group_whose_newcomer_answers_waits_for_the_old_one() -> None:
+    proposer = make_joint()
+    proposer.on_accepted(D, accepted(1))
+    assert proposer.regroup(make_view(A, (A, B, D)), 10 * ANSWER_S) == [], "what it lacks is votes of the old group"
+    assert proposer.config.previous
+
+
+def test_joint_group_of_an_earlier_term_is_given_up_too() -> None:
+    joint = GROUP.joint(voters(A, B, D), TERM)
+    proposer = make_proposer(joint)
+    proposer.propose(100.0)
+    view = make_view(A, (A, B, C, D))
+    assert proposer.regroup(view, 100.0 + ANSWER_S - 0.1) == []
+    assert proposer.regroup(view, 100.0 + ANSWER_S) and proposer.config.members == GROUP.members
+
+
+def test_warrants_are_those_of_the_group() -> None:
+    proposer = Proposer(JOB, SPEC_BYTES, TERM, GROUP, FIRST, D, warrant=b"leader's")
+    proposer.propose(0.0)
+    for node, warrant in ((A, b"a's"), (E, b"stranger's")):
+        proposer.on_accepted(node, accepted(1, warrant=warrant))
+    assert set(proposer.introduction().warrants) == {b"leader's", b"a's"}
+    proposer.config = Config(number=1, term=TERM, members=voters(B, C, D))
+    proposer.propose(1.0)
+    proposer.on_accepted(B, accepted(2, warrant=b"b's"))
+    assert set(proposer.introduction().warrants) == {b"leader's", b"b's"}
+
+
+def test_open_rounds_are_bounded() -> None:
+    proposer = make_proposer()
+    for number in range(MAX_OPEN_ROUNDS + 1):
+        proposer.propose(float(number))
+    assert [proposer.on_accepted(node, accepted(1)) for node in (A, B, C)] == [None] * 3, "the oldest is dropped"
+    proposer.on_accepted(A, accepted(2))
+    assert isinstance(proposer.on_accepted(B, accepted(2)), Decided)
+
+
+def test_group_is_odd_and_never_empty() -> None:
+    assert healthy_group(JOB, GROUP, make_view(A, ()), 3) == voters(A)
+    assert healthy_group(JOB, GROUP, make_view(A, (A, B)), 3) == GROUP.members, "an old member is better than two"
+    four = Config(number=0, term=1, members=voters(A, B, C, D))
+    assert len(healthy_group(JOB, four, make_view(A, (A, B, C, D)), 3)) == 3
+    two = Config(number=0, term=1, members=voters(A, B))
+    assert healthy_group(JOB, two, make_view(A, (A, B)), 3) == voters(A)
+
+
+def test_member_that_lost_its_disk_or_leaves_is_replaced() -> None:
+    disks = {**dict.fromkeys((A, B, D), DISK), C: b"another!"}
+    assert set(healthy_group(JOB, GROUP, make_view(A, (A, B, C, D), disks=disks), 3)) - set(voters(A, B)) <= {
+        Voter(C, b"another!"),
+        Voter(D, DISK),
+    }
+    leaving = make_view(A, (A, B, C, D), leaving=frozenset({C}))
+    assert set(healthy_group(JOB, GROUP, leaving, 3)) == set(voters(A, B, D))
+    assert set(healthy_group(JOB, GROUP, leaving, 3, unfit={D})) == set(voters(A, B, C))
+
+
+def test_even_group_keeps_the_old_member_that_may_return() -> None:
+    """B is dead and kept its disk; C is alive and lost its own, with its promises."""
+    disks = {A: DISK, B: DISK, C: b"another!"}
+    five = Config(number=0, term=1, members=voters(A, C, B))
+    group = healthy_group(JOB, five, make_view(A, (A, E), disks={**disks, E: DISK}), 3)
+    assert set(group) == {Voter(A, DISK), Voter(E, DISK), Voter(B, DISK)}
