@@ -5,6 +5,8 @@ from random import Random
 
 import msgspec
 
+from sim.protocol import journal_faults
+
 
 class FaultPlan(msgspec.Struct, frozen=True):
     """The faults of one run. Rates are shares of packets; an incident happens every `incident_every_s` on average.
@@ -112,6 +114,8 @@ def draw_job_faults(seed: int, minutes: float, without: Collection[str] = UNFIXE
     faults, rng = draw_faults(seed, minutes), Random(f"jobs/{seed}")
     incidents = [incident for incident in faults.incidents if incident not in MEMBERSHIP_ONLY]
     incidents += [incident for incident in JOB_INCIDENTS if rng.random() < 0.5]
+    disk = Random(f"disk/{seed}")
+    incidents += [incident for incident in journal_faults.INCIDENTS if disk.random() < 0.5]
     every_s = rng.uniform(4.0, 30.0)
     if rng.random() < 0.15 and "worse network" not in without:
         faults = msgspec.structs.replace(faults, loss=rng.uniform(0.2, 0.4), duplicate=rng.uniform(0.2, 0.5))

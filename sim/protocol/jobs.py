@@ -80,6 +80,8 @@ from placement.zones import Hierarchy
 from sim.protocol.checkpoints import StoringNode, content
 from sim.protocol.fakes import ChecksumSealer
 from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, draw_job_faults, draw_mesh
+from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
+from sim.protocol.journal_faults import STARTS_AGAIN_S, JournalFaults
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
 from sim.protocol.memory_store import MemoryStore
 from sim.protocol.worker import Input, Worker
@@ -197,6 +199,7 @@ class JobDisk(Disk):
     name: bytes = b""
     witness_records: dict[bytes, WitnessRecord] = msgspec.field(default_factory=dict)
     store: MemoryStore = msgspec.field(default_factory=MemoryStore)
+    faults: JournalFaults = msgspec.field(default_factory=JournalFaults)
 
 
 class JobNode(StoringNode):
@@ -216,6 +219,7 @@ class JobNode(StoringNode):
         self.gang_members_started = 0
         self._allowed: dict[bytes, float] = {}
         self._observe_pending = False
+        self._disk_rng = world.streams.get(self.name, "disk")
         self._sealer: ChecksumSealer
         self._worker: Worker
 
@@ -280,7 +284,19 @@ class JobNode(StoringNode):
         """Kill all guests at once, as `mesh reclaim --now` does, without asking other nodes."""
         for job in self.participant.hosted:
             self.report(job, KillWanted("its owner"))
+        self.kill_guests()
         self.world.switched(self)
+
+    def kill_guests(self) -> None:
+        """End all guests without waiting for the cores, which a save may keep busy."""
+        for job in self.guests:
+            self.kill_guest(job)
+
+    def kill_guest(self, job: bytes) -> None:
+        guest = self.guests.get(job)
+        if guest is not None and not guest.ended:
+            guest.ended = True
+            self.after(0.0, self.report, job, GuestExited(137, False, False))
 
     @property
     def instant(self) -> Instant:
@@ -404,14 +420,17 @@ class JobNode(StoringNode):
     def handled(self, job: bytes) -> None:
         self.world.handled(job)
 
+    def wanted(self, outputs: Sequence[Directed]) -> None:
+        for output in outputs:
+            if isinstance(output.effect, Send) and isinstance(output.effect.message, Start):
+                for checker in self.world.job_checkers:
+                    checker.placed(self.world, self, output.effect.message, output.effect.to)
+
     def perform_job(self, output: Directed) -> None:
         job, effect, world = output.job, output.effect, self.world
         guest = self.guests.get(job)
         match effect:
             case Send(to=to, message=message):
-                if isinstance(message, Start):
-                    for checker in world.job_checkers:
-                        checker.placed(world, self, message, to)
                 self.send(to, message)
             case SetTimer(name=name, token=token, at=at):
                 delay = max(0.0, (at - self.boot()) / self.rate)
@@ -434,9 +453,8 @@ class JobNode(StoringNode):
             case Notify(reason=reason) if guest is not None:
                 guest.vacating = True
                 world.returns += reason == GOES_HOME
-            case Kill() if guest is not None and not guest.ended:
-                guest.ended = True
-                self.after(0.0, self.report, job, GuestExited(137, False, False))
+            case Kill():
+                self.kill_guest(job)
             case Submitted(problem=problem):
                 world.submitted(job, problem)
             case Ended(reason=reason):
@@ -453,12 +471,29 @@ class JobNode(StoringNode):
         if mode == "before fsync":
             self.crash()
             return
-        for witness_record in records:
-            self.keep(witness_record)
-        if mode:
+        took_s = self.disk.faults.takes_s(self.world.kernel.now, self._disk_rng)
+        if took_s:
+            self.after(took_s, self._write, records, mode, saved)
+        else:
+            self._write(records, mode, saved)
+
+    def _write(self, records: Sequence[WitnessRecord], mode: str, saved: Callable[[], None]) -> None:
+        result = self.disk.faults.result(self.world.kernel.now, self._disk_rng)
+        if result != "failed":
+            for witness_record in records:
+                self.keep(witness_record)
+        if result != "saved":
+            self.save_failed(saved)
+        elif mode:
             self.crash()
-            return
-        saved()
+        else:
+            saved()
+
+    def save_failed(self, saved: Callable[[], None]) -> None:
+        """Stop, as the daemon does: `saved` is never called. The service manager starts it again."""
+        self.world.failed_saves += 1
+        self.crash()
+        self.world.kernel.after(STARTS_AGAIN_S, self.world._restart, self, "")
 
     def keep(self, witness_record: WitnessRecord) -> None:
         self.disk.witness_records[witness_record.job] = witness_record
@@ -612,7 +647,7 @@ class JobsWorld(MembershipWorld):
         self.recovered: set[bytes] = set()  # lost jobs that their user recovered
         self.specs: dict[bytes, JobSpec] = {}
         self.groups: dict[bytes, Config] = {}
-        self.commits = self.steps = 0
+        self.commits = self.steps = self.failed_saves = 0
         self._have_group: dict[tuple[bytes, Config], set[Voter]] = defaultdict(set)
         self._closed: list[bytes] = []  # nodes that take no calls for a while
         self._echoes: dict[type[AnyMessage], list[tuple[JobNode, bytes, Address]]] = defaultdict(list)
@@ -664,7 +699,7 @@ class JobsWorld(MembershipWorld):
     def heal(self) -> None:
         self._closed.clear()
         for node in self.nodes:
-            node.crash_at_save, node.closed = "", False
+            node.crash_at_save, node.closed, node.disk.faults = "", False, JournalFaults()
         super().heal()
 
     def all_ended(self) -> bool:
@@ -800,6 +835,8 @@ class JobsWorld(MembershipWorld):
             case "crash at a save":
                 victim.crash_at_save = rng.choice(["before fsync", "after fsync"])
                 self.kernel.after(rng.uniform(5.0, 30.0), self._restart, victim, "")
+            case fault if fault in DISK_INCIDENTS:
+                victim.disk.faults.strike(fault, self.kernel.now, rng)
             case "wipe" if self.kernel.now - self._wiped_at < MIN_WIPE_INTERVAL_S:
                 super()._inject("crash", up, rng)  # type: ignore[arg-type]
             case "wipe":

@@ -24,6 +24,9 @@ class Shell(Protocol):
     @property
     def instant(self) -> Instant: ...
 
+    def wanted(self, outputs: Sequence[Directed]) -> None:
+        """Called with what the cores want after each input, while they are as they were when they decided it."""
+
     def save_records(self, records: Sequence[WitnessRecord], saved: Callable[[], None]) -> None:
         """Call `saved` once the records are on disk; never, if the process ends before."""
 
@@ -51,8 +54,12 @@ class Worker:
         self._busy = bool(self._inputs)
         if self._busy:
             batch, self._inputs = self._inputs, []
-            steps = in_durable_order([output for item, _ in batch for output in item(self._shell.instant)])
-            self._perform(deque(steps), [job for _, job in batch if job])
+            outputs: list[Directed] = []
+            for item, _ in batch:
+                wanted = item(self._shell.instant)
+                self._shell.wanted(wanted)
+                outputs += wanted
+            self._perform(deque(in_durable_order(outputs)), [job for _, job in batch if job])
 
     def _perform(self, steps: deque[Step], jobs: Sequence[bytes]) -> None:
         while steps:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptstore.store import Store
@@ -22,7 +23,7 @@ from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.message_sender import MessageSender
 from mesh.jobs.service import JobService
-from mesh.journal import Journal
+from mesh.journal import Journal, JournalError
 from mesh.model.record import Config, JobRecord, Voter
 from tests.consensus.worlds import JOB, SPEC_BYTES, B, make_spec
 
@@ -153,3 +154,23 @@ async def test_promise_is_on_disk_before_it_is_sent(jobs: JobService) -> None:
         await performing
         await jobs._message_sender.flush(WAIT_S)
     assert sent == [[2]]
+
+
+async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService) -> None:
+    """What the cores know by then is not on disk, so nothing may follow from it."""
+    sent = list[bytes]()
+
+    async def deliver(to: bytes, body: bytes) -> None:
+        sent.append(body)
+
+    jobs._message_sender = MessageSender(deliver)
+    jobs._journal._db.execute("PRAGMA max_page_count = 1")  # from now on its disk is full
+    promise = Directed(JOB, "witness", Send(B, Cancel(job=JOB, user="ada")))
+    large = msgspec.structs.replace(record(1), spec=bytes(1 << 20))
+    jobs._inputs.put_now(lambda at: [promise, Directed(JOB, "witness", SaveWitnessRecord(large))])
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(ExceptionGroup) as ended:
+            await jobs.run()
+        await jobs._message_sender.flush(WAIT_S)
+    assert ended.group_contains(JournalError, match="full")
+    assert not sent

@@ -18,7 +18,6 @@ from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, RunGranted
 from mesh.consensus.participant import Directed
-from mesh.consensus.reports import KillWanted, RunnerEvent
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
@@ -40,6 +39,7 @@ from sim.protocol.faults import (
 )
 from sim.protocol.job_checkers import NoDuplicates, OneEnd, OneLease, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
+from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.membership import MembershipNode, Violation
 from tests.sim.replay import digests
 
@@ -97,7 +97,10 @@ def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_fault_is_drawn_by_some_seed() -> None:
     plans = [draw_job_faults(seed, 10.0) for seed in range(SEEDS)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
-    assert set(drawn) == {*INCIDENTS, *JOB_INCIDENTS} - UNFIXED - MEMBERSHIP_ONLY and min(drawn.values()) >= SEEDS // 8
+    assert (
+        set(drawn) == {*INCIDENTS, *JOB_INCIDENTS, *DISK_INCIDENTS} - UNFIXED - MEMBERSHIP_ONLY
+        and min(drawn.values()) >= SEEDS // 8
+    )
     meshes = [draw_mesh(seed, without=()) for seed in range(SEEDS)]
     assert len({mesh.nodes for mesh in meshes}) == 11 and sum(mesh.gangs == 1.0 for mesh in meshes) >= SEEDS // 8
     assert SEEDS // 3 < sum(mesh.late > 0 for mesh in meshes) < SEEDS
@@ -145,9 +148,9 @@ def found(make: Any, first: int = 0) -> str:
     return ""
 
 
-def few_disks(seed: int) -> JobsWorld:
-    """Return a world with three nodes, each a witness of every job, that often crash around an fsync."""
-    faults = msgspec.structs.replace(draw_job_faults(seed, 10.0), incidents=("crash at a save",), incident_every_s=2.0)
+def few_disks(seed: int, *incidents: str) -> JobsWorld:
+    """Return a world with three nodes, each a witness of every job, that often have these incidents."""
+    faults = msgspec.structs.replace(draw_job_faults(seed, 10.0), incidents=incidents, incident_every_s=2.0)
     return checked(seed, faults=faults, mesh=MeshPlan(nodes=3))
 
 
@@ -221,7 +224,11 @@ class TestNegativeControls:
             return sorted(steps, key=lambda step: isinstance(step, SaveRecords))
 
         monkeypatch.setattr("sim.protocol.worker.in_durable_order", careless)
-        assert found(few_disks)
+        assert found(lambda seed: few_disks(seed, "slow disk", "crash"))
+
+    def test_witnesses_that_go_on_after_a_failed_save(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JobNode, "save_failed", lambda self, saved: saved())
+        assert found(lambda seed: few_disks(seed, "disk error", "full disk", "crash"))
 
     def test_promises_that_are_not_saved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = JobNode.keep
@@ -346,14 +353,10 @@ class TestNegativeControls:
         monkeypatch.setattr(Runner, "_allow", lambda self: RunUntil(math.inf))
         assert found(lambda seed: JobsWorld(seed, job_checkers=[NoDuplicates()])).startswith("J12")
 
-    def test_kill_switch_that_waits_for_the_lease(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = Runner.handle
-
-        def hesitant(self: Runner, event: RunnerEvent, at: Instant) -> list[Effect]:
-            return [] if isinstance(event, KillWanted) and not self.holds_lease(at.now + 5.0) else real(self, event, at)
-
-        monkeypatch.setattr(Runner, "handle", hesitant)
-        assert found(lambda seed: harsh(seed, incidents=("switch",), incident_every_s=3.0)).startswith("J7")
+    def test_kill_switch_that_waits_for_the_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JobNode, "kill_guests", lambda self: None)
+        slow = ("switch", "slow disk")
+        assert found(lambda seed: harsh(seed, incidents=slow, incident_every_s=3.0)).startswith("J7")
 
     def test_attempts_that_start_from_scratch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = JobNode._launch
