@@ -9,9 +9,10 @@ import concurrent.futures
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,6 +71,21 @@ def killed_at_each_call(function: Callable[[Path, Say], None], new_root: Callabl
                     break
             else:
                 raise AssertionError(f"the function makes {AT} calls of {call} or more")
+
+
+@contextmanager
+def killed_before(pid: int, call: str, *paths: Path, number: int = 1) -> Iterator[None]:
+    """Kill a running process before the next such call of one of its threads on one of these paths, or that of this number."""
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", *(f"-P{path}" for path in paths), "-e", f"trace={call}"]
+    command += ["-e", f"inject={call}:signal=KILL:when={number}", "-p", str(pid)]
+    with subprocess.Popen(command) as tracer:
+        try:
+            while f"TracerPid:\t{tracer.pid}\n" not in Path(f"/proc/{pid}/status").read_text():
+                assert tracer.poll() is None, "strace could not attach"
+                time.sleep(0.01)
+            yield
+        finally:
+            tracer.terminate()
 
 
 # --- in the process that strace starts
