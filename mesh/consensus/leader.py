@@ -55,7 +55,7 @@ class Leader:
         witness: Witness,
         spec: JobSpec,
         rng: Random,
-        warrant: Callable[[bytes, int, bytes], bytes] = lambda job, term, node: b"",
+        warrant: Callable[[bytes, int, bytes, Config], bytes] = lambda *given: b"",
     ) -> None:
         self.witness = witness
         self.spec = spec
@@ -229,15 +229,18 @@ class Leader:
         self._proposer = None
         self._pre_votes, self._leased, self._introduced = set(), set(), set()
         self._term = max(self.witness.witness_record.promised, self._seen_term, self._term) + 1
-        would = PreVote(job=self.job, term=self._term)
-        sends = [Send(node, would) for node in self.witness.witness_record.config.nodes]
+        sends = [Send(node, self._asking(PreVote)) for node in self.witness.witness_record.config.nodes]
         return [*sends, self._timer("answer", at.now + ANSWER_S)]
+
+    def _asking(self, kind: type[PreVote] | type[Prepare]) -> PreVote | Prepare:
+        known = self.witness.witness_record
+        group = known.config if known.warrants else None
+        return kind(job=self.job, term=self._term, config=group, warrants=known.warrants)
 
     def _prepare(self, at: Instant) -> list[Effect]:
         self.state = "preparing"
         self._promises, self._leased, self._introduced = {}, set(), set()
-        prepare = Prepare(job=self.job, term=self._term)
-        sends = [Send(node, prepare) for node in self.witness.witness_record.config.nodes]
+        sends = [Send(node, self._asking(Prepare)) for node in self.witness.witness_record.config.nodes]
         return [*sends, self._timer("answer", at.now + ANSWER_S)]
 
     def _count_promises(self, at: Instant) -> list[Effect]:
@@ -248,7 +251,7 @@ class Leader:
         asked = set(self.witness.witness_record.config.nodes)
         late = [node for node in config.nodes if node not in asked and node not in self._promises]
         if not config.quorum({Voter(node, promise.disk) for node, promise in self._promises.items()}):
-            return [Send(node, Prepare(job=self.job, term=self._term)) for node in late]
+            return [Send(node, self._asking(Prepare)) for node in late]
         best = max(self._promises.values(), key=lambda promise: (promise.accepted_term, promise.record.version))
         record = self._closed(best.record, at)
         config = msgspec.structs.replace(config, term=self._term)
@@ -319,7 +322,7 @@ class Leader:
         self._introduced.add(voter)
         blank = Proposer(self.job, self.witness.witness_record.spec, FIRST_TERM, config, JobRecord(), None)
         kind = PreVote if self.state == "asking" else Prepare
-        return [Send(voter.node, blank.introduction()), Send(voter.node, kind(job=self.job, term=self._term))]
+        return [Send(voter.node, blank.introduction()), Send(voter.node, self._asking(kind))]
 
     # --- using it
 
@@ -352,7 +355,7 @@ class Leader:
             config=proposer.config,
             record=proposer.record,
             spec=self.witness.witness_record.spec,
-            warrant=self._warrant(self.job, self._term, chosen.node),
+            warrant=self._warrant(self.job, self._term, chosen.node, proposer.config),
         )
         self._proposer = None
         kept = {before.node for before, left in zip(self.view.offers, offers, strict=True) if before is not left}

@@ -5,10 +5,16 @@ also grants or renews its lease; one that names none releases it. Answers name t
 (`record.Voter`). `Start`/`StartAnswer` hand a term from the leader that won it to the node that will run the job.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from membership.malformed import MALFORMED
 from mesh.model.record import Config, JobRecord
+
+MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
+SealedWarrant = Annotated[bytes, msgspec.Meta(max_length=512)]
+Warrants = Annotated[tuple[SealedWarrant, ...], msgspec.Meta(max_length=MOST_WARRANTS)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
@@ -16,17 +22,24 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fiel
 
 
 class Prepare(Message, frozen=True, tag="prepare"):
-    """Phase 1a: ask for a promise of `term`. Refused while another node's lease runs."""
+    """Phase 1a: ask for a promise of `term`. Refused while another node's lease runs.
+
+    `config` and `warrants`, once the group has changed: the group that the sender knows, and warrants that name it.
+    """
 
     term: int
+    config: Config | None = None
+    warrants: Warrants = ()
 
 
 class PreVote(Message, frozen=True, tag="pre_vote"):
     """Ask whether `term` would be promised. The answer promises nothing (Raft's pre-vote, Ongaro 2014, section 9.6), so a
-    partitioned node cannot raise terms and disrupt the others when it returns.
+    partitioned node cannot raise terms and disrupt the others when it returns. `config` and `warrants`: as in `Prepare`.
     """
 
     term: int
+    config: Config | None = None
+    warrants: Warrants = ()
 
 
 class PreVoteGranted(Message, frozen=True, tag="pre_vote_granted"):
@@ -51,7 +64,7 @@ class Accept(Message, frozen=True, tag="accept"):
     `round` is the sender's counter and returns in the answer. `owner` is a random name of the attempt that takes the lease; a
     term has one. `spec` is sent until the receiver has it. `reconfiguration`,
     sealed by the job's user, installs a group that the old one has not voted for (`forced_reconfiguration.py`). `warrants`:
-    the runner's, of the leader that gave it the term and of witnesses that have accepted it since.
+    of the leader that gave the runner its term, and of witnesses that have accepted it, or the group, since.
     """
 
     term: int
@@ -62,17 +75,19 @@ class Accept(Message, frozen=True, tag="accept"):
     owner: bytes = b""
     spec: bytes | None = None
     reconfiguration: bytes | None = None
-    warrants: tuple[bytes, ...] = ()
+    warrants: Warrants = ()
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """`warrant`, for a lease: this witness's statement that the runner has the term, for witnesses that do not know it."""
+    """`warrant`, for a lease or a changed group: this witness's statement that the sender has the term with that group, for
+    witnesses that do not know it.
+    """
 
     term: int
     disk: bytes
     round: int
     cancel_wanted: bool = False
-    warrant: bytes = b""
+    warrant: SealedWarrant = b""
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -112,7 +127,7 @@ class Start(Message, frozen=True, tag="start"):
     config: Config
     record: JobRecord
     spec: bytes
-    warrant: bytes = b""
+    warrant: SealedWarrant = b""
 
 
 class StartAnswer(Message, frozen=True, tag="start_answer"):

@@ -86,8 +86,9 @@ class Rules(msgspec.Struct, frozen=True):
     `open_spec` checks the submitter's signature and the id, and raises SpecError. `admit` returns why this node does not take
     a job now; if it returns None, it has reserved what the job needs. `may_cancel` checks a sender against the spec.
     `read_recovery` returns what the job's user has ordered with these bytes, None if they have not. `may_propose` tells a
-    witness whether a sender may have it accept this, `warrant` seals that a node gets a term of a job. `rendezvous` gives the
-    address at which the processes of a gang with its runner here find each other.
+    witness whether a sender may have it accept this. `warrant` seals that a node gets a term of a job with a group, and
+    `warrants_group` returns the member that has sealed so of this group, or None. `rendezvous` gives the address at which the
+    processes of a gang with its runner here find each other.
     """
 
     open_spec: Callable[[bytes, bytes], JobSpec]
@@ -95,7 +96,8 @@ class Rules(msgspec.Struct, frozen=True):
     may_cancel: Callable[[bytes, str, JobSpec], bool]
     read_recovery: Callable[[bytes, bytes, JobSpec], ForcedReconfiguration | None] = lambda order, job, spec: None
     may_propose: Callable[[bytes, Accept, WitnessRecord, JobSpec, bool], bool] = lambda *asked: True
-    warrant: Callable[[bytes, int, bytes], bytes] = lambda job, term, node: b""
+    warrant: Callable[[bytes, int, bytes, Config], bytes] = lambda *given: b""
+    warrants_group: Callable[[bytes, bytes, Config], bytes | None] = lambda *asked: None
     rendezvous: Callable[[], tuple[str, int]] = lambda: ("", 0)
 
 
@@ -133,7 +135,10 @@ class Participant:
         self._first_terms: set[bytes] = set()  # jobs submitted in this run that nobody has been asked to start
         self._judge_again: dict[tuple[bytes, bytes], float] = {}  # when an order to recover a job is judged once more
         self._to_release: dict[bytes, set[bytes]] = {}  # witnesses to tell that the run before is over here
-        self._vouchers: dict[bytes, tuple[tuple[bytes, int, bytes], bytes]] = {}  # the last warrant for each job
+        self._vouchers: dict[
+            bytes, tuple[tuple[bytes, int, bytes, Config], bytes]
+        ] = {}  # the last warrant for each job
+        self._checked: dict[bytes, tuple[Config, tuple[bytes, ...]]] = {}  # the last group and warrants, for each job
         self._rules = rules
         self._rng = rng
         self._view: View | None = None
@@ -168,6 +173,7 @@ class Participant:
         assert self.witnesses[job].finished
         del self.witnesses[job], self.leaders[job]
         self._vouchers.pop(job, None)
+        self._checked.pop(job, None)
         self.archived.add(job)
 
     def submit(self, job: bytes, spec_bytes: bytes, spec: JobSpec, at: Instant) -> list[Directed]:
@@ -245,10 +251,11 @@ class Participant:
                 witness = self.witnesses.get(job)
                 if witness is None:
                     return self._from(job, "witness", [Send(sender, unknown_job(message, self._disk_for(job)))])
+                learnt = self._learn_group(sender, message, witness)
                 effects = witness.handle(sender, message, at.now)
                 if any(isinstance(effect, SaveWitnessRecord) for effect in effects):
                     self.leaders[job].rival_seen(sender, PREPARED_S, at)
-                return self._from(job, "witness", effects) + self._leader_looks(job, at)
+                return self._from(job, "witness", [*learnt, *effects]) + self._leader_looks(job, at)
             case Released() | Closed():
                 witness = self.witnesses.get(job)
                 if witness is None:
@@ -345,8 +352,10 @@ class Participant:
         else:
             self.refused += 1
             return self._from(job, "witness", effects)
-        effects = [self._vouched(effect, message.holder) for effect in effects]
+        effects = [self._vouched(effect, sender, message) for effect in effects]
         accepted = any(isinstance(e, Send) and isinstance(e.message, Accepted) for e in effects)
+        if accepted:
+            effects += self._keep_warrants(message, witness)
         runs_on = message.record.outcome is None and sender in message.config.nodes
         if accepted and runs_on and message.holder is None and held is None:
             self.leaders[job].rival_seen(sender, PATIENCE_S, at)  # that leader keeps the job waiting
@@ -354,15 +363,41 @@ class Participant:
             self.leaders[job].await_first_term(at)
         return self._from(job, "witness", effects) + self._leader_looks(job, at)
 
-    def _vouched(self, effect: Effect, holder: bytes | None) -> Effect:
-        """Add this witness's warrant to the acceptance of a lease."""
-        if holder is None or not (isinstance(effect, Send) and isinstance(effect.message, Accepted)):
+    def _vouched(self, effect: Effect, sender: bytes, message: Accept) -> Effect:
+        """Add this witness's warrant to the acceptance of a lease, or of a changed group."""
+        plain = message.holder is None and message.config.number == 0
+        if plain or not (isinstance(effect, Send) and isinstance(effect.message, Accepted)):
             return effect
-        key = (effect.message.job, effect.message.term, holder)
+        key = (message.job, message.term, sender, message.config)
         known = self._vouchers.get(key[0])
         if known is None or known[0] != key:
             known = self._vouchers[key[0]] = (key, self._rules.warrant(*key))
         return Send(effect.to, msgspec.structs.replace(effect.message, warrant=known[1]))
+
+    def _keep_warrants(self, message: Accept, witness: Witness) -> list[Effect]:
+        """Keep the warrants that name a changed group, for witnesses that missed the change."""
+        job, known = message.job, witness.witness_record
+        checked = (message.config, message.warrants)
+        if message.config.number == 0 or message.config != known.config or self._checked.get(job) == checked:
+            return []
+        self._checked[job] = checked
+        naming = self._naming(job, known.config, (*known.warrants, *message.warrants))
+        return witness.learn_group(known.config, naming)
+
+    def _learn_group(self, sender: bytes, message: PreVote | Prepare, witness: Witness) -> list[Effect]:
+        """Take up the sender's group, if it is later than the known one and a member of that one has accepted it."""
+        known, config = witness.witness_record, message.config
+        if config is None or witness.finished or sender in known.config.nodes or config.order <= known.config.order:
+            return []
+        if sender not in config.nodes or Voter(self.me, known.disk) not in config.everyone:
+            return []
+        naming = self._naming(message.job, config, message.warrants)
+        return witness.learn_group(config, naming) if naming.keys() & set(known.config.nodes) else []
+
+    def _naming(self, job: bytes, config: Config, warrants: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the warrants that name this group, by the member that gave them."""
+        givers = {self._rules.warrants_group(warrant, job, config): warrant for warrant in warrants}
+        return {giver: warrant for giver, warrant in givers.items() if giver is not None}
 
     def _may_propose(self, sender: bytes, message: Accept, witness: Witness, created: bool = False) -> bool:
         """Tell whether the witness considers this; one that is too old is refused by its term, whoever sent it."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Set
 import msgspec
 
 from mesh.consensus.effects import Send
-from mesh.consensus.messages import Accept, Accepted, Introduce, Introduced, Refused
+from mesh.consensus.messages import MOST_WARRANTS, Accept, Accepted, Introduce, Introduced, Refused
 from mesh.consensus.view import View
 from mesh.model.record import Config, JobRecord, Voter
 
@@ -193,7 +193,7 @@ class Proposer:
             owner=self.owner,
             spec=self.spec if with_spec else None,
             reconfiguration=self.reconfiguration,
-            warrants=tuple(self._warrants.values()),
+            warrants=tuple(self._warrants.values())[:MOST_WARRANTS],
         )
 
 

@@ -14,10 +14,13 @@ from the *sending* of the request. So at most one node believes that it holds th
 than RATE_BOUND (docs/explanation/job-invariants.md, J1).
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from mesh.consensus.effects import Effect, SaveWitnessRecord, Send, WitnessRecord
 from mesh.consensus.messages import (
+    MOST_WARRANTS,
     Accept,
     Accepted,
     Cancel,
@@ -158,6 +161,13 @@ class Witness:
         if self.witness_record.config == message.config and self.witness_record.reconfiguration != word:
             effects.insert(-1, self._save(reconfiguration=word))  # before the answer
         return effects
+
+    def learn_group(self, config: Config, warrants: Mapping[bytes, bytes]) -> list[Effect]:
+        """Take up a group that a witness of the known one has accepted, and keep the warrants that name it."""
+        kept = tuple(warrants.values())[:MOST_WARRANTS]
+        if (config, kept) == (self.witness_record.config, self.witness_record.warrants):
+            return []
+        return [self._save(config=config, warrants=kept)]
 
     def overruled(self, config: Config, word: bytes) -> list[Effect]:
         """Give the job up, and what this witness believed to be its end, to the group of another recovery."""

@@ -6,6 +6,7 @@ One function for each question; docs/reference/authority.md lists them with the 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -27,7 +28,6 @@ from mesh.consensus.messages import Accept, Enlist, Start
 from mesh.model.record import FIRST_TERM, Config, JobRecord
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
 
-MOST_WARRANTS = 8  # of one message: a leader's, and those of two groups of three witnesses
 LEAST_VOUCHERS = 2  # for a job whose submitter's certificate has ended: one witness alone may lie (own choice)
 REMEMBERED = 1024  # jobs taken on by the word of their witnesses (own choice)
 
@@ -143,7 +143,7 @@ def may_propose(
         return created or message.config == known.config
     if sender == known.holder and message.term == known.promised:
         return True
-    givers = (warrants(one, message.job, message.term, sender) for one in message.warrants[:MOST_WARRANTS])
+    givers = (warrants(one, message.job, message.term, sender) for one in message.warrants)
     return any(giver in known.config.nodes for giver in givers) and (message.holder is None or may_lend(sender))
 
 
@@ -159,18 +159,31 @@ def _check_may_submit(credentials: Credentials) -> None:
 
 
 class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A leader's statement that `node` gets this term of the job."""
+    """A witness's statement that `node` gets this term of the job, with the group of this hash."""
 
     job: bytes
     term: int
     node: NodeId
+    group: bytes
 
 
 _decode_warrant = msgspec.msgpack.Decoder(Warrant).decode
 
 
-def encode_warrant(job: bytes, term: int, node: NodeId) -> bytes:
-    return msgspec.msgpack.encode(Warrant(job, term, node))
+def encode_warrant(job: bytes, term: int, node: NodeId, config: Config) -> bytes:
+    return msgspec.msgpack.encode(Warrant(job, term, node, group_hash(config)))
+
+
+def group_hash(config: Config) -> bytes:
+    return blake2b(msgspec.msgpack.encode(config), digest_size=16).digest()
+
+
+def decode_warrant(payload: bytes) -> Warrant | None:
+    """Decode a warrant; None for anything else."""
+    try:
+        return _decode_warrant(payload)
+    except MALFORMED:
+        return None
 
 
 class Authority:
@@ -296,18 +309,26 @@ class Authority:
 
     # --- terms and leases
 
-    def warrant(self, job: bytes, term: int, node: NodeId) -> bytes:
-        """Seal that a node gets a term that this node has won."""
-        return seal(self._identity, self._trust.mesh_id, "warrant", encode_warrant(job, term, node))
+    def warrant(self, job: bytes, term: int, node: NodeId, config: Config) -> bytes:
+        """Seal that a node gets a term with this group, which this node has won or accepted."""
+        return seal(self._identity, self._trust.mesh_id, "warrant", encode_warrant(job, term, node, config))
 
     def warrants(self, warrant: bytes, job: bytes, term: int, node: NodeId) -> NodeId | None:
         """Return the member that gave the node this term; None if none did."""
+        giver, stated = self._open_warrant(warrant)
+        return giver if stated is not None and (stated.job, stated.term, stated.node) == (job, term, node) else None
+
+    def warrants_group(self, warrant: bytes, job: bytes, config: Config) -> NodeId | None:
+        """Return the member that has accepted this group of the job; None if none did."""
+        giver, stated = self._open_warrant(warrant)
+        return giver if stated is not None and (stated.job, stated.group) == (job, group_hash(config)) else None
+
+    def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:
         try:
             giver, payload = open_envelope(warrant, self._trust.mesh_id, "warrant")
-            stated = _decode_warrant(payload)
-        except (EnvelopeError, *MALFORMED):
-            return None
-        return giver if stated == Warrant(job, term, node) else None
+        except EnvelopeError:
+            return None, None
+        return giver, decode_warrant(payload)
 
     def may_lend(self, node: NodeId) -> bool:
         """Tell whether a node may take a lease: a member with the role, whose advert is current."""

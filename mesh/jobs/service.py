@@ -157,6 +157,7 @@ class JobService:
             self.authority.read_recovery,
             self.authority.may_propose,
             self.authority.warrant,
+            self.authority.warrants_group,
             lambda: rendezvous_address(membership.host, rng),
         )
         self.participant = Participant(self._me, journal.disk, self._nick, rules, rng)

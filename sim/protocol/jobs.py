@@ -70,7 +70,7 @@ from mesh.consensus.reports import (
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
-from mesh.jobs.authority import encode_warrant, may_propose
+from mesh.jobs.authority import Warrant, decode_warrant, encode_warrant, group_hash, may_propose
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
@@ -248,6 +248,7 @@ class JobNode(StoringNode):
             lambda order, job, spec: decode_reconfiguration(order),
             self._may_propose,
             self._warrant,
+            self._warrants_group,
         )
         self._worker, rng = Worker(self), self.world.streams.get(self.name, "jobs")
         self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
@@ -401,15 +402,23 @@ class JobNode(StoringNode):
     def _may_lend(self, node: bytes) -> bool:
         return any(record.node == node for record in self.core.records.section("advert", self.unix()))
 
-    def _warrant(self, job: bytes, term: int, node: bytes) -> bytes:
-        return self._sealer.seal("warrant", encode_warrant(job, term, node))
+    def _warrant(self, job: bytes, term: int, node: bytes, config: Config) -> bytes:
+        return self._sealer.seal("warrant", encode_warrant(job, term, node, config))
 
     def _warrants(self, warrant: bytes, job: bytes, term: int, node: bytes) -> bytes | None:
+        giver, stated = self._open_warrant(warrant)
+        return giver if stated is not None and (stated.job, stated.term, stated.node) == (job, term, node) else None
+
+    def _warrants_group(self, warrant: bytes, job: bytes, config: Config) -> bytes | None:
+        giver, stated = self._open_warrant(warrant)
+        return giver if stated is not None and (stated.job, stated.group) == (job, group_hash(config)) else None
+
+    def _open_warrant(self, warrant: bytes) -> tuple[bytes | None, Warrant | None]:
         try:
             giver, payload = self._sealer.open("warrant", warrant)
         except EnvelopeError:
-            return None
-        return giver if payload == encode_warrant(job, term, node) else None
+            return None, None
+        return giver, decode_warrant(payload)
 
     # --- effects of the cores
 
@@ -921,11 +930,12 @@ class JobsWorld(MembershipWorld):
                 continue  # a witness may, and those with an old group still take it for one
             term, config = record.promised + 1000, record.config
             own = Config(config.number + 1, term, (Voter(thief.id, thief.disk.name),))
+            joined = Config(config.number + 1, term, (*config.everyone, *own.members))
             attempt = Attempt(record.record.next_attempt, thief.id, thief.name, term, 0)
-            stolen, warrant = record.record.with_attempt(attempt), thief._warrant(job, term, thief.id)
+            stolen, warrant = record.record.with_attempt(attempt), thief._warrant(job, term, thief.id, own)
             voters = {voter.node: voter.disk for voter in config.everyone}
             for node in config.nodes:
-                thief.send(node, Prepare(job=job, term=term))
+                thief.send(node, Prepare(job, term, joined, (thief._warrant(job, term, thief.id, joined),)))
                 for group in (config, own):
                     accept = Accept(job, term, 1, group, stolen, thief.id, spec=record.spec, warrants=(warrant,))
                     thief.send(node, accept)

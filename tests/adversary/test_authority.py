@@ -251,7 +251,7 @@ async def test_member_cannot_steal_the_lease_of_a_waiting_job(scene: Scene) -> N
                 now = time.time_ns() // 1_000_000
                 attempt = Attempt(record.record.next_attempt, thief.me, nick, term, now, seen_unix_ms=now)
                 stolen = record.record.with_attempt(attempt)
-                warrants = (b"", thief.sealer.seal("warrant", encode_warrant(job, term, thief.me)))
+                warrants = (b"", thief.sealer.seal("warrant", encode_warrant(job, term, thief.me, record.config)))
                 lease = Accept(job, term, 1, record.config, stolen, thief.me, warrants=warrants)
                 await thief.tell(witness, Prepare(job=job, term=term), lease)
             shares = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mesh.api.requests import InviteOrder, PauseOrder, PullOrder, ReclaimOrder, SubmitOrder
 from mesh.consensus.messages import (
     MAX_MESSAGE_BYTES,
+    MOST_WARRANTS,
     Accept,
     Accepted,
     AnyMessage,
@@ -82,6 +83,21 @@ def test_damaged_message_raises_at_most_message_error(message: AnyMessage, data:
 def test_oversized_message_is_refused_before_decoding() -> None:
     with pytest.raises(MessageError, match="limit"):
         decode_message(b"\x81" * (MAX_MESSAGE_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Prepare(JOB, 3, CONFIG, (b"w",) * (MOST_WARRANTS + 1)),
+        Prepare(JOB, 3, CONFIG, (b"w" * 513,)),
+        Accepted(JOB, 3, DISK, 1, warrant=b"w" * 513),
+        Start(JOB, 3, CONFIG, RECORD, b"s", b"w" * 513),
+    ],
+    ids=["many", "long", "answer", "start"],
+)
+def test_warrants_are_bounded(message: AnyMessage) -> None:
+    with pytest.raises(MessageError):
+        decode_message(encode_message(message))
 
 
 @given(st.binary(max_size=300))

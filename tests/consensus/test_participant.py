@@ -17,6 +17,8 @@ from mesh.consensus.messages import (
     MakeRoom,
     Prepare,
     PreVote,
+    PreVoteGranted,
+    Promised,
     Refused,
     Released,
     Start,
@@ -27,7 +29,7 @@ from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
 from mesh.consensus.witness import Witness
-from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome
+from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, SpecError
 from tests.consensus.worlds import (
     DISK,
@@ -46,6 +48,7 @@ from tests.consensus.worlds import (
     voters,
 )
 
+AnyAnswer = {PreVote: PreVoteGranted, Prepare: Promised}
 URGENT = b"another's sealed spec"
 GROUP = Config(number=0, term=0, members=voters(A, B, C))
 
@@ -350,3 +353,66 @@ def test_first_term_is_used_once_and_not_after_a_restart() -> None:
 
 def test_prepare_for_an_unknown_job_is_refused() -> None:
     assert messages(make_participant().receive(B, Prepare(job=JOB, term=1), at(0)), Refused)
+
+
+LATER = Config(number=1, term=3, members=voters(A, B, D))
+
+
+def names_group(giver: bytes, config: Config) -> bytes:
+    return giver + repr(config).encode()
+
+
+def reader() -> Participant:
+    """Return A, which can read the warrants of these tests, with the job of the first group."""
+    participant = make_participant()
+    rules = msgspec.structs.replace(
+        participant._rules,
+        warrants_group=lambda warrant, job, config: warrant[:32] if warrant[32:] == repr(config).encode() else None,
+    )
+    participant._rules = rules
+    introduce(participant)
+    return participant
+
+
+@pytest.mark.parametrize("kind", [PreVote, Prepare])
+def test_witness_that_missed_a_change_learns_it_from_a_warrant(kind: type[PreVote] | type[Prepare]) -> None:
+    participant = reader()
+    ask = kind(JOB, 5, LATER, (names_group(E, LATER), names_group(B, LATER)))
+    answer = messages(participant.receive(D, ask, at(1)), AnyAnswer[kind])
+    assert answer and participant.witnesses[JOB].witness_record.config == LATER
+    assert participant.witnesses[JOB].witness_record.warrants == ask.warrants
+
+
+@pytest.mark.parametrize(
+    ("sender", "config", "givers"),
+    [
+        (D, LATER, ()),
+        (D, LATER, (D, E)),  # none of the group that A knows
+        (E, LATER, (B,)),  # E is not in it
+        (D, Config(1, 3, voters(B, C, D)), (B,)),  # nor is A
+        (D, Config(1, 3, (Voter(A, b"former disk"), *voters(B, D))), (B,)),
+        (D, Config(0, 0, voters(A, B, D)), (B,)),  # not later
+    ],
+)
+def test_witness_takes_up_no_other_group(sender: bytes, config: Config, givers: tuple[bytes, ...]) -> None:
+    participant = reader()
+    warrants = tuple(names_group(giver, config) for giver in givers)
+    out = participant.receive(sender, Prepare(JOB, 5, config, warrants), at(1))
+    assert messages(out, Refused) and participant.witnesses[JOB].witness_record.config == GROUP
+    misnamed = (names_group(B, GROUP),)
+    participant.receive(D, Prepare(JOB, 5, LATER, misnamed), at(1))
+    assert participant.witnesses[JOB].witness_record.config == GROUP
+
+
+def test_witness_keeps_the_warrants_that_name_its_group() -> None:
+    participant = reader()
+    warrants = (names_group(B, GROUP), names_group(C, LATER), names_group(B, LATER), names_group(B, LATER))
+    accept = Accept(JOB, 3, 1, LATER, JobRecord(version=1), None, warrants=warrants)
+    participant.receive(B, accept, at(1))
+    kept = (names_group(C, LATER), names_group(B, LATER))
+    assert participant.witnesses[JOB].witness_record.warrants == kept
+    leader = participant.leaders[JOB]
+    assert leader._asking(Prepare) == Prepare(JOB, leader._term, LATER, kept)
+    again = Config(2, 3, voters(A, B, E))
+    participant.receive(B, msgspec.structs.replace(accept, round=2, config=again), at(2))
+    assert participant.witnesses[JOB].witness_record.warrants == (), "they name the group before"

@@ -1,0 +1,70 @@
+"""A witness that missed a change of its group, when the node that made it is gone: directed runs of the simulated mesh."""
+
+import pytest
+
+from mesh.consensus.participant import Participant
+from mesh.model.record import Voter
+from sim.protocol.faults import FaultPlan, MeshPlan
+from sim.protocol.job_checkers import all_job_checkers
+from sim.protocol.jobs import JobNode, JobsWorld
+from sim.protocol.membership import Violation
+
+QUIET = FaultPlan(until_s=600.0)
+
+
+def lose(world: JobsWorld, node: JobNode) -> None:
+    node.gone = node.powered_off = True
+    node.crash()
+
+
+def miss_a_change(seed: int) -> tuple[JobsWorld, bytes]:
+    """Return a world in which half of a job's last group missed the change that made it, and the others know it from a lost
+    node.
+    """
+    world = JobsWorld(seed, faults=QUIET, mesh=MeshPlan(nodes=8, gangs=0.0), jobs=2, job_checkers=all_job_checkers())
+    world.begin()
+
+    def usual() -> list[bytes]:
+        """Return the job whose submitter does not leave for good at once."""
+        return [job for job in world.accepted if world.specs[job].nonce != b"0"]
+
+    world.until(lambda: bool(usual()), 400.0, "submitted")
+    job = usual()[0]
+    world.steps_of_job[job] = 400
+    world.until(lambda: bool(world.holders(job)) and world.groups[job].number == 0, 60.0, "running")
+    runner = world.holders(job)[0][0]
+    group = [world.by_id[node] for node in world.groups[job].nodes]
+    stale, leaver, last = sorted(group, key=lambda node: node is runner)
+    world._closed.append(stale.id)
+    leaver.gone = True
+    leaver.leave()
+    known = world.groups[job]
+
+    def changed() -> bool:
+        config = world.groups[job]
+        return config.number > known.number and not config.previous and leaver.id not in config.nodes
+
+    world.until(changed, 60.0, "changed")
+    newcomer = next(world.by_id[node] for node in world.groups[job].nodes if node not in known.nodes)
+    world.kernel.run(world.kernel.now + 10.0)
+    assert stale.id in world.groups[job].nodes
+    assert stale.disk.witness_records[job].config == known
+    for node in {last, *(node for node, _ in world.holders(job))} - {newcomer, stale}:
+        lose(world, node)
+    world._open(stale.id)
+    assert {Voter(node.id, node.disk.name) for node in (stale, newcomer)} < set(world.groups[job].members)
+    return world, job
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_job_goes_on(seed: int) -> None:
+    world, job = miss_a_change(seed)
+    world.until(lambda: world.outcome(job) is not None, 600.0, "J4")
+    assert world.outcome(job) == "done"
+
+
+def test_no_witness_learns_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Participant, "_learn_group", lambda *asked: [])
+    world, job = miss_a_change(0)
+    with pytest.raises(Violation, match="J4"):
+        world.until(lambda: world.outcome(job) is not None, 600.0, "J4")
