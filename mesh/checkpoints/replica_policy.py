@@ -9,6 +9,7 @@ import msgspec
 from ckptstore.replication import Substitute
 from membership.events import MemberView
 from mesh.consensus.runner import Runner
+from mesh.model.record import Commit, JobRecord
 from placement.decision import replica_order
 from placement.zones import Hierarchy, stand_in_order, zone_of
 
@@ -33,6 +34,12 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
     def first(self, order: Sequence[bytes]) -> "ReplicaPolicy":
         """Return the policy with its fallback in this order."""
         return msgspec.structs.replace(self, fallback=tuple(order))
+
+    def sources(self, record: JobRecord, commit: Commit) -> list[bytes]:
+        """Return the other nodes that may have a checkpoint: its holders, those that ran the job since, then any."""
+        ran = [one.node for one in record.attempts if one.term >= commit.term and one.running_unix_ms]
+        known = [node for node in (*commit.holders, *reversed(ran)) if node in self.members]
+        return list(dict.fromkeys([*known, *self.fallback]))
 
     def refusal(self, holders: Sequence[bytes], want: int, short: str) -> str:
         """Return why a checkpoint with these holders must not be committed; empty if it may be."""

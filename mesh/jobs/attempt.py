@@ -397,26 +397,20 @@ class Attempt:
 
     async def _fetch_commit(self, record: JobRecord, commit: Commit) -> None:
         """Fetch the last checkpoint; CommitNotFetched tells whether it is lost, and whether its predecessor is here then."""
+        sources = self._replica_policy().sources
         try:
-            await self._replicator.fetch(commit.manifest, self._sources(record, commit), self._brings("checkpoint"))
+            await self._replicator.fetch(commit.manifest, sources(record, commit), self._brings("checkpoint"))
         except FetchError as error:
             before, here = record.predecessor, False
             if before is not None:
                 with suppress(FetchError, StoreError, OSError):
-                    await self._replicator.fetch(before.manifest, self._sources(record, before))
+                    await self._replicator.fetch(before.manifest, sources(record, before))
                     here = True
             reason = f"checkpoint {commit.seq} could not be brought here: {error}"
             unfetched: Literal["away", "lost"] = "away" if error.unsure else "lost"
             raise CommitNotFetched(
                 GuestFailed(reason, elsewhere=True, unfetched=unfetched, predecessor_here=here)
             ) from error
-
-    def _sources(self, record: JobRecord, commit: Commit) -> list[bytes]:
-        """Return the other nodes that may have a checkpoint: its holders, those that ran the job since, then any."""
-        policy = self._replica_policy()
-        ran = [one.node for one in record.attempts if one.term >= commit.term and one.running_unix_ms]
-        known = [node for node in (*commit.holders, *reversed(ran)) if node in policy.members]
-        return list(dict.fromkeys([*known, *policy.fallback]))
 
     # --- watching
 

@@ -11,6 +11,7 @@ from sim.protocol import journal_faults
 class FaultPlan(msgspec.Struct, frozen=True):
     """The faults of one run. Rates are shares of packets; an incident happens every `incident_every_s` on average.
 
+    `broken_calls` is the share of calls between checkpoint stores that end half-way or get no answer, while gossip passes.
     `wrong_clock_s` is the error of the last node's wall clock. Others may reject that node, but it must do no harm.
     `gentle` runs have only packet loss and stalls; no healthy node may be declared dead in them (M12).
     """
@@ -22,6 +23,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
     garbage: float = 0.0
     delay_s: tuple[float, float] = (0.0002, 0.005)
     slow: float = 0.0
+    broken_calls: float = 0.0
     offset_s: float = 0.0
     wrong_clock_s: float = 0.0
     drift: float = 0.0
@@ -101,6 +103,7 @@ JOB_INCIDENTS = (
     "retire",
     "scrap",
 )
+STORE_INCIDENTS = ("full store", "small quota")
 MEMBERSHIP_ONLY = {"revoke"}  # a revocation ends the user's jobs, which the job invariants do not cover
 
 
@@ -119,9 +122,17 @@ def draw_job_faults(seed: int, minutes: float, without: Collection[str] = UNFIXE
     every_s = rng.uniform(4.0, 30.0)
     if rng.random() < 0.15 and "worse network" not in without:
         faults = msgspec.structs.replace(faults, loss=rng.uniform(0.2, 0.4), duplicate=rng.uniform(0.2, 0.5))
+    stores = Random(f"stores/{seed}")
+    incidents += [incident for incident in STORE_INCIDENTS if stores.random() < 0.5]
     incidents = [incident for incident in incidents if incident not in without]
     return msgspec.structs.replace(
-        faults, incidents=tuple(incidents), incident_every_s=every_s, wrong_clock_s=0.0, news_every_s=0.0, gentle=False
+        faults,
+        incidents=tuple(incidents),
+        incident_every_s=every_s,
+        broken_calls=stores.uniform(0.0, 0.3) if stores.random() < 0.5 else 0.0,
+        wrong_clock_s=0.0,
+        news_every_s=0.0,
+        gentle=False,
     )
 
 

@@ -13,7 +13,6 @@ from random import Random
 import msgspec
 
 from ckptstore.errors import StoreError
-from ckptstore.replication import Settled
 from membership.bootstrap import Address
 from membership.effects import MemberChanged
 from membership.envelope import EnvelopeError
@@ -232,6 +231,10 @@ class JobNode(StoringNode):
 
     def hierarchy(self) -> Hierarchy:
         return Hierarchy(0, tuple(self.view().adverts))
+
+    @property
+    def takes_calls(self) -> bool:
+        return self.world.takes_calls(self.id)
 
     # --- life
 
@@ -519,22 +522,28 @@ class JobNode(StoringNode):
     # --- guests
 
     def _launch(self, job: bytes, record: JobRecord, host: Runner | GangMember | None) -> None:
+        if host is None or not self._restores(job, host):
+            return
+
+        def brought(failure: GuestFailed | None) -> None:
+            if failure is None:
+                step = self.store.manifest(record.commit.manifest).step if record.commit is not None else 0
+                self._start_guest(job, host, step)
+            elif self._restores(job, host):
+                self.report(job, failure)
+
+        self.bring(job, record, brought)
+
+    def _restores(self, job: bytes, host: Runner | GangMember) -> bool:
         now_here = self.participant.members.get(job) or self.participant.runners.get(job)
-        if host is None or host is not now_here or host.state != "restoring":
+        return host is now_here and host.state == "restoring"
+
+    def _start_guest(self, job: bytes, host: Runner | GangMember, step: int) -> None:
+        if not self._restores(job, host):
             return
-        if self.boot() >= self._allowed.get(job, 0.0):
-            self.after(0.2, self._launch, job, record, host)
+        if self.boot() >= self._allowed.get(job, 0.0):  # fetching the checkpoint can outlast the lease
+            self.after(0.2, self._start_guest, job, host, step)
             return
-        step = 0
-        if record.commit is not None:
-            try:
-                found = self.fetch(record.commit, self.replica_policy(job).fallback)
-            except StoreError:
-                found = None
-            if found is None:
-                self.report(job, self._not_fetched(record))
-                return
-            step = found
         for checker in self.world.job_checkers:
             checker.launched(self.world, self, job, host.spec_bytes)
         guest = Guest(step, self.world.steps_of_job[job], isinstance(host, GangMember))
@@ -544,14 +553,6 @@ class JobNode(StoringNode):
         self.gang_members_started += guest.gang_member
         self.machine_after(STEP_S, self._take_step, job, guest)
         self.report(job, GuestStarted(step))
-
-    def _not_fetched(self, record: JobRecord) -> GuestFailed:
-        """Return the report of a start whose checkpoint could not be fetched, as production words it."""
-        assert record.commit is not None
-        writer = [attempt.node for attempt in record.attempts if attempt.term == record.commit.term]
-        away = any(node != self.id and self.peer(node) is None for node in [*writer, *record.commit.holders])
-        here = record.predecessor is not None and self.store.complete(record.predecessor.manifest)
-        return GuestFailed("no node gave it", True, unfetched="away" if away else "lost", predecessor_here=here)
 
     def _take_step(self, job: bytes, guest: Guest) -> None:
         if guest.ended:
@@ -585,7 +586,7 @@ class JobNode(StoringNode):
         runner = self.participant.runners.get(job)
         if runner is None or runner.spec.checkpointing is None:
             return
-        policy, step, want = self.replica_policy(job), guest.step, runner.spec.checkpointing.replicas
+        policy, step = self.replica_policy(job), guest.step
         try:
             saved = self.store.save(
                 content(job, step),
@@ -605,14 +606,16 @@ class JobNode(StoringNode):
         for checker in self.world.job_checkers:
             checker.proposed(self.world, saved.info.id, parent)
 
-        def settled(copies: Settled) -> None:
-            if refusal := policy.refusal(copies.holders, want, copies.short):
+        def copied(holders: tuple[bytes, ...], refusal: str) -> None:
+            if self.participant.runners.get(job) is not runner:
+                return
+            if refusal:
                 self._not_saved(job, refusal)
                 return
             guest.saved = step
-            self.report(job, CheckpointStored(saved.info.id, copies.holders, step))
+            self.report(job, CheckpointStored(saved.info.id, holders, step))
 
-        self.replicate(saved, policy, want, settled)
+        self.replicate_or_retry(job, saved, runner.spec.checkpointing.replicas, copied)
 
     def _not_saved(self, job: bytes, reason: str) -> None:
         for checker in self.world.job_checkers:
@@ -709,6 +712,7 @@ class JobsWorld(MembershipWorld):
         self._closed.clear()
         for node in self.nodes:
             node.crash_at_save, node.closed, node.disk.faults = "", False, JournalFaults()
+            node.store.free()
         super().heal()
 
     def all_ended(self) -> bool:
@@ -878,6 +882,8 @@ class JobsWorld(MembershipWorld):
                 for sent in self._echoes.values():
                     source, data, to = rng.choice(sent)
                     self.kernel.post(rng.uniform(0.0, 5.0), self._arrive, data, source.address, to)
+            case "full store" | "small quota":
+                victim.limit_store(kind == "full store", rng.uniform(5.0, 120.0))
             case "closed port":
                 self._closed.append(victim.id)
                 self.kernel.after(rng.uniform(5.0, 120.0), self._open, victim.id)

@@ -38,6 +38,10 @@ class MemoryStore:
         self._manifests: dict[bytes, Saved] = {}
         self._fences: dict[bytes, Fence] = {}
 
+    def free(self) -> None:
+        """Give the store all the room that it can take."""
+        self.quota_bytes, self.full = None, False
+
     # --- writing
 
     def save(
