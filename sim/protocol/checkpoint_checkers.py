@@ -1,4 +1,4 @@
-"""Checkers of what commits promise: work lost at a takeover, orderly departures, and `settled`.
+"""Checkers of commits: that they can be restored, work lost at a takeover, orderly departures, and `settled`.
 
 They share no code with the rules that they check: majorities are counted here, and steps are those that guests have taken.
 """
@@ -10,6 +10,72 @@ from mesh.model.record import Commit, Config, Voter
 from sim.protocol.jobs import JobChecker, JobNode, JobsWorld
 
 ORDERLY = "vacated: "  # begins the reason of an attempt whose release a majority of its witnesses has accepted
+LOST = (
+    "no node has it whole"  # in the reason of an attempt that gave up a checkpoint, and that does not wait for any node
+)
+
+
+class RestorableElsewhere(JobChecker):
+    """The last commit of a job is whole on a node other than the one that made it, unless as many disks of its holders were
+    lost as a record says that it has. It is given up as lost only if none of them has it.
+
+    Found by: copies that count before the peer has them.
+    """
+
+    name = "restorable"
+
+    def __init__(self) -> None:
+        self._disks: dict[bytes, dict[bytes, bytes]] = {}  # of all nodes, when a manifest was about to be copied
+        self._last: dict[bytes, Commit] = {}
+        self._given_up: dict[bytes, Commit] = {}
+        self._holders: dict[bytes, set[tuple[bytes, ...]]] = defaultdict(set)  # of a manifest, as records name them
+
+    def proposed(self, world: JobsWorld, manifest: bytes, parent: bytes | None) -> None:
+        self._disks[manifest] = {node.id: node.disk.name for node in world.nodes}
+
+    def committed(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
+        last = self._last.get(job)
+        if job not in world.recovered and (last is None or commit.seq > last.seq):
+            self._last[job] = commit
+            self._look(world, job, commit)
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        job, named = witness_record.job, witness_record.record.commit
+        if named is not None:
+            self._holders[named.manifest].add(named.holders)
+        if witness_record.final:
+            self._last.pop(job, None)
+        if job in self._last:
+            self._look(world, job, self._last[job])
+
+    def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
+        commit = self._given_up.pop(job, None) if LOST in reason else None
+        if commit is not None and self._kept(world, commit.manifest) & set(commit.holders):
+            raise self.violated(world, job, f"{node.name} gives up commit {commit.seq}, which a holder has")
+
+    def abandoned(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
+        self._last.pop(job, None)
+        self._given_up[job] = commit
+
+    def recovered(self, world: JobsWorld, job: bytes) -> None:
+        self._last.pop(job, None)
+
+    def _look(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
+        then = self._disks[commit.manifest]
+        now = {node.id: node.disk.name for node in world.nodes if not node.gone}
+        for holders in self._holders[commit.manifest]:
+            kept = sum(now.get(node) == then[node] for node in holders)
+            if kept and not self._kept(world, commit.manifest):
+                raise self.violated(
+                    world,
+                    job,
+                    f"commit {commit.seq} is whole on no other node; {kept} of {len(holders)} disks are there",
+                )
+
+    def _kept(self, world: JobsWorld, manifest: bytes) -> set[bytes]:
+        """Return the nodes that have a checkpoint whole, without the one that made it."""
+        there = [node for node in world.nodes if not node.gone and node.store.complete(manifest)]
+        return {node.id for node in there if node.store.manifest(manifest).maker != node.id}
 
 
 class ResumesFromCommit(JobChecker):
@@ -107,4 +173,4 @@ def _most(group: Config, voters: set[Voter]) -> bool:
 
 
 def all_checkpoint_checkers() -> list[JobChecker]:
-    return [ResumesFromCommit(), DeparturesLoseNothing(), SettledIsHeld()]
+    return [RestorableElsewhere(), ResumesFromCommit(), DeparturesLoseNothing(), SettledIsHeld()]

@@ -157,9 +157,7 @@ class StoringNode(MembershipNode):
 
     # --- fetches
 
-    def fetch(
-        self, manifest: bytes, sources: Sequence[bytes], fetched: Callable[[FetchProblem | None], None]
-    ) -> None:
+    def fetch(self, manifest: bytes, sources: Sequence[bytes], fetched: Callable[[FetchProblem | None], None]) -> None:
         """Bring a checkpoint here: its manifest from the first source that has it, its chunks from any."""
         wanted = self.store.manifest(manifest) if self.store.has(manifest) else None
         asked: list[bytes] = []

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, SaveWitnessRecord, WitnessRecord
 from mesh.consensus.gang import Gang, GangMember
@@ -27,6 +28,7 @@ from placement.advert import Advert
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
 from sim.protocol.checkpoint_checkers import ResumesFromCommit, all_checkpoint_checkers
+from sim.protocol.checkpoints import StoringNode
 from sim.protocol.faults import (
     INCIDENTS,
     JOB_INCIDENTS,
@@ -42,6 +44,7 @@ from sim.protocol.job_checkers import NoDuplicates, OneEnd, OneLease, SignedSpec
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.membership import MembershipNode, Violation
+from sim.protocol.memory_store import Saved
 from tests.sim.replay import digests
 
 SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
@@ -384,3 +387,18 @@ class TestNegativeControls:
 
         monkeypatch.setattr(JobRecord, "with_commit", hasty)
         assert found(checked).startswith("settled")
+
+    def test_copies_that_count_before_the_peer_has_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = JobNode._copy
+
+        def hasty(self: JobNode, saved: Saved, other: StoringNode) -> str:
+            real(self, saved, other)
+            return ""
+
+        monkeypatch.setattr(JobNode, "_copy", hasty)
+        broken = {"incidents": CRASHES, "broken_calls": 0.3}
+        assert found(lambda seed: harsh(seed, **broken)).startswith("restorable")
+
+    def test_checkpoint_given_up_although_a_holder_has_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ReplicaPolicy, "sources", lambda *asked: [])
+        assert found(lambda seed: checked(seed, mesh=MeshPlan(gangs=0.0))).startswith("restorable")
