@@ -279,8 +279,6 @@ class GangMember:
 
     def started(self) -> list[Effect]:
         self._guest_may_run = True
-        if self.state == "ending":
-            return [Kill("its gang has ended")]
         self.state = "running"
         return [StateChanged("running", "in a gang")]
 

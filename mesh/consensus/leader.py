@@ -357,7 +357,6 @@ class Leader:
             spec=self.witness.witness_record.spec,
             warrant=self._warrant(self.job, self._term, chosen.node, proposer.config),
         )
-        self._proposer = None
         kept = {before.node for before, left in zip(self.view.offers, offers, strict=True) if before is not left}
         decision = decide(request, ranking, self.declined, kept)
         assert decision is not None and decision.chosen == chosen.node

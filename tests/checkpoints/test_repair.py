@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 import mesh.checkpoints.repair as module
+from ckptstore.errors import StoreError
 from mesh.checkpoints.repair import Repair
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
@@ -92,6 +93,19 @@ async def test_checkpoint_at_risk_is_copied_at_once_and_first(monkeypatch: pytes
     assert [shortage.manifest for shortage in due] == [CHECKPOINT, b"l" * 32]
 
 
+def test_what_the_fewest_nodes_have_is_copied_first() -> None:
+    jobs = (b"1" * 16, b"2" * 16)
+    two, one = (
+        msgspec.structs.replace(
+            RUNS, job=job, commit=msgspec.structs.replace(COMMIT, manifest=job * 2, holders=holders)
+        )
+        for job, holders in zip(jobs, ((B, C), (C, E)), strict=True)
+    )
+    plan = RepairPlan(D, LOST_S)
+    plan.look([two, one], {B, D}, jobs, 0.0)
+    assert [len(shortage.there) for shortage in plan.look([two, one], {B, D}, jobs, LOST_S)] == [1, 2]
+
+
 async def test_runner_replaces_a_lost_holder_and_reports_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(D, monkeypatch)
     everybody = {A, B, C, D, E, F}
@@ -132,6 +146,38 @@ async def test_running_job_is_repaired_only_by_its_runner(monkeypatch: pytest.Mo
     await bench.look(RUNS, {A, B, D, E}, LOST_S)
     await bench.look(msgspec.structs.replace(RUNS, state="starting"), {A, B, D, E}, LOST_S)
     assert not bench.copied
+    runner = Bench(D, monkeypatch)
+    for _ in range(2):
+        await runner.look(msgspec.structs.replace(RUNS, state="starting"), {A, B, D, E}, LOST_S, runs_here=True)
+    assert not runner.copied, "it may not have the checkpoint yet"
+
+
+async def test_one_copy_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(C, monkeypatch)
+    others = [
+        msgspec.structs.replace(WAITS, job=job, commit=msgspec.structs.replace(COMMIT, manifest=job * 2))
+        for job in (b"1" * 16, b"2" * 16)
+    ]
+    for _ in range(2):
+        bench.repair._look_at = 0.0
+        bench.repair.look(others, {C, E, F}, set())
+        bench.now += LOST_S
+    assert bench.repair._task is not None
+    await bench.repair._task
+    assert len(bench.copied) == 1
+
+
+async def test_copy_that_fails_is_retried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(C, monkeypatch)
+
+    async def fail(*asked: object) -> Replicated:
+        bench.copied.append((CHECKPOINT, (), 0))
+        raise StoreError("the checkpoint is damaged")
+
+    bench.replicate = fail  # type: ignore[method-assign, assignment]
+    for _ in range(4):
+        await bench.look(WAITS, {C, E, F}, LOST_S)
+    assert len(bench.copied) == 2 and not bench.told
 
 
 async def test_repair_without_a_willing_node_is_retried_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from ckptstore.store import Store
+from mesh.checkpoints.pruning import longest_over
 from mesh.checkpoints.retention import FULL_SHARE, Retention, excess_bytes
 from mesh.consensus.status import JobStatus, status_of
 from mesh.journal import Journal
@@ -125,8 +126,17 @@ async def test_end_times_of_jobs_survive_a_restart(retention: Retention, store: 
 async def test_superseded_checkpoints_are_dropped_at_once(retention: Retention, store: Store, tmp_path: Path) -> None:
     for seq in (2, 3):
         save(store, tmp_path / "in", job=ONE, seq=seq)
+        save(store, tmp_path / "in", job=TWO, seq=seq)
     await retention.tidy({ONE: told(ONE, over=False, needed=(2, 3))}, NOW)
     assert [info.seq for info in store.manifests(ONE)] == [2, 3]
+    assert [info.seq for info in store.manifests(TWO)] == [1, 2, 3], "no status tells what job two needs"
+
+
+def test_no_more_jobs_are_removed_than_make_up_for_the_excess(store: Store) -> None:
+    infos, since = store.manifests(), {ONE: 1.0, TWO: 2.0, THREE: 3.0}
+    first = next(info.total_bytes for info in infos if info.job == ONE)
+    for excess, jobs in ((0, []), (1, [ONE]), (first, [ONE]), (first + 1, [ONE, TWO])):
+        assert [info.job for info in longest_over(infos, since, excess)] == jobs
 
 
 def test_excess_follows_the_tightest_limit(store: Store) -> None:

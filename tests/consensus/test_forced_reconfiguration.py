@@ -16,7 +16,7 @@ from mesh.consensus.forced_reconfiguration import (
     encode_reconfiguration,
     make_plan,
 )
-from mesh.consensus.messages import Accept, Prepare, Refused
+from mesh.consensus.messages import Accept, Accepted, Prepare, Refused
 from mesh.consensus.participant import Directed, Participant, Rules
 from mesh.consensus.proposer import Fenced, Proposer
 from mesh.consensus.witness import Witness
@@ -61,6 +61,14 @@ def test_plan_continues_from_the_newest_remaining_record() -> None:
     term = plan.reconfiguration.term
     assert term >= LEAP and term % LEAP == 0 and plan.reconfiguration.config.number == term
     assert plan.reconfiguration.config.members == voters(A, D, E) and plan.spec == SPEC_BYTES
+
+
+def test_plan_starts_from_the_newest_group_and_the_highest_number() -> None:
+    newer = Config(number=1, term=0, members=voters(D, B, C))
+    assert plan_from({A: witness_record(), D: witness_record(config=newer)}).lost == (B, C)
+    promised = plan_from({A: witness_record(promised=5 * LEAP)}).reconfiguration
+    grouped = plan_from({A: witness_record(config=Config(5 * LEAP, 5 * LEAP, voters(A, B, C)))}).reconfiguration
+    assert promised.term > 5 * LEAP and grouped.term > 5 * LEAP
 
 
 def test_new_group_is_odd_and_has_only_staying_nodes() -> None:
@@ -178,6 +186,16 @@ def test_older_reconfiguration_is_refused() -> None:
     assert witness.lease_until == 200.0 and witness.witness_record.config == newer
 
 
+def test_recovery_succeeds_only_when_its_group_has_accepted() -> None:
+    node, plan = make_participant(A, None), plan_from({A: witness_record()})
+    node.recover(plan, order_of(plan), at(100))
+    term, nodes = plan.reconfiguration.term, plan.reconfiguration.config.nodes
+    stale = Accepted(job=JOB, term=term, disk=DISK, round=99)
+    assert [node.receive(one, stale, at(101)) for one in nodes] == [[]] * 3, "of a round that nobody has sent"
+    answers = [node.receive(one, msgspec.structs.replace(stale, round=1), at(101)) for one in nodes[:2]]
+    assert answers == [[], [Directed(JOB, "submitter", Submitted(None))]]
+
+
 def test_old_runner_and_returning_witnesses_are_fenced() -> None:
     survivor = make_participant(A, witness_record())
     play({A: survivor}, survivor.recover(again := plan_from({A: witness_record()}), order_of(again), at(100)), A)
@@ -254,6 +272,9 @@ def test_runner_of_an_overruled_recovery_ends() -> None:
     assert JOB in node.runners
     out = node.observe(make_view(E, (A, D, E), recoveries={JOB: [b"nonsense", order_of(plan)]}), at(101))
     assert JOB not in node.runners and any(isinstance(item.effect, Ended) for item in out)
+    node.receive(A, make_start(term=plan.reconfiguration.term + 1), at(200))
+    node.observe(make_view(E, (A, D, E), recoveries={JOB: [order_of(plan)]}), at(200))
+    assert JOB in node.runners, "an attempt of the recovered group goes on"
 
 
 def test_node_that_is_a_witness_again_leads_again() -> None:

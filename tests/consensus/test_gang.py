@@ -123,6 +123,30 @@ class TestLeader:
         gang.on_ended(C, MemberEnded(job=JOB, term=1, code=1, problem="could not start: no room"), at(1))
         assert gang.broken == "c: could not start: no room"
 
+    def test_only_a_member_that_has_begun_may_run(self) -> None:
+        gang = make_gang()
+        gang.gather([(B, "b"), (C, "c")], JobRecord(), at(0))
+        gang.on_enlisted(B, enlisted(), at(0))
+        ask = ExtendRun(job=JOB, term=1, round=1)
+        assert says([*gang.on_may_run(B, ask, 9.0, at(1))], Dismiss), "the gang has not begun"
+        assert says([*gang.on_may_run(E, ask, 9.0, at(1))], Dismiss)
+
+    def test_member_that_has_ended_is_not_lost(self) -> None:
+        gang = under_way()
+        gang.on_ended(B, MemberEnded(job=JOB, term=1, code=0), at(1))
+        gang.on_may_run(C, ExtendRun(job=JOB, term=1, round=1), 9.0, at(2 * LEASE_S))
+        gang.look(2 * LEASE_S)
+        assert gang.broken == ""
+
+    def test_gang_is_quiet_once_no_grant_can_run(self) -> None:
+        gang = under_way()
+        ask = ExtendRun(job=JOB, term=1, round=1)
+        gang.on_may_run(B, ask, 10.0, at(1))
+        gang.on_may_run(C, ask, 2.0, at(1))
+        gang.on_may_run(B, ask, 1.0, at(2))
+        assert not gang.quiet(5.0), "the first grant of B runs until second 11"
+        assert not gang.quiet(10.9) and gang.quiet(11.0)
+
 
 class MemberState:
     """A gang member with its latest effects."""
@@ -153,7 +177,10 @@ class TestMember:
         member = MemberState()
         assert member.timer("kept") == [Ended("its runner did not begin")] and KEPT_S > GATHER_S
         begun = MemberState()
+        kept = begun.effects
         assert any(isinstance(effect, Launch) and effect.place is not None for effect in begun.begin())
+        assert begun.timer("kept", kept) == [], "it is in use"
+        assert begun.begin() == [], "a late copy begins no second guest"
 
     def test_member_counts_its_time_from_its_question(self) -> None:
         member = MemberState()
@@ -161,6 +188,14 @@ class TestMember:
         (allowed,) = member.run(asked.round, 10.0, now=8.0)  # type: ignore[union-attr]
         assert allowed == RunUntil(1.0 + 10.0 * (1 - RATE_BOUND))
         assert member.run(asked.round, 99.0, now=8.0) == [], "one answer to one question"  # type: ignore[union-attr]
+
+    def test_late_grant_takes_no_time_away(self) -> None:
+        member = MemberState()
+        effects = member.begin(0.0)
+        member.timer("ask", effects)
+        member.run(2, 15.0, 5.1)
+        until = member.member.until
+        assert until > 15.0 and member.run(1, 15.0, 5.2) == [] and member.member.until == until
 
     @pytest.mark.parametrize("left_s", [0.0, -1.0, math.nan, math.inf, -math.inf])
     def test_member_ignores_impossible_times(self, left_s: float) -> None:
@@ -209,6 +244,7 @@ class TestMember:
         assert member.timer("grace", effects) == [Kill("grace of the notice is over")]
         ((_, ended),) = says(member.member.exited(137, "", at(3)), MemberEnded)
         assert ended.problem == "the owner", "the end repeats the reason, because the notice may be lost"  # type: ignore[union-attr]
+        assert member.timer("grace", effects) == [], "it has ended"
         waiting = MemberState().member.vacate(9.0, "the owner", at(2))
         assert says(waiting, MemberLeaving) and Ended("the owner") in waiting
 
@@ -258,6 +294,7 @@ class TestRunner:
         runner.handle(GuestExited(0, False, False), at(3))
         effects = runner.handle(ResultStored(None, ()), at(3))
         assert runner.state == "disbanding" and len(says(effects, Dismiss)) == 2 and runner.record.outcome is None
+        assert {message.grace_s for _, message in says(effects, Dismiss)} == {0.0}  # type: ignore[union-attr]
         runner.on_gang(first, MemberEnded(job=JOB, term=1, code=0), at(4))
         assert runner.state == "disbanding"
         runner.on_gang(second, MemberEnded(job=JOB, term=1, code=0), at(4))
@@ -282,6 +319,12 @@ class TestRunner:
         runner, members = self.begun()
         effects = runner.handle(VacateWanted(9.0, "the owner"), at(3))
         assert {to for to, _ in says(effects, Dismiss)} == set(members)
+
+    def test_fenced_runner_dismisses_its_gang(self) -> None:
+        runner, members = self.begun()
+        effects = runner.fenced()
+        assert {to for to, _ in says(effects, Dismiss)} == set(members)
+        assert says(runner.on_gang(members[0], ExtendRun(job=JOB, term=1, round=1), at(2)), Dismiss)
 
     def test_cancel_while_gathering_ends_the_job(self) -> None:
         runner, _ = self.lead()

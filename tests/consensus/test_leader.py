@@ -20,6 +20,7 @@ from mesh.consensus.messages import (
     Start,
     StartAnswer,
 )
+from mesh.consensus.proposer import Proposer
 from mesh.consensus.view import Timer
 from mesh.model.record import Attempt, Config, JobRecord, Outcome
 from mesh.model.spec import ArrayPlace, placement_request
@@ -270,6 +271,9 @@ def test_cancel_ends_a_job_without_a_runner() -> None:
     won(waiting)
     effects = waiting.handle(B, Accepted(job=JOB, term=1, disk=DISK, round=1, cancel_wanted=True), at(1))
     assert sends(effects, Accept) and waiting.state == "finishing"
+    saved = JobRecord(version=1).with_commit(1, b"m" * 32, (D,), 7, 1)
+    (ended, *_) = [send.message.record for send in sends(won(make_leader(), cancel=True, record=saved), Accept)]  # type: ignore[union-attr]
+    assert (ended.outcome.manifest, ended.outcome.holders) == (b"m" * 32, (D,)), "its last checkpoint is its result"
 
 
 def test_deciding_leader_reports_the_end_once_and_then_stays_silent() -> None:
@@ -405,6 +409,71 @@ def test_end_that_a_witness_accepted_is_finished() -> None:
     assert [send.message.record for send in sends(effects, Accept)] == [ended] * 3  # type: ignore[union-attr]
 
 
+def test_first_term_is_used_only_while_nobody_else_can_have_one() -> None:
+    first = Accept(job=JOB, term=1, round=1, config=GROUP, record=JobRecord(), holder=None)
+    leased = msgspec.structs.replace(first, record=JobRecord(version=1), holder=D)
+
+    def uses(*seen: tuple[bytes, Prepare | Accept], line: tuple[bytes, ...] = (B, A, C)) -> bool:
+        leader = make_leader(A, make_witness(line))
+        group = leader.witness.witness_record.config
+        for sender, asked in seen:
+            mine = msgspec.structs.replace(asked, config=group) if isinstance(asked, Accept) else asked
+            leader.witness.handle(sender, mine, 0.0)
+        leader.observe(make_view(A, (A, B, C, D)), at(0))
+        return bool(sends(leader.use_first_term(Proposer(JOB, b"", 1, GROUP, JobRecord(), None), at(0)), Start))
+
+    assert uses((B, first))
+    assert not uses((B, first), (B, Prepare(job=JOB, term=2))), "B has a term"
+    assert not uses((B, first), (D, leased)), "D runs the job"
+    assert not uses((B, first), line=(A, B, C)), "this leader asks for a term already"
+
+
+def test_node_outside_the_group_does_not_lead() -> None:
+    leader = make_leader(A, make_witness((B, C, D)))
+    assert sends(leader.observe(make_view(A, (A, B, C, D)), at(60)), PreVote) == []
+    assert sends(leader.act(at(600)), PreVote) == []
+
+
+def waiting_leader() -> tuple[Leader, list[Effect]]:
+    leader = make_leader()
+    leader.spec = msgspec.structs.replace(leader.spec, gpus=1)
+    return leader, won(leader)
+
+
+def test_waiting_leader_waits_on_once_its_round_is_decided() -> None:
+    leader, effects = waiting_leader()
+    for node in (A, B):
+        assert leader.handle(node, Accepted(job=JOB, term=1, disk=DISK, round=1), at(1)) == []
+    assert leader.state == "waiting" and sends(fire(leader, effects, "heartbeat"), Accept)
+
+
+def test_waiting_leader_yields_to_a_majority_that_has_promised_a_higher_term() -> None:
+    leader, effects = waiting_leader()
+    higher = Refused(JOB, 1, DISK, 1, 5, GROUP, 0.0, needs_spec=False, finished=False)
+    assert leader.handle(B, higher, at(1)) == [] and leader.state == "waiting"
+    leader.handle(C, higher, at(1))
+    assert leader.state == "watching" and fire(leader, effects, "heartbeat") == [], "its timers are void"
+
+
+def test_runner_has_a_lease_to_report() -> None:
+    leader = make_leader()
+    (start,) = sends(won(leader), Start)
+    leader.handle(start.to, StartAnswer(job=JOB, term=1, taken=True, reason=""), at(0))
+    view = make_view(A, (A, B, C, D, E))
+    assert not sends(leader.observe(view, at(leader.spec.lease_s - 0.1)), PreVote)
+    assert sends(leader.observe(view, at(leader.spec.lease_s)), PreVote)
+
+
+def test_only_the_chosen_node_answers_a_start() -> None:
+    leader = make_leader()
+    (start,) = sends(won(leader), Start)
+    other = next(node for node in (A, B, C, D, E) if node != start.to)
+    term = start.message.term  # type: ignore[union-attr]
+    assert leader.handle(other, StartAnswer(job=JOB, term=term, taken=True, reason=""), at(0)) == []
+    assert leader.handle(start.to, StartAnswer(job=JOB, term=term - 1, taken=True, reason=""), at(0)) == []
+    assert leader.state == "offered"
+
+
 def test_leader_lets_a_rival_use_its_term() -> None:
     leader = make_leader()
     won(leader)
@@ -445,6 +514,8 @@ def test_leader_installs_a_witness_that_the_submission_missed() -> None:
     introduction = sends(effects, Accept)[0].message
     assert isinstance(introduction, Accept) and introduction.spec is not None and introduction.term == 1
     assert leader.handle(C, missing, at(0.1)) == [], "a member that cannot read the job is not asked without a pause"
+    lost = msgspec.structs.replace(missing, disk=b"another!")
+    assert not sends(leader.handle(B, lost, at(0.1)), Accept), "a new disk is another voter"
 
 
 def test_leader_past_200_nodes_asks_the_best_node_of_the_best_zone() -> None:

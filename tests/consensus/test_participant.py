@@ -11,10 +11,17 @@ from mesh.consensus.messages import (
     Accept,
     Accepted,
     AnyMessage,
+    Begin,
     Cancel,
+    Dismiss,
     Enlist,
     Enlisted,
+    ExtendRun,
+    GangPlace,
+    Introduce,
+    Introduced,
     MakeRoom,
+    Migrate,
     Prepare,
     PreVote,
     PreVoteGranted,
@@ -128,6 +135,9 @@ def test_declined_start_names_the_reason(
     (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)
     assert isinstance(answer, StartAnswer) and not answer.taken and words in answer.reason
     assert participant.refused == refused and not participant.runners
+    introduce(participant)
+    (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)
+    assert isinstance(answer, StartAnswer) and not answer.taken and words in answer.reason, "though it knows the job"
 
 
 def test_repeated_outcome_does_not_delay_the_leader() -> None:
@@ -228,6 +238,7 @@ def test_unanswered_submission_fails_with_a_reason() -> None:
     timer = next(item.effect for item in out if isinstance(item, Directed) and not isinstance(item.effect, Send))
     again = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(1))  # type: ignore[union-attr]
     assert len(messages(again, Accept)) == 3, "the submission is sent again"
+    assert submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(1)) == [], "an old timer"  # type: ignore[union-attr]
     timer = next(item.effect for item in again if isinstance(item, Directed) and not isinstance(item.effect, Send))
     last = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(SUBMIT_WITHIN_S))  # type: ignore[union-attr]
     assert last == [Directed(JOB, "submitter", Submitted("no majority of its witnesses answered"))]
@@ -256,6 +267,83 @@ def test_restarted_node_keeps_the_lease_that_its_gang_members_use() -> None:
     participant.restore(Witness.restored(held.witness_record, gang, 10.0), at(10))
     assert participant.witnesses[JOB].lease_left_s(10.0) > gang.lease_s
     assert messages(participant.observe(make_view(A, (A, B, C)), at(10)), Released) == []
+
+
+def test_lease_of_another_attempt_is_not_released() -> None:
+    """A node that lost its guest in a restart releases that lease only: neither a new one of its own, nor another's."""
+    held = make_witness()
+    held.handle(A, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=A), 0.0)
+    everyone = make_view(A, (A, B, C, D))
+    again = make_participant(A)
+    again.restore(Witness.restored(held.witness_record, make_spec(), 10.0), at(10))
+    again.receive(B, make_start(term=4), at(10))
+    assert JOB in again.runners and messages(again.observe(everyone, at(10)), Released) == []
+    overtaken = make_participant(A)
+    overtaken.restore(Witness.restored(held.witness_record, make_spec(), 10.0), at(10))
+    taken = Accept(job=JOB, term=4, round=1, config=GROUP, record=JobRecord(version=2), holder=D)
+    overtaken.receive(D, taken, at(10))
+    assert messages(overtaken.observe(everyone, at(10)), Released) == []
+    foreign = make_witness()
+    foreign.handle(D, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=D), 0.0)
+    watcher = make_participant(A)
+    watcher.restore(Witness.restored(foreign.witness_record, make_spec(), 10.0), at(10))
+    assert watcher.witnesses[JOB].lease_left_s(10.0) > make_spec().lease_s
+
+
+def test_only_the_user_of_a_job_moves_it() -> None:
+    node = make_participant(D)
+    node.receive(A, make_start(), at(0))
+    node.runners[JOB].state = "running"
+    assert node.receive(E, Migrate(job=JOB, user="mallory", to=E), at(1)) == [] and node.refused == 1
+    assert any(isinstance(item.effect, Notify) for item in node.receive(E, Migrate(job=JOB, user="ada", to=E), at(1)))
+
+
+def taken(out: list[Directed]) -> list[bool]:
+    return [m.taken for _, m in messages(out, Enlisted | StartAnswer)]  # type: ignore[union-attr]
+
+
+def test_node_has_one_attempt_of_a_job_at_a_time() -> None:
+    member = make_participant(D)
+    assert taken(member.receive(A, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))) == [True]
+    assert taken(member.receive(A, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))) == [True], "a repeated question"
+    assert taken(member.receive(A, make_start(term=3), at(0))) == [False]
+    assert taken(member.receive(B, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))) == [False], "another runner asks"
+    assert taken(member.receive(B, Enlist(JOB, 1, 1, SPEC_BYTES), at(0))) == [False], "an older attempt asks"
+    assert member.members[JOB].runner == A
+    out = member.receive(B, Enlist(JOB, 3, 1, SPEC_BYTES), at(0))
+    assert taken(out) == [False] and JOB not in member.members, "the older place is given up first"
+    assert taken(member.receive(B, Enlist(JOB, 3, 1, SPEC_BYTES), at(0))) == [True]
+    runner = make_participant(D)
+    runner.receive(A, make_start(), at(0))
+    assert taken(runner.receive(B, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))) == [False]
+    busy = make_participant(D, "its slots are taken")
+    assert taken(busy.receive(A, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))) == [False] and not busy.members
+
+
+def test_gang_member_obeys_its_own_runner_only() -> None:
+    member = make_participant(D)
+    member.receive(A, Enlist(JOB, 2, 1, SPEC_BYTES), at(0))
+    begin = Begin(job=JOB, term=2, place=GangPlace(1, 2, "h", 1), record=JobRecord())
+    assert member.receive(B, begin, at(0)) == []
+    assert member.receive(A, msgspec.structs.replace(begin, term=1), at(0)) == []
+    out = member.receive(A, begin, at(0))
+    assert any(isinstance(item.effect, Launch) for item in out)
+
+
+def test_gang_member_without_a_runner_is_dismissed() -> None:
+    out = make_participant(A).receive(D, ExtendRun(job=JOB, term=2, round=1), at(0))
+    assert [(to, m.term, m.grace_s) for to, m in messages(out, Dismiss)] == [(D, 2, 0.0)]  # type: ignore[union-attr]
+
+
+def test_only_witnesses_answer_a_submission_and_only_under_its_term() -> None:
+    submitter = make_participant(A)
+    submitter.submit(JOB, SPEC_BYTES, make_spec(), at(0))
+    accepted = Accepted(job=JOB, term=FIRST_TERM, disk=DISK, round=1)
+    for node in (B, C):
+        assert submitter.receive(node, msgspec.structs.replace(accepted, term=2), at(1)) == []
+    assert submitter.receive(E, refused(3, finished=True), at(1)) == []
+    assert submitter.receive(B, accepted, at(1)) == []
+    assert submitter.receive(C, accepted, at(1)) == [Directed(JOB, "submitter", Submitted(None))]
 
 
 def test_repeated_start_never_gives_one_term_two_attempts() -> None:
@@ -349,6 +437,79 @@ def test_first_term_is_used_once_and_not_after_a_restart() -> None:
     keeper = sole()
     out = accept_alone(keeper, keeper.submit(JOB, SPEC_BYTES, make_spec(submitter=B, witnesses=voters(A)), at(0)))
     assert messages(out, Start) == [], "the first term is the submitter's"
+
+
+def accepts_first_round(node: Participant) -> list[Directed]:
+    accepted = Accepted(job=JOB, term=FIRST_TERM, disk=DISK, round=1)
+    return [output for witness in (B, C) for output in node.receive(witness, accepted, at(1))]
+
+
+def submitter_second_in_line(restored: WitnessRecord | None = None) -> Participant:
+    """Return a submitter whose leader does not act before that of B."""
+    node = make_participant(A)
+    node.observe(make_view(A, (A, B, C, D)), at(0))
+    if restored is not None:
+        node.restore(Witness.restored(restored, make_spec(), 0.0), at(0))
+        node.observe(make_view(A, (A, B, C, D)), at(0))
+    return node
+
+
+def test_first_term_starts_one_attempt() -> None:
+    """The witnesses accept each repeated submission in the first term, as long as no attempt has taken its lease."""
+    spec = make_spec(witnesses=voters(B, A, C))
+    node = submitter_second_in_line()
+    (own,) = [message for to, message in messages(node.submit(JOB, SPEC_BYTES, spec, at(0)), Accept) if to == A]
+    with_spec = msgspec.structs.replace(own, spec=SPEC_BYTES)  # type: ignore[type-var]
+    node.receive(A, with_spec, at(0))
+    (start,) = messages(accepts_first_round(node), Start)
+    node.receive(start[0], StartAnswer(job=JOB, term=FIRST_TERM, taken=True, reason=""), at(1))
+    node.submit(JOB, SPEC_BYTES, spec, at(2))
+    assert messages(accepts_first_round(node), Start) == []
+    again = submitter_second_in_line(node.witnesses[JOB].witness_record)
+    again.submit(JOB, SPEC_BYTES, spec, at(2))
+    assert messages(accepts_first_round(again), Start) == [], "the run before may have used it"
+
+
+def test_lease_is_vouched_for_in_its_own_term() -> None:
+    node = make_participant(A)
+    node._rules = msgspec.structs.replace(node._rules, warrant=lambda job, term, holder: bytes([term]) + holder)
+    introduce(node)
+    vouched = []
+    for term, holder in ((1, None), (2, D), (3, E)):
+        accept = Accept(job=JOB, term=term, round=1, config=GROUP, record=JobRecord(version=term), holder=holder)
+        node.witnesses[JOB].lease_until = 0.0
+        ((_, answer),) = messages(node.receive(holder or B, accept, at(0)), Accepted)
+        vouched.append(answer.warrant)  # type: ignore[union-attr]
+    assert vouched == [b"", bytes([2]) + D, bytes([3]) + E]
+
+
+def test_newcomer_says_whether_it_can_vote() -> None:
+    node = make_participant(D)
+
+    def problem(spec: bytes) -> str:
+        ((_, answer),) = messages(node.receive(A, Introduce(job=JOB, spec=spec), at(0)), Introduced)
+        return answer.problem  # type: ignore[union-attr]
+
+    assert problem(SPEC_BYTES) == "" and problem(b"forged") == "not signed" and node.refused == 1
+    node.forgotten.add(JOB)
+    assert "cannot be read" in problem(SPEC_BYTES)
+
+
+def test_end_that_others_report_is_believed_by_a_majority() -> None:
+    node = make_participant(A)
+    introduce(node)
+    ended = JobRecord(version=5, outcome=Outcome("done", "done", 0, None, (), 1))
+    report = msgspec.structs.replace(refused(3, accepted_term=2, finished=True), record=ended)
+    node.receive(B, report, at(1))
+    assert not node.witnesses[JOB].finished
+    node.receive(C, report, at(1))
+    assert node.witnesses[JOB].finished and node.witnesses[JOB].witness_record.record == ended
+
+
+def test_node_can_be_replaced_while_a_node_outside_the_group_stays() -> None:
+    node = make_participant(A)
+    introduce(node)
+    assert not node.replaceable({B, C}) and node.replaceable({B, C, D})
 
 
 def test_prepare_for_an_unknown_job_is_refused() -> None:

@@ -17,11 +17,12 @@ from mesh.consensus.effects import (
     RunUntil,
     SaveCheckpoint,
     SaveResult,
+    Send,
     SetTimer,
     StateChanged,
 )
 from mesh.consensus.fallback import patience_s
-from mesh.consensus.messages import Accepted, Cancel, Prepare, Refused
+from mesh.consensus.messages import Accept, Accepted, Cancel, Closed, Prepare, Refused, Released
 from mesh.consensus.proposer import UNFIT_MAX_S
 from mesh.consensus.reports import (
     CancelWanted,
@@ -39,8 +40,11 @@ from mesh.consensus.reports import (
     RunnerEvent,
     VacateWanted,
 )
+from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
+from mesh.consensus.witness import RATE_BOUND
 from mesh.model.record import Attempt, Commit, Config, JobRecord, avoided, shunned
+from mesh.model.spec import HomePolicy
 from tests.consensus.worlds import (
     DISK,
     JOB,
@@ -385,6 +389,87 @@ def test_lease_ends_at_the_runner_before_it_ends_at_the_witness() -> None:
     assert all(world.runner.lease_until < witness.lease_until for witness in world.witnesses.values())
 
 
+def test_lease_counts_from_the_question_less_a_margin() -> None:
+    spec = make_spec()
+    runner = Runner(D, "d", make_start(), spec, at(0))
+    runner.begin(at(1.0))
+    accepted = Accepted(job=JOB, term=1, disk=DISK, round=1)
+    runner.on_accepted(A, accepted, at(9.0))
+    effects = runner.on_accepted(B, accepted, at(9.0))
+    until = 1.0 + spec.lease_s * (1 - RATE_BOUND)
+    assert runner.lease_until == until and RunUntil(until) in effects
+
+
+def test_two_lost_renewals_cost_no_lease() -> None:
+    world = running()
+    world.silent = {A, B, C}
+    world.timer("renew")
+    world.timer("renew")
+    world.silent = set()
+    world.timer("renew")
+    assert world.runner.state == "running" and world.runner.holds_lease(world.now)
+
+
+def accepts_round(world: RunnerWorld, number: int) -> list[Effect]:
+    """Let a majority accept one round."""
+    answer = Accepted(job=JOB, term=1, disk=DISK, round=number)
+    return [effect for node in (A, B) for effect in world.runner.on_accepted(node, answer, at(world.now))]
+
+
+def test_only_what_a_majority_holds_is_settled() -> None:
+    """The next checkpoint is stored before the round with the first one is answered."""
+    world = running()
+    world.silent = {A, B, C}
+    first, second = (msgspec.structs.replace(STORED, manifest=name * 32) for name in (b"1", b"2"))
+    world.tell(CheckpointFound())
+    world.tell(first)
+    number = world.runner._proposer._round
+    world.tell(CheckpointFound())
+    world.tell(second)
+    settled = [effect.commit.manifest for effect in accepts_round(world, number) if isinstance(effect, Committed)]
+    assert settled == [first.manifest]
+    assert (world.runner.record.settled, world.runner.record.needed) == (1, (1,))
+    settled = [effect.commit.manifest for effect in accepts_round(world, number + 1) if isinstance(effect, Committed)]
+    assert settled == [second.manifest] and world.runner.record.needed == (1, 2)
+
+
+def test_attempt_ends_only_once_its_release_is_decided() -> None:
+    world = running(checkpointing=None)
+    world.silent = {A, B, C}
+    world.timer("renew")
+    number = world.runner._proposer._round
+    world.tell(VacateWanted(9.0, "the owner"))
+    world.tell(exited(143))
+    assert world.runner.state == "releasing"
+    assert Ended not in kinds(accepts_round(world, number)), "an earlier round"
+    assert Ended in kinds(accepts_round(world, number + 1))
+
+
+def test_nothing_is_saved_beside_the_result() -> None:
+    world = running()
+    world.tell(exited(0))
+    assert SaveResult in kinds(world.tell(CheckpointStored(None, (), None)))
+    assert world.tell(CheckpointFound()) == []
+
+
+def test_lease_is_over_from_its_release_on() -> None:
+    world = running(checkpointing=None)
+    world.silent = {A, B, C}
+    world.tell(exited(0))
+    world.tell(ResultStored(b"r" * 32, ()))
+    assert world.runner.state == "releasing" and not world.runner.holds_lease(world.now)
+    world.silent = set()
+    world.timer("renew")
+    assert world.runner.state == "ended" and not world.runner.holds_lease(world.now)
+
+
+def test_fenced_start_is_killed_and_has_no_lease() -> None:
+    world = RunnerWorld()
+    world.begin()
+    assert world.runner.state == "restoring" and world.runner.holds_lease(world.now)
+    assert Kill in kinds(world.runner.fenced()) and not world.runner.holds_lease(world.now)
+
+
 def test_fenced_runner_kills_its_guest_and_commits_nothing() -> None:
     world = running()
     world.silent = {A, B, C}
@@ -549,6 +634,55 @@ def test_running_save_does_not_change_the_end_of_a_cancelled_job(late: str) -> N
         )
 
 
+def test_last_save_that_fails_ends_the_attempt() -> None:
+    world = running()
+    assert kinds(world.tell(exited(0))) == [SaveCheckpoint]
+    assert SaveResult in kinds(world.tell(CheckpointFailed("the disk is full")))
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, Closed), (85, Released)])
+def test_witnesses_hear_of_an_end_or_of_a_release(code: int, told: type) -> None:
+    world = running(checkpointing=None)
+    world.tell(exited(code))
+    if told is Closed:
+        world.tell(RESULT)
+    said = [effect.message for effect in world.seen if isinstance(effect, Send)]
+    assert [type(message) for message in said if isinstance(message, Closed | Released)] == [told] * 3
+
+
+def test_timer_of_a_notice_ends_with_the_guest() -> None:
+    world = running()
+    world.tell(VacateWanted(9.0, "the owner"))
+    world.tell(exited(143))
+    assert world.timer("grace") == []
+
+
+def test_checkpoint_is_kept_when_the_owner_interrupts_its_fetch() -> None:
+    record = stored_twice()
+    world = RunnerWorld(make_spec(), make_start(term=record.attempts[-1].term + 1, record=record))
+    world.begin()
+    world.tell(VacateWanted(9.0, "the owner"))
+    world.tell(GuestFailed("stopped", elsewhere=True, unfetched="lost"))
+    assert world.runner.record.commit == record.commit and world.runner.record.abandoned is None
+
+
+def test_job_without_a_checkpoint_does_not_go_home() -> None:
+    world = running(home=HomePolicy("node", E, settle_s=10.0))
+    world.observe(make_view(D, (A, B, C, D, E)))
+    assert Notify not in kinds(world.timer("home"))
+    world.tell(CheckpointFound())
+    world.tell(STORED)
+    assert Notify in kinds(world.timer("home"))
+
+
+def test_failed_save_does_not_end_a_cancelled_job_twice() -> None:
+    world = running()
+    world.tell(CheckpointFound())
+    world.tell(CancelWanted())
+    assert SaveResult in kinds(world.tell(exited(137)))
+    assert SaveResult not in kinds(world.tell(CheckpointFailed("the disk is full")))
+
+
 def test_record_names_new_holders_of_the_last_checkpoint() -> None:
     world = running()
     world.tell(CheckpointFound())
@@ -612,6 +746,8 @@ def test_witness_that_left_is_replaced_by_a_joint_round() -> None:
         frozenset(voters(A, B, E))
     }
     assert world.settle(world.runner.observe(view, at(world.now))) == []
+    last = [effect.message for effect in world.seen if isinstance(effect, Send) and effect.to == E][-1]
+    assert isinstance(last, Accept) and not last.config.previous, "the new group knows that it decides alone"
 
 
 def test_newcomer_that_cannot_vote_is_never_a_voter() -> None:
