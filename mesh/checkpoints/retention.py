@@ -54,14 +54,12 @@ class Retention:
 
     def _remove(self, statuses: Mapping[bytes, JobStatus], infos: Sequence[ManifestInfo], now_unix: float) -> None:
         forget_superseded(self._store, statuses, infos)
-        excess = excess_bytes(self._store)
-        if excess > 0:
-            since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
-            for info in longest_over(infos, since, excess):
-                days = (now_unix - since[info.job]) / 86_400
-                words = "%s %d of job %s, over for %.0f days, is removed: the store's room is nearly used up"
-                log.info(words, info.kind, info.seq, format_job(info.job)[:8], days)
-                self._store.forget(info.id)
+        since = {job: at for job, at in self._over.items() if at <= now_unix - self._keep_s}
+        for info in longest_over(infos, since, excess_bytes(self._store)):
+            days = (now_unix - since[info.job]) / 86_400
+            words = "%s %d of job %s, over for %.0f days, is removed: the store's room is nearly used up"
+            log.info(words, info.kind, info.seq, format_job(info.job)[:8], days)
+            self._store.forget(info.id)
         self._store.collect(min_age_s=COLLECT_MIN_AGE_S, now_unix=time.time())
 
 

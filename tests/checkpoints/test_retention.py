@@ -1,6 +1,7 @@
 """Retention: when space is short, checkpoints of the jobs that ended longest ago go first; those still needed stay."""
 
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from ckptstore.store import Store
 from mesh.checkpoints.pruning import longest_over
-from mesh.checkpoints.retention import FULL_SHARE, Retention, excess_bytes
+from mesh.checkpoints.retention import COLLECT_MIN_AGE_S, FULL_SHARE, Retention, excess_bytes
 from mesh.consensus.status import JobStatus, status_of
 from mesh.journal import Journal
 from mesh.model.record import Outcome
@@ -30,6 +31,13 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
     await journal.close()
 
 
+def age(store: Store) -> None:
+    """Make the packs old enough to be collected."""
+    then = time.time() - COLLECT_MIN_AGE_S - 1
+    for pack in store.packs.iterdir():
+        os.utime(pack, (then, then))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """Return a store with 300 kB of three jobs, without duplicate data."""
@@ -37,8 +45,7 @@ def store(tmp_path: Path) -> Store:
     for job in (ONE, TWO, THREE):
         write_tree(tmp_path / "in", {"a": os.urandom(BYTES)})
         save(store, tmp_path / "in", job=job)
-    for pack in store.packs.iterdir():  # old, because young packs are not collected
-        os.utime(pack, (0, 0))
+    age(store)
     return store
 
 
@@ -84,6 +91,19 @@ async def test_job_that_ended_first_is_dropped_first_and_no_more_than_needed(
     fill(store)
     await retention.tidy({}, NOW + 1000 * DAY_S)
     assert kept(store) == {THREE}
+
+
+async def test_space_of_young_packs_is_not_freed_yet(retention: Retention, store: Store, tmp_path: Path) -> None:
+    """An upload writes its chunks before the manifest that names them."""
+    write_tree(tmp_path / "in", {"a": os.urandom(BYTES)})
+    saved = save(store, tmp_path / "in", job=b"4" * 16)
+    store.forget(saved.id)
+    before = store.stored_bytes()
+    await retention.tidy({}, NOW)
+    assert store.stored_bytes() == before
+    age(store)
+    await retention.tidy({}, NOW)
+    assert store.stored_bytes() < before - BYTES / 2
 
 
 async def test_recently_ended_job_stays_even_when_space_is_short(retention: Retention, store: Store) -> None:

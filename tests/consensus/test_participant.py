@@ -472,7 +472,7 @@ def test_first_term_starts_one_attempt() -> None:
 
 def test_lease_is_vouched_for_in_its_own_term() -> None:
     node = make_participant(A)
-    node._rules = msgspec.structs.replace(node._rules, warrant=lambda job, term, holder: bytes([term]) + holder)
+    node._rules = msgspec.structs.replace(node._rules, warrant=lambda job, term, node, config: bytes([term]) + node)
     introduce(node)
     vouched = []
     for term, holder in ((1, None), (2, D), (3, E)):

@@ -121,9 +121,12 @@ def judge(tree: Tree, mutant: Mutant) -> Outcome:
         return Outcome(mutant.name, mutant.area, result, by, round(time.monotonic() - began, 1))
 
     with tree.broken_by(mutant):
-        run = tree.run(mutant.tests) if mutant.tests else Run(0, "1 passed")
-        if run.status == 0 and mutant.sim:
+        run = tree.run(mutant.tests) if mutant.tests else None
+        simulated = bool(mutant.sim) and (run is None or run.status == 0)
+        if run is None or simulated:
             run = tree.run([mutant.sim], SIM_LIMIT_S, SEEDS)
+    if simulated and run.status == FAILED and tree.run([run.first], SIM_LIMIT_S, SEEDS).status != 0:
+        return outcome(BROKEN, f"{run.first} fails without the fault too")
     if run.status == FAILED:
         return outcome(FOUND, run.first)
     if run.none_ran:
@@ -144,7 +147,7 @@ def judge_all(mutants: list[Mutant], jobs: int, report: Callable[[Outcome], None
             trees.put(Tree(Path(directory) / str(number)))
         tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
         tree = trees.get()
-        unbroken = tree.run(tests, LIMIT_S * len(mutants))
+        unbroken = tree.run(tests, LIMIT_S * len(mutants)) if tests else Run(0, "")
         trees.put(tree)
         if unbroken.status != 0:
             raise RuntimeError(f"the tests fail without a fault:\n{unbroken.output[-4000:]}")
