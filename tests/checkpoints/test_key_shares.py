@@ -1,5 +1,6 @@
 """Key shares: a majority restores the key, fewer reveal nothing, and wrong shares are ignored."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import msgspec
@@ -9,9 +10,12 @@ from hypothesis import strategies as st
 
 from ckptstore.cipher import StateCipher
 from membership.identity import Identity, encrypt_to
+from mesh.checkpoints import key_shares
 from mesh.checkpoints.key_shares import (
+    MOST_TRIED,
     Held,
     Share,
+    _interpolate,
     combine_shares,
     decode_held,
     decode_share,
@@ -52,9 +56,30 @@ def test_fewer_shares_than_needed_fit_every_key() -> None:
 
 
 def _joined_first(one: Share, other: Share) -> int:
-    from mesh.checkpoints.key_shares import _interpolate
-
     return _interpolate((one, other))[0]
+
+
+def test_shares_are_random() -> None:
+    splits = [split_key(CIPHER, NODES[:3]) for _ in range(2)]
+    values = {share.value for split in splits for share in split.values()}
+    assert len(values) == 6 and CIPHER.key not in values
+
+
+def test_many_shares_of_other_splits_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+
+    def interpolate(shares: Sequence[Share]) -> bytes:
+        joined.append(len(shares))
+        return _interpolate(shares)
+
+    monkeypatch.setattr(key_shares, "_interpolate", interpolate)
+    others = [share for _ in range(9) for share in split_key(StateCipher.generate(), NODES[:5]).values()]
+    own = list(split_key(CIPHER, NODES[:5]).values())[:3]
+    found = combine_shares(CIPHER.realm, [*others, *own])
+    assert found is not None and found.key == CIPHER.key
+    joined.clear()
+    forged = [Share(b"l", 8, x, bytes([x]) * 32) for x in range(1, 31)]
+    assert combine_shares(CIPHER.realm, forged) is None and len(joined) <= MOST_TRIED
 
 
 def test_key_is_restored_despite_wrong_shares_and_shares_of_other_splits() -> None:

@@ -168,3 +168,6 @@ def test_excess_follows_the_tightest_limit(store: Store) -> None:
     assert excess_bytes(store, roomy) < 0
     store.quota_bytes = stored
     assert excess_bytes(store, roomy) == stored - int(stored * FULL_SHARE)
+    store.quota_bytes, store.foreign_quota_bytes = None, 100
+    store.foreign_bytes = lambda: 1000  # type: ignore[method-assign]
+    assert excess_bytes(store, roomy) == 1000 - int(100 * FULL_SHARE)

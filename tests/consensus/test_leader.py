@@ -455,6 +455,13 @@ def test_waiting_leader_yields_to_a_majority_that_has_promised_a_higher_term() -
     assert leader.state == "watching" and fire(leader, effects, "heartbeat") == [], "its timers are void"
 
 
+def test_timer_of_an_earlier_question_is_void() -> None:
+    leader = make_leader()
+    first = leader.observe(make_view(A, (A, B, C)), at(0))
+    fire(leader, fire(leader, first, "answer"), "turn")
+    assert leader.state == "asking" and fire(leader, first, "answer") == [] and leader.state == "asking"
+
+
 def test_runner_has_a_lease_to_report() -> None:
     leader = make_leader()
     (start,) = sends(won(leader), Start)
