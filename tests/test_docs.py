@@ -93,6 +93,25 @@ def test_functions_named_in_architecture_page_exist() -> None:
     assert not gone, f"architecture.md names functions that do not exist: {gone}"
 
 
+def test_each_bound_names_tests_that_exist() -> None:
+    """Check the tables of bounds: a name without a file belongs to the one that the text before the table names."""
+    named = re.compile(r"`(?:(tests/[\w/]+\.py)(?::|`))?(test_\w+)?`?")
+    rows = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        before, *tables = page.read_text().split("\n| what | bound | test |\n|---|---|---|\n")
+        for table in tables:
+            inside = re.findall(r"Tests without a file are in `(tests/[\w/]+\.py)`", before)
+            for line in table.partition("\n\n")[0].splitlines():
+                rows += 1
+                cell = line.strip(" |").rpartition("|")[2]
+                tests = [(file or inside[-1], name) for file, name in named.findall(cell) if file or name]
+                assert tests, f"{page.name}: no test: {line}"
+                for file, name in tests:
+                    assert f"def {name}" in (ROOT / file).read_text(), f"{page.name}: {file}:{name}"
+            before += table
+    assert rows > 30
+
+
 def test_pages_named_in_code_exist() -> None:
     folders = ("mesh", "membership", "placement", "ckptstore", "cuda_guard", "sim", "tests", ".ci")
     files = [

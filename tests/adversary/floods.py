@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import os
 import socket
 import ssl
 import threading
@@ -11,10 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
 
+from ckptstore.chunker import CHUNK_BYTES
+from ckptstore.encoding import RAW
+from ckptstore.pack import STORED_CHECK_BYTES, ObjectHeader, encode_header
 from membership.identity import Identity
 from membership.trust import TrustStore
 from mesh.daemon.stack import StackNode
 from mesh.rpc.client import Address, PeerClient, PeerError
+from mesh.rpc.server import MAX_REQUESTS_PER_PEER
 from tests.adversary.neighbour import plain_context, unfinished
 from tests.bench.harness import resident_mib
 from tests.e2e.commands import read
@@ -154,3 +159,35 @@ class Member:
             return True
 
         return sum(await asyncio.gather(*(one() for _ in range(count))))
+
+    async def stall_uploads(self, count: int, looks: Callable[[], object]) -> None:
+        """Upload this many chunks of the largest size at a time, but for their last byte; look while the node holds them."""
+        over, handed, refused = asyncio.Event(), 0, 0
+        size = CHUNK_BYTES
+        head = encode_header(ObjectHeader(bytes(32), RAW, 0, size, size, None, bytes(STORED_CHECK_BYTES), False))
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal handed
+            yield head + os.urandom(size - 1)
+            handed += 1
+            await over.wait()
+
+        async def one() -> None:
+            nonlocal refused
+            try:
+                async with self.peers.stream(self.victim, "PUT", "/v1/chunks?of=" + b"x".hex(), body()) as response:
+                    await response.read()
+            except PeerError:
+                refused += 1
+
+        tasks = [asyncio.create_task(one()) for _ in range(count)]
+        try:
+            async with asyncio.timeout(60):
+                while handed + refused < count - MAX_REQUESTS_PER_PEER:
+                    await asyncio.sleep(0.05)
+            for _ in range(5):
+                await asyncio.to_thread(looks)
+        finally:
+            over.set()
+            await self.peers.close()
+            await asyncio.gather(*tasks, return_exceptions=True)

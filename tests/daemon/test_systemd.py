@@ -34,6 +34,7 @@ def test_unit_grants_only_the_chosen_privileges() -> None:
     edge = unit(Service("python3", "/s", 30.0, "alice", ("edge",), "/run/campus-mesh/edge-1"))
     assert 'ExecStartPre=+/bin/mount -t bpf bpf "/run/campus-mesh/edge-1"' in edge and "+/bin" not in unit(service)
     own = values(unit(Service("/usr/bin/python3", "/home/a/.local/state/campus-mesh", 30.0)))
+    assert own["LimitNOFILE"] == "65536"
     assert "User" not in own and "AmbientCapabilities" not in own and own["WantedBy"] == "default.target"
 
 

@@ -2,15 +2,32 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from membership.admission import (
+    ENDORSED,
+    MAX_ENDORSED,
+    MAX_INVITED,
+    MAX_INVITED_PER_ISSUER,
+    Admission,
+    AdmissionPolicy,
+    Endorsement,
+    PendingJoin,
+    WaitingList,
+    decode_endorsements,
+)
 from membership.config import SwimConfig
+from membership.identity import Identity
+from membership.probe import MAX_RELAYS, Relays
 from membership.ratelimit import BURST_S, TokenBuckets
 from membership.records import MAX_LIFE_S, RecordTable
-from membership.snapshot import RevocationFile, Snapshot, SnapshotFile
+from membership.rumours import RumourQueue
+from membership.snapshot import RevocationFile, Snapshot, SnapshotFile, UsedInvites
 from membership.suspicion import AccuserCredit
 from membership.trust import TrustError, TrustStore
 from membership.wire import MAX_INCARNATION, Alive, Suspect, WireError, decode_evidence, encode
+from tests.membership.test_core import CoreNode, meet
 from tests.membership.test_records import GENESIS, NOW, PEER, ROOT, sealed, table
 
 NODE, OTHER = b"n" * 32, b"o" * 32
@@ -39,6 +56,46 @@ def test_table_is_bounded(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     records.apply(sealed(ROOT, "facts", 1, 1), NOW)
     more = sealed(ROOT, "jobs/a", 1, 1) if bound == "MAX_SECTIONS" else sealed(PEER, "facts", 1, 1)
     assert records.apply(more, NOW) == "full"
+
+
+def test_rumours_are_bounded() -> None:
+    queue = RumourQueue(retransmit_multiplier=4)
+    for number in range(5000):
+        queue.add("member" if number % 2 else "record", b"%d" % number, bytes(100))
+    assert len(queue) == 4096
+
+
+def test_relays_are_bounded_and_older_ones_stay() -> None:
+    relays = Relays()
+    for number in range(MAX_RELAYS + 10):
+        relays.add(number, NODE, OTHER, 7, 0.0)
+    assert len(relays) == 1024 and relays.take(0, 1.0) == (OTHER, 7)
+
+
+def test_requests_with_invites_are_bounded() -> None:
+    waiting = WaitingList(MAX_INVITED, MAX_INVITED_PER_ISSUER)
+    place = lambda number, issuer: waiting.keep(PendingJoin(b"%d" % number, "n", "u", "h", 0), issuer, NOW)  # noqa: E731
+    assert sum(place(number, "issuer") for number in range(30)) == 16
+    assert sum(place(100 + number, f"issuer {number}") for number in range(30)) == 19
+    assert len(waiting.entries()) == 20
+
+
+def test_endorsements_of_a_member_are_bounded() -> None:
+    endorsed = [Endorsement(bytes([number]) * 32, "n", ()) for number in range(MAX_ENDORSED + 5)]
+    assert len(decode_endorsements(msgspec.msgpack.encode(endorsed))) == 16
+
+
+def test_machines_that_endorsements_add_to_a_user_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("membership.admission.MAX_MACHINES", 3)
+    root, ann = CoreNode("root"), CoreNode("ann")
+    core = root.core
+    admission = Admission(root.identity, core, AdmissionPolicy(), UsedInvites(tmp_path / "used"), {}, root)
+    machines = [Endorsement(Identity(bytes([number]) * 32).node_id, f"m{number}", ()) for number in range(1, 6)]
+    ann.core.publish(ENDORSED, msgspec.msgpack.encode(machines), 600)
+    meet(root, ann)
+    admission.noticed(ENDORSED)
+    admission.tick()
+    assert len(core.trust.machines(ann.identity.node_id, root.unix())) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.config import SwimConfig
-from membership.core import Core, StreamExchange
+from membership.core import MAX_UNKNOWN, Core, StreamExchange
 from membership.effects import (
     Effect,
     KeepChain,
@@ -181,6 +181,21 @@ def test_evidence_about_an_unknown_node_waits_for_its_certificate() -> None:
     packet = Rumours(6, bytes(8), (("record", shown.sealed),))
     ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
     assert ann.knows(cyd), "the waiting evidence was applied"
+
+
+def test_evidence_about_unknown_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_UNKNOWN == 512
+    monkeypatch.setattr("membership.core.MAX_UNKNOWN", 8)
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    for number in range(1, 20):
+        stranger = Identity(bytes([number]) * 32)
+        word = MeshSealer(stranger, ann.core.trust.mesh_id).seal(
+            "member", encode(Alive(stranger.node_id, 1, 0, "h", 7373, False, 1))
+        )
+        packet = Rumours(number, bytes(8), (("member", word),))
+        ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    assert ann.core.counters["unknown_author"] == 19 and len(ann.core._unknown) == 8
 
 
 def test_section_that_expires_before_its_earlier_version_is_extended() -> None:

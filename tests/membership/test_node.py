@@ -260,6 +260,30 @@ async def test_wrong_clock_is_reported_by_its_node_only(mesh: Mesh) -> None:
     assert wrong.clock_offset_s is not None and wrong.clock_offset_s < -95
 
 
+async def test_streams_are_bounded(mesh: Mesh) -> None:
+    await mesh.start(1)
+    (node,) = mesh.nodes
+    writers: list[asyncio.StreamWriter] = []
+
+    async def open_streams(source: str, count: int) -> int:
+        """Open streams that send nothing; return how many of them the node has refused."""
+        before = node.counters["refused_busy"]
+        for _ in range(count):
+            writers.append((await asyncio.open_connection(LOOPBACK, node.port, local_addr=(source, 0)))[1])
+        await until(lambda: serving() + node.counters["refused_busy"] == len(writers), "them to be accepted")
+        return node.counters["refused_busy"] - before
+
+    def serving() -> int:
+        assert node._streams is not None
+        return node._streams._served.total()
+
+    assert await open_streams("127.0.0.2", 20) == 4, "16 of one address"
+    assert await open_streams("127.0.0.3", 10) == 0
+    assert await open_streams("127.0.0.4", 10) == 4, "32 in all"
+    for writer in writers:
+        writer.close()
+
+
 async def test_reachability_is_answered_for_members_only(mesh: Mesh) -> None:
     await mesh.start(3)
     seen = await mesh.nodes[1].network_report()

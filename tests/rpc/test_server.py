@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import resource
 import socket
 import time
 from collections import Counter
@@ -62,6 +63,7 @@ class World:
                 web.post("/echo", self._echo),
                 web.post("/hold", self._wait),
                 web.post("/wait", self._wait),
+                web.post("/stream", self._stream),
                 web.get("/big", self._big),
                 web.get("/gzip", self._gzip),
                 web.get("/moved", self._moved),
@@ -82,6 +84,14 @@ class World:
         self.begun += 1
         await self.release.wait()
         return web.Response()
+
+    async def _stream(self, request: web.Request) -> web.Response:
+        """Take what has been read ahead only when no more is read, or nothing more comes."""
+        content, taken = request.content, []
+        while not content.at_eof():
+            await until(lambda: content.is_eof() or request.protocol._reading_paused)
+            taken.append(len(await content.readany()))
+        return web.Response(text=" ".join(map(str, taken)))
 
     async def _big(self, request: web.Request) -> web.Response:
         return web.Response(body=bytes(100 * KIB))
@@ -253,6 +263,28 @@ async def test_connections_of_one_member_are_bounded(world: World, monkeypatch: 
     assert sum(isinstance(one, PeerError) for one in done) == 10
 
 
+async def test_connections_leave_files_for_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CALLS_PER_NODE", MAX_PER_PEER)
+    monkeypatch.setattr(server, "MAX_REQUESTS_PER_PEER", MAX_PER_PEER)
+    most = MAX_PER_PEER + 6
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256 + server.MAX_HANDSHAKES + most, limits[1]))
+    world = World()
+    try:
+        await world.server.start(world.listener)
+        async with world.client() as one, world.client(OTHER) as other:
+            calls = []
+            for peers, count in ((one, 40), (other, 30), (other, 10)):
+                calls += [asyncio.create_task(peers.call(HOST.node_id, "POST", "/wait")) for _ in range(count)]
+                await until(lambda: world.begun + world.counters["refused_busy"] >= len(calls))  # noqa: B023
+            assert (world.begun, world.counters["refused_busy"]) == (most, 10)
+            world.release.set()
+            await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        await world.server.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 async def test_requests_of_one_member_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CALLS_PER_NODE", server.MAX_REQUESTS_PER_PEER + 1)
     async with world.client() as greedy, world.client(OTHER) as modest:
@@ -297,6 +329,13 @@ async def test_body_of_a_read_is_refused(world: World) -> None:
     async with world.client() as peers:
         with pytest.raises(PeerError, match="413"):
             await peers.call(HOST.node_id, "GET", "/big", b"x")
+
+
+async def test_body_of_a_stream_is_read_ahead_within_its_bound(world: World) -> None:
+    async with world.client() as peers:
+        taken = (await peers.call(HOST.node_id, "POST", "/stream", bytes(8 << 20))).split()
+    assert sum(map(int, taken)) == 8 << 20
+    assert 256 * KIB <= max(map(int, taken)) <= 512 * KIB, taken
 
 
 async def test_slow_body_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler
 from ckptstore.errors import BadManifest, CorruptChunk, FenceError, MissingChunks, NotFound, StoreError
 from ckptstore.manifest import MAX_MANIFEST_BYTES, decode_manifest, manifest_id
 from ckptstore.messages import MAX_IDS, MAX_IDS_BYTES, decode_chunk_request, decode_missing_query, encode_ids
+from ckptstore.pack import MAX_STORED
 from ckptstore.receiver import max_stream_bytes
 from ckptstore.store import Store
 from membership.malformed import MALFORMED
@@ -41,7 +42,7 @@ from mesh.jobs.vouching import Refused as NotVouched
 from mesh.journal import Journal
 from mesh.model.spec import SpecError
 from mesh.rpc.pacing import Cargo, Wire
-from mesh.rpc.server import BODY, COPIES, Bound, Memory, bounded, peer_of
+from mesh.rpc.server import BODY, COPIES, READ_BYTES, Bound, Memory, bounded, peer_of
 from mesh.rpc.streams import IDLE_S, given, taken
 from mesh.util.errors import ExitCode, MeshError
 
@@ -50,6 +51,9 @@ MAX_KEY = 1 << 16  # of a message with shares of a key
 MAX_EVENTS = 4 << 20
 MAX_RECORDS = 2 << 20
 PEER_BYTES = COPIES * MAX_MANIFEST_BYTES  # for the requests of one peer; all peers together have twice that
+
+UPLOADS_PER_PEER = 4  # at a time; others wait. A node sends one for each of its jobs (own choice)
+UPLOAD_BYTES = MAX_STORED + 4 * READ_BYTES  # a chunk that is not complete, and what is read ahead
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class PeerHandlers:
         self._tunnels, self._usage_handlers = tunnels, usage
         self._refusals = jobs.replicator.refusals
         self._counters = self._refusals.counters
+        self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, 4 * UPLOADS_PER_PEER * UPLOAD_BYTES)
 
     def application(self) -> web.Application:
         """Return the application. A route without a bound streams its body, its answer or both."""
@@ -158,9 +163,10 @@ class PeerHandlers:
         except ValueError as error:
             raise web.HTTPBadRequest(text="not a user's name") from error
         try:
-            receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes([b""] * MAX_IDS), user)
-            with self._wire.taking(request.transport):
-                new = await taken(request.content, receiver)
+            async with self._uploads.hold(credentials.node_id, UPLOAD_BYTES):
+                receiver = await asyncio.to_thread(self._store.receive, max_stream_bytes([b""] * MAX_IDS), user)
+                with self._wire.taking(request.transport):
+                    new = await taken(request.content, receiver)
         except CorruptChunk as error:
             self._refusals.count("chunks", credentials.node_id, f"of the chunks that it brought, {error}")
             raise web.HTTPConflict(text=str(error)) from error
