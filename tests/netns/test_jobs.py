@@ -155,6 +155,27 @@ def test_host_with_a_full_disk_hands_over_the_job_without_blaming_it(lan: Lan) -
         assert user.job(job)["state"] == "done", "the full disk must not fail the job"
 
 
+def test_save_on_a_full_disk_fails_and_the_next_one_succeeds_once_there_is_room(lan: Lan) -> None:
+    with small_disk(lan.directory / "h1" / "store", mebibytes=4) as disk:
+        user, small = office(lan, 2, **LENDS)
+        user.ok("pause")
+        job = submit(user)
+        saved(user, job)
+        fill(disk)
+        text = f"the disk of {disk} is full: free some space; earlier checkpoints are safe"
+        until(lambda: text in user.ok("describe", job), "the reason why the checkpoint is not saved")
+        full = small.job(job)
+        goal = (full["step"] or 0) + 40
+        until(lambda: (small.job(job)["step"] or 0) > goal, "the guest to continue")
+        assert small.job(job)["checkpoint"] == full["checkpoint"], "no save may succeed while the disk is full"
+        small.ok("ckpt", "extract", job, str(lan.directory / "extracted"))
+        steps = [int(path.name.removeprefix("step-")) for path in (lan.directory / "extracted").rglob("step-*")]
+        assert max(steps) <= full["checkpoint"]["step"] < max(steps) + 10
+        (disk / "filler").unlink()
+        assert min(counted(user, job)) > goal
+        assert len(user.job(job)["attempts"]) == 1, "the job must stay where it is"
+
+
 @contextmanager
 def small_disk(directory: Path, mebibytes: int) -> Iterator[Path]:
     directory.mkdir(parents=True)
