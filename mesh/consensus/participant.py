@@ -312,7 +312,7 @@ class Participant:
         """Pass an event of this node to the job's runner or gang member here."""
         runner, member = self.runners.get(job), self.members.get(job)
         if member is not None:
-            return self._from(job, "member", _on_member_report(member, event, at))
+            return self._from(job, "member", on_member_report(member, event, at))
         return self._from(job, "runner", runner.handle(event, at)) if runner is not None else []
 
     # --- the parts
@@ -608,15 +608,15 @@ class Participant:
         return [Directed(job, role, effect) for effect in effects]
 
 
-def _on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> list[Effect]:
+def on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> list[Effect]:
     """A gang member neither saves nor decides: its runner judges the guest's end."""
     match event:
         case GuestStarted():
             return member.started()
         case GuestFailed(reason=reason):
             return member.exited(1, f"could not start: {reason}", at)
-        case GuestExited(code=code):
-            return member.exited(code, "", at)
+        case GuestExited(code=code, fault=fault):
+            return member.exited(code, fault, at)
         case VacateWanted(grace_s=grace_s, reason=reason):
             return member.vacate(grace_s, reason, at)
         case KillWanted(reason=reason):

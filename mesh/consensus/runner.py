@@ -11,7 +11,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from mesh.consensus.contract import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, VACATED, ExitFacts, describe_exit, judge
+from mesh.consensus.contract import (
+    EXIT_CHECKPOINTED,
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    EXIT_TEMPFAIL,
+    VACATED,
+    ExitFacts,
+    describe_exit,
+    judge,
+)
 from mesh.consensus.effects import (
     Abandoned,
     Committed,
@@ -515,11 +524,15 @@ class Runner:
                 return []
             if self._gang.broken:
                 return self._release(VACATED + self._gang.broken, at)
-            if self._gang.failed:  # the first failure is unknown
+            if self._gang.failed and not exited.fault:  # the first failure is unknown
                 own = [] if self._member_failed else [(self.attempt.nick, exited.code)]
-                failed = [*own, *self._gang.failed]
-                words = ", ".join(f"exit {code} on {nick}" for nick, code in failed)
-                return self._fail(words, any(self._may_retry(code) for _, code in failed), at)
+                ended = [*own, *self._gang.failed]
+                failed = [(nick, code) for nick, code in ended if code not in {EXIT_CHECKPOINTED, EXIT_TEMPFAIL}]
+                words = ", ".join(f"exit {code} on {nick}" for nick, code in failed or ended)
+                if failed:
+                    return self._fail(words, any(self._may_retry(code) for _, code in failed), at)
+                asks = any(code == EXIT_TEMPFAIL for _, code in ended)
+                return self._release(f"asked for other nodes ({words})" if asks else "checkpointed", at)
         verdict = judge(
             ExitFacts(
                 code=exited.code,

@@ -168,3 +168,22 @@ def draw_mesh(seed: int, without: Collection[str] = UNFIXED) -> MeshPlan:
         gangs=rng.choice((0.25, 0.25, 1.0)),
     )
     return msgspec.structs.replace(drawn, old=0.0) if "old" in without else drawn
+
+
+class WorkPlan(msgspec.Struct, frozen=True):
+    """The jobs of one run, as shares: `failing` have guests that fail, `limited` may run for a time or until a deadline only, and
+    the guests of `stubborn` ones do not react to a notice.
+    """
+
+    failing: float = 0.0
+    limited: float = 0.0
+    stubborn: float = 0.0
+
+
+def draw_work_plan(seed: int) -> WorkPlan:
+    rng = Random(f"work/{seed}")
+
+    def maybe(high: float) -> float:
+        return rng.uniform(0.1, high) if rng.random() < 0.5 else 0.0
+
+    return WorkPlan(failing=maybe(0.7), limited=maybe(0.7), stubborn=maybe(1.0))

@@ -180,7 +180,7 @@ class SignedSpec(JobChecker):
     name = "J8"
 
     def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
-        if job_id(spec) != job or job not in world.steps_of_job:
+        if job_id(spec) != job or job not in world.work:
             raise self.violated(world, job, f"{node.name} starts a job that nobody submitted")
 
 

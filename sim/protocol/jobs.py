@@ -78,7 +78,8 @@ from placement.decision import witness_order
 from placement.zones import Hierarchy
 from sim.protocol.checkpoints import StoringNode, content
 from sim.protocol.fakes import ChecksumSealer
-from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, draw_job_faults, draw_mesh
+from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, WorkPlan, draw_job_faults, draw_mesh, draw_work_plan
+from sim.protocol.guests import SAVED_EXIT, Guest, Work, draw_work
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.journal_faults import STARTS_AGAIN_S, JournalFaults
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
@@ -98,17 +99,6 @@ AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
 HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
 MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
 ECHOES_KEPT = 16  # sent messages of each type that may arrive once more
-
-
-class Guest:
-    """A simulated guest: one step a second, a checkpoint every few steps. Gang members end only when killed."""
-
-    def __init__(self, step: int, steps: int, gang_member: bool = False) -> None:
-        self.step = self.saved = step
-        self.steps = steps
-        self.gang_member = gang_member
-        self.vacating = False
-        self.ended = False
 
 
 def advert_of(node: bytes, nick: str) -> Advert:
@@ -169,6 +159,11 @@ class JobChecker:
 
     def resumed(self, world: "JobsWorld", node: "JobNode", job: bytes, term: int, step: int) -> None:
         """Called when a guest of this term starts at this step."""
+
+    def exited(
+        self, world: "JobsWorld", node: "JobNode", job: bytes, guest: Guest, end: GuestExited | GuestFailed
+    ) -> None:
+        """Called when a guest has ended by itself, or could not start."""
 
     def left(self, world: "JobsWorld", node: "JobNode", job: bytes, term: int, step: int) -> None:
         """Called when a runner's guest has ended at a notice, by itself."""
@@ -546,13 +541,18 @@ class JobNode(StoringNode):
             return
         for checker in self.world.job_checkers:
             checker.launched(self.world, self, job, host.spec_bytes)
-        guest = Guest(step, self.world.steps_of_job[job], isinstance(host, GangMember))
+        work = self.world.work[job]
+        failure = work.next_failure(step)
+        guest = Guest(work, step, host.term, isinstance(host, GangMember), failure)
+        if failure is not None and isinstance(failure.end, GuestFailed):
+            self._exited(job, guest, failure.end)
+            return
         self.guests[job] = guest
         for checker in self.world.job_checkers:
             checker.resumed(self.world, self, job, host.term, step)
         self.gang_members_started += guest.gang_member
-        self.machine_after(STEP_S, self._take_step, job, guest)
         self.report(job, GuestStarted(step))
+        self._go_on(job, guest)
 
     def _take_step(self, job: bytes, guest: Guest) -> None:
         if guest.ended:
@@ -562,18 +562,28 @@ class JobNode(StoringNode):
                 checker.stepped(self.world, self, job)
             guest.step += 1
             self.world.steps += 1
-            done = guest.step >= guest.steps and not guest.gang_member
-            if done or guest.vacating:
-                guest.ended = True
-                code = 0 if done else 85
-                runner = self.participant.runners.get(job)
-                for checker in self.world.job_checkers if runner is not None and not done else ():
-                    checker.left(self.world, self, job, runner.term, guest.step)  # type: ignore[union-attr]
-                self.after(0.0, self.report, job, GuestExited(code, False, False))
-                return
-            if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.gang_member:
+            if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.gang_member and guest.end() is None:
                 self.after(0.0, self.report, job, CheckpointFound())
-        self.machine_after(STEP_S, self._take_step, job, guest)
+            self._go_on(job, guest)
+        else:
+            self.machine_after(STEP_S, self._take_step, job, guest)
+
+    def _go_on(self, job: bytes, guest: Guest) -> None:
+        """End the guest if it ends now, else let it take another step."""
+        end = None if guest.ended else guest.end()
+        if end is None:
+            self.machine_after(STEP_S, self._take_step, job, guest)
+            return
+        guest.ended = True
+        self._exited(job, guest, end)
+
+    def _exited(self, job: bytes, guest: Guest, end: GuestExited | GuestFailed) -> None:
+        runner = self.participant.runners.get(job)
+        for checker in self.world.job_checkers:
+            checker.exited(self.world, self, job, guest, end)
+            if end is SAVED_EXIT and guest.vacating and runner is not None:
+                checker.left(self.world, self, job, runner.term, guest.step)
+        self.after(0.0, self.report, job, end)
 
     def _save_checkpoint(self, job: bytes, seq: int, parent: bytes | None, guest: Guest | None) -> None:
         delay = self.world.draw(self, "upload", 0.05, 1.5)
@@ -626,7 +636,7 @@ class JobNode(StoringNode):
 class JobsWorld(MembershipWorld):
     """A mesh with jobs. `accepted` jobs are those whose user was told that a majority holds them.
 
-    `steps_of_job` is the length of each submitted job, in steps. `groups` are the last witness groups that were in force: their
+    `groups` are the last witness groups that were in force: their
     majority had them on disk.
     """
 
@@ -643,6 +653,7 @@ class JobsWorld(MembershipWorld):
         minutes: float = 10.0,
         faults: FaultPlan | None = None,
         mesh: MeshPlan | None = None,
+        work: WorkPlan | None = None,
         unfixed: bool = False,
         job_checkers: Sequence[JobChecker] = (),
     ) -> None:
@@ -652,7 +663,9 @@ class JobsWorld(MembershipWorld):
         super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
         self.job_checkers = list(job_checkers)
         self.given_up: set[bytes] = set()  # abandoned checkpoints
-        self.steps_of_job: dict[bytes, int] = {}
+        self.work: dict[bytes, Work] = {}  # what the guests of each submitted job do
+        self.cancelled: set[bytes] = set()  # jobs that their user has cancelled
+        self._work_plan = work or draw_work_plan(seed)
         self.returns = 0  # migrations back to the first node
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs that lost the disks of a majority of their witnesses
@@ -696,7 +709,9 @@ class JobsWorld(MembershipWorld):
     @property
     def bound_s(self) -> float:
         """The time within which all jobs must end (J4): agreement of membership, and every step of every job in sequence."""
-        return 90.0 + sum(self.steps_of_job.values()) * STEP_S
+        # A node where the job failed is not tried for a minute, or for two the second time.
+        shunned_s = 300.0 if self._work_plan.failing else 0.0
+        return 90.0 + shunned_s + sum(work.steps for work in self.work.values()) * STEP_S
 
     def begin(self, spread_s: float = 5.0) -> None:
         super().begin(spread_s)
@@ -781,9 +796,12 @@ class JobsWorld(MembershipWorld):
             most_nodes=3 if gang else 1,
             home=HomePolicy("first" if homes else "none", settle_s=SETTLE_S),
         )
+        drawn = self.streams.get("world", "work")
+        work, limits = draw_work(drawn, self._work_plan, rng.randint(20, 90), spec.created_unix_ms)
+        spec = msgspec.structs.replace(spec, **limits)
         payload = encode_spec(spec)
         job = job_id(payload)
-        self.steps_of_job[job], self.specs[job] = rng.randint(20, 90), spec
+        self.work[job], self.specs[job] = work, spec
         submitter.take(partial(submitter.participant.submit, job, payload, spec))
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.
@@ -902,6 +920,7 @@ class JobsWorld(MembershipWorld):
                 running = sorted(job for job in self.accepted if self.outcome(job) is None)
                 if running and rng.random() < 0.3:
                     job = rng.choice(running)
+                    self.cancelled.add(job)
                     for node in self.nodes:
                         victim.send(node.id, Cancel(job=job, user="sim"))
             case _:

@@ -18,6 +18,7 @@ from mesh.consensus.messages import (
     MemberLeaving,
     RunGranted,
 )
+from mesh.consensus.participant import on_member_report
 from mesh.consensus.reports import CancelWanted, GuestExited, GuestStarted, ResultStored, VacateWanted
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Timer
@@ -235,6 +236,14 @@ class TestMember:
         end = running.member.exited(137, "", at(6))
         assert says(end, MemberEnded) and Ended("done") in end
 
+    def test_fault_of_a_members_node_is_no_failure_of_its_guest(self) -> None:
+        member = MemberState()
+        member.begin()
+        ((_, ended),) = says(
+            on_member_report(member.member, GuestExited(1, False, False, fault="its GPU is gone"), at(3)), MemberEnded
+        )
+        assert ended.problem == "its GPU is gone"  # type: ignore[union-attr]
+
     def test_member_obeys_its_owner_and_tells_the_runner(self) -> None:
         member = MemberState()
         member.begin()
@@ -314,6 +323,21 @@ class TestRunner:
             assert runner.state == "asking"
             runner.on_gang(node, ExtendRun(job=JOB, term=1, round=2), at(4))
         assert runner._ending == "failed (exit 1)"
+
+    @pytest.mark.parametrize(("code", "reason"), [(85, "checkpointed"), (75, "asked for other nodes (exit 75 on ")])
+    def test_members_that_ask_to_run_again_are_no_failure(self, code: int, reason: str) -> None:
+        runner, (first, second) = self.begun(error_budget=0)
+        for node in (first, second):
+            runner.on_gang(node, MemberEnded(job=JOB, term=1, code=code), at(2))
+        runner.handle(GuestExited(143, False, False), at(3))
+        assert runner._ending.startswith(reason) and runner.record.errors == 0 and runner.record.outcome is None
+
+    def test_fault_of_the_runners_node_is_no_failure_of_the_gang(self) -> None:
+        runner, (first, second) = self.begun(error_budget=0)
+        runner.handle(GuestExited(1, False, False, fault="its GPU is gone"), at(3))
+        for node in (first, second):
+            runner.on_gang(node, MemberEnded(job=JOB, term=1, code=1), at(4))
+        assert runner._ending == "its GPU is gone (exit 1)" and runner.record.errors == 0
 
     def test_notice_reaches_every_member(self) -> None:
         runner, members = self.begun()

@@ -40,6 +40,7 @@ from sim.protocol.faults import (
     draw_job_faults,
     draw_mesh,
 )
+from sim.protocol.guest_checkers import all_guest_checkers
 from sim.protocol.job_checkers import NoDuplicates, OneEnd, OneLease, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
@@ -54,7 +55,8 @@ CONTROL_SEEDS = 200  # within which a broken rule must be detected
 
 def checked(seed: int, **options: Any) -> JobsWorld:
     """Return a world with all checkers."""
-    return JobsWorld(seed, job_checkers=[*all_job_checkers(), *all_checkpoint_checkers()], **options)
+    checkers = [*all_job_checkers(), *all_checkpoint_checkers(), *all_guest_checkers()]
+    return JobsWorld(seed, job_checkers=checkers, **options)
 
 
 def play(seed: int) -> tuple[str, int, int, int, int, Counter[str], int]:
@@ -86,8 +88,7 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
     assert accepted > 4 * BATCH and lost < 0.05 * accepted
     assert sum(row[6] for row in played) > BATCH, "no gang was tried"
     ends = sum((row[5] for row in played), Counter())
-    assert ends["done"] > 0.7 * accepted and ends["cancelled"] > 0
-    assert not ends["failed"], "no guest here ever fails by itself"
+    assert ends["done"] > 0.5 * accepted and ends["cancelled"] > 0 and ends["failed"] > BATCH
 
 
 def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None:

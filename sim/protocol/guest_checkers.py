@@ -1,0 +1,179 @@
+"""Checkers of what becomes of guests that fail and of jobs with limits, from what guests do and what disks hold.
+
+They share no code with the rules that they check: they count failures, running times and majorities themselves.
+"""
+
+from collections import defaultdict
+
+import msgspec
+
+from mesh.consensus.effects import WitnessRecord
+from mesh.consensus.reports import GuestExited, GuestFailed
+from mesh.model.record import Voter
+from mesh.model.spec import JobSpec
+from sim.protocol.guests import Guest
+from sim.protocol.jobs import STEP_S, JobChecker, JobNode, JobsWorld, decides
+
+NOT_RETRIED = {126, 127}  # no such command
+NOT_FAILED = {0, 75, 85}
+STOPPED = {137, 143}  # at a notice
+SAVE_S = 30.0  # counts as running time, too: the last save, with peers that do not answer
+
+
+class Run(msgspec.Struct):
+    """One guest: the kernel times of its start, its last step and the end of its attempt there."""
+
+    term: int
+    node: JobNode
+    life: int
+    started: float
+    stepped: float
+    until: float | None = None
+
+
+class Retries(JobChecker):
+    """A job is not tried again once its guests have failed more often than its spec allows, or in a way that it excludes. Only
+    failures count that a majority of disks has.
+
+    Found by: runners that forget failures.
+    """
+
+    name = "retries"
+
+    def __init__(self) -> None:
+        self._failed: dict[bytes, dict[int, int]] = defaultdict(dict)  # exit code by term
+        self._have_end: dict[tuple[bytes, int], set[Voter]] = defaultdict(set)
+        self._known: dict[bytes, set[int]] = defaultdict(set)  # terms whose end a majority has
+
+    def exited(self, world: JobsWorld, node: JobNode, job: bytes, guest: Guest, end: GuestExited | GuestFailed) -> None:
+        if _failed(guest, end) and world.specs[job].most_nodes == 1:  # gangs may blame a member that is lost
+            self._failed[job][guest.term] = end.code if isinstance(end, GuestExited) else end.exit_code
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        job, term = witness_record.job, witness_record.accepted_term
+        if term not in self._failed[job]:
+            return
+        attempts = [attempt for attempt in witness_record.record.attempts if attempt.term == term]
+        if attempts and attempts[0].reason and attempts[0].exit_code == self._failed[job][term]:
+            voters = self._have_end[job, term]
+            voters.add(Voter(node.id, witness_record.disk))
+            if decides(witness_record.config, voters):
+                self._known[job].add(term)
+
+    def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
+        if job not in world.specs or job in world.recovered:
+            return
+        stated = world.specs[job]
+        codes = [code for term, code in self._failed[job].items() if term in self._known[job]]
+        if len(codes) > stated.error_budget:
+            raise self.violated(world, job, f"{node.name} tries it again after {len(codes)} failures")
+        if excluded := [code for code in codes if not _may_retry(stated, code)]:
+            raise self.violated(world, job, f"{node.name} tries it again after exit code {excluded[0]}")
+
+
+class JustEnds(JobChecker):
+    """A job ends as failed only if its guests failed too often or its time is over by some node's clock, as done only if a guest
+    did all its steps, and as cancelled only if its user cancelled it.
+
+    Found by: runners without an error budget, and deadlines that come early.
+    """
+
+    name = "end"
+
+    def __init__(self) -> None:
+        self._failed: dict[bytes, dict[int, int]] = defaultdict(dict)
+        self._done: set[bytes] = set()
+        self._runs: dict[bytes, list[Run]] = defaultdict(list)
+
+    def exited(self, world: JobsWorld, node: JobNode, job: bytes, guest: Guest, end: GuestExited | GuestFailed) -> None:
+        if _failed(guest, end):
+            self._failed[job][guest.term] = end.code if isinstance(end, GuestExited) else end.exit_code
+        if guest.done and isinstance(end, GuestExited) and end.code == 0:
+            self._done.add(job)
+
+    def resumed(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
+        self._runs[job].append(Run(term, node, node.life, world.kernel.now, world.kernel.now))
+
+    def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
+        for run in self._runs[job]:
+            if run.node is node and run.until is None:
+                run.until = world.kernel.now
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        job, outcome = witness_record.job, witness_record.record.outcome
+        if outcome is None or not witness_record.final or job not in world.specs:
+            return
+        just = {"done": job in self._done, "cancelled": job in world.cancelled, "failed": self._may_fail(world, job)}
+        if not just[outcome.kind]:
+            raise self.violated(world, job, f"it ended as {outcome.kind} ({outcome.detail}) without cause")
+
+    def _may_fail(self, world: JobsWorld, job: bytes) -> bool:
+        spec, codes = world.specs[job], self._failed[job].values()
+        if len(codes) > spec.error_budget or any(not _may_retry(spec, code) for code in codes):
+            return True
+        latest_ms = 1000 * max(node.unix() for node in world.nodes)
+        if spec.deadline_unix_ms is not None and latest_ms >= spec.deadline_unix_ms:
+            return True
+        if spec.max_time_s is None:
+            return False
+        now = world.kernel.now
+        ran_s = sum((run.until or now) - run.started + SAVE_S for run in self._runs[job])
+        return ran_s * 1.02 >= spec.max_time_s
+
+
+class Limits(JobChecker):
+    """No guest takes a step long after its job's time is over: after its notice there is the grace, and what a stalled process
+    does not see ends with the lease.
+
+    Found by: runners that ignore deadlines, or forget how long earlier attempts ran.
+    """
+
+    name = "limits"
+
+    def __init__(self) -> None:
+        self._runs: dict[bytes, list[Run]] = defaultdict(list)
+
+    def resumed(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
+        self._runs[job].append(Run(term, node, node.life, world.kernel.now, world.kernel.now))
+
+    def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
+        for run in self._runs[job]:
+            if run.node is node and run.until is None and not reason.startswith("fenced"):
+                run.until = world.kernel.now
+
+    def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
+        spec = world.specs[job]
+        if spec.on_partition != "freeze" or job in world.recovered:
+            return
+        now, runs = world.kernel.now, self._runs[job]
+        mine = next(run for run in reversed(runs) if run.node is node)
+        mine.stepped = now
+        late_s = spec.grace_s + 2 * spec.lease_s + STEP_S
+        if spec.deadline_unix_ms is not None:
+            over_s = node.unix() - spec.deadline_unix_ms / 1000
+            if min(over_s, now - mine.started) > late_s:
+                raise self.violated(world, job, f"a guest on {node.name} runs {over_s:.0f} s after its deadline")
+        if spec.max_time_s is not None:
+            # What an attempt that was lost did after its last word to its witnesses does not count.
+            before = {
+                run.term: run.stepped - run.started - 2 * spec.lease_s * (run.until is None)
+                for run in runs
+                if run.term < mine.term
+            }
+            ran_s = sum(max(0.0, ran) for ran in before.values()) + now - mine.started
+            if ran_s > spec.max_time_s * 1.02 + late_s:
+                raise self.violated(world, job, f"it has run for {ran_s:.0f} s, and may for {spec.max_time_s:.0f} s")
+
+
+def _failed(guest: Guest, end: GuestExited | GuestFailed) -> bool:
+    if isinstance(end, GuestFailed):
+        return not end.elsewhere
+    return end.code not in NOT_FAILED and not end.fault and not (guest.vacating and end.code in STOPPED)
+
+
+def _may_retry(spec: JobSpec, code: int) -> bool:
+    return code in spec.retry_codes if spec.retry_codes else code not in NOT_RETRIED
+
+
+def all_guest_checkers() -> list[JobChecker]:
+    return [Retries(), JustEnds(), Limits()]
