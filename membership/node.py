@@ -12,6 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -127,6 +128,7 @@ class MembershipNode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._reconciling = 0
+        self._in_contact = asyncio.Event()  # all state was exchanged with another node
         self._renew_at = 0.0
         self._transport: asyncio.DatagramTransport | None = None
         self._server: asyncio.Server | None = None
@@ -211,6 +213,13 @@ class MembershipNode:
             self._perform(effects[start : start + third])
             await asyncio.sleep(0.07)
         await asyncio.to_thread(self._save_peers)
+
+    async def first_contact(self, within_s: float) -> None:
+        """Wait until another node has told this one all it knows, but not longer; at once if no address is known."""
+        if self._seeds or self._bootstrap.remembered:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._in_contact.wait()
 
     def publish_statement(self, sealed: bytes) -> None:
         """Apply a founder's revocation or promotion made on this node, and publish it."""
@@ -403,6 +412,7 @@ class MembershipNode:
         self._reconciling += 1
         try:
             await self._streams.run(self._core.push_pull(effect.unless_equal), effect.host, effect.port)
+            self._in_contact.set()
         except FAILURES as error:
             self.counters["reconcile_failed"] += 1
             log.debug("push-pull with %s:%d failed: %s", effect.host, effect.port, error)

@@ -54,6 +54,9 @@ CREATE TABLE IF NOT EXISTS requested_outputs (job BLOB PRIMARY KEY, directory TE
 CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS saves (id INTEGER PRIMARY KEY CHECK (id = 0), count INTEGER NOT NULL);
+CREATE TRIGGER IF NOT EXISTS count_saves AFTER INSERT ON witness_records
+    BEGIN UPDATE saves SET count = count + 1; END;
 CREATE TABLE IF NOT EXISTS stays (start_ms INTEGER PRIMARY KEY, end_ms INTEGER NOT NULL, cause TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS departures (id INTEGER PRIMARY KEY, covered INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS paths (
@@ -116,6 +119,16 @@ class Journal:
         """Save these records in one transaction with one fsync."""
         rows = [(witness_record.job, msgspec.msgpack.encode(witness_record)) for witness_record in witness_records]
         await self._write("INSERT OR REPLACE INTO witness_records VALUES (?, ?)", *rows)
+
+    async def saves(self) -> int:
+        """Return how many witness records have ever been saved: a copy of the journal knows of fewer than its original."""
+        return int((await self._do(lambda: self._db.execute("SELECT count FROM saves").fetchone()))[0])
+
+    async def rename_disk(self) -> None:
+        """Make this journal another voter: the promises in it no longer count."""
+        name = os.urandom(DISK_BYTES)
+        await self._write("UPDATE disk SET name = ?", (name,))
+        self.disk = name
 
     async def witness_records(self) -> tuple[list[WitnessRecord], dict[bytes, str]]:
         """Return the readable witness records of jobs that are not archived, and by job what is wrong with the others, which
@@ -385,6 +398,7 @@ class Journal:
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute("INSERT OR IGNORE INTO disk VALUES (0, ?)", [os.urandom(DISK_BYTES)])
+            connection.execute("INSERT OR IGNORE INTO saves VALUES (0, 0)")
             self.disk = connection.execute("SELECT name FROM disk").fetchone()[0]
             _trim(connection)
         except BaseException:

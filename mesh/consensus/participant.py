@@ -156,10 +156,11 @@ class Participant:
     # --- what comes in
 
     def restore(self, witness: Witness, at: Instant) -> list[Directed]:
-        """Restore a witness record from the journal. A guest of this node ended with the run before, so its lease is
-        released; members of a gang may still use theirs, until it ends.
+        """Restore a witness record from the journal, as a promise of the disk that this is now. A guest of this node ended
+        with the run before, so its lease is released; members of a gang may still use theirs, until it ends.
         """
-        witness_record, job = witness.witness_record, witness.witness_record.job
+        witness_record = witness.witness_record = msgspec.structs.replace(witness.witness_record, disk=self.disk)
+        job = witness_record.job
         self.archived.discard(job)
         self.witnesses[job] = witness
         self.leaders[job] = Leader(witness, witness.spec, self._rng, self._rules.warrant)

@@ -69,6 +69,7 @@ from mesh.images.catalogue import SECTION as IMAGES
 from mesh.images.library import Library
 from mesh.images.retention import DAY_S, Bounds
 from mesh.jobs.attempt import Attempt
+from mesh.jobs.journal_age import JournalAge
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.service import JobHooks, JobService
 from mesh.jobs.status_gossip import RECOVERED
@@ -125,10 +126,14 @@ class Daemon:
         await self._open_guests()
         await self._open_storage()
         await self._open_membership()
+        self._journal_age = JournalAge(self.membership, self._journal)
+        journal_is_old = await self._journal_age.check()
         await self._make_jobs()
         await self._make_owner()
         await self._restore()
         await self._serve()
+        if journal_is_old:
+            self._note("the journal is an old copy: this node's witness groups replace it")
 
     def _open_identity(self) -> None:
         if not self._layout.genesis.exists():
@@ -482,6 +487,7 @@ class Daemon:
             "submission retry": self._submissions.run(),
             "watch membership": self._watch_membership(),
             "adverts": self._adverts.run(),
+            "journal age": self._journal_age.run(),
             "facts": publish_facts(self.membership, self._facts),
             "output delivery": self._delivery.run(),
             "guard": self._guard.run(),

@@ -17,6 +17,9 @@ from membership.bootstrap import Address
 from membership.effects import MemberChanged
 from membership.envelope import EnvelopeError
 from membership.identity import Identity
+from mesh.consensus.disk_age import HEAR_WITHIN_S, PUBLISH_EVERY_S, DiskAge, encode_disk_age, is_old_copy
+from mesh.consensus.disk_age import SECTION as DISK
+from mesh.consensus.disk_age import TTL_S as DISK_TTL_S
 from mesh.consensus.effects import (
     Committed,
     Ended,
@@ -76,6 +79,7 @@ from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decod
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
 from placement.zones import Hierarchy
+from sim.protocol.backups import COPIED_EVERY_S, Backups, JournalCopy
 from sim.protocol.checkpoints import StoringNode, content
 from sim.protocol.fakes import ChecksumSealer
 from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, WorkPlan, draw_job_faults, draw_mesh, draw_work_plan
@@ -194,6 +198,12 @@ class JobDisk(Disk):
     witness_records: dict[bytes, WitnessRecord] = msgspec.field(default_factory=dict)
     store: MemoryStore = msgspec.field(default_factory=MemoryStore)
     faults: JournalFaults = msgspec.field(default_factory=JournalFaults)
+    saves: int = 0
+    old_copy: bool = False
+
+    @property
+    def age(self) -> DiskAge:
+        return DiskAge(self.name, self.saves)
 
 
 class JobNode(StoringNode):
@@ -210,6 +220,8 @@ class JobNode(StoringNode):
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
         self.crash_at_save = ""
+        self.serving = False
+        self.backups = Backups()
         self.gang_members_started = 0
         self._allowed: dict[bytes, float] = {}
         self._observe_pending = False
@@ -250,12 +262,41 @@ class JobNode(StoringNode):
         )
         self._worker, rng = Worker(self), self.world.streams.get(self.name, "jobs")
         self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
+        self.serving = False
+        self._serve_when_heard(self.world.kernel.now + HEAR_WITHIN_S)
+
+    def _serve_when_heard(self, until: float) -> None:
+        """Take part in jobs once another node has said what it knows of this one."""
+        if self.core.counters["reconciled"] == 0 and self.world.kernel.now < until:
+            self.after(0.05, self._serve_when_heard, until)
+            return
+        self.check_disk()
+        self.serving, self.participant.disk = True, self.disk.name
         for job in sorted(self.disk.witness_records):
             witness_record = self.disk.witness_records[job]
             witness = self.world.restored(witness_record, self)
             self.take(partial(self.participant.restore, witness), job)
         self._publish()
+        self._publish_age(None)
+        self._back_up()
         self._observe_periodically()
+
+    def check_disk(self) -> None:
+        heard = self.core.records.get(self.id, DISK, self.unix())
+        if is_old_copy(self.disk.age, heard.body if heard is not None else None):
+            self.world.old_copies["noticed"] += 1
+            self.disk.old_copy, self.disk.name = False, self.new_disk().name
+        elif self.disk.old_copy:  # nobody could tell: not covered
+            self.world.old_copies["unnoticed"] += 1
+            self.disk.old_copy, self.disk.name = False, self.new_disk().name
+
+    def _back_up(self) -> None:
+        self.backups.take(self.disk.age, self.disk.witness_records)
+        self.after(self.world.draw(self, "backups", *COPIED_EVERY_S), self._back_up)
+
+    def roll_back(self, copy: JournalCopy) -> None:
+        self.disk.saves, self.disk.old_copy = copy.age.saves, True
+        self.disk.witness_records = dict(copy.witness_records)
 
     def crash(self) -> None:
         """Crash; guests end with the daemon."""
@@ -305,10 +346,15 @@ class JobNode(StoringNode):
 
     def _publish(self) -> None:
         self.core.publish("advert", encode_advert(advert_of(self.id, self.name)), PUBLISH_TTL_S)
-        self.core.publish("disk", self.disk.name, PUBLISH_TTL_S)
         for witness_record in self.disk.witness_records.values():
             self._publish_recovery(witness_record)
         self.after(PUBLISH_S, self._publish)
+
+    def _publish_age(self, last: DiskAge | None) -> None:
+        age = self.disk.age
+        if age != last:
+            self.core.publish(DISK, encode_disk_age(age), DISK_TTL_S)
+        self.after(PUBLISH_EVERY_S, self._publish_age, age)
 
     def _publish_recovery(self, witness_record: WitnessRecord) -> None:
         if witness_record.reconfiguration:
@@ -349,7 +395,7 @@ class JobNode(StoringNode):
             frozenset(member.node for member in members if member.draining),
             frozenset(member.node for member in members if member.state == "left"),
             tuple(sorted(adverts, key=lambda advert: advert.node)),
-            {record.node: record.body for record in self.core.records.section("disk", unix)},
+            {record.node: disk_of(record.body) for record in self.core.records.section(DISK, unix)},
             recoveries=orders,
         )
 
@@ -364,7 +410,7 @@ class JobNode(StoringNode):
             message = decode_message(payload)
         except (EnvelopeError, MessageError):
             return
-        if self.core.trust.credentials(sender, self.unix()) is not None:
+        if self.serving and self.core.trust.credentials(sender, self.unix()) is not None:
             self.handle_message(sender, message)
 
     def handle_message(self, sender: bytes, message: AnyMessage) -> None:
@@ -504,6 +550,7 @@ class JobNode(StoringNode):
 
     def keep(self, witness_record: WitnessRecord) -> None:
         self.disk.witness_records[witness_record.job] = witness_record
+        self.disk.saves += 1
         self._publish_recovery(witness_record)
         self.world.saved(self, witness_record)
         given_up = witness_record.record.abandoned
@@ -672,6 +719,7 @@ class JobsWorld(MembershipWorld):
         self.recovered: set[bytes] = set()  # lost jobs that their user recovered
         self.specs: dict[bytes, JobSpec] = {}
         self.groups: dict[bytes, Config] = {}
+        self.old_copies: Counter[str] = Counter()
         self.commits = self.steps = self.failed_saves = 0
         self._have_group: dict[tuple[bytes, Config], set[Voter]] = defaultdict(set)
         self._closed: list[bytes] = []  # nodes that take no calls for a while
@@ -771,7 +819,7 @@ class JobsWorld(MembershipWorld):
 
     def _submit(self, number: int) -> None:
         rng = self.streams.get("world", "submit")
-        able = [node for node in self.nodes if node.up and not node.stalled and not node.old]
+        able = [node for node in self.nodes if node.up and node.serving and not node.stalled and not node.old]
         if not able:
             return
         submitter = rng.choice(able)
@@ -831,7 +879,7 @@ class JobsWorld(MembershipWorld):
     def _standing(self, but: JobNode | None = None) -> set[Voter]:
         """Return the voters whose disk is not lost for good. An old node never has a record."""
         there = [node for node in self.nodes if not node.gone and not node.old and node is not but]
-        return {Voter(node.id, node.disk.name) for node in there}
+        return {Voter(node.id, node.disk.name) for node in there if not node.disk.old_copy}
 
     def _lost_quorum(self, job: bytes) -> bool:
         """Tell whether the last witness group of a job that was in force has lost a majority of its disks."""
@@ -866,6 +914,13 @@ class JobsWorld(MembershipWorld):
             case "crash at a save":
                 victim.crash_at_save = rng.choice(["before fsync", "after fsync"])
                 self.kernel.after(rng.uniform(5.0, 30.0), self._restart, victim, "")
+            case "old copy":
+                copy = victim.backups.older_than(victim.disk.age, rng)
+                if copy is not None and self.kernel.now - self._wiped_at >= MIN_WIPE_INTERVAL_S:
+                    self._wiped_at = self.kernel.now
+                    victim.crash()
+                    victim.roll_back(copy)
+                    self.kernel.after(rng.uniform(1.0, 60.0), self._restart, victim, "")
             case fault if fault in DISK_INCIDENTS:
                 victim.disk.faults.strike(fault, self.kernel.now, rng)
             case "wipe" if self.kernel.now - self._wiped_at < MIN_WIPE_INTERVAL_S:
@@ -1022,6 +1077,10 @@ def majority(members: Collection[Voter], of: Collection[Voter]) -> bool:
 def decides(config: Config, voters: Collection[Voter]) -> bool:
     """Tell whether these voters can decide for the group, or for both groups during a change."""
     return majority(config.members, voters) and (not config.previous or majority(config.previous, voters))
+
+
+def disk_of(body: bytes) -> bytes:
+    return msgspec.msgpack.decode(body, type=DiskAge).disk
 
 
 def open_spec(job: bytes, payload: bytes) -> JobSpec:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-INCIDENTS = ("slow disk", "disk error", "full disk")
+INCIDENTS = ("slow disk", "disk error", "full disk", "old copy")
 SLOW_S = (0.1, 20.0)
 STARTS_AGAIN_S = 5.0  # after a failed save, as the service manager does
 

@@ -244,6 +244,16 @@ def test_unanswered_submission_fails_with_a_reason() -> None:
     assert last == [Directed(JOB, "submitter", Submitted("no majority of its witnesses answered"))]
 
 
+def test_restored_record_votes_for_the_disk_that_it_is_on_now() -> None:
+    """An old copy of a journal gets another name, and its promises no longer count."""
+    held, node = make_witness(), make_participant(A)
+    assert held.witness_record.disk == DISK
+    node.disk = b"another"
+    node.restore(Witness.restored(held.witness_record, make_spec(), 10.0), at(10))
+    (_, answer), *_ = messages(node.receive(B, Prepare(job=JOB, term=9), at(100)), Promised)
+    assert isinstance(answer, Promised) and answer.disk == b"another"
+
+
 def test_restarted_node_releases_the_lease_of_its_lost_guest() -> None:
     held = make_witness()
     held.handle(A, Accept(job=JOB, term=3, round=1, config=GROUP, record=JobRecord(version=1), holder=A), 0.0)

@@ -1,6 +1,7 @@
 """Real nodes over real UDP and TCP on loopback."""
 
 import asyncio
+import math
 import re
 import socket
 import time
@@ -135,6 +136,26 @@ async def test_records_spread_and_a_restarted_node_outranks_its_earlier_run(mesh
         lambda: all(n.record(me, "jobs/x").body == b"second" for n in mesh.nodes),  # type: ignore[union-attr]
         "the newer record",
     )
+
+
+async def test_restarted_node_is_told_at_its_first_contact_what_it_published_before(mesh: Mesh) -> None:
+    await mesh.start(2)
+    me = mesh.nodes[1].identity.node_id
+    mesh.nodes[1].publish("disk", b"its age", 600)
+    await until(lambda: mesh.nodes[0].record(me, "disk") is not None, "the record")
+    await mesh.nodes[1].stop()
+    mesh.nodes[1] = mesh.make("n1")
+    await mesh.nodes[1].start()
+    await mesh.nodes[1].first_contact(60.0)
+    known = mesh.nodes[1].record(me, "disk")
+    assert known is not None and known.body == b"its age"
+
+
+async def test_node_that_knows_no_address_waits_for_nobody(mesh: Mesh) -> None:
+    mesh.nodes.append(mesh.make("n0"))
+    await mesh.nodes[0].start()
+    async with asyncio.timeout(60.0):
+        await mesh.nodes[0].first_contact(math.inf)
 
 
 async def test_draining_is_announced(mesh: Mesh) -> None:

@@ -109,6 +109,14 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
     assert SEEDS // 3 < sum(mesh.late > 0 for mesh in meshes) < SEEDS
 
 
+def test_old_copies_of_journals_are_noticed() -> None:
+    worlds = [harsh(seed, incidents=("old copy", "crash", "notice")) for seed in range(8)]
+    for world in worlds:
+        world.run()
+    copies = sum((world.old_copies for world in worlds), Counter[str]())
+    assert copies["noticed"] > 8 and copies["noticed"] > 4 * copies["unnoticed"]
+
+
 def test_one_seed_gives_one_digest_in_any_process() -> None:
     played = digests("jobs", "--seed", "11", "--minutes", "7", "--jobs", "3")
     assert len(played) == 1
@@ -232,6 +240,11 @@ class TestNegativeControls:
     def test_witnesses_that_go_on_after_a_failed_save(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(JobNode, "save_failed", lambda self, saved: saved())
         assert found(lambda seed: few_disks(seed, "disk error", "full disk", "crash"))
+
+    def test_old_copies_of_journals_that_go_unnoticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JobNode, "check_disk", lambda self: setattr(self.disk, "old_copy", False))
+        monkeypatch.setattr("sim.protocol.jobs.MIN_WIPE_INTERVAL_S", 10.0)
+        assert found(lambda seed: few_disks(seed, "old copy", "notice", "crash"))
 
     def test_promises_that_are_not_saved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = JobNode.keep
