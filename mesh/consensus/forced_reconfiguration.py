@@ -63,13 +63,10 @@ def make_plan(job: bytes, witness_records: Mapping[bytes, WitnessRecord], view: 
         key=lambda node: (witness_records[node].accepted_term, witness_records[node].record.version, node),
         reverse=True,
     )
-    voters = [Voter(node, witness_records[node].disk) for node in best_first]
-    voters += [
-        Voter(node, view.disks[node])
-        for node in view.witnesses(job)
-        if node in view.disks and node not in witness_records
-    ]
-    voters = [voter for voter in voters if voter.node in view.staying][:WANT_WITNESSES]
+    # The group grows by itself then, with nodes that have said that they can vote.
+    voters = [Voter(node, witness_records[node].disk) for node in best_first if node in view.staying][:WANT_WITNESSES]
+    if not voters:
+        voters = [Voter(node, view.disks[node]) for node in view.witnesses(job) if node in view.disks][:WANT_WITNESSES]
     if not voters:
         raise RecoveryError("no node could keep the job's record")
     best = witness_records[best_first[0]]

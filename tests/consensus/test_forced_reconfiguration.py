@@ -20,7 +20,7 @@ from mesh.consensus.messages import Accept, Accepted, Prepare, Refused
 from mesh.consensus.participant import Directed, Participant, Rules
 from mesh.consensus.proposer import Fenced, Proposer
 from mesh.consensus.witness import Witness
-from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, Voter
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome
 from tests.consensus.worlds import (
     DISK,
     JOB,
@@ -40,6 +40,7 @@ from tests.consensus.worlds import (
 
 COMMIT = Commit(seq=4, term=2, manifest=b"m" * 32, parent=None, holders=(), step=20, created_unix_ms=5)
 RUNNING = Attempt(number=1, node=E, nick="e", term=2, started_unix_ms=10, seen_unix_ms=900)
+SEVEN = Config(number=2, term=2, members=voters(*(bytes([number]) * 32 for number in range(1, 8))))
 RECORD = JobRecord(version=9, commit=COMMIT, attempts=(RUNNING,))
 
 
@@ -60,7 +61,7 @@ def test_plan_continues_from_the_newest_remaining_record() -> None:
     assert plan.record.attempts[-1].reason == RECORD_LOST and plan.record.attempts[-1].ended_unix_ms == 900
     term = plan.reconfiguration.term
     assert term >= LEAP and term % LEAP == 0 and plan.reconfiguration.config.number == term
-    assert plan.reconfiguration.config.members == voters(A, D, E) and plan.spec == SPEC_BYTES
+    assert plan.reconfiguration.config.members == voters(A) and plan.spec == SPEC_BYTES
 
 
 def test_plan_starts_from_the_newest_group_and_the_highest_number() -> None:
@@ -71,14 +72,13 @@ def test_plan_starts_from_the_newest_group_and_the_highest_number() -> None:
     assert promised.term > 5 * LEAP and grouped.term > 5 * LEAP
 
 
-def test_new_group_is_odd_and_has_only_staying_nodes() -> None:
-    assert plan_from({A: witness_record()}, leaving=frozenset({D})).reconfiguration.config.members == voters(A)
-    (best,) = plan_from({A: witness_record()}, leaving=frozenset({A})).reconfiguration.config.nodes
-    assert best in {D, E}
-    lost_disk = plan_from(
-        {A: witness_record()}, disks={A: b"another!", D: b"another!", E: DISK}
-    ).reconfiguration.config.members
-    assert set(lost_disk) == {*voters(A), Voter(D, b"another!"), *voters(E)}
+def test_new_group_is_odd_and_of_staying_nodes_with_a_record() -> None:
+    """Others may be unable to vote; the group asks them before it takes them in."""
+    records = dict.fromkeys((A, D, E), witness_record(config=SEVEN))
+    assert set(plan_from(records).reconfiguration.config.members) == set(voters(A, D, E))
+    assert len(plan_from(records, leaving=frozenset({D})).reconfiguration.config.members) == 1
+    (other,) = plan_from({A: witness_record()}, leaving=frozenset({A})).reconfiguration.config.nodes
+    assert other in {D, E}, "nobody with a record stays"
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,9 @@ def play(participants: dict[bytes, Participant], out: list[Directed], sender: by
 
 
 def test_new_group_takes_over_although_an_old_lease_still_runs() -> None:
-    participants = {
-        A: make_participant(A, witness_record()),
-        D: make_participant(D, None),
-        E: make_participant(E, None),
-    }
-    plan = plan_from({A: witness_record()})
+    records = dict.fromkeys((A, D, E), witness_record(config=SEVEN))
+    participants = {node: make_participant(node, record) for node, record in records.items()}
+    plan = plan_from(records)
     assert participants[A].witnesses[JOB].lease_left_s(100.0) > 0
     assert play(participants, participants[A].recover(plan, order_of(plan), at(100)), A) == [
         Directed(JOB, "submitter", Submitted(None))
@@ -148,6 +145,19 @@ def test_new_group_takes_over_although_an_old_lease_still_runs() -> None:
         plan.record
     }
     assert all(kept.holder is None for kept in held)
+
+
+def test_node_without_a_record_takes_over_if_nobody_with_one_stays() -> None:
+    participants = {
+        A: make_participant(A, witness_record()),
+        D: make_participant(D, None),
+        E: make_participant(E, None),
+    }
+    plan = plan_from({A: witness_record()}, leaving=frozenset({A}))
+    (told,) = play(participants, participants[A].recover(plan, order_of(plan), at(100)), A)
+    assert told.effect == Submitted(None)
+    (new,) = plan.reconfiguration.config.nodes
+    assert participants[new].witnesses[JOB].witness_record.record == plan.record
 
 
 def test_reconfiguration_without_the_users_signature_is_refused() -> None:
@@ -187,7 +197,7 @@ def test_older_reconfiguration_is_refused() -> None:
 
 
 def test_recovery_succeeds_only_when_its_group_has_accepted() -> None:
-    node, plan = make_participant(A, None), plan_from({A: witness_record()})
+    node, plan = make_participant(A, None), plan_from(dict.fromkeys((A, D, E), witness_record(config=SEVEN)))
     node.recover(plan, order_of(plan), at(100))
     term, nodes = plan.reconfiguration.term, plan.reconfiguration.config.nodes
     stale = Accepted(job=JOB, term=term, disk=DISK, round=99)
