@@ -78,7 +78,7 @@ from mesh.model.spec import JobSpec
 from placement.preemption import RunningJob
 
 GANG_LOOK_S = 0.5  # while members are enlisted (own choice)
-RENEWALS_PER_LEASE = 3  # two may be lost, as with the keep-alives of etcd and Consul
+RENEWALS_PER_LEASE = 3  # one may be lost; as often as etcd's client sends keep-alives
 CUT_OFF = {
     "freeze": ("frozen", "no majority of its witnesses answers"),
     "compute_uncommitted": ("uncommitted", "no majority of its witnesses answers; its work may not count"),

@@ -120,8 +120,7 @@ class Witness:
         runners = {attempt.node for attempt in known.record.attempts[-1:]}
         if sender == known.holder or (accepted and sender in runners | set(known.config.nodes)):
             return True
-        if sender in known.config.nodes:
-            self._claims[sender] = message.record.outcome
+        self._claims[sender] = message.record.outcome
         alike = {node for node, outcome in self._claims.items() if outcome == message.record.outcome}
         return known.config.quorum({voter for voter in known.config.everyone if voter.node in alike})
 

@@ -12,8 +12,8 @@ import pytest
 from ckptstore.cipher import StateCipher
 from membership.identity import Identity
 from membership.trust import Credentials
-from mesh.checkpoints.key_shares import Share, combine_shares, decode_share, encode_held, seal_shares
-from mesh.checkpoints.keys import Keyring, KeyRules, NoKey
+from mesh.checkpoints.key_shares import Held, Share, combine_shares, decode_share, encode_held, seal_shares
+from mesh.checkpoints.keys import SPLITS_KEPT, Keyring, KeyRules, NoKey
 from mesh.checkpoints.witness_group import WitnessGroup
 from mesh.consensus.participant import Participant, Rules
 from mesh.consensus.witness import Witness
@@ -178,6 +178,16 @@ async def test_key_is_found_despite_one_lying_witness(campus: Campus, monkeypatc
     assert await campus.key("D") == campus.cipher.key
 
 
+async def test_key_of_another_realm_is_not_taken(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lies(job: bytes, caller: Credentials) -> Held:
+        return Held(key=bytes(32))
+
+    for name in "AB":
+        monkeypatch.setattr(campus.rings[name], "held_for", lies)
+    with pytest.raises(NoKey):
+        await campus.key("D")
+
+
 async def test_replaced_witness_follows_the_groups_to_the_current_runner(campus: Campus) -> None:
     """E and F replaced B and C while the job waited; they have no shares, and C does not know that it was replaced."""
     for name in "AEF":
@@ -234,6 +244,41 @@ async def test_runner_gives_new_witnesses_enough_shares_for_the_key(campus: Camp
         await campus.boot(name)
         campus.witness(name, "DEF", holder="E", number=1)
     assert await campus.key("E") == campus.cipher.key
+
+
+async def test_no_shares_are_given_while_the_group_changes(campus: Campus) -> None:
+    await campus.key("D")
+    joint = Config(0, 0, voters(*campus.nodes("ABC"))).joint(voters(*campus.nodes("DEF")), 1)
+    runner: Any = Runs(campus.spec, joint)
+    campus.rings["D"].share_with_new_witnesses(JOB, runner)
+    assert not campus.rings["D"]._sharing
+
+
+async def test_half_of_a_group_does_not_give_the_key(campus: Campus) -> None:
+    campus.rings["A"]._ciphers[campus.cipher.realm] = campus.cipher
+    for name in "ABCE":
+        campus.witness(name, "ABCE", holder="D" if name in "AB" else None)
+    assert await campus.rings["A"].held_for(JOB, campus.credentials("D")) is None
+
+
+async def test_share_is_on_disk_before_it_is_confirmed(campus: Campus, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, written = campus.rings["B"], asyncio.Event()
+    save = ring._journal.save_shares
+
+    async def saves_slowly(job: bytes, shares: list[bytes]) -> None:
+        await written.wait()
+        await save(job, shares)
+
+    monkeypatch.setattr(ring._journal, "save_shares", saves_slowly)
+    share = Share(b"split...", 1, 1, bytes(32))
+    storing = asyncio.create_task(ring.store_share(JOB, campus.credentials("D"), share))
+    await asyncio.sleep(0.05)
+    assert not storing.done()
+    written.set()
+    assert await storing
+    for number in range(2 * SPLITS_KEPT):
+        await ring.store_share(JOB, campus.credentials("D"), msgspec.structs.replace(share, split_id=bytes([number])))
+    assert len((await ring._journal.shares())[JOB]) == SPLITS_KEPT, "the newest"
 
 
 async def test_witness_takes_shares_only_from_the_runner_or_the_user(campus: Campus) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mesh.consensus.effects import Effect, Ended, Kill, Launch, Notify, RunUntil, Send, SetTimer
-from mesh.consensus.gang import FORSAKEN_LEASES, GATHER_S, KEPT_S, Gang, GangMember
+from mesh.consensus.gang import FORSAKEN_LEASES, GATHER_S, KEPT_S, LATE_S, Gang, GangMember
 from mesh.consensus.messages import (
     Begin,
     Dismiss,
@@ -343,6 +343,20 @@ class TestRunner:
         runner, members = self.begun()
         effects = runner.handle(VacateWanted(9.0, "the owner"), at(3))
         assert {to for to, _ in says(effects, Dismiss)} == set(members)
+
+    def test_member_that_leaves_means_notice_for_all(self) -> None:
+        runner, (first, second) = self.begun()
+        leaving = MemberLeaving(job=JOB, term=1, grace_s=1.0, reason="its owner")
+        late = runner.on_gang(first, MemberLeaving(job=JOB, term=0, grace_s=1.0, reason="its owner"), at(2))
+        assert [(to, message.term) for to, message in says(late, Dismiss)] == [(first, 0)], "of an earlier attempt"
+        assert runner.state == "running"
+        effects = runner.on_gang(first, leaving, at(2))
+        assert {to for to, _ in says(effects, Dismiss)} == {first, second} and runner.state == "vacating"
+
+    def test_members_end_soon_after_the_runners_guest(self) -> None:
+        runner, members = self.begun()
+        dismissed = says(runner.handle(GuestExited(0, False, False), at(3)), Dismiss)
+        assert {(to, message.grace_s) for to, message in dismissed} == {(node, LATE_S) for node in members}  # type: ignore[union-attr]
 
     def test_fenced_runner_dismisses_its_gang(self) -> None:
         runner, members = self.begun()

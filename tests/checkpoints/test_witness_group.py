@@ -1,0 +1,93 @@
+"""Witness group: the present group is what majorities say, one after the other, from a known group on."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from mesh.checkpoints.witness_group import GROUPS_FOLLOWED, WitnessGroup
+from mesh.consensus.effects import WitnessRecord
+from mesh.model.record import Config
+from mesh.rpc.client import PeerError
+from tests.consensus.worlds import JOB, A, B, C, D, E, make_witness, voters
+
+F = b"\x06" * 32
+OLD, NEW = Config(0, 0, voters(A, B, C)), Config(1, 1, voters(A, D, E))
+
+
+def record(config: Config = OLD, **changes: Any) -> WitnessRecord:
+    return msgspec.structs.replace(make_witness().witness_record, config=config, **changes)
+
+
+class Records:
+    """Stands in for the network: each node's record of the job."""
+
+    def __init__(self, records: dict[bytes, WitnessRecord]) -> None:
+        self.records = records
+        self.asked = 0
+
+    async def call(self, node: bytes, method: str, path: str, timeout_s: float) -> bytes:
+        self.asked += 1
+        await asyncio.sleep(0)
+        if node not in self.records:
+            raise PeerError("it is gone")
+        return msgspec.msgpack.encode(self.records[node])
+
+
+async def present(
+    records: dict[bytes, WitnessRecord],
+    *,
+    me: bytes = F,
+    known: Config = OLD,
+    recovered: Callable[[WitnessRecord], Config | None] = lambda record: None,
+) -> Config | None:
+    peers: Any = Records({node: kept for node, kept in records.items() if node != me})
+    own = {JOB: SimpleNamespace(witness_record=records[me])} if me in records else {}
+    participant: Any = SimpleNamespace(witnesses=own)
+    found = await WitnessGroup(me, peers, participant, recovered).present(JOB, known)
+    return found[0] if found is not None else None
+
+
+async def test_majority_of_the_known_group_is_needed() -> None:
+    assert await present({A: record(), B: record()}) == OLD
+    assert await present({A: record()}) is None
+    pair = Config(0, 0, voters(A, B))
+    assert await present({A: record(pair)}, known=pair) is None, "half of a group is no majority"
+
+
+async def test_newer_group_counts_once_a_majority_of_the_older_one_knows_it() -> None:
+    new = dict.fromkeys((A, D, E), record(NEW))
+    assert await present({**new, B: record(NEW), C: record()}) == NEW
+    liar = {A: record(Config(9, 9, voters(A))), B: record(), C: record()}
+    assert await present(liar) == OLD, "one witness alone cannot name a group"
+
+
+async def test_only_a_members_own_record_counts() -> None:
+    assert await present({F: record(), A: record()}) is None
+    assert await present({B: record(), A: record()}, me=B) == OLD
+
+
+async def test_record_of_another_job_is_no_answer() -> None:
+    assert await present({A: record(), B: record(job=b"k" * 16)}) is None
+
+
+async def test_recovered_group_is_followed_forwards_only() -> None:
+    new = dict.fromkeys((A, D, E), record(NEW))
+    assert await present({A: record(), **new}, recovered=lambda one: NEW) == NEW, "one witness has the user's order"
+    assert await present(new, known=NEW, recovered=lambda one: OLD) == NEW, "an older order is over"
+
+
+async def test_groups_are_followed_a_limited_number_of_times() -> None:
+    """Whoever is asked names a newer group each time."""
+    peers: Any = Records({})
+
+    async def call(node: bytes, method: str, path: str, timeout_s: float) -> bytes:
+        peers.asked += 1
+        assert peers.asked <= GROUPS_FOLLOWED
+        return msgspec.msgpack.encode(record(Config(peers.asked, peers.asked, voters(A))))
+
+    peers.call = call
+    group = WitnessGroup(F, peers, SimpleNamespace(witnesses={}))  # type: ignore[arg-type]
+    assert await group.present(JOB, Config(0, 0, voters(A))) is None
