@@ -195,6 +195,13 @@ class TestHome:
         bare.look(seen, JobRecord(attempts=(*before, stay(9, D))), at(0.0))
         assert bare.home is None, "a job without checkpoints would restart from the beginning"
 
+    def test_home_belongs_to_the_same_user_key(self) -> None:
+        namesake = make_advert(B, user="ada", user_key=b"another key".ljust(32, b"\0"))
+        next_placement = NextPlacement(D, JOB, make_spec())
+        record = JobRecord(attempts=(stay(0, B, RECLAIMED), stay(9, D)))
+        next_placement.look(make_view(D, (B, D), adverts=(namesake,)), record, at(0.0))
+        assert next_placement.home is None
+
     def test_home_becomes_the_standby_as_soon_as_it_is_free(self) -> None:
         world = away(stay(0, B, RECLAIMED))
         world.observe(view(free=(D, E)))

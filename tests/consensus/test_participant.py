@@ -135,9 +135,14 @@ def test_declined_start_names_the_reason(
     (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)
     assert isinstance(answer, StartAnswer) and not answer.taken and words in answer.reason
     assert participant.refused == refused and not participant.runners
+
+
+def test_forged_description_of_a_known_job_is_refused() -> None:
+    participant = make_participant(A)
     introduce(participant)
-    (_, answer), *_ = messages(participant.receive(sender, start, at(0)), StartAnswer)
-    assert isinstance(answer, StartAnswer) and not answer.taken and words in answer.reason, "though it knows the job"
+    start = msgspec.structs.replace(make_start(term=2), spec=b"forged")
+    ((_, answer),) = messages(participant.receive(B, start, at(0)), StartAnswer)
+    assert isinstance(answer, StartAnswer) and answer.reason == "not signed" and participant.refused == 1
 
 
 def test_repeated_outcome_does_not_delay_the_leader() -> None:

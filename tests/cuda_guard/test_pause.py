@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,14 +151,42 @@ def test_hanging_helper_is_killed_and_processes_run_again(
         slow.write_text(text.replace(head, f"{head}        {wait}\n"))
         assert slow.read_text() != text
         monkeypatch.setattr(pause, "__file__", str(slow))
+        helpers: list[subprocess.Popen[str]] = []
+
+        def helper(*command: Any, **options: Any) -> subprocess.Popen[str]:
+            helpers.append(real(*command, **options))
+            return helpers[-1]
+
+        real = subprocess.Popen
+        monkeypatch.setattr(pause.subprocess, "Popen", helper)
         begun = time.monotonic()
         with pytest.raises(PauseError, match=r"longer than 1.5 s; they run again"):
             pausing.suspend((child.pid,), timeout=1.5)
         assert time.monotonic() - begun < 10 and runs(child)
+        assert helpers[0].wait(10) == -signal.SIGKILL
         (tmp_path / "quick").touch()
         pausing.suspend((child.pid,))
         assert world.used() == 0
         os.kill(child.pid, signal.SIGKILL)
+
+
+class Calls:
+    """Records the calls of the driver."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, int]] = []
+
+    def lock(self, pid: int) -> None:
+        self.made.append(("lock", pid))
+
+    def checkpoint(self, pid: int) -> None:
+        self.made.append(("checkpoint", pid))
+
+
+def test_all_processes_are_locked_before_the_first_is_checkpointed() -> None:
+    calls: Any = Calls()
+    pause.suspend(calls, [1, 2])
+    assert calls.made == [("lock", 1), ("lock", 2), ("checkpoint", 1), ("checkpoint", 2)]
 
 
 def test_available_gives_the_reason_or_none(

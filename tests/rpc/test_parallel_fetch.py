@@ -122,6 +122,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 MANNERS = ["lies", "ends inside a chunk", "has not got it all", "breaks off", "stands still", "never ends"]
 
 
+async def test_checkpoint_that_lost_a_chunk_is_fetched_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = world.checkpoint()
+    replicator = await world.replicator(honest="")
+    await replicator.fetch(saved.id, [HONEST])
+    world.holders[HONEST].asked = 0
+    await replicator.fetch(saved.id, [HONEST])
+    assert not world.holders[HONEST].asked
+    lost = world.ours.manifest(saved.id).chunks[0]
+    monkeypatch.setattr(world.ours, "missing", lambda chunks: [chunk for chunk in chunks if chunk == lost])
+    await replicator.fetch(saved.id, [HONEST])
+    assert world.holders[HONEST].asked
+
+
 @pytest.mark.parametrize("manner", MANNERS)
 async def test_fetch_falls_back_to_other_holder(manner: str, world: World, impatient: None) -> None:
     saved = world.checkpoint()

@@ -1,0 +1,41 @@
+"""Guard: what a container gets of a job's pages, and jobs on several devices."""
+
+from collections.abc import Callable
+
+import pytest
+
+from cuda_guard.guard import PAGES_AT, PRELOAD_AT
+from cuda_guard.page import Quota
+from tests.cuda_guard.conftest import device_uuid
+from tests.cuda_guard.guests import Bench
+
+pytestmark = pytest.mark.cc
+
+
+def test_container_can_write_its_own_page_only(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    mounts = {mount.target: mount for mount in bench.job().container_mounts(bench.guard.driver)}
+    writable = {target for target, mount in mounts.items() if not mount.read_only}
+    assert writable == {PAGES_AT / "job"} and PAGES_AT / "policy" in mounts
+    assert mounts[PRELOAD_AT].source.read_text().splitlines()[0].endswith("libcuda.so.1")
+
+
+def test_job_on_an_unknown_device_is_refused(make_bench: Callable[..., Bench]) -> None:
+    with pytest.raises(ValueError, match="not a GPU of this machine"):
+        make_bench().guard.admit("job", (Quota(device_uuid(7), memory=1 << 30),), in_container=False)
+
+
+def test_job_that_cannot_join_every_device_leaves_nothing(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(devices=2)
+    good, wrong = Quota(bench.uuids[0], memory=1 << 30), Quota(bench.uuids[1], memory=1 << 30, share=-1.0)
+    with pytest.raises((OSError, ValueError)):
+        bench.guard.admit("job", (good, wrong), in_container=False)
+    assert not (bench.guard._directory / "job").exists()
+
+
+def test_pages_of_an_ended_job_are_removed(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    job = bench.job()
+    assert job.pages.directory.exists()
+    bench.end(job)
+    assert not job.pages.directory.exists()
