@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mesh.execution.engine import EngineError, Guest
+from mesh.execution.process import guest_init
 from mesh.execution.process.engine import ProcessEngine
 from mesh.execution.process.sandbox import Sandbox
 from mesh.rpc.frames import OUTPUT, Data, Order
@@ -57,6 +58,27 @@ async def test_guest_that_cannot_be_secluded_never_runs(tmp_path: Path) -> None:
     assert not (bench.root / "out/ran").exists()
     assert (await (await bench.shell("exit 3", shm_mib=1)).wait()).code == 3
     await engine.close()
+
+
+def test_guest_whose_rights_cannot_be_limited_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*asked: object) -> None:
+        raise OSError("the kernel has no filters")
+
+    monkeypatch.setattr(guest_init.confinement, "confine", refuse)
+    with pytest.raises(SystemExit, match="its rights cannot be limited: the kernel has no filters"):
+        guest_init.confine(None)
+
+
+def test_guest_that_cannot_be_kept_from_the_network_never_runs() -> None:
+    """The engine has seen namespaces here, and the kernel gives none any more."""
+    run = (
+        f"import socket, sys; sys.path.insert(0, {str(ROOT)!r}); from mesh.execution.process import guest_init\n"
+        "guest_init.read_spec = lambda daemon: {'namespaces': True, 'network': 'none'}\n"
+        "guest_init.enter_namespaces = lambda *asked: 'session'\n"
+        "doors = socket.socket(); sys.argv = ['guest', '0', '1', str(doors.fileno())]; guest_init.main()"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", run], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "it cannot be kept from the network here\n")
 
 
 async def test_guest_and_sessions_die_with_their_watcher(bench: Bench) -> None:
