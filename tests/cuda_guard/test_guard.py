@@ -1,10 +1,11 @@
 """Guard: what a container gets of a job's pages, and jobs on several devices."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from cuda_guard.guard import PAGES_AT, PRELOAD_AT
+from cuda_guard.guard import PAGES_AT, PRELOAD_AT, GuardedJob
 from cuda_guard.page import Quota
 from tests.cuda_guard.conftest import device_uuid
 from tests.cuda_guard.guests import Bench
@@ -31,6 +32,23 @@ def test_job_that_cannot_join_every_device_leaves_nothing(make_bench: Callable[.
     with pytest.raises((OSError, ValueError)):
         bench.guard.admit("job", (good, wrong), in_container=False)
     assert not (bench.guard._directory / "job").exists()
+
+
+class Rooms:
+    """Stands in for the arbiter: only the first device has room for a job that returns."""
+
+    def __init__(self) -> None:
+        self.away_from = {0, 1}
+
+    def away(self, pages: object, device: int, away: bool) -> bool:
+        (self.away_from.add if away else self.away_from.discard)(device)
+        return away or device == 0
+
+
+def test_job_returns_to_all_its_devices_or_to_none() -> None:
+    rooms: Any = Rooms()
+    job = GuardedJob(Any, (), (0, 1), Any, rooms)  # type: ignore[arg-type]
+    assert not job.reserve_memory() and rooms.away_from == {0, 1}
 
 
 def test_pages_of_an_ended_job_are_removed(make_bench: Callable[..., Bench]) -> None:
