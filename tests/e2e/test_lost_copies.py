@@ -1,0 +1,100 @@
+"""A job whose checkpoint or whose witnesses cannot be had any more goes on: real daemons, real sockets."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mesh.daemon.stack import Stack, StackNode
+from tests.e2e.commands import (
+    end_of,
+    exact,
+    finished,
+    job_state,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    send,
+    submit_endless,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+MakeStack = Callable[..., Stack]
+
+# Loaded by Python at its start, before any other module.
+OLDER_RELEASE = """
+import mesh.model.spec
+
+def decode_spec(payload):
+    raise mesh.model.spec.SpecError("not a job description: it has an unknown field")
+
+mesh.model.spec.decode_spec = decode_spec
+"""
+
+
+def killed(*nodes: StackNode) -> None:
+    send(signal.SIGKILL, *nodes)
+    for node in nodes:
+        until(lambda node=node: not node.running, f"{node.nick} to end")  # type: ignore[misc]
+
+
+def started(stack: Stack, node: StackNode) -> None:
+    stack.start(node)
+    until(lambda: mesh(node, "status").returncode == 0, f"{node.nick} to answer")
+
+
+def test_job_whose_last_checkpoint_is_lost_continues_from_the_one_before(make_stack: MakeStack) -> None:
+    stack = make_stack(3)
+    user = stack.nodes[0]
+    job = submit_endless(user, end_of(stack), "--replicas", "2")
+    host = stack.node(running_with_checkpoint(user, job)["node"])
+    others = [node for node in stack.nodes if node is not host]
+    for node in others:
+        ok(node, "pause")
+    killed(host)
+    watcher = others[0]
+    until(lambda: job_state(watcher, job)["state"] == "pending", "the job to wait for a node")
+    last = job_state(watcher, job)["checkpoint"]
+    rows = read(watcher, "ckpt", "ls", job)["checkpoints"]
+    (before,) = [row for row in rows if row["use"] == "predecessor"]
+    for node in others:
+        ok(node, "ckpt", "rm", "--force", last["manifest"])
+    shutil.rmtree(host.where.store)
+    started(stack, host)
+    state = running_with_checkpoint(watcher, job)
+    resumed = state["attempts"][-1]["resumed_step"]
+    told = [f"checkpoint {last['seq']} abandoned", f"checkpoint {before['seq']} at step {resumed} committed"]
+    until(lambda: all(text in ok(watcher, "job", "events", job) for text in told), "the user to be told")
+    end_of(stack).touch()
+    assert finished(watcher, job)["state"] == "done" and exact(watcher, job)
+
+
+def test_two_witnesses_depart_while_the_only_newcomers_cannot_read_the_job(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OLDER_RELEASE)
+    stack = make_stack(5)
+    user = stack.nodes[0]
+    job = submit_endless(user, end_of(stack))
+    state = running_with_checkpoint(user, job)
+    host = stack.node(state["node"])
+    old = [node for node in stack.nodes if node is not host and node.nick not in state["witnesses"]]
+    assert old
+    killed(*old)
+    for node in old:
+        node.within = ("env", f"PYTHONPATH={tmp_path}")
+        started(stack, node)
+    until(lambda: stack.sees(host, 5), "the older nodes to be back")
+    for leaver in [stack.node(nick) for nick in state["witnesses"] if nick != host.nick][:2]:
+        ok(leaver, "down")
+        step = job_state(host, job)["step"]
+        goes_on = lambda goal=step + 300: (job_state(host, job)["step"] or 0) > goal  # noqa: E731 - longer than a lease
+        until(goes_on, "the job to go on")
+    now = job_state(host, job)
+    assert now["node"] == host.nick and len(now["attempts"]) == 1
+    end_of(stack).touch()
+    assert finished(host, job)["state"] == "done" and exact(host, job)
