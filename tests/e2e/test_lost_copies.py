@@ -5,9 +5,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ckptstore.store import Fence
 from mesh.daemon.stack import Stack, StackNode
+from mesh.model.spec import parse_job
 from tests.e2e.commands import (
     end_of,
     exact,
@@ -71,6 +74,26 @@ def test_job_whose_last_checkpoint_is_lost_continues_from_the_one_before(make_st
     until(lambda: all(text in ok(watcher, "job", "events", job) for text in told), "the user to be told")
     end_of(stack).touch()
     assert finished(watcher, job)["state"] == "done" and exact(watcher, job)
+
+
+def test_node_that_took_a_later_uncommitted_checkpoint_restores_the_committed_one(make_stack: MakeStack) -> None:
+    stack = make_stack(3)
+    user, host, heir = stack.nodes
+    ok(user, "pause")
+    killed(heir)
+    job = submit_endless(user, end_of(stack), "--replicas", "1")
+    assert running_with_checkpoint(user, job)["node"] == host.nick
+    # What remains of a checkpoint of the next term whose writer died before it was committed.
+    fence = heir.where.store / "fences" / parse_job(job).hex()
+    fence.write_bytes(msgspec.json.encode(Fence(term=2, config=0)))
+    started(stack, heir)
+    until(lambda: stack.sees(user, 3), "the third node to be back")
+    killed(host)
+    step = job_state(user, job)["checkpoint"]["step"]
+    state = running_with_checkpoint(user, job, elsewhere=host.nick)
+    assert state["node"] == heir.nick and state["attempts"][-1]["resumed_step"] >= step
+    end_of(stack).touch()
+    assert finished(user, job)["state"] == "done" and exact(user, job)
 
 
 def test_two_witnesses_depart_while_the_only_newcomers_cannot_read_the_job(

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from mesh.api.client import Client
+from mesh.daemon.config import GOSSIP_PORT
 from mesh.daemon.launcher import start_daemon
 from mesh.daemon.layout import Layout
 from tests.cleanup import cleanup
@@ -112,6 +113,12 @@ class Host:
         """Drop all incoming and outgoing packets, or those of these chains: `INPUT`, `OUTPUT`."""
         for chain in chains or ("INPUT", "OUTPUT"):
             self.iptables("-A", chain, "-i" if chain == "INPUT" else "-o", "eth0", "-j", "DROP")
+
+    def cut_off_gossip(self) -> None:
+        """Drop incoming gossip; calls between nodes pass."""
+        for protocol in ("udp", "tcp"):
+            for side in ("--sport", "--dport"):
+                self.iptables("-A", "INPUT", "-p", protocol, side, str(GOSSIP_PORT), "-j", "DROP")
 
     def reconnect(self) -> None:
         self.iptables("-F")

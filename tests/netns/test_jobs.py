@@ -11,16 +11,16 @@ import pytest
 
 from tests.cleanup import cleanup
 from tests.e2e.commands import ENDLESS, count_digest, descendants, state_of, until
-from tests.netns.lan import Host, Lan, office, run
+from tests.netns.lan import Host, Lan, all_see, office, run
 
 pytestmark = pytest.mark.netns
 LENDS = {"profile": "local", "lend": True, "slots": 2, "process_home": "shared"}  # jobs look for the file `end_of`
 
 
-def submit(host: Host, *options: str) -> str:
+def submit(host: Host, *options: str, pace_s: float = 0.05) -> str:
     """Submit a counting job that ends when the file `end_of` exists."""
     order = ("submit", "--ckpt", "ckpts", "--ckpt-mode", "rename", "--env", f"UNTIL={end_of(host.lan)}", *options)
-    return host.ok(*order, "--", sys.executable, "count.py", str(ENDLESS), "0.05").strip()
+    return host.ok(*order, "--", sys.executable, "count.py", str(ENDLESS), str(pace_s)).strip()
 
 
 def end_of(lan: Lan) -> Path:
@@ -122,6 +122,59 @@ def test_isolated_guest_freezes_or_continues_uncommitted_as_configured(lan: Lan)
     for host in hosts:
         host.reconnect()
     assert min(counted(user, still, alone)) > 10
+
+
+def test_checkpoint_saved_while_its_holder_is_suspect_outlives_its_host(lan: Lan) -> None:
+    """The host hears no gossip, but it can call the other, which also is the only witness."""
+    user, host = office(lan, 2, **LENDS)
+    user.ok("pause")
+    job = submit(user, "--replicas", "1", pace_s=0.02)
+    saved(user, job)
+    user.ok("lend")
+
+    def suspects() -> bool:
+        return host.sees()[user.name] == "suspect"
+
+    def saved_while_it_is_suspect() -> dict[str, Any]:
+        """Return a checkpoint that began and was committed meanwhile; nothing if the other is declared dead before."""
+        host.cut_off_gossip()
+        until(suspects, "the other to be suspect")
+        first = host.job(job)["checkpoint"]["seq"]
+        while suspects():
+            last: dict[str, Any] = user.job(job)["checkpoint"]
+            if last["seq"] >= first + 2 and suspects():
+                return last
+        host.reconnect()
+        until(lambda: all_see([user, host], {user.name, host.name}), "the nodes to see each other again")
+        return {}
+
+    last = until(saved_while_it_is_suspect, "a checkpoint")
+    host.power_off()
+    until(lambda: user.job(job)["node"] == user.name and user.job(job)["state"] == "running", "a takeover")
+    assert user.job(job)["attempts"][-1]["resumed_step"] >= last["step"]
+    assert min(counted(user, job)) > last["step"]
+
+
+def test_of_two_recoveries_on_two_sides_of_a_cut_one_keeps_the_job(lan: Lan) -> None:
+    hosts = office(lan, 3, encrypt=False, **LENDS)  # no side has enough shares of a key
+    user = hosts[0]
+    user.ok("pause")
+    job = submit(user, "--replicas", "2")
+    lost = next(host for host in hosts if host.name == saved(user, job)["node"])
+    user.ok("lend")
+    sides = [host for host in hosts if host is not lost]
+    lost.power_off()
+    user.cut_off()
+    for side in sides:
+        until(lambda side=side: side.job(job)["state"] == "stranded", "the loss of two witnesses to be noticed")  # type: ignore[misc]
+        side.ok("job", "recover", job, "--yes")
+    for side in sides:
+        until(lambda side=side: guests(side, job) and side.job(job)["state"] == "running", "the job to run")  # type: ignore[misc]
+    user.reconnect()
+    until(lambda: sum(bool(guests(side, job)) for side in sides) == 1, "one of the two to give up")
+    steps = counted(user, job)
+    first, second = (until(lambda side=side: side.job(job)["outcome"], "the end to be known") for side in sides)  # type: ignore[misc]
+    assert first == second and sides[0].job(job)["attempts"] == sides[1].job(job)["attempts"], steps
 
 
 def test_owner_reclaim_needs_no_network(lan: Lan) -> None:
