@@ -16,7 +16,15 @@ import msgspec
 from ckptstore.cipher import StateCipher
 from ckptstore.collector import CollectReport, collect
 from ckptstore.encoding import Base, Bytes
-from ckptstore.errors import BadManifest, FenceError, MissingChunks, NotFound, StoreError, TooLarge
+from ckptstore.errors import (
+    BadManifest,
+    FenceError,
+    MissingChunks,
+    NotFound,
+    QuotaExceeded,
+    StoreError,
+    TooLarge,
+)
 from ckptstore.manifest import (
     FORMAT_VERSION,
     Kind,
@@ -37,6 +45,11 @@ from membership.malformed import MALFORMED
 
 THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each uses up to 24 MiB
 KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and their sealed bytes (own choice)
+WORKDIRS, WORKDIR_BYTES, WORKDIR_SHARE = (
+    4096,
+    8 << 30,
+    4,
+)  # of another user; at most a quarter of their quota (own choice)
 BLOCK_BYTES = 4096  # that a manifest counts for at least: a block and an inode of most file systems
 
 
@@ -312,7 +325,20 @@ class Store(ObjectStore):
         _, manifest = decode_manifest(sealed, self.unseal)
         if not self.has(manifest_id(sealed)):
             self.check_quota(_blocks(len(sealed)), manifest.user != self.user)
+            if manifest.kind == "workdir" and manifest.user != self.user and fence != "ignore":
+                self._check_workdirs(manifest)
         return self._accept(sealed, manifest, fence)
+
+    def _check_workdirs(self, manifest: Manifest) -> None:
+        """Raise QuotaExceeded if another user's working directories become too many, or too large together."""
+        infos = [info for info in self.manifests() if (info.kind, info.user) == ("workdir", manifest.user)]
+        sizes = dict(manifest.sizes)
+        for info in infos:
+            sizes |= self.manifest(info.id).sizes
+        quota = self.foreign_quota_bytes
+        limit = WORKDIR_BYTES if quota is None else min(WORKDIR_BYTES, quota // WORKDIR_SHARE)
+        if len(infos) >= WORKDIRS or sum(sizes.values()) > limit:
+            raise QuotaExceeded(f"this node holds as many working directories of {manifest.user} as it takes")
 
     def _accept(self, sealed: bytes, manifest: Manifest, fence: FenceUse = "raise") -> bytes:
         identity = manifest_id(sealed)

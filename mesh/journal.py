@@ -43,6 +43,9 @@ CREATE TABLE IF NOT EXISTS archive (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS archive_names ON archive (name);
 CREATE TABLE IF NOT EXISTS ended (job BLOB PRIMARY KEY, heard_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS workdirs (
+    workdir BLOB NOT NULL, job BLOB NOT NULL, over_ms INTEGER, PRIMARY KEY (workdir, job)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS submitted (job BLOB PRIMARY KEY, spec BLOB NOT NULL, unix_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS pending_submissions (job BLOB PRIMARY KEY, submission BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -215,6 +218,16 @@ class Journal:
         """Add jobs that have ended now, and remove those without data here or that continue."""
         await self._write("INSERT OR IGNORE INTO ended VALUES (?, ?)", *((job, unix_ms) for job in heard))
         await self._write("DELETE FROM ended WHERE job = ?", *((job,) for job in gone))
+
+    async def workdirs(self) -> list[tuple[bytes, bytes, int | None]]:
+        """Return the working directories here with each job that needs them, and when it was over (`checkpoints/workdirs.py`)."""
+        return await self._do(lambda: self._db.execute("SELECT workdir, job, over_ms FROM workdirs").fetchall())
+
+    async def save_workdir(self, workdir: bytes, job: bytes, over_ms: int | None) -> None:
+        await self._write("INSERT OR REPLACE INTO workdirs VALUES (?, ?, ?)", (workdir, job, over_ms))
+
+    async def drop_workdirs(self, gone: Sequence[bytes]) -> None:
+        await self._write("DELETE FROM workdirs WHERE workdir = ?", *((workdir,) for workdir in gone))
 
     async def save_submitted(self, job: bytes, spec: bytes) -> None:
         await self._write("INSERT OR REPLACE INTO submitted VALUES (?, ?, ?)", (job, spec, _unix_ms()))

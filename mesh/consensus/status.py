@@ -91,6 +91,7 @@ class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     heeds_notice: bool | None = None  # whether the guest saves at a notice, as far as this can be observed
     next_checkpoint: NextCheckpoint | None = None
     saving: Saving | None = None
+    workdir: bytes | None = None  # the manifest of its working directory
 
     def at_risk_s(self, unix_ms: float) -> float:
         """Return the GPU-seconds (or seconds of a slot) that are lost if the host dies at `unix_ms`: those since the last
@@ -216,6 +217,7 @@ def status_of(
         heeds_notice=heeds_notice,
         next_checkpoint=next_checkpoint if outcome is None else None,
         saving=saving if outcome is None else None,
+        workdir=spec.workdir,
     )
 
 

@@ -73,6 +73,10 @@ class JobTable:
     def all(self) -> dict[bytes, JobStatus]:
         return dict(self._best)
 
+    def views(self) -> dict[bytes, list[JobStatus]]:
+        """Return what this and other nodes say of each job."""
+        return {job: list(views.values()) for job, views in self._views.items()}
+
     @property
     def ends(self) -> Mapping[bytes, OutcomeKind]:
         """Return the outcome of each finished job. Entries stay, so that no job waits for a forgotten one."""

@@ -30,6 +30,7 @@ from mesh.checkpoints.replicator import Replicator
 from mesh.checkpoints.retention import Retention
 from mesh.checkpoints.save_schedule import SaveSchedules, base_rates
 from mesh.checkpoints.witness_group import WitnessGroup
+from mesh.checkpoints.workdirs import Workdirs
 from mesh.consensus.durable_order import SaveRecords, in_durable_order
 from mesh.consensus.effects import (
     Abandoned,
@@ -211,6 +212,8 @@ class JobService:
         )
         self._repair = Repair(self._me, self.replicator, store, self.replica_policy, self._on_recopied, repair_after_s)
         self._retention = Retention(store, journal, keep_s)
+        table, describe = self.job_table, self.vouching.describe
+        self.workdirs = Workdirs(store, journal, keep_s, table.views, lambda: table.ends, describe)
         self._save_schedules = SaveSchedules(journal, hooks.rates)
         self._log_shipping = LogShipping(peers)
         self._message_sender = MessageSender(
@@ -232,6 +235,7 @@ class JobService:
         await self.replicator.restore()
         await self.archive.restore()
         await self._retention.restore()
+        await self.workdirs.restore()
         records, damaged = await self._journal.witness_records()
         self.participant.forgotten = set(damaged)
         for job, problem in damaged.items():
@@ -304,6 +308,7 @@ class JobService:
             if time.monotonic() >= collect_at:
                 collect_at = time.monotonic() + COLLECT_EVERY_S
                 await self._retention.tidy(self.job_table.all(), time.time())
+                await self.workdirs.tidy(time.time(), time.monotonic())
                 await asyncio.to_thread(self.logs.trim, set(self.attempts))
                 await self.archive.archive_old({*self.attempts, *self._submissions}, time.time())
 
@@ -376,6 +381,8 @@ class JobService:
         payload = encode_spec(spec)
         sealed = seal(self._identity, self._trust.mesh_id, "job", payload)
         job = job_id(payload)
+        if spec.workdir is not None:
+            await self.workdirs.name(spec.workdir, job)
         await self._journal.save_submitted(job, sealed)
         return job, sealed, await self.submit_sealed(job, sealed, spec)
 

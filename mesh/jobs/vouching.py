@@ -148,7 +148,14 @@ class Vouching:
             _remember(self._groups, job, present[0])
         return present
 
-    async def _spec(self, job: bytes, sender: NodeId) -> JobSpec:
+    async def describe(self, job: bytes) -> JobSpec | None:
+        """Return the description of a job that others report, signed by its submitter; None if nobody gives it."""
+        try:
+            return await self._spec(job)
+        except Refused:
+            return None
+
+    async def _spec(self, job: bytes, sender: NodeId | None = None) -> JobSpec:
         witness = self._participant.witnesses.get(job)
         known = witness.spec if witness is not None else self._specs.get(job)
         if known is None:
@@ -156,10 +163,10 @@ class Vouching:
             _remember(self._specs, job, known)
         return known
 
-    async def _asked_spec(self, job: bytes, sender: NodeId) -> JobSpec:
+    async def _asked_spec(self, job: bytes, sender: NodeId | None) -> JobSpec:
         status = self._job_table.get(job)
         others = status.witnesses[:SPEC_ASKED] if status is not None else ()
-        for node in dict.fromkeys((sender, *others)):
+        for node in dict.fromkeys((*((sender,) if sender is not None else ()), *others)):
             try:
                 sealed = await self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/spec", timeout_s=ANSWER_S)
                 return self._authority.read_members_spec(job, sealed)

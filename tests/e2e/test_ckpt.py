@@ -29,6 +29,10 @@ def kept(node: StackNode, job: str) -> list[dict[str, Any]]:
     return [row for row in read(node, "ckpt", "ls", job)["checkpoints"] if row["kind"] == "checkpoint"]
 
 
+def workdir_uses(node: StackNode, job: str) -> set[str]:
+    return {row["use"] for row in read(node, "ckpt", "ls", job)["checkpoints"] if row["kind"] == "workdir"}
+
+
 def test_ckpt_lists_verifies_repairs_fetches_and_removes_checkpoints(
     make_stack: Callable[..., Stack], tmp_path: Path
 ) -> None:
@@ -59,12 +63,14 @@ def test_ckpt_lists_verifies_repairs_fetches_and_removes_checkpoints(
                         "packs must be encrypted, file names too"
                     )
 
+    assert workdir_uses(node, job) == {"in use"}
     there = ok(node, "ckpt", "extract", job, str(tmp_path / "pulled"))
     assert "files" in there and list((tmp_path / "pulled").rglob("*"))
     again = mesh(node, "ckpt", "extract", job, str(tmp_path / "pulled"))
     assert again.returncode == 2 and "new directory" in again.stderr
     (tmp_path / "end").touch()
     state = finished(node, job)
+    until(lambda: workdir_uses(node, job) == {"over"}, "the working directory to be needed no more")
     last = state["checkpoint"]
 
     # Flip one bit of every pack here; the last checkpoint is then repaired from another node.

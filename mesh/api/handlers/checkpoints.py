@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckptstore.checker import verify
@@ -28,11 +29,13 @@ class CheckpointHandlers:
     async def stored(self, job: str | None) -> schemas.checkpoints.Store:
         """Return the manifests in this node's store, of one job or of all, and the space in use."""
         store = self._store
-        wanted = self._lookup.find_job(job).job if job else None
-        infos = await asyncio.to_thread(store.manifests, wanted)
+        wanted = self._lookup.find_job(job) if job else None
+        infos = await asyncio.to_thread(store.manifests)
+        if wanted is not None:
+            infos = [info for info in infos if info.job == wanted.job or info.id == wanted.workdir]
         statuses = self._lookup.statuses()
         return schemas.checkpoints.Store(
-            checkpoints=[self._show(info, statuses.get(info.job)) for info in infos],
+            checkpoints=[self._show(info, _needing(info, statuses)) for info in infos],
             stored_bytes=await asyncio.to_thread(store.stored_bytes),
             foreign_bytes=await asyncio.to_thread(store.foreign_bytes),
             quota_bytes=store.quota_bytes,
@@ -46,7 +49,7 @@ class CheckpointHandlers:
             schemas.checkpoints.Stored,
             info,
             id=info.id.hex(),
-            job=format_job(info.job),
+            job=format_job(status.job if status is not None else info.job),
             name=status.name if status is not None else "",
             bytes=info.total_bytes,
             use=use,
@@ -112,7 +115,7 @@ class CheckpointHandlers:
         statuses = self._lookup.statuses()
         chosen = [_named(infos, name) for name in names]
         for info in chosen:
-            use, _ = _use(info, statuses.get(info.job))
+            use, _ = _use(info, _needing(info, statuses))
             if use in {"committed", "at risk", "predecessor", "in use"} and not force:
                 raise MeshError(
                     f"{info.id.hex()[:12]} is {use}: job {format_job(info.job)[:8]} may need it from here; "
@@ -138,6 +141,14 @@ class CheckpointHandlers:
         ran = [attempt.node for attempt in status.attempts] if status is not None else []
         others = [member.node_id for member in self._membership.members() if member.present]
         return [node for node in dict.fromkeys([*first, *ran, *others]) if node != self._lookup.me][:ASKED]
+
+
+def _needing(info: ManifestInfo, statuses: Mapping[bytes, JobStatus]) -> JobStatus | None:
+    """Return the job of a manifest; of a working directory, one that names it, if possible one that is not over."""
+    if info.kind != "workdir":
+        return statuses.get(info.job)
+    naming = [status for status in statuses.values() if status.workdir == info.id]
+    return min(naming, key=lambda status: (status.outcome is not None, status.job), default=None)
 
 
 def _use(info: ManifestInfo, status: JobStatus | None) -> tuple[str, tuple[bytes, ...]]:
