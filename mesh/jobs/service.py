@@ -475,6 +475,11 @@ class JobService:
         """Report an event of this node to the job's runner or gang member here."""
         await self._inputs.put(partial(self.participant.report, job, event))
 
+    def _reported(self, attempt: Attempt, event: RunnerEvent, at: Instant) -> list[Directed]:
+        """Pass on what an attempt says, unless it is over: the next one of its job may have begun here."""
+        present = self.attempts.get(attempt.job) is attempt
+        return self.participant.report(attempt.job, event, at) if present else []
+
     async def _on_recopied(self, job: bytes, manifest: bytes, holders: tuple[NodeId, ...], text: str) -> None:
         self.own_status.note(job, "state", text, new="copied again")
         await self.report(job, Recopied(manifest, holders))
@@ -560,7 +565,8 @@ class JobService:
             await attempt.close()
         finally:
             self._hooks.attempt_cleared(job, attempt, reason)
-            self._inventory.release(job)
+            if job not in self.attempts:  # else the next one has taken over its place
+                self._inventory.release(job)
             self._hooks.places_changed()
             self._cleared.pop(job, asyncio.Event()).set()
             self.own_status.publish(job)
@@ -585,7 +591,7 @@ class JobService:
         if engine is None:
             self._inventory.release(job)
             return f"has no {name} engine"
-        self.attempts[job] = Attempt(
+        attempt = self.attempts[job] = Attempt(
             job,
             spec,
             number,
@@ -599,7 +605,7 @@ class JobService:
             partial(seal, self._identity, self._trust.mesh_id, "manifest"),
             partial(self.replica_policy, job),
             lambda: self.keyring.cipher(job, spec, self._group(job)),
-            partial(self.report, job),
+            lambda event: self._inputs.put(partial(self._reported, attempt, event)),
             self._disk_limit,
             lambda text, new: self.own_status.note(job, "state", text, new=new),
             self._have_image,

@@ -336,7 +336,7 @@ class JobNode(StoringNode):
         guest = self.guests.get(job)
         if guest is not None and not guest.ended:
             guest.ended = True
-            self.after(0.0, self.report, job, GuestExited(137, False, False))
+            self._report_soon(job, GuestExited(137, False, False))
 
     @property
     def instant(self) -> Instant:
@@ -576,9 +576,16 @@ class JobNode(StoringNode):
 
         self.bring(job, record, brought)
 
+    def _host(self, job: bytes) -> Runner | GangMember | None:
+        return self.participant.members.get(job) or self.participant.runners.get(job)
+
     def _restores(self, job: bytes, host: Runner | GangMember) -> bool:
-        now_here = self.participant.members.get(job) or self.participant.runners.get(job)
-        return host is now_here and host.state == "restoring"
+        return host is self._host(job) and host.state == "restoring"
+
+    def _report_soon(self, job: bytes, event: RunnerEvent, delay_s: float = 0.0) -> None:
+        """Report what the present attempt says; after its end it says nothing."""
+        host = self._host(job)
+        self.after(delay_s, lambda: self.report(job, event) if host is self._host(job) else None)
 
     def _start_guest(self, job: bytes, host: Runner | GangMember, step: int) -> None:
         if not self._restores(job, host):
@@ -610,7 +617,7 @@ class JobNode(StoringNode):
             guest.step += 1
             self.world.steps += 1
             if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.gang_member and guest.end() is None:
-                self.after(0.0, self.report, job, CheckpointFound())
+                self._report_soon(job, CheckpointFound())
             self._go_on(job, guest)
         else:
             self.machine_after(STEP_S, self._take_step, job, guest)
@@ -630,12 +637,12 @@ class JobNode(StoringNode):
             checker.exited(self.world, self, job, guest, end)
             if end is SAVED_EXIT and guest.vacating and runner is not None:
                 checker.left(self.world, self, job, runner.term, guest.step)
-        self.after(0.0, self.report, job, end)
+        self._report_soon(job, end)
 
     def _save_checkpoint(self, job: bytes, seq: int, parent: bytes | None, guest: Guest | None) -> None:
         delay = self.world.draw(self, "upload", 0.05, 1.5)
         if guest is None or guest.step == guest.saved:
-            self.after(delay, self.report, job, CheckpointStored(None, (), None))
+            self._report_soon(job, CheckpointStored(None, (), None), delay)
             return
         self.after(delay, self._store_checkpoint, job, seq, parent, guest)
 

@@ -174,3 +174,28 @@ async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService)
         await jobs._message_sender.flush(WAIT_S)
     assert ended.group_contains(JournalError, match="full")
     assert not sent
+
+
+class Removed:
+    """An attempt of which something is left."""
+
+    job = JOB
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("next_began", [False, True])
+async def test_end_of_an_attempt_is_not_that_of_the_next_one(jobs: JobService, next_began: bool) -> None:
+    over, present = Removed(), Removed()
+    said, released = list[object](), list[bytes]()
+    jobs.participant.report = lambda job, event, at: said.append(event) or []  # type: ignore[method-assign]
+    jobs._inventory = SimpleNamespace(release=released.append)  # type: ignore[assignment]
+    jobs.attempts[JOB] = present if next_began else over  # type: ignore[assignment]
+    at = Instant(1.0, 1)
+    jobs._reported(over, GuestStarted(None), at)  # type: ignore[arg-type]
+    assert bool(said) is not next_began
+    if not next_began:
+        del jobs.attempts[JOB]
+    await jobs._clear(JOB, over, "done")  # type: ignore[arg-type]
+    assert bool(released) is not next_began, "the next attempt has its place"
