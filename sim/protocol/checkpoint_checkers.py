@@ -19,7 +19,7 @@ class RestorableElsewhere(JobChecker):
     """The last commit of a job is whole on a node other than the one that made it, unless as many disks of its holders were
     lost as a record says that it has. It is given up as lost only if none of them has it.
 
-    Found by: copies that count before the peer has them.
+    Found by: copies that count before the peer has them; pruning that keeps only what is newest.
     """
 
     name = "restorable"
@@ -76,6 +76,35 @@ class RestorableElsewhere(JobChecker):
         """Return the nodes that have a checkpoint whole, without the one that made it."""
         there = [node for node in world.nodes if not node.gone and node.store.complete(manifest)]
         return {node.id for node in there if node.store.manifest(manifest).maker != node.id}
+
+
+class ReplicasReturn(JobChecker):
+    """Once faults have ended, the last commit of a running job is soon on as many nodes as its user asked for, besides the one
+    that made it, or on all that are left. Not counted while a holder that lost its disk is back: repair does not notice that.
+
+    Found by: nodes that repair nothing.
+    """
+
+    name = "replicas"
+    within_s = 90.0  # a holder that is away, a try that just failed, and the copy
+
+    def __init__(self) -> None:
+        self._short: dict[tuple[bytes, bytes], float] = {}  # since when this commit of a job has too few copies
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        job, record = witness_record.job, witness_record.record
+        commit, attempt = record.commit, record.attempts[-1] if record.attempts else None
+        if not world.healed or commit is None or attempt is None or attempt.reason or not attempt.running_unix_ms:
+            return
+        there = [other for other in world.nodes if not other.gone]
+        copies = {other.id for other in there if other.store.complete(commit.manifest)}
+        replaced = any(other.id in commit.holders and other.id not in copies for other in there)
+        if len(copies) >= min(commit.wanted + 1, len(there)) or replaced:
+            self._short.pop((job, commit.manifest), None)
+        elif world.kernel.now - self._short.setdefault((job, commit.manifest), world.kernel.now) > self.within_s:
+            raise self.violated(
+                world, job, f"commit {commit.seq} is on {len(copies)} nodes {self.within_s:g} s after faults ended"
+            )
 
 
 class ResumesFromCommit(JobChecker):
@@ -173,4 +202,4 @@ def _most(group: Config, voters: set[Voter]) -> bool:
 
 
 def all_checkpoint_checkers() -> list[JobChecker]:
-    return [RestorableElsewhere(), ResumesFromCommit(), DeparturesLoseNothing(), SettledIsHeld()]
+    return [RestorableElsewhere(), ReplicasReturn(), ResumesFromCommit(), DeparturesLoseNothing(), SettledIsHeld()]

@@ -4,13 +4,14 @@ Peers are called directly: a call needs both directions of the link, an open por
 knows. Some calls break off: what arrived whole is kept.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
 from ckptstore.errors import MissingChunks, StoreError
+from ckptstore.manifest import Kind
 from ckptstore.replication import CopyTo, Replication, Settled
 from membership.events import MemberView
 from mesh.checkpoints.replica_policy import ReplicaPolicy, replica_policy_of
@@ -31,6 +32,11 @@ def content(job: bytes, step: int) -> dict[bytes, int]:
     """Return the chunks of a job's state after this step: one that never changes, one for ten steps, and its own."""
     names = (b"%b" % job, b"%b/%d" % (job, step // 10), b"%b/%d/last" % (job, step))
     return {blake2b(name, digest_size=32).digest(): PART_BYTES for name in names}
+
+
+def result(job: bytes) -> dict[bytes, int]:
+    """Return the chunks of a job's result."""
+    return {blake2b(b"%b/result" % job, digest_size=32).digest(): PART_BYTES}
 
 
 class FetchProblem(msgspec.Struct, frozen=True):
@@ -101,6 +107,30 @@ class StoringNode(MembershipNode):
         return rng.randint(0, pieces - 1)
 
     # --- copies
+
+    def save(
+        self,
+        job: bytes,
+        chunks: Mapping[bytes, int],
+        seq: int,
+        parent: bytes | None,
+        policy: ReplicaPolicy,
+        kind: Kind,
+        step: int,
+    ) -> Saved:
+        """Save a state to this node's own store."""
+        return self.store.save(
+            chunks,
+            job=job,
+            config=policy.config,
+            term=policy.term,
+            seq=seq,
+            parent=parent,
+            kind=kind,
+            step=step,
+            maker=self.id,
+            now_unix=self.unix(),
+        )
 
     def replicate(
         self, saved: Saved, policy: ReplicaPolicy, able: Iterable[bytes], want: int, settled: Callable[[Settled], None]

@@ -7,16 +7,18 @@ take steps, copies that take time, owners who pull the kill switch. One seed det
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 
 import msgspec
 
 from ckptstore.errors import StoreError
+from ckptstore.replication import Settled
 from membership.bootstrap import Address
 from membership.effects import MemberChanged
 from membership.envelope import EnvelopeError
 from membership.identity import Identity
+from mesh.checkpoints.writer import RESULT_REPLICAS
 from mesh.consensus.disk_age import HEAR_WITHIN_S, PUBLISH_EVERY_S, DiskAge, encode_disk_age, is_old_copy
 from mesh.consensus.disk_age import SECTION as DISK
 from mesh.consensus.disk_age import TTL_S as DISK_TTL_S
@@ -80,7 +82,7 @@ from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
 from placement.zones import Hierarchy
 from sim.protocol.backups import COPIED_EVERY_S, Backups, JournalCopy
-from sim.protocol.checkpoints import StoringNode, content
+from sim.protocol.checkpoints import content, result
 from sim.protocol.fakes import ChecksumSealer
 from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, WorkPlan, draw_job_faults, draw_mesh, draw_work_plan
 from sim.protocol.guests import SAVED_EXIT, Guest, Work, draw_work
@@ -88,6 +90,7 @@ from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.journal_faults import STARTS_AGAIN_S, JournalFaults
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
 from sim.protocol.memory_store import MemoryStore
+from sim.protocol.upkeep import KeepingNode
 from sim.protocol.worker import Input, Worker
 
 MARK = b"J"  # first byte of a job message among datagrams
@@ -100,6 +103,8 @@ USER_KEY = b"sim".ljust(32, b"\0")  # all jobs and nodes belong to one user
 LEASE_S = 6.0
 LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
 AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
+SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
+STEPS = (20, 90)  # of a job
 HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
 MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
 ECHOES_KEPT = 16  # sent messages of each type that may arrive once more
@@ -132,6 +137,9 @@ def advert_of(node: bytes, nick: str) -> Advert:
         accepts=("*",),
         store_free_mib=1 << 20,
     )
+
+
+_decoded_advert = lru_cache(decode_advert)
 
 
 class JobChecker:
@@ -206,7 +214,7 @@ class JobDisk(Disk):
         return DiskAge(self.name, self.saves)
 
 
-class JobNode(StoringNode):
+class JobNode(KeepingNode):
     world: "JobsWorld"
     disk: JobDisk
 
@@ -279,6 +287,7 @@ class JobNode(StoringNode):
         self._publish()
         self._publish_age(None)
         self._back_up()
+        self.begin_upkeep()
         self._observe_periodically()
 
     def check_disk(self) -> None:
@@ -362,6 +371,7 @@ class JobNode(StoringNode):
 
     def _observe_periodically(self) -> None:
         self.observe()
+        self.keep_up_in_turn()
         self.after(OBSERVE_S, self._observe_periodically)
 
     def observe_soon(self) -> None:
@@ -383,7 +393,7 @@ class JobNode(StoringNode):
         for record in self.core.records.section("advert", unix):
             if record.node in alive and not self.core.swim.is_unreachable(record.node):
                 try:
-                    adverts.append(decode_advert(record.node, record.body))
+                    adverts.append(_decoded_advert(record.node, record.body))
                 except AdvertError:
                     continue
         orders: dict[bytes, list[bytes]] = {}
@@ -496,8 +506,8 @@ class JobNode(StoringNode):
                 self.after(world.draw(self, "restore", 0.1, 1.0), self._launch, job, record, host)
             case SaveCheckpoint(seq=seq, parent=parent):
                 self._save_checkpoint(job, seq, parent, guest)
-            case SaveResult():
-                self.after(0.2, self.report, job, ResultStored(None, ()))
+            case SaveResult(seq=seq, parent=parent):
+                self.after(0.2, self._store_result, job, seq, parent)
             case Committed(commit=commit):
                 world.log.add(world.kernel.now, "commit", job, commit.seq, commit.term, commit.manifest)
                 world.commits += 1
@@ -616,7 +626,10 @@ class JobNode(StoringNode):
                 checker.stepped(self.world, self, job)
             guest.step += 1
             self.world.steps += 1
-            if guest.step % CHECKPOINT_EVERY_STEPS == 0 and not guest.gang_member and guest.end() is None:
+            due = guest.step % CHECKPOINT_EVERY_STEPS == 0
+            if job in self.world.seldom:
+                due = guest.step == CHECKPOINT_EVERY_STEPS
+            if due and not guest.gang_member and guest.end() is None:
                 self._report_soon(job, CheckpointFound())
             self._go_on(job, guest)
         else:
@@ -652,18 +665,7 @@ class JobNode(StoringNode):
             return
         policy, step = self.replica_policy(job), guest.step
         try:
-            saved = self.store.save(
-                content(job, step),
-                job=job,
-                config=policy.config,
-                term=policy.term,
-                seq=seq,
-                parent=parent,
-                kind="checkpoint",
-                step=step,
-                maker=self.id,
-                now_unix=self.unix(),
-            )
+            saved = self.save(job, content(job, step), seq, parent, policy, "checkpoint", step)
         except StoreError as error:
             self._not_saved(job, str(error))
             return
@@ -680,6 +682,22 @@ class JobNode(StoringNode):
             self.report(job, CheckpointStored(saved.info.id, holders, step))
 
         self.replicate_or_retry(job, saved, runner.spec.checkpointing.replicas, copied)
+
+    def _store_result(self, job: bytes, seq: int, parent: bytes | None) -> None:
+        runner, policy = self.participant.runners.get(job), self.replica_policy(job)
+        if runner is None:
+            return
+        try:
+            saved = self.save(job, result(job), seq, parent, policy, "result", runner.attempt.last_step or 0)
+        except StoreError as error:
+            self.report(job, ResultStored(None, (), str(error)))
+            return
+
+        def settled(copies: Settled) -> None:
+            if self.participant.runners.get(job) is runner:
+                self.report(job, ResultStored(saved.info.id, copies.holders))
+
+        self.replicate(saved, policy, policy.fallback, RESULT_REPLICAS, settled)
 
     def _not_saved(self, job: bytes, reason: str) -> None:
         for checker in self.world.job_checkers:
@@ -720,6 +738,7 @@ class JobsWorld(MembershipWorld):
         self.work: dict[bytes, Work] = {}  # what the guests of each submitted job do
         self.cancelled: set[bytes] = set()  # jobs that their user has cancelled
         self._work_plan = work or draw_work_plan(seed)
+        self.seldom: set[bytes] = set()  # jobs that save once
         self.returns = 0  # migrations back to the first node
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs that lost the disks of a majority of their witnesses
@@ -852,11 +871,13 @@ class JobsWorld(MembershipWorld):
             home=HomePolicy("first" if homes else "none", settle_s=SETTLE_S),
         )
         drawn = self.streams.get("world", "work")
-        work, limits = draw_work(drawn, self._work_plan, rng.randint(20, 90), spec.created_unix_ms)
+        work, limits = draw_work(drawn, self._work_plan, rng.randint(*STEPS), spec.created_unix_ms)
         spec = msgspec.structs.replace(spec, **limits)
         payload = encode_spec(spec)
         job = job_id(payload)
         self.work[job], self.specs[job] = work, spec
+        if self.streams.get("world", "seldom").random() < SELDOM_SHARE:
+            self.seldom.add(job)
         submitter.take(partial(submitter.participant.submit, job, payload, spec))
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.

@@ -8,8 +8,8 @@ import pytest
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.reports import GuestFailed
 from mesh.model.record import Commit, JobRecord
-from sim.protocol.checkpoints import FetchProblem, content
-from sim.protocol.faults import FaultPlan
+from sim.protocol.checkpoints import PART_BYTES, FetchProblem, content
+from sim.protocol.faults import FaultPlan, WorkPlan
 from sim.protocol.jobs import JobNode, JobsWorld
 from sim.protocol.memory_store import Saved
 
@@ -140,3 +140,40 @@ def test_quota_that_is_reached_ends_with_the_fault(world: JobsWorld) -> None:
     assert copy(source, saved[-1], [node]) == () or copy(source, saved[0], [node]) == ()
     world.kernel.run(world.kernel.now + 1000.0)
     assert copy(source, saved[0], [node]) == (node.id,)
+
+
+def played(jobs: int = 3) -> JobsWorld:
+    """Return a world whose jobs have run without faults."""
+    world = JobsWorld(3, nodes=5, jobs=jobs, faults=FaultPlan(until_s=120.0, news_every_s=0.0), work=WorkPlan())
+    world.run()
+    return world
+
+
+def test_results_are_copied_to_two_other_nodes_and_old_checkpoints_are_pruned() -> None:
+    world = played()
+    world.kernel.run(world.kernel.now + 60.0)
+    for job in world.accepted:
+        results = [info.id for node in world.nodes for info in node.store.manifests(job) if info.kind == "result"]
+        assert len(results) == 3 and len(set(results)) == 1
+        saved = {info.seq for node in world.nodes for info in node.store.manifests(job) if info.kind == "checkpoint"}
+        assert len(saved) <= 3 < world.work[job].steps // 5, "the last two, and one that was never committed"
+
+
+def test_results_whose_holder_is_gone_are_copied_again() -> None:
+    world = played()
+    lost = next(node for node in world.nodes if any(info.kind == "result" for info in node.store.manifests()))
+    lost.gone = lost.powered_off = True
+    lost.crash()
+    world.kernel.run(world.kernel.now + 120.0)
+    there = [node for node in world.nodes if not node.gone]
+    for job in world.accepted:
+        copies = [info for node in there for info in node.store.manifests(job) if info.kind == "result"]
+        assert len(copies) == 3
+
+
+def test_chunks_of_pruned_checkpoints_are_collected() -> None:
+    world = played()
+    world.kernel.run(world.kernel.now + 120.0)
+    for node in world.nodes:
+        needed = {chunk for info in node.store.manifests() for chunk in node.store.manifest(info.id).chunks}
+        assert node.store.stored_bytes() < (len(needed) + 1) * PART_BYTES

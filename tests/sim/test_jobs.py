@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ckptstore.store import ManifestInfo
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, SaveWitnessRecord, WitnessRecord
@@ -45,7 +46,7 @@ from sim.protocol.job_checkers import NoDuplicates, OneEnd, OneLease, SignedSpec
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.membership import MembershipNode, Violation
-from sim.protocol.memory_store import Saved
+from sim.protocol.memory_store import MemoryStore, Saved
 from tests.sim.replay import digests
 
 SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
@@ -416,3 +417,17 @@ class TestNegativeControls:
     def test_checkpoint_given_up_although_a_holder_has_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ReplicaPolicy, "sources", lambda *asked: [])
         assert found(lambda seed: checked(seed, mesh=MeshPlan(gangs=0.0))).startswith("restorable")
+
+    def test_pruning_that_keeps_only_what_is_newest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def greedy(store: MemoryStore, statuses: object, infos: Sequence[ManifestInfo]) -> list[bytes]:
+            newest = {info.job: info.seq for info in infos if info.kind == "checkpoint"}
+            return [gone for job, seq in newest.items() for gone in store.forget_old(job, [seq])]
+
+        monkeypatch.setattr("sim.protocol.upkeep.forget_superseded", greedy)
+        assert found(lambda seed: harsh(seed, broken_calls=0.3)).startswith(("restorable", "lost work"))
+
+    def test_nodes_that_repair_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sim.protocol.jobs.SELDOM_SHARE", 1.0)
+        monkeypatch.setattr("sim.protocol.jobs.STEPS", (150, 250))
+        monkeypatch.setattr(JobNode, "_repair", lambda self, shortage: None)
+        assert found(lambda seed: checked(seed, nodes=5)).startswith("replicas")

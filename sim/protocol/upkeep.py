@@ -1,0 +1,76 @@
+"""Upkeep of the store of a simulated node, by the production rules: repair, pruning and collection."""
+
+from collections.abc import Mapping, Set
+
+from ckptstore.replication import Settled
+from mesh.checkpoints.pruning import forget_superseded
+from mesh.checkpoints.repair_plan import LOST_S, RepairPlan, Shortage
+from mesh.consensus.reports import Recopied, RunnerEvent
+from mesh.consensus.status import JobStatus
+from sim.protocol.checkpoints import StoringNode
+from sim.protocol.status_board import StatusBoard
+
+TURNS = 2
+TIDY_S = 15.0  # more often than in production, so that a run has many
+YOUNG_S = 60.0  # chunks that no manifest needs stay for as long: longer than any copy here takes
+
+
+class KeepingNode(StoringNode):
+    """A node that copies what lacks holders, and forgets what no job needs."""
+
+    _board: StatusBoard
+    _plan: RepairPlan
+    _repairing: bool
+    _turn: int
+    _tidy_at: float
+
+    def report(self, job: bytes, event: RunnerEvent) -> None:
+        raise NotImplementedError
+
+    def begin_upkeep(self) -> None:
+        self._board, self._plan = StatusBoard(self.id, self.participant, self.core), RepairPlan(self.id, LOST_S)
+        self._repairing, self._turn = False, self.number
+        self._tidy_at = self.boot() + self.world.streams.get(self.name, "tidy").uniform(0.0, TIDY_S)
+
+    def keep_up_in_turn(self) -> None:
+        """Publish the status of jobs, repair, and now and then tidy up; not at every call."""
+        self._turn += 1
+        if self._turn % TURNS == 0:
+            self._keep_up()
+
+    def _keep_up(self) -> None:
+        members = self.core.swim.table.all()
+        alive = frozenset(member.node for member in members if member.present)
+        staying = alive - {member.node for member in members if member.draining}
+        self._board.publish(alive)
+        statuses = self._board.all(self.unix())
+        self._repair_what_is_short(statuses, staying)
+        if self.boot() >= self._tidy_at:
+            self._tidy_at = self.boot() + TIDY_S
+            self.tidy(statuses)
+
+    def tidy(self, statuses: Mapping[bytes, JobStatus]) -> None:
+        """Forget what jobs have left here and do not need any more."""
+        forget_superseded(self.store, statuses, self.store.manifests())
+        self.store.collect(min_age_s=YOUNG_S, now_unix=self.unix())
+
+    def _repair_what_is_short(self, statuses: Mapping[bytes, JobStatus], staying: Set[bytes]) -> None:
+        for shortage in self._plan.look(statuses.values(), staying, set(self.participant.runners), self.boot()):
+            if not self._repairing:
+                self._repair(shortage)
+
+    def _repair(self, shortage: Shortage) -> None:
+        self._plan.began(shortage, self.boot())
+        policy = self.replica_policy(shortage.job)
+        able = [node for node in policy.fallback if node not in shortage.there]
+        if not self.store.has(shortage.manifest) or not able:
+            return
+
+        def settled(copies: Settled) -> None:
+            self._repairing = False
+            if copies.holders:
+                holders = self._plan.copied(shortage, copies.holders)
+                self.report(shortage.job, Recopied(shortage.manifest, holders))
+
+        self._repairing = True
+        self.replicate(self.store.manifest(shortage.manifest), policy, able, shortage.lacking, settled)
