@@ -1,34 +1,17 @@
-"""Checkers of the invariants of jobs (J1 to J3, J5 to J8, J10 to J15); docs/explanation/job-invariants.md explains them.
+"""Checkers of the invariants of jobs (J2, J3, J7, J8, J11, J13 to J15); docs/explanation/job-invariants.md explains them.
 
-A checker knows nothing of the injected faults. It sees what nodes save and commit and what their guests do, and looks at all
-lease holders whenever a node has handled an input. J4 and J9 are bounds on time: the run in `sim.protocol.jobs` waits for them
-itself. Each checker names the removed rules that it detects in tests/sim/test_jobs.py.
+A checker knows nothing of the injected faults. It sees what nodes save and commit and what their guests do. J4 and J9 are bounds
+on time: the run in `sim.protocol.jobs` waits for them itself. `lease_checkers.py` has J1, J5, J6, J10 and J12. Each checker
+names the removed rules that it detects in tests/sim/test_jobs.py.
 """
-
-from collections import defaultdict
 
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Start
-from mesh.model.record import Commit, Voter
+from mesh.model.record import Commit
 from mesh.model.spec import job_id
 from placement.ranking import rank_nodes
 from sim.protocol.jobs import LIE, JobChecker, JobNode, JobsWorld
-
-
-class OneLease(JobChecker):
-    """J1: a job has at most one valid lease at a time, each judged by its holder's clock.
-
-    Found by: witnesses that ignore leases or forget them at a restart.
-    """
-
-    name = "J1"
-
-    def handled(self, world: JobsWorld, job: bytes) -> None:
-        holders = world.holders(job)
-        if len(holders) > 1 and job not in world.recovered:
-            raise self.violated(
-                world, job, f"several nodes hold a lease: {[(node.name, term) for node, term in holders]}"
-            )
+from sim.protocol.lease_checkers import all_lease_checkers
 
 
 class OneChain(JobChecker):
@@ -62,42 +45,6 @@ class OneChain(JobChecker):
 
     def recovered(self, world: JobsWorld, job: bytes) -> None:
         self._last.pop(job, None)
-
-
-class OneEnd(JobChecker):
-    """J5 and J6: a job ends once, and no node gets a lease after a majority holds the end.
-
-    Found by: an end that counts before a majority holds it; witnesses that forget ends.
-    """
-
-    name = "J5"
-
-    def __init__(self) -> None:
-        self._outcomes: dict[bytes, object] = {}
-        self._told: dict[tuple[bytes, int, int], set[Voter]] = defaultdict(set)
-        self._over: set[bytes] = set()
-
-    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
-        outcome = witness_record.record.outcome
-        if outcome is None:
-            return
-        # An accepted end can still be replaced until a majority accepts it in one term.
-        voters = self._told[witness_record.job, witness_record.config.number, witness_record.accepted_term]
-        voters.add(Voter(node.id, witness_record.disk))
-        if not witness_record.final and not witness_record.config.quorum(voters):
-            return
-        self._over.add(witness_record.job)
-        known = self._outcomes.setdefault(witness_record.job, outcome)
-        if known != outcome:
-            raise self.violated(world, witness_record.job, f"the job ended twice: {known} and {outcome}")
-
-    def allowed(self, world: JobsWorld, node: JobNode, job: bytes, until: float) -> None:
-        if job in self._over and until > node.boot():
-            raise self.violated(world, job, f"J6: {node.name} got a lease after the job's end was committed")
-
-    def recovered(self, world: JobsWorld, job: bytes) -> None:
-        self._outcomes.pop(job, None)
-        self._over.discard(job)
 
 
 class GroupOrder(JobChecker):
@@ -203,52 +150,14 @@ class SamePlacement(JobChecker):
             raise self.violated(world, start.job, f"{node.name} chose another host than the ranking of its view gives")
 
 
-class StepsInLease(JobChecker):
-    """J10: a guest takes no step outside its runner's lease, by that node's boot clock, suspended or not.
-
-    Found by: guests that nothing stops at the end of their lease.
-    """
-
-    name = "J10"
-
-    def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
-        runner, member = node.participant.runners.get(job), node.participant.members.get(job)
-        if member is not None:
-            inside = node.boot() < member.until or member.spec.on_partition != "freeze"
-        else:
-            inside = runner is not None and (runner.holds_lease(node.boot()) or runner.spec.on_partition != "freeze")
-        if not inside:
-            raise self.violated(world, job, f"a guest on {node.name} took a step outside its lease")
-
-
-class NoDuplicates(JobChecker):
-    """J12: under `freeze`, no guest takes steps under a lower term while another node holds the lease under a higher one.
-
-    Found by: a lease returned while gang members still run; members that count their lease from the answer.
-    """
-
-    name = "J12"
-
-    def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
-        host = node.participant.runners.get(job) or node.participant.members.get(job)
-        if host is None or host.spec.on_partition != "freeze" or job in world.recovered:
-            return
-        newer = [holder.name for holder, term in world.holders(job) if term > host.term]
-        if newer:
-            raise self.violated(world, job, f"{node.name} computes the same as {newer[0]}, which has a newer term")
-
-
 def all_job_checkers() -> list[JobChecker]:
     return [
-        OneLease(),
         OneChain(),
-        OneEnd(),
         GroupOrder(),
         HonestEnd(),
         PlacedLease(),
         KillSwitch(),
         SignedSpec(),
         SamePlacement(),
-        StepsInLease(),
-        NoDuplicates(),
+        *all_lease_checkers(),
     ]

@@ -145,20 +145,17 @@ _decoded_advert = lru_cache(decode_advert)
 class JobChecker:
     name = ""
 
-    def handled(self, world: "JobsWorld", job: bytes) -> None:
-        """Called when a node has handled an input for this job."""
-
     def proposed(self, world: "JobsWorld", manifest: bytes, parent: bytes | None) -> None:
         """Called when a checkpoint is stored, before its commit."""
 
     def committed(self, world: "JobsWorld", job: bytes, commit: Commit) -> None:
         """Called when a runner learns that a majority holds a commit."""
 
+    def sent(self, world: "JobsWorld", node: "JobNode", to: bytes, message: AnyMessage) -> None:
+        """Called when a node's cores send a message."""
+
     def saved(self, world: "JobsWorld", node: "JobNode", witness_record: WitnessRecord) -> None:
         """Called when a witness has written its record to disk."""
-
-    def allowed(self, world: "JobsWorld", node: "JobNode", job: bytes, until: float) -> None:
-        """Called when a guest may run until `until`, by its node's boot clock."""
 
     def stepped(self, world: "JobsWorld", node: "JobNode", job: bytes) -> None:
         """Called before a guest takes a step."""
@@ -283,7 +280,7 @@ class JobNode(KeepingNode):
         for job in sorted(self.disk.witness_records):
             witness_record = self.disk.witness_records[job]
             witness = self.world.restored(witness_record, self)
-            self.take(partial(self.participant.restore, witness), job)
+            self.take(partial(self.participant.restore, witness))
         self._publish()
         self._publish_age(None)
         self._back_up()
@@ -424,7 +421,7 @@ class JobNode(KeepingNode):
             self.handle_message(sender, message)
 
     def handle_message(self, sender: bytes, message: AnyMessage) -> None:
-        self.take(partial(self.participant.receive, sender, message), message.job)
+        self.take(partial(self.participant.receive, sender, message))
 
     def send(self, to: bytes, message: AnyMessage) -> None:
         if to == self.id:
@@ -437,7 +434,7 @@ class JobNode(KeepingNode):
             self.world.send_datagram(self, data, (member.host, member.port))
 
     def _job_timer(self, job: bytes, role: Role, timer: Timer) -> None:
-        self.take(partial(self.participant.on_timer, job, role, timer), job)
+        self.take(partial(self.participant.on_timer, job, role, timer))
 
     def report(self, job: bytes, event: RunnerEvent) -> None:
         self.take(partial(self.participant.report, job, event))
@@ -476,12 +473,9 @@ class JobNode(KeepingNode):
 
     # --- effects of the cores
 
-    def take(self, item: Input, job: bytes = b"") -> None:
-        """Give the cores an input, about this job if it names one."""
-        self._worker.take(item, job)
-
-    def handled(self, job: bytes) -> None:
-        self.world.handled(job)
+    def take(self, item: Input) -> None:
+        """Give the cores an input."""
+        self._worker.take(item)
 
     def wanted(self, outputs: Sequence[Directed]) -> None:
         for output in outputs:
@@ -494,13 +488,14 @@ class JobNode(KeepingNode):
         guest = self.guests.get(job)
         match effect:
             case Send(to=to, message=message):
+                for checker in world.on_sent:
+                    checker.sent(world, self, to, message)
                 self.send(to, message)
             case SetTimer(name=name, token=token, at=at):
                 delay = max(0.0, (at - self.boot()) / self.rate)
                 self.after(delay, self._job_timer, job, output.role, Timer(name, token))
             case RunUntil(boot_s=boot_s):
                 self._allowed[job] = boot_s
-                world.allowed(self, job, boot_s)
             case Launch(record=record):
                 host = self.participant.members.get(job) or self.participant.runners.get(job)
                 self.after(world.draw(self, "restore", 0.1, 1.0), self._launch, job, record, host)
@@ -734,6 +729,7 @@ class JobsWorld(MembershipWorld):
         count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes, without)
         super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
         self.job_checkers = list(job_checkers)
+        self.on_sent = [checker for checker in job_checkers if type(checker).sent is not JobChecker.sent]
         self.given_up: set[bytes] = set()  # abandoned checkpoints
         self.work: dict[bytes, Work] = {}  # what the guests of each submitted job do
         self.cancelled: set[bytes] = set()  # jobs that their user has cancelled
@@ -1083,14 +1079,6 @@ class JobsWorld(MembershipWorld):
         super().changed(node, change)
         assert isinstance(node, JobNode)
         node.observe_soon()
-
-    def handled(self, job: bytes) -> None:
-        for checker in self.job_checkers:
-            checker.handled(self, job)
-
-    def allowed(self, node: JobNode, job: bytes, until: float) -> None:
-        for checker in self.job_checkers:
-            checker.allowed(self, node, job, until)
 
     def switched(self, node: JobNode) -> None:
         for checker in self.job_checkers:

@@ -32,21 +32,18 @@ class Shell(Protocol):
 
     def perform_job(self, output: Directed) -> None: ...
 
-    def handled(self, job: bytes) -> None:
-        """Called when the effects of an input for this job have been performed."""
-
 
 class Worker:
     """The worker of one run of a process."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._inputs: list[tuple[Input, bytes]] = []
+        self._inputs: list[Input] = []
         self._busy = False
 
-    def take(self, item: Input, job: bytes = b"") -> None:
-        """Work off an input, about this job if it names one, after those that came before it."""
-        self._inputs.append((item, job))
+    def take(self, item: Input) -> None:
+        """Work off an input, after those that came before it."""
+        self._inputs.append(item)
         if not self._busy:
             self._work()
 
@@ -55,21 +52,19 @@ class Worker:
         if self._busy:
             batch, self._inputs = self._inputs, []
             outputs: list[Directed] = []
-            for item, _ in batch:
+            for item in batch:
                 wanted = item(self._shell.instant)
                 self._shell.wanted(wanted)
                 outputs += wanted
-            self._perform(deque(in_durable_order(outputs)), [job for _, job in batch if job])
+            self._perform(deque(in_durable_order(outputs)))
 
-    def _perform(self, steps: deque[Step], jobs: Sequence[bytes]) -> None:
+    def _perform(self, steps: deque[Step]) -> None:
         while steps:
             step = steps.popleft()
             if isinstance(step, SaveRecords):
-                self._shell.save_records(step.records, lambda: self._perform(steps, jobs))
+                self._shell.save_records(step.records, lambda: self._perform(steps))
                 return
             self._shell.perform_job(step)
             if not self._shell.up:
                 return
-        for job in jobs:
-            self._shell.handled(job)
         self._work()

@@ -42,9 +42,10 @@ from sim.protocol.faults import (
     draw_mesh,
 )
 from sim.protocol.guest_checkers import all_guest_checkers
-from sim.protocol.job_checkers import NoDuplicates, OneEnd, OneLease, SignedSpec, all_job_checkers
+from sim.protocol.job_checkers import SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
+from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease
 from sim.protocol.membership import MembershipNode, Violation
 from sim.protocol.memory_store import MemoryStore, Saved
 from tests.sim.replay import digests
@@ -259,7 +260,16 @@ class TestNegativeControls:
     def test_lease_returned_while_gang_members_still_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Gang, "quiet", lambda self, now: True)
         monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 12.0)
-        assert found(lambda seed: JobsWorld(seed, mesh=GANGS, job_checkers=[NoDuplicates()])).startswith("J12")
+        faults = FaultPlan(
+            loss=0.2,
+            delay_s=(0.01, 1.0),
+            incidents=("one way", "notice", "migrate"),
+            incident_every_s=4.0,
+            news_every_s=0.0,
+            until_s=200.0,
+        )
+        checkers = [NoDuplicates()]
+        assert found(lambda seed: JobsWorld(seed, faults=faults, mesh=GANGS, job_checkers=checkers)).startswith("J12")
 
     def test_gang_member_that_counts_its_lease_from_the_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = GangMember.on_run

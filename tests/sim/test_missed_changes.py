@@ -4,7 +4,7 @@ import pytest
 
 from mesh.consensus.participant import Participant
 from mesh.model.record import Voter
-from sim.protocol.faults import FaultPlan, MeshPlan
+from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
 from sim.protocol.job_checkers import all_job_checkers
 from sim.protocol.jobs import JobNode, JobsWorld
 from sim.protocol.membership import Violation
@@ -21,7 +21,9 @@ def miss_a_change(seed: int) -> tuple[JobsWorld, bytes]:
     """Return a world in which half of a job's last group missed the change that made it, and the others know it from a lost
     node.
     """
-    world = JobsWorld(seed, faults=QUIET, mesh=MeshPlan(nodes=8, gangs=0.0), jobs=2, job_checkers=all_job_checkers())
+    world = JobsWorld(
+        seed, faults=QUIET, mesh=MeshPlan(nodes=8, gangs=0.0), jobs=2, work=WorkPlan(), job_checkers=all_job_checkers()
+    )
     world.begin()
 
     def usual() -> list[bytes]:
@@ -30,7 +32,7 @@ def miss_a_change(seed: int) -> tuple[JobsWorld, bytes]:
 
     world.until(lambda: bool(usual()), 400.0, "submitted")
     job = usual()[0]
-    world.steps_of_job[job] = 400
+    world.work[job].steps = 400
     world.until(lambda: bool(world.holders(job)) and world.groups[job].number == 0, 60.0, "running")
     runner = world.holders(job)[0][0]
     group = [world.by_id[node] for node in world.groups[job].nodes]
