@@ -73,7 +73,7 @@ from mesh.consensus.reports import (
 )
 from mesh.consensus.view import Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import RATE_BOUND
-from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, OutcomeKind
+from mesh.model.record import Attempt, Commit, Config, JobRecord, Outcome, OutcomeKind, Voter
 from mesh.model.spec import JobSpec
 from placement.preemption import RunningJob
 
@@ -132,7 +132,7 @@ class Runner:
         self._found = False
         self._exited: GuestExited | None = None
         self._vacate_reason = ""
-        self._cancelled = False
+        self._cancelled, self._cancelling = False, set[Voter]()  # witnesses that say so
         self._outcome: Outcome | None = None
         self._member_failed = False
         self._time_up = ""  # why it may not continue, here or elsewhere
@@ -212,7 +212,10 @@ class Runner:
             return []
         effects: list[Effect] = []
         if message.cancel_wanted and message.term == self.term and not self._cancelled:
-            effects += self.handle(CancelWanted(), at)
+            # One witness alone cannot end a job that runs (J14), unless it is its user's own.
+            self._cancelling.add(Voter(sender, message.disk))
+            if sender == self.spec.submitter or self._proposer.config.quorum(self._cancelling):
+                effects += self.handle(CancelWanted(), at)
         joint = bool(self._proposer.config.previous)
         decided = self._proposer.on_accepted(sender, message)
         if decided is None:

@@ -3,12 +3,16 @@
 One node speaks for each job, and no more often than others need it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
 
+import msgspec
+
 from membership.identity import NodeId
 from membership.node import MembershipNode
+from membership.records import MAX_BODY_BYTES
 from mesh.consensus.status import JobStatus, decode_status, encode_status
 from mesh.jobs.job_table import JobTable
 from mesh.model.spec import format_job, parse_job
@@ -23,7 +27,11 @@ SAME_S, COMMITS_S = (
 )  # between messages that change neither state nor checkpoint, or the checkpoint alone (own choice)
 RECOVERED = "recovered/"
 RECOVERY_TOLD_S = 30 * 86_400.0  # that the order to recover a job is published: longer than a cut (own choice)
+FEWER_ATTEMPTS = (4, 1)  # in a status that would be too large for a section
 PASSING = {"pending", "starting", "saving", "releasing"}  # states that soon become another
+
+
+log = logging.getLogger(__name__)
 
 
 class StatusGossip:
@@ -49,14 +57,18 @@ class StatusGossip:
         if before is not None and now - at < (REPEAT_S if before == status else _may_wait_s(before, status)):
             return
         self._published[status.job] = (status, now)
+        body = _fitting(status)
+        if body is None:
+            log.warning("the status of job %s is too large to be published", format_job(status.job)[:8])
+            return
         urgent = outcome is not None and ended_s < NEWS_S and (before is None or before.outcome is None)
-        self._membership.publish(f"jobs/{format_job(status.job)}", encode_status(status), TTL_S, urgent)
+        self._membership.publish(f"jobs/{format_job(status.job)}", body, TTL_S, urgent)
 
     def publish_recovery(self, job: bytes, order: bytes) -> None:
         """Publish the order of a job's user to recover it, for groups on the other side of a cut."""
         section = RECOVERED + format_job(job)
         known = self._membership.record(self._me, section)
-        if known is None or known.body != order:
+        if (known is None or known.body != order) and len(order) <= MAX_BODY_BYTES:
             self._membership.publish(section, order, RECOVERY_TOLD_S)
 
     def recoveries(self) -> dict[bytes, list[bytes]]:
@@ -94,6 +106,16 @@ class StatusGossip:
             if job is not None:
                 sources.setdefault(job, []).append(record.node)
         self._job_table.keep_only(sources)
+
+
+def _fitting(status: JobStatus) -> bytes | None:
+    """Return a status that fits into a section, if need be with fewer attempts; None if it does not fit.
+
+    Records come from other nodes: a large one must not end this daemon.
+    """
+    shorter = (msgspec.structs.replace(status, attempts=status.attempts[-most:]) for most in FEWER_ATTEMPTS)
+    bodies = map(encode_status, (status, *shorter, msgspec.structs.replace(status, attempts=())))
+    return next((body for body in bodies if len(body) <= MAX_BODY_BYTES), None)
 
 
 def _may_wait_s(last: JobStatus, status: JobStatus) -> float:

@@ -75,6 +75,11 @@ class Generator:
             method, path = ROUTES[number % len(ROUTES)] if number % 2 else ROUTES[0]  # half are job messages
             yield Request(method, self._path(path), self._body(path) if method in {"POST", "PUT"} else b"")
 
+    def messages(self, count: int) -> Iterator[Request]:
+        """Yield job messages only, as a witness of the known jobs sends them."""
+        for _ in range(count):
+            yield Request("POST", ROUTES[0][1], self._body(ROUTES[0][1]))
+
     def _path(self, template: str) -> str:
         known, draw = self._known, self._random
         values = {

@@ -8,8 +8,9 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,7 +25,17 @@ from mesh.model.spec import parse_job
 from tests.adversary.floods import Cost, Member
 from tests.adversary.generator import Generator, Known, Request
 from tests.chains import admitted
-from tests.e2e.commands import job_state, ok, read, running_with_checkpoint, submit_count, until
+from tests.e2e.commands import (
+    exact,
+    finished,
+    job_state,
+    ok,
+    read,
+    running_with_checkpoint,
+    submit_count,
+    submit_endless,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -36,9 +47,9 @@ GROWTH_MIB, STATUS_S = 64.0, 5.0  # the benchmark asks for a second
 
 
 @pytest.fixture
-def stack(make_stack: Callable[..., Stack]) -> Stack:
+def stack(make_stack: Callable[..., Stack], tmp_path: Path) -> Stack:
     """Three nodes of the test's user, and one of Mallory, who may lend and not submit."""
-    stack = Stack(4, overrides={"slots": 1, "grace_s": 10.0})
+    stack = Stack(4, overrides={"slots": 1, "grace_s": 10.0, "process_sees": [str(tmp_path)]})
     stack.found()
     first, mallory = stack.nodes[0], stack.nodes[-1]
     founder, node = Identity.load(first.where.key), Identity.load(mallory.where.key).node_id
@@ -72,11 +83,12 @@ def added(now: dict[str, str], then: dict[str, str]) -> list[str]:
     return [key for key in now.keys() - then.keys() if not key.startswith("archive")]
 
 
-def beyond_reach(node: StackNode, submit: Callable[[], str]) -> str:
-    """Submit until a job has no witness of Mallory, who could lie about its record (docs/explanation/trust.md)."""
+def beyond_reach(node: StackNode, submit: Callable[[], str], witness: bool = False) -> str:
+    """Submit until a job has no witness of Mallory, who could lie about its record (docs/explanation/trust.md), or has one."""
     while True:
         job = submit()
-        if "mallory" not in until(lambda: job_state(node, job).get("witnesses"), "the job's witnesses"):  # noqa: B023
+        witnesses = until(lambda: job_state(node, job).get("witnesses"), "the job's witnesses")  # noqa: B023
+        if ("mallory" in witnesses) == witness:
             return job
         ok(node, "cancel", job)
 
@@ -89,8 +101,7 @@ class Sender:
         self.statuses: Counter[int] = Counter()
         self.failures: list[tuple[int, Request]] = []
 
-    async def send(self, generator: Generator, count: int) -> None:
-        requests = generator.requests(count)
+    async def send(self, requests: Iterator[Request]) -> None:
         await asyncio.gather(*(self._worker(requests) for _ in range(AT_A_TIME)))
 
     async def _worker(self, requests: Any) -> None:
@@ -144,7 +155,7 @@ async def test_generated_requests_of_another_user_change_nothing(stack: Stack) -
         await member.peers.open()
         sender = Sender(member)
         try:
-            await sender.send(Generator(known, SEED + number), COUNT // 2)
+            await sender.send(Generator(known, SEED + number).requests(COUNT // 2))
         finally:
             await member.peers.close()
         await run(cost.look)
@@ -159,6 +170,49 @@ async def test_generated_requests_of_another_user_change_nothing(stack: Stack) -
         await run(until, lambda: not added(unchanging(node, jobs[1]), then), "what was added to go")  # noqa: B023
     seq = job_state(victim, going)["checkpoint"]["seq"]
     await run(until, lambda: job_state(victim, going)["checkpoint"]["seq"] > seq, "the running job to commit")
-    assert job_state(victim, going)["attempts"] == state["attempts"]
+    stays = [(attempt["node"], attempt["term"]) for attempt in job_state(victim, going)["attempts"]]
+    assert stays == [(attempt["node"], attempt["term"]) for attempt in state["attempts"]]
     for job in (going, waiting):
         await run(ok, victim, "cancel", job)
+
+
+async def test_generated_messages_of_a_witness_leave_its_running_job_one_history(stack: Stack, tmp_path: Path) -> None:
+    """It may make the job stop and start again, but neither end it nor take back what was committed, nor touch another."""
+    victim, *others, mallory = stack.nodes
+    run, mine = asyncio.to_thread, [victim, *others]
+    ended = await run(beyond_reach, victim, lambda: submit_count(victim, 5))
+    await run(until, lambda: job_state(victim, ended)["state"] == "done", "the first job to end")
+    going = await run(
+        beyond_reach, victim, lambda: submit_endless(victim, tmp_path / "end", "--replicas", "2"), witness=True
+    )
+    state = await run(running_with_checkpoint, victim, going)
+    job = parse_job(going)
+    with closing(sqlite3.connect(f"file:{victim.where.journal}?mode=ro", uri=True)) as journal:
+        sealed = [bytes(row[0]) for row in journal.execute("SELECT spec FROM submitted WHERE job = ?", [job])]
+    nodes = [Identity.load(node.where.key).node_id for node in stack.nodes]
+    manifests = [bytes.fromhex(row["id"]) for row in (await run(read, victim, "ckpt", "ls"))["checkpoints"]]
+    known = Known([job], nodes, manifests, sealed, (0, 1, 2, 3, 2**40))
+    before = [await run(unchanging, node, job) for node in mine]
+    seq = state["checkpoint"]["seq"]
+    targets = [node for node in mine if node.nick in state["witnesses"]]
+    for number, target in enumerate(targets):
+        member, cost = Member(mallory, target), Cost(target)
+        await member.peers.open()
+        sender = Sender(member)
+        try:
+            await sender.send(Generator(known, SEED + number).messages(COUNT // len(targets)))
+        finally:
+            await member.peers.close()
+        await run(cost.look)
+        assert not sender.failures, (len(sender.failures), sender.failures[:3], sender.statuses)
+        assert sender.statuses[200] and sender.statuses[400], sender.statuses
+        assert cost.grown_mib < GROWTH_MIB and cost.slowest_s < STATUS_S, (cost.grown_mib, cost.slowest_s)
+        now = await run(job_state, victim, going)
+        assert not now["outcome"] and now["checkpoint"]["seq"] >= seq, now
+        seq = now["checkpoint"]["seq"]
+    for node, then in zip(mine, before, strict=True):
+        assert await run(unchanging, node, job) == then, node.nick
+    await run(until, lambda: job_state(victim, going)["checkpoint"]["seq"] > seq, "the job to commit again")
+    (tmp_path / "end").touch()
+    assert (await run(finished, victim, going))["outcome"]["kind"] == "done"
+    assert await run(exact, victim, going)

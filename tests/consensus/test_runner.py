@@ -497,6 +497,20 @@ def test_only_the_witnesses_call_a_runner_over() -> None:
     assert kinds(world.runner.on_refused(B, forged, at(world.now))) == [Kill, Ended]
 
 
+def test_one_witness_that_is_not_the_users_cancels_no_running_job() -> None:
+    def says(node: bytes) -> list[Effect]:
+        disk = next(voter.disk for voter in world.runner.config.members if voter.node == node)
+        answer = Accepted(JOB, world.runner.term, disk, 99, cancel_wanted=True)
+        return world.runner.on_accepted(node, answer, at(world.now))
+
+    world = running()
+    assert world.runner.spec.submitter not in {B, C}
+    assert not says(B) and not says(B)
+    assert says(C), "two of three say so"
+    world = running()
+    assert says(world.runner.spec.submitter), "the word of the user's own node"
+
+
 def test_runner_keeps_its_term_when_one_partitioned_witness_promised_another() -> None:
     world = running()
     world.witnesses[C].handle(C, Prepare(job=JOB, term=7), world.witnesses[C].lease_until + 1)
@@ -698,9 +712,10 @@ def commits(world: RunnerWorld) -> list[Commit]:
     return [record.commit for record in records(world) if record.commit is not None]
 
 
-def test_cancel_known_to_one_witness_reaches_the_runner() -> None:
+def test_cancel_known_to_the_witnesses_reaches_the_runner() -> None:
     world = running()
-    world.witnesses[B].handle(A, Cancel(job=JOB, user="ada"), world.now)
+    for node in (B, C):
+        world.witnesses[node].handle(A, Cancel(job=JOB, user="ada"), world.now)
     assert Kill in kinds(world.timer("renew"))
 
 

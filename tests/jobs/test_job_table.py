@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from membership.records import MAX_BODY_BYTES
 from mesh.consensus.status import RUNNER, JobStatus, decode_status, encode_status, status_of
 from mesh.jobs import status_gossip
 from mesh.jobs.job_table import OWN, JobTable
@@ -151,3 +152,13 @@ def test_gossip_repeats_a_status_until_it_is_history(monkeypatch: pytest.MonkeyP
         gossip.publishes(ended, 0.0) and not gossip.publishes(ended, REPEAT_S - 1) and gossip.publishes(ended, REPEAT_S)
     )
     assert not gossip.publishes(ended, status_gossip.ENDED_TOLD_S + 1)
+
+
+def test_status_that_is_too_large_is_published_shorter_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = PublishedStatuses(monkeypatch)
+    large = Attempt(number=1, node=A, nick="x" * 3000, term=1, started_unix_ms=0)
+    assert world.publishes(view(attempts=(large,) * 16), 0.0)
+    assert len(world.statuses[-1][0].attempts) == 4
+    assert world.publishes(view(attempts=(msgspec.structs.replace(large, reason="x" * MAX_BODY_BYTES),)), 1000.0)
+    assert world.statuses[-1][0].attempts == ()
+    assert not world.publishes(view(outcome=msgspec.structs.replace(DONE, detail="x" * MAX_BODY_BYTES)), 2000.0)
