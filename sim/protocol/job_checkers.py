@@ -5,12 +5,14 @@ on time: the run in `sim.protocol.jobs` waits for them itself. `lease_checkers.p
 names the removed rules that it detects in tests/sim/test_jobs.py.
 """
 
+from collections import defaultdict
+
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Start
-from mesh.model.record import Commit
+from mesh.model.record import Commit, Config, Voter
 from mesh.model.spec import job_id
 from placement.ranking import rank_nodes
-from sim.protocol.jobs import LIE, JobChecker, JobNode, JobsWorld
+from sim.protocol.jobs import LIE, JobChecker, JobNode, JobsWorld, decides
 from sim.protocol.lease_checkers import all_lease_checkers
 
 
@@ -66,6 +68,49 @@ class GroupOrder(JobChecker):
             before = self._orders[voter]
             raise self.violated(world, witness_record.job, f"{node.name} went from group {before} back to {order}")
         self._orders[voter] = order
+
+
+class OneGroup(JobChecker):
+    """J15: the witness groups that most of their members have on disk form one chain: each majority of one meets each majority of
+    the one before, and none decides again after a later one.
+
+    Found by: changes of the group without a joint round.
+    """
+
+    name = "group"
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, dict[Voter, Config]] = defaultdict(dict)
+        self._decided: dict[bytes, list[Config]] = defaultdict(list)
+
+    def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
+        job, config = witness_record.job, witness_record.config
+        held, decided = self._held[job], self._decided[job]
+        voter = Voter(node.id, witness_record.disk)
+        if held.get(voter) == config:
+            return
+        held[voter] = config
+        if (
+            config in decided
+            or job in world.recovered
+            or not decides(config, [one for one in held if held[one] == config])
+        ):
+            return
+        if decided and (config.term, config.number) < (decided[-1].term, decided[-1].number):
+            raise self.violated(world, job, f"group {config.number} decides after group {decided[-1].number}")
+        if decided and not _meet(decided[-1], config):
+            raise self.violated(world, job, f"group {config.number} decides without group {decided[-1].number}")
+        decided.append(config)
+
+
+def _meet(one: Config, other: Config) -> bool:
+    """Tell whether each majority of one group shares a voter with each majority of the other."""
+    return any(
+        len(part) // 2 + 1 + len(against) // 2 + 1 > len(part | against)
+        for part in (set(one.members), set(one.previous))
+        for against in (set(other.members), set(other.previous))
+        if part and against
+    )
 
 
 class HonestEnd(JobChecker):
@@ -154,6 +199,7 @@ def all_job_checkers() -> list[JobChecker]:
     return [
         OneChain(),
         GroupOrder(),
+        OneGroup(),
         HonestEnd(),
         PlacedLease(),
         KillSwitch(),

@@ -42,7 +42,7 @@ from sim.protocol.faults import (
     draw_mesh,
 )
 from sim.protocol.guest_checkers import all_guest_checkers
-from sim.protocol.job_checkers import SignedSpec, all_job_checkers
+from sim.protocol.job_checkers import OneGroup, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease
@@ -342,6 +342,8 @@ class TestNegativeControls:
 
         monkeypatch.setattr(Config, "joint", hasty)
         assert found(lambda seed: harsh(seed, incidents=CRASHES, incident_every_s=5.0))
+        faults = FaultPlan(incidents=CRASHES, incident_every_s=5.0, news_every_s=0.0, until_s=300.0)
+        assert found(lambda seed: JobsWorld(seed, faults=faults, job_checkers=[OneGroup()])).startswith("group")
 
     def test_leaders_that_do_not_read_earlier_decisions(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = Leader._closed
