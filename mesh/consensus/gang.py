@@ -252,6 +252,14 @@ class GangMember:
         self.until = until
         return [RunUntil(until if self.spec.on_partition == "freeze" else math.inf)]
 
+    def clock_stood(self, at: Instant) -> list[Effect]:
+        """What the runner allowed may be over: ask again."""
+        self._asked.clear()
+        self.until = min(self.until, at.now)
+        if self.state in {"enlisted", "ended"} or self._end is not None:
+            return []
+        return [RunUntil(at.now if self.spec.on_partition == "freeze" else math.inf), *self._ask(at)]
+
     def on_dismiss(self, message: Dismiss, at: Instant) -> list[Effect]:
         if message.grace_s > 0 and self.state != "enlisted":
             return self._notice(message.grace_s, message.reason, at)

@@ -45,6 +45,7 @@ from mesh.consensus.messages import (
 from mesh.consensus.proposer import Fenced, Proposer
 from mesh.consensus.reports import (
     CancelWanted,
+    ClockStood,
     GuestExited,
     GuestFailed,
     GuestStarted,
@@ -54,7 +55,7 @@ from mesh.consensus.reports import (
     VacateWanted,
 )
 from mesh.consensus.runner import Runner
-from mesh.consensus.view import Instant, Timer, TimerTokens, View
+from mesh.consensus.view import ClockWatch, Instant, Timer, TimerTokens, View
 from mesh.consensus.witness import Witness, unknown_job
 from mesh.model.record import FIRST_TERM, Config, JobRecord, Voter
 from mesh.model.spec import JobSpec, SpecError, format_job
@@ -142,6 +143,7 @@ class Participant:
         self._rules = rules
         self._rng = rng
         self._view: View | None = None
+        self._clocks = ClockWatch()
 
     @property
     def hosted(self) -> list[bytes]:
@@ -308,6 +310,12 @@ class Participant:
                 return self._from(job, "submitter", [Submitted("no majority of its witnesses answered")])
             return self._resubmit(job, at)
         return []
+
+    def look_at_clocks(self, at: Instant) -> list[Directed]:
+        """Take the leases held here as over if the clock that counts them has stood still. Call it before other inputs."""
+        if not self._clocks.stood(at):
+            return []
+        return [output for job in self.hosted for output in self.report(job, ClockStood(), at)]
 
     def report(self, job: bytes, event: RunnerEvent, at: Instant) -> list[Directed]:
         """Pass an event of this node to the job's runner or gang member here."""
@@ -622,4 +630,6 @@ def on_member_report(member: GangMember, event: RunnerEvent, at: Instant) -> lis
             return member.vacate(grace_s, reason, at)
         case KillWanted(reason=reason):
             return member.vacate(0.0, reason, at)
+        case ClockStood():
+            return member.clock_stood(at)
     return []

@@ -86,6 +86,10 @@ class KillWanted(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ClockStood(msgspec.Struct, frozen=True):
+    """CLOCK_BOOTTIME stood still for a while, as in a paused virtual machine: a lease counted by it may be over."""
+
+
 class CancelWanted(msgspec.Struct, frozen=True):
     pass
 
@@ -104,4 +108,5 @@ RunnerEvent = (
     | MigrateWanted
     | KillWanted
     | CancelWanted
+    | ClockStood
 )

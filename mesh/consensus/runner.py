@@ -60,6 +60,7 @@ from mesh.consensus.reports import (
     CheckpointFailed,
     CheckpointFound,
     CheckpointStored,
+    ClockStood,
     GuestExited,
     GuestFailed,
     GuestStarted,
@@ -114,6 +115,7 @@ class Runner:
         self.job = start.job
         self.state = "acquiring"
         self.lease_until = 0.0
+        self._counts_from = 0.0  # rounds sent earlier give no lease: the clock has stood still since
         self._tokens = TimerTokens(start.term)
         attempt = Attempt(
             number=start.record.next_attempt,
@@ -222,7 +224,7 @@ class Runner:
             return effects
         if joint and not self._proposer.config.previous:
             effects += self._propose(at)  # the new group learns that it decides alone
-        if self._proposer.holder is not None:
+        if self._proposer.holder is not None and decided.sent_at >= self._counts_from:
             until = decided.sent_at + self.spec.lease_s * (1 - RATE_BOUND)
             if until > self.lease_until:
                 self.lease_until = until
@@ -266,9 +268,7 @@ class Runner:
                     StateChanged("running", ""),
                     *self._look_next_placement(at),
                 ]
-                deadline_ms = self.spec.deadline_unix_ms
-                if deadline_ms is not None:
-                    effects.append(self._timer("deadline", at.now + max(0.0, (deadline_ms - at.unix_ms) / 1000)))
+                effects += self._deadline(at)
                 if self.spec.max_time_s is not None:
                     effects.append(self._timer("max time", at.now + max(0.0, self.spec.max_time_s - self.record.ran_s)))
                 why = "cancelled" if self._cancelled else self._vacate_reason
@@ -311,6 +311,10 @@ class Runner:
                     self._prefer(None)
                 self._vacate_reason = self._vacate_reason or reason
                 return [Kill(reason)] if self.state in STOPPABLE else []
+            case ClockStood():
+                self._counts_from = at.now
+                self.lease_until = min(self.lease_until, at.now)
+                return [self._allow(), *self._lease_ran_out(at), *self._propose(at), *self._deadline(at)]
             case CancelWanted():
                 if self._cancelled:
                     return []
@@ -318,6 +322,12 @@ class Runner:
                 if self.state == "gathering":
                     return self._could_not_start(GuestFailed("cancelled", elsewhere=False), at)
                 return [Kill("cancelled")] if self.state in STOPPABLE else []
+
+    def _deadline(self, at: Instant) -> list[Effect]:
+        deadline_ms = self.spec.deadline_unix_ms
+        if deadline_ms is None or self.state not in GUEST_RUNS:
+            return []
+        return [self._timer("deadline", at.now + max(0.0, (deadline_ms - at.unix_ms) / 1000))]
 
     def _look_next_placement(self, at: Instant) -> list[Effect]:
         """Find the standby, and go home once home has been free long enough."""

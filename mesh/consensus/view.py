@@ -14,12 +14,33 @@ from placement.queue import Queue
 from placement.request import Request
 from placement.zones import Hierarchy
 
+STOOD_S = 0.2  # the margin of a lease of 4 s, the shortest in use; NTP slews by less than a hundredth of this in 2 s
+
 
 class Instant(msgspec.Struct, frozen=True):
-    """`now` is seconds of CLOCK_BOOTTIME, by which cores decide; `unix_ms` is wall time, which is only written down."""
+    """`now` is seconds of CLOCK_BOOTTIME, by which cores decide; `unix_ms` is wall time, which is written down and may end a
+    lease early (`ClockWatch`), but never prolongs one.
+    """
 
     now: float
     unix_ms: int
+
+
+class ClockWatch:
+    """Notices when CLOCK_BOOTTIME has stood still, as in a paused virtual machine: the wall clock gains on it.
+
+    A wall clock that is set forward looks the same, and costs no more than an early renewal.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s: float | None = None
+
+    def stood(self, at: Instant) -> bool:
+        """Tell whether it has stood still since the last look."""
+        ahead_s = at.unix_ms / 1000 - at.now
+        gained_s = 0.0 if self._ahead_s is None else ahead_s - self._ahead_s
+        self._ahead_s = ahead_s
+        return gained_s > STOOD_S
 
 
 class View(msgspec.Struct, frozen=True, dict=True):

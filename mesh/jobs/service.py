@@ -91,6 +91,7 @@ from placement.schedule import Rates
 LOOK_SHARE = 10  # building views takes at most one part in so many of a node's time (own choice)
 MESSAGE_TIMEOUT_S = 3.0  # then the cores send again: `leader.ANSWER_S`
 COLLECT_EVERY_S = 60.0
+CLOCKS_EVERY_S = 1.0  # between two looks while nothing else happens (own choice)
 KILL_AFTER_GRACE_S = 30.0  # for the last upload of a guest that was given notice
 KILL_WITHIN_S = 10.0
 TIMERS = ("renew", "lease", "grace", "acquire", "max time", "deadline", "home", "gang", "kept", "ask")
@@ -259,6 +260,7 @@ class JobService:
         """Work off inputs until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._work(), name="job inputs")
+            group.create_task(self._watch_clocks(), name="job clocks")
             group.create_task(self._watch_mesh(), name="job view")
             group.create_task(self._upkeep(), name="job upkeep")
             group.create_task(self._ship_logs(), name="job logs")
@@ -275,7 +277,13 @@ class JobService:
     async def _work(self) -> None:
         while True:
             batch = await self._inputs.batch()
-            await self._perform_all([output for item in batch for output in item(instant())])
+            inputs = (self.participant.look_at_clocks, *batch)
+            await self._perform_all([output for item in inputs for output in item(instant())])
+
+    async def _watch_clocks(self) -> None:
+        while True:
+            await asyncio.sleep(CLOCKS_EVERY_S)
+            await self._inputs.put(self.participant.look_at_clocks)
 
     async def _watch_mesh(self) -> None:
         while True:

@@ -104,6 +104,7 @@ JOB_INCIDENTS = (
     "scrap",
 )
 STORE_INCIDENTS = ("full store", "small quota")
+CLOCK_INCIDENTS = ("pause",)
 MEMBERSHIP_ONLY = {"revoke"}  # a revocation ends the user's jobs, which the job invariants do not cover
 
 
@@ -117,6 +118,7 @@ def draw_job_faults(seed: int, minutes: float, without: Collection[str] = UNFIXE
     faults, rng = draw_faults(seed, minutes), Random(f"jobs/{seed}")
     incidents = [incident for incident in faults.incidents if incident not in MEMBERSHIP_ONLY]
     incidents += [incident for incident in JOB_INCIDENTS if rng.random() < 0.5]
+    incidents += [incident for incident in CLOCK_INCIDENTS if Random(f"clock/{seed}").random() < 0.5]
     disk = Random(f"disk/{seed}")
     incidents += [incident for incident in journal_faults.INCIDENTS if disk.random() < 0.5]
     every_s = rng.uniform(4.0, 30.0)

@@ -21,7 +21,7 @@ SAVE_S = 30.0  # counts as running time, too: the last save, with peers that do 
 
 
 class Run(msgspec.Struct):
-    """One guest: the kernel times of its start, its last step and the end of its attempt there."""
+    """One guest: the times of its start, its last step and the end of its attempt there, as its machine counts them."""
 
     term: int
     node: JobNode
@@ -134,18 +134,18 @@ class Limits(JobChecker):
         self._runs: dict[bytes, list[Run]] = defaultdict(list)
 
     def resumed(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
-        self._runs[job].append(Run(term, node, node.life, world.kernel.now, world.kernel.now))
+        self._runs[job].append(Run(term, node, node.life, node.awake_s, node.awake_s))
 
     def ended(self, world: JobsWorld, node: JobNode, job: bytes, reason: str) -> None:
         for run in self._runs[job]:
             if run.node is node and run.until is None and not reason.startswith("fenced"):
-                run.until = world.kernel.now
+                run.until = node.awake_s
 
     def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
         spec = world.specs[job]
         if spec.on_partition != "freeze" or job in world.recovered:
             return
-        now, runs = world.kernel.now, self._runs[job]
+        now, runs = node.awake_s, self._runs[job]
         mine = next(run for run in reversed(runs) if run.node is node)
         mine.stepped = now
         late_s = spec.grace_s + 2 * spec.lease_s + STEP_S

@@ -101,6 +101,7 @@ OBSERVE_S = 2.0  # between two looks at the membership without a change
 PUBLISH_S, PUBLISH_TTL_S = 600.0, 3600.0
 USER_KEY = b"sim".ljust(32, b"\0")  # all jobs and nodes belong to one user
 LEASE_S = 6.0
+CLOCKS_SEEN_S = OBSERVE_S + 0.5  # until a node whose wall clock was set right has looked at it
 LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
 AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
 SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
@@ -226,6 +227,7 @@ class JobNode(KeepingNode):
         self.guests: dict[bytes, Guest] = {}
         self.crash_at_save = ""
         self.serving = False
+        self.doubted_until = 0.0  # its clock has stood still, and it need not know
         self.backups = Backups()
         self.gang_members_started = 0
         self._allowed: dict[bytes, float] = {}
@@ -303,6 +305,15 @@ class JobNode(KeepingNode):
     def roll_back(self, copy: JournalCopy) -> None:
         self.disk.saves, self.disk.old_copy = copy.age.saves, True
         self.disk.witness_records = dict(copy.witness_records)
+
+    def may_be_behind(self, job: bytes) -> bool:
+        """Tell whether a guest may run on by a clock that stood still, its own or that of its gang's runner, as is allowed
+        until the wall clock is right, or for one lease.
+        """
+        member = self.participant.members.get(job)
+        leader = self.world.by_id.get(member.runner) if member is not None else None
+        until = leader.doubted_until + LEASE_S if isinstance(leader, JobNode) else 0.0
+        return self.world.kernel.now < max(self.doubted_until, until)
 
     def crash(self) -> None:
         """Crash; guests end with the daemon."""
@@ -938,6 +949,12 @@ class JobsWorld(MembershipWorld):
             case "crash at a save":
                 victim.crash_at_save = rng.choice(["before fsync", "after fsync"])
                 self.kernel.after(rng.uniform(5.0, 30.0), self._restart, victim, "")
+            case "pause":
+                victim = rng.choice([node for node in up if node.participant.runners] or up)
+                for_s = min(rng.uniform(1.0, 120.0), self.faults.until_s - self.kernel.now)
+                wall_right_after_s = rng.choice((0.0, rng.uniform(0.0, 60.0)))
+                victim.pause(for_s, wall_right_after_s)
+                victim.doubted_until = victim.paused_until + min(LEASE_S, wall_right_after_s + CLOCKS_SEEN_S)
             case "old copy":
                 copy = victim.backups.older_than(victim.disk.age, rng)
                 if copy is not None and self.kernel.now - self._wiped_at >= MIN_WIPE_INTERVAL_S:

@@ -108,7 +108,7 @@ class StepsInLease(LeaseChecker):
 
     def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
         spec, guest = world.specs[job], node.guests[job]
-        if spec.on_partition != "freeze":
+        if spec.on_partition != "freeze" or node.may_be_behind(job):
             return
         until = max((lease.until for lease in self.leases[job].values() if lease.term == guest.term), default=0.0)
         if world.kernel.now > until + DRIFT * spec.lease_s * guest.gang_member + 1e-6:
@@ -138,7 +138,7 @@ class NoDuplicates(LeaseChecker):
         guest = node.guests[job]
         if world.specs[job].on_partition != "freeze" or job in world.recovered:
             return
-        if guest.term < self._newest[job]:
+        if guest.term < self._newest[job] and not node.may_be_behind(job):
             raise self.violated(world, job, f"{node.name} computes in term {guest.term} after {self._newest[job]}")
         runner = (node, node.life)
         if not guest.gang_member and self._runners.setdefault((job, guest.term), runner) != runner:
@@ -172,7 +172,8 @@ class OneEnd(JobChecker):
             raise self.violated(world, job, f"{node.name} calls an end final that no majority has: {outcome}")
 
     def stepped(self, world: JobsWorld, node: JobNode, job: bytes) -> None:
-        if job in self._ends and world.specs[job].on_partition == "freeze" and job not in world.recovered:
+        bound = world.specs[job].on_partition == "freeze" and job not in world.recovered
+        if job in self._ends and bound and not node.may_be_behind(job):
             raise self.violated(world, job, f"J6: a guest on {node.name} takes a step after the job's end")
 
     def recovered(self, world: JobsWorld, job: bytes) -> None:

@@ -111,8 +111,10 @@ class MembershipNode:
         self.asleep = False  # the whole machine is suspended, not only the process
         self.stalled_until = -1.0
         self.last_stall_end = -1e9
+        self.paused_until = -1.0
+        self.paused_s = self.wall_behind_s = 0.0  # in all, and not made up for yet
         self.life = 0
-        self._late: list[tuple[int, Callable[..., None], tuple[object, ...]]] = []
+        self._late: list[tuple[int, float, Callable[..., None], tuple[object, ...]]] = []
         self.core: Core
         self._waiting: deque[tuple[bytes, Address]] = deque(maxlen=RECEIVE_BUFFER)
         self.taken: deque[tuple[bytes, Address]] = deque(maxlen=RECEIVED_KEPT)
@@ -124,11 +126,29 @@ class MembershipNode:
 
     # --- clocks
 
+    @property
+    def awake_s(self) -> float:
+        """The time that has passed for this machine: all but its pauses."""
+        return max(self.world.kernel.now, self.paused_until) - self.paused_s
+
     def boot(self) -> float:
-        return self.offset_s + self.world.kernel.now * self.rate
+        return self.offset_s + self.awake_s * self.rate
 
     def unix(self) -> float:
-        return UNIX + self.wall_offset_s + self.world.kernel.now * self.rate
+        now = max(self.world.kernel.now, self.paused_until) - self.wall_behind_s
+        return UNIX + self.wall_offset_s + now * self.rate
+
+    def pause(self, for_s: float, wall_right_after_s: float) -> None:
+        """Stop the machine with its clocks, as a virtual machine; its wall clock is set right some time after that."""
+        self.paused_until = self.world.kernel.now + for_s
+        self.paused_s += for_s
+        self.wall_behind_s += for_s
+        self.world.kernel.at(self.paused_until + wall_right_after_s, self.set_wall_clock)
+        self.stall(for_s, asleep=True)
+
+    def set_wall_clock(self) -> None:
+        if self.world.kernel.now >= self.paused_until:
+            self.wall_behind_s = 0.0
 
     # --- life
 
@@ -137,6 +157,9 @@ class MembershipNode:
         world = self.world
         self.up, self.life = True, self.life + 1
         self.stalled_until, self.asleep = -1.0, False
+        early_s = max(0.0, self.paused_until - world.kernel.now)  # its pause ended with its former run
+        self.paused_until, self.paused_s = self.paused_until - early_s, self.paused_s - early_s
+        self.wall_behind_s = 0.0
         self._late = []
         self._waiting.clear()
         self.taken.clear()
@@ -181,13 +204,19 @@ class MembershipNode:
 
     def machine_after(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> None:
         """Schedule a callback outside of the process: it is delayed only while the whole machine is suspended."""
-        self.world.kernel.post(delay_s, self._run_beside, self.life, callback, arguments)
+        self.world.kernel.post(delay_s, self._run_beside, self.life, self.paused_s, callback, arguments)
 
-    def _run_beside(self, life: int, callback: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    def _run_beside(
+        self, life: int, paused_s: float, callback: Callable[..., None], arguments: tuple[object, ...]
+    ) -> None:
         if not self.up or self.life != life:
             return
+        if paused_s != self.paused_s:  # its clock stood still meanwhile
+            again = (life, self.paused_s, callback, arguments)
+            self.world.kernel.post(self.paused_s - paused_s, self._run_beside, *again)
+            return
         if self.asleep and self.stalled:
-            self.world.kernel.at(self.stalled_until, self._run_beside, life, callback, arguments)
+            self.world.kernel.at(self.stalled_until, self._run_beside, life, paused_s, callback, arguments)
             return
         callback(*arguments)
 
@@ -238,13 +267,16 @@ class MembershipNode:
 
     def after(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> None:
         """Schedule a callback in this run of the process; a stall delays it, a crash cancels it."""
-        self.world.kernel.post(delay_s, self._run, self.life, callback, arguments)
+        self.world.kernel.post(delay_s, self._run, self.life, self.paused_s, callback, arguments)
 
-    def _run(self, life: int, callback: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    def _run(self, life: int, paused_s: float, callback: Callable[..., None], arguments: tuple[object, ...]) -> None:
         if not self.up or self.life != life:
             return
+        if paused_s != self.paused_s:  # its clock stood still meanwhile
+            self.world.kernel.post(self.paused_s - paused_s, self._run, life, self.paused_s, callback, arguments)
+            return
         if self.world.kernel.now < self.stalled_until:
-            self._late.append((life, callback, arguments))
+            self._late.append((life, paused_s, callback, arguments))
             return
         callback(*arguments)
 

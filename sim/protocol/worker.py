@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import WitnessRecord
-from mesh.consensus.participant import Directed
+from mesh.consensus.participant import Directed, Participant
 from mesh.consensus.view import Instant
 
 Input = Callable[[Instant], Sequence[Directed]]
@@ -17,6 +17,8 @@ Input = Callable[[Instant], Sequence[Directed]]
 
 class Shell(Protocol):
     """What a node does for its worker."""
+
+    participant: Participant
 
     @property
     def up(self) -> bool: ...
@@ -51,7 +53,7 @@ class Worker:
         self._busy = bool(self._inputs)
         if self._busy:
             batch, self._inputs = self._inputs, []
-            outputs: list[Directed] = []
+            outputs = list(self._shell.participant.look_at_clocks(self._shell.instant))
             for item in batch:
                 wanted = item(self._shell.instant)
                 self._shell.wanted(wanted)

@@ -190,6 +190,18 @@ class TestMember:
         assert allowed == RunUntil(1.0 + 10.0 * (1 - RATE_BOUND))
         assert member.run(asked.round, 99.0, now=8.0) == [], "one answer to one question"  # type: ignore[union-attr]
 
+    def test_time_is_over_when_its_clock_has_stood_still(self) -> None:
+        member = MemberState()
+        member.begin(0.0)
+        member.run(1, 15.0, 1.0)
+        asked = says(member.timer("ask"), ExtendRun)
+        stopped, *again = member.member.clock_stood(at(6.0))
+        assert stopped == RunUntil(6.0) and member.member.until == 6.0
+        ((_, late),) = asked
+        assert member.run(late.round, 15.0, 6.0) == [], "it was asked before"  # type: ignore[union-attr]
+        ((_, question),) = says(again, ExtendRun)
+        assert member.run(question.round, 15.0, 6.5), "and now it is asked anew"  # type: ignore[union-attr]
+
     def test_late_grant_takes_no_time_away(self) -> None:
         member = MemberState()
         effects = member.begin(0.0)

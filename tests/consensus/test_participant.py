@@ -5,7 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
-from mesh.consensus.effects import Launch, Notify, Send, SetTimer, Submitted, WitnessRecord
+from mesh.consensus.effects import Launch, Notify, RunUntil, Send, SetTimer, Submitted, WitnessRecord
 from mesh.consensus.leader import ANSWER_S
 from mesh.consensus.messages import (
     Accept,
@@ -34,7 +34,7 @@ from mesh.consensus.messages import (
 from mesh.consensus.participant import SUBMIT_WITHIN_S, Directed, Participant, Rules
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.runner import Runner
-from mesh.consensus.view import Timer
+from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import Witness
 from mesh.model.record import FIRST_TERM, Attempt, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import JobSpec, SpecError
@@ -247,6 +247,14 @@ def test_unanswered_submission_fails_with_a_reason() -> None:
     timer = next(item.effect for item in again if isinstance(item, Directed) and not isinstance(item.effect, Send))
     last = submitter.on_timer(JOB, "submitter", Timer(timer.name, timer.token), at(SUBMIT_WITHIN_S))  # type: ignore[union-attr]
     assert last == [Directed(JOB, "submitter", Submitted("no majority of its witnesses answered"))]
+
+
+def test_leases_held_here_end_when_the_clock_has_stood_still() -> None:
+    node = make_participant(D)
+    node.receive(A, make_start(), at(1))
+    assert node.look_at_clocks(at(2)) == []
+    later = Instant(3.0, 60_000)
+    assert [e.effect for e in node.look_at_clocks(later) if isinstance(e.effect, RunUntil)] == [RunUntil(0.0)]
 
 
 def test_restored_record_votes_for_the_disk_that_it_is_on_now() -> None:

@@ -29,6 +29,7 @@ from mesh.consensus.reports import (
     CheckpointFailed,
     CheckpointFound,
     CheckpointStored,
+    ClockStood,
     GuestExited,
     GuestFailed,
     GuestStarted,
@@ -41,7 +42,7 @@ from mesh.consensus.reports import (
     VacateWanted,
 )
 from mesh.consensus.runner import Runner
-from mesh.consensus.view import Timer
+from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import RATE_BOUND
 from mesh.model.record import Attempt, Commit, Config, JobRecord, avoided, shunned
 from mesh.model.spec import HomePolicy
@@ -348,6 +349,34 @@ def test_partitioned_runner_continues_uncommitted_if_its_spec_allows() -> None:
     assert world.tell(CheckpointFound()) == [], "nothing is committed without a lease"
     world.silent = set()
     assert SaveCheckpoint in kinds(world.timer("renew")) and world.runner.state == "running"
+
+
+def test_lease_is_over_when_its_clock_has_stood_still() -> None:
+    """A paused virtual machine: what was asked before the pause grants nothing after it."""
+    world = running()
+    world.now += 1.0
+    asked = world.runner.on_timer(renewal(world), at(world.now))  # the answers come after the pause
+    world.silent, world.now = {A, B, C}, world.now + 1.0
+    world.tell(ClockStood())
+    assert allowed(world)[-1] == world.now and not world.runner.holds_lease(world.now)
+    assert world.runner.state == "frozen"
+    world.silent = set()
+    world.settle([effect for effect in asked if isinstance(effect, Send)])
+    assert world.runner.lease_until == world.now, "they were counted by the clock that stood"
+    world.timer("renew")
+    assert world.runner.holds_lease(world.now) and world.runner.state == "running"
+
+
+def test_deadline_is_set_again_by_the_wall_clock_after_a_pause() -> None:
+    world = running(deadline_unix_ms=500_000)
+    world.now = 100.0
+    timers = world.settle(world.runner.handle(ClockStood(), Instant(100.0, 400_000)))
+    assert [effect.at for effect in timers if isinstance(effect, SetTimer) and effect.name == "deadline"] == [200.0]
+
+
+def renewal(world: RunnerWorld) -> Timer:
+    latest = [effect for effect in world.seen if isinstance(effect, SetTimer) and effect.name == "renew"][-1]
+    return Timer(latest.name, latest.token)
 
 
 def test_guest_whose_files_outlasted_the_lease_starts_frozen() -> None:

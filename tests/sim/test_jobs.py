@@ -19,7 +19,7 @@ from mesh.consensus.effects import Effect, RunUntil, SaveWitnessRecord, WitnessR
 from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, RunGranted
-from mesh.consensus.participant import Directed
+from mesh.consensus.participant import Directed, Participant
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
@@ -31,6 +31,7 @@ from placement.request import Request
 from sim.protocol.checkpoint_checkers import ResumesFromCommit, all_checkpoint_checkers
 from sim.protocol.checkpoints import StoringNode
 from sim.protocol.faults import (
+    CLOCK_INCIDENTS,
     INCIDENTS,
     JOB_INCIDENTS,
     MEMBERSHIP_ONLY,
@@ -45,7 +46,7 @@ from sim.protocol.guest_checkers import all_guest_checkers
 from sim.protocol.job_checkers import OneGroup, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
-from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease
+from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease, StepsInLease
 from sim.protocol.membership import MembershipNode, Violation
 from sim.protocol.memory_store import MemoryStore, Saved
 from tests.sim.replay import digests
@@ -104,7 +105,8 @@ def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_fault_is_drawn_by_some_seed() -> None:
     plans = [draw_job_faults(seed, 10.0) for seed in range(SEEDS)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
-    assert set(drawn) == {*INCIDENTS, *JOB_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS} - UNFIXED - MEMBERSHIP_ONLY
+    known = {*INCIDENTS, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS}
+    assert set(drawn) == known - UNFIXED - MEMBERSHIP_ONLY
     assert min(drawn.values()) >= SEEDS // 8 and SEEDS // 3 < sum(plan.broken_calls > 0 for plan in plans) < SEEDS
     meshes = [draw_mesh(seed, without=()) for seed in range(SEEDS)]
     assert len({mesh.nodes for mesh in meshes}) == 11 and sum(mesh.gangs == 1.0 for mesh in meshes) >= SEEDS // 8
@@ -247,6 +249,16 @@ class TestNegativeControls:
         monkeypatch.setattr(JobNode, "check_disk", lambda self: setattr(self.disk, "old_copy", False))
         monkeypatch.setattr("sim.protocol.jobs.MIN_WIPE_INTERVAL_S", 10.0)
         assert found(lambda seed: few_disks(seed, "old copy", "notice", "crash"))
+
+    def test_leases_that_outlast_a_pause_of_their_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Participant, "look_at_clocks", lambda self, at: [])
+        monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 30.0)
+
+        def paused(seed: int) -> JobsWorld:
+            faults = msgspec.structs.replace(draw_job_faults(seed, 10.0), incidents=("pause",), incident_every_s=12.0)
+            return JobsWorld(seed, faults=faults, mesh=MeshPlan(nodes=9), job_checkers=[StepsInLease(), NoDuplicates()])
+
+        assert found(paused).startswith("J1")
 
     def test_promises_that_are_not_saved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = JobNode.keep
