@@ -928,8 +928,8 @@ class JobsWorld(MembershipWorld):
 
     def _recover(self, job: bytes) -> None:
         """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here."""
-        nodes = [node for node in self.nodes if node.up and job in node.disk.witness_records]
-        witness_records = {node.id: node.disk.witness_records[job] for node in nodes}
+        nodes = [node for node in self.nodes if node.up and job in node.participant.witnesses]
+        witness_records = {node.id: node.participant.witnesses[job].witness_record for node in nodes}
         try:
             asker = nodes[0] if nodes else self.nodes[0]
             plan = make_plan(job, witness_records, asker.view(), asker.instant)
