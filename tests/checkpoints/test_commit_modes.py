@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.checkpoints.commit_modes import committed_tree
+from mesh.checkpoints.commit_modes import committed_tree, link_checkpoints
 from mesh.model.spec import Checkpointing
 
 RENAME, MARKER = Checkpointing(mode="rename", keep=2), Checkpointing(mode="marker", keep=2)
@@ -58,7 +58,21 @@ def test_stable_mode_waits_until_no_file_changes_or_is_open_for_writing(tmp_path
     assert committed_tree(tmp_path, STABLE, now, ended=True) is not None
     tree = committed_tree(tmp_path, STABLE, now + 6)
     assert tree is not None and tree.roots == {"ckpt": tmp_path} and tree.resume == ""
+    with file.open("rb"):
+        assert committed_tree(tmp_path, STABLE, now + 6) is not None, "whoever reads it changes nothing"
     with file.open("ab"):
         assert committed_tree(tmp_path, STABLE, now + 6) is None, "a process has the file open for writing"
     (tmp_path / "next.pt.tmp").touch()
     assert committed_tree(tmp_path, STABLE, now + 60) is None, "a temporary file marks an unfinished save"
+
+
+def test_checkpoints_are_linked_inside_the_working_directory_only(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "ckpt").mkdir()
+    link_checkpoints(tmp_path, "runs/last")
+    assert (tmp_path / "work" / "runs" / "last").resolve() == tmp_path / "ckpt"
+    (tmp_path / "owners").mkdir()
+    (tmp_path / "work" / "out").symlink_to(tmp_path / "owners")
+    with pytest.raises(OSError, match="leads out of the working directory"):
+        link_checkpoints(tmp_path, "out/last")
+    assert not list((tmp_path / "owners").iterdir())

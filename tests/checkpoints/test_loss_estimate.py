@@ -37,6 +37,16 @@ def test_yielding_job_loses_nothing_after_its_save_at_the_notice() -> None:
     assert job.lost(145.0, None).seconds == 0.0
 
 
+def test_second_notice_does_not_move_the_first() -> None:
+    job = loss()
+    job.began(100.0, False, None)
+    job.noticed(130.0, 60.0)
+    job.stored(135.0, None)
+    job.noticed(140.0, 60.0)
+    job.yielded(150.0)
+    assert job.lost(150.0, None) == Lost(0.0), "it has saved since its notice"
+
+
 def test_loss_is_reported_in_steps_or_in_seconds() -> None:
     assert Lost(9.0, 0).text == "" and Lost(0.05).text == ""
     assert Lost(9.0, 1).text == "1 step since its last checkpoint"

@@ -50,3 +50,15 @@ def test_departed_nodes_are_skipped_and_the_reason_is_reported() -> None:
         "another node holds checkpoints in place of a node: full",
     ]
     assert found.describe([]) == ""
+
+
+def test_checkpoint_without_a_holder_is_refused_where_there_is_a_node() -> None:
+    policy = replica_policy()
+    assert policy.refusal((), 2, "they are full") == "no other node took it: they are full"
+    assert policy.refusal((A,), 2, "one is full") == "" and policy.refusal((), 0, "") == ""
+    assert ReplicaPolicy(0, 0, ()).refusal((), 2, "there is no node") == "", "a lone node keeps its own"
+
+
+def test_revoked_node_is_not_asked_for_state() -> None:
+    members = (member(A), member(B, "dead"), member(C, "revoked"), member(D))
+    assert replica_policy(members=members).members == {A, B}

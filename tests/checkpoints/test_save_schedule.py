@@ -76,7 +76,11 @@ def test_schedule_file_gives_the_next_save_time_and_follows_each_save(tmp_path: 
     guest.look(NOW + 130.0)
     assert guest.told()["number"] == 3
     assert guest.told()["due_unix"] == pytest.approx(max(UNIX + 2 * young, UNIX + 130 + LEAST_S))
+    since = guest.save_schedule.schedule.since
     guest.save_schedule.stood_still(NOW + 130.0, NOW + 230.0)
+    assert guest.save_schedule.schedule.since == since + 100.0
+    guest.save_schedule.stood_still(since - 50.0, since + 110.0)
+    assert guest.save_schedule.schedule.since == since + 110.0, "what it did before counts already"
     guest.save_schedule.ended()
     assert not guest.look(NOW + 9999.0) and guest.save_schedule.next is None
 

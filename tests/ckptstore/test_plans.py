@@ -22,6 +22,10 @@ def test_chosen_peers_come_first_and_a_substitute_is_reported() -> None:
     assert plan.substitutes == [Substitute(C, A, "disk full")] and plan.failures == {A: "disk full"}
 
 
+def test_peer_that_is_named_twice_gets_one_copy() -> None:
+    assert Replication([A, A], [B, A], want=2).start() == [CopyTo(A), CopyTo(B)]
+
+
 def test_chosen_peer_known_to_be_gone_is_skipped() -> None:
     plan = Replication([A, B], [C, D], want=1, gone={A: "is gone", D: "not chosen"})
     assert plan.start() == [CopyTo(B), CopyTo(C)]
