@@ -100,6 +100,33 @@ async def test_stranger_is_refused_in_the_handshake(who: str) -> None:
         assert not host.peers and not host.taken
 
 
+async def test_older_tls_is_refused() -> None:
+    context = client_context(MEMBER, MESH)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with serving() as host:
+        with suppress(ssl.SSLError, ConnectionError):
+            assert await ask(host, context) == b""
+        assert not host.peers and not host.taken
+
+
+async def test_no_connection_can_be_resumed_without_its_key() -> None:
+    async with serving() as host:
+        name = node_name(HOST.node_id)
+        context = client_context(MEMBER, MESH)
+        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, ssl=context, server_hostname=name)
+        writer.write(b"request")
+        assert await reader.read() == b"answer"
+        session = writer.get_extra_info("ssl_object").session
+        assert session is None or not session.has_ticket
+        writer.close()
+
+
+def test_key_is_left_in_no_open_file() -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    client_context(MEMBER, MESH)
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
 async def test_client_sends_nothing_to_another_node_at_the_address() -> None:
     async with serving(STRANGER) as host:
         with pytest.raises(ssl.SSLCertVerificationError, match="the answering node is"):
