@@ -41,6 +41,15 @@ async def send(stream: Stream, seen: list[str], name: str) -> None:
     stream.rests()
 
 
+async def test_user_is_warned_once_and_a_departure_leaves_nothing() -> None:
+    with ExitStack() as stack:
+        leaving = Leaving(stack)
+        leaving.add(10 * GB, 100e6, window_s=1)
+        leaving.queue.replan()
+        assert len(leaving.told) == 1
+    assert not leaving.queue._open and leaving.queue.need_bps() == 0.0
+
+
 async def test_transfer_with_the_larger_loss_goes_first(leaving: Leaving) -> None:
     small = leaving.add(2 * GB, 100e6, weight=10)
     seen: list[str] = []

@@ -12,7 +12,7 @@ import pytest
 from ckptstore.pacing import MOST_SHARE
 from mesh.checkpoints.commit_modes import being_written
 from mesh.checkpoints.loss_estimate import LossEstimate, Lost
-from mesh.checkpoints.save_schedule import SaveSchedule, SaveSchedules
+from mesh.checkpoints.save_schedule import MAX_STALL_BYTES, SaveSchedule, SaveSchedules, decode_stall
 from mesh.journal import Journal
 from mesh.model.spec import Checkpointing, Every, SpecError, decode_spec, encode_spec
 from placement.schedule import LEAST_S, Cover
@@ -128,6 +128,21 @@ def test_guest_with_an_interval_gets_one_notice_per_due_save(tmp_path: Path) -> 
     assert timed.told()["why"] == "asked" and timed.told()["interval_s"] == 5.0
     timed.save_schedule.saved(NOW + 7.0)
     assert [timed.look(NOW + later) for later in (7.0, 11.0, 12.0, 13.0)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("seconds", ["-1", "86401", "NaN", "1e999", '"1"', "null"])
+def test_impossible_stall_is_ignored(seconds: str) -> None:
+    assert decode_stall(b'{"seconds": 3.5}') == 3.5
+    assert decode_stall(f'{{"seconds": {seconds}}}'.encode()) is None
+    assert decode_stall(b'{"seconds": 3.5}' + bytes(MAX_STALL_BYTES).replace(b"\0", b" ")) is None
+
+
+def test_stable_files_were_saved_before_they_were_seen_to_be(tmp_path: Path) -> None:
+    rules = Checkpointing(mode="stable", stable_s=5.0)
+    schedule = SaveSchedule(make_spec(checkpointing=rules), tmp_path, LossEstimate(100, lambda text: None))
+    schedule.began(NOW)
+    schedule.saved(NOW + 60.0)
+    assert schedule.schedule.since == NOW + 55.0
 
 
 def test_schedule_survives_a_full_or_hostile_control_directory(tmp_path: Path) -> None:
