@@ -9,6 +9,7 @@ from mesh.consensus.effects import Ended, SaveWitnessRecord, Send, Submitted, Wi
 from mesh.consensus.forced_reconfiguration import (
     LEAP,
     RECORD_LOST,
+    TIES,
     ForcedReconfiguration,
     Plan,
     RecoveryError,
@@ -65,11 +66,12 @@ def test_plan_continues_from_the_newest_remaining_record() -> None:
 
 
 def test_plan_starts_from_the_newest_group_and_the_highest_number() -> None:
-    newer = Config(number=1, term=0, members=voters(D, B, C))
-    assert plan_from({A: witness_record(), D: witness_record(config=newer)}).lost == (B, C)
-    promised = plan_from({A: witness_record(promised=5 * LEAP)}).reconfiguration
-    grouped = plan_from({A: witness_record(config=Config(5 * LEAP, 5 * LEAP, voters(A, B, C)))}).reconfiguration
-    assert promised.term > 5 * LEAP and grouped.term > 5 * LEAP
+    newer = Config(number=1, term=0, members=voters(D, B, E))
+    assert plan_from({A: witness_record(), D: witness_record(config=newer)}).lost == (B, E)
+    high = 2 * TIES * LEAP
+    promised = plan_from({A: witness_record(promised=high)}).reconfiguration
+    grouped = plan_from({A: witness_record(config=Config(high, high, voters(A, B, C)))}).reconfiguration
+    assert promised.term > high and grouped.term > high
 
 
 def test_new_group_is_odd_and_of_staying_nodes_with_a_record() -> None:

@@ -134,6 +134,27 @@ def test_suspect_receives_the_accusation_with_the_next_ping() -> None:
     assert ("member", sealed(accusation)) in ping.packet.gossip
 
 
+def test_only_alive_members_relay_and_only_their_own_nacks_count() -> None:
+    swim = core(PEER)
+    (ping,) = packets(fire(swim, "probe", 1.0), Ping)
+    for other in (THIRD, FOURTH):
+        swim.on_evidence(other, alive(other), sealed(alive(other)), 1.0)
+    accusation = Suspect(FOURTH, 1, 0)
+    swim.on_evidence(THIRD, accusation, sealed(accusation), 1.0)
+    assert {p.to for p in packets(fire(swim, "probe-timeout", 1.5), PingRequest)} == {THIRD}
+    assert swim._probe is not None and isinstance(ping.packet, Ping)
+    swim.on_packet(THIRD, Nack(1, b"root", (), ping.packet.nonce + 1), [], 1.6)
+    assert not swim._probe.nacks
+    swim.on_packet(THIRD, Nack(2, b"root", (), ping.packet.nonce), [], 1.6)
+    assert swim._probe.nacks == {THIRD}
+
+
+def test_silence_over_tcp_accuses_nobody() -> None:
+    swim = core(PEER)
+    assert swim.on_stream_ping(PEER, "silent", 1.0) == []
+    assert (PEER, "suspect") in changes(swim.on_stream_ping(PEER, "refused", 1.0))
+
+
 def test_relay_sends_a_nack_at_once_and_forwards_the_ack() -> None:
     swim = core(PEER, THIRD)
     effects = swim.on_packet(PEER, PingRequest(9, b"root", (), THIRD), [], 1.0)
@@ -316,6 +337,8 @@ def test_ping_of_a_member_held_dead_is_acked_with_the_accusation() -> None:
     swim = core(PEER, THIRD)
     verdict = Dead(PEER, 1, 0)
     swim.on_evidence(THIRD, verdict, sealed(verdict), 1.0)
+    while swim.rumours.take(1400, 3):
+        pass  # it is no news any more
     (ack,) = packets(swim.on_packet(PEER, Ping(7, b"root", ()), [], 2.0), Ack)
     assert ("member", sealed(verdict)) in ack.packet.gossip
 
