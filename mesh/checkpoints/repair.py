@@ -1,16 +1,18 @@
-"""Repair: copies what a job has saved to further nodes when some of its holders are lost (`repair_plan.py` decides)."""
+"""Repair: copies what a job has saved to further nodes when some of its holders are lost, and back to this node if it lost
+its disk (`repair_plan.py` decides).
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Set
+from collections.abc import Awaitable, Callable, Collection, Set
 
 from ckptstore.errors import StoreError
 from ckptstore.store import Store
 from membership.identity import NodeId
-from mesh.checkpoints.repair_plan import LOST_S, RepairPlan, Shortage
+from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import Replicator
+from mesh.checkpoints.replicator import FetchError, Replicator
 from mesh.consensus.status import JobStatus
 from mesh.model.spec import format_job
 from mesh.rpc.client import PeerError
@@ -34,13 +36,13 @@ class Repair:
         report: Callable[[bytes, bytes, tuple[NodeId, ...], str], Awaitable[None]],
         lost_s: float = LOST_S,
     ) -> None:
-        self._replicator, self._store = replicator, store
+        self._me, self._replicator, self._store = me, replicator, store
         self._replica_policy, self._report = replica_policy, report
         self._plan = RepairPlan(me, lost_s)
         self._look_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def look(self, statuses: Iterable[JobStatus], staying: Set[NodeId], runs_here: Collection[bytes]) -> None:
+    def look(self, statuses: Collection[JobStatus], staying: Set[NodeId], runs_here: Collection[bytes]) -> None:
         """Start to repair what lacks holders, one at a time. Call it now and then."""
         now = time.monotonic()
         if now < self._look_at:
@@ -50,11 +52,26 @@ class Repair:
             if self._task is None or self._task.done():
                 name = f"repair {format_job(shortage.job)[:8]}"
                 self._task = asyncio.create_task(self._repair(shortage), name=name)
+        for job, found in self._plan.unsure(statuses, now):
+            if self._task is None or self._task.done():
+                name = f"bring back {format_job(job)[:8]}"
+                self._task = asyncio.create_task(self._bring_back(job, found), name=name)
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _bring_back(self, job: bytes, found: Kept) -> None:
+        """Fetch what this node should have, if it lost its disk. It takes no transfer if it is here."""
+        others = [node for node in (*found.nodes, *self._replica_policy(job).fallback) if node != self._me]
+        here = False
+        try:
+            await self._replicator.fetch(found.manifest, others)
+            here = True
+        except (FetchError, PeerError, StoreError, TimeoutError, OSError) as error:
+            log.info("job %s: this node lacks what it should have of it: %s", format_job(job)[:8], error)
+        self._plan.checked(found, here, time.monotonic())
 
     async def _repair(self, shortage: Shortage) -> None:
         self._plan.began(shortage, time.monotonic())

@@ -2,8 +2,11 @@
 
 For a running job its runner does so, and the job record names the new holders. For a waiting or finished job the first
 remaining holder does; readers find the new copies at the nodes that placement names first.
+
+Others cannot see that a holder has lost its disk and is back. So each node brings back what the records of jobs say it has.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence, Set
 
 import msgspec
@@ -56,6 +59,7 @@ class RepairPlan:
         self._me, self._lost_s = me, lost_s
         self._more: dict[bytes, tuple[bytes, ...]] = {}  # holders that the job record does not name
         self._short_since: dict[bytes, float] = {}
+        self._check_at: dict[bytes, float] = {}  # when to make sure that what this node should have is here
 
     def look(
         self, statuses: Iterable[JobStatus], staying: Set[bytes], runs_here: Collection[bytes], now: float
@@ -93,3 +97,14 @@ class RepairPlan:
         """Record new holders; return all that the job record should name."""
         self._more[shortage.manifest] = (*self._more.get(shortage.manifest, ()), *holders)
         return tuple(node for node in (*shortage.there, *holders) if node != self._me)
+
+    def unsure(self, statuses: Iterable[JobStatus], now: float) -> list[tuple[bytes, Kept]]:
+        """Return what jobs that are not over rely on this node to have, each once until it is known whether it is here."""
+        relied = [(status.job, kept(status)) for status in statuses if status.outcome is None]
+        mine = [(job, found) for job, found in relied if found is not None and self._me in found.nodes]
+        self._check_at = {found.manifest: self._check_at.get(found.manifest, now) for _, found in mine}
+        return [(job, found) for job, found in mine if self._check_at[found.manifest] <= now]
+
+    def checked(self, found: Kept, here: bool, now: float) -> None:
+        """Record whether it is here now; if not, it is tried again later."""
+        self._check_at[found.manifest] = math.inf if here else now + RETRY_S

@@ -80,9 +80,9 @@ class RestorableElsewhere(JobChecker):
 
 class ReplicasReturn(JobChecker):
     """Once faults have ended, the last commit of a running job is soon on as many nodes as its user asked for, besides the one
-    that made it, or on all that are left. Not counted while a holder that lost its disk is back: repair does not notice that.
+    that made it, or on all that are left.
 
-    Found by: nodes that repair nothing.
+    Found by: nodes that repair nothing; holders that lost their disk and bring nothing back.
     """
 
     name = "replicas"
@@ -97,13 +97,12 @@ class ReplicasReturn(JobChecker):
         if not world.healed or commit is None or attempt is None or attempt.reason or not attempt.running_unix_ms:
             return
         there = [other for other in world.nodes if not other.gone]
-        copies = {other.id for other in there if other.store.complete(commit.manifest)}
-        replaced = any(other.id in commit.holders and other.id not in copies for other in there)
-        if len(copies) >= min(commit.wanted + 1, len(there)) or replaced:
+        copies = sum(other.store.complete(commit.manifest) for other in there)
+        if copies >= min(commit.wanted + 1, len(there)):
             self._short.pop((job, commit.manifest), None)
         elif world.kernel.now - self._short.setdefault((job, commit.manifest), world.kernel.now) > self.within_s:
             raise self.violated(
-                world, job, f"commit {commit.seq} is on {len(copies)} nodes {self.within_s:g} s after faults ended"
+                world, job, f"commit {commit.seq} is on {copies} nodes {self.within_s:g} s after faults ended"
             )
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Set
 
 from ckptstore.replication import Settled
 from mesh.checkpoints.pruning import forget_superseded
-from mesh.checkpoints.repair_plan import LOST_S, RepairPlan, Shortage
+from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
 from mesh.consensus.reports import Recopied, RunnerEvent
 from mesh.consensus.status import JobStatus
-from sim.protocol.checkpoints import StoringNode
+from sim.protocol.checkpoints import FetchProblem, StoringNode
 from sim.protocol.status_board import StatusBoard
 
 TURNS = 2
@@ -58,6 +58,18 @@ class KeepingNode(StoringNode):
         for shortage in self._plan.look(statuses.values(), staying, set(self.participant.runners), self.boot()):
             if not self._repairing:
                 self._repair(shortage)
+        for job, found in self._plan.unsure(statuses.values(), self.boot()):
+            if not self._repairing:
+                self._bring_back(job, found)
+
+    def _bring_back(self, job: bytes, found: Kept) -> None:
+        def fetched(problem: FetchProblem | None) -> None:
+            self._repairing = False
+            self._plan.checked(found, problem is None, self.boot())
+
+        self._repairing = True
+        others = [node for node in (*found.nodes, *self.replica_policy(job).fallback) if node != self.id]
+        self.fetch(found.manifest, others, fetched)
 
     def _repair(self, shortage: Shortage) -> None:
         self._plan.began(shortage, self.boot())

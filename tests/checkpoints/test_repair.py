@@ -9,9 +9,9 @@ import pytest
 import mesh.checkpoints.repair as module
 from ckptstore.errors import StoreError
 from mesh.checkpoints.repair import Repair
-from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, kept
+from mesh.checkpoints.repair_plan import LOST_S, RETRY_S, Kept, RepairPlan, kept
 from mesh.checkpoints.replica_policy import ReplicaPolicy
-from mesh.checkpoints.replicator import Replicated
+from mesh.checkpoints.replicator import FetchError, Replicated
 from mesh.consensus.status import JobStatus
 from mesh.model.record import Attempt, Commit, Config, Outcome
 from tests.consensus.worlds import JOB, A, B, C, D, E, voters
@@ -47,6 +47,8 @@ class Bench:
         self.copied: list[tuple[bytes, tuple[bytes, ...], int]] = []
         self.told: list[tuple[bytes, tuple[bytes, ...]]] = []
         self.can_take: tuple[bytes, ...] = (E, F)
+        self.fetched: list[tuple[bytes, tuple[bytes, ...]]] = []
+        self.nobody_has_it = False
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         store: Any = type("Has", (), {"has": staticmethod(lambda manifest: True)})
@@ -58,6 +60,11 @@ class Bench:
         self.copied.append((manifest, tuple(able), want))
         took = tuple(node for node in able if node in self.can_take)[:want]
         return Replicated(took, "" if took else "they are full", ())
+
+    async def fetch(self, manifest: bytes, holders: list[bytes]) -> None:
+        self.fetched.append((manifest, tuple(dict.fromkeys(holders))))
+        if self.nobody_has_it:
+            raise FetchError("no node has it")
 
     async def tell(self, job: bytes, manifest: bytes, holders: tuple[bytes, ...], words: str) -> None:
         assert "copied to" in words
@@ -159,6 +166,8 @@ async def test_one_copy_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         for job in (b"1" * 16, b"2" * 16)
     ]
     for _ in range(2):
+        if bench.repair._task is not None:
+            await bench.repair._task  # it looks for what should be here first
         bench.repair._look_at = 0.0
         bench.repair.look(others, {C, E, F}, set())
         bench.now += LOST_S
@@ -191,3 +200,27 @@ async def test_repair_without_a_willing_node_is_retried_later(monkeypatch: pytes
     await bench.look(WAITS, {C, E, F}, LOST_S)
     assert len(bench.copied) == 2 and bench.told == [(CHECKPOINT, (F,))]
     await bench.repair.close()
+
+
+async def test_node_brings_back_what_records_say_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that lost its disk and is back looks as before to all others."""
+    everybody = {A, B, C, D, E, F}
+    bench = Bench(C, monkeypatch)
+    bench.nobody_has_it = True
+    await bench.look(RUNS, everybody)
+    await bench.look(RUNS, everybody, RETRY_S - 1)
+    assert bench.fetched == [(CHECKPOINT, (D, B, E, F))], "the runner is asked first, then holders, then any"
+    bench.nobody_has_it = False
+    for _ in range(3):
+        await bench.look(RUNS, everybody, RETRY_S)
+    assert len(bench.fetched) == 2 and not bench.copied, "once it is here, it is not looked for again"
+    newer = msgspec.structs.replace(RUNS, commit=msgspec.structs.replace(COMMIT, manifest=b"n" * 32))
+    await bench.look(newer, everybody)
+    assert bench.fetched[2:] == [(b"n" * 32, (D, B, E, F))]
+
+
+async def test_node_brings_back_nothing_that_it_need_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for me, status in ((A, RUNS), (E, RUNS), (C, OVER), (C, msgspec.structs.replace(RUNS, commit=None))):
+        bench = Bench(me, monkeypatch)
+        await bench.look(status, {A, B, C, D, E, F})
+        assert not bench.fetched, "results that were removed for lack of space stay away"

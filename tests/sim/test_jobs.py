@@ -455,3 +455,10 @@ class TestNegativeControls:
         monkeypatch.setattr("sim.protocol.jobs.STEPS", (150, 250))
         monkeypatch.setattr(JobNode, "_repair", lambda self, shortage: None)
         assert found(lambda seed: checked(seed, nodes=5)).startswith("replicas")
+
+    def test_holders_that_bring_nothing_back_to_a_new_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sim.protocol.jobs.SELDOM_SHARE", 1.0)
+        monkeypatch.setattr("sim.protocol.jobs.STEPS", (150, 250))
+        monkeypatch.setattr(JobNode, "_bring_back", lambda self, job, found: None)
+        faults = msgspec.structs.replace(draw_job_faults(0, 10.0), incidents=("wipe", "notice"), incident_every_s=10.0)
+        assert found(lambda seed: checked(seed, nodes=5, faults=faults)).startswith("replicas")
