@@ -34,16 +34,21 @@ class OneChain(JobChecker):
 
     def committed(self, world: JobsWorld, job: bytes, commit: Commit) -> None:
         last = self._last.get(job)
+        if last is not None and self._descends(last, commit.manifest):
+            return  # late word of a commit that others have built on
         self._last[job] = commit
-        if last is None or last.manifest == commit.manifest:
+        if last is None:
             return
         if commit.term < last.term or commit.seq <= last.seq:
             raise self.violated(world, job, f"J3: commit {(commit.term, commit.seq)} after {(last.term, last.seq)}")
-        ancestor = commit.parent
-        while ancestor is not None and ancestor != last.manifest:
-            ancestor = self._parents.get(ancestor)
-        if ancestor is None and last.manifest not in world.given_up:
+        if not self._descends(commit, last.manifest) and last.manifest not in world.given_up:
             raise self.violated(world, job, f"checkpoint {commit.seq} of term {commit.term} forks the history")
+
+    def _descends(self, commit: Commit, manifest: bytes) -> bool:
+        ancestor: bytes | None = commit.manifest
+        while ancestor is not None and ancestor != manifest:
+            ancestor = self._parents.get(ancestor)
+        return ancestor is not None
 
     def recovered(self, world: JobsWorld, job: bytes) -> None:
         self._last.pop(job, None)
