@@ -20,8 +20,8 @@ NEED_MIB = 1  # free space an advert must show: it is rounded to GiB, and the st
 class ReplicaPolicy(msgspec.Struct, frozen=True):
     """The group and term that sign a checkpoint, and the nodes that may hold it; evaluated at each save.
 
-    A suspect node may hold it: most suspicions are refuted. It comes last. `gone`: why some cannot. `members`: the other
-    nodes of the mesh, also those that are away: what a node of them holds may come back.
+    A suspect node may hold it: most suspicions are refuted. It comes last. `gone`: why some cannot. `never`: this node, and
+    those that were revoked. What any other holder has may come back, also that of a node which this one has not met.
     """
 
     config: int
@@ -29,7 +29,7 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
     fallback: tuple[bytes, ...]
     gone: Mapping[bytes, str] = {}
     nicks: Mapping[bytes, str] = {}
-    members: frozenset[bytes] = frozenset()
+    never: frozenset[bytes] = frozenset()
 
     def first(self, order: Sequence[bytes]) -> "ReplicaPolicy":
         """Return the policy with its fallback in this order."""
@@ -38,7 +38,7 @@ class ReplicaPolicy(msgspec.Struct, frozen=True):
     def sources(self, record: JobRecord, commit: Commit) -> list[bytes]:
         """Return the other nodes that may have a checkpoint: its holders, those that ran the job since, then any."""
         ran = [one.node for one in record.attempts if one.term >= commit.term and one.running_unix_ms]
-        known = [node for node in (*commit.holders, *reversed(ran)) if node in self.members]
+        known = [node for node in (*commit.holders, *reversed(ran)) if node not in self.never]
         return list(dict.fromkeys([*known, *self.fallback]))
 
     def refusal(self, holders: Sequence[bytes], want: int, short: str) -> str:
@@ -68,12 +68,12 @@ def replica_policy_of(
         home = zone_of(runner.spec.submitter, zones)
         order = stand_in_order(job, adverts, zones, not_these, NEED_MIB, home.name if home is not None else None)
     order.sort(key=lambda node: node in doubtful)
-    others = frozenset(member.node_id for member in members if member.state != "revoked") - {me}
+    never = frozenset(member.node_id for member in members if member.state == "revoked") | {me}
     if runner is None:
-        return ReplicaPolicy(config=0, term=0, fallback=tuple(order), members=others)
+        return ReplicaPolicy(config=0, term=0, fallback=tuple(order), never=never)
     states = {member.node_id: member.state for member in members}
     chosen = rules.to if rules is not None else ()
     gone = {node: f"it is {states[node]}" for node in chosen if states.get(node) in ABSENT}
     gone |= {node: "it is not a member" for node in chosen if node not in states}
     nicks = {member.node_id: member.nick for member in members}
-    return ReplicaPolicy(runner.config.number, runner.term, tuple(order), gone, nicks, others)
+    return ReplicaPolicy(runner.config.number, runner.term, tuple(order), gone, nicks, never)

@@ -4,6 +4,7 @@ from ckptstore.replication import Substitute
 from membership.events import MemberView
 from mesh.checkpoints.replica_policy import ReplicaPolicy, replica_policy_of
 from mesh.consensus.runner import Runner
+from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
 from placement.decision import replica_order
 from placement.zones import Hierarchy
@@ -61,4 +62,8 @@ def test_checkpoint_without_a_holder_is_refused_where_there_is_a_node() -> None:
 
 def test_revoked_node_is_not_asked_for_state() -> None:
     members = (member(A), member(B, "dead"), member(C, "revoked"), member(D))
-    assert replica_policy(members=members).members == {A, B}
+    policy = replica_policy(members=members)
+    assert policy.never == {C, D}
+    commit = Commit(1, 1, b"1" * 32, None, (C, B, E), None, 0)
+    found = policy.sources(JobRecord(commit=commit), commit)
+    assert found[:2] == [B, E] and C not in found, "this node has not met E: that says nothing of its store"
