@@ -985,13 +985,11 @@ class JobsWorld(MembershipWorld):
                             node.id,
                             Start(job, witness_record.promised + 1, witness_record.config, witness_record.record, spec),
                         )
-            case "theft":
-                faults = self.faults  # no late copies: the thief may be a witness by then, and have what they ask for
+            case "theft" | "lie":
+                faults = self.faults  # no late copies: the hostile node may be a witness or the runner by then
                 self.faults = msgspec.structs.replace(faults, replay=0.0, incidents=())
-                self._steal(victim, up)
+                (self._steal if kind == "theft" else self._lie)(victim, up)
                 self.faults = faults
-            case "lie":
-                self._lie(victim, up)
             case "echo":
                 for sent in self._echoes.values():
                     source, data, to = rng.choice(sent)
