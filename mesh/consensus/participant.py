@@ -349,6 +349,8 @@ class Participant:
             self.leaders[job] = Leader(witness, spec, self._rng, self._rules.warrant)
             self.leaders[job].view = self._view
             effects.append(SaveWitnessRecord(witness.witness_record))
+        elif message.spec is None and self._joins(witness, message):
+            return self._from(job, "witness", [Send(sender, unknown_job(message, witness.witness_record.disk))])
         held = witness.witness_record.holder
         if message.reconfiguration is None:
             if not effects and not self._may_propose(sender, message, witness):
@@ -413,9 +415,22 @@ class Participant:
         known = witness.witness_record
         if message.reconfiguration is not None or message.term < known.promised:
             return True
+        if self._joins(witness, message):
+            known, created = msgspec.structs.replace(known, config=message.config), True
         may = self._rules.may_propose(sender, message, known, witness.spec, created)
         self.refused += not may
         return may
+
+    def votes(self, job: bytes) -> bool:
+        """Tell whether this node has a vote on the job, in the group that it knows."""
+        known = self.witnesses[job].witness_record if job in self.witnesses else None
+        return known is not None and Voter(self.me, known.disk) in known.config.everyone
+
+    def _joins(self, witness: Witness, message: Accept) -> bool:
+        """Tell whether a group takes this node in that has no vote in the one it knows: it was replaced, or its disk was."""
+        known = witness.witness_record
+        named = Voter(self.me, known.disk) in message.config.everyone and message.reconfiguration is None
+        return named and message.config.order > known.config.order and not self.votes(known.job)
 
     def _introduced(self, message: Introduce) -> Introduced:
         disk = self._disk_for(message.job)

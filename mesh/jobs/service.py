@@ -371,7 +371,7 @@ class JobService:
         """Tell whether the cores cannot judge a message: it starts or displaces a job, or names a later group of one."""
         if not isinstance(message, Accept):
             return True
-        known = message.job in self.participant.witnesses or message.job in self.participant.archived
+        known = self.participant.votes(message.job) or message.job in self.participant.archived
         return not known and bool(message.spec) and message.config.number > 0 and message.reconfiguration is None
 
     async def _deliver_vouched(self, sender: NodeId, message: Asking) -> None:

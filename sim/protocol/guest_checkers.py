@@ -54,7 +54,9 @@ class Retries(JobChecker):
         if term not in self._failed[job]:
             return
         attempts = [attempt for attempt in witness_record.record.attempts if attempt.term == term]
-        if attempts and attempts[0].reason and attempts[0].exit_code == self._failed[job][term]:
+        # A guest may fail as it is about to be stopped, with a code that a stop gives.
+        stopped = attempts and attempts[0].reason.startswith("vacated") and attempts[0].exit_code in STOPPED
+        if attempts and attempts[0].reason and not stopped and attempts[0].exit_code == self._failed[job][term]:
             voters = self._have_end[job, term]
             voters.add(Voter(node.id, witness_record.disk))
             if decides(witness_record.config, voters):

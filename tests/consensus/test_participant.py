@@ -600,3 +600,21 @@ def test_witness_keeps_the_warrants_that_name_its_group() -> None:
     again = Config(2, 3, voters(A, B, E))
     participant.receive(B, msgspec.structs.replace(accept, round=2, config=again), at(2))
     assert participant.witnesses[JOB].witness_record.warrants == (), "they name the group before"
+
+
+def test_node_without_a_vote_joins_a_later_group_as_a_newcomer() -> None:
+    participant = make_participant()
+    introduce(participant)
+    participant._rules = msgspec.structs.replace(
+        participant._rules, may_propose=lambda sender, message, known, spec, created: sender in known.config.nodes
+    )
+    later = Accept(JOB, 5, 1, Config(2, 5, voters(A, D, E)), JobRecord(version=3), None, spec=SPEC_BYTES)
+    ((_, refused),) = messages(participant.receive(E, later, at(1)), Refused)
+    assert participant.votes(JOB) and not refused.needs_spec, "A has a vote: those that it knows must take E in"
+    participant.receive(B, Accept(JOB, 3, 1, Config(1, 3, voters(B, C, D)), JobRecord(version=2), None), at(2))
+    assert not participant.votes(JOB), "it was replaced"
+    ((_, refused),) = messages(participant.receive(E, msgspec.structs.replace(later, spec=None), at(3)), Refused)
+    assert refused.needs_spec, "so that the shell asks its witnesses"
+    for other in (Config(2, 5, voters(D, E)), Config(0, 3, voters(A, D, E))):
+        assert not messages(participant.receive(E, msgspec.structs.replace(later, config=other), at(4)), Accepted)
+    assert messages(participant.receive(E, later, at(5)), Accepted) and participant.votes(JOB)

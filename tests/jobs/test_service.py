@@ -15,10 +15,11 @@ import pytest
 from ckptstore.store import Store
 from membership.identity import Identity
 from mesh.consensus.effects import SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
-from mesh.consensus.messages import Cancel, encode_message
+from mesh.consensus.messages import Accept, Cancel, encode_message
 from mesh.consensus.participant import Directed
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.view import Instant
+from mesh.consensus.witness import Witness
 from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.message_sender import MessageSender
@@ -199,3 +200,14 @@ async def test_end_of_an_attempt_is_not_that_of_the_next_one(jobs: JobService, n
         del jobs.attempts[JOB]
     await jobs._clear(JOB, over, "done")  # type: ignore[arg-type]
     assert bool(released) is not next_began, "the next attempt has its place"
+
+
+async def test_node_without_a_vote_asks_before_it_joins(jobs: JobService) -> None:
+    me, disk = jobs._me, jobs.participant.disk
+    group = Config(0, 0, (Voter(me, disk), Voter(B, b"b")))
+    witness = Witness(msgspec.structs.replace(record(1), config=group, disk=disk), make_spec())
+    jobs.participant.witnesses[JOB] = witness
+    accept = Accept(JOB, 5, 1, Config(2, 5, (Voter(me, disk),)), JobRecord(), None, spec=SPEC_BYTES)
+    assert not jobs._needs_vouching(accept), "its own record judges that"
+    witness.witness_record = msgspec.structs.replace(witness.witness_record, config=Config(1, 1, (Voter(B, b"b"),)))
+    assert jobs._needs_vouching(accept)
