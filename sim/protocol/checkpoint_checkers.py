@@ -80,7 +80,7 @@ class RestorableElsewhere(JobChecker):
 
 class ReplicasReturn(JobChecker):
     """Once faults have ended, the last commit of a running job is soon on as many nodes as its user asked for, besides the one
-    that made it, or on all that are left.
+    that made it, or on all that are left. Jobs that have lost most of their witnesses, or were never accepted, are not looked at.
 
     Found by: nodes that repair nothing; holders that lost their disk and bring nothing back.
     """
@@ -94,7 +94,14 @@ class ReplicasReturn(JobChecker):
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
         job, record = witness_record.job, witness_record.record
         commit, attempt = record.commit, record.attempts[-1] if record.attempts else None
-        if not world.healed or commit is None or attempt is None or attempt.reason or not attempt.running_unix_ms:
+        if (
+            not world.healed
+            or job not in world.accepted - world.lost
+            or commit is None
+            or attempt is None
+            or attempt.reason
+            or not attempt.running_unix_ms
+        ):
             return
         there = [other for other in world.nodes if not other.gone]
         copies = sum(other.store.complete(commit.manifest) for other in there)
