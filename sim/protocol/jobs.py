@@ -917,14 +917,21 @@ class JobsWorld(MembershipWorld):
         return {Voter(node.id, node.disk.name) for node in there if not node.disk.old_copy}
 
     def _lost_quorum(self, job: bytes) -> bool:
-        """Tell whether the last witness group of a job that was in force has lost a majority of its disks."""
-        return job not in self.groups or not decides(self.groups[job], self._standing())
+        """Tell whether a witness group of a job has lost a majority of its disks: the last one in force, or one that may be."""
+        standing = self._standing()
+        return job not in self.groups or not all(decides(group, standing) for group in self._groups_of(job))
+
+    def _groups_of(self, job: bytes) -> list[Config]:
+        """Return the last group that was in force, and the newest that a node has: perhaps that one decides already."""
+        known = [node.disk.witness_records[job].config for node in self.nodes if job in node.disk.witness_records]
+        return [self.groups[job], *sorted(known, key=lambda config: config.order)[-1:]]
 
     def _may_go(self, leaver: JobNode) -> bool:
         """Tell whether a node may leave for good: a majority of every group stays, and a node where others can join."""
         others = self._standing(but=leaver)
         joinable = any(not node.gone and node is not leaver for node in self.nodes[:2])
-        return joinable and all(decides(self.groups[job], others) for job in self.accepted if job in self.groups)
+        groups = [group for job in self.accepted if job in self.groups for group in self._groups_of(job)]
+        return joinable and all(decides(group, others) for group in groups)
 
     def _recover(self, job: bytes) -> None:
         """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here."""
