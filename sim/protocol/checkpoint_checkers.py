@@ -97,6 +97,7 @@ class ReplicasReturn(JobChecker):
         if (
             not world.healed
             or job not in world.accepted - world.lost
+            or witness_record.config != world.groups.get(job)  # this witness may have missed what came after
             or commit is None
             or attempt is None
             or attempt.reason
