@@ -238,7 +238,7 @@ class Runner:
             return []
         answer = self._proposer.on_refused(sender, message)
         overruled = message.term == self.term and message.promised > self.term
-        if overruled and self.state in CUT_OFF_STATES and not self.holds_lease(at.now):
+        if overruled and self.lease_until and not self.holds_lease(at.now):
             # Otherwise its renewals would keep the answering witnesses from granting the lease to others.
             answer = Fenced()
         return self.fenced() if isinstance(answer, Fenced) else list(answer)

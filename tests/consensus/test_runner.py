@@ -561,6 +561,19 @@ def test_partitioned_runner_yields_to_a_higher_promise() -> None:
     assert Kill in kinds(world.timer("renew")) and world.runner.state == "ended"
 
 
+def test_runner_without_a_lease_yields_while_it_still_fetches() -> None:
+    """A fetch may take long. Until it ends, the renewals would hold the lease at the other witnesses."""
+    world = RunnerWorld()
+    world.begin()
+    assert world.runner.state == "restoring"
+    world.silent = {B, C}
+    world.timer("lease")
+    world.witnesses[C].handle(C, Prepare(job=JOB, term=7), world.witnesses[C].lease_until + 1)
+    world.silent = {B}
+    world.timer("renew")
+    assert world.runner.state == "ended"
+
+
 def test_runner_ignores_a_refusal_of_another_term() -> None:
     world = running()
     stale = Refused(
