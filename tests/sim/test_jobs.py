@@ -15,7 +15,7 @@ import pytest
 from ckptstore.store import ManifestInfo
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
-from mesh.consensus.effects import Effect, RunUntil, SaveWitnessRecord, WitnessRecord
+from mesh.consensus.effects import Effect, RunUntil, WitnessRecord
 from mesh.consensus.gang import Gang, GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, RunGranted
@@ -375,15 +375,13 @@ class TestNegativeControls:
         assert found(checked)
 
     def test_witnesses_that_forget_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = Witness._save
+        real = JobsWorld.restored
 
-        def forgetful(self: Witness, **changes: Any) -> SaveWitnessRecord:
-            if changes.get("record") is not None and changes["record"].outcome is not None:
-                changes["record"] = msgspec.structs.replace(changes["record"], outcome=None)
-                changes.pop("final", None)
-            return real(self, **changes)
+        def forgetful(self: JobsWorld, witness_record: WitnessRecord, node: JobNode) -> Witness:
+            record = msgspec.structs.replace(witness_record.record, outcome=None)
+            return real(self, msgspec.structs.replace(witness_record, record=record, final=False), node)
 
-        monkeypatch.setattr(Witness, "_save", forgetful)
+        monkeypatch.setattr(JobsWorld, "restored", forgetful)
         assert found(lambda seed: harsh(seed, incidents=("mass restart", *CRASHES), incident_every_s=6.0))
 
     def test_guests_without_lease_enforcement(self, monkeypatch: pytest.MonkeyPatch) -> None:
