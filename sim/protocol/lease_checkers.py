@@ -121,7 +121,7 @@ class NoDuplicates(LeaseChecker):
     """J12: under `freeze`, no guest takes a step once a majority of disks has accepted a lease of a higher term, and only one
     guest of a term is not a further member of a gang.
 
-    Found by: a lease returned while gang members still run; members that count their lease from the answer.
+    Found by: members that count their lease from the answer.
     """
 
     name = "J12"

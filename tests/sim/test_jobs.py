@@ -16,7 +16,7 @@ from ckptstore.store import ManifestInfo
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, WitnessRecord
-from mesh.consensus.gang import Gang, GangMember
+from mesh.consensus.gang import GangMember
 from mesh.consensus.leader import Leader
 from mesh.consensus.messages import Accept, Accepted, RunGranted
 from mesh.consensus.participant import Directed, Participant
@@ -268,20 +268,6 @@ class TestNegativeControls:
 
         monkeypatch.setattr(JobNode, "keep", lazy)
         assert found(lambda seed: harsh(seed, incidents=("mass restart", *CRASHES), incident_every_s=6.0))
-
-    def test_lease_returned_while_gang_members_still_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Gang, "quiet", lambda self, now: True)
-        monkeypatch.setattr("sim.protocol.jobs.LEASE_S", 12.0)
-        faults = FaultPlan(
-            loss=0.2,
-            delay_s=(0.01, 1.0),
-            incidents=("one way", "notice", "migrate"),
-            incident_every_s=4.0,
-            news_every_s=0.0,
-            until_s=200.0,
-        )
-        checkers = [NoDuplicates()]
-        assert found(lambda seed: JobsWorld(seed, faults=faults, mesh=GANGS, job_checkers=checkers)).startswith("J12")
 
     def test_gang_member_that_counts_its_lease_from_the_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = GangMember.on_run
