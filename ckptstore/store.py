@@ -45,11 +45,8 @@ from membership.malformed import MALFORMED
 
 THREADS = min(4, os.cpu_count() or 1)  # for reading, hashing and encoding; each uses up to 24 MiB
 KNOWN_MANIFESTS, KNOWN_BYTES = 1024, 64 << 20  # decoded manifests kept in memory, and their sealed bytes (own choice)
-WORKDIRS, WORKDIR_BYTES, WORKDIR_SHARE = (
-    4096,
-    8 << 30,
-    4,
-)  # of another user; at most a quarter of their quota (own choice)
+WORKDIRS, WORKDIR_BYTES = 4096, 8 << 30  # of another user (own choice)
+WORKDIR_SHARE = 4  # at most a quarter of their quota (own choice)
 BLOCK_BYTES = 4096  # that a manifest counts for at least: a block and an inode of most file systems
 
 

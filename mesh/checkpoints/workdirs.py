@@ -41,9 +41,8 @@ class Workdirs:
     ) -> None:
         self._store, self._journal, self._keep_s = store, journal, keep_s
         self._views, self._ends, self._describe = views, ends, describe
-        self._links: dict[
-            bytes, dict[bytes, float | None]
-        ] = {}  # by working directory: each job, and since when it is over
+        # By working directory: each job, and since when it is over.
+        self._links: dict[bytes, dict[bytes, float | None]] = {}
         self._unnamed: dict[bytes, float] = {}  # since when, by the monotonic clock
 
     async def restore(self) -> None:

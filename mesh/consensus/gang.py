@@ -253,7 +253,7 @@ class GangMember:
         return [RunUntil(until if self.spec.on_partition == "freeze" else math.inf)]
 
     def clock_stood(self, at: Instant) -> list[Effect]:
-        """What the runner allowed may be over: ask again."""
+        """Ask again, since what the runner allowed may be over."""
         self._asked.clear()
         self.until = min(self.until, at.now)
         if self.state in {"enlisted", "ended"} or self._end is not None:

@@ -166,15 +166,23 @@ class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     node: NodeId
     group: bytes
 
+    def gives(self, job: bytes, term: int, node: NodeId) -> bool:
+        """Tell whether the node gets this term of the job."""
+        return (self.job, self.term, self.node) == (job, term, node)
+
+    def names(self, job: bytes, config: Config) -> bool:
+        """Tell whether it is given with this group of the job."""
+        return (self.job, self.group) == (job, _group_hash(config))
+
 
 _decode_warrant = msgspec.msgpack.Decoder(Warrant).decode
 
 
 def encode_warrant(job: bytes, term: int, node: NodeId, config: Config) -> bytes:
-    return msgspec.msgpack.encode(Warrant(job, term, node, group_hash(config)))
+    return msgspec.msgpack.encode(Warrant(job, term, node, _group_hash(config)))
 
 
-def group_hash(config: Config) -> bytes:
+def _group_hash(config: Config) -> bytes:
     return blake2b(msgspec.msgpack.encode(config), digest_size=16).digest()
 
 
@@ -316,12 +324,12 @@ class Authority:
     def warrants(self, warrant: bytes, job: bytes, term: int, node: NodeId) -> NodeId | None:
         """Return the member that gave the node this term; None if none did."""
         giver, stated = self._open_warrant(warrant)
-        return giver if stated is not None and (stated.job, stated.term, stated.node) == (job, term, node) else None
+        return giver if stated is not None and stated.gives(job, term, node) else None
 
     def warrants_group(self, warrant: bytes, job: bytes, config: Config) -> NodeId | None:
         """Return the member that has accepted this group of the job; None if none did."""
         giver, stated = self._open_warrant(warrant)
-        return giver if stated is not None and (stated.job, stated.group) == (job, group_hash(config)) else None
+        return giver if stated is not None and stated.names(job, config) else None
 
     def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:
         try:

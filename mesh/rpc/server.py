@@ -31,10 +31,8 @@ from mesh.rpc.tls import PeerObject, server_context
 HANDSHAKE_S = 5.0  # Nomad's `rpc_handshake_timeout`
 HONEST_S = 0.25  # an honest handshake takes milliseconds
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_HOST = 128, 64  # unfinished, at a time (own choice)
-PER_HOST_S, STRANGERS_S = (
-    10.0,
-    50.0,
-)  # handshakes per second: 1 % and 5 % of a processor (measured: make bench-adversary)
+# Handshakes per second: 1 % and 5 % of a processor (measured: make bench-adversary).
+PER_HOST_S, STRANGERS_S = 10.0, 50.0
 MAX_PER_PEER = 64  # more than the client of an honest node opens
 MAX_CONNECTIONS = 1024
 MAX_REQUESTS_PER_PEER = CALLS_PER_NODE  # at a time; tunnels are not counted

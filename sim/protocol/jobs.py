@@ -74,7 +74,7 @@ from mesh.consensus.reports import (
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
-from mesh.jobs.authority import Warrant, decode_warrant, encode_warrant, group_hash, may_propose
+from mesh.jobs.authority import Warrant, decode_warrant, encode_warrant, may_propose
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
@@ -469,11 +469,11 @@ class JobNode(KeepingNode):
 
     def _warrants(self, warrant: bytes, job: bytes, term: int, node: bytes) -> bytes | None:
         giver, stated = self._open_warrant(warrant)
-        return giver if stated is not None and (stated.job, stated.term, stated.node) == (job, term, node) else None
+        return giver if stated is not None and stated.gives(job, term, node) else None
 
     def _warrants_group(self, warrant: bytes, job: bytes, config: Config) -> bytes | None:
         giver, stated = self._open_warrant(warrant)
-        return giver if stated is not None and (stated.job, stated.group) == (job, group_hash(config)) else None
+        return giver if stated is not None and stated.names(job, config) else None
 
     def _open_warrant(self, warrant: bytes) -> tuple[bytes | None, Warrant | None]:
         try:
@@ -714,8 +714,7 @@ class JobNode(KeepingNode):
 class JobsWorld(MembershipWorld):
     """A mesh with jobs. `accepted` jobs are those whose user was told that a majority holds them.
 
-    `groups` are the last witness groups that were in force: their
-    majority had them on disk.
+    `groups` are the last witness groups that were in force: their majority had them on disk.
     """
 
     node_type = JobNode
