@@ -62,8 +62,8 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def ran_s(self) -> float:
-        """Return how long the guest has run, as far as it is known."""
-        until = self.ended_unix_ms or self.seen_unix_ms
+        """Return how long the guest has run by its own node's clock, as far as it is known."""
+        until = self.seen_unix_ms or self.ended_unix_ms  # another node may have set the end, by its clock
         return max(0, until - self.running_unix_ms) / 1000 if self.running_unix_ms else 0.0
 
 

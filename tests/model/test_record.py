@@ -49,6 +49,12 @@ def test_attempt_written_off_ended_when_it_was_last_seen() -> None:
     assert [(one.reason, one.ended_unix_ms) for one in ended] == [("lost", 900), ("lost", 800)], "never in the future"
 
 
+def test_running_time_is_by_the_clock_of_the_node_that_ran() -> None:
+    lost = msgspec.structs.replace(attempt(0), running_unix_ms=20_000, seen_unix_ms=60_000)
+    record = JobRecord().with_attempt(lost).written_off("lost", 25_000)  # by a leader whose clock is behind
+    assert record.attempts[-1].ended_unix_ms == 25_000 and record.ran_s == 40.0
+
+
 def test_node_with_a_new_disk_is_a_new_witness() -> None:
     group = Config(number=0, term=0, members=voters(A, B, C))
     reborn = Voter(A, b"another!")
