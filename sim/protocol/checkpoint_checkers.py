@@ -170,6 +170,7 @@ class DeparturesLoseNothing(JobChecker):
             self._released[job].append(left)
 
     def resumed(self, world: JobsWorld, node: JobNode, job: bytes, term: int, step: int) -> None:
+        self._left.pop((job, node), None)  # that attempt crashed before its release
         least = max((saved for earlier, saved in self._released[job] if earlier < term), default=0)
         if step < least:
             raise self.violated(world, job, f"{node.name} starts at step {step} after a notice at step {least}")

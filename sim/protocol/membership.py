@@ -96,6 +96,7 @@ class MembershipNode:
         self.identity, self.chain = identity, chain
         self.id = identity.node_id
         self.address: Address = (self.name, PORT)
+        self.host_name: Address = (f"{self.name}.campus", PORT)  # resolves to its present address
         faults, clock = world.faults, world.streams.get(self.name, "clock")
         self.offset_s = clock.uniform(0, 1e6)
         self.rate = 1 + clock.uniform(-faults.drift, faults.drift)
@@ -194,7 +195,7 @@ class MembershipNode:
             epoch=world.epoch_to_use(epoch),
             zone_of=lambda node: world.zones.get(node, ""),
         )
-        seeds = [node.address for node in world.nodes[:2] if node is not self]
+        seeds = [node.host_name for node in world.nodes[:2] if node is not self]
         self._bootstrap = Bootstrap(seeds, rng)
         self._bootstrap.remembered = list(self.disk.remembered)
         world.log.add(world.kernel.now, "start", self.name, epoch)
@@ -463,7 +464,9 @@ class MembershipWorld:
         ]
         self.by_id = {node.id: node for node in self.nodes}
         self.zones = {node.id: f"zone{node.number % 3}" for node in self.nodes}
-        self.by_address: dict[Address, MembershipNode] = {node.address: node for node in self.nodes}
+        self.by_address: dict[Address, MembershipNode] = {
+            address: node for node in self.nodes for address in (node.address, node.host_name)
+        }
         self.cuts: list[set[tuple[bytes, bytes]]] = []  # sets of directed links that are down
         self.healed = False
         self.bytes_carried = 0
@@ -586,7 +589,7 @@ class MembershipWorld:
 
     def placed(self, node: MembershipNode) -> None:
         self.by_address = {address: other for address, other in self.by_address.items() if other is not node}
-        self.by_address[node.address] = node
+        self.by_address[node.address] = self.by_address[node.host_name] = node
 
     def send_datagram(self, source: MembershipNode, data: bytes, to: Address) -> None:
         """Send a datagram, which the faults may delay, lose, duplicate, reorder, corrupt or replay much later."""
