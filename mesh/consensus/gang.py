@@ -213,9 +213,12 @@ def _at_notice(code: int) -> ExitFacts:
 
 
 class GangMember:
-    """One member's own part: its place, its guest, and what its runner allows."""
+    """One member's own part: its place, its guest, and what its runner allows.
 
-    def __init__(self, runner: bytes, enlist: Enlist, spec: JobSpec) -> None:
+    Its rounds count from `first_round`, a random number: so a late answer to an earlier life of the member allows nothing.
+    """
+
+    def __init__(self, runner: bytes, enlist: Enlist, spec: JobSpec, first_round: int = 0) -> None:
         self.runner = runner
         self.job, self.term, self.spec = enlist.job, enlist.term, spec
         self.spec_bytes = enlist.spec
@@ -223,7 +226,7 @@ class GangMember:
         self.until = 0.0
         self._tokens = TimerTokens(enlist.term)
         self._asked: dict[int, float] = {}
-        self._round = 0
+        self._round = first_round
         self._heard_at = 0.0
         self._end: MemberEnded | None = None
         self._leaving = ""  # the reason, if the owner wants the guest to leave

@@ -549,7 +549,7 @@ class Participant:
         refusal = self._rules.admit(job, spec, message)
         if refusal is not None:
             return answer(refusal)
-        member = self.members[job] = GangMember(sender, message, spec)
+        member = self.members[job] = GangMember(sender, message, spec, self._rng.getrandbits(32))
         return answer("") + self._from(job, "member", member.begin(at))
 
     def _to_member(self, sender: bytes, message: Begin | RunGranted | Dismiss, at: Instant) -> list[Directed]:

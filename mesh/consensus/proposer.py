@@ -36,6 +36,7 @@ WANT_WITNESSES = 3
 ANSWER_S = 3.0  # for an answer: many LAN round trips, yet short for a user who waits
 ASK_AGAIN_S = 1.0  # between questions to a newcomer, which carry the spec (own choice)
 UNFIT_S, UNFIT_MAX_S = 15.0, 900.0  # that a node is not asked again to be a witness, doubled each time (own choice)
+ROUND_BYTES = 4  # of the owner's name, for the number before the first round (own choice)
 MAX_OPEN_ROUNDS = 8  # older rounds are dropped; a later round repeats their content
 
 
@@ -68,7 +69,8 @@ class Proposer:
         self._answered: set[Voter] = set()
         self._unfit: dict[bytes, tuple[float, float]] = {}  # until when a node is not asked, and for how long that was
         self._refusing: set[Voter] = set()  # for good: their promises and ends are never taken back
-        self._round = 0
+        # Answers to an earlier attempt of this term, which come late, name none of its rounds.
+        self._round = int.from_bytes(owner[:ROUND_BYTES])
         self._open: dict[int, tuple[float, JobRecord, Config, set[Voter]]] = {}
 
     def propose(self, now: float) -> list[Send]:

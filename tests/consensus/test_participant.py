@@ -28,6 +28,7 @@ from mesh.consensus.messages import (
     Promised,
     Refused,
     Released,
+    RunGranted,
     Start,
     StartAnswer,
 )
@@ -68,11 +69,11 @@ def open_spec(job: bytes, sealed: bytes) -> JobSpec:
     return make_spec()
 
 
-def make_participant(me: bytes = A, admit: str | None = None) -> Participant:
+def make_participant(me: bytes = A, admit: str | None = None, life: int = 1) -> Participant:
     rules = Rules(
         open_spec=open_spec, admit=lambda job, spec, start: admit, may_cancel=lambda s, user, spec: user == spec.user
     )
-    return Participant(me, DISK, f"node-{me[0]}", rules, Random(1))
+    return Participant(me, DISK, f"node-{me[0]}", rules, Random(life))
 
 
 def messages(out: list[Directed], kind: type) -> list[tuple[bytes, AnyMessage]]:
@@ -177,9 +178,10 @@ def test_runner_yields_only_to_a_signed_job_of_higher_priority(
     spec: bytes, after_s: float, leaves: bool, refused: int
 ) -> None:
     participant = make_participant(D)
-    participant.receive(A, make_start(), at(0))
-    participant.receive(A, Accepted(job=JOB, term=1, disk=DISK, round=1), at(0))
-    participant.receive(B, Accepted(job=JOB, term=1, disk=DISK, round=1), at(0))
+    ((_, accept), *_) = messages(participant.receive(A, make_start(), at(0)), Accept)
+    assert isinstance(accept, Accept)
+    for witness in (A, B):
+        participant.receive(witness, Accepted(job=JOB, term=1, disk=DISK, round=accept.round), at(0))
     participant.report(JOB, GuestStarted(None), at(0))
     out = participant.receive(E, MakeRoom(job=JOB, wanted_by=b"urgent" + bytes(10), spec=spec), at(after_s))
     notices = [item.effect for item in out if isinstance(item, Directed) and isinstance(item.effect, Notify)]
@@ -384,6 +386,35 @@ def test_repeated_start_never_gives_one_term_two_attempts() -> None:
     del node.runners[JOB]  # it is over
     node.receive(A, make_start(), at(100))
     assert isinstance(ask(node.runners[JOB], 100.0), Refused)
+
+
+def test_late_answers_to_an_earlier_attempt_of_the_term_grant_no_lease() -> None:
+    """Regression: the node crashed, got a late copy of the start, and then late copies of the answers to its earlier life."""
+    lives = [make_participant(D, life=1), make_participant(D, life=2)]
+    asked = [messages(node.receive(A, make_start(), at(0)), Accept)[0][1] for node in lives]
+    earlier, later = (accept.round for accept in asked if isinstance(accept, Accept))
+    late = Accepted(job=JOB, term=1, disk=DISK, round=earlier)
+    lives[1].receive(A, late, at(1))
+    lives[1].receive(B, late, at(1))
+    assert not lives[1].runners[JOB].holds_lease(1.0)
+    answer = msgspec.structs.replace(late, round=later)
+    lives[1].receive(A, answer, at(1))
+    lives[1].receive(B, answer, at(1))
+    assert lives[1].runners[JOB].holds_lease(1.0)
+
+
+def test_late_grants_to_an_earlier_life_of_a_gang_member_allow_nothing() -> None:
+    lives = [make_participant(D, life=1), make_participant(D, life=2)]
+    questions = []
+    for node in lives:
+        node.receive(A, Enlist(JOB, 1, 1, SPEC_BYTES), at(0))
+        begun = node.receive(A, Begin(JOB, 1, GangPlace(1, 2, "h", 1), JobRecord()), at(0))
+        questions += [question for _, question in messages(begun, ExtendRun)]
+    earlier, later = (question.round for question in questions)  # type: ignore[union-attr]
+    lives[1].receive(A, RunGranted(JOB, 1, earlier, 9.0), at(1))
+    assert lives[1].members[JOB].until == 0.0
+    lives[1].receive(A, RunGranted(JOB, 1, later, 9.0), at(1))
+    assert lives[1].members[JOB].until > 1.0
 
 
 def test_finished_job_neither_starts_nor_is_joined() -> None:
