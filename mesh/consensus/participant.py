@@ -69,6 +69,7 @@ JUDGED_S, JUDGED_KEPT = (
     30.0,
     4096,
 )  # between judgements of one order to recover a job, which take a signature (own choice)
+STILL_ENDING = "an earlier attempt is still ending here"
 OWNER_BYTES = 8  # attempts of one term on one node differ
 SUBMIT_WITHIN_S = 10.0  # until the submission counts as unanswered
 
@@ -501,9 +502,9 @@ class Participant:
 
         running = self.runners.get(job)
         if job in self.members:
-            return answer("an earlier attempt is still ending here")
+            return answer(STILL_ENDING)
         if running is not None:
-            return answer("" if running.term == message.term else "an earlier attempt is still ending here")
+            return answer("" if running.term == message.term else STILL_ENDING)
         if self._is_over(job):
             return answer("the job is over")
         try:
@@ -534,11 +535,9 @@ class Participant:
             return answer("")
         if member is not None and message.term > member.term:
             over = Dismiss(job=job, term=member.term, grace_s=0.0, reason="a newer attempt enlists this node")
-            return self._from(job, "member", member.on_dismiss(over, at)) + answer(
-                "an earlier attempt is still ending here"
-            )
+            return self._from(job, "member", member.on_dismiss(over, at)) + answer(STILL_ENDING)
         if member is not None or job in self.runners:
-            return answer("an earlier attempt is still ending here")
+            return answer(STILL_ENDING)
         if self._is_over(job):
             return answer("the job is over")
         try:

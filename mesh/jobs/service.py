@@ -58,7 +58,7 @@ from mesh.consensus.messages import (
     decode_message,
     encode_message,
 )
-from mesh.consensus.participant import Directed, Participant, Role, Rules
+from mesh.consensus.participant import STILL_ENDING, Directed, Participant, Role, Rules
 from mesh.consensus.reports import KillWanted, Recopied, RunnerEvent
 from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import Witness
@@ -589,6 +589,8 @@ class JobService:
     # --- rules of the cores
 
     def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
+        if job in self.attempts:  # its end was decided in this batch of inputs, and is performed after it
+            return STILL_ENDING
         number = order.number if isinstance(order, Enlist) else order.record.next_attempt
         request = placement_request(job, spec, number)
         refusal = self._inventory.admit(request)

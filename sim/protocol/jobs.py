@@ -57,7 +57,7 @@ from mesh.consensus.messages import (
     encode_message,
 )
 from mesh.consensus.next_placement import GOES_HOME
-from mesh.consensus.participant import Directed, Participant, Role, Rules
+from mesh.consensus.participant import STILL_ENDING, Directed, Participant, Role, Rules
 from mesh.consensus.reports import (
     CheckpointFailed,
     CheckpointFound,
@@ -225,6 +225,7 @@ class JobNode(KeepingNode):
         self.old = drawn.random() < mesh.old and not first  # a version that refuses every job
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
+        self.attempts: set[bytes] = set()  # jobs whose attempt here has not ended, or is still to be told that it has
         self.crash_at_save = ""
         self.serving = False
         self.doubted_until = 0.0  # its clock has stood still, and it need not know
@@ -254,6 +255,7 @@ class JobNode(KeepingNode):
 
     def start(self, *, crash_at: str = "") -> None:
         self.guests, self._allowed, self._observe_pending, self.crash_at_save = {}, {}, False, ""
+        self.attempts = set()
         super().start(crash_at=crash_at)
         if not self.up:
             return
@@ -456,7 +458,12 @@ class JobNode(KeepingNode):
         return open_spec(job, payload)
 
     def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
-        return "its slots are taken" if len(self.participant.hosted) >= SLOTS else None
+        if job in self.attempts:
+            return STILL_ENDING
+        if len(self.participant.hosted) >= SLOTS:
+            return "its slots are taken"
+        self.attempts.add(job)
+        return None
 
     def _may_propose(self, sender: bytes, message: Accept, known: WitnessRecord, spec: JobSpec, created: bool) -> bool:
         return may_propose(sender, message, known, spec, created, self._warrants, self._may_lend)
@@ -531,6 +538,7 @@ class JobNode(KeepingNode):
                 for checker in world.job_checkers:
                     checker.ended(world, self, job, reason)
                 self._allowed.pop(job, None)
+                self.attempts.discard(job)
                 if guest is not None:
                     guest.ended = True
                     del self.guests[job]

@@ -14,9 +14,9 @@ import pytest
 
 from ckptstore.store import Store
 from membership.identity import Identity
-from mesh.consensus.effects import SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
-from mesh.consensus.messages import Accept, Cancel, encode_message
-from mesh.consensus.participant import Directed
+from mesh.consensus.effects import Ended, SaveWitnessRecord, Send, WitnessRecord, decode_witness_record
+from mesh.consensus.messages import Accept, Cancel, Enlist, encode_message
+from mesh.consensus.participant import STILL_ENDING, Directed
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
@@ -180,7 +180,7 @@ async def test_service_ends_without_a_word_when_it_cannot_save(jobs: JobService)
 class Removed:
     """An attempt of which something is left."""
 
-    job = JOB
+    job, number = JOB, 1
 
     async def close(self) -> None:
         pass
@@ -200,6 +200,18 @@ async def test_end_of_an_attempt_is_not_that_of_the_next_one(jobs: JobService, n
         del jobs.attempts[JOB]
     await jobs._clear(JOB, over, "done")  # type: ignore[arg-type]
     assert bool(released) is not next_began, "the next attempt has its place"
+
+
+async def test_next_attempt_waits_until_the_end_of_the_last_one_is_performed(jobs: JobService) -> None:
+    """Regression: an end and the next start in one batch of inputs; the new attempt was ended, and the old guest kept running."""
+    jobs._inventory = SimpleNamespace(admit=lambda request: "full", release=lambda job: None)  # type: ignore[assignment]
+    jobs.attempts[JOB] = Removed()  # type: ignore[assignment]
+    jobs._hooks = msgspec.structs.replace(jobs._hooks, attempt_ended=lambda *ended: None)
+    jobs._save_schedules = SimpleNamespace(left=lambda *left: None)  # type: ignore[assignment]
+    order = Enlist(JOB, 2, 1, SPEC_BYTES)
+    assert jobs._admit(JOB, make_spec(), order) == STILL_ENDING
+    jobs._perform(JOB, "member", Directed(JOB, "member", Ended("its runner is gone")))
+    assert jobs._admit(JOB, make_spec(), order) == "full"
 
 
 async def test_node_without_a_vote_asks_before_it_joins(jobs: JobService) -> None:
