@@ -15,7 +15,7 @@ import base64
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Literal, Protocol
 
@@ -478,17 +478,21 @@ def found_mesh(
     now_unix: float,
     founders: Sequence[NodeId] = (),
     quorum: int = 1,
+    draw: Callable[[int], bytes] = os.urandom,
 ) -> tuple[bytes, bytes]:
-    """Create a mesh with this node and the other `founders` as its roots; return the genesis document and this node's chain."""
+    """Create a mesh with this node and the other `founders` as its roots; return the genesis document and this node's chain.
+
+    `draw` gives random bytes.
+    """
     if not 1 <= len(name) <= 64:
         raise TrustError("a mesh's name has 1 to 64 characters")
-    genesis = Genesis(name, (identity.node_id, *founders), quorum, int(now_unix), os.urandom(16))
+    genesis = Genesis(name, (identity.node_id, *founders), quorum, int(now_unix), draw(16))
     genesis_bytes = seal(identity, _GENESIS_ID, "genesis", msgspec.msgpack.encode(genesis))
     store = TrustStore(genesis_bytes)
     founder = msgspec.structs.replace(
         store.bind(user, identity.node_id, now_unix), bound_unix=store.genesis.created_unix
     )
-    own = _certificate(identity.node_id, nick, founder, ROLES, True, now_unix, ROOT_CERTIFICATE_S)
+    own = _certificate(identity.node_id, nick, founder, ROLES, True, now_unix, ROOT_CERTIFICATE_S, draw)
     chain = msgspec.msgpack.encode([seal(identity, store.mesh_id, "certificate", msgspec.msgpack.encode(own))])
     store.check_chain(chain, now_unix)
     return genesis_bytes, chain
@@ -607,8 +611,11 @@ def admit_node(
     roles: tuple[str, ...],
     can_admit: bool,
     now_unix: float,
+    draw: Callable[[int], bytes] = os.urandom,
 ) -> bytes:
-    """Admit `subject`, and return its chain; `chain` is the signer's own. TrustError if the signer may not admit it."""
+    """Admit `subject`, and return its chain; `chain` is the signer's own, `draw` gives random bytes. TrustError if the
+    signer may not admit it.
+    """
     if subject in store.revoked:
         raise TrustError("that key was revoked: join with a new key")
     if can_admit and signer.node_id not in store.genesis.roots:
@@ -617,7 +624,7 @@ def admit_node(
     if not own.can_admit:
         raise TrustError("this node may not admit others: ask on the node that founded the mesh, or on an admitter")
     life_s = ROOT_CERTIFICATE_S if subject == signer.node_id else NODE_CERTIFICATE_S
-    certificate = _certificate(subject, nick, user, roles, can_admit, now_unix, life_s)
+    certificate = _certificate(subject, nick, user, roles, can_admit, now_unix, life_s, draw)
     # A root's signature needs no certificate.
     links = [] if signer.node_id in store.genesis.roots else _chain_decoder.decode(chain)
     links.append(signer.seal("certificate", msgspec.msgpack.encode(certificate)))
@@ -653,6 +660,7 @@ def _certificate(
     can_admit: bool,
     now: float,
     life_s: float,
+    draw: Callable[[int], bytes],
 ) -> Certificate:
     return Certificate(
         subject=subject,
@@ -664,7 +672,7 @@ def _certificate(
         can_admit=can_admit,
         not_before=int(now),
         not_after=int(now + life_s),
-        serial=os.urandom(8),
+        serial=draw(8),
     )
 
 
