@@ -11,8 +11,9 @@ from hashlib import blake2b
 import msgspec
 
 from ckptstore.manifest import Manifest
-from membership.envelope import EnvelopeError, open_envelope, seal
-from membership.identity import Identity, NodeId
+from membership.core import Sealer
+from membership.envelope import EnvelopeError
+from membership.identity import NodeId
 from membership.malformed import MALFORMED
 from membership.trust import (
     CLOCK_GRACE_S,
@@ -195,13 +196,17 @@ def decode_warrant(payload: bytes) -> Warrant | None:
 
 
 class Authority:
-    """`advertises` tells whether a node offers itself to jobs now."""
+    """`sealer` signs as this node. `advertises` tells whether a node offers itself to jobs now; `clock` is Unix time."""
 
     def __init__(
-        self, identity: Identity, trust: TrustStore, advertises: Callable[[NodeId], bool] = lambda node: True
+        self,
+        sealer: Sealer,
+        trust: TrustStore,
+        advertises: Callable[[NodeId], bool] = lambda node: True,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._identity, self._me = identity, identity.node_id
-        self._trust, self._advertises = trust, advertises
+        self._sealer, self._me = sealer, sealer.node_id
+        self._trust, self._advertises, self._clock = trust, advertises, clock
         self._accepted_before = OrderedDict[bytes, None]()  # jobs that their witnesses have vouched for
 
     # --- descriptions of jobs
@@ -216,7 +221,7 @@ class Authority:
         if job in self._accepted_before:
             return self.read_ended_spec(job, sealed)
         spec = self.read_spec(job, sealed)
-        now = time.time()
+        now = self._clock()
         if spec.created_unix_ms / 1000 > now + CLOCK_GRACE_S:
             raise SpecError("the job's creation time is in the future: check the clocks of both nodes")
         try:
@@ -231,7 +236,7 @@ class Authority:
     def read_spec(self, job: bytes, sealed: bytes) -> JobSpec:
         """Return the spec of a job that was admitted before; SpecError if the signature does not match."""
         try:
-            signer, payload = open_envelope(sealed, self._trust.mesh_id, "job")
+            signer, payload = self._sealer.open("job", sealed)
         except EnvelopeError as error:
             raise SpecError(f"the job's description is not signed by a node of this mesh: {error}") from error
         spec = decode_spec(payload)
@@ -259,7 +264,7 @@ class Authority:
         user's own machines, where the job could do what its user can.
         """
         spec, credentials = self._read_with_chain(job, sealed)
-        now, created = time.time(), spec.created_unix_ms / 1000
+        now, created = self._clock(), spec.created_unix_ms / 1000
         own, holder = self._trust.credentials(self._me, now), self._trust.holder(spec.user, now)
         if not credentials.not_before - CLOCK_GRACE_S <= created <= credentials.not_after:
             raise SpecError("the certificate of the job's submitter was not valid when the job was created")
@@ -287,14 +292,14 @@ class Authority:
 
     def may_cancel(self, sender: NodeId, user: str, spec: JobSpec) -> bool:
         """Tell whether the sender is a node of the user who submitted the job."""
-        credentials = self._trust.credentials(sender, time.time())
+        credentials = self._trust.credentials(sender, self._clock())
         ordered = credentials is not None and user == spec.user and is_user(credentials, spec.user_key)
         return sender == self._me or ordered
 
     def read_recovery(self, order: bytes, job: bytes, spec: JobSpec) -> ForcedReconfiguration | None:
         """Return the group and term that the job's user, on any of their nodes, has signed; None if they have not."""
         try:
-            signer, payload = open_envelope(order, self._trust.mesh_id, "recovery")
+            signer, payload = self._sealer.open("recovery", order)
         except EnvelopeError:
             return None
         stated = decode_reconfiguration(payload)
@@ -312,14 +317,14 @@ class Authority:
         return stated.config if stated is not None else None
 
     def _is_order(self, signer: NodeId, spec: JobSpec) -> bool:
-        credentials = self._trust.credentials(signer, time.time())
+        credentials = self._trust.credentials(signer, self._clock())
         return credentials is not None and is_user(credentials, spec.user_key) and USER in credentials.roles
 
     # --- terms and leases
 
     def warrant(self, job: bytes, term: int, node: NodeId, config: Config) -> bytes:
         """Seal that a node gets a term with this group, which this node has won or accepted."""
-        return seal(self._identity, self._trust.mesh_id, "warrant", encode_warrant(job, term, node, config))
+        return self._sealer.seal("warrant", encode_warrant(job, term, node, config))
 
     def warrants(self, warrant: bytes, job: bytes, term: int, node: NodeId) -> NodeId | None:
         """Return the member that gave the node this term; None if none did."""
@@ -333,14 +338,14 @@ class Authority:
 
     def _open_warrant(self, warrant: bytes) -> tuple[NodeId | None, Warrant | None]:
         try:
-            giver, payload = open_envelope(warrant, self._trust.mesh_id, "warrant")
+            giver, payload = self._sealer.open("warrant", warrant)
         except EnvelopeError:
             return None, None
         return giver, decode_warrant(payload)
 
     def may_lend(self, node: NodeId) -> bool:
         """Tell whether a node may take a lease: a member with the role, whose advert is current."""
-        credentials = self._trust.credentials(node, time.time())
+        credentials = self._trust.credentials(node, self._clock())
         return credentials is not None and PROVIDER in credentials.roles and self._advertises(node)
 
     def may_propose(self, sender: NodeId, message: Accept, known: WitnessRecord, spec: JobSpec, created: bool) -> bool:

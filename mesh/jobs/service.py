@@ -18,7 +18,7 @@ from random import Random
 import msgspec
 
 from ckptstore.store import Store
-from membership.envelope import seal
+from membership.envelope import MeshSealer, seal
 from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
@@ -149,7 +149,8 @@ class JobService:
         self._me, self._nick = identity.node_id, membership.credentials.nick
         self._journal, self._store, self._engines, self._inventory = journal, store, engines, inventory
         self._directory, self.logs, self._have_image = directory, logs, have_image
-        self.authority = Authority(identity, trust, lambda node: membership.record(node, "advert") is not None)
+        sealer = MeshSealer(identity, trust.mesh_id)
+        self.authority = Authority(sealer, trust, lambda node: membership.record(node, "advert") is not None)
         self._disk_limit = disk_limit
         rng = Random()
         rules = Rules(

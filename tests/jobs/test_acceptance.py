@@ -1,6 +1,5 @@
 """Acceptance: a job is judged by the clock of the node that takes it on, and by the members that it knows."""
 
-import time
 from random import Random
 from typing import Any
 
@@ -35,14 +34,13 @@ OLD = NOW - 200 * DAY_S  # the mesh's founding
 class Lab:
     """A mesh with a founder, ada, and a member, bob, and the authority of a third node."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = NOW
-        monkeypatch.setattr(time, "time", lambda: self.now)
         self.founder, self.bob, self.me = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
         self.genesis, self.chain = found_mesh(self.founder, "lab", "desk", "ada", OLD)
         self.trust = TrustStore(self.genesis)
         self.trust.admit_chain(self.chain, NOW)
-        self.authority = Authority(self.me, self.trust)
+        self.authority = Authority(MeshSealer(self.me, self.trust.mesh_id), self.trust, clock=lambda: self.now)
 
     def bobs_chain(self, at: float) -> bytes:
         user = User("bob", self.bob.node_id, int(OLD) + 10)
@@ -64,8 +62,8 @@ class Lab:
 
 
 @pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
-    return Lab(monkeypatch)
+def lab() -> Lab:
+    return Lab()
 
 
 def test_member_of_now_submits(lab: Lab) -> None:

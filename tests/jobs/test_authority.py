@@ -57,7 +57,10 @@ class Town:
             self.trust.admit_chain(chain, NOW)
         self.trust.revoked.add(self.ids["gone"].node_id)
         self.silent: set[bytes] = set()  # nodes without an advert
-        self.authority = Authority(self.ids["ada"], self.trust, lambda node: node not in self.silent)
+        self.authority = Authority(self.sealer("ada"), self.trust, lambda node: node not in self.silent)
+
+    def sealer(self, name: str) -> MeshSealer:
+        return MeshSealer(self.ids[name], self.trust.mesh_id)
 
     def node(self, name: str) -> bytes:
         return self.ids[name].node_id
@@ -178,10 +181,13 @@ class OldTown:
         self.admit("bob", "bob", NOW - 150 * DAY_S)
         self.admit("bob2", "bob", NOW - 10 * DAY_S, existing=True)
         self.admit("carl", "carl", NOW - 10 * DAY_S)
-        self.authority = Authority(self.ids[wanted], self.trust)
+        self.authority = Authority(self.sealer(wanted), self.trust)
+
+    def sealer(self, name: str) -> MeshSealer:
+        return MeshSealer(self.ids[name], self.trust.mesh_id)
 
     def admit(self, name: str, user: str, when: float, existing: bool = False, roles: tuple[str, ...] = ROLES) -> None:
-        node, sealer = self.ids[name].node_id, MeshSealer(self.ids["ada"], self.trust.mesh_id)
+        node, sealer = self.ids[name].node_id, self.sealer("ada")
         binding = self.trust.bind(user, node, when, existing=existing)
         self.chains[name] = admit_node(sealer, self.trust, self.chains["ada"], node, name, binding, roles, False, when)
         self.trust.admit_chain(self.chains[name], when + 1)
@@ -252,7 +258,7 @@ def test_name_that_belongs_to_another_user_now_is_refused() -> None:
     forgetful.admit_chain(town.chains["ada"], NOW)
     town.trust = forgetful
     town.admit("carl", "bob", NOW - 10 * DAY_S)
-    town.authority = Authority(town.ids["carl"], forgetful)
+    town.authority = Authority(town.sealer("carl"), forgetful)
     assert town.authority.take_word(job[0], RECORDS)
     with pytest.raises(SpecError, match="belongs to another user"):
         town.authority.open_spec(*job)
@@ -266,7 +272,7 @@ def test_jobs_taken_on_by_the_word_of_witnesses_are_bounded() -> None:
 
 
 def test_only_the_user_of_a_job_cancels_it(town: Town) -> None:
-    other = Authority(town.ids["lender"], town.trust)
+    other = Authority(town.sealer("lender"), town.trust)
     spec = town.spec("ada2")
     assert other.may_cancel(town.node("ada"), "ada", spec) and other.may_cancel(town.node("ada2"), "ada", spec)
     for name, user in (("bob", "ada"), ("bob", "bob"), ("guest", "ada"), ("gone", "ada"), ("ada", "bob")):
@@ -337,7 +343,7 @@ def lease(town: Town, spec: JobSpec, runner: str, *givers: str, **changes: objec
     job = job_id(encode_spec(spec))
     group = Config(0, 0, spec.witnesses)
     warrants = tuple(
-        Authority(town.ids[giver], town.trust).warrant(job, 5, town.node(runner), group) for giver in givers
+        Authority(town.sealer(giver), town.trust).warrant(job, 5, town.node(runner), group) for giver in givers
     )
     accept = Accept(job, 5, 1, Config(0, 0, spec.witnesses), JobRecord(1), town.node(runner), warrants=warrants)
     return msgspec.structs.replace(accept, **changes)
@@ -368,7 +374,7 @@ def test_lease_needs_the_word_of_a_witness(town: Town) -> None:
 def test_warrant_names_one_group(town: Town) -> None:
     spec = town.spec("ada")
     job, group = job_id(encode_spec(spec)), Config(0, 0, spec.witnesses)
-    warrant = Authority(town.ids["bob"], town.trust).warrant(job, 5, town.node("lender"), group)
+    warrant = Authority(town.sealer("bob"), town.trust).warrant(job, 5, town.node("lender"), group)
     assert town.authority.warrants_group(warrant, job, group) == town.node("bob")
     others = [Config(0, 0, group.members[:2]), Config(1, 0, group.members), Config(0, 0, group.members, group.members)]
     assert [town.authority.warrants_group(warrant, job, other) for other in others] == [None] * 3
