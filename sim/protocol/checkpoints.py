@@ -20,6 +20,7 @@ from mesh.consensus.participant import Participant
 from mesh.consensus.reports import GuestFailed
 from mesh.model.record import JobRecord
 from placement.zones import Hierarchy
+from sim.protocol.fakes import USER_NAME
 from sim.protocol.membership import MembershipNode
 from sim.protocol.memory_store import MemoryStore, Saved
 
@@ -76,7 +77,7 @@ class StoringNode(MembershipNode):
 
     def replica_policy(self, job: bytes) -> ReplicaPolicy:
         members = [
-            MemberView(member.node, "", "sim", (), member.state, 0.0, member.draining)
+            MemberView(member.node, "", USER_NAME, (), member.state, 0.0, member.draining)
             for member in self.core.swim.table.all()
         ]
         return replica_policy_of(job, self.id, self.participant.runners.get(job), members, self.hierarchy())

@@ -21,6 +21,7 @@ from membership.identity import Identity, NodeId
 from membership.trust import ROLES, Certificate, TrustStore, admit_node, found_mesh
 
 UNIX = 1_800_000_000.0
+USER_NAME = "sim"  # of the user to whom all nodes belong
 
 
 class ChecksumSealer:
@@ -89,14 +90,18 @@ class SimulatedMembers(msgspec.Struct, frozen=True):
 @cache
 def members(count: int) -> SimulatedMembers:
     """Return a mesh of `count` members, the same in every run; the first one is the root."""
-    identities = [Identity(blake2b(b"sim %d" % number, digest_size=32).digest()) for number in range(count)]
-    genesis, chain = found_mesh(identities[0], "sim", "node000", "sim", UNIX - 400)
+    identities, draw = [Identity(_digest(b"sim %d" % number)) for number in range(count)], Random("sim").randbytes
+    genesis, chain = found_mesh(identities[0], "sim", "node000", USER_NAME, UNIX - 400, draw=draw)
     trust, chains = TrustStore(genesis), [chain]
     root, user = MeshSealer(identities[0], trust.mesh_id), trust.admit_chain(chain, UNIX).binding
     for number, identity in enumerate(identities[1:], 1):
         nick = f"node{number:03d}"
-        chains.append(admit_node(root, trust, chain, identity.node_id, nick, user, ROLES, False, UNIX - 300))
+        chains.append(admit_node(root, trust, chain, identity.node_id, nick, user, ROLES, False, UNIX - 300, draw))
     return SimulatedMembers(genesis, identities, chains)
+
+
+def _digest(name: bytes) -> bytes:
+    return blake2b(name, digest_size=32).digest()
 
 
 def corrupt(data: bytes, rng: Random) -> bytes:

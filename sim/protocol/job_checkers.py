@@ -7,6 +7,8 @@ names the removed rules that it detects in tests/sim/test_jobs.py.
 
 from collections import defaultdict
 
+from membership.envelope import OVERHEAD
+from membership.identity import ID_BYTES
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Start
 from mesh.model.record import Commit, Config, Voter
@@ -177,7 +179,8 @@ class SignedSpec(JobChecker):
     name = "J8"
 
     def launched(self, world: JobsWorld, node: JobNode, job: bytes, spec: bytes) -> None:
-        if job_id(spec) != job or job not in world.work:
+        stated, signer = world.specs.get(job), spec[1 : 1 + ID_BYTES]
+        if stated is None or job_id(spec[OVERHEAD:]) != job or signer != stated.submitter:
             raise self.violated(world, job, f"{node.name} starts a job that nobody submitted")
 
 

@@ -37,8 +37,8 @@ from mesh.consensus.effects import (
     WitnessRecord,
 )
 from mesh.consensus.forced_reconfiguration import (
+    Plan,
     RecoveryError,
-    decode_reconfiguration,
     encode_reconfiguration,
     make_plan,
 )
@@ -74,16 +74,16 @@ from mesh.consensus.reports import (
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
-from mesh.jobs.authority import Warrant, decode_warrant, encode_warrant, may_propose
+from mesh.jobs.authority import Authority
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Outcome, Voter
-from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, decode_spec, encode_spec, job_id
+from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, encode_spec, job_id
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
 from placement.zones import Hierarchy
 from sim.protocol.backups import COPIED_EVERY_S, Backups, JournalCopy
 from sim.protocol.checkpoints import content, result
-from sim.protocol.fakes import ChecksumSealer
+from sim.protocol.fakes import USER_NAME, ChecksumSealer
 from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, WorkPlan, draw_job_faults, draw_mesh, draw_work_plan
 from sim.protocol.guests import SAVED_EXIT, Guest, Work, draw_work
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
@@ -99,7 +99,6 @@ STEP_S = 1.0
 CHECKPOINT_EVERY_STEPS = 5
 OBSERVE_S = 2.0  # between two looks at the membership without a change
 PUBLISH_S, PUBLISH_TTL_S = 600.0, 3600.0
-USER_KEY = b"sim".ljust(32, b"\0")  # all jobs and nodes belong to one user
 LEASE_S = 6.0
 CLOCKS_SEEN_S = OBSERVE_S + 0.5  # until a node whose wall clock was set right has looked at it
 LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
@@ -111,14 +110,14 @@ MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost i
 ECHOES_KEPT = 16  # sent messages of each type that may arrive once more
 
 
-def advert_of(node: bytes, nick: str) -> Advert:
+def advert_of(node: bytes, nick: str, user_key: bytes) -> Advert:
     """Return a node's advert, which never changes, so that a displaced job may soon return."""
     return Advert(
         version=1,
         node=node,
         nick=nick,
-        user="sim",
-        user_key=USER_KEY,
+        user=USER_NAME,
+        user_key=user_key,
         zone="",
         weight=32,
         up_since_unix=0,
@@ -235,6 +234,7 @@ class JobNode(KeepingNode):
         self._observe_pending = False
         self._disk_rng = world.streams.get(self.name, "disk")
         self._sealer: ChecksumSealer
+        self.authority: Authority
         self._worker: Worker
 
     def new_disk(self) -> JobDisk:
@@ -259,15 +259,17 @@ class JobNode(KeepingNode):
         super().start(crash_at=crash_at)
         if not self.up:
             return
-        self._sealer = ChecksumSealer(self.identity, self.core.trust.mesh_id, lambda *written: None)
+        trust = self.core.trust
+        self._sealer = ChecksumSealer(self.identity, trust.mesh_id, lambda *written: None)
+        self.authority = Authority(self._sealer, trust, self._advertises, self.unix)
         rules = Rules(
-            self._open_spec,
+            self._refuse_spec if self.old else self.authority.open_spec,
             self._admit,
-            lambda *asked: True,
-            lambda order, job, spec: decode_reconfiguration(order),
-            self._may_propose,
-            self._warrant,
-            self._warrants_group,
+            self.authority.may_cancel,
+            self.authority.read_recovery,
+            self.authority.may_propose,
+            self.authority.warrant,
+            self.authority.warrants_group,
         )
         self._worker, rng = Worker(self), self.world.streams.get(self.name, "jobs")
         self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
@@ -364,7 +366,7 @@ class JobNode(KeepingNode):
     # --- view of the mesh
 
     def _publish(self) -> None:
-        self.core.publish("advert", encode_advert(advert_of(self.id, self.name)), PUBLISH_TTL_S)
+        self.core.publish("advert", encode_advert(advert_of(self.id, self.name, self.world.user_key)), PUBLISH_TTL_S)
         for witness_record in self.disk.witness_records.values():
             self._publish_recovery(witness_record)
         self.after(PUBLISH_S, self._publish)
@@ -452,10 +454,8 @@ class JobNode(KeepingNode):
     def report(self, job: bytes, event: RunnerEvent) -> None:
         self.take(partial(self.participant.report, job, event))
 
-    def _open_spec(self, job: bytes, payload: bytes) -> JobSpec:
-        if self.old:
-            raise SpecError("it has a field that this version does not know")
-        return open_spec(job, payload)
+    def _refuse_spec(self, job: bytes, sealed: bytes) -> JobSpec:
+        raise SpecError("it has a field that this version does not know")
 
     def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
         if job in self.attempts:
@@ -465,29 +465,20 @@ class JobNode(KeepingNode):
         self.attempts.add(job)
         return None
 
-    def _may_propose(self, sender: bytes, message: Accept, known: WitnessRecord, spec: JobSpec, created: bool) -> bool:
-        return may_propose(sender, message, known, spec, created, self._warrants, self._may_lend)
+    def _advertises(self, node: bytes) -> bool:
+        return self.core.records.get(node, "advert", self.unix()) is not None
 
-    def _may_lend(self, node: bytes) -> bool:
-        return any(record.node == node for record in self.core.records.section("advert", self.unix()))
+    def submit(self, job: bytes, payload: bytes, spec: JobSpec) -> None:
+        self.take(partial(self.participant.submit, job, self._sealer.seal("job", payload), spec))
 
-    def _warrant(self, job: bytes, term: int, node: bytes, config: Config) -> bytes:
-        return self._sealer.seal("warrant", encode_warrant(job, term, node, config))
+    def recover(self, plan: Plan) -> None:
+        """Recover a job as its user does."""
+        order = self._sealer.seal("recovery", encode_reconfiguration(plan.reconfiguration))
+        self.take(partial(self.participant.recover, plan, order))
 
-    def _warrants(self, warrant: bytes, job: bytes, term: int, node: bytes) -> bytes | None:
-        giver, stated = self._open_warrant(warrant)
-        return giver if stated is not None and stated.gives(job, term, node) else None
-
-    def _warrants_group(self, warrant: bytes, job: bytes, config: Config) -> bytes | None:
-        giver, stated = self._open_warrant(warrant)
-        return giver if stated is not None and stated.names(job, config) else None
-
-    def _open_warrant(self, warrant: bytes) -> tuple[bytes | None, Warrant | None]:
-        try:
-            giver, payload = self._sealer.open("warrant", warrant)
-        except EnvelopeError:
-            return None, None
-        return giver, decode_warrant(payload)
+    def forge(self, witness: Witness) -> bytes:
+        """Return a job's description with another command, under this node's own signature."""
+        return self._sealer.seal("job", encode_spec(msgspec.structs.replace(witness.spec, argv=("mine, bitcoin",))))
 
     # --- effects of the cores
 
@@ -747,6 +738,7 @@ class JobsWorld(MembershipWorld):
         count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes, without)
         super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
         self.job_checkers = list(job_checkers)
+        self.user_key = self.nodes[0].id  # of the user to whom all nodes and jobs belong
         self.on_sent = [checker for checker in job_checkers if type(checker).sent is not JobChecker.sent]
         self.given_up: set[bytes] = set()  # abandoned checkpoints
         self.work: dict[bytes, Work] = {}  # what the guests of each submitted job do
@@ -853,7 +845,9 @@ class JobsWorld(MembershipWorld):
 
     def restored(self, witness_record: WitnessRecord, node: JobNode) -> Witness:
         """Return the witness restored from a node's disk; a negative control replaces this method."""
-        return Witness.restored(witness_record, open_spec(witness_record.job, witness_record.spec), node.boot())
+        return Witness.restored(
+            witness_record, node.authority.read_spec(witness_record.job, witness_record.spec), node.boot()
+        )
 
     # --- jobs
 
@@ -869,10 +863,10 @@ class JobsWorld(MembershipWorld):
         gang = rng.random() < self.mesh.gangs
         homes = not gang and self.streams.get("world", "home").random() < HOME_SHARE
         spec = JobSpec(
-            chain=b"",
+            chain=submitter.chain,
             submitter=submitter.id,
-            user="sim",
-            user_key=USER_KEY,
+            user=USER_NAME,
+            user_key=self.user_key,
             created_unix_ms=submitter.instant.unix_ms,
             nonce=b"%d" % number,
             argv=("train",),
@@ -892,7 +886,7 @@ class JobsWorld(MembershipWorld):
         self.work[job], self.specs[job] = work, spec
         if self.streams.get("world", "seldom").random() < SELDOM_SHARE:
             self.seldom.add(job)
-        submitter.take(partial(submitter.participant.submit, job, payload, spec))
+        submitter.submit(job, payload, spec)
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.
             self._departing_submitter = (job, submitter)
@@ -952,8 +946,7 @@ class JobsWorld(MembershipWorld):
         self.recovered.add(job)
         for checker in self.job_checkers:
             checker.recovered(self, job)
-        order = encode_reconfiguration(plan.reconfiguration)
-        asker.take(partial(asker.participant.recover, plan, order))
+        asker.recover(plan)
 
     # --- incidents
 
@@ -994,10 +987,15 @@ class JobsWorld(MembershipWorld):
                 for node in up:  # a malicious node sends altered descriptions of every job it knows
                     for job, witness in list(victim.participant.witnesses.items()):
                         witness_record = witness.witness_record
-                        spec = encode_spec(msgspec.structs.replace(witness.spec, argv=("mine, bitcoin",)))
                         victim.send(
                             node.id,
-                            Start(job, witness_record.promised + 1, witness_record.config, witness_record.record, spec),
+                            Start(
+                                job,
+                                witness_record.promised + 1,
+                                witness_record.config,
+                                witness_record.record,
+                                victim.forge(witness),
+                            ),
                         )
             case "theft" | "lie":
                 faults = self.faults  # no late copies: the hostile node may be a witness or the runner by then
@@ -1030,7 +1028,7 @@ class JobsWorld(MembershipWorld):
                     job = rng.choice(running)
                     self.cancelled.add(job)
                     for node in self.nodes:
-                        victim.send(node.id, Cancel(job=job, user="sim"))
+                        victim.send(node.id, Cancel(job=job, user=USER_NAME))
             case _:
                 super()._inject(kind, up, rng)  # type: ignore[arg-type]
 
@@ -1065,10 +1063,10 @@ class JobsWorld(MembershipWorld):
             own = Config(config.number + 1, term, (Voter(thief.id, thief.disk.name),))
             joined = Config(config.number + 1, term, (*config.everyone, *own.members))
             attempt = Attempt(record.record.next_attempt, thief.id, thief.name, term, 0)
-            stolen, warrant = record.record.with_attempt(attempt), thief._warrant(job, term, thief.id, own)
+            stolen, warrant = record.record.with_attempt(attempt), thief.authority.warrant(job, term, thief.id, own)
             voters = {voter.node: voter.disk for voter in config.everyone}
             for node in config.nodes:
-                thief.send(node, Prepare(job, term, joined, (thief._warrant(job, term, thief.id, joined),)))
+                thief.send(node, Prepare(job, term, joined, (thief.authority.warrant(job, term, thief.id, joined),)))
                 for group in (config, own):
                     accept = Accept(job, term, 1, group, stolen, thief.id, spec=record.spec, warrants=(warrant,))
                     thief.send(node, accept)
@@ -1126,9 +1124,3 @@ def decides(config: Config, voters: Collection[Voter]) -> bool:
 
 def disk_of(body: bytes) -> bytes:
     return msgspec.msgpack.decode(body, type=DiskAge).disk
-
-
-def open_spec(job: bytes, payload: bytes) -> JobSpec:
-    if job_id(payload) != job:
-        raise SpecError("the description belongs to another job")
-    return decode_spec(payload)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from ckptstore.store import ManifestInfo
+from membership.envelope import OVERHEAD
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.durable_order import SaveRecords, Step, in_durable_order
 from mesh.consensus.effects import Effect, RunUntil, WitnessRecord
@@ -23,8 +24,9 @@ from mesh.consensus.participant import Directed, Participant
 from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
+from mesh.jobs.authority import Authority
 from mesh.model.record import Config, JobRecord, Voter
-from mesh.model.spec import decode_spec
+from mesh.model.spec import JobSpec, decode_spec
 from placement.advert import Advert
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
@@ -180,18 +182,18 @@ class TestNegativeControls:
         assert found(checked).startswith("J1 ")
 
     def test_witnesses_that_take_any_members_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(JobNode, "_may_propose", lambda *asked: True)
+        monkeypatch.setattr(Authority, "may_propose", lambda *asked: True)
         assert found(lambda seed: harsh(seed, incidents=("theft", "partition"))).startswith("J13 ")
 
     def test_witnesses_that_take_any_members_warrant(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = JobNode._may_propose
+        real = Authority.may_propose
 
-        def credulous(self: JobNode, sender: bytes, message: Accept, known: WitnessRecord, *more: Any) -> bool:
-            everybody = tuple(Voter(node.id, b"") for node in self.world.nodes)
+        def credulous(self: Authority, sender: bytes, message: Accept, known: WitnessRecord, *more: Any) -> bool:
+            everybody = tuple(Voter(node, b"") for node in self._trust.seen())
             group = msgspec.structs.replace(known.config, members=everybody)
             return real(self, sender, message, msgspec.structs.replace(known, config=group), *more)
 
-        monkeypatch.setattr(JobNode, "_may_propose", credulous)
+        monkeypatch.setattr(Authority, "may_propose", credulous)
         assert found(lambda seed: harsh(seed, incidents=("theft", "crash"))).startswith("J13 ")
 
     def test_witnesses_that_believe_one_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +286,12 @@ class TestNegativeControls:
         )
 
     def test_job_description_that_is_not_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("sim.protocol.jobs.open_spec", lambda job, payload: decode_spec(payload))
-        monkeypatch.setattr(JobNode, "_may_propose", lambda *asked: True)  # else the forger's runner gets no lease
+        def gullible(self: Authority, job: bytes, sealed: bytes) -> JobSpec:
+            return decode_spec(sealed[OVERHEAD:])
+
+        monkeypatch.setattr(Authority, "open_spec", gullible)
+        monkeypatch.setattr(Authority, "read_spec", gullible)
+        monkeypatch.setattr(Authority, "may_propose", lambda *asked: True)  # else the forger's runner gets no lease
         forged = msgspec.structs.replace(draw_job_faults(0, 10.0), incidents=("forgery",), incident_every_s=3.0)
         assert found(lambda seed: JobsWorld(seed, faults=forged, job_checkers=[SignedSpec()])).startswith("J8")
 

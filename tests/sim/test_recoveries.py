@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mesh.consensus.forced_reconfiguration import encode_reconfiguration, make_plan
+from mesh.consensus.forced_reconfiguration import make_plan
 from mesh.consensus.participant import Participant
 from mesh.model.record import Outcome
 from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
@@ -19,9 +19,8 @@ def recover(world: JobsWorld, job: bytes, side: list[JobNode]) -> None:
     """Recover the job on the first node of a side from the records that are kept there."""
     records = {node.id: node.disk.witness_records[job] for node in side if job in node.disk.witness_records}
     plan = make_plan(job, records, side[0].view(), side[0].instant)
-    order = encode_reconfiguration(plan.reconfiguration)
     world.recovered.add(job)
-    side[0].take(lambda at: side[0].participant.recover(plan, order, at))
+    side[0].recover(plan)
 
 
 def split(seed: int, steps: int) -> tuple[JobsWorld, bytes]:
