@@ -89,6 +89,8 @@ class StoringNode(MembershipNode):
         other = self.world.by_id.get(node)
         if not isinstance(other, StoringNode) or not other.up or other.stalled or not other.takes_calls:
             return None
+        if node in self.core.trust.revoked or self.id in other.core.trust.revoked:
+            return None
         return other if self.world.link(self, other) and self.world.link(other, self) else None
 
     def call(self, node: bytes, then: Callable[[bytes, "StoringNode | None"], None]) -> None:

@@ -105,7 +105,6 @@ JOB_INCIDENTS = (
 )
 STORE_INCIDENTS = ("full store", "small quota")
 CLOCK_INCIDENTS = ("pause",)
-MEMBERSHIP_ONLY = {"revoke"}  # a revocation ends the user's jobs, which the job invariants do not cover
 
 
 # Drawn only by `python -m sim jobs --unfixed`, as these find violations whose rules are not fixed yet: meshes of another size
@@ -116,7 +115,7 @@ UNFIXED = frozenset({"mesh", "old", "retire", "scrap", "worse network"})
 def draw_job_faults(seed: int, minutes: float, without: Collection[str] = UNFIXED) -> FaultPlan:
     """Draw the faults of a jobs run: those of membership, incidents of jobs, and in some runs a much worse network."""
     faults, rng = draw_faults(seed, minutes), Random(f"jobs/{seed}")
-    incidents = [incident for incident in faults.incidents if incident not in MEMBERSHIP_ONLY]
+    incidents = [*faults.incidents]
     incidents += [incident for incident in JOB_INCIDENTS if rng.random() < 0.5]
     incidents += [incident for incident in CLOCK_INCIDENTS if Random(f"clock/{seed}").random() < 0.5]
     disk = Random(f"disk/{seed}")

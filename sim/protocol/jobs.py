@@ -751,6 +751,7 @@ class JobsWorld(MembershipWorld):
         self.recovered: set[bytes] = set()  # lost jobs that their user recovered
         self.specs: dict[bytes, JobSpec] = {}
         self.groups: dict[bytes, Config] = {}
+        self.revocations: dict[bytes, bytes] = {}  # of nodes, as their founder has signed them
         self.old_copies: Counter[str] = Counter()
         self.commits = self.steps = self.failed_saves = 0
         self._have_group: dict[tuple[bytes, Config], set[Voter]] = defaultdict(set)
@@ -815,8 +816,13 @@ class JobsWorld(MembershipWorld):
         return all(self.outcome(job) is not None for job in self.accepted - exempt if self._has_room(job))
 
     def _has_room(self, job: bytes) -> bool:
-        """Tell whether as many nodes as the job needs can ever run it."""
-        return self.specs[job].least_nodes <= sum(not node.gone and not node.old for node in self.nodes)
+        """Tell whether as many nodes as the job needs can ever run it. A job whose submitter is revoked stays with the nodes that
+        have taken it on.
+        """
+        able = [node for node in self.nodes if not node.gone and not node.old]
+        if self.specs[job].submitter in self.revocations:
+            able = [node for node in able if job in node.disk.witness_records]
+        return self.specs[job].least_nodes <= len(able)
 
     def outcome(self, job: bytes) -> str | None:
         """Return how the job ended, as any witness has it on disk, or None."""
@@ -920,6 +926,9 @@ class JobsWorld(MembershipWorld):
     def _lost_quorum(self, job: bytes) -> bool:
         """Tell whether a witness group of a job has lost a majority of its disks: the last one in force, or one that may be."""
         standing = self._standing()
+        if self.specs[job].submitter in self.revocations:
+            having = {node.id for node in self.nodes if job in node.disk.witness_records}
+            standing = {voter for voter in standing if voter.node in having}  # no other node takes it on
         return job not in self.groups or not all(decides(group, standing) for group in self._groups_of(job))
 
     def _groups_of(self, job: bytes) -> list[Config]:
@@ -936,7 +945,7 @@ class JobsWorld(MembershipWorld):
 
     def _recover(self, job: bytes) -> None:
         """Recover a job as `mesh job recover` does, on a node that has a record. The history may fork here."""
-        nodes = [node for node in self.nodes if node.up and job in node.participant.witnesses]
+        nodes = [node for node in self.nodes if node.up and not node.gone and job in node.participant.witnesses]
         witness_records = {node.id: node.participant.witnesses[job].witness_record for node in nodes}
         try:
             asker = nodes[0] if nodes else self.nodes[0]
@@ -1011,6 +1020,11 @@ class JobsWorld(MembershipWorld):
             case "closed port":
                 self._closed.append(victim.id)
                 self.kernel.after(rng.uniform(5.0, 120.0), self._open, victim.id)
+            case "revoke":
+                root = self.nodes[0]
+                if root.up and not root.stalled and victim is not root and not victim.gone and self._may_go(victim):
+                    victim.gone = True
+                    self.revocations[victim.id] = self.revoke(victim)
             case "retire" | "scrap" if not self._may_go(victim):
                 super()._inject("crash", up, rng)  # type: ignore[arg-type]
             case "retire":

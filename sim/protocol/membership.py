@@ -693,10 +693,14 @@ class MembershipWorld:
                 root = self.nodes[0]
                 others = [node for node in up if node is not root]
                 if root.up and not root.stalled and sum(node.revoked for node in self.nodes) < 2:
-                    outcast = rng.choice(others)
-                    outcast.revoked = True
-                    sealed = sign_revocation(root.identity, root.core.trust, outcast.id, "sim", root.unix())
-                    root.core.publish_statement(sealed)
+                    self.revoke(rng.choice(others))
+
+    def revoke(self, outcast: MembershipNode) -> bytes:
+        """Have the founder revoke a node, and return the statement."""
+        root, outcast.revoked = self.nodes[0], True
+        sealed = sign_revocation(root.identity, root.core.trust, outcast.id, "sim", root.unix())
+        root.core.publish_statement(sealed)
+        return sealed
 
     def _cut(self, links: set[tuple[bytes, bytes]], rng: Random) -> None:
         self.cuts.append(links)

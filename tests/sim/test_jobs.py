@@ -36,7 +36,6 @@ from sim.protocol.faults import (
     CLOCK_INCIDENTS,
     INCIDENTS,
     JOB_INCIDENTS,
-    MEMBERSHIP_ONLY,
     STORE_INCIDENTS,
     UNFIXED,
     FaultPlan,
@@ -51,6 +50,7 @@ from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease, StepsInLease
 from sim.protocol.membership import MembershipNode, Violation
 from sim.protocol.memory_store import MemoryStore, Saved
+from sim.protocol.revocation_checkers import RevokedNodes
 from tests.sim.replay import digests
 
 SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
@@ -60,7 +60,7 @@ CONTROL_SEEDS = 200  # within which a broken rule must be detected
 
 def checked(seed: int, **options: Any) -> JobsWorld:
     """Return a world with all checkers."""
-    checkers = [*all_job_checkers(), *all_checkpoint_checkers(), *all_guest_checkers()]
+    checkers = [*all_job_checkers(), *all_checkpoint_checkers(), *all_guest_checkers(), RevokedNodes()]
     return JobsWorld(seed, job_checkers=checkers, **options)
 
 
@@ -108,7 +108,7 @@ def test_every_fault_is_drawn_by_some_seed() -> None:
     plans = [draw_job_faults(seed, 10.0) for seed in range(SEEDS)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
     known = {*INCIDENTS, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS}
-    assert set(drawn) == known - UNFIXED - MEMBERSHIP_ONLY
+    assert set(drawn) == known - UNFIXED
     assert min(drawn.values()) >= SEEDS // 8 and SEEDS // 3 < sum(plan.broken_calls > 0 for plan in plans) < SEEDS
     meshes = [draw_mesh(seed, without=()) for seed in range(SEEDS)]
     assert len({mesh.nodes for mesh in meshes}) == 11 and sum(mesh.gangs == 1.0 for mesh in meshes) >= SEEDS // 8
