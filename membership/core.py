@@ -156,8 +156,10 @@ class Core:
             self._perform([RecordChanged(applied.node, section)])
 
     def publish_chain(self, chain: bytes | None = None) -> None:
-        """Publish this node's certificates; a new chain replaces the current one."""
+        """Publish this node's certificates; a new chain replaces the current one. TrustError if it is not this node's."""
         if chain is not None and chain != self.chain:
+            if self.trust.check_chain(chain, self._clock.unix()).node_id != self.me:
+                raise TrustError("the answer has a certificate for another node")
             self.trust.admit_chain(chain, self._clock.unix())
             self.chain = chain
             self._perform([KeepChain(chain)])
@@ -345,8 +347,6 @@ class Core:
             raise FrameError("the answer does not match the question")
         if not answer.chain:
             raise TrustError(answer.problem or "the answer has no certificate and no reason")
-        if self.trust.check_chain(answer.chain, self._clock.unix()).node_id != self.me:
-            raise TrustError("the answer has a certificate for another node")
         self.publish_chain(answer.chain)
         return None
 

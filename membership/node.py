@@ -205,7 +205,7 @@ class MembershipNode:
 
     async def leave(self) -> None:
         """Announce the departure: three farewells to each member, spread over 0.2 s."""
-        if self._started is None or self._core.swim.left or "cloned" in self.problems:
+        if self._started is None or self._core.swim.left:
             return
         effects = self._core.swim.leave(self._clock.boot())
         third = max(1, len(effects) // 3)
@@ -406,10 +406,10 @@ class MembershipNode:
         if self._reconciling >= MAX_RECONCILES:
             self.counters["reconciles_put_off"] += 1
             return
+        self._reconciling += 1
         self._spawn(self._push_pull(effect), f"push-pull {effect.host}:{effect.port}")
 
     async def _push_pull(self, effect: WantReconcile) -> None:
-        self._reconciling += 1
         try:
             await self._streams.run(self._core.push_pull(effect.unless_equal), effect.host, effect.port)
             self._in_contact.set()
@@ -574,10 +574,10 @@ class MembershipNode:
         for host, port in self._rng.sample(known, min(len(known), 3)):
             nonce, me = self._core.nonce(), self.credentials
             try:
-                _, store, answer = await request_join(
+                _, _, answer = await request_join(
                     host, port, self.identity, me.nick, me.user, nonce, self._clock.unix()
                 )
-                if answer.granted and store.mesh_id == self.trust.mesh_id:
+                if answer.granted:
                     self._core.publish_chain(answer.granted)
                     self.problems.pop("certificate", None)
                     return

@@ -1,5 +1,6 @@
 """The guest registry, which helpers read to end guests without the daemon: other boots, damaged or partial entries."""
 
+import errno
 import json
 import subprocess
 from dataclasses import asdict, fields, replace
@@ -87,3 +88,19 @@ def test_crash_during_write_keeps_other_entries(tmp_path: Path, bystander: Proce
     assert list(register.entries()[0]) == ["whole"] and register.drop("whole") and not register.drop("whole")
     register.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_update_that_fails_keeps_the_earlier_entry(
+    tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = GuestRegistry(tmp_path)
+    register.keep("key", entry())
+
+    def full(plain: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("mesh.execution.guest_registry.json.dumps", full)
+        with pytest.raises(OSError, match="No space left"):
+            register.keep("key", entry(head=bystander))
+    assert register.entries() == ({"key": entry()}, [])

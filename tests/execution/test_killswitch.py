@@ -20,7 +20,7 @@ from mesh.daemon.layout import Layout
 from mesh.execution import killswitch, process_killer
 from mesh.execution.engine import EngineError
 from mesh.execution.guest_registry import GuestRegistry
-from mesh.execution.killswitch import BY_OWNER, KillSwitch, open_switch
+from mesh.execution.killswitch import BY_OWNER, CLIENTS, KillSwitch, open_switch
 from mesh.util.processes import Process, lives, process_of
 from tests.execution.bench import LOOP, WAIT_S, containers, processes_with, wait_until
 from tests.execution.place import Place, entry, fresh_mark
@@ -270,3 +270,49 @@ async def test_kill_works_on_full_disk(tmp_path: Path) -> None:
         place.switch.close()
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_guest_killed_without_the_daemon_while_it_started_does_not_go_on(tmp_path: Path, bystander: Process) -> None:
+    register = GuestRegistry(tmp_path)
+    switch = KillSwitch(register)
+    key = switch.add(entry(head=bystander))
+    register.mark_killed(key)  # as `mesh killall` does
+    with pytest.raises(EngineError, match="taken this machine back"):
+        switch.check_started(key)
+    assert not lives(bystander)
+    switch.close()
+
+
+def test_clients_beyond_the_limit_are_turned_away(tmp_path: Path) -> None:
+    switch = open_switch(GuestRegistry(tmp_path / "guests"), tmp_path / "kill.sock")
+    with contextlib.ExitStack() as stack:
+        stack.callback(switch.close)
+        for _ in range(CLIENTS):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(str(tmp_path / "kill.sock"))
+        late = stack.enter_context(socket.socket(socket.AF_UNIX))
+        late.settimeout(WAIT_S)
+        late.connect(str(tmp_path / "kill.sock"))
+        assert late.recv(1) == b""
+
+
+@pytest.fixture
+def group(tmp_path: Path, bystander: Process, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A control group of version 1 with the bystander in it, as plain files."""
+    group = tmp_path / ("0" * 16)
+    group.mkdir()
+    (group / "cgroup.procs").write_text(f"{bystander.pid}\n")
+    (group / "freezer.state").write_text("FROZEN")
+    monkeypatch.setattr("mesh.util.cgroups.groups_of", lambda pid: {"freezer": group} if pid == bystander.pid else {})
+    return group
+
+
+def test_processes_of_a_guests_group_are_killed(group: Path, bystander: Process) -> None:
+    (killed,) = process_killer.run([entry(groups=(str(group),))])
+    assert (killed.processes, killed.left) == (1, ())
+    assert not lives(bystander)
+
+
+def test_frozen_group_is_thawed_so_that_its_processes_die(group: Path) -> None:
+    process_killer.run([entry(groups=(str(group),))])
+    assert (group / "freezer.state").read_text() == "THAWED"

@@ -475,3 +475,101 @@ def test_members_of_a_revoked_admitter_are_dropped_at_once() -> None:
     dan.core.publish_chain(admitted(ROOT, GENESIS, ROOT_CHAIN, person.node_id, "dan", "dan", NOW + 1))
     meet(dan, root, ann)
     assert root.knows(dan) and ann.knows(dan)
+
+
+def test_certificate_of_another_node_is_no_renewal() -> None:
+    ann = CoreNode("ann")
+    asking = ann.core.ask_renewal()
+    question = next(asking)
+    with pytest.raises(TrustError, match="certificate for another node"):
+        asking.send((ROOT.node_id, Renewed(1, question.nonce, PEOPLE["bob"][1], "")))
+    assert ann.core.chain == PEOPLE["ann"][1]
+
+
+def test_certificate_of_another_node_is_never_published_as_its_own() -> None:
+    """Whoever answers a node that joins again may be hostile."""
+    ann = CoreNode("ann")
+    with pytest.raises(TrustError, match="certificate for another node"):
+        ann.core.publish_chain(PEOPLE["bob"][1])
+    assert not ann.asked_for(KeepChain)
+    assert ann.core.chain == PEOPLE["ann"][1]
+
+
+def test_answer_to_another_hello_is_refused() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    bob.core.publish("facts", b"of bob", 600)
+    asking = ann.core.push_pull()
+    hello = next(asking)
+    (_, reply) = bob.identity.node_id, next(bob.core.answer(ann.identity.node_id, hello))
+    replayed = ann.core.push_pull()
+    next(replayed)
+    with pytest.raises(FrameError, match="does not match"):
+        replayed.send((bob.identity.node_id, reply))
+    assert ann.core.records.get(bob.identity.node_id, "facts", NOW) is None
+
+
+@pytest.mark.parametrize("wrong", ["another sender", "another nonce"])
+def test_delta_that_ends_another_exchange_is_refused(wrong: str) -> None:
+    ann, bob, cyd = CoreNode("ann"), CoreNode("bob"), CoreNode("cyd")
+    meet(ann, cyd)
+    answering = ann.core.answer(bob.identity.node_id, next(bob.core.push_pull()))
+    reply = next(answering)
+    sender = cyd if wrong == "another sender" else bob
+    nonce = reply.nonce + (wrong == "another nonce")
+    record = cyd.core.records.get(cyd.identity.node_id, "trust", NOW)
+    assert record is not None
+    with pytest.raises(FrameError, match="does not match"):
+        answering.send((sender.identity.node_id, Delta(9, nonce, [record.sealed], [])))
+    assert ann.core.counters["refused_replayed"] == 1
+
+
+def test_statements_of_a_node_that_is_gone_are_published_by_another() -> None:
+    root, ann, cyd = CoreNode("root"), CoreNode("ann"), CoreNode("cyd")
+    meet(root, ann)
+    outcast = b"\x07" * 32
+    root.core.publish_statement(make_revocation(ROOT, root.core.trust, outcast, "", NOW))
+    meet(root, ann)
+    ann.now = 30 * 86_400.0  # the sections of the founder have expired
+    ann.core.expire()
+    assert [r.node for r in ann.core.records.section(STATEMENTS + "0", ann.unix())] == [ann.identity.node_id]
+    cyd.now = ann.now
+    talk(ann, cyd, ann.core.push_pull())
+    assert outcast in cyd.core.trust.revoked
+
+
+def test_sections_follow_an_epoch_that_a_packet_raised() -> None:
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    ann.core.publish("facts", b"x", 600)
+    former = Alive(ann.identity.node_id, 500, 0, "ann", 7373, False, 1)
+    packet = Rumours(1, bytes(8), (("member", ann.core._seal_evidence(former)),))
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, packet), ("bob", 7373))
+    record = ann.core.records.get(ann.identity.node_id, "facts", NOW)
+    assert record is not None
+    assert record.epoch == 501
+
+
+def test_packet_of_a_member_with_an_expired_certificate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    person, _ = PEOPLE["bob"]
+    with monkeypatch.context() as shorter:
+        shorter.setattr("membership.trust.NODE_CERTIFICATE_S", 3600)
+        chain = admitted(ROOT, GENESIS, ROOT_CHAIN, person.node_id, "bob", "bob", NOW)
+    monkeypatch.setitem(PEOPLE, "bob", (person, chain))
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    ann.effects.clear()
+    ann.now = 3600.0 + 121.0  # before the upkeep that drops the member
+    ann.core.on_datagram(bob.core.seal_packet(ann.identity.node_id, Ping(1, bytes(8), ())), ("bob", 7373))
+    assert ann.core.counters["refused_foreign"] == 1
+    assert not ann.asked_for(SendPacket), "it is not answered"
+    assert ann.asked_for(WantReconcile), "it may have a new certificate"
+
+
+def test_late_timer_shows_that_this_node_stood_still() -> None:
+    ann = CoreNode("ann")
+    lag_s = SwimConfig.lan().lag_s
+    for late_s, lags in ((0.9 * lag_s, 0), (lag_s, 1)):
+        ann.now = 100.0 + late_s
+        ann.core.on_timer("probe", 0, 100.0)
+        assert ann.core.counters["lags"] == lags
+    assert ann.core.swim.health.score == 1, "it probes more slowly before it accuses others"

@@ -10,17 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from membership.admission import request_join
 from membership.config import SwimConfig
 from membership.discovery import MdnsConfig, parse_seed
+from membership.effects import WantReconcile
 from membership.envelope import seal, seal_to
 from membership.identity import Identity
-from membership.node import MembershipNode, PortInUse, SystemClock
+from membership.node import MAX_RECONCILES, MembershipNode, PortInUse, SystemClock
 from membership.reconcile import ReachMe, encode_frame
 from membership.trust import (
     TrustError,
     TrustStore,
     found_mesh,
+    make_invite,
     make_revocation,
+    parse_invite,
+    prove_invite,
 )
 from membership.wire import Left, Ping, encode
 from tests.chains import admitted
@@ -55,7 +60,15 @@ class Mesh:
         self.nodes: list[MembershipNode] = []
 
     def make(
-        self, nick: str, *, mdns: bool = False, port: int = 0, seed: int | None = None, ahead_s: float = 0.0
+        self,
+        nick: str,
+        *,
+        mdns: bool = False,
+        port: int = 0,
+        seed: int | None = None,
+        ahead_s: float = 0.0,
+        place: str = "",
+        on_fatal: Callable[[str], None] = lambda reason: None,
     ) -> MembershipNode:
         if nick not in self.identities:
             identity = Identity.generate()
@@ -71,12 +84,13 @@ class Mesh:
             TrustStore(self.genesis),
             chain,
             SwimConfig.local(),
-            self.directory / nick,
+            self.directory / (place or nick),
             bind_host=LOOPBACK,
             port=port,
             seeds=seeds,
             mdns=MdnsConfig((LOOPBACK,)) if mdns else None,
             clock=WrongClock(ahead_s),
+            on_fatal=on_fatal,
         )
 
     async def start(self, count: int, *, mdns: bool = False) -> None:
@@ -322,3 +336,75 @@ async def test_reachability_is_answered_for_members_only(mesh: Mesh) -> None:
     assert await reader.read() == b"", "the node closes the connection"
     writer.close()
     assert node.counters["refused_foreign"] >= 1
+
+
+async def test_of_two_machines_with_one_key_the_younger_ends(mesh: Mesh) -> None:
+    await mesh.start(2)
+    elder, ended = mesh.nodes[1], list[str]()
+    copy = mesh.make("n1", seed=mesh.nodes[0].port, place="copy", on_fatal=ended.append)
+    await copy.start()
+    mesh.nodes.append(copy)
+    await until(lambda: bool(ended), "the copy to end")
+    assert "was started earlier with this node's key" in ended[0]
+    await until(lambda: "cloned" in elder.problems, "the elder to report the copy")
+    await copy.leave()
+    packets = copy.counters["packets_in"]
+    seen = elder.counters["packets_in"]
+    await until(lambda: elder.counters["packets_in"] > seen + 10, "the elder to go on")
+    assert copy.counters["packets_in"] == packets, "it hears nothing any more"
+    reader, writer = await asyncio.open_connection(LOOPBACK, copy.port)
+    async with asyncio.timeout(5):
+        assert await reader.read() == b"", "it answers nobody"
+    writer.close()
+    assert state(mesh.nodes[0], "n1") == "alive", "the copy says no farewell for the elder"
+
+
+async def test_certificate_of_another_node_starts_nothing(mesh: Mesh) -> None:
+    await mesh.start(1)
+    stranger = Identity.generate()
+    mesh.identities["n1"] = (stranger, mesh.identities["n0"][1])
+    node = mesh.make("n1")
+    with pytest.raises(TrustError, match="is for another key"):
+        await node.start()
+    await node.stop()
+
+
+async def test_invite_used_before_a_restart_stays_used(mesh: Mesh) -> None:
+    await mesh.start(1)
+    (node,) = mesh.nodes
+    text = make_invite(mesh.root, node.trust, node.credentials, (), 3600, time.time() + 1, user="bob")
+    using = parse_invite(text, time.time())
+
+    async def join(port: int) -> str:
+        newcomer = Identity.generate()
+        proof = prove_invite(using, newcomer.node_id, "bob")
+        _, _, answer = await request_join(LOOPBACK, port, newcomer, "desk", "bob", 1, time.time(), using.grant, proof)
+        return answer.state
+
+    assert await join(node.port) == "admitted"
+    await node.stop()
+    mesh.nodes[0] = again = mesh.make("n0")
+    await again.start()
+    assert await join(again.port) == "refused"
+
+
+async def test_push_pulls_at_a_time_are_bounded(mesh: Mesh) -> None:
+    """Forged packets name addresses that take a connection and say nothing."""
+    opened = 0
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        await reader.read()
+        await reader.read()
+
+    server = await asyncio.start_server(silent, LOOPBACK, 0)
+    await mesh.start(1)
+    (node,) = mesh.nodes
+    port = server.sockets[0].getsockname()[1]
+    for _ in range(MAX_RECONCILES + 8):
+        node._perform([WantReconcile(b"", LOOPBACK, port, False)])
+    await until(lambda: opened >= MAX_RECONCILES, "the push-pulls to begin")
+    assert node.counters["reconciles_put_off"] == 8
+    assert opened == MAX_RECONCILES
+    server.close()

@@ -1,15 +1,23 @@
 """Small cores: clock skew, rate limits, bootstrap, and the unreachable state of a suspicion."""
 
+import asyncio
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from membership.bootstrap import ATTEMPTS_AT_ONCE, BACKOFF_S, CONNECTED_INTERVAL_S, Bootstrap
 from membership.clock_skew import ClockSkew
 from membership.config import SwimConfig
+from membership.framing import read_frame
+from membership.member import MemberTable
+from membership.probe import RELAY_S, ProbeOrder, Relays
 from membership.ratelimit import BURST_S, MAX_SOURCES, TokenBuckets
+from membership.reconcile import FRAME_LIMIT, FrameError
+from membership.rumours import RumourQueue
 from membership.suspicion import Suspicion
+from membership.wire import Alive, Left
 
 
 @given(st.lists(st.floats(-1, 1), min_size=3, max_size=20), st.floats(10, 1e6))
@@ -81,3 +89,46 @@ def test_unreachable_comes_before_dead_and_deadlines_stay_in_bounds(
         earliest, latest = suspicion.bounds
         assert earliest <= suspicion.deadline <= latest
         assert suspicion.unreachable_at <= max(now, suspicion.deadline)
+
+
+def test_probe_order_passes_over_a_member_that_has_left() -> None:
+    table, order = MemberTable(8), ProbeOrder(Random(1))
+    for node in (b"a" * 32, b"b" * 32):
+        table.apply(Alive(node, 1, 0, "h", 7373, False, 1), b"", 0.0)
+    order.insert(b"a" * 32)
+    table.apply(Left(b"a" * 32, 1, 1), b"", 0.0)
+    found = order.next(table, b"")
+    assert found is not None
+    assert found.node == b"b" * 32
+
+
+def test_ack_is_passed_on_once_and_in_time() -> None:
+    relays = Relays()
+    for nonce in (1, 2):
+        relays.add(nonce, b"target", b"requester", 7, 0.0)
+    assert relays.take(1, RELAY_S / 2) == (b"requester", 7)
+    assert relays.take(1, RELAY_S / 2) is None
+    assert relays.take(2, RELAY_S) is None
+
+
+async def test_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data((FRAME_LIMIT + 1).to_bytes(4, "big"))
+    reader.feed_eof()
+    with pytest.raises(FrameError, match="over the limit"):
+        await read_frame(reader)
+
+
+async def test_longest_frame_is_read() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(FRAME_LIMIT.to_bytes(4, "big") + bytes(FRAME_LIMIT))
+    assert len(await read_frame(reader)) == FRAME_LIMIT
+
+
+def test_record_rumour_is_sent_a_few_times_only() -> None:
+    queue = RumourQueue(retransmit_multiplier=4)
+    queue.add("record", b"name", b"sealed")
+    sent = 0
+    while queue.take(1200, 9) and sent < 50:
+        sent += 1
+    assert sent == 2

@@ -43,9 +43,9 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def first(self) -> str:
-        """The first test that failed."""
-        lines = (line.split(" - ")[0].split(" ", 1) for line in self.output.splitlines())
-        return next((words[1] for words in lines if words[0] in {"FAILED", "ERROR"} and len(words) > 1), "")
+        """The first test that failed. The log that pytest shows has lines with `ERROR` too."""
+        lines = (line.split(" - ")[0].partition(" ") for line in self.output.splitlines())
+        return next((test for word, _, test in lines if word in {"FAILED", "ERROR"} and test.startswith("tests/")), "")
 
     @property
     def none_ran(self) -> bool:

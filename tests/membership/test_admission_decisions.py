@@ -1,0 +1,214 @@
+"""Decisions on join requests by one node, and what it takes from the sections of others."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from membership.admission import (
+    DECIDED,
+    ENDORSED,
+    INVITED,
+    PENDING_EXPIRY_S,
+    REQUESTS_PER_S,
+    Admission,
+    AdmissionPolicy,
+    Decision,
+    Endorsement,
+    JoinAnswer,
+    PendingJoin,
+    decode_decisions,
+    decode_endorsements,
+    make_join_request,
+    read_answer,
+)
+from membership.identity import Identity
+from membership.ratelimit import BURST_S
+from membership.reconcile import FrameError
+from membership.snapshot import UsedInvites
+from membership.trust import ROLES, Invite, User, make_invite, make_revocation, parse_invite, prove_invite
+from tests.chains import admitted
+from tests.membership.test_core import GENESIS, NOW, ROOT, ROOT_CHAIN, CoreNode, meet
+
+STRANGER = Identity(b"\x61" * 32)
+
+
+class Desk:
+    """A node that answers join requests."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.node = CoreNode(name)
+        self.core, self.me = self.node.core, self.node.identity.node_id
+        self.used = UsedInvites(directory / f"{name}-invites")
+        self.used.read(NOW)
+        self.admission = Admission(self.node.identity, self.core, AdmissionPolicy(), self.used, {}, self.node)
+
+    def ask(self, request: bytes, host: str = "10.0.0.9") -> JoinAnswer:
+        return read_answer(self.admission.answer(request, host), 1, self.node.unix())[2]
+
+    def decided(self) -> dict[bytes, Decision]:
+        record = self.core.records.get(self.me, DECIDED, self.node.unix())
+        return decode_decisions(record.body) if record is not None else {}
+
+    def notice(self, section: str) -> None:
+        self.admission.noticed(section)
+        self.admission.tick()
+
+
+def invite(issuer: Desk, **terms: object) -> Invite:
+    trust = issuer.core.trust
+    credentials = trust.credentials(issuer.me, NOW)
+    assert credentials is not None
+    return parse_invite(make_invite(issuer.node.identity, trust, credentials, (), 3600, NOW, **terms), NOW)  # type: ignore[arg-type]
+
+
+def pending(using: Invite, node: Identity = STRANGER, name: str = "login") -> PendingJoin:
+    return PendingJoin(node.node_id, "desk", name, "h", int(NOW), using.grant, prove_invite(using, node.node_id, name))
+
+
+def invited_request(using: Invite, node: Identity = STRANGER, name: str = "login") -> bytes:
+    return make_join_request(node, 1, "desk", name, using.grant, prove_invite(using, node.node_id, name))
+
+
+def stranger_chain(node: Identity = STRANGER, user: str | User = "eve", roles: tuple[str, ...] = ROLES) -> bytes:
+    return admitted(ROOT, GENESIS, ROOT_CHAIN, node.node_id, "desk", user, NOW, roles=roles)
+
+
+def publish_decision(by: CoreNode, decision: Decision, about: Identity = STRANGER) -> None:
+    by.core.publish(DECIDED, msgspec.msgpack.encode({about.node_id: decision}), 600)
+
+
+# --- decisions that others publish
+
+
+def test_chain_that_an_admitter_publishes_is_given_to_its_node(tmp_path: Path) -> None:
+    desk, root = Desk("ann", tmp_path), CoreNode("root")
+    publish_decision(root, Decision(stranger_chain()))
+    meet(root, desk.node)
+    assert desk.ask(make_join_request(STRANGER, 1, "d", "u")).state == "admitted"
+
+
+def test_chain_that_another_member_publishes_is_not_given(tmp_path: Path) -> None:
+    desk, bob = Desk("ann", tmp_path), CoreNode("bob")
+    publish_decision(bob, Decision(stranger_chain()))
+    meet(bob, desk.node)
+    assert desk.ask(make_join_request(STRANGER, 1, "d", "u")).state == "waiting"
+
+
+@pytest.mark.parametrize("chain", [stranger_chain(Identity(b"\x62" * 32)), b"?"], ids=["of another node", "malformed"])
+def test_wrong_chain_of_an_admitter_is_not_given(tmp_path: Path, chain: bytes) -> None:
+    desk, root = Desk("ann", tmp_path), CoreNode("root")
+    publish_decision(root, Decision(chain))
+    meet(root, desk.node)
+    assert desk.ask(make_join_request(STRANGER, 1, "d", "u")).state == "waiting"
+
+
+def test_refusal_of_an_invite_counts_from_its_issuer(tmp_path: Path) -> None:
+    desk, root = Desk("ann", tmp_path), Desk("root", tmp_path)
+    using = invite(root, user="eve")
+    publish_decision(root.node, Decision(problem="used up"))
+    meet(root.node, desk.node)
+    assert desk.ask(invited_request(using)).problem == "used up"
+
+
+def test_refusal_of_an_invite_by_another_member_does_not_count(tmp_path: Path) -> None:
+    desk, bob = Desk("ann", tmp_path), CoreNode("bob")
+    root = Desk("root", tmp_path)
+    using = invite(root, user="eve")
+    publish_decision(bob, Decision(problem="no"))
+    meet(root.node, bob, desk.node)
+    assert desk.ask(invited_request(using)).state == "waiting"
+
+
+# --- decisions of this node
+
+
+def test_endorser_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), CoreNode("ann")
+    lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.identity.node_id, "ann", "ann", NOW + 1, roles=("user",))
+    ann.core.publish_chain(lesser)
+    endorsement = Endorsement(STRANGER.node_id, "desk", ROLES)
+    ann.core.publish(ENDORSED, msgspec.msgpack.encode([endorsement]), 600)
+    meet(root.node, ann)
+    root.notice(ENDORSED)
+    machine = root.core.trust.credentials(STRANGER.node_id, NOW)
+    assert machine is not None
+    assert machine.roles == ("user",)
+
+
+def test_endorsement_ends_with_the_certificate_of_its_author(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), CoreNode("ann")
+    ann.core.publish(ENDORSED, msgspec.msgpack.encode([Endorsement(STRANGER.node_id, "desk", ROLES)]), 600)
+    meet(root.node, ann)
+    trust = root.core.trust
+    trust.admit_statement(make_revocation(ROOT, trust, ann.identity.node_id, "", NOW), NOW)
+    root.notice(ENDORSED)
+    assert trust.credentials(STRANGER.node_id, NOW) is None
+
+
+def test_issuer_gives_no_role_that_it_lacks(tmp_path: Path) -> None:
+    """Its certificate has fewer roles than at the time of the invite."""
+    ann = Desk("ann", tmp_path)
+    using = invite(ann, mine=True)
+    lesser = admitted(ROOT, GENESIS, ROOT_CHAIN, ann.me, "ann", "ann", NOW + 1, roles=("user",))
+    ann.core.publish_chain(lesser)
+    ann.ask(invited_request(using))
+    record = ann.core.records.get(ann.me, ENDORSED, NOW)
+    assert record is not None
+    assert [one.roles for one in decode_endorsements(record.body)] == [("user",)]
+
+
+def test_invite_is_left_to_its_issuer(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), Desk("ann", tmp_path)
+    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(invite(ann, mine=True))]), 600)
+    meet(root.node, ann.node)
+    root.notice(INVITED)
+    assert root.core.trust.credentials(STRANGER.node_id, NOW) is None
+
+
+def test_invite_issued_here_admits_a_machine_that_asked_elsewhere(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), CoreNode("ann")
+    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(invite(root, user="eve"))]), 600)
+    meet(root.node, ann)
+    root.notice(INVITED)
+    assert root.core.trust.credentials(STRANGER.node_id, NOW) is not None
+
+
+def test_revoked_machine_uses_up_no_invite(tmp_path: Path) -> None:
+    root, ann = Desk("root", tmp_path), CoreNode("ann")
+    using = invite(root, user="eve", uses=1)
+    ann.core.publish(INVITED, msgspec.msgpack.encode([pending(using)]), 600)
+    meet(root.node, ann)
+    trust = root.core.trust
+    trust.admit_statement(make_revocation(ROOT, trust, STRANGER.node_id, "", NOW), NOW)
+    root.notice(INVITED)
+    assert root.ask(invited_request(using, Identity(b"\x63" * 32))).state == "admitted"
+
+
+def test_requests_of_one_address_are_limited_before_they_are_read(tmp_path: Path) -> None:
+    desk = Desk("root", tmp_path)
+    request = make_join_request(STRANGER, 1, "d", "u")
+    for _ in range(int(REQUESTS_PER_S * BURST_S)):
+        desk.ask(request, "2001:db8::1")
+    with pytest.raises(FrameError, match="too many join requests"):
+        desk.ask(request, "2001:db8::2")
+    assert desk.ask(request, "2001:db8:0:1::1").state == "waiting"
+
+
+def test_pending_request_ends_when_its_node_is_a_member(tmp_path: Path) -> None:
+    desk = Desk("ann", tmp_path)
+    desk.ask(make_join_request(STRANGER, 1, "d", "u"))
+    desk.core.trust.admit_chain(stranger_chain(), NOW)
+    desk.node.now = 10.0
+    desk.admission.tick()
+    (record,) = desk.core.records.section("pending", desk.node.unix())
+    assert msgspec.msgpack.decode(record.body) == []
+
+
+def test_pending_request_ends_when_its_node_asks_no_more(tmp_path: Path) -> None:
+    desk = Desk("ann", tmp_path)
+    desk.ask(make_join_request(STRANGER, 1, "d", "u"))
+    desk.node.now = PENDING_EXPIRY_S + 1
+    desk.admission.tick()
+    (record,) = desk.core.records.section("pending", desk.node.unix())
+    assert msgspec.msgpack.decode(record.body) == []

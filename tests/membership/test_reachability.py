@@ -1,0 +1,56 @@
+"""The advertised address follows what members see, within what the owner and this machine's interfaces allow."""
+
+from random import Random
+from typing import cast
+
+import pytest
+
+from membership.identity import NodeId
+from membership.reachability import FIRST_CHECK_S, Reachability
+from membership.reconcile import Reached
+from membership.streams import Streams
+from tests.membership.test_core import CoreNode, meet
+
+OWN, OTHER = "192.0.2.7", "198.51.100.9"
+
+
+class OneAnswer:
+    """Streams to a member that gives one answer to each question whether it reaches this node."""
+
+    def __init__(self, node: NodeId, answer: Reached) -> None:
+        self._node, self._answer = node, answer
+
+    async def ask_reached(self, own_host: str, own_port: int, host: str, port: int) -> tuple[NodeId, Reached]:
+        return self._node, self._answer
+
+
+async def checked(
+    monkeypatch: pytest.MonkeyPatch, seen_host: str, *, explicit: str | None = None, udp: bool = False
+) -> Reachability:
+    """Return the state after a member has said where it sees this node, whose interfaces have the address `OWN`."""
+    monkeypatch.setattr("membership.reachability.lan_addresses", lambda: [OWN])
+    monkeypatch.setattr("membership.reachability.advertised_address", lambda bound, towards: "203.0.113.1")
+    ann, bob = CoreNode("ann"), CoreNode("bob")
+    meet(ann, bob)
+    found = Reachability("0.0.0.0", explicit, {}, ann, Random(1))
+    await found.choose(7373, None)
+    ann.now = FIRST_CHECK_S
+    streams = OneAnswer(bob.identity.node_id, Reached(1, 1, udp, "acked", seen_host))
+    await found.check_if_due(ann.core, cast(Streams, streams))
+    return found
+
+
+async def test_address_of_an_own_interface_that_a_member_sees_is_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await checked(monkeypatch, OWN)).host == OWN
+
+
+async def test_address_of_another_machine_is_never_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await checked(monkeypatch, OTHER)).host == "203.0.113.1"
+
+
+async def test_address_that_the_owner_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await checked(monkeypatch, OWN, explicit="lab.example.edu")).host == "lab.example.edu"
+
+
+async def test_address_at_which_the_node_is_reached_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await checked(monkeypatch, OWN, udp=True)).host == "203.0.113.1"
