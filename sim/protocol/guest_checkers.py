@@ -47,7 +47,7 @@ class Retries(JobChecker):
 
     def exited(self, world: JobsWorld, node: JobNode, job: bytes, guest: Guest, end: GuestExited | GuestFailed) -> None:
         if _failed(guest, end) and world.specs[job].most_nodes == 1:  # gangs may blame a member that is lost
-            self._failed[job][guest.term] = end.code if isinstance(end, GuestExited) else end.exit_code
+            self._failed[job][guest.term] = _code_of(end)
 
     def saved(self, world: JobsWorld, node: JobNode, witness_record: WitnessRecord) -> None:
         job, term = witness_record.job, witness_record.accepted_term
@@ -83,13 +83,13 @@ class JustEnds(JobChecker):
     name = "end"
 
     def __init__(self) -> None:
-        self._failed: dict[bytes, dict[int, int]] = defaultdict(dict)
+        self._failed: dict[bytes, dict[int, set[int]]] = defaultdict(dict)  # exit codes of a gang's members by term
         self._done: set[bytes] = set()
         self._runs: dict[bytes, list[Run]] = defaultdict(list)
 
     def exited(self, world: JobsWorld, node: JobNode, job: bytes, guest: Guest, end: GuestExited | GuestFailed) -> None:
         if _failed(guest, end):
-            self._failed[job][guest.term] = end.code if isinstance(end, GuestExited) else end.exit_code
+            self._failed[job].setdefault(guest.term, set()).add(_code_of(end))
         if guest.done and isinstance(end, GuestExited) and end.code == 0:
             self._done.add(job)
 
@@ -111,7 +111,7 @@ class JustEnds(JobChecker):
 
     def _may_fail(self, world: JobsWorld, job: bytes) -> bool:
         spec, codes = world.specs[job], self._failed[job].values()
-        if len(codes) > spec.error_budget or any(not _may_retry(spec, code) for code in codes):
+        if len(codes) > spec.error_budget or any(not _may_retry(spec, code) for code in set().union(*codes)):
             return True
         latest_ms = 1000 * max(node.unix() for node in world.nodes)
         if spec.deadline_unix_ms is not None and latest_ms >= spec.deadline_unix_ms:
@@ -176,6 +176,10 @@ def _failed(guest: Guest, end: GuestExited | GuestFailed) -> bool:
     if isinstance(end, GuestFailed):
         return not end.elsewhere
     return end.code not in NOT_FAILED and not end.fault and not (guest.vacating and end.code in STOPPED)
+
+
+def _code_of(end: GuestExited | GuestFailed) -> int:
+    return end.code if isinstance(end, GuestExited) else end.exit_code
 
 
 def _may_retry(spec: JobSpec, code: int) -> bool:

@@ -312,11 +312,13 @@ class JobNode(KeepingNode):
 
     def may_be_behind(self, job: bytes) -> bool:
         """Tell whether a guest may run on by a clock that stood still, its own or that of its gang's runner, as is allowed
-        until the wall clock is right, or for one lease.
+        until it sees that the wall clock is right, or for one lease.
         """
         member = self.participant.members.get(job)
         leader = self.world.by_id.get(member.runner) if member is not None else None
         until = leader.doubted_until + LEASE_S if isinstance(leader, JobNode) else 0.0
+        if max(self.last_stall_end, self.stalled_until, self.disk.faults.slow_until) > self.paused_until >= 0:
+            until = max(until, self.paused_until + LEASE_S)  # its process may not have looked yet
         return self.world.kernel.now < max(self.doubted_until, until)
 
     def crash(self) -> None:
@@ -436,7 +438,13 @@ class JobNode(KeepingNode):
             self.handle_message(sender, message)
 
     def handle_message(self, sender: bytes, message: AnyMessage) -> None:
-        self.take(partial(self.participant.receive, sender, message))
+        self.take(partial(self._hear_lie if is_lie(message) else self.participant.receive, sender, message))
+
+    def _hear_lie(self, sender: bytes, message: AnyMessage, at: Instant) -> Sequence[Directed]:
+        """Take a lie, unless its teller runs the job by now: a hostile runner may end its job."""
+        witness = self.participant.witnesses.get(message.job)
+        runs = witness is not None and witness.witness_record.holder == sender
+        return [] if runs else self.participant.receive(sender, message, at)
 
     def send(self, to: bytes, message: AnyMessage) -> None:
         if to == self.id:
@@ -1134,6 +1142,11 @@ def majority(members: Collection[Voter], of: Collection[Voter]) -> bool:
 def decides(config: Config, voters: Collection[Voter]) -> bool:
     """Tell whether these voters can decide for the group, or for both groups during a change."""
     return majority(config.members, voters) and (not config.previous or majority(config.previous, voters))
+
+
+def is_lie(message: AnyMessage) -> bool:
+    record = message.record if isinstance(message, Closed | Refused) else None
+    return record is not None and record.outcome is not None and record.outcome.detail.startswith(LIE)
 
 
 def disk_of(body: bytes) -> bytes:

@@ -65,7 +65,7 @@ class RevokedNodes(JobChecker):
         if group is None or guest.gang_member or node.may_be_behind(job):  # a member goes by its runner
             return
         others = [world.by_id[voter] for voter in group.nodes if voter != node.id]
-        if all(self._knows(world, other, node.id) for other in others):
+        if others and all(self._knows(world, other, node.id) for other in others):
             raise self.violated(world, job, f"a guest on {node.name} computes, which its witnesses know to be revoked")
 
     def _may_not_take_on(self, world: JobsWorld, node: JobNode, job: bytes) -> bool:
