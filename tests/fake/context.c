@@ -42,6 +42,7 @@ static CUresult open_context(struct context *context, int device, unsigned int f
       .device = device,
       .flags = flags,
       .number = ++numbers,
+      .part_ppm = WORLD_WHOLE,
       .primary = context->primary,
       .retained = 1,
       .heap = {.device = device, .chunk_size = driver_world->config.granule},

@@ -145,7 +145,7 @@ struct context {
   enum magic magic;
   int device;
   unsigned int flags, retained;
-  uint32_t number;
+  uint32_t number, part_ppm; /* of the device that it may use */
   bool primary;
   struct heap heap;
   struct stream *streams, *legacy;
@@ -193,11 +193,18 @@ struct function {
   enum magic magic;
   char name[64];
   int64_t ns;
-  bool per_block;
+  enum { PER_LAUNCH, PER_BLOCK, PER_THREAD_OF_BLOCK, PER_ARGUMENT } per;
+  uint32_t ranks; /* of a collective */
+  uint32_t width_ppm;
+  _Atomic bool loaded;
   struct module *module;
   struct function *next;
 };
-CUresult function_time(CUfunction function, uint64_t blocks, uint64_t threads, int64_t *ns);
+struct shape {
+  uint64_t blocks, threads;
+  void **params;
+};
+CUresult function_time(CUfunction function, const struct shape *shape, int64_t *ns);
 
 /* Capture: see capture.c. */
 bool capture_forbids(void); /* whether this thread may not make calls that are unsafe during capture; it ends what minds them */

@@ -11,6 +11,7 @@ static _Thread_local struct {
 static struct stream *open_stream(struct context *context, enum lane_kind kind, unsigned int flags, int priority) {
   world_lock(driver_world);
   uint32_t lane = world_open_lane(driver_self, context->device, context->number, kind);
+  if (lane < WORLD_LANES) driver_self->lanes[lane].part_ppm = context->part_ppm;
   world_unlock(driver_world);
   struct stream *stream = lane < WORLD_LANES ? calloc(1, sizeof *stream) : NULL;
   if (stream == NULL) return NULL;
@@ -130,6 +131,7 @@ static CUresult query(CUstream handle, CUstream implied) {
   struct stream *stream;
   TRY(stream_find(handle, implied, &stream));
   TRY(capture_touch(stream));
+  world_spend(driver_world, driver_world->config.traits.call_ns);
   return reached(stream->lane, driver_self->lanes[stream->lane].submitted) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
