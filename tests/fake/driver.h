@@ -61,6 +61,7 @@ enum magic {
   MAGIC_EXEC,
   MAGIC_EXTERNAL,
   MAGIC_TICKET,
+  MAGIC_GREEN,
 };
 
 /* Whether a handle is one of ours, and lives. */
@@ -154,6 +155,8 @@ struct context {
 struct context *context_current(void); /* NULL: none. No lock is needed */
 CUresult context_need(struct context **out);
 void context_synchronize(const struct context *context); /* without the lock */
+struct context *context_of_part(int device, uint32_t part_ppm); /* current nowhere; under the lock */
+void context_end(struct context *context);                      /* without it */
 
 /* Nodes of a graph that what is captured next comes after. */
 enum { FRONT = 32 };
@@ -176,6 +179,7 @@ CUresult stream_find(CUstream handle, CUstream implied, struct stream **out);   
 CUresult stream_submit(struct stream *stream, struct item item, uint64_t *mark); /* without the lock; waits for room */
 void stream_await(const struct stream *stream, uint64_t mark);                   /* without the lock */
 void stream_free_all(struct context *context);
+CUresult stream_create(CUstream *out, struct context *context, unsigned int flags, int priority);
 
 struct event {
   enum magic magic;

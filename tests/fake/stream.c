@@ -83,10 +83,8 @@ void stream_free_all(struct context *context) {
   context->streams = context->legacy = NULL;
 }
 
-static CUresult create(CUstream *out, unsigned int flags, int priority) {
-  struct context *context;
+CUresult stream_create(CUstream *out, struct context *context, unsigned int flags, int priority) {
   REFUSE_IF(out == NULL || flags > 1, CUDA_ERROR_INVALID_VALUE);
-  TRY(context_need(&context));
   LOCKED;
   struct stream *stream = open_stream(context, flags ? LANE_NON_BLOCKING : LANE_BLOCKING, flags, priority);
   *out = (CUstream)stream;
@@ -94,13 +92,17 @@ static CUresult create(CUstream *out, unsigned int flags, int priority) {
 }
 
 CUresult cuStreamCreate(CUstream *out, unsigned int flags) {
+  struct context *context;
   CALL(cuStreamCreate);
-  return create(out, flags, 0);
+  TRY(context_need(&context));
+  return stream_create(out, context, flags, 0);
 }
 
 CUresult cuStreamCreateWithPriority(CUstream *out, unsigned int flags, int priority) {
+  struct context *context;
   CALL(cuStreamCreateWithPriority);
-  return create(out, flags, priority < -5 ? -5 : priority > 0 ? 0 : priority);
+  TRY(context_need(&context));
+  return stream_create(out, context, flags, priority < -5 ? -5 : priority > 0 ? 0 : priority);
 }
 
 CUresult cuStreamDestroy_v2(CUstream handle) {

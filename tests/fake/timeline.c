@@ -226,8 +226,8 @@ static void run_gangs(struct world *world, int64_t step) {
   }
 }
 
-/* Copies and records, which go on whosever turn it is. The copies of a device that go one way share its link. With `step` 0, returns
- * how long they go on unchanged. */
+/* Copies and records, which go on whosever turn it is. The copies of a device that go one way share its link. With `step` 0,
+ * returns how long they go on unchanged. */
 static int64_t aside(struct world *world, int64_t step) {
   uint32_t copies[2][WORLD_DEVICES] = {{0}};
   int64_t next = WORLD_NEVER;
@@ -305,7 +305,7 @@ static void sample(struct world *world) {
 static void change_clocks(struct world *world) {
   int64_t period = world->now_ns / world->config.traits.clock_ns;
   for (uint32_t d = 0; d < world->config.devices; d++)
-    world->devices[d].clock_ppm = world_clock_ppm(world, (int)d, period);
+    if (world->devices[d].locked_ppm == 0) world->devices[d].clock_ppm = world_clock_ppm(world, (int)d, period);
   world->next_clock_ns = (period + 1) * world->config.traits.clock_ns;
 }
 

@@ -108,7 +108,7 @@ struct device {
   int current; /* the process whose turn it is or was last */
   int64_t slice_end_ns, busy_ns, sampled_ns, copied_ns;
   struct slots slots;
-  uint32_t clock_ppm; /* of the highest clock */
+  uint32_t clock_ppm, locked_ppm; /* of the highest clock; 0: it is not locked */
   uint32_t percent; /* busy, in the last whole sample period */
   uint64_t samples; /* ever taken */
   struct sample ring[WORLD_SAMPLES];

@@ -120,6 +120,10 @@ class World:
     def busy_ns(self, device: int = 0) -> int:
         return self._ask("busy_ns", device)
 
+    def copied_ns(self, device: int = 0) -> int:
+        """Time in which anything was copied between the host and the device."""
+        return self._ask("copied_ns", device)
+
     def pending(self, pid: int) -> int:
         """Kernels and other pieces of work that the process has submitted and that are not done."""
         return self._ask("pending", pid)
