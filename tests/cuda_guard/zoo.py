@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.cuda_guard.allocations import AllocationProp, pinned
 from tests.cuda_guard.guests import MIB
-from tests.fake.client import NON_BLOCKING, PER_THREAD, CudaError, Driver
+from tests.fake.client import NON_BLOCKING, PER_THREAD, CudaError, Driver, timed
 
 Program = Callable[[Driver], Any]
 HERE = Path(__file__).parent
@@ -217,53 +217,64 @@ def forks(driver: Driver) -> list[int]:
     return [refused, checked(driver, pointer, 1)]
 
 
-def host_gated(driver: Driver) -> int:
-    """Queue work behind a function on the host that this thread releases only afterwards."""
-    driver.start()
-    kernel, stream, go = driver.kernel("k_1ms"), driver.out("cuStreamCreate", NON_BLOCKING), threading.Event()
-    for _ in range(20):
-        driver.launch(kernel, stream)
-    driver.cuStreamSynchronize(stream)
+Gate = Callable[[Driver, int], Callable[[], object]]  # stops a stream; what it returns lets the stream go on
+
+
+gates: list[object] = []
+
+
+def by_function(driver: Driver, stream: int) -> Callable[[], object]:
+    """Stop the stream by a function on the host that another thread releases."""
+    go = threading.Event()
     gate = CALLBACK(lambda _: go.wait() and None)
     driver.cuLaunchHostFunc(stream, gate, None)
-    for _ in range(40):
-        driver.launch(kernel, stream)
-    go.set()
-    driver.cuStreamSynchronize(stream)
-    return 40
+    gates.append(gate)  # the driver calls it later
+    return go.set
 
 
-def value_gated(driver: Driver) -> int:
-    """The same behind a value in memory, as libraries for communication do."""
+def by_value(driver: Driver, stream: int) -> Callable[[], object]:
+    """Stop it until a word in memory has a value, as libraries for communication do."""
+    word = ctypes.c_uint32(0)
+    driver.cuStreamWaitValue32_v2(stream, ctypes.addressof(word), 1, EQ)
+    return lambda: setattr(word, "value", 1)
+
+
+def by_event(driver: Driver, stream: int) -> Callable[[], object]:
+    """Stop it until another stream has gone on, which waits for the host."""
+    other = driver.out("cuStreamCreate", NON_BLOCKING)
+    go = by_function(driver, other)
+    driver.cuStreamWaitEvent(stream, driver.record(other), 0)
+    return go
+
+
+def gated_s(driver: Driver, gate: Gate) -> float:
+    """Queue 40 ms of work behind a gate that this thread opens only afterwards; return the seconds until it is done."""
     driver.start()
     kernel, stream = driver.kernel("k_1ms"), driver.out("cuStreamCreate", NON_BLOCKING)
-    word = ctypes.c_uint32(0)
     for _ in range(20):
         driver.launch(kernel, stream)
     driver.cuStreamSynchronize(stream)
-    driver.cuStreamWaitValue32_v2(stream, ctypes.addressof(word), 1, EQ)
-    for _ in range(40):
-        driver.launch(kernel, stream)
-    word.value = 1
-    driver.cuStreamSynchronize(stream)
-    return 40
+
+    def work() -> None:
+        go = gate(driver, stream)
+        for _ in range(40):
+            driver.launch(kernel, stream)
+        go()
+        driver.cuStreamSynchronize(stream)
+
+    return timed(work)
 
 
-def event_gated(driver: Driver) -> int:
-    """The same behind another stream, which waits for the host."""
-    driver.start()
-    kernel, go = driver.kernel("k_1ms"), threading.Event()
-    first, second = (driver.out("cuStreamCreate", NON_BLOCKING) for _ in range(2))
-    driver.launch(kernel, second)
-    driver.cuStreamSynchronize(second)
-    gate = CALLBACK(lambda _: go.wait() and None)
-    driver.cuLaunchHostFunc(first, gate, None)
-    driver.cuStreamWaitEvent(second, driver.record(first), 0)
-    for _ in range(40):
-        driver.launch(kernel, second)
-    go.set()
-    driver.cuStreamSynchronize(second)
-    return 40
+def host_gated(driver: Driver) -> bool:
+    return gated_s(driver, by_function) > 0
+
+
+def value_gated(driver: Driver) -> bool:
+    return gated_s(driver, by_value) > 0
+
+
+def event_gated(driver: Driver) -> bool:
+    return gated_s(driver, by_event) > 0
 
 
 def green(driver: Driver) -> list[int]:
