@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cuda_guard.allocations import AllocationProp, pinned
-from tests.cuda_guard.guests import MIB
+from tests.cuda_guard.guests import MIB, be_a_guest
 from tests.fake.client import NON_BLOCKING, PER_THREAD, CudaError, Driver, timed
 
 Program = Callable[[Driver], Any]
@@ -180,6 +180,7 @@ def in_children(work: Callable[[int], int], count: int) -> list[int]:
         if os.fork() == 0:
             status = 1
             try:
+                be_a_guest()
                 os.write(writing, work(number).to_bytes(4, "little"))
                 status = 0
             finally:
