@@ -3,7 +3,7 @@
 The fake driver's own account says what a device did; the guard has no part in it. No other guard runs without a GPU, so the
 peer is the fake driver's time slicing without a guard, and for the cost of a call the direct call. `--seconds`: duration of
 each share measurement (60). `--only WORDS` runs the parts with these words in their names, `--profile` chooses how harsh the
-fake driver is. Takes about forty minutes; the report is written after each part.
+fake driver is. Takes about an hour; the report is written after each part.
 """
 
 import argparse
