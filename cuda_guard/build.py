@@ -55,14 +55,13 @@ CUDA = Recipe(
         "pools.c",
         "graphs.c",
         "contexts.c",
-        "cover.c",
         "predict.c",
         "meter.c",
         "launch.c",
     ),
 )
 NVML = Recipe("libnvidia-ml.so.1", ("stubs.S", "pages.c", "ledger.c", "nvml.c"), ("GUARD_NVML",))
-HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "cover.c", "predict.c", "host.c"), exported=True)
+HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "predict.c", "host.c"), exported=True)
 
 
 def libraries(cache: Path | None = None) -> Libraries:

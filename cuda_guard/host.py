@@ -32,7 +32,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "ledger_used": (_u64, [_pointer, _u32]),
     "ledger_sweep": (_int, [_pointer, _int, _int]),
     "ledger_owner": (_u32, [_int, _u32]),
-    "cover_add": (_i64, [_pointer, _i64, _i64]),
+    "host_timeline": (_i64, [_pointer, _u32, _i64, _i64]),
     "arbiter_step": (_i64, [_pointer, _i64]),
     "lend_memory": (_bool, [_pointer]),
     "lend_away": (_bool, [_pointer, _pointer, _bool]),

@@ -11,6 +11,7 @@
 #include "clock.h"
 #include "ledger.h"
 #include "lender.h"
+#include "timeline.h"
 
 #define CAP_PPM 900000    /* GaiaGPU's value; the rest keeps a device responsive */
 #define TURN_NS 10000000  /* long compared with the gap between turns, short compared with a second */
@@ -231,6 +232,10 @@ bool host_correct(struct guard_job *job, uint32_t place, int64_t units) {
   int64_t change;
   if (__builtin_sub_overflow(units, atomic_load(&job->table[0].used[place]), &change)) return false;
   return ledger_change(job, 0, place, change, UINT64_MAX);
+}
+
+int64_t host_timeline(struct guard_job *job, uint32_t place, int64_t start_ns, int64_t end_ns) {
+  return timeline_add(job->timelines[place], start_ns, end_ns);
 }
 
 int64_t host_allowed(const struct guard_policy *policy, uint32_t place, int64_t now) {

@@ -38,7 +38,8 @@ void host_forget(struct guard_job *job);
 /* Sets the units that the daemon charges a job in addition to its processes; negative if they charge too much. */
 bool host_correct(struct guard_job *job, uint32_t place, int64_t units);
 
-/* For a test of the arithmetic. */
+/* For tests of the arithmetic. */
+int64_t host_timeline(struct guard_job *job, uint32_t place, int64_t start_ns, int64_t end_ns);
 int64_t host_allowed(const struct guard_policy *policy, uint32_t place, int64_t now_ns);
 int64_t host_wait(const struct guard_policy *policy, const struct guard_job *job, uint32_t place, int64_t now_ns);
 void host_spend(const struct guard_policy *policy, struct guard_job *job, uint32_t place, int64_t ns, int64_t now_ns);

@@ -24,20 +24,23 @@ struct call {
 };
 
 #define HOOK(name, parameters)
-#define GATE(name)         \
+#define COPY(name, ...)
+#define PAUSE(name, ...)
+#define DENY(name, error)   \
   extern void *slot_##name; \
   void name(void);
-#define DENY(name, error) GATE(name)
 #define EXPORT(name) extern void *slot_##name;
 #include "exports.def"
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 
 #define HOOK(name, parameters) {#name, &slot_##name, (void *)&name, NULL, 0},
-#define GATE(name) {#name, &slot_##name, (void *)&name, NULL, 0},
+#define COPY(name, ...) HOOK(name, )
+#define PAUSE(name, ...) HOOK(name, )
 #define DENY(name, error) {#name, &slot_##name, (void *)&name, NULL, error},
 #define EXPORT(name) {#name, &slot_##name, NULL, NULL, 0},
 static struct call calls[] = {
@@ -45,7 +48,8 @@ static struct call calls[] = {
 #include "hooks.def"
 };
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 #define CALLS (sizeof calls / sizeof *calls)

@@ -4,7 +4,6 @@ import ctypes
 import os
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -241,28 +240,33 @@ def test_names_from_a_job_page_are_sanitized(make_pages: Callable[..., Pages]) -
     assert len(pages.audited()) == 32 and all(name.isprintable() for name in pages.audited())
 
 
-class Cover(ctypes.Structure):
-    _fields_ = (
-        ("starts", ctypes.c_int64 * 32),
-        ("ends", ctypes.c_int64 * 32),
-        ("floor", ctypes.c_int64),
-        ("count", ctypes.c_int),
-    )
+TICK, RING = 8192, 1023 * 32  # native/timeline.h: ns of a tick, and ticks for which it remembers
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=80))
-def test_overlapping_work_is_counted_once(built: Libraries, spans: list[tuple[int, int]]) -> None:
-    """Compared with sets of points in time. Stretches dropped when there are too many count as covered."""
-    native, cover, covered = load(built.host), Cover(), set[int]()
+@given(
+    st.integers(0, 2**40),
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 3000)), max_size=60),
+)
+def test_overlapping_work_is_counted_once(built: Libraries, begin: int, spans: list[tuple[int, int]]) -> None:
+    """Compared with sets of points in time, in whatever order the stretches come."""
+    native, page, covered = load(built.host), JobPage(), set[int]()
     for start, length in spans:
-        covered |= set(range(cover.floor))
-        fresh = set(range(max(start, cover.floor), start + length)) - covered
-        assert native.cover_add(ctypes.byref(cover), start, start + length) == len(fresh)
+        fresh = set(range(begin + start, begin + start + length)) - covered
+        at = (begin + start) * TICK
+        assert native.host_timeline(ctypes.addressof(page), 3, at, at + length * TICK) == len(fresh) * TICK
         covered |= fresh
-        assert 0 <= cover.count <= 32
-        kept = [(cover.starts[n], cover.ends[n]) for n in range(cover.count)]
-        assert all(a < b for a, b in kept) and all(first[1] < then[0] for first, then in pairwise(kept))
+
+
+def test_time_longer_ago_than_the_timeline_is_taken_for_new_and_a_place_in_use_is_not_given_back(native: ctypes.CDLL) -> None:
+    page = JobPage()
+
+    def add(start: int, end: int) -> int:
+        return int(native.host_timeline(ctypes.addressof(page), 0, start * TICK, end * TICK)) // TICK
+
+    assert add(5, 5 + 3 * RING) == 3 * RING and add(5, 5 + 3 * RING) == 2 * RING
+    assert add(0, 32) == 0, "its place is in use for later work"
+    assert add(10 * RING, 10 * RING + 1) == 1
 
 
 @settings(max_examples=200)

@@ -6,13 +6,15 @@
 
 /* Only addresses, as prototypes are of no use here. */
 #define EXPORT(name) CUresult name();
-#define GATE(name) CUresult name();
+#define COPY(name, ...) CUresult name();
+#define PAUSE(name, ...) CUresult name();
 #define HOOK(name, parameters)
 #define DENY(name, error) CUresult name();
 #include "exports.def"
 #include "hooks.def"
 #undef EXPORT
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef HOOK
 #undef DENY
 
