@@ -12,8 +12,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "cuda_guard" / "native"
 FLAGS = ["-std=c11", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
-LINK = ["-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,defs"]  # its calls and addresses are its own, whatever is loaded before
-WORLD = ["timeline.c", "world.c"]  # in each library
+LINK = [
+    "-lm",
+    "-Wl,-Bsymbolic",
+    "-Wl,-z,now",
+    "-Wl,-z,defs",
+]  # its calls and addresses are its own, whatever is loaded before
+WORLD = ["chance.c", "timeline.c", "world.c"]  # in each library
 NVML = ["nvml.c", "nvml_stubs.c"]
 PYTHON = ["python.c"]
 TYPEDEFS = ["cudaTypedefs.h", "cudaGLTypedefs.h", "cudaEGLTypedefs.h", "cudaProfilerTypedefs.h", "cudaVDPAUTypedefs.h"]

@@ -64,6 +64,13 @@ int64_t python_busy_ns(struct world *world, int device) {
   return ns;
 }
 
+int64_t python_copied_ns(struct world *world, int device) {
+  look(world);
+  int64_t ns = world->devices[device].copied_ns;
+  world_unlock(world);
+  return ns;
+}
+
 /* Items that are not done, in all lanes of the process. */
 int64_t python_pending(struct world *world, int pid) {
   look(world);
