@@ -35,7 +35,7 @@ struct mark {
   int64_t predicted_ns; /* of what was launched since the mark before */
   uint64_t launches;
   int64_t made_ns;
-  int64_t from_ns; /* its work cannot have begun earlier */
+  int64_t from_ns; /* its work has not begun earlier */
   bool fresh;
   struct prediction *sample;
 };
@@ -126,7 +126,7 @@ static void give_up(struct lane *lane) {
 static void reaper_wake(void);
 
 /* Marks the end of what was launched on a lane; `fresh`: the beginning of what will be. */
-static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample, int64_t from_ns) {
+static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample) {
   struct context *context = lane->context;
   struct mark *mark = mark_make(context);
   if (mark == NULL || mark->event == NULL || DRIVER(cuEventRecord)(mark->event, lane->stream) != CUDA_SUCCESS) {
@@ -139,7 +139,7 @@ static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample, 
   mark->launches = part.launches;
   mark->fresh = fresh;
   mark->sample = sample;
-  mark->from_ns = from_ns;
+  mark->from_ns = atomic_load(&lane->begun_ns);
   *lane->end = mark;
   lane->end = &mark->next;
   atomic_fetch_add(under_way(context), mark->predicted_ns);
@@ -221,7 +221,7 @@ static bool can_be_marked(const struct lane *lane) {
 static void mark_end(struct lane *lane) {
   if (!is_unmarked(lane)) return;
   if (can_be_marked(lane))
-    (void)mark_lane(lane, false, NULL, 0);
+    (void)mark_lane(lane, false, NULL);
   else
     give_up(lane);
 }
@@ -308,7 +308,7 @@ static struct lane *lane_of(struct thread *thread, CUstream stream) {
   }
   if (lane == NULL) lane = unused;
   if (thread->lane != NULL && thread->lane != lane && thread->lane->stream == CU_STREAM_LEGACY && is_unmarked(thread->lane))
-    (void)mark_lane(thread->lane, false, NULL, 0); /* while nothing has come after its work */
+    (void)mark_lane(thread->lane, false, NULL); /* while nothing has come after its work */
   lane->stream = stream;
   lane->user = thread;
   return thread->lane = lane;
@@ -467,7 +467,7 @@ static int64_t counted_under_way(struct context *context, int64_t now) {
 /* Marks all that can be marked, and charges what has ended. The context is current, and its mutex held. */
 static void mark_and_settle(struct context *context) {
   for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next) {
-    if (is_unmarked(lane) && can_be_marked(lane)) (void)mark_lane(lane, false, NULL, 0);
+    if (is_unmarked(lane) && can_be_marked(lane)) (void)mark_lane(lane, false, NULL);
     settle(lane);
   }
 }
@@ -513,11 +513,12 @@ static int64_t draw(struct thread *thread, int64_t most) {
 
 /* Prepares a lane for a launch, by itself or not; false if it cannot be measured. The context's mutex is held. */
 static bool begin(struct lane *lane, CUstream stream, bool alone) {
-  if (alone && is_unmarked(lane) && !mark_lane(lane, false, NULL, 0)) return false;
+  if (alone && is_unmarked(lane) && !mark_lane(lane, false, NULL)) return false;
   if (!is_unmarked(lane)) {
     settle(lane);
     bool dry = lane->first == NULL;
-    if (dry && !mark_lane(lane, true, NULL, 0)) return false;
+    if (dry && !mark_lane(lane, true, NULL)) return false;
+    if (dry) atomic_store(&lane->begun_ns, 0);
     if (lane->sparse > 0) lane->sparse = dry ? SPARSE : lane->sparse - 1;
   }
   atomic_store_explicit(&lane->open, lane->sparse > 0 ? NULL : stream, memory_order_relaxed);
@@ -551,6 +552,7 @@ bool meter_enter(CUstream stream, uint64_t key) {
     go_unmeasured(context, cost);
     return false;
   }
+  if (!atomic_load(&lane->begun_ns)) atomic_store(&lane->begun_ns, now_ns()); /* after whatever delayed this thread meanwhile */
   use_credit(thread, lane, cost);
   thread->sampled = sampled ? prediction : NULL;
   return alone;
@@ -562,8 +564,8 @@ void meter_leave(void) {
   struct prediction *sampled = thread->sampled;
   if (thread->context == NULL || thread->lane == NULL) return;
   (void)pthread_mutex_lock(&thread->context->mutex);
-  bool first = sampled != NULL && atomic_load(&sampled->measured) == 0;
-  if (is_unmarked(thread->lane)) (void)mark_lane(thread->lane, false, sampled, first ? now_ns() : 0);
+  if (sampled != NULL && atomic_load(&sampled->measured) == 0) atomic_store(&thread->lane->begun_ns, now_ns());
+  if (is_unmarked(thread->lane)) (void)mark_lane(thread->lane, false, sampled);
   (void)pthread_mutex_unlock(&thread->context->mutex);
 }
 

@@ -11,6 +11,7 @@ struct lane {
   _Atomic(CUstream) open;      /* NULL: the next launch has to begin a new stretch */
   _Atomic int64_t launched_ns; /* as predicted, and how many */
   _Atomic uint64_t launches;
+  _Atomic int64_t begun_ns;    /* when the first launch of a stretch was made: its work has not begun earlier */
   struct lane *next; /* in its context, whose mutex is of all below */
   struct context *context;
   struct thread *user; /* that launched on it last */
