@@ -11,7 +11,6 @@
 
 #define STEP_NS 1000000       /* step while a job has the turn, or waits for lent memory */
 #define HAND_OVER_NS 100000   /* step while no job has it: the device may be idle */
-#define LEND_NS 5000000       /* step while one job works and something is lent */
 #define QUIET_NS 20000000     /* step otherwise */
 #define ACTIVE_NS 20000000    /* a job without launches for this long that waits for nothing is idle */
 #define LEAST_PPM 1000        /* smallest share, as a divisor */
@@ -216,7 +215,7 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
   }
   bool elastic = lend(arbiter, now_ns);
   bool lacks = lend_memory(arbiter);
-  if (active > 1) {
+  if (active > 0 && arbiter->count > 1) { /* also those who are idle wait for their turn, so that nobody begins in another's */
     take_turns(arbiter, now_ns);
     return now_ns + (arbiter->holder < 0 ? HAND_OVER_NS : STEP_NS);
   }
@@ -225,5 +224,5 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
     set_turn(arbiter, (int32_t)i, GUARD_TURN_FREE);
   }
   arbiter->holder = arbiter->draining = -1;
-  return now_ns + (lacks ? STEP_NS : active > 0 && elastic ? LEND_NS : QUIET_NS);
+  return now_ns + (lacks || (active > 0 && elastic) ? STEP_NS : QUIET_NS);
 }

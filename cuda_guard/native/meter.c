@@ -24,8 +24,8 @@
 #define REST_NS 1000000000      /* without work: then the reaper ends. Its thread would keep a process whose main thread has ended */
 #define STALL_NS 2000000        /* overdue work, for instance work that waits for the host, fills half of its part of the window after each */
 #define SPARSE 64               /* launches measured one by one after the stream was seen to run dry */
+#define DRY_WORTH 4             /* of these launches, for each before which it was dry again: one in five keeps it so */
 #define ORIGIN_NS 2000000000    /* event times are floats of milliseconds: exact to 0.2 us for so long */
-#define DRIFT_NS (ORIGIN_NS / 10000) /* of two clocks meanwhile, at the most: 100 ppm (crystal oscillators) */
 #define TURNS_STALE_NS 1000000000 /* whoever hands out turns has not been seen for so long: there are none */
 #define ENDING_NS 200000000     /* wait of a process that ends for a driver's call of the reaper */
 
@@ -149,18 +149,19 @@ static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample) 
   return true;
 }
 
-/* The moment of a reached mark on the clock of the host. An event happened before it was seen, which corrects the difference of the
- * clocks. Now and then an event becomes the new origin. */
+/* The moment of a reached mark on the clock of the host. An event happens after it is recorded and before it is seen, which keeps the two
+ * clocks together. Now and then an event becomes the new origin. */
 static CUresult moment(struct context *context, struct mark *mark, int64_t now, int64_t *ns) {
   float ms = 0;
   CUresult result = context->origin == NULL ? CUDA_SUCCESS : DRIVER(cuEventElapsedTime)(&ms, context->origin, mark->event);
   if (result != CUDA_SUCCESS) return result;
-  int64_t after = (int64_t)((double)ms * 1e6);
-  if (context->origin == NULL || context->origin_ns + after > now) context->origin_ns = now - after;
-  *ns = context->origin_ns + after;
+  int64_t after = (int64_t)((double)ms * 1e6), at = context->origin_ns + after;
+  at = at > now || context->origin == NULL ? now : at < mark->made_ns ? mark->made_ns : at;
+  context->origin_ns = at - after;
+  *ns = at;
   if (context->origin != NULL && after < ORIGIN_NS) return CUDA_SUCCESS;
   CUevent before = context->origin;
-  context->origin_ns = before == NULL ? *ns : *ns + DRIFT_NS;
+  context->origin_ns = at;
   context->origin = mark->event;
   mark->event = before;
   return CUDA_SUCCESS;
@@ -212,7 +213,7 @@ static bool is_mine(const struct lane *lane) { return lane->user == &meter_threa
  * it is beside the work that it marks; and the name of a thread's default stream is good in that thread only. */
 static bool can_be_marked(const struct lane *lane) {
   if (lane->stream == CU_STREAM_PER_THREAD) return is_mine(lane);
-  if (lane->stream != CU_STREAM_LEGACY) return true;
+  if (lane->stream != CU_STREAM_LEGACY || lane == meter_thread.lane) return true;
   for (const struct lane *other = lane->context->lanes; other != NULL; other = other->next)
     if (other != lane && (other->first != NULL || is_unmarked(other))) return false;
   return true;
@@ -325,10 +326,12 @@ static int64_t reap_lane(struct lane *lane, int64_t now) {
   lane->seen = launches;
   if (is_unmarked(lane)) {
     bool metered = rate_of(allowance).share_ppm < GUARD_PPM; /* else exactness is not worth its cost */
-    if (metered && can_be_marked(lane) && REAL(cuStreamQuery)(lane->stream) == CUDA_SUCCESS) {
+    bool dry = metered && can_be_marked(lane) && REAL(cuStreamQuery)(lane->stream) == CUDA_SUCCESS;
+    if (dry && lane->dry) { /* once may be between the count of a launch and the launch */
       lane->sparse = SPARSE;
       atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
     }
+    lane->dry = dry;
     if (quiet) mark_end(lane);
   } else if (lane->first == NULL) {
     atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
@@ -519,7 +522,7 @@ static bool begin(struct lane *lane, CUstream stream, bool alone) {
     bool dry = lane->first == NULL;
     if (dry && !mark_lane(lane, true, NULL)) return false;
     if (dry) atomic_store(&lane->begun_ns, 0);
-    if (lane->sparse > 0) lane->sparse = dry ? SPARSE : lane->sparse - 1;
+    if (lane->sparse > 0) lane->sparse += !dry ? -1 : lane->sparse < SPARSE ? DRY_WORTH : 0;
   }
   atomic_store_explicit(&lane->open, lane->sparse > 0 ? NULL : stream, memory_order_relaxed);
   return true;

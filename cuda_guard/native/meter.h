@@ -22,6 +22,7 @@ struct lane {
   uint64_t seen;     /* launches at the reaper's last look */
   int64_t last_ns;   /* moment of the last mark that was reached */
   int64_t reached_ns; /* when that was seen */
+  bool dry;          /* so it was at the reaper's last look, although something had been launched since its last mark */
   int sparse;        /* launches still to be measured one by one: the stream was seen to run dry between launches */
 };
 
