@@ -198,10 +198,6 @@ class GuardedJob:
         """Charge the job `overhead` bytes in addition to what its processes charge themselves."""
         self._host.set_overhead(self.pages, place, -(-overhead // UNIT))
 
-    def trim(self, place: int, factor: float) -> None:
-        """Multiply the agreed share by `factor`."""
-        self._host.trim(self.pages, self._devices[place], factor)
-
     def sweep(self) -> int:
         """Release the charges of dead processes of the job; return their number."""
         return self._host.sweep(self.pages)

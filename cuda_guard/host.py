@@ -14,7 +14,6 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "host_stop": (None, [_pointer]),
     "host_join": (_bool, [_pointer, _u32, _pointer, _pointer, _int, _u32, _u32, _u32, _u64, _u64]),
     "host_leave": (None, [_pointer, _pointer]),
-    "host_trim": (None, [_pointer, _u32, _pointer, _u32]),
     "host_size": (None, [_pointer, _u32, _u64, _u64]),
     "host_away": (_bool, [_pointer, _u32, _pointer, _bool]),
     "host_claim": (_bool, [_pointer, _int, _u32]),
@@ -85,10 +84,6 @@ class Host:
         """Remove the job from all devices; call this before its pages are closed."""
         self._library.host_leave(self._host, _address(pages.policy))
         self._library.host_forget(_address(pages.job))
-
-    def trim(self, pages: Pages, device: int, factor: float) -> None:
-        """Multiply the job's agreed share of the device by `factor`, to correct for time that events do not measure."""
-        self._library.host_trim(self._host, device, _address(pages.policy), round(factor * 1_000_000))
 
     def set_gate(self, pages: Pages, closed: bool) -> None:
         """Close or open the job's gate; no launch starts while it is closed."""

@@ -117,11 +117,6 @@ static void look(struct arbiter *arbiter, struct contender *contender, int64_t n
 
 /* --- shares */
 
-static uint32_t trimmed(const struct contender *contender, uint32_t ppm) {
-  uint64_t value = (uint64_t)ppm * contender->trim_ppm / GUARD_PPM;
-  return value > GUARD_PPM ? GUARD_PPM : (uint32_t)value;
-}
-
 /* Lends what the active jobs leave under the cap, in proportion to the shares, to each at most up to its limit. */
 static bool lend(struct arbiter *arbiter, int64_t now_ns) {
   int64_t weights[ARBITER_CONTENDERS], room[ARBITER_CONTENDERS], lent[ARBITER_CONTENDERS], left = arbiter->cap_ppm;
@@ -137,7 +132,7 @@ static bool lend(struct arbiter *arbiter, int64_t now_ns) {
   for (uint32_t i = 0; i < arbiter->count; i++) {
     struct contender *contender = &arbiter->contenders[i];
     const struct guard_allowance *allowance = &contender->policy->allowances[contender->place];
-    uint32_t slope = trimmed(contender, contender->share_ppm + (uint32_t)lent[i]);
+    uint32_t slope = contender->share_ppm + (uint32_t)lent[i];
     any = any || contender->limit_ppm > contender->share_ppm;
     if (slope != contender->lent_ppm) policy_set_rate(contender->policy, contender->place, slope, rate_of(allowance).burst_ns, now_ns);
     contender->lent_ppm = slope;

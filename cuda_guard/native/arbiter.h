@@ -22,7 +22,6 @@ struct contender {
   int file;                      /* of the job page */
   uint32_t place;                /* of the device in both pages */
   uint32_t share_ppm, limit_ppm; /* guaranteed; maximum while others are idle */
-  uint32_t trim_ppm;             /* correction of the slope for time that NVML measures and events do not */
   uint32_t lent_ppm;             /* the slope in force */
   int64_t active_ns;             /* when it last worked or wanted to */
   uint64_t seen_ns;              /* GPU time it reports as used */

@@ -163,7 +163,7 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
   bool room = contender != NULL || arbiter->count < ARBITER_CONTENDERS;
   if (contender == NULL && room) {
     contender = &arbiter->contenders[arbiter->count++];
-    *contender = (struct contender){.policy = policy, .job = job, .file = file, .place = place, .trim_ppm = GUARD_PPM};
+    *contender = (struct contender){.policy = policy, .job = job, .file = file, .place = place};
     atomic_store(&policy->allowances[place].memory_limit, memory >= GUARD_NO_LIMIT ? GUARD_NO_LIMIT : 0);
   }
   if (contender != NULL) {
@@ -196,13 +196,6 @@ void host_leave(struct host *host, const struct guard_policy *policy) {
     leave(&host->devices[i], (uint32_t)(contender - host->devices[i].contenders));
     (void)lend_memory(&host->devices[i]);
   }
-  unlock(host);
-}
-
-void host_trim(struct host *host, uint32_t device, const struct guard_policy *policy, uint32_t trim_ppm) {
-  lock(host);
-  struct contender *contender = find(&host->devices[device], policy);
-  if (contender != NULL) contender->trim_ppm = trim_ppm;
   unlock(host);
 }
 

@@ -21,9 +21,6 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
                uint32_t share_ppm, uint32_t limit_ppm, uint64_t memory, uint64_t memory_most);
 void host_leave(struct host *host, const struct guard_policy *policy);
 
-/* Sets the correction factor of the job's slope on a device. */
-void host_trim(struct host *host, uint32_t device, const struct guard_policy *policy, uint32_t trim_ppm);
-
 /* Sets the size of a device's memory, and the bytes used outside of jobs. Without a known size nothing is lent. */
 void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t foreign);
 

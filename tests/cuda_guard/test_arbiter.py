@@ -76,7 +76,7 @@ class Play:
         self.arbiter = Arbiter(len(jobs), -1, -1, CAP, TURN, IDLE, DRAIN, 0)
         for job, contender in zip(jobs, self.arbiter.contenders, strict=False):
             contender.policy, contender.job = ctypes.addressof(job.policy), ctypes.addressof(job.page)
-            contender.share_ppm, contender.limit_ppm, contender.trim_ppm = job.share, job.limit, PPM
+            contender.share_ppm, contender.limit_ppm = job.share, job.limit
         self.had = [0] * len(jobs)
         self.most = 0.0  # largest total lent, in per cent
         self._next = START
@@ -216,7 +216,7 @@ def test_garbage_in_a_job_page_neither_crashes_nor_blocks_the_daemon(
     edge = memory.raw[:before], memory.raw[after:]
     policy.allowances[0].rates[0].share_ppm = PPM
     arbiter = Arbiter(1, -1, -1, CAP, TURN, IDLE, DRAIN, 0)
-    arbiter.contenders[0] = Contender(ctypes.addressof(policy), start, -1, 0, PPM // 2, PPM, PPM)
+    arbiter.contenders[0] = Contender(ctypes.addressof(policy), start, -1, 0, PPM // 2, PPM)
     for step in range(20):
         now = START + step * MS
         assert now < native.arbiter_step(ctypes.byref(arbiter), now) <= now + 1000 * MS
