@@ -335,15 +335,20 @@ int64_t world_advance(struct world *world, int64_t to_ns) {
   }
 }
 
+static bool is_broken(const struct world *world, const struct gang *gang) {
+  for (uint32_t r = 0; r < gang->known; r++)
+    if (!world->processes[gang->rank[r].process].alive) return true;
+  return false;
+}
+
 bool world_gather(struct world *world, struct process *process, int device, uint32_t key, uint32_t ranks, struct item *item) {
   uint32_t g = 0, r = 0, number = (uint32_t)(process - world->processes);
   while (g < world->gang_count && (world->gangs[g].key != key || world->gangs[g].ranks != ranks)) g++;
   if (g == WORLD_GANGS || ranks > WORLD_RANKS) return false;
   struct gang *gang = &world->gangs[g];
-  if (g == world->gang_count) {
-    *gang = (struct gang){.key = key, .ranks = ranks};
-    world->gang_count++;
-  }
+  if (g == world->gang_count) world->gang_count++;
+  if (gang->known == gang->ranks) world_reap(world);
+  if (gang->ranks == 0 || is_broken(world, gang)) *gang = (struct gang){.key = key, .ranks = ranks}; /* a new one of this key */
   while (r < gang->known && (gang->rank[r].process != number || gang->rank[r].device != (uint32_t)device)) r++;
   if (r == ranks) return false; /* all its ranks are others */
   if (r == gang->known) {
