@@ -258,7 +258,9 @@ def test_overlapping_work_is_counted_once(built: Libraries, begin: int, spans: l
         covered |= fresh
 
 
-def test_time_longer_ago_than_the_timeline_is_taken_for_new_and_a_place_in_use_is_not_given_back(native: ctypes.CDLL) -> None:
+def test_time_longer_ago_than_the_timeline_is_taken_for_new_and_a_place_in_use_is_not_given_back(
+    native: ctypes.CDLL,
+) -> None:
     page = JobPage()
 
     def add(start: int, end: int) -> int:

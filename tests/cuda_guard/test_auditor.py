@@ -98,7 +98,9 @@ def test_unguarded_process_is_found_at_the_second_sample() -> None:
     device = look(GpuProcess(1, 100 * MIB), GpuProcess(7, 300 * MIB))
     assert kinds(watch.look(device, job)) == []
     (found,) = watch.look(device, job).findings
-    assert found.proves and found == Finding("unguarded", JOB, GPU, 7, "process 7 uses 300 MiB of the GPU without the guard")
+    assert found.proves and found == Finding(
+        "unguarded", JOB, GPU, 7, "process 7 uses 300 MiB of the GPU without the guard"
+    )
     assert watch.look(device, job).overheads[JOB, GPU] == 300 * MIB, "the unguarded memory is charged to its job"
     assert kinds(watch.look(look(GpuProcess(1, 100 * MIB)), job)) == []
     assert kinds(watch.look(device, job)) == [], "the count restarts after the process was gone"
