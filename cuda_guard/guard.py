@@ -68,7 +68,7 @@ class GuardedJob:
 
     def process_env(self) -> dict[str, str]:
         """Return the environment of a job that runs as a process. It is cooperative: the job can unset it."""
-        preload = os.pathsep.join([str(self._libraries.cuda), str(self._libraries.nvml)])
+        preload = os.pathsep.join(map(str, self._libraries.preloaded))
         return {"LD_PRELOAD": preload, PAGES_ENV: str(self.pages.directory)}
 
     def container_mounts(self, driver: Driver) -> tuple[Mount, ...]:
@@ -83,8 +83,7 @@ class GuardedJob:
             Mount(self._libraries.nvml, driver.nvml.parent / NVML),
         ]
         return (
-            Mount(self._libraries.cuda, GUARD_AT / CUDA),
-            Mount(self._libraries.nvml, GUARD_AT / NVML),
+            *(Mount(library, GUARD_AT / library.name) for library in self._libraries.preloaded),
             Mount(driver.cuda, DRIVER_AT / CUDA),
             Mount(driver.nvml, DRIVER_AT / NVML),
             Mount(directory / "policy", PAGES_AT / "policy"),
@@ -249,7 +248,7 @@ class Guard:
         seen = Driver(DRIVER_AT / CUDA, DRIVER_AT / NVML) if in_container else self.driver
         directory = self._directory / name
         pages = Pages.create(directory, quotas, seen.cuda, seen.nvml, time.monotonic_ns(), host_memory)
-        (directory / PRELOAD).write_text(f"{GUARD_AT / CUDA}\n{GUARD_AT / NVML}\n")
+        (directory / PRELOAD).write_text("".join(f"{GUARD_AT / library.name}\n" for library in self.libraries.preloaded))
         job = GuardedJob(pages, quotas, devices, self.libraries, self._host)
         if not self._host.claim(pages, os.getpid()):
             log.warning("another daemon manages the pages of job %s", name)

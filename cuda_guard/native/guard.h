@@ -112,8 +112,9 @@ void memory_forked(void);
 /* --- meter.c */
 
 /* Returns when the work may be launched: the gate is open, it is the job's turn, it has time left, and the window is not full. `key`:
- * what is launched, by predict_key. True if it is measured by itself: call meter_leave after the launch. */
-bool meter_enter(CUstream stream, uint64_t key);
+ * what is launched, by predict_key; `copies`: that is not counted as a launch. True if it is measured by itself: call meter_leave after
+ * it. */
+bool meter_enter(CUstream stream, uint64_t key, bool copies);
 void meter_leave(void);
 
 /* Before a wait for the device, or a question about it: marks the end of what was launched. After it: charges what has ended. */

@@ -4,13 +4,13 @@
 /* A call that launches what `key` names, on `stream`. Both paths end with a jump, so the arguments on the stack are not copied. */
 #define LAUNCH(name, parameters, arguments, stream, key)                                                     \
   static __attribute__((noinline)) CUresult name##_the_long_way parameters {                                 \
-    if (!meter_enter(stream, key)) return REAL(name) arguments;                                              \
+    if (!meter_enter(stream, key, false)) return REAL(name) arguments;                                              \
     CUresult result = REAL(name) arguments;                                                                  \
     meter_leave();                                                                                           \
     return result;                                                                                           \
   }                                                                                                          \
   CUresult name parameters {                                                                                 \
-    if (__builtin_expect(meter_pass(stream, key), true)) return REAL(name) arguments;                        \
+    if (__builtin_expect(meter_pass(stream, key, false), true)) return REAL(name) arguments;                        \
     return name##_the_long_way arguments;                                                                    \
   }
 
@@ -66,7 +66,7 @@ static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExe
   CUresult result = memory_before_graph(exec, &hold);
   if (result != CUDA_SUCCESS) return result;
   uint64_t key = predict_key(exec, 0, 0, 0, 0);
-  bool alone = !meter_pass(stream, key) && meter_enter(stream, key);
+  bool alone = !meter_pass(stream, key, false) && meter_enter(stream, key, false);
   result = real(exec, given);
   if (alone) meter_leave();
   memory_after_graph(exec, hold, result);
@@ -95,7 +95,7 @@ CUresult cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream) {
 static bool begin_copy(CUstream stream, void *call, word size, bool waits) {
   uint64_t key = predict_key(call, (uint64_t)__builtin_clzll(size | 1), 0, 0, 0);
   if (waits) meter_look(); /* what it waits for is seen to end with it */
-  return !meter_pass(stream, key) && meter_enter(stream, key);
+  return !meter_pass(stream, key, true) && meter_enter(stream, key, true);
 }
 
 static CUresult end_copy(CUresult result, bool alone, bool waits) {

@@ -90,7 +90,7 @@ static void count(const struct context *context, int64_t busy_ns, uint64_t launc
 
 /* --- marks; the context's mutex is held, and it is current */
 
-static bool is_unmarked(const struct lane *lane) { return atomic_load_explicit(&lane->launches, memory_order_relaxed) != lane->marked; }
+static bool is_unmarked(const struct lane *lane) { return atomic_load_explicit(&lane->launched_ns, memory_order_relaxed) != lane->marked_ns; }
 
 static struct mark *mark_make(struct context *context) {
   struct mark *mark = context->spare;
@@ -321,9 +321,9 @@ static struct lane *lane_of(struct thread *thread, CUstream stream) {
 static int64_t reap_lane(struct lane *lane, int64_t now) {
   const struct guard_allowance *allowance = &guard_policy->allowances[lane->context->device];
   settle(lane);
-  uint64_t launches = atomic_load_explicit(&lane->launches, memory_order_relaxed);
-  bool quiet = launches == lane->seen;
-  lane->seen = launches;
+  int64_t launched_ns = atomic_load_explicit(&lane->launched_ns, memory_order_relaxed);
+  bool quiet = launched_ns == lane->seen_ns;
+  lane->seen_ns = launched_ns;
   if (is_unmarked(lane)) {
     bool metered = rate_of(allowance).share_ppm < GUARD_PPM; /* else exactness is not worth its cost */
     bool dry = metered && can_be_marked(lane) && REAL(cuStreamQuery)(lane->stream) == CUDA_SUCCESS;
@@ -500,11 +500,11 @@ static void grant(struct thread *thread, int64_t cost_ns) {
 /* --- launches */
 
 /* Beside a capture no event may be asked about, and elsewhere there may be none to be had: a launch is charged as predicted. */
-static void go_unmeasured(const struct context *context, int64_t cost_ns) {
+static void go_unmeasured(const struct context *context, int64_t cost_ns, bool copies) {
   do guard_wait();
   while (!may_go_on(context) || gate_is_closed());
   spend(context, cost_ns);
-  count(context, cost_ns, 1);
+  count(context, cost_ns, !copies);
 }
 
 static int64_t draw(struct thread *thread, int64_t most) {
@@ -529,7 +529,7 @@ static bool begin(struct lane *lane, CUstream stream, bool alone) {
 }
 
 /* The long way: a portion is used up, or this launch is to be measured by itself, or something is in the way. */
-bool meter_enter(CUstream stream, uint64_t key) {
+bool meter_enter(CUstream stream, uint64_t key, bool copies) {
   guard_load();
   if (meter_is_captured(stream)) return false;
   struct thread *thread = arrive();
@@ -542,7 +542,7 @@ bool meter_enter(CUstream stream, uint64_t key) {
   int64_t known_ns = atomic_load(&prediction->ns), cost = known_ns > 0 ? known_ns : GUESS_NS;
   if (thread->credit_ns < cost || gate_is_closed() || !is_turn(atomic_load(thread->turn))) grant(thread, cost);
   if (atomic_load(&meter_captures) > 0) {
-    go_unmeasured(context, cost);
+    go_unmeasured(context, cost, copies);
     return false;
   }
   bool sampled = known_ns == 0 || thread->sample_ns < cost;
@@ -552,11 +552,11 @@ bool meter_enter(CUstream stream, uint64_t key) {
   bool alone = sampled || (lane != NULL && lane->sparse > 0), measured = lane != NULL && begin(lane, stream, alone);
   (void)pthread_mutex_unlock(&context->mutex);
   if (!measured) {
-    go_unmeasured(context, cost);
+    go_unmeasured(context, cost, copies);
     return false;
   }
   if (!atomic_load(&lane->begun_ns)) atomic_store(&lane->begun_ns, now_ns()); /* after whatever delayed this thread meanwhile */
-  use_credit(thread, lane, cost);
+  use_credit(thread, lane, cost, copies);
   thread->sampled = sampled ? prediction : NULL;
   return alone;
 }
