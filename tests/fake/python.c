@@ -42,6 +42,14 @@ int64_t python_executed_ns(struct world *world, int pid, int device) {
   return ns;
 }
 
+int64_t python_last_ns(struct world *world, int pid, int device) {
+  look(world);
+  const struct process *process = world_find(world, pid);
+  int64_t ns = process != NULL ? process->last_ns[device] : 0;
+  world_unlock(world);
+  return ns;
+}
+
 int64_t python_memory(struct world *world, int pid, int device) {
   look(world);
   const struct process *process = world_find(world, pid);

@@ -203,6 +203,7 @@ static void run(struct world *world, int number, int64_t step) {
     if (item->kind == ITEM_WORK) item->left_ns = after(item->left_ns, step, pace_ppm(world, number, i));
   }
   owner->executed_ns[number] += step;
+  owner->last_ns[number] = world->now_ns + step;
   device->busy_ns += step;
   count_slots(world, &owner->slots[number], step);
   count_slots(world, &device->slots, step);

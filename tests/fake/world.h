@@ -86,7 +86,7 @@ struct process {
   uint64_t begun, seq; /* begun: in ticks, of the machine */
   uint64_t draws;      /* of chance */
   uint64_t memory[WORLD_DEVICES], put_away[WORLD_DEVICES]; /* the second while checkpointed */
-  int64_t executed_ns[WORLD_DEVICES], sampled_ns[WORLD_DEVICES];
+  int64_t executed_ns[WORLD_DEVICES], sampled_ns[WORLD_DEVICES], last_ns[WORLD_DEVICES]; /* last: when it ended */
   struct slots slots[WORLD_DEVICES];
   uint64_t busy[WORLD_LANES / 64]; /* lanes with items */
   uint32_t spare, fresh, items;    /* free items: a list, those never used, how many are in lanes */

@@ -117,6 +117,10 @@ class World:
         """Return the device time of a process, also of an ended one: the measure of shares."""
         return self._ask("executed_ns", pid, device)
 
+    def last_ns(self, pid: int, device: int = 0) -> int:
+        """Return when the device last worked for a process: now, if it does; 0 if it never did."""
+        return self._ask("last_ns", pid, device)
+
     def busy_ns(self, device: int = 0) -> int:
         return self._ask("busy_ns", device)
 
