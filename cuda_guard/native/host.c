@@ -116,7 +116,8 @@ struct host *host_start(void) {
   if (host == NULL) return NULL;
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
     host->devices[i] = (struct arbiter){
-        .holder = -1, .draining = -1, .cap_ppm = CAP_PPM, .turn_ns = TURN_NS, .idle_ns = IDLE_NS, .drain_ns = DRAIN_NS};
+        .holder = -1, .draining = -1, .cap_ppm = CAP_PPM, .turn_ns = TURN_NS, .idle_ns = IDLE_NS, .drain_ns = DRAIN_NS,
+        .devices = host->devices, .number = i};
   pthread_condattr_t clock;
   (void)pthread_condattr_init(&clock);
   (void)pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);

@@ -27,6 +27,8 @@
 #define DRY_WORTH 4             /* of these launches, for each before which it was dry again: one in five keeps it so */
 #define ORIGIN_NS 2000000000    /* event times are floats of milliseconds: exact to 0.2 us for so long */
 #define TURNS_STALE_NS 1000000000 /* whoever hands out turns has not been seen for so long: there are none */
+#define RANK_NS 10000000        /* for which the ranks of a stopped gang end what they have begun together (own choice) */
+#define RANK_LOOK_NS 500000
 #define ENDING_NS 200000000     /* wait of a process that ends for a driver's call of the reaper */
 
 struct mark {
@@ -444,7 +446,7 @@ static bool may_go_on(const struct context *context) {
   int64_t now = now_ns();
   uint32_t seen = atomic_load_explicit(&allowance->turn, memory_order_acquire);
   if (!is_turn(seen) && now - atomic_load(&guard_policy->heartbeat_ns) < TURNS_STALE_NS) {
-    wait_visibly(context, &allowance->turn, seen, INT64_MAX);
+    wait_visibly(context, &allowance->turn, seen, guard_policy->devices > 1 ? now + RANK_LOOK_NS : INT64_MAX);
     return false;
   }
   seen = atomic_load(&allowance->rate_index);
@@ -475,6 +477,31 @@ static void mark_and_settle(struct context *context) {
   }
 }
 
+static int64_t job_under_way(int device) {
+  int64_t sum = 0;
+  for (unsigned slot = 1; slot < GUARD_SLOTS; slot++)
+    if (atomic_load(&guard_job->table[slot].pid) != 0) sum += atomic_load(&guard_job->table[slot].under_way[device]);
+  return sum;
+}
+
+/* A job on several devices may be stopped, by its gate or the end of its turn, in the middle of a collective: some ranks have launched
+ * it and wait on their devices, others have not. A rank whose device has nothing to do launches one more piece of work while another
+ * device of the job has, for a limited time. So a collective is completed, and then nothing is under way. */
+static bool completes_a_collective(const struct context *context) {
+  static _Atomic int64_t stopped_ns;
+  uint32_t turn = atomic_load(&guard_policy->allowances[context->device].turn);
+  int64_t now = now_ns(), since = atomic_load(&stopped_ns), others = 0;
+  if (guard_policy->devices < 2) return false;
+  if (!gate_is_closed() && is_turn(turn)) {
+    atomic_store(&stopped_ns, 0);
+    return false;
+  }
+  if (since == 0) atomic_store(&stopped_ns, since = now);
+  for (uint32_t device = 0; device < guard_policy->devices && device < GUARD_DEVICES; device++)
+    if ((int)device != context->device) others += job_under_way((int)device);
+  return now - since < RANK_NS && others > 0 && job_under_way(context->device) == 0;
+}
+
 /* Waits until the thread may launch a portion, of one launch at least. */
 static void grant(struct thread *thread, int64_t cost_ns) {
   struct context *context = thread->context;
@@ -486,8 +513,15 @@ static void grant(struct thread *thread, int64_t cost_ns) {
     if (atomic_load(&meter_captures) == 0 && !context->gone) mark_and_settle(context);
     int64_t now = now_ns(), busy = counted_under_way(context, now);
     (void)pthread_mutex_unlock(&context->mutex);
-    guard_wait();
-    if (!may_go_on(context)) continue;
+    if (completes_a_collective(context)) {
+      thread->credit_ns = cost_ns;
+      return;
+    }
+    if (gate_is_closed() && guard_policy->devices > 1)
+      futex_wait(guard_gate, atomic_load(guard_gate), now + RANK_LOOK_NS);
+    else
+      guard_wait();
+    if (gate_is_closed() || !may_go_on(context)) continue;
     if (busy <= 0 || busy + portion <= window || atomic_load(&meter_captures) > 0) {
       thread->credit_ns = portion;
       atomic_store(&use_of(context)->last_launch_ns, now_ns());

@@ -29,4 +29,6 @@ class Arbiter(ctypes.Structure):
             for name in ("turn_ns", "idle_ns", "drain_ns", "began_ns", "memory", "memory_foreign")
         ),
         ("contenders", Contender * 32),
+        ("devices", ctypes.c_void_p),
+        ("number", ctypes.c_uint32),
     )
