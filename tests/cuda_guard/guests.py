@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cuda_guard.build import Libraries
 from cuda_guard.driver import Driver as Real
@@ -77,7 +77,7 @@ class Bench:
 
 
 def be_a_guest() -> None:
-    """End with the parent, and leave no core dump of an intended crash."""
+    """End with the test, and leave no core dump of an intended crash."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()
@@ -94,29 +94,24 @@ class Guest:
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            try:
+            status = 1
+            try:  # it must never return to pytest: each guest would run, and fork, all tests that follow
                 os.close(reading)
-                self._work(bench, job, work, fail, writing)
+                be_a_guest()
+                os.environ.update(bench.environment(job, fail))
+                path = bench.libraries.cuda if job else bench.world.fakes.cuda
+                try:
+                    answer: tuple[bool, Any] = (True, work(Driver(path)))
+                    status = 0
+                except BaseException:
+                    answer = (False, traceback.format_exc())
+                with os.fdopen(writing, "wb") as stream:
+                    pickle.dump(answer, stream)
             finally:
-                os._exit(1)  # whatever went wrong: it must not go on as its parent
+                os._exit(status)
         os.close(writing)
         self._answer = os.fdopen(reading, "rb")
         self._ended = False
-
-    @staticmethod
-    def _work(bench: Bench, job: GuardedJob | None, work: Callable[[Driver], Any], fail: str, writing: int) -> NoReturn:
-        be_a_guest()
-        os.environ.update(bench.environment(job, fail))
-        status = 1
-        try:
-            path = bench.libraries.cuda if job else bench.world.fakes.cuda
-            answer: tuple[bool, Any] = (True, work(Driver(path)))
-            status = 0
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        with os.fdopen(writing, "wb") as stream:
-            pickle.dump(answer, stream)
-        os._exit(status)
 
     def result(self) -> Any:
         data = self._answer.read()

@@ -36,21 +36,7 @@ def result(guest: Guest) -> Any:
     return guest.result()
 
 
-WAITS_FOR_THE_HOST = (zoo.host_gated, zoo.value_gated, zoo.event_gated)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(one for one in zoo.PROGRAMS if one not in WAITS_FOR_THE_HOST),
-        *(
-            pytest.param(
-                one, marks=pytest.mark.xfail(strict=True, reason="the guard waits for completions without bound")
-            )
-            for one in WAITS_FOR_THE_HOST
-        ),
-    ],
-)
+@pytest.mark.parametrize("program", zoo.PROGRAMS)
 def test_program_computes_the_same(machine: Bench, program: zoo.Program) -> None:
     expected = result(machine.start(None, program))
     job = machine.job(memory=MEMORY, share=SHARE)
@@ -60,15 +46,7 @@ def test_program_computes_the_same(machine: Bench, program: zoo.Program) -> None
     assert use.launches > 0 or program in WITHOUT_LAUNCHES
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            "static", marks=pytest.mark.xfail(strict=True, reason="the guard knows calls by their address alone")
-        ),
-        "dynamic",
-    ],
-)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_c_program_computes_the_same(machine: Bench, tmp_path: Path, kind: str) -> None:
     program = zoo.compiled(tmp_path, kind, machine.world.fakes.cuda, find_compiler())
     job = machine.job(memory=MEMORY, share=SHARE)

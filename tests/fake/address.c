@@ -6,13 +6,15 @@
 
 /* Only addresses, as prototypes are of no use here. */
 #define EXPORT(name) CUresult name();
-#define GATE(name) CUresult name();
+#define COPY(name, ...) CUresult name();
+#define PAUSE(name, ...) CUresult name();
 #define HOOK(name, parameters)
 #define DENY(name, error) CUresult name();
 #include "exports.def"
 #include "hooks.def"
 #undef EXPORT
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef HOOK
 #undef DENY
 
@@ -39,20 +41,24 @@ static const struct row {
   __asm__(".text\n.type alias_" #name ", %function\nalias_" #name ": " JUMP(name) "\n.size alias_" #name ", .-alias_" #name "\n"); \
   extern const char alias_##name[];
 #define HOOK(name, parameters) ALIAS(name)
-#define GATE(name) ALIAS(name)
+#define COPY(name, ...) ALIAS(name)
+#define PAUSE(name, ...) ALIAS(name)
 #define DENY(name, error)
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 static const struct {
   void *address;
   const char *alias;
 } aliases[] = {
 #define HOOK(name, parameters) {(void *)(uintptr_t)name, alias_##name},
-#define GATE(name) {(void *)(uintptr_t)name, alias_##name},
+#define COPY(name, ...) {(void *)(uintptr_t)name, alias_##name},
+#define PAUSE(name, ...) COPY(name)
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 };
 

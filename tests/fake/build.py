@@ -68,7 +68,7 @@ def _compile(scratch: Path, name: str, sources: list[str], prefix: str) -> None:
 
 def exports() -> list[str]:
     """All names that the driver exports."""
-    pattern = re.compile(r"^(?:EXPORT|HOOK|GATE|DENY)\((\w+)", re.MULTILINE)
+    pattern = re.compile(r"^(?:EXPORT|HOOK|COPY|PAUSE|DENY)\((\w+)", re.MULTILINE)
     return [name for file in ("exports.def", "hooks.def") for name in pattern.findall((NATIVE / file).read_text())]
 
 

@@ -20,7 +20,8 @@
 #define CUDA_ERROR_TIMEOUT 909
 
 #define HOOK(name, parameters) CALL_##name,
-#define GATE(name) CALL_##name,
+#define COPY(name, ...) CALL_##name,
+#define PAUSE(name, ...) CALL_##name,
 #define DENY(name, error) CALL_##name,
 #define EXPORT(name) CALL_##name,
 enum call {
@@ -29,7 +30,8 @@ enum call {
   CALLS
 };
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 _Static_assert((int)CALLS <= (int)WORLD_CALLS, "a counter for each");
@@ -37,11 +39,13 @@ _Static_assert((int)CALLS <= (int)WORLD_CALLS, "a counter for each");
 #ifndef STUBS
 /* A definition that differs from what the guard takes the call to be does not compile. */
 #define HOOK(name, parameters) CUresult name parameters;
-#define GATE(name)
+#define COPY(name, ...)
+#define PAUSE(name, ...)
 #define DENY(name, error)
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #endif
 

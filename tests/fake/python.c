@@ -5,7 +5,8 @@
 #include <string.h>
 
 #define HOOK(name, parameters) #name,
-#define GATE(name) #name,
+#define COPY(name, ...) #name,
+#define PAUSE(name, ...) #name,
 #define DENY(name, error) #name,
 #define EXPORT(name) #name,
 static const char *const names[] = {
