@@ -90,12 +90,12 @@ bench-slurm: venv
 bench-ckptstore: venv frameworks
 	$(PYTHON) tests/bench/ckptstore.py $(BENCH_ARGS)
 
-# Needs a C compiler. Five minutes; `BENCH_ARGS="--seconds 5"` is shorter.
+# Needs a C compiler. An hour; `BENCH_ARGS="--seconds 5"` is shorter, `BENCH_ARGS="--only mixes"` runs one part.
 bench-guard: venv
 	$(PYTHON) tests/bench/guard.py $(BENCH_ARGS)
 
-# Needs an NVIDIA GPU. Rows that need PyTorch or CuPy with CUDA are measured where the system's Python or `make frameworks` has them.
-# `BENCH_ARGS="--seconds 5"` takes about ten minutes; `BENCH_ARGS="--only gate"` runs one part.
+# Needs an NVIDIA GPU. Rows that need a framework with CUDA are measured where the system's Python or `make frameworks` has it.
+# An hour; `BENCH_ARGS="--seconds 1"` is shorter, `BENCH_ARGS="--only gate"` runs one part.
 bench-guard-gpu: venv
 	$(PYTHON) tests/bench/guard_gpu.py $(BENCH_ARGS)
 

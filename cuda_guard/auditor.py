@@ -69,6 +69,11 @@ class Finding(msgspec.Struct, frozen=True):
     pid: int
     detail: str
 
+    @property
+    def proves(self) -> bool:
+        """Return True if no honest job can give this finding. Utilisation is advice: NVML reads above the time of kernels."""
+        return self.kind != "utilisation"
+
 
 class Foreign(msgspec.Struct, frozen=True):
     """Processes on a device outside of guarded jobs, so the owner's. `memory` in bytes, as far as NVML reports it."""

@@ -31,14 +31,21 @@ class Libraries(msgspec.Struct, frozen=True):
     nvml: Path
     host: Path
 
+    @property
+    def preloaded(self) -> tuple[Path, ...]:
+        """The libraries that every program of a job loads, under each name by which programs look for the driver."""
+        return (self.cuda, self.nvml, self.cuda.with_suffix(""), self.nvml.with_suffix(""))
+
 
 class Recipe(msgspec.Struct, frozen=True):
-    """Sources and options of one library. `exported`: it exports all its functions, not only the driver's."""
+    """Sources and options of one library. `exported`: it exports all its functions, not only the driver's; `needs`: another one
+    of these, whose functions are also found in it."""
 
     name: str
     sources: tuple[str, ...]
     defines: tuple[str, ...] = ()
     exported: bool = False
+    needs: str = ""
 
 
 CUDA = Recipe(
@@ -55,23 +62,26 @@ CUDA = Recipe(
         "pools.c",
         "graphs.c",
         "contexts.c",
-        "cover.c",
         "predict.c",
         "meter.c",
         "launch.c",
     ),
 )
 NVML = Recipe("libnvidia-ml.so.1", ("stubs.S", "pages.c", "ledger.c", "nvml.c"), ("GUARD_NVML",))
-HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "cover.c", "predict.c", "host.c"), exported=True)
+HOST = Recipe("libmeshguard.so", ("arbiter.c", "lender.c", "ledger.c", "predict.c", "host.c"), exported=True)
+# A program that opens `libcuda.so` would get the driver's own, which is not that of the preloaded `libcuda.so.1`.
+CUDA_ALIAS = Recipe("libcuda.so", ("alias.c",), needs=CUDA.name)
+NVML_ALIAS = Recipe("libnvidia-ml.so", ("alias.c",), needs=NVML.name)
+RECIPES = (CUDA, NVML, HOST, CUDA_ALIAS, NVML_ALIAS)
 
 
 def libraries(cache: Path | None = None) -> Libraries:
-    """Return the three libraries; compile them to `cache` (`~/.cache/mesh/guard`) if necessary.
+    """Return the libraries; compile them to `cache` (`~/.cache/mesh/guard`) if necessary.
 
     That takes some seconds, once for each version of the sources. BuildError if there is no compiler or it fails.
     """
     shipped = SHIPPED / platform.machine()
-    if all((shipped / recipe.name).is_file() for recipe in (CUDA, NVML, HOST)):
+    if all((shipped / recipe.name).is_file() for recipe in RECIPES):
         return _in(shipped)
     home = (cache or default_cache()) / sources_hash()
     if not home.is_dir():
@@ -86,25 +96,25 @@ def default_cache() -> Path:
 
 def sources_hash() -> str:
     """Return the hash of the sources and the build options."""
-    digest = hashlib.sha256(repr((COMPILE, LINK, CUDA, NVML, HOST, platform.machine())).encode())
+    digest = hashlib.sha256(repr((COMPILE, LINK, RECIPES, platform.machine())).encode())
     for path in sorted(NATIVE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def compile_into(home: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = ()) -> Libraries:
-    """Compile the three libraries into a new directory, which appears only when all are complete.
+    """Compile the libraries into a new directory, which appears only when all are complete.
 
     The portable compiler is preferred: libraries made by this machine's own do not load in containers with an older C library.
     """
     command = compiler or portable_compiler() or find_compiler()
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as directory:
-        for recipe in (CUDA, NVML, HOST):
+        for recipe in RECIPES:
             compile_one(recipe, Path(directory) / recipe.name, command, flags)
         made = Path(directory) / "made"
         made.mkdir()
-        for recipe in (CUDA, NVML, HOST):
+        for recipe in RECIPES:
             (Path(directory) / recipe.name).rename(made / recipe.name)
         try:
             made.rename(home)
@@ -118,7 +128,8 @@ def compile_one(recipe: Recipe, path: Path, compiler: list[str], flags: tuple[st
     options = COMPILE if recipe.exported else (*COMPILE, "-fvisibility=hidden")
     defines = [f"-D{define}" for define in recipe.defines]
     sources = [str(NATIVE / source) for source in recipe.sources]
-    command = [*compiler, *options, *flags, *defines, *sources, *LINK, f"-Wl,-soname,{recipe.name}", "-o", str(path)]
+    needs = ["-Wl,--no-as-needed", str(path.parent / recipe.needs)] if recipe.needs else []
+    command = [*compiler, *options, *flags, *defines, *sources, *needs, *LINK, f"-Wl,-soname,{recipe.name}", "-o", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         last = "\n".join(result.stderr.splitlines()[-20:])

@@ -68,7 +68,7 @@ class GuardedJob:
 
     def process_env(self) -> dict[str, str]:
         """Return the environment of a job that runs as a process. It is cooperative: the job can unset it."""
-        preload = os.pathsep.join([str(self._libraries.cuda), str(self._libraries.nvml)])
+        preload = os.pathsep.join(map(str, self._libraries.preloaded))
         return {"LD_PRELOAD": preload, PAGES_ENV: str(self.pages.directory)}
 
     def container_mounts(self, driver: Driver) -> tuple[Mount, ...]:
@@ -83,8 +83,7 @@ class GuardedJob:
             Mount(self._libraries.nvml, driver.nvml.parent / NVML),
         ]
         return (
-            Mount(self._libraries.cuda, GUARD_AT / CUDA),
-            Mount(self._libraries.nvml, GUARD_AT / NVML),
+            *(Mount(library, GUARD_AT / library.name) for library in self._libraries.preloaded),
             Mount(driver.cuda, DRIVER_AT / CUDA),
             Mount(driver.nvml, DRIVER_AT / NVML),
             Mount(directory / "policy", PAGES_AT / "policy"),
@@ -198,10 +197,6 @@ class GuardedJob:
         """Charge the job `overhead` bytes in addition to what its processes charge themselves."""
         self._host.set_overhead(self.pages, place, -(-overhead // UNIT))
 
-    def trim(self, place: int, factor: float) -> None:
-        """Multiply the agreed share by `factor`."""
-        self._host.trim(self.pages, self._devices[place], factor)
-
     def sweep(self) -> int:
         """Release the charges of dead processes of the job; return their number."""
         return self._host.sweep(self.pages)
@@ -253,7 +248,7 @@ class Guard:
         seen = Driver(DRIVER_AT / CUDA, DRIVER_AT / NVML) if in_container else self.driver
         directory = self._directory / name
         pages = Pages.create(directory, quotas, seen.cuda, seen.nvml, time.monotonic_ns(), host_memory)
-        (directory / PRELOAD).write_text(f"{GUARD_AT / CUDA}\n{GUARD_AT / NVML}\n")
+        (directory / PRELOAD).write_text("".join(f"{GUARD_AT / library.name}\n" for library in self.libraries.preloaded))
         job = GuardedJob(pages, quotas, devices, self.libraries, self._host)
         if not self._host.claim(pages, os.getpid()):
             log.warning("another daemon manages the pages of job %s", name)

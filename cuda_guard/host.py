@@ -14,7 +14,6 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "host_stop": (None, [_pointer]),
     "host_join": (_bool, [_pointer, _u32, _pointer, _pointer, _int, _u32, _u32, _u32, _u64, _u64]),
     "host_leave": (None, [_pointer, _pointer]),
-    "host_trim": (None, [_pointer, _u32, _pointer, _u32]),
     "host_size": (None, [_pointer, _u32, _u64, _u64]),
     "host_away": (_bool, [_pointer, _u32, _pointer, _bool]),
     "host_claim": (_bool, [_pointer, _int, _u32]),
@@ -32,7 +31,7 @@ PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "ledger_used": (_u64, [_pointer, _u32]),
     "ledger_sweep": (_int, [_pointer, _int, _int]),
     "ledger_owner": (_u32, [_int, _u32]),
-    "cover_add": (_i64, [_pointer, _i64, _i64]),
+    "host_timeline": (_i64, [_pointer, _u32, _i64, _i64]),
     "arbiter_step": (_i64, [_pointer, _i64]),
     "lend_memory": (_bool, [_pointer]),
     "lend_away": (_bool, [_pointer, _pointer, _bool]),
@@ -85,10 +84,6 @@ class Host:
         """Remove the job from all devices; call this before its pages are closed."""
         self._library.host_leave(self._host, _address(pages.policy))
         self._library.host_forget(_address(pages.job))
-
-    def trim(self, pages: Pages, device: int, factor: float) -> None:
-        """Multiply the job's agreed share of the device by `factor`, to correct for time that events do not measure."""
-        self._library.host_trim(self._host, device, _address(pages.policy), round(factor * 1_000_000))
 
     def set_gate(self, pages: Pages, closed: bool) -> None:
         """Close or open the job's gate; no launch starts while it is closed."""

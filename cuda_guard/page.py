@@ -12,13 +12,14 @@ from uuid import UUID
 import msgspec
 
 MAGIC = 0x6472617567736D31
-LAYOUT = 2
+LAYOUT = 3
 DEVICES = 16
 HOST = DEVICES  # index of pinned host memory
 SLOTS = 256
 UNIT = 512
 AUDITS = 32
 NAME = 64
+TIMELINE = 1024
 UNITS_MOST = 2**38 - 1  # largest value of a counter; native/ledger.c
 PPM = 1_000_000
 NO_LIMIT = 2**63
@@ -107,6 +108,7 @@ class JobPage(ctypes.Structure):
         ("audit", (ctypes.c_char * NAME) * AUDITS),
         ("rest", ctypes.c_ubyte * 896),
         ("table", Slot * SLOTS),
+        ("timelines", (_u64 * TIMELINE) * DEVICES),
     ]
 
 

@@ -21,7 +21,7 @@ STT_FUNC = 2
 
 def known() -> set[str]:
     """Return all functions that the guard exports."""
-    found = re.compile(r"^(?:EXPORT|HOOK|GATE|DENY)\((\w+)", re.MULTILINE)
+    found = re.compile(r"^(?:EXPORT|HOOK|COPY|PAUSE|DENY)\((\w+)", re.MULTILINE)
     return {name for path in (EXPORTS, HOOKS) for name in found.findall(path.read_text())}
 
 

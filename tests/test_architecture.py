@@ -61,7 +61,7 @@ CORES = [
         for name in ("metrics", "network", "observation", "placement", "policies", "replication", "schedules")
     ),
     *(f"sim/campus/{name}.py" for name in ("state", "statistics", "topology")),
-    *(f"cuda_guard/{name}.py" for name in ("auditor", "share_control")),
+    *(f"cuda_guard/{name}.py" for name in ("auditor",)),
     *(f"mesh/provider/{name}.py" for name in ("hours", "policy", "presence")),
     "mesh/gpus/receipts.py",
     "mesh/util/duration.py",

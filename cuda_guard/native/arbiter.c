@@ -11,7 +11,6 @@
 
 #define STEP_NS 1000000       /* step while a job has the turn, or waits for lent memory */
 #define HAND_OVER_NS 100000   /* step while no job has it: the device may be idle */
-#define LEND_NS 5000000       /* step while one job works and something is lent */
 #define QUIET_NS 20000000     /* step otherwise */
 #define ACTIVE_NS 20000000    /* a job without launches for this long that waits for nothing is idle */
 #define LEAST_PPM 1000        /* smallest share, as a divisor */
@@ -118,11 +117,6 @@ static void look(struct arbiter *arbiter, struct contender *contender, int64_t n
 
 /* --- shares */
 
-static uint32_t trimmed(const struct contender *contender, uint32_t ppm) {
-  uint64_t value = (uint64_t)ppm * contender->trim_ppm / GUARD_PPM;
-  return value > GUARD_PPM ? GUARD_PPM : (uint32_t)value;
-}
-
 /* Lends what the active jobs leave under the cap, in proportion to the shares, to each at most up to its limit. */
 static bool lend(struct arbiter *arbiter, int64_t now_ns) {
   int64_t weights[ARBITER_CONTENDERS], room[ARBITER_CONTENDERS], lent[ARBITER_CONTENDERS], left = arbiter->cap_ppm;
@@ -138,7 +132,7 @@ static bool lend(struct arbiter *arbiter, int64_t now_ns) {
   for (uint32_t i = 0; i < arbiter->count; i++) {
     struct contender *contender = &arbiter->contenders[i];
     const struct guard_allowance *allowance = &contender->policy->allowances[contender->place];
-    uint32_t slope = trimmed(contender, contender->share_ppm + (uint32_t)lent[i]);
+    uint32_t slope = contender->share_ppm + (uint32_t)lent[i];
     any = any || contender->limit_ppm > contender->share_ppm;
     if (slope != contender->lent_ppm) policy_set_rate(contender->policy, contender->place, slope, rate_of(allowance).burst_ns, now_ns);
     contender->lent_ppm = slope;
@@ -153,11 +147,55 @@ static void set_turn(struct arbiter *arbiter, int32_t which, uint32_t turn) {
   policy_set_turn(contender->policy, contender->place, turn);
 }
 
+/* --- gangs */
+
+static int32_t place_on(const struct arbiter *device, const struct guard_policy *policy) {
+  for (uint32_t i = 0; i < device->count; i++)
+    if (device->contenders[i].policy == policy) return (int32_t)i;
+  return -1;
+}
+
+/* Calls for the job's other devices, below `number`. */
+#define FOR_DEVICES(device, arbiter, policy, below)                                                                  \
+  for (struct arbiter *device = (arbiter)->devices; device != NULL && device < (arbiter)->devices + (below); device++) \
+    if (device->number != (arbiter)->number && place_on(device, policy) >= 0)
+
+static bool has_turn(const struct arbiter *device, const struct guard_policy *policy) {
+  int32_t which = place_on(device, policy);
+  const struct contender *contender = &device->contenders[which];
+  uint32_t turn = atomic_load(&policy->allowances[contender->place].turn) & GUARD_TURN_MASK;
+  return which == device->holder || turn == GUARD_TURN_FREE;
+}
+
+static bool has_devices(const struct arbiter *arbiter, const struct guard_policy *policy, uint32_t below) {
+  FOR_DEVICES(device, arbiter, policy, below) {
+    if (!has_turn(device, policy)) return false;
+  }
+  return true;
+}
+
+static bool wants_anywhere(const struct arbiter *arbiter, const struct contender *contender) {
+  if (wants(contender)) return true;
+  FOR_DEVICES(device, arbiter, contender->policy, GUARD_DEVICES) {
+    if (wants(&device->contenders[place_on(device, contender->policy)])) return true;
+  }
+  return false;
+}
+
+static bool is_idle(const struct arbiter *arbiter, const struct contender *contender, int64_t now_ns) {
+  int64_t launched = atomic_load(&use_of(contender)->last_launch_ns);
+  return under_way(arbiter, contender, now_ns) == 0 && now_ns - (launched > arbiter->began_ns ? launched : arbiter->began_ns) > arbiter->idle_ns;
+}
+
 static bool is_over(const struct arbiter *arbiter, int64_t now_ns) {
   const struct contender *holder = &arbiter->contenders[arbiter->holder];
+  if (!has_devices(arbiter, holder->policy, GUARD_DEVICES)) return !wants_anywhere(arbiter, holder);
   if (now_ns - arbiter->began_ns >= arbiter->turn_ns || !is_within_allowance(holder, now_ns)) return true;
-  int64_t launched = atomic_load(&use_of(holder)->last_launch_ns);
-  return under_way(arbiter, holder, now_ns) == 0 && now_ns - (launched > arbiter->began_ns ? launched : arbiter->began_ns) > arbiter->idle_ns;
+  if (!is_idle(arbiter, holder, now_ns)) return false;
+  FOR_DEVICES(device, arbiter, holder->policy, GUARD_DEVICES) {
+    if (device->holder >= 0 && !is_idle(device, &device->contenders[device->holder], now_ns)) return false;
+  }
+  return true;
 }
 
 /* True if its last work has ended, by its own report or after the limit for a job that does not report. */
@@ -173,27 +211,41 @@ static int32_t next_in_turn(const struct arbiter *arbiter, int64_t now_ns) {
   int32_t next = -1;
   for (uint32_t i = 0; i < arbiter->count; i++) {
     const struct contender *contender = &arbiter->contenders[i];
-    bool wanted = wants(contender) || ((int32_t)i == arbiter->holder && under_way(arbiter, contender, now_ns) > 0);
-    if (!wanted || !is_within_allowance(contender, now_ns)) continue;
+    bool wanted = wants_anywhere(arbiter, contender) || ((int32_t)i == arbiter->holder && under_way(arbiter, contender, now_ns) > 0);
+    if (!wanted || !is_within_allowance(contender, now_ns) || !has_devices(arbiter, contender->policy, arbiter->number)) continue;
     if (next < 0 || contender->virtual_ns < arbiter->contenders[next].virtual_ns) next = (int32_t)i;
   }
   return next;
+}
+
+static void end_turn(struct arbiter *arbiter, int64_t now_ns) {
+  set_turn(arbiter, arbiter->holder, GUARD_TURN_WAIT);
+  arbiter->draining = arbiter->holder;
+  arbiter->holder = -1;
+  arbiter->began_ns = now_ns;
+}
+
+static void begin_turn(struct arbiter *arbiter, int64_t now_ns) {
+  if (arbiter->holder < 0) return;
+  arbiter->began_ns = arbiter->contenders[arbiter->holder].turn_ns = now_ns;
+  set_turn(arbiter, arbiter->holder, GUARD_TURN_GO);
 }
 
 static void take_turns(struct arbiter *arbiter, int64_t now_ns) {
   for (uint32_t i = 0; i < arbiter->count; i++)
     if ((int32_t)i != arbiter->holder) set_turn(arbiter, (int32_t)i, GUARD_TURN_WAIT);
   if (arbiter->holder >= 0 && is_over(arbiter, now_ns)) {
+    const struct guard_policy *policy = arbiter->contenders[arbiter->holder].policy;
     settle(&arbiter->contenders[arbiter->holder], now_ns);
     int32_t next = next_in_turn(arbiter, now_ns);
     if (next == arbiter->holder) {
       arbiter->began_ns = now_ns;
       return;
     }
-    set_turn(arbiter, arbiter->holder, GUARD_TURN_WAIT);
-    arbiter->draining = arbiter->holder;
-    arbiter->holder = -1;
-    arbiter->began_ns = now_ns;
+    end_turn(arbiter, now_ns);
+    FOR_DEVICES(device, arbiter, policy, GUARD_DEVICES) {
+      if (device->holder >= 0 && device->holder == place_on(device, policy)) end_turn(device, now_ns);
+    }
   }
   if (arbiter->draining >= 0 && is_drained(arbiter, now_ns)) {
     settle(&arbiter->contenders[arbiter->draining], now_ns);
@@ -203,8 +255,13 @@ static void take_turns(struct arbiter *arbiter, int64_t now_ns) {
   if (arbiter->holder >= 0 || arbiter->draining >= 0) return;
   arbiter->holder = next_in_turn(arbiter, now_ns);
   if (arbiter->holder < 0) return;
-  arbiter->began_ns = arbiter->contenders[arbiter->holder].turn_ns = now_ns;
-  set_turn(arbiter, arbiter->holder, GUARD_TURN_GO);
+  const struct guard_policy *policy = arbiter->contenders[arbiter->holder].policy;
+  arbiter->began_ns = now_ns;
+  if (!has_devices(arbiter, policy, GUARD_DEVICES)) return;
+  begin_turn(arbiter, now_ns);
+  FOR_DEVICES(device, arbiter, policy, GUARD_DEVICES) {
+    if (device->holder == place_on(device, policy)) begin_turn(device, now_ns);
+  }
 }
 
 int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
@@ -216,7 +273,7 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
   }
   bool elastic = lend(arbiter, now_ns);
   bool lacks = lend_memory(arbiter);
-  if (active > 1) {
+  if (active > 0 && arbiter->count > 1) { /* also those who are idle wait for their turn, so that nobody begins in another's */
     take_turns(arbiter, now_ns);
     return now_ns + (arbiter->holder < 0 ? HAND_OVER_NS : STEP_NS);
   }
@@ -225,5 +282,5 @@ int64_t arbiter_step(struct arbiter *arbiter, int64_t now_ns) {
     set_turn(arbiter, (int32_t)i, GUARD_TURN_FREE);
   }
   arbiter->holder = arbiter->draining = -1;
-  return now_ns + (lacks ? STEP_NS : active > 0 && elastic ? LEND_NS : QUIET_NS);
+  return now_ns + (lacks || (active > 0 && elastic) ? STEP_NS : QUIET_NS);
 }

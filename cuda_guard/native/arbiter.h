@@ -3,7 +3,11 @@
  * A share is a slope in the job's policy page (bucket.h). Time of idle jobs is lent to jobs whose limit allows it, and taken back at
  * the first step after its owner works again; for memory see lender.h. When several jobs want a device they take turns, so that each
  * one's events measure its own kernels. The next turn goes to the job with the least time for its share (start-time fair queueing:
- * Goyal, Vin and Cheng, SIGCOMM 1996), so that on an oversubscribed device all jobs get the same part of their shares. */
+ * Goyal, Vin and Cheng, SIGCOMM 1996), so that on an oversubscribed device all jobs get the same part of their shares.
+ *
+ * The turns of a gang, a job on several devices, begin and end together, since its ranks wait for each other on their devices. It is
+ * given its devices one after another in the order of their numbers, as resources are to exclude a deadlock (Havender, 1968), and goes
+ * once it has all. */
 #ifndef MESH_GUARD_ARBITER_H
 #define MESH_GUARD_ARBITER_H
 
@@ -22,7 +26,6 @@ struct contender {
   int file;                      /* of the job page */
   uint32_t place;                /* of the device in both pages */
   uint32_t share_ppm, limit_ppm; /* guaranteed; maximum while others are idle */
-  uint32_t trim_ppm;             /* correction of the slope for time that NVML measures and events do not */
   uint32_t lent_ppm;             /* the slope in force */
   int64_t active_ns;             /* when it last worked or wanted to */
   uint64_t seen_ns;              /* GPU time it reports as used */
@@ -45,6 +48,8 @@ struct arbiter {
   int64_t began_ns; /* start of the turn, or of the draining */
   int64_t memory, memory_foreign; /* bytes of the device, 0 if unknown; bytes used outside of its jobs */
   struct contender contenders[ARBITER_CONTENDERS];
+  struct arbiter *devices; /* all of the machine, of which this is the one with this number; NULL: there is no other */
+  uint32_t number;
 };
 
 /* Reads the jobs' pages and writes their policies: slopes and turns. Returns the time of the next step, ns of CLOCK_MONOTONIC. */

@@ -6,8 +6,10 @@
 #include <time.h>
 
 #ifdef GUARD_CLOCK /* of a test */
+#define CLOCK_OF_A_TEST true
 int64_t now_ns(void);
 #else
+#define CLOCK_OF_A_TEST false
 /* ns of CLOCK_MONOTONIC */
 static inline int64_t now_ns(void) {
   struct timespec now;

@@ -9,15 +9,28 @@
 #include "clock.h"
 #include "pages.h"
 
+/* Parameters of calls that are alike: numbers and pointers, passed on as they came. */
+typedef uint64_t word;
+#define WORDS_1 word a
+#define WORDS_2 WORDS_1, word b
+#define WORDS_3 WORDS_2, word c
+#define WORDS_4 WORDS_3, word d
+#define WORDS_5 WORDS_4, word e
+#define WORDS_6 WORDS_5, word f
+#define WORDS_8 WORDS_6, word g, word h
+#define WORDS_9 WORDS_8, word i
+
 /* Each name of the lists has a function of the guard, and a slot with the driver's function. */
 #define HOOK(name, parameters)                          \
   __attribute__((visibility("default"))) CUresult name parameters; \
   extern void *slot_##name;
-#define GATE(name)
+#define COPY(name, count, ...) HOOK(name, (WORDS_##count))
+#define PAUSE(name, count, ...) HOOK(name, (WORDS_##count))
 #define DENY(name, error)
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 
 /* The driver's function for a hooked call. The first use loads the driver. */
@@ -34,9 +47,7 @@
   _(cuDeviceGetGraphMemAttribute, (CUdevice, CUgraphMem_attribute, void *)) \
   _(cuStreamIsCapturing, (CUstream, CUstreamCaptureStatus *))            \
   _(cuEventCreate, (CUevent *, unsigned int))                            \
-  _(cuEventDestroy_v2, (CUevent))                                        \
   _(cuEventRecord, (CUevent, CUstream))                                  \
-  _(cuEventQuery, (CUevent))                                             \
   _(cuEventElapsedTime, (float *, CUevent, CUevent))
 #define DECLARE(name, parameters)  \
   typedef CUresult call_##name parameters; \
@@ -45,7 +56,7 @@ USES(DECLARE)
 #undef DECLARE
 #define DRIVER(name) ((call_##name *)slot_##name)
 
-/* The gate word, also used by the assembler; an open one while there is no policy. */
+/* The gate word; an open one while there is no policy. */
 extern const _Atomic uint32_t *guard_gate;
 
 static inline bool gate_is_closed(void) { return atomic_load_explicit(guard_gate, memory_order_acquire) & GUARD_GATE_CLOSED; }
@@ -100,21 +111,25 @@ void memory_forked(void);
 
 /* --- meter.c */
 
-/* Returns when the work may be launched: the gate is open, it is the job's turn, it has time left, and the window is not full. `key`: the
- * function or graph; `blocks`: size of its grid. True if it is measured by itself: call meter_leave after the launch. */
-bool meter_enter(CUstream stream, const void *key, uint64_t blocks);
-void meter_leave(CUstream stream);
+/* Returns when the work may be launched: the gate is open, it is the job's turn, it has time left, and the window is not full. `key`:
+ * what is launched, by predict_key; `copies`: that is not counted as a launch. True if it is measured by itself: call meter_leave after
+ * it. */
+bool meter_enter(CUstream stream, uint64_t key, bool copies);
+void meter_leave(void);
+
+/* Before a wait for the device, or a question about it: marks the end of what was launched. After it: charges what has ended. */
+void meter_look(void);
+
+/* The stream comes to something that takes no time of the device: a function of the host, or another stream's work. */
+void meter_stream_waits(CUstream stream);
 
 /* The thread's current context has changed. */
 void meter_moved(void);
 
 /* A capture begins or has ended. Captured work is not measured, and nothing is measured during a capture. */
-void meter_capture_begins(CUstream stream);
+void meter_capture_begins(void);
 void meter_capture_ended(void);
 bool meter_is_captured(CUstream stream);
-
-/* After a wait: charges work that has ended. `all`: of every thread, and closes the thread's batches whatever their length. */
-void meter_settle(bool all);
 
 void meter_stream_ends(CUstream stream);
 void meter_context_ends(CUcontext context);

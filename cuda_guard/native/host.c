@@ -11,6 +11,7 @@
 #include "clock.h"
 #include "ledger.h"
 #include "lender.h"
+#include "timeline.h"
 
 #define CAP_PPM 900000    /* GaiaGPU's value; the rest keeps a device responsive */
 #define TURN_NS 10000000  /* long compared with the gap between turns, short compared with a second */
@@ -115,7 +116,8 @@ struct host *host_start(void) {
   if (host == NULL) return NULL;
   for (unsigned i = 0; i < GUARD_DEVICES; i++)
     host->devices[i] = (struct arbiter){
-        .holder = -1, .draining = -1, .cap_ppm = CAP_PPM, .turn_ns = TURN_NS, .idle_ns = IDLE_NS, .drain_ns = DRAIN_NS};
+        .holder = -1, .draining = -1, .cap_ppm = CAP_PPM, .turn_ns = TURN_NS, .idle_ns = IDLE_NS, .drain_ns = DRAIN_NS,
+        .devices = host->devices, .number = i};
   pthread_condattr_t clock;
   (void)pthread_condattr_init(&clock);
   (void)pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -162,7 +164,7 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
   bool room = contender != NULL || arbiter->count < ARBITER_CONTENDERS;
   if (contender == NULL && room) {
     contender = &arbiter->contenders[arbiter->count++];
-    *contender = (struct contender){.policy = policy, .job = job, .file = file, .place = place, .trim_ppm = GUARD_PPM};
+    *contender = (struct contender){.policy = policy, .job = job, .file = file, .place = place};
     atomic_store(&policy->allowances[place].memory_limit, memory >= GUARD_NO_LIMIT ? GUARD_NO_LIMIT : 0);
   }
   if (contender != NULL) {
@@ -198,13 +200,6 @@ void host_leave(struct host *host, const struct guard_policy *policy) {
   unlock(host);
 }
 
-void host_trim(struct host *host, uint32_t device, const struct guard_policy *policy, uint32_t trim_ppm) {
-  lock(host);
-  struct contender *contender = find(&host->devices[device], policy);
-  if (contender != NULL) contender->trim_ppm = trim_ppm;
-  unlock(host);
-}
-
 void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t foreign) {
   lock(host);
   host->devices[device].memory = bounded(memory);
@@ -231,6 +226,10 @@ bool host_correct(struct guard_job *job, uint32_t place, int64_t units) {
   int64_t change;
   if (__builtin_sub_overflow(units, atomic_load(&job->table[0].used[place]), &change)) return false;
   return ledger_change(job, 0, place, change, UINT64_MAX);
+}
+
+int64_t host_timeline(struct guard_job *job, uint32_t place, int64_t start_ns, int64_t end_ns) {
+  return timeline_add(job->timelines[place], start_ns, end_ns);
 }
 
 int64_t host_allowed(const struct guard_policy *policy, uint32_t place, int64_t now) {

@@ -21,9 +21,6 @@ bool host_join(struct host *host, uint32_t device, struct guard_policy *policy, 
                uint32_t share_ppm, uint32_t limit_ppm, uint64_t memory, uint64_t memory_most);
 void host_leave(struct host *host, const struct guard_policy *policy);
 
-/* Sets the correction factor of the job's slope on a device. */
-void host_trim(struct host *host, uint32_t device, const struct guard_policy *policy, uint32_t trim_ppm);
-
 /* Sets the size of a device's memory, and the bytes used outside of jobs. Without a known size nothing is lent. */
 void host_size(struct host *host, uint32_t device, uint64_t memory, uint64_t foreign);
 
@@ -38,7 +35,8 @@ void host_forget(struct guard_job *job);
 /* Sets the units that the daemon charges a job in addition to its processes; negative if they charge too much. */
 bool host_correct(struct guard_job *job, uint32_t place, int64_t units);
 
-/* For a test of the arithmetic. */
+/* For tests of the arithmetic. */
+int64_t host_timeline(struct guard_job *job, uint32_t place, int64_t start_ns, int64_t end_ns);
 int64_t host_allowed(const struct guard_policy *policy, uint32_t place, int64_t now_ns);
 int64_t host_wait(const struct guard_policy *policy, const struct guard_job *job, uint32_t place, int64_t now_ns);
 void host_spend(const struct guard_policy *policy, struct guard_job *job, uint32_t place, int64_t ns, int64_t now_ns);

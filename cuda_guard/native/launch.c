@@ -1,26 +1,30 @@
 /* Launches: granted in portions and measured. Captures are tracked, and not disturbed. */
 #include "meter.h"
 
-#define BLOCKS(x, y, z) ((uint64_t)(x) * (uint64_t)(y) * (uint64_t)(z))
-
-/* A call that launches `key` on `stream`. Both paths end with a jump, so the arguments on the stack are not copied. */
-#define LAUNCH(name, parameters, arguments, stream, key, blocks)                                             \
+/* A call that launches what `key` names, on `stream`. Both paths end with a jump, so the arguments on the stack are not copied. */
+#define LAUNCH(name, parameters, arguments, stream, key)                                                     \
   static __attribute__((noinline)) CUresult name##_the_long_way parameters {                                 \
-    if (!meter_enter(stream, key, blocks)) return REAL(name) arguments;                                      \
+    if (!meter_enter(stream, key, false)) return REAL(name) arguments;                                              \
     CUresult result = REAL(name) arguments;                                                                  \
-    meter_leave(stream);                                                                                     \
+    meter_leave();                                                                                           \
     return result;                                                                                           \
   }                                                                                                          \
   CUresult name parameters {                                                                                 \
-    if (__builtin_expect(meter_pass(stream, key, blocks), true)) return REAL(name) arguments;                \
+    if (__builtin_expect(meter_pass(stream, key, false), true)) return REAL(name) arguments;                        \
     return name##_the_long_way arguments;                                                                    \
   }
+
+static inline uint64_t shape_key(CUfunction function, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx,
+                                 unsigned int by, unsigned int bz, unsigned int shared) {
+  return predict_key(function, (uint64_t)gx << 32 | gy, (uint64_t)gz << 32 | bx, (uint64_t)by << 32 | bz, shared);
+}
 
 #define KERNEL(name, named)                                                                                              \
   LAUNCH(name,                                                                                                           \
          (CUfunction function, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, unsigned int by,      \
           unsigned int bz, unsigned int shared, CUstream stream, void **params, void **extra),                           \
-         (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra), named(stream), function, BLOCKS(gx, gy, gz))
+         (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra), named(stream),                               \
+         shape_key(function, gx, gy, gz, bx, by, bz, shared))
 KERNEL(cuLaunchKernel, legacy_stream)
 KERNEL(cuLaunchKernel_ptsz, own_stream)
 
@@ -28,114 +32,219 @@ KERNEL(cuLaunchKernel_ptsz, own_stream)
   LAUNCH(name,                                                                                                           \
          (CUfunction function, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, unsigned int by,      \
           unsigned int bz, unsigned int shared, CUstream stream, void **params),                                         \
-         (function, gx, gy, gz, bx, by, bz, shared, stream, params), named(stream), function, BLOCKS(gx, gy, gz))
+         (function, gx, gy, gz, bx, by, bz, shared, stream, params), named(stream),                                      \
+         shape_key(function, gx, gy, gz, bx, by, bz, shared))
 COOPERATIVE(cuLaunchCooperativeKernel, legacy_stream)
 COOPERATIVE(cuLaunchCooperativeKernel_ptsz, own_stream)
 
-static const CUlaunchConfig no_config; /* the driver refuses none itself */
+static inline uint64_t config_key(CUfunction function, const CUlaunchConfig *c) {
+  return c == NULL ? 1 : shape_key(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes);
+}
 
-#define EXTENDED(name, named)                                                                                      \
-  LAUNCH(name, (const CUlaunchConfig *config, CUfunction function, void **params, void **extra),                   \
-         (config, function, params, extra), named(CONFIG->hStream), function,                                      \
-         BLOCKS(CONFIG->gridDimX, CONFIG->gridDimY, CONFIG->gridDimZ))
-#define CONFIG (config == NULL ? &no_config : config)
+#define EXTENDED(name, named)                                                                    \
+  LAUNCH(name, (const CUlaunchConfig *config, CUfunction function, void **params, void **extra), \
+         (config, function, params, extra), named(config == NULL ? NULL : config->hStream), config_key(function, config))
 EXTENDED(cuLaunchKernelEx, legacy_stream)
 EXTENDED(cuLaunchKernelEx_ptsz, own_stream)
 
+static inline uint64_t list_key(const CUDA_LAUNCH_PARAMS *p) {
+  return p == NULL ? 1 : shape_key(p->function, p->gridDimX, p->gridDimY, p->gridDimZ, p->blockDimX, p->blockDimY, p->blockDimZ, p->sharedMemBytes);
+}
+
 /* Each part of it runs in the context of its own stream; only the current context can be charged here. */
-static const CUDA_LAUNCH_PARAMS no_list;
-#define LIST (list == NULL ? &no_list : list)
 LAUNCH(cuLaunchCooperativeKernelMultiDevice, (CUDA_LAUNCH_PARAMS * list, unsigned int count, unsigned int flags),
-       (list, count, flags), legacy_stream(LIST->hStream), LIST->function,
-       BLOCKS(LIST->gridDimX, LIST->gridDimY, LIST->gridDimZ))
+       (list, count, flags), legacy_stream(list == NULL ? NULL : list->hStream), list_key(list))
 
-LAUNCH(cuLaunch, (CUfunction function), (function), CU_STREAM_LEGACY, function, 1)
-LAUNCH(cuLaunchGrid, (CUfunction function, int width, int height), (function, width, height), CU_STREAM_LEGACY, function,
-       BLOCKS(width, height, 1))
+LAUNCH(cuLaunch, (CUfunction function), (function), CU_STREAM_LEGACY, predict_key(function, 1, 1, 1, 0))
+LAUNCH(cuLaunchGrid, (CUfunction function, int width, int height), (function, width, height), CU_STREAM_LEGACY,
+       predict_key(function, (uint64_t)width, (uint64_t)height, 1, 0))
 LAUNCH(cuLaunchGridAsync, (CUfunction function, int width, int height, CUstream stream), (function, width, height, stream),
-       legacy_stream(stream), function, BLOCKS(width, height, 1))
+       legacy_stream(stream), predict_key(function, (uint64_t)width, (uint64_t)height, 1, 0))
 
-#define GRAPH(name, named)                                             \
-  CUresult name(CUgraphExec exec, CUstream stream) {                   \
-    struct graph_hold hold;                                            \
-    CUresult result = memory_before_graph(exec, &hold);                \
-    if (result != CUDA_SUCCESS) return result;                         \
-    bool alone = !meter_pass(named(stream), exec, 0) && meter_enter(named(stream), exec, 0); \
-    result = REAL(name)(exec, stream);                                 \
-    if (alone) meter_leave(named(stream));                             \
-    memory_after_graph(exec, hold, result);                            \
-    return result;                                                     \
+static CUresult launch_graph(CUresult (*real)(CUgraphExec, CUstream), CUgraphExec exec, CUstream given, CUstream stream) {
+  struct graph_hold hold;
+  CUresult result = memory_before_graph(exec, &hold);
+  if (result != CUDA_SUCCESS) return result;
+  uint64_t key = predict_key(exec, 0, 0, 0, 0);
+  bool alone = !meter_pass(stream, key, false) && meter_enter(stream, key, false);
+  result = real(exec, given);
+  if (alone) meter_leave();
+  memory_after_graph(exec, hold, result);
+  return result;
+}
+
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) { return launch_graph(REAL(cuGraphLaunch), exec, stream, legacy_stream(stream)); }
+CUresult cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream) {
+  return launch_graph(REAL(cuGraphLaunch_ptsz), exec, stream, own_stream(stream));
+}
+
+/* --- copies and fills: those of one call and of sizes within a factor of two are predicted alike */
+
+#define ARGUMENTS_1 a
+#define ARGUMENTS_2 ARGUMENTS_1, b
+#define ARGUMENTS_3 ARGUMENTS_2, c
+#define ARGUMENTS_4 ARGUMENTS_3, d
+#define ARGUMENTS_5 ARGUMENTS_4, e
+#define ARGUMENTS_6 ARGUMENTS_5, f
+#define ARGUMENTS_8 ARGUMENTS_6, g, h
+#define ARGUMENTS_9 ARGUMENTS_8, i
+
+#define LEGACY(stream) legacy_stream((CUstream)(stream))
+#define OWN(stream) own_stream((CUstream)(stream))
+
+static bool begin_copy(CUstream stream, void *call, word size, bool waits) {
+  uint64_t key = predict_key(call, (uint64_t)__builtin_clzll(size | 1), 0, 0, 0);
+  if (waits) meter_look(); /* what it waits for is seen to end with it */
+  return !meter_pass(stream, key, true) && meter_enter(stream, key, true);
+}
+
+static CUresult end_copy(CUresult result, bool alone, bool waits) {
+  if (alone) meter_leave();
+  if (waits) meter_look();
+  return result;
+}
+
+#define HOOK(name, parameters)
+#define DENY(name, error)
+#define COPY(name, count, named, stream, size)                                             \
+  CUresult name(WORDS_##count) {                                                           \
+    bool waits = #stream[0] == '0', alone = begin_copy(named(stream), &slot_##name, size, waits); \
+    return end_copy(REAL(name)(ARGUMENTS_##count), alone, waits);                          \
   }
-GRAPH(cuGraphLaunch, legacy_stream)
-GRAPH(cuGraphLaunch_ptsz, own_stream)
+#define PAUSE(name, count, named)          \
+  CUresult name(WORDS_##count) {           \
+    meter_stream_waits(named(a));          \
+    return REAL(name)(ARGUMENTS_##count);  \
+  }
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#include "hooks.def"
+#undef HOOK
+#undef DENY
+#undef COPY
+#undef PAUSE
 
 /* --- waits: charge work that has ended, and remove the charge of memory that pools released */
 
-#define WAITED(all, call)       \
-  do {                          \
-    CUresult result_ = (call);  \
-    meter_settle(all);          \
-    memory_settle();            \
-    return result_;             \
-  } while (0)
+static CUresult waited(CUresult result) {
+  meter_look();
+  memory_settle();
+  return result;
+}
 
-CUresult cuStreamSynchronize(CUstream stream) { WAITED(false, REAL(cuStreamSynchronize)(stream)); }
-CUresult cuStreamSynchronize_ptsz(CUstream stream) { WAITED(false, REAL(cuStreamSynchronize_ptsz)(stream)); }
-CUresult cuEventSynchronize(CUevent event) { WAITED(false, REAL(cuEventSynchronize)(event)); }
-CUresult cuCtxSynchronize(void) { WAITED(true, REAL(cuCtxSynchronize)()); }
-CUresult cuCtxSynchronize_v2(CUcontext context) { WAITED(true, REAL(cuCtxSynchronize_v2)(context)); }
+CUresult cuStreamSynchronize(CUstream stream) {
+  meter_look();
+  return waited(REAL(cuStreamSynchronize)(stream));
+}
 
-#define ENDED(name)                \
-  CUresult name(CUstream stream) { \
-    meter_stream_ends(stream);     \
-    return REAL(name)(stream);     \
-  }
-ENDED(cuStreamDestroy)
-ENDED(cuStreamDestroy_v2)
+CUresult cuStreamSynchronize_ptsz(CUstream stream) {
+  meter_look();
+  return waited(REAL(cuStreamSynchronize_ptsz)(stream));
+}
+
+CUresult cuEventSynchronize(CUevent event) {
+  meter_look();
+  return waited(REAL(cuEventSynchronize)(event));
+}
+
+CUresult cuCtxSynchronize(void) {
+  meter_look();
+  return waited(REAL(cuCtxSynchronize)());
+}
+
+CUresult cuCtxSynchronize_v2(CUcontext context) {
+  meter_look();
+  return waited(REAL(cuCtxSynchronize_v2)(context));
+}
+
+/* A program may ask again and again instead of waiting. */
+CUresult cuStreamQuery(CUstream stream) {
+  meter_look();
+  return REAL(cuStreamQuery)(stream);
+}
+
+CUresult cuStreamQuery_ptsz(CUstream stream) {
+  meter_look();
+  return REAL(cuStreamQuery_ptsz)(stream);
+}
+
+CUresult cuEventQuery(CUevent event) {
+  meter_look();
+  return REAL(cuEventQuery)(event);
+}
+
+CUresult cuStreamDestroy(CUstream stream) {
+  meter_stream_ends(stream);
+  return REAL(cuStreamDestroy)(stream);
+}
+
+CUresult cuStreamDestroy_v2(CUstream stream) {
+  meter_stream_ends(stream);
+  return REAL(cuStreamDestroy_v2)(stream);
+}
 
 /* --- the current context */
 
-#define MOVED(call)             \
-  do {                          \
-    meter_moved();              \
-    return (call);              \
-  } while (0)
+CUresult cuCtxSetCurrent(CUcontext context) {
+  meter_moved();
+  return REAL(cuCtxSetCurrent)(context);
+}
 
-CUresult cuCtxSetCurrent(CUcontext context) { MOVED(REAL(cuCtxSetCurrent)(context)); }
-CUresult cuCtxPushCurrent(CUcontext context) { MOVED(REAL(cuCtxPushCurrent)(context)); }
-CUresult cuCtxPushCurrent_v2(CUcontext context) { MOVED(REAL(cuCtxPushCurrent_v2)(context)); }
-CUresult cuCtxPopCurrent(CUcontext *out) { MOVED(REAL(cuCtxPopCurrent)(out)); }
-CUresult cuCtxPopCurrent_v2(CUcontext *out) { MOVED(REAL(cuCtxPopCurrent_v2)(out)); }
+CUresult cuCtxPushCurrent(CUcontext context) {
+  meter_moved();
+  return REAL(cuCtxPushCurrent)(context);
+}
+
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  meter_moved();
+  return REAL(cuCtxPushCurrent_v2)(context);
+}
+
+CUresult cuCtxPopCurrent(CUcontext *out) {
+  meter_moved();
+  return REAL(cuCtxPopCurrent)(out);
+}
+
+CUresult cuCtxPopCurrent_v2(CUcontext *out) {
+  meter_moved();
+  return REAL(cuCtxPopCurrent_v2)(out);
+}
 
 /* --- capture */
 
-#define CAPTURE(stream, call)                            \
-  do {                                                   \
-    meter_capture_begins(stream);                        \
-    CUresult result_ = (call);                           \
-    if (result_ != CUDA_SUCCESS) meter_capture_ended();  \
-    return result_;                                      \
-  } while (0)
+static CUresult begun(CUresult result) {
+  if (result != CUDA_SUCCESS) meter_capture_ended();
+  return result;
+}
 
-CUresult cuStreamBeginCapture(CUstream stream) { CAPTURE(legacy_stream(stream), REAL(cuStreamBeginCapture)(stream)); }
-CUresult cuStreamBeginCapture_ptsz(CUstream stream) { CAPTURE(own_stream(stream), REAL(cuStreamBeginCapture_ptsz)(stream)); }
+CUresult cuStreamBeginCapture(CUstream stream) {
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCapture)(stream));
+}
+CUresult cuStreamBeginCapture_ptsz(CUstream stream) {
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCapture_ptsz)(stream));
+}
 
 CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
-  CAPTURE(legacy_stream(stream), REAL(cuStreamBeginCapture_v2)(stream, mode));
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCapture_v2)(stream, mode));
 }
 
 CUresult cuStreamBeginCapture_v2_ptsz(CUstream stream, CUstreamCaptureMode mode) {
-  CAPTURE(own_stream(stream), REAL(cuStreamBeginCapture_v2_ptsz)(stream, mode));
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCapture_v2_ptsz)(stream, mode));
 }
 
 CUresult cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *after, const CUgraphEdgeData *edges,
                                      size_t count, CUstreamCaptureMode mode) {
-  CAPTURE(legacy_stream(stream), REAL(cuStreamBeginCaptureToGraph)(stream, graph, after, edges, count, mode));
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCaptureToGraph)(stream, graph, after, edges, count, mode));
 }
 
 CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const CUgraphNode *after, const CUgraphEdgeData *edges,
                                           size_t count, CUstreamCaptureMode mode) {
-  CAPTURE(own_stream(stream), REAL(cuStreamBeginCaptureToGraph_ptsz)(stream, graph, after, edges, count, mode));
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCaptureToGraph_ptsz)(stream, graph, after, edges, count, mode));
 }
 
 /* Its allocations are recorded again. */
@@ -146,45 +255,50 @@ static CUresult recaptured(CUgraph graph, CUresult result) {
 
 CUresult cuStreamBeginRecaptureToGraph(CUstream stream, CUstreamCaptureMode mode, CUgraph graph, CUgraphRecaptureCallback differs,
                                        void *data) {
-  CAPTURE(legacy_stream(stream), recaptured(graph, REAL(cuStreamBeginRecaptureToGraph)(stream, mode, graph, differs, data)));
+  meter_capture_begins();
+  return begun(recaptured(graph, REAL(cuStreamBeginRecaptureToGraph)(stream, mode, graph, differs, data)));
 }
 
 CUresult cuStreamBeginRecaptureToGraph_ptsz(CUstream stream, CUstreamCaptureMode mode, CUgraph graph, CUgraphRecaptureCallback differs,
                                             void *data) {
-  CAPTURE(own_stream(stream), recaptured(graph, REAL(cuStreamBeginRecaptureToGraph_ptsz)(stream, mode, graph, differs, data)));
+  meter_capture_begins();
+  return begun(recaptured(graph, REAL(cuStreamBeginRecaptureToGraph_ptsz)(stream, mode, graph, differs, data)));
 }
 
 CUresult cuStreamBeginCaptureToCig(CUstream stream, CUstreamCigCaptureParams *params) {
-  CAPTURE(legacy_stream(stream), REAL(cuStreamBeginCaptureToCig)(stream, params));
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCaptureToCig)(stream, params));
 }
 
 CUresult cuStreamBeginCaptureToCig_ptsz(CUstream stream, CUstreamCigCaptureParams *params) {
-  CAPTURE(own_stream(stream), REAL(cuStreamBeginCaptureToCig_ptsz)(stream, params));
+  meter_capture_begins();
+  return begun(REAL(cuStreamBeginCaptureToCig_ptsz)(stream, params));
 }
 
-#define CAPTURED(stream, out, call)                                              \
-  do {                                                                           \
-    bool was_ = meter_is_captured(stream);                                       \
-    CUresult result_ = (call);                                                   \
-    was_ = was_ && !meter_is_captured(stream); /* else another stream or thread has to end it */ \
-    if (was_) meter_capture_ended();                                             \
-    if (was_ && result_ == CUDA_SUCCESS && (out) != NULL) memory_captured(*(out)); \
-    return result_;                                                              \
-  } while (0)
+/* `was`: whether the stream was being captured before. It still is if another stream or thread has to end it. */
+static CUresult ended(CUresult result, bool was, CUstream stream, CUgraph *out) {
+  if (!was || meter_is_captured(stream)) return result;
+  meter_capture_ended();
+  if (result == CUDA_SUCCESS && out != NULL) memory_captured(*out);
+  return result;
+}
 
 CUresult cuStreamEndCapture(CUstream stream, CUgraph *out) {
-  CAPTURED(legacy_stream(stream), out, REAL(cuStreamEndCapture)(stream, out));
+  bool was = meter_is_captured(legacy_stream(stream));
+  return ended(REAL(cuStreamEndCapture)(stream, out), was, legacy_stream(stream), out);
 }
 
 CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *out) {
-  CAPTURED(own_stream(stream), out, REAL(cuStreamEndCapture_ptsz)(stream, out));
+  bool was = meter_is_captured(own_stream(stream));
+  return ended(REAL(cuStreamEndCapture_ptsz)(stream, out), was, own_stream(stream), out);
 }
 
-#define NO_GRAPH ((CUgraph *)NULL)
 CUresult cuStreamEndCaptureToCig(CUstream stream) {
-  CAPTURED(legacy_stream(stream), NO_GRAPH, REAL(cuStreamEndCaptureToCig)(stream));
+  bool was = meter_is_captured(legacy_stream(stream));
+  return ended(REAL(cuStreamEndCaptureToCig)(stream), was, legacy_stream(stream), NULL);
 }
 
 CUresult cuStreamEndCaptureToCig_ptsz(CUstream stream) {
-  CAPTURED(own_stream(stream), NO_GRAPH, REAL(cuStreamEndCaptureToCig_ptsz)(stream));
+  bool was = meter_is_captured(own_stream(stream));
+  return ended(REAL(cuStreamEndCaptureToCig_ptsz)(stream), was, own_stream(stream), NULL);
 }

@@ -24,20 +24,23 @@ struct call {
 };
 
 #define HOOK(name, parameters)
-#define GATE(name)         \
+#define COPY(name, ...)
+#define PAUSE(name, ...)
+#define DENY(name, error)   \
   extern void *slot_##name; \
   void name(void);
-#define DENY(name, error) GATE(name)
 #define EXPORT(name) extern void *slot_##name;
 #include "exports.def"
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 
 #define HOOK(name, parameters) {#name, &slot_##name, (void *)&name, NULL, 0},
-#define GATE(name) {#name, &slot_##name, (void *)&name, NULL, 0},
+#define COPY(name, ...) HOOK(name, )
+#define PAUSE(name, ...) HOOK(name, )
 #define DENY(name, error) {#name, &slot_##name, (void *)&name, NULL, error},
 #define EXPORT(name) {#name, &slot_##name, NULL, NULL, 0},
 static struct call calls[] = {
@@ -45,7 +48,8 @@ static struct call calls[] = {
 #include "hooks.def"
 };
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 #define CALLS (sizeof calls / sizeof *calls)
@@ -131,23 +135,69 @@ static void audit(const char *symbol) {
   if (place < GUARD_AUDITS) strncpy(guard_job->audit[place], symbol, GUARD_NAME - 1);
 }
 
+/* Forms of calls that were added in another version than CUDA 3.2, with which most of the second ones came. NVIDIA's cudaTypedefs.h lists
+ * them all. */
+static const struct {
+  const char *name;
+  int since;
+} forms[] = {
+    {"cuCtxCreate_v3", 11040},          {"cuCtxCreate_v4", 12050},
+    {"cuCtxDestroy_v2", 4000},          {"cuCtxPopCurrent_v2", 4000},
+    {"cuCtxPushCurrent_v2", 4000},      {"cuCtxSynchronize_v2", 13000},
+    {"cuDevicePrimaryCtxRelease_v2", 11000}, {"cuDevicePrimaryCtxReset_v2", 11000},
+    {"cuGetProcAddress_v2", 12000},     {"cuGraphAddNode_v2", 12030},
+    {"cuGraphAddNode_v3", 13040},       {"cuGraphInstantiate_v2", 11000},
+    {"cuIpcOpenMemHandle_v2", 11000},   {"cuLaunchHostFunc_v2", 13010},
+    {"cuMemHostRegister_v2", 6050},     {"cuMemPrefetchAsync_v2", 12020},
+    {"cuMemcpy3DBatchAsync_v2", 13000}, {"cuMemcpyBatchAsync_v2", 13000},
+    {"cuStreamBatchMemOp_v2", 11070},   {"cuStreamBeginCapture_v2", 10010},
+    {"cuStreamDestroy_v2", 4000},       {"cuStreamWaitValue32_v2", 11070},
+    {"cuStreamWaitValue64_v2", 11070},
+};
+#define KNOWN_VERSION 13050 /* of CUDA, to which these are complete */
+#define PER_THREAD 2        /* CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM */
+
+/* Returns since when a call is the form of `symbol` with this default stream; -1 if it is none. */
+static int form_since(const char *name, const char *symbol, bool per_thread) {
+  size_t length = strlen(symbol);
+  if (strncmp(name, symbol, length) != 0) return -1;
+  const char *rest = name + length, *end = strstr(rest, "_pt");
+  size_t number = end == NULL ? strlen(rest) : (size_t)(end - rest);
+  if ((end != NULL) != per_thread || (number != 0 && (number != 3 || strncmp(rest, "_v", 2) != 0))) return -1;
+  for (size_t i = 0; i < sizeof forms / sizeof *forms; i++)
+    if (strncmp(forms[i].name, name, length + number) == 0 && forms[i].name[length + number] == 0) return forms[i].since;
+  return number == 0 ? 0 : 3020;
+}
+
+/* Finds the call that a name means, for a driver that gives addresses which it does not export. Forms of later versions are not known. */
+static const struct call *call_named(const char *symbol, int version, bool per_thread) {
+  const struct call *found = NULL;
+  for (size_t i = 0; i < CALLS && version <= KNOWN_VERSION; i++) {
+    int since = form_since(calls[i].name, symbol, per_thread);
+    if (since < 0 || since > version || calls[i].real == NULL) continue;
+    if (found == NULL || since > form_since(found->name, symbol, per_thread)) found = &calls[i];
+  }
+  return found == NULL && per_thread ? call_named(symbol, version, false) : found;
+}
+
 /* Returns the driver's answer for `symbol`, or the guard's hook in its place. */
-static CUresult swap(CUresult result, const char *symbol, void **address) {
+static CUresult swap(CUresult result, const char *symbol, int version, cuuint64_t flags, void **address) {
   if (result != CUDA_SUCCESS || address == NULL || *address == NULL) return result;
   guard_load(); /* fills the table */
   const struct call *call = call_at(*address);
+  if (call == NULL && symbol != NULL) call = call_named(symbol, version, (flags & PER_THREAD) != 0);
   if (call == NULL && symbol != NULL && looks_like_ours(symbol)) audit(symbol);
   if (call != NULL && call->entry != NULL) *address = call->entry;
   return result;
 }
 
 CUresult cuGetProcAddress(const char *symbol, void **address, int version, cuuint64_t flags) {
-  return swap(REAL(cuGetProcAddress)(symbol, address, version, flags), symbol, address);
+  return swap(REAL(cuGetProcAddress)(symbol, address, version, flags), symbol, version, flags, address);
 }
 
 CUresult cuGetProcAddress_v2(const char *symbol, void **address, int version, cuuint64_t flags,
                              CUdriverProcAddressQueryResult *status) {
-  return swap(REAL(cuGetProcAddress_v2)(symbol, address, version, flags, status), symbol, address);
+  return swap(REAL(cuGetProcAddress_v2)(symbol, address, version, flags, status), symbol, version, flags, address);
 }
 
 /* --- this process in the job */

@@ -1,57 +1,73 @@
-/* GPU time: work is let through in portions, and charged by what it was measured to take.
+/* GPU time: what a job's work takes is measured by events, and charged as the union of the measured stretches.
  *
- * A thread is granted a portion of predicted time at once and launches from it without a lock. When it is used up, the thread closes
- * its batches (an event before the first launch of each stream, one after the last) and waits for the next portion: for the job's
- * turn, for its allowance, and until no more than the window is under way. What a batch took is known when its last event has
- * happened; the difference from what was predicted is charged then. */
+ * A mark is an event in a stream. A stretch is the time between two of its marks that follow each other; one that begins after the
+ * stream was idle is preceded by a fresh mark. A thread is admitted to launch a portion of predicted time without a lock, then marks
+ * what it has launched and waits for its turn, its allowance and room in the window. A mark is charged as predicted when it is made,
+ * and corrected to what its stretch took once it is reached. A thread of the guard, the reaper, sees that, and marks what a program
+ * has launched and does not wait for. */
 #define _GNU_SOURCE
+#include <limits.h>
+#include <linux/futex.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "bucket.h"
-#include "cover.h"
 #include "meter.h"
+#include "timeline.h"
 
-#define GUESS_NS 500000          /* of a kernel that is launched for the first time */
-#define WORTH_NS 100000          /* a batch that is shorter stays open over a wait: its events would cost too much */
-#define NAP_LEAST_NS 20000
-#define NAP_MOST_NS 500000
+#define GUESS_NS 500000         /* of a launch that is not measured yet */
+#define LOOK_LEAST_NS 50000     /* between two looks of the reaper: as exact as a timer of Linux, and a small part of a hand-over */
+#define LOOK_MOST_NS 500000     /* a part of the shortest window, so that a mark is made before the stream runs dry */
+#define REST_NS 1000000000      /* without work: then the reaper ends. Its thread would keep a process whose main thread has ended */
+#define STALL_NS 2000000        /* overdue work, for instance work that waits for the host, fills half of its part of the window after each */
+#define SPARSE 64               /* launches measured one by one after the stream was seen to run dry */
+#define DRY_WORTH 4             /* of these launches, for each before which it was dry again: one in five keeps it so */
+#define ORIGIN_NS 2000000000    /* event times are floats of milliseconds: exact to 0.2 us for so long */
 #define TURNS_STALE_NS 1000000000 /* whoever hands out turns has not been seen for so long: there are none */
-#define ORIGIN_NS 20000000000    /* event times are floats of milliseconds: after so long they are told from a later origin */
+#define RANK_NS 10000000        /* for which the ranks of a stopped gang end what they have begun together (own choice) */
+#define RANK_LOOK_NS 500000
+#define ENDING_NS 200000000     /* wait of a process that ends for a driver's call of the reaper */
 
-struct batch {
-  struct batch *next;
-  CUstream stream;
-  struct context *context;
-  CUevent start, end;
-  int64_t predicted_ns; /* these two are known once it is closed */
-  uint32_t launches;
-  bool queued, foreseen; /* began behind other work; how long it takes was known by measurement */
-  struct prediction *sample; /* the only launch of it, by itself */
+struct mark {
+  struct mark *next;
+  CUevent event;
+  int64_t predicted_ns; /* of what was launched since the mark before */
+  uint64_t launches;
+  int64_t made_ns;
+  int64_t from_ns; /* its work has not begun earlier */
+  bool fresh;
+  struct prediction *sample;
 };
 
 struct context {
   struct context *next;
   CUcontext handle;
   int device;
-  pthread_mutex_t mutex; /* of everything below */
-  struct batch *closed, **closed_end, *spare;
-  struct thread *threads; /* that have open batches here */
-  CUevent origin, next_origin;
-  int64_t origin_ns, origin_made_ns;
-  struct cover cover;
+  pthread_mutex_t mutex; /* of everything below, and of its lanes */
+  struct lane *lanes;
+  struct mark *spare;
+  CUevent origin; /* an event that happened at `origin_ns` */
+  int64_t origin_ns;
   _Atomic bool gone;
 };
+
+enum reaper { REAPER_NONE, REAPER_RUNS, REAPER_ENDED };
 
 __thread struct thread meter_thread;
 static __thread bool known; /* to the key that ends it */
 static pthread_key_t self_key;
-static pthread_once_t key_once = PTHREAD_ONCE_INIT;
+static pthread_once_t key_once = PTHREAD_ONCE_INIT, exit_once = PTHREAD_ONCE_INIT;
 static struct context *_Atomic contexts;
 static pthread_mutex_t contexts_mutex = PTHREAD_MUTEX_INITIALIZER;
 _Atomic int meter_captures;
 static pthread_mutex_t waiting_mutex = PTHREAD_MUTEX_INITIALIZER;
 static int waiting[GUARD_DEVICES]; /* threads that would launch if they might */
+static pthread_mutex_t reaper_mutex = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic int reaper;
+static _Atomic uint32_t reaper_sleeps, progress; /* futex words */
 
 /* --- what is told to the job page */
 
@@ -68,151 +84,171 @@ static void spend(const struct context *context, int64_t ns) {
   bucket_spend(&rate, &use_of(context)->spent_ns, ns, now_ns());
 }
 
-/* --- batches; the context's mutex is held */
+static void count(const struct context *context, int64_t busy_ns, uint64_t launches) {
+  atomic_fetch_add(&use_of(context)->busy_ns, (uint64_t)busy_ns);
+  atomic_fetch_add(&use_of(context)->launches, launches);
+  atomic_store(&use_of(context)->last_launch_ns, now_ns());
+}
 
-static struct batch *batch_make(struct context *context) {
-  struct batch *batch = context->spare;
-  if (batch != NULL) {
-    context->spare = batch->next;
-  } else {
-    batch = calloc(1, sizeof *batch);
-    if (batch == NULL) return NULL;
-    if (DRIVER(cuEventCreate)(&batch->start, CU_EVENT_DEFAULT) != CUDA_SUCCESS ||
-        DRIVER(cuEventCreate)(&batch->end, CU_EVENT_DEFAULT) != CUDA_SUCCESS) {
-      free(batch); /* a context in error: nothing can be measured in it any more */
-      return NULL;
-    }
+/* --- marks; the context's mutex is held, and it is current */
+
+static bool is_unmarked(const struct lane *lane) { return atomic_load_explicit(&lane->launched_ns, memory_order_relaxed) != lane->marked_ns; }
+
+static struct mark *mark_make(struct context *context) {
+  struct mark *mark = context->spare;
+  if (mark == NULL && (mark = calloc(1, sizeof *mark)) == NULL) return NULL;
+  context->spare = mark->next;
+  CUevent event = mark->event;
+  if (event == NULL && DRIVER(cuEventCreate)(&event, CU_EVENT_DEFAULT) != CUDA_SUCCESS) event = NULL;
+  *mark = (struct mark){.event = event, .made_ns = now_ns()};
+  return mark;
+}
+
+static void mark_spare(struct context *context, struct mark *mark) {
+  mark->next = context->spare;
+  context->spare = mark;
+}
+
+static struct mark take_unmarked(struct lane *lane) {
+  struct mark part = {.predicted_ns = atomic_load_explicit(&lane->launched_ns, memory_order_relaxed) - lane->marked_ns,
+                      .launches = atomic_load_explicit(&lane->launches, memory_order_relaxed) - lane->marked};
+  lane->marked_ns += part.predicted_ns;
+  lane->marked += part.launches;
+  return part;
+}
+
+/* What was launched since the last mark is charged as predicted: its end cannot be marked. */
+static void give_up(struct lane *lane) {
+  struct mark part = take_unmarked(lane);
+  atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
+  spend(lane->context, part.predicted_ns);
+  count(lane->context, part.predicted_ns, part.launches);
+}
+
+static void reaper_wake(void);
+
+/* Marks the end of what was launched on a lane; `fresh`: the beginning of what will be. */
+static bool mark_lane(struct lane *lane, bool fresh, struct prediction *sample) {
+  struct context *context = lane->context;
+  struct mark *mark = mark_make(context);
+  if (mark == NULL || mark->event == NULL || DRIVER(cuEventRecord)(mark->event, lane->stream) != CUDA_SUCCESS) {
+    if (mark != NULL) mark_spare(context, mark);
+    give_up(lane);
+    return false;
   }
-  CUevent start = batch->start, end = batch->end;
-  *batch = (struct batch){.context = context, .start = start, .end = end};
-  return batch;
+  struct mark part = take_unmarked(lane);
+  mark->predicted_ns = part.predicted_ns;
+  mark->launches = part.launches;
+  mark->fresh = fresh;
+  mark->sample = sample;
+  mark->from_ns = atomic_load(&lane->begun_ns);
+  *lane->end = mark;
+  lane->end = &mark->next;
+  atomic_fetch_add(under_way(context), mark->predicted_ns);
+  spend(context, mark->predicted_ns);
+  atomic_store(&use_of(context)->last_launch_ns, mark->made_ns);
+  reaper_wake();
+  return true;
 }
 
-static void batch_spare(struct batch *batch) {
-  batch->next = batch->context->spare;
-  batch->context->spare = batch;
-}
-
-/* What it took is told; it was paid for when it was launched, as predicted. */
-static void count(const struct batch *batch, int64_t busy_ns) {
-  struct guard_use *use = use_of(batch->context);
-  spend(batch->context, busy_ns - batch->predicted_ns);
-  atomic_fetch_add(&use->busy_ns, (uint64_t)(busy_ns > 0 ? busy_ns : 0));
-  atomic_fetch_add(&use->launches, batch->launches);
-}
-
-/* Its end is marked; what it took will be known later. */
-static void close_open(struct open_batch *open) {
-  if (atomic_load_explicit(&open->stream, memory_order_relaxed) == NULL) return;
-  struct batch *batch = open->batch;
-  struct context *context = batch->context;
-  atomic_store_explicit(&open->stream, NULL, memory_order_relaxed);
-  batch->predicted_ns = atomic_load_explicit(&open->predicted_ns, memory_order_relaxed);
-  batch->launches = atomic_load_explicit(&open->launches, memory_order_relaxed);
-  if (batch->launches == 0 || DRIVER(cuEventRecord)(batch->end, batch->stream) != CUDA_SUCCESS) {
-    count(batch, batch->predicted_ns);
-    batch_spare(batch);
-    return;
-  }
-  atomic_fetch_add(under_way(context), batch->predicted_ns);
-  batch->next = NULL;
-  *context->closed_end = batch;
-  context->closed_end = &batch->next;
-}
-
-static void close_stream(struct thread *thread, CUstream stream) {
-  for (unsigned i = 0; i < METER_OPEN; i++)
-    if (atomic_load_explicit(&thread->open[i].stream, memory_order_relaxed) == stream) close_open(&thread->open[i]);
-}
-
-static void close_all(struct thread *thread) {
-  for (unsigned i = 0; i < METER_OPEN; i++) close_open(&thread->open[i]);
-}
-
-/* The moment of an event on the context's time line: CUDA_ERROR_NOT_READY while that is not known yet. */
-static CUresult moment(const struct context *context, CUevent event, int64_t *ns) {
+/* The moment of a reached mark on the clock of the host. An event happens after it is recorded and before it is seen, which keeps the two
+ * clocks together. Now and then an event becomes the new origin. */
+static CUresult moment(struct context *context, struct mark *mark, int64_t now, int64_t *ns) {
   float ms = 0;
-  CUresult result = DRIVER(cuEventElapsedTime)(&ms, context->origin, event);
-  *ns = context->origin_ns + (int64_t)((double)ms * 1e6);
-  return result;
+  CUresult result = context->origin == NULL ? CUDA_SUCCESS : DRIVER(cuEventElapsedTime)(&ms, context->origin, mark->event);
+  if (result != CUDA_SUCCESS) return result;
+  int64_t after = (int64_t)((double)ms * 1e6), at = context->origin_ns + after;
+  at = at > now || context->origin == NULL ? now : at < mark->made_ns ? mark->made_ns : at;
+  context->origin_ns = at - after;
+  *ns = at;
+  if (context->origin != NULL && after < ORIGIN_NS) return CUDA_SUCCESS;
+  CUevent before = context->origin;
+  context->origin_ns = at;
+  context->origin = mark->event;
+  mark->event = before;
+  return CUDA_SUCCESS;
 }
 
-static void move_origin(struct context *context) {
-  int64_t ns;
-  if (context->next_origin == NULL || DRIVER(cuEventQuery)(context->next_origin) != CUDA_SUCCESS) return;
-  if (moment(context, context->next_origin, &ns) != CUDA_SUCCESS) return;
-  (void)DRIVER(cuEventDestroy_v2)(context->origin);
-  context->origin = context->next_origin;
-  context->origin_ns = ns;
-  context->next_origin = NULL;
+static void charge(struct lane *lane, const struct mark *mark, int64_t at) {
+  struct context *context = lane->context;
+  int64_t from = mark->from_ns > lane->last_ns ? mark->from_ns : lane->last_ns;
+  if (from > at) from = at;
+  int64_t busy = mark->fresh ? 0 : timeline_add(guard_job->timelines[context->device], from, at);
+  if (mark->sample != NULL) predict_learn(mark->sample, at - from);
+  spend(context, busy - mark->predicted_ns);
+  count(context, busy, mark->launches);
 }
 
-static void mark_origin(struct context *context, CUstream stream) {
-  int64_t now = now_ns();
-  CUevent *event = context->origin == NULL ? &context->origin : &context->next_origin;
-  if (*event != NULL || (context->origin != NULL && now - context->origin_made_ns < ORIGIN_NS)) return;
-  if (DRIVER(cuEventCreate)(event, CU_EVENT_DEFAULT) != CUDA_SUCCESS) return;
-  (void)DRIVER(cuEventRecord)(*event, stream);
-  context->origin_made_ns = now;
-}
-
-static void charge(struct batch *batch, int64_t start_ns, int64_t end_ns) {
-  struct context *context = batch->context;
-  int64_t span = end_ns - start_ns, busy = cover_add(&context->cover, start_ns, end_ns);
-  if (batch->sample != NULL) predict_learn(batch->sample, span, batch->queued);
-  bool trusted = batch->sample == NULL || (batch->foreseen && !batch->queued);
-  if (trusted && span > batch->predicted_ns + batch->predicted_ns / 8 && busy > batch->predicted_ns)
-    busy = batch->predicted_ns; /* the device ran dry between the events and the launches */
-  count(batch, busy);
-}
-
-/* Charges the batches that have ended. */
-static void settle(struct context *context) {
-  if (atomic_load(&meter_captures) > 0) return; /* to ask about an event would spoil a capture */
-  move_origin(context);
-  for (struct batch **at = &context->closed; *at != NULL;) {
-    struct batch *batch = *at;
-    int64_t start = 0, end = 0;
-    CUresult state = DRIVER(cuEventQuery)(batch->end);
-    if (state == CUDA_SUCCESS) state = moment(context, batch->start, &start);
-    if (state == CUDA_SUCCESS) state = moment(context, batch->end, &end);
-    if (state == CUDA_ERROR_NOT_READY) {
-      at = &batch->next;
-      continue;
+/* Charges what has ended. */
+static void settle(struct lane *lane) {
+  struct mark *mark;
+  while ((mark = lane->first) != NULL) {
+    struct context *context = lane->context;
+    int64_t at = 0;
+    CUresult state = REAL(cuEventQuery)(mark->event);
+    int64_t now = now_ns();
+    if (state == CUDA_SUCCESS) state = moment(context, mark, now, &at);
+    if (state == CUDA_ERROR_NOT_READY) return;
+    lane->first = mark->next;
+    if (lane->first == NULL) lane->end = &lane->first;
+    if (state == CUDA_SUCCESS) {
+      charge(lane, mark, at);
+      lane->last_ns = at;
+    } else { /* an event that a capture or an error has spoilt */
+      count(context, mark->predicted_ns, mark->launches);
     }
-    *at = batch->next;
-    if (batch->next == NULL) context->closed_end = at;
-    if (state == CUDA_SUCCESS)
-      charge(batch, start, end);
-    else
-      count(batch, batch->predicted_ns); /* an event that a capture or an error has spoilt */
-    atomic_fetch_sub(under_way(context), batch->predicted_ns);
-    batch_spare(batch);
+    lane->reached_ns = now;
+    atomic_fetch_sub(under_way(context), mark->predicted_ns);
+    mark_spare(context, mark);
+    atomic_fetch_add(&progress, 1);
   }
+}
+
+static int64_t due_ns(const struct lane *lane) {
+  int64_t since = lane->first->made_ns > lane->reached_ns ? lane->first->made_ns : lane->reached_ns;
+  return since + lane->first->predicted_ns;
+}
+
+static bool is_mine(const struct lane *lane) { return lane->user == &meter_thread; }
+
+/* A mark must not make streams wait for each other that would not. One in the legacy default stream makes all of a context's wait, unless
+ * it is beside the work that it marks; and the name of a thread's default stream is good in that thread only. */
+static bool can_be_marked(const struct lane *lane) {
+  if (lane->stream == CU_STREAM_PER_THREAD) return is_mine(lane);
+  if (lane->stream != CU_STREAM_LEGACY || lane == meter_thread.lane) return true;
+  for (const struct lane *other = lane->context->lanes; other != NULL; other = other->next)
+    if (other != lane && (other->first != NULL || is_unmarked(other))) return false;
+  return true;
+}
+
+static void mark_end(struct lane *lane) {
+  if (!is_unmarked(lane)) return;
+  if (can_be_marked(lane))
+    (void)mark_lane(lane, false, NULL);
+  else
+    give_up(lane);
 }
 
 /* --- threads and contexts */
 
-static void leave_context(struct thread *thread) {
-  struct context *context = thread->context;
-  if (context == NULL) return;
-  (void)pthread_mutex_lock(&context->mutex);
-  close_all(thread);
-  spend(context, -thread->credit_ns);
-  for (struct thread **at = &context->threads; *at != NULL; at = &(*at)->next)
-    if (*at == thread) {
-      *at = thread->next;
-      break;
-    }
-  (void)pthread_mutex_unlock(&context->mutex);
-  thread->context = NULL;
-  thread->turn = NULL;
-  thread->credit_ns = 0;
+static void lane_ends(struct lane *lane) {
+  if (is_unmarked(lane)) give_up(lane);
+  atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
+  lane->stream = NULL;
+  lane->user = NULL;
 }
 
-static void thread_ends(void *thread) {
+/* The driver may have ended with the thread already, so it is not called. */
+static void thread_ends(void *ended) {
+  const struct thread *thread = ended;
   known = false; /* should it launch once more, it ends once more */
-  leave_context(thread);
+  for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
+    (void)pthread_mutex_lock(&context->mutex);
+    for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next)
+      if (lane->user == thread && lane->stream == CU_STREAM_PER_THREAD) lane_ends(lane);
+    (void)pthread_mutex_unlock(&context->mutex);
+  }
+  meter_thread = (struct thread){.turn = NULL};
 }
 
 static void make_key(void) { (void)pthread_key_create(&self_key, thread_ends); }
@@ -221,6 +257,7 @@ static struct thread *this_thread(void) {
   if (!known) {
     (void)pthread_once(&key_once, make_key);
     known = pthread_setspecific(self_key, &meter_thread) == 0;
+    meter_thread.random = (uint32_t)(now_ns() >> 4) | 1;
   }
   return known ? &meter_thread : NULL;
 }
@@ -233,7 +270,6 @@ static struct context *context_of(CUcontext handle) {
   if (context == NULL && guard_current(&device) == CUDA_SUCCESS && (context = calloc(1, sizeof *context)) != NULL) {
     context->handle = handle;
     context->device = device;
-    context->closed_end = &context->closed;
     (void)pthread_mutex_init(&context->mutex, NULL);
     context->next = atomic_load(&contexts);
     atomic_store(&contexts, context);
@@ -246,34 +282,150 @@ static struct context *context_of(CUcontext handle) {
 static struct thread *arrive(void) {
   CUcontext handle;
   struct thread *thread = this_thread();
-  if (thread == NULL || guard_policy == NULL || DRIVER(cuCtxGetCurrent)(&handle) != CUDA_SUCCESS || handle == NULL) return NULL;
-  if (thread->context != NULL && (thread->context->handle != handle || thread->context->gone)) leave_context(thread);
-  if (thread->context == NULL) {
-    struct context *context = context_of(handle);
-    if (context == NULL) return NULL;
-    thread->context = context;
-    (void)pthread_mutex_lock(&context->mutex);
-    thread->next = context->threads;
-    context->threads = thread;
-    (void)pthread_mutex_unlock(&context->mutex);
+  if (thread == NULL || guard_policy == NULL || atomic_load(&reaper) == REAPER_ENDED) return NULL;
+  if (DRIVER(cuCtxGetCurrent)(&handle) != CUDA_SUCCESS || handle == NULL) return NULL;
+  if (thread->context == NULL || thread->context->handle != handle || thread->context->gone) {
+    thread->context = context_of(handle);
+    thread->lane = NULL;
+    thread->credit_ns = 0;
   }
+  if (thread->context == NULL) return NULL;
   thread->turn = &guard_policy->allowances[thread->context->device].turn;
   return thread;
 }
 
 void meter_moved(void) { meter_thread.turn = NULL; }
 
+/* Finds a stream's lane; NULL if there is no memory for it. The context's mutex is held. */
+static struct lane *lane_of(struct thread *thread, CUstream stream) {
+  struct context *context = thread->context;
+  struct lane *lane = context->lanes, *unused = NULL;
+  for (; lane != NULL; lane = lane->next) {
+    if (lane->stream == stream && (stream != CU_STREAM_PER_THREAD || lane->user == thread)) break;
+    if (lane->stream == NULL && lane->first == NULL) unused = lane;
+  }
+  if (lane == NULL && unused == NULL) {
+    if ((unused = calloc(1, sizeof *unused)) == NULL) return NULL;
+    *unused = (struct lane){.context = context, .next = context->lanes, .end = &unused->first};
+    context->lanes = unused;
+  }
+  if (lane == NULL) lane = unused;
+  if (thread->lane != NULL && thread->lane != lane && thread->lane->stream == CU_STREAM_LEGACY && is_unmarked(thread->lane))
+    (void)mark_lane(thread->lane, false, NULL); /* while nothing has come after its work */
+  lane->stream = stream;
+  lane->user = thread;
+  return thread->lane = lane;
+}
+
+/* --- the reaper */
+
+/* Looks at a lane; returns when it is to be looked at again. */
+static int64_t reap_lane(struct lane *lane, int64_t now) {
+  const struct guard_allowance *allowance = &guard_policy->allowances[lane->context->device];
+  settle(lane);
+  int64_t launched_ns = atomic_load_explicit(&lane->launched_ns, memory_order_relaxed);
+  bool quiet = launched_ns == lane->seen_ns;
+  lane->seen_ns = launched_ns;
+  if (is_unmarked(lane)) {
+    bool metered = rate_of(allowance).share_ppm < GUARD_PPM; /* else exactness is not worth its cost */
+    bool dry = metered && can_be_marked(lane) && REAL(cuStreamQuery)(lane->stream) == CUDA_SUCCESS;
+    if (dry && lane->dry) { /* once may be between the count of a launch and the launch */
+      lane->sparse = SPARSE;
+      atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
+    }
+    lane->dry = dry;
+    if (quiet) mark_end(lane);
+  } else if (lane->first == NULL) {
+    atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
+    return INT64_MAX;
+  }
+  int64_t left = lane->first == NULL ? LOOK_MOST_NS : due_ns(lane) - now;
+  if (left < 0) left = -left / 4; /* overdue: the longer, the less often */
+  return now + (left < LOOK_LEAST_NS ? LOOK_LEAST_NS : left > LOOK_MOST_NS ? LOOK_MOST_NS : left);
+}
+
+/* Nothing is asked or marked during a capture: that could spoil it. Returns when to look again. */
+static int64_t reap(void) {
+  int64_t next = INT64_MAX, now = now_ns();
+  uint32_t before = atomic_load(&progress);
+  for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
+    if (context->gone) continue;
+    (void)pthread_mutex_lock(&context->mutex);
+    bool captures = atomic_load(&meter_captures) != 0, may = !captures && !context->gone && atomic_load(&reaper) == REAPER_RUNS;
+    for (struct lane *lane = context->lanes; may && lane != NULL; lane = lane->next) {
+      if (lane->first == NULL && (lane->stream == NULL || atomic_load(&lane->open) == NULL)) continue;
+      if (next == INT64_MAX) may = REAL(cuCtxSetCurrent)(context->handle) == CUDA_SUCCESS;
+      int64_t soon = may ? reap_lane(lane, now) : INT64_MAX;
+      if (soon < next) next = soon;
+    }
+    (void)pthread_mutex_unlock(&context->mutex);
+    if (captures) next = now + LOOK_MOST_NS;
+  }
+  if (atomic_load(&progress) != before) (void)syscall(SYS_futex, &progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+  return next;
+}
+
+static void *reaper_run(void *nothing) {
+  static const _Atomic uint32_t never;
+  int64_t idle_since = now_ns();
+  for (;;) {
+    atomic_store(&reaper_sleeps, 1); /* before it looks, so that no mark is missed */
+    int64_t next = reap(), now = now_ns();
+    if (next != INT64_MAX) {
+      atomic_store(&reaper_sleeps, 0);
+      idle_since = now;
+      futex_wait(&never, 0, next);
+      continue;
+    }
+    futex_wait(&reaper_sleeps, 1, now + REST_NS);
+    (void)pthread_mutex_lock(&reaper_mutex);
+    bool ends = atomic_load(&reaper) != REAPER_RUNS || (atomic_load(&reaper_sleeps) != 0 && now - idle_since > REST_NS);
+    if (ends && atomic_load(&reaper) == REAPER_RUNS) atomic_store(&reaper, REAPER_NONE);
+    (void)pthread_mutex_unlock(&reaper_mutex);
+    if (ends) return nothing;
+  }
+}
+
+/* From now on the driver is not called for the meter: the process ends, and the driver with it. */
+static void at_exit(void) {
+  atomic_store(&reaper, REAPER_ENDED);
+  struct timespec until;
+  (void)clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_nsec += ENDING_NS;
+  until.tv_sec += until.tv_nsec / 1000000000;
+  until.tv_nsec %= 1000000000;
+  for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next)
+    if (pthread_mutex_timedlock(&context->mutex, &until) == 0) (void)pthread_mutex_unlock(&context->mutex);
+}
+
+static void at_exit_too(void) { (void)atexit(at_exit); }
+
+/* It gets no signals of the program, ends when it has been idle for a while, and runs again when there is work. */
+static void reaper_wake(void) {
+  if (CLOCK_OF_A_TEST) return; /* whoever waits looks himself */
+  if (atomic_load(&reaper_sleeps) == 0 && atomic_load(&reaper) == REAPER_RUNS) return;
+  pthread_t thread;
+  sigset_t all, before;
+  (void)pthread_once(&exit_once, at_exit_too); /* after the driver's own, so it is called before them */
+  (void)pthread_mutex_lock(&reaper_mutex);
+  atomic_store(&reaper_sleeps, 0);
+  if (atomic_load(&reaper) == REAPER_NONE) {
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    atomic_store(&reaper, REAPER_RUNS);
+    if (pthread_create(&thread, NULL, reaper_run, NULL) == 0)
+      (void)pthread_detach(thread);
+    else
+      atomic_store(&reaper, REAPER_NONE);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+  }
+  (void)pthread_mutex_unlock(&reaper_mutex);
+  (void)syscall(SYS_futex, &reaper_sleeps, FUTEX_WAKE, 1, NULL, NULL, 0);
+}
+
 /* --- portions */
 
 static bool is_turn(uint32_t turn) { return (turn & GUARD_TURN_MASK) != GUARD_TURN_WAIT; }
-
-/* When to look again while waiting for something else: the sooner what is under way is seen to have ended, the sooner others get
- * their turn. */
-static int64_t next_look(int64_t busy_ns, int64_t now) {
-  int64_t look = busy_ns / 4;
-  if (busy_ns <= 0) return INT64_MAX;
-  return now + (look < NAP_LEAST_NS ? NAP_LEAST_NS : look > NAP_MOST_NS ? NAP_MOST_NS : look);
-}
 
 /* Sleeps on a word of the policy, and lets the daemon know that there is somebody who does. */
 static void wait_visibly(const struct context *context, const _Atomic uint32_t *word, uint32_t seen, int64_t until) {
@@ -291,106 +443,127 @@ static void wait_visibly(const struct context *context, const _Atomic uint32_t *
 /* Waits for the job's turn or for its allowance, once; true if there was nothing to wait for. */
 static bool may_go_on(const struct context *context) {
   const struct guard_allowance *allowance = &guard_policy->allowances[context->device];
-  int64_t now = now_ns(), busy = atomic_load(under_way(context));
+  int64_t now = now_ns();
   uint32_t seen = atomic_load_explicit(&allowance->turn, memory_order_acquire);
   if (!is_turn(seen) && now - atomic_load(&guard_policy->heartbeat_ns) < TURNS_STALE_NS) {
-    wait_visibly(context, &allowance->turn, seen, next_look(busy, now));
+    wait_visibly(context, &allowance->turn, seen, guard_policy->devices > 1 ? now + RANK_LOOK_NS : INT64_MAX);
     return false;
   }
   seen = atomic_load(&allowance->rate_index);
   struct guard_rate rate = rate_of(allowance);
   int64_t wait = rate.share_ppm >= GUARD_PPM ? 0 : bucket_wait(&rate, atomic_load(&use_of(context)->spent_ns), now);
-  if (wait > 0) {
-    int64_t until = wait > INT64_MAX - now ? INT64_MAX : now + wait, look = next_look(busy, now);
-    wait_visibly(context, &allowance->rate_index, seen, look < until ? look : until);
+  if (wait > 0) wait_visibly(context, &allowance->rate_index, seen, wait > INT64_MAX - now ? INT64_MAX : now + wait);
+  return wait == 0;
+}
+
+/* The work under way, without what is long overdue: it may wait for something that the program does only after its next launches. The
+ * context's mutex is held. */
+static int64_t counted_under_way(struct context *context, int64_t now) {
+  int64_t sum = atomic_load(under_way(context));
+  for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next) {
+    int64_t of_lane = 0, stalls = lane->first == NULL ? 0 : (now - due_ns(lane)) / STALL_NS;
+    for (const struct mark *mark = lane->first; mark != NULL; mark = mark->next) of_lane += mark->predicted_ns;
+    if (stalls > 0) sum -= of_lane - (of_lane >> (stalls < 30 ? 2 * stalls : 60));
+    sum += atomic_load_explicit(&lane->launched_ns, memory_order_relaxed) - lane->marked_ns;
+  }
+  return sum;
+}
+
+/* Marks all that can be marked, and charges what has ended. The context is current, and its mutex held. */
+static void mark_and_settle(struct context *context) {
+  for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next) {
+    if (is_unmarked(lane) && can_be_marked(lane)) (void)mark_lane(lane, false, NULL);
+    settle(lane);
+  }
+}
+
+static int64_t job_under_way(int device) {
+  int64_t sum = 0;
+  for (unsigned slot = 1; slot < GUARD_SLOTS; slot++)
+    if (atomic_load(&guard_job->table[slot].pid) != 0) sum += atomic_load(&guard_job->table[slot].under_way[device]);
+  return sum;
+}
+
+/* A job on several devices may be stopped, by its gate or the end of its turn, in the middle of a collective: some ranks have launched
+ * it and wait on their devices, others have not. A rank whose device has nothing to do launches one more piece of work while another
+ * device of the job has, for a limited time. So a collective is completed, and then nothing is under way. */
+static bool completes_a_collective(const struct context *context) {
+  static _Atomic int64_t stopped_ns;
+  uint32_t turn = atomic_load(&guard_policy->allowances[context->device].turn);
+  int64_t now = now_ns(), since = atomic_load(&stopped_ns), others = 0;
+  if (guard_policy->devices < 2) return false;
+  if (!gate_is_closed() && is_turn(turn)) {
+    atomic_store(&stopped_ns, 0);
     return false;
   }
-  return true;
+  if (since == 0) atomic_store(&stopped_ns, since = now);
+  for (uint32_t device = 0; device < guard_policy->devices && device < GUARD_DEVICES; device++)
+    if ((int)device != context->device) others += job_under_way((int)device);
+  return now - since < RANK_NS && others > 0 && job_under_way(context->device) == 0;
 }
 
-/* The same until no more than the window would be under way. */
-static bool has_room(const struct context *context, int64_t cost_ns) {
-  static const _Atomic uint32_t nothing;
-  int64_t busy = atomic_load(under_way(context));
-  if (busy <= 0 || busy + cost_ns <= atomic_load(&guard_policy->allowances[context->device].window_ns)) return true;
-  futex_wait(&nothing, 0, next_look(busy, now_ns()));
-  return false;
-}
-
-/* Gives the thread time for one launch at least. */
+/* Waits until the thread may launch a portion, of one launch at least. */
 static void grant(struct thread *thread, int64_t cost_ns) {
   struct context *context = thread->context;
   const struct guard_allowance *allowance = &guard_policy->allowances[context->device];
-  (void)pthread_mutex_lock(&context->mutex);
-  close_all(thread);
   for (;;) {
-    settle(context);
-    if (thread->credit_ns >= cost_ns && !gate_is_closed()) break;
-    int64_t portion = atomic_load(&allowance->window_ns) / 2;
-    if (portion < cost_ns - thread->credit_ns) portion = cost_ns - thread->credit_ns;
-    (void)pthread_mutex_unlock(&context->mutex);
-    guard_wait();
-    if (may_go_on(context) && has_room(context, portion)) {
-      spend(context, portion);
-      atomic_store(&use_of(context)->last_launch_ns, now_ns());
-      thread->credit_ns += portion;
-    }
+    int64_t window = atomic_load(&allowance->window_ns), portion = window / 2 > cost_ns ? window / 2 : cost_ns;
+    uint32_t seen = atomic_load(&progress);
     (void)pthread_mutex_lock(&context->mutex);
+    if (atomic_load(&meter_captures) == 0 && !context->gone) mark_and_settle(context);
+    int64_t now = now_ns(), busy = counted_under_way(context, now);
+    (void)pthread_mutex_unlock(&context->mutex);
+    if (completes_a_collective(context)) {
+      thread->credit_ns = cost_ns;
+      return;
+    }
+    if (gate_is_closed() && guard_policy->devices > 1)
+      futex_wait(guard_gate, atomic_load(guard_gate), now + RANK_LOOK_NS);
+    else
+      guard_wait();
+    if (gate_is_closed() || !may_go_on(context)) continue;
+    if (busy <= 0 || busy + portion <= window || atomic_load(&meter_captures) > 0) {
+      thread->credit_ns = portion;
+      atomic_store(&use_of(context)->last_launch_ns, now_ns());
+      return;
+    }
+    futex_wait(&progress, seen, now + LOOK_MOST_NS);
   }
-  (void)pthread_mutex_unlock(&context->mutex);
 }
 
-static bool begin(struct thread *thread, CUstream stream, struct open_batch *open) {
-  struct context *context = thread->context;
-  struct batch *batch = batch_make(context);
-  if (batch == NULL) return false;
-  batch->stream = stream;
-  batch->queued = context->closed != NULL;
-  mark_origin(context, stream);
-  *open = (struct open_batch){.stream = stream, .batch = batch};
-  if (DRIVER(cuEventRecord)(batch->start, stream) == CUDA_SUCCESS) return true;
-  batch_spare(batch);
-  return false;
-}
+/* --- launches */
 
-/* The thread's batch on a stream, begun now if there is none, and made its first; NULL if it cannot be measured. */
-static struct open_batch *open_batch(struct thread *thread, CUstream stream) {
-  struct open_batch *open = thread->open, found;
-  if (atomic_load_explicit(&open->stream, memory_order_relaxed) == stream) return open;
-  (void)pthread_mutex_lock(&thread->context->mutex);
-  unsigned i = 1;
-  while (i < METER_OPEN - 1 && atomic_load_explicit(&open[i].stream, memory_order_relaxed) != stream) i++;
-  bool there = atomic_load_explicit(&open[i].stream, memory_order_relaxed) == stream;
-  if (there)
-    found = open[i];
-  else
-    close_open(&open[i]);
-  if (there || begin(thread, stream, &found)) {
-    memmove(&open[1], &open[0], i * sizeof *open);
-    open[0] = found;
-  } else {
-    open = NULL;
-  }
-  (void)pthread_mutex_unlock(&thread->context->mutex);
-  return open;
-}
-
-static void count_unmeasured(const struct context *context, int64_t cost_ns) {
-  atomic_fetch_add(&use_of(context)->busy_ns, (uint64_t)cost_ns);
-  atomic_fetch_add(&use_of(context)->launches, 1);
-  atomic_store(&use_of(context)->last_launch_ns, now_ns());
-}
-
-/* Beside a capture no event may be asked about, so what is under way is not known: a launch is charged by what was predicted. */
-static void go_unmeasured(const struct context *context, int64_t cost_ns) {
+/* Beside a capture no event may be asked about, and elsewhere there may be none to be had: a launch is charged as predicted. */
+static void go_unmeasured(const struct context *context, int64_t cost_ns, bool copies) {
   do guard_wait();
   while (!may_go_on(context) || gate_is_closed());
   spend(context, cost_ns);
-  count_unmeasured(context, cost_ns);
+  count(context, cost_ns, !copies);
 }
 
-/* The long way: a portion is used up, or this launch is to be measured, or something is in the way. */
-bool meter_enter(CUstream stream, const void *key, uint64_t blocks) {
+static int64_t draw(struct thread *thread, int64_t most) {
+  thread->random ^= thread->random << 13;
+  thread->random ^= thread->random >> 17;
+  thread->random ^= thread->random << 5; /* xorshift: Marsaglia, 2003 */
+  return (int64_t)((uint64_t)most * thread->random >> 32);
+}
+
+/* Prepares a lane for a launch, by itself or not; false if it cannot be measured. The context's mutex is held. */
+static bool begin(struct lane *lane, CUstream stream, bool alone) {
+  if (alone && is_unmarked(lane) && !mark_lane(lane, false, NULL)) return false;
+  if (!is_unmarked(lane)) {
+    settle(lane);
+    bool dry = lane->first == NULL;
+    if (dry && !mark_lane(lane, true, NULL)) return false;
+    if (dry) atomic_store(&lane->begun_ns, 0);
+    if (lane->sparse > 0) lane->sparse += !dry ? -1 : lane->sparse < SPARSE ? DRY_WORTH : 0;
+  }
+  atomic_store_explicit(&lane->open, lane->sparse > 0 ? NULL : stream, memory_order_relaxed);
+  return true;
+}
+
+/* The long way: a portion is used up, or this launch is to be measured by itself, or something is in the way. */
+bool meter_enter(CUstream stream, uint64_t key, bool copies) {
   guard_load();
   if (meter_is_captured(stream)) return false;
   struct thread *thread = arrive();
@@ -398,89 +571,107 @@ bool meter_enter(CUstream stream, const void *key, uint64_t blocks) {
     guard_wait();
     return false;
   }
-  struct prediction *prediction = predict(key, blocks);
-  if (atomic_load(&meter_captures) > 0) {
-    int64_t known = atomic_load(&prediction->ns);
-    go_unmeasured(thread->context, known > 0 ? known : GUESS_NS);
-    return false;
-  }
-  bool due = predict_is_due(prediction);
-  int64_t cost = atomic_load(&prediction->ns);
-  bool foreseen = cost > 0;
-  if (!foreseen)
-    cost = predict_is_awaited(prediction) ? atomic_load(&guard_policy->allowances[thread->context->device].window_ns) / 2 : GUESS_NS;
+  struct prediction *prediction = predict(key);
+  struct context *context = thread->context;
+  int64_t known_ns = atomic_load(&prediction->ns), cost = known_ns > 0 ? known_ns : GUESS_NS;
   if (thread->credit_ns < cost || gate_is_closed() || !is_turn(atomic_load(thread->turn))) grant(thread, cost);
-  if (due) meter_leave(stream); /* what came before is not in it */
-  struct open_batch *open = open_batch(thread, stream);
-  if (open == NULL) { /* no events are to be had there */
-    cost = foreseen ? cost : GUESS_NS;
-    thread->credit_ns -= cost;
-    count_unmeasured(thread->context, cost);
+  if (atomic_load(&meter_captures) > 0) {
+    go_unmeasured(context, cost, copies);
     return false;
   }
-  use_credit(thread, open, cost);
-  if (due) {
-    open->batch->sample = prediction;
-    open->batch->foreseen = foreseen;
+  bool sampled = known_ns == 0 || thread->sample_ns < cost;
+  if (sampled) thread->sample_ns = cost + draw(thread, 2 * atomic_load(&guard_policy->allowances[context->device].window_ns));
+  (void)pthread_mutex_lock(&context->mutex);
+  struct lane *lane = lane_of(thread, stream);
+  bool alone = sampled || (lane != NULL && lane->sparse > 0), measured = lane != NULL && begin(lane, stream, alone);
+  (void)pthread_mutex_unlock(&context->mutex);
+  if (!measured) {
+    go_unmeasured(context, cost, copies);
+    return false;
   }
-  return due;
+  if (!atomic_load(&lane->begun_ns)) atomic_store(&lane->begun_ns, now_ns()); /* after whatever delayed this thread meanwhile */
+  use_credit(thread, lane, cost, copies);
+  thread->sampled = sampled ? prediction : NULL;
+  return alone;
 }
 
-void meter_leave(CUstream stream) {
+/* A first launch loads its code before it begins. */
+void meter_leave(void) {
   struct thread *thread = &meter_thread;
-  if (thread->context == NULL) return;
+  struct prediction *sampled = thread->sampled;
+  if (thread->context == NULL || thread->lane == NULL) return;
   (void)pthread_mutex_lock(&thread->context->mutex);
-  close_stream(thread, stream);
+  if (sampled != NULL && atomic_load(&sampled->measured) == 0) atomic_store(&thread->lane->begun_ns, now_ns());
+  if (is_unmarked(thread->lane)) (void)mark_lane(thread->lane, false, sampled);
+  (void)pthread_mutex_unlock(&thread->context->mutex);
+}
+
+/* --- waits */
+
+/* The thread with its current context, if the meter may call the driver for it now; else NULL. */
+static struct thread *looking(void) {
+  struct thread *thread = &meter_thread;
+  if (atomic_load(&meter_captures) > 0 || atomic_load(&contexts) == NULL) return NULL;
+  return thread->turn != NULL && atomic_load(&reaper) != REAPER_ENDED ? thread : arrive();
+}
+
+void meter_look(void) {
+  struct thread *thread = looking();
+  if (thread == NULL) return;
+  (void)pthread_mutex_lock(&thread->context->mutex);
+  if (atomic_load(&meter_captures) == 0 && !thread->context->gone) mark_and_settle(thread->context);
   (void)pthread_mutex_unlock(&thread->context->mutex);
 }
 
 /* --- ends */
 
-/* Closes what is open on a stream, whichever thread's it is; by the name that each thread has for its own, only this one's. */
-static void end_stream(struct context *context, CUstream stream) {
-  (void)pthread_mutex_lock(&context->mutex);
-  for (struct thread *thread = context->threads; thread != NULL; thread = thread->next)
-    if (stream != CU_STREAM_PER_THREAD || thread == &meter_thread) close_stream(thread, stream);
-  (void)pthread_mutex_unlock(&context->mutex);
-}
-
-void meter_stream_ends(CUstream stream) {
-  for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next)
-    if (!context->gone) end_stream(context, stream);
-}
-
-void meter_context_ends(CUcontext handle) {
+/* Ends the stretches of a stream (NULL: of all), by the name that each thread has for its own only this one's. */
+static void end_stretches(CUstream stream, bool for_good) {
+  CUcontext current = NULL;
+  (void)DRIVER(cuCtxGetCurrent)(&current);
   for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
-    if (context->handle != handle || context->gone) continue;
     (void)pthread_mutex_lock(&context->mutex);
-    settle(context);
-    for (struct batch *batch = context->closed; batch != NULL; batch = batch->next)
-      atomic_fetch_sub(under_way(context), batch->predicted_ns);
-    for (struct thread *thread = context->threads; thread != NULL; thread = thread->next)
-      for (unsigned i = 0; i < METER_OPEN; i++) atomic_store_explicit(&thread->open[i].stream, NULL, memory_order_relaxed);
-    context->gone = true; /* the driver ends its events with it; ours of them are few, and kept for whoever still looks at them */
+    for (struct lane *lane = context->lanes; lane != NULL && !context->gone; lane = lane->next) {
+      if (stream != NULL && (lane->stream != stream || (stream == CU_STREAM_PER_THREAD && !is_mine(lane)))) continue;
+      if (context->handle == current) mark_end(lane);
+      if (is_unmarked(lane)) give_up(lane);
+      atomic_store_explicit(&lane->open, NULL, memory_order_relaxed);
+      if (for_good) lane_ends(lane);
+    }
     (void)pthread_mutex_unlock(&context->mutex);
   }
 }
 
-void meter_settle(bool all) {
-  struct thread *thread = &meter_thread;
-  if (atomic_load(&meter_captures) > 0) return;
+void meter_stream_ends(CUstream stream) { end_stretches(stream, true); }
+
+void meter_stream_waits(CUstream stream) {
+  if (atomic_load(&meter_captures) == 0 && atomic_load(&contexts) != NULL) end_stretches(stream, false);
+}
+
+/* The driver ends its events with it. Those who still look at it see that it is gone, so it is kept. */
+void meter_context_ends(CUcontext handle) {
   for (struct context *context = atomic_load(&contexts); context != NULL; context = context->next) {
-    if (context != thread->context && !all) continue;
+    if (context->handle != handle || context->gone) continue;
     (void)pthread_mutex_lock(&context->mutex);
-    for (unsigned i = 0; i < METER_OPEN && context == thread->context && !context->gone; i++)
-      if (all || atomic_load_explicit(&thread->open[i].predicted_ns, memory_order_relaxed) >= WORTH_NS) close_open(&thread->open[i]);
-    if (!context->gone) settle(context);
+    for (struct lane *lane = context->lanes; lane != NULL; lane = lane->next) {
+      settle(lane);
+      for (struct mark *mark = lane->first; mark != NULL; mark = mark->next) {
+        atomic_fetch_sub(under_way(context), mark->predicted_ns);
+        count(context, mark->predicted_ns, mark->launches);
+      }
+      lane_ends(lane);
+      lane->first = NULL;
+    }
+    context->gone = true;
     (void)pthread_mutex_unlock(&context->mutex);
   }
 }
 
 /* --- capture */
 
-void meter_capture_begins(CUstream stream) {
+void meter_capture_begins(void) {
   atomic_fetch_add(&meter_captures, 1);
-  meter_stream_ends(stream); /* whoever asks about events now has done so when this has had every context's lock */
+  end_stretches(NULL, false); /* whoever asks about events now has done so when this has had every context's lock */
 }
 
 void meter_capture_ended(void) { atomic_fetch_sub(&meter_captures, 1); }
@@ -491,11 +682,14 @@ bool meter_is_captured(CUstream stream) {
   return DRIVER(cuStreamIsCapturing)(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+/* The child has no reaper, and no context that could be used. */
 void meter_forked(void) {
-  meter_thread = (struct thread){.turn = NULL}; /* of the parent's context, which is not to be left */
+  meter_thread = (struct thread){.random = meter_thread.random};
   atomic_store(&contexts, NULL);
   atomic_store(&meter_captures, 0);
+  atomic_store(&reaper, REAPER_NONE);
+  atomic_store(&reaper_sleeps, 0);
   memset(waiting, 0, sizeof waiting);
-  (void)pthread_mutex_init(&contexts_mutex, NULL);
-  (void)pthread_mutex_init(&waiting_mutex, NULL);
+  pthread_mutex_t *mutexes[] = {&contexts_mutex, &waiting_mutex, &reaper_mutex};
+  for (unsigned i = 0; i < sizeof mutexes / sizeof *mutexes; i++) (void)pthread_mutex_init(mutexes[i], NULL);
 }

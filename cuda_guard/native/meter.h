@@ -6,48 +6,59 @@
 #include "guard.h"
 #include "predict.h"
 
-#define METER_OPEN 4 /* streams that a thread has batches on at once */
-
-/* A batch that a thread adds to. Others close it, under its context's lock; what they miss of it then is a launch at most. */
-struct open_batch {
-  _Atomic(CUstream) stream; /* NULL: there is none */
-  _Atomic int64_t predicted_ns;
-  _Atomic uint32_t launches;
-  struct batch *batch;
+/* A stream as the meter sees it. Its counts only grow; another thread that launches on it at the same time may lose one. */
+struct lane {
+  _Atomic(CUstream) open;      /* NULL: the next launch has to begin a new stretch */
+  _Atomic int64_t launched_ns; /* as predicted */
+  _Atomic uint64_t launches;   /* of kernels and graphs */
+  _Atomic int64_t begun_ns;    /* when the first launch of a stretch was made: its work has not begun earlier */
+  struct lane *next; /* in its context, whose mutex is of all below */
+  struct context *context;
+  struct thread *user; /* that launched on it last */
+  CUstream stream;     /* NULL: it has ended, and the lane can be used again */
+  struct mark *first, **end; /* marks not known to be reached, in order */
+  int64_t marked_ns;         /* parts of the counts that are before the last mark */
+  uint64_t marked;
+  int64_t seen_ns;   /* `launched_ns` at the reaper's last look */
+  int64_t last_ns;   /* moment of the last mark that was reached */
+  int64_t reached_ns; /* when that was seen */
+  bool dry;          /* so it was at the reaper's last look, although something had been launched since its last mark */
+  int sparse;        /* launches still to be measured one by one: the stream was seen to run dry between launches */
 };
 
 struct thread {
   const _Atomic uint32_t *turn; /* NULL: which context is current is to be asked */
-  int64_t credit_ns;            /* granted, and not yet used by a launch */
-  struct open_batch open[METER_OPEN]; /* the one used last comes first */
+  int64_t credit_ns;            /* may be launched before the next look at the allowance */
+  int64_t sample_ns;            /* until a launch is measured by itself; drawn at random */
+  struct lane *lane;            /* the one used last */
   struct context *context;
-  struct thread *next; /* in its context */
+  struct prediction *sampled; /* the launch that is under way is measured by itself */
+  uint32_t random;
 };
 
 extern __thread struct thread meter_thread;
 extern _Atomic int meter_captures; /* under way in this process */
 
-static inline void use_credit(struct thread *thread, struct open_batch *open, int64_t cost_ns) {
-  int64_t predicted = atomic_load_explicit(&open->predicted_ns, memory_order_relaxed);
-  uint32_t launches = atomic_load_explicit(&open->launches, memory_order_relaxed);
+static inline void use_credit(struct thread *thread, struct lane *lane, int64_t cost_ns, bool copies) {
+  int64_t ns = atomic_load_explicit(&lane->launched_ns, memory_order_relaxed);
+  uint64_t launches = atomic_load_explicit(&lane->launches, memory_order_relaxed);
   thread->credit_ns -= cost_ns;
-  atomic_store_explicit(&open->predicted_ns, predicted + cost_ns, memory_order_relaxed);
-  atomic_store_explicit(&open->launches, launches + 1, memory_order_relaxed);
+  thread->sample_ns -= cost_ns;
+  atomic_store_explicit(&lane->launched_ns, ns + cost_ns, memory_order_relaxed);
+  atomic_store_explicit(&lane->launches, launches + !copies, memory_order_relaxed);
 }
 
 /* Lets a launch pass at once, if nothing is in its way and its stream is the one that the thread used last. */
-static inline __attribute__((always_inline)) bool meter_pass(CUstream stream, const void *key, uint64_t blocks) {
+static inline __attribute__((always_inline)) bool meter_pass(CUstream stream, uint64_t key, bool copies) {
   struct thread *thread = &meter_thread;
-  struct open_batch *open = &thread->open[0];
-  struct prediction *prediction = predict_at_once(key, blocks);
-  if (prediction == NULL || atomic_load_explicit(&open->stream, memory_order_relaxed) != stream || thread->turn == NULL) return false;
+  struct prediction *prediction = predict_at_once(key);
+  if (prediction == NULL || thread->turn == NULL || thread->lane == NULL) return false;
+  if (atomic_load_explicit(&thread->lane->open, memory_order_relaxed) != stream) return false;
   if (gate_is_closed() || atomic_load_explicit(&meter_captures, memory_order_relaxed) != 0) return false;
   if ((atomic_load_explicit(thread->turn, memory_order_acquire) & GUARD_TURN_MASK) == GUARD_TURN_WAIT) return false;
   int64_t cost = atomic_load_explicit(&prediction->ns, memory_order_relaxed);
-  int32_t left = atomic_load_explicit(&prediction->left, memory_order_relaxed) - 1;
-  if (left < 0 || thread->credit_ns < cost) return false;
-  atomic_store_explicit(&prediction->left, left, memory_order_relaxed);
-  use_credit(thread, open, cost);
+  if (cost == 0 || thread->credit_ns < cost || thread->sample_ns < cost) return false;
+  use_credit(thread, thread->lane, cost, copies);
   return true;
 }
 

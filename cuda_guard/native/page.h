@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define GUARD_MAGIC 0x6472617567736d31u /* "1msguard" */
-#define GUARD_LAYOUT 2u
+#define GUARD_LAYOUT 3u
 #define GUARD_DEVICES 16
 #define GUARD_HOST GUARD_DEVICES /* place of pinned host memory */
 #define GUARD_PLACES (GUARD_DEVICES + 1)
@@ -23,6 +23,7 @@
 #define GUARD_PATH 256
 #define GUARD_AUDITS 32
 #define GUARD_NAME 64
+#define GUARD_TIMELINE 1024 /* words of a device's timeline: 268 ms */
 #define GUARD_PPM 1000000
 
 /* Bits of `gate`, a futex word: a counter above the low byte makes every change wake the waiters. */
@@ -69,11 +70,11 @@ struct guard_policy {
 struct guard_use {
   _Atomic uint64_t memory;        /* units in use, and the slot that changed them last: see ledger.h */
   _Atomic int64_t spent_ns;       /* against `guard_rate`; jumps over forfeited time */
-  _Atomic uint64_t busy_ns;       /* measured GPU time, only increases */
+  _Atomic uint64_t busy_ns;       /* charged GPU time, only increases */
   _Atomic uint64_t launches;      /* kernels and graphs, counted in batches */
   uint32_t reserved;
   _Atomic uint32_t refused;       /* allocations refused by the limit */
-  _Atomic int64_t last_launch_ns; /* of the last batch begun */
+  _Atomic int64_t last_launch_ns; /* when work was last launched or seen to end */
   _Atomic uint64_t peak;          /* units */
   _Atomic uint64_t borrowed;      /* memory of other jobs opened here: counted, charged to its owner */
 };
@@ -103,13 +104,14 @@ struct guard_job {
   char audit[GUARD_AUDITS][GUARD_NAME]; /* calls unknown to the guard that may allocate memory or launch work */
   unsigned char rest[896];
   struct guard_slot table[GUARD_SLOTS];
+  _Atomic uint64_t timelines[GUARD_DEVICES][GUARD_TIMELINE]; /* when the job used each device: see timeline.h */
 };
 
-_Static_assert(sizeof(struct guard_rate) == 32, "layout 2");
-_Static_assert(sizeof(struct guard_allowance) == 128, "layout 2");
-_Static_assert(sizeof(struct guard_policy) == 4096, "layout 2");
-_Static_assert(sizeof(struct guard_use) == 64, "layout 2");
-_Static_assert(sizeof(struct guard_slot) == 320, "layout 2");
-_Static_assert(sizeof(struct guard_job) == 4096 + GUARD_SLOTS * 320, "layout 2");
+_Static_assert(sizeof(struct guard_rate) == 32, "layout 3");
+_Static_assert(sizeof(struct guard_allowance) == 128, "layout 3");
+_Static_assert(sizeof(struct guard_policy) == 4096, "layout 3");
+_Static_assert(sizeof(struct guard_use) == 64, "layout 3");
+_Static_assert(sizeof(struct guard_slot) == 320, "layout 3");
+_Static_assert(sizeof(struct guard_job) == 4096 + GUARD_SLOTS * 320 + GUARD_DEVICES * GUARD_TIMELINE * 8, "layout 3");
 
 #endif

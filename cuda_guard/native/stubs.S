@@ -3,7 +3,9 @@
  * prototype. */
 
 #define SLOT(name) .pushsection .data.guard_slots, "aw"; .balign 8; .globl slot_##name; .hidden slot_##name; slot_##name: .quad lazy_##name; .popsection
-#define HOOK(name, parameters) SLOT(name); LAZY(name)
+#define HOOK(name, ...) SLOT(name); LAZY(name)
+#define COPY(name, ...) HOOK(name)
+#define PAUSE(name, ...) HOOK(name)
 
 #if defined(__x86_64__)
 
@@ -11,11 +13,6 @@
 #define ENTER(name) .globl name; .type name, @function; .balign 16; name: endbr64
 
 #define EXPORT(name) SLOT(name); LAZY(name); ENTER(name); jmpq *slot_##name(%rip); .size name, . - name
-#define GATE(name)                                        \
-  SLOT(name); LAZY(name); ENTER(name);                    \
-  movq guard_gate(%rip), %r11; testb $1, (%r11);          \
-  leaq slot_##name(%rip), %r11; jnz guard_closed;         \
-  jmpq *(%r11); .size name, . - name
 #define DENY(name, error) SLOT(name); LAZY(name); ENTER(name); leaq slot_##name(%rip), %rdi; jmp guard_denied; .size name, . - name
 
 /* Calls the C function and preserves every argument register; r11 (the slot) is on the stack on return. */
@@ -68,11 +65,6 @@
 #define ENTER(name) .globl name; .type name, %function; .balign 16; name: hint #34
 
 #define EXPORT(name) SLOT(name); LAZY(name); ENTER(name); ADDRESS(x16, slot_##name); ldr x17, [x16]; br x17; .size name, . - name
-#define GATE(name)                                                 \
-  SLOT(name); LAZY(name); ENTER(name);                             \
-  ADDRESS(x16, guard_gate); ldr x16, [x16]; ldr w17, [x16];        \
-  ADDRESS(x16, slot_##name); tbnz w17, #0, guard_closed;           \
-  ldr x17, [x16]; br x17; .size name, . - name
 #define DENY(name, error) SLOT(name); LAZY(name); ENTER(name); ADDRESS(x0, slot_##name); b guard_denied; .size name, . - name
 
 .macro KEEPING function
@@ -108,11 +100,8 @@
 
 .text
 .hidden guard_load
-.hidden guard_wait
 .hidden guard_denied
-.hidden guard_gate
 guard_lazy: KEEPING guard_load
-guard_closed: KEEPING guard_wait
 
 #ifdef GUARD_NVML
 #include "nvml.def"

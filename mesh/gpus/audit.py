@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cuda_guard.auditor import Auditor, AuditReport, Claim, DeviceSample, Finding, Foreign, GpuProcess, Measured
 from cuda_guard.nvml import Nvml, NvmlError
-from cuda_guard.share_control import ShareControl
 from mesh.gpus.tenant import Tenant
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,6 @@ class Audit:
         self.strangers: dict[str, tuple[GpuProcess, ...]] = {}
         self.problem = ""
         self._auditor = Auditor()
-        self._controls: dict[tuple[str, str], ShareControl] = {}  # by tenant and device
         self._nvml: Nvml | None = None
         self._uuids, self._library = uuids, library
 
@@ -42,7 +40,7 @@ class Audit:
         return self._auditor.contexts.get(uuid, 0)
 
     async def look(self, tenants: Sequence[Tenant]) -> list[tuple[Tenant, Finding]]:
-        """Charge and trim all tenants and update their tallies; return the findings to act on."""
+        """Charge all tenants and update their tallies; return the findings to act on."""
         if self._nvml is None:
             for tenant in tenants:
                 tenant.count(())
@@ -59,7 +57,6 @@ class Audit:
             uuid: tuple(seen for seen in some if not _is_ending(seen.pid)) for uuid, some in report.outsiders.items()
         }
         here = {tenant.name: tenant for tenant in tenants if not tenant.released}
-        self._controls = {key: control for key, control in self._controls.items() if key[0] in here}
         for name, tenant in here.items():
             self._apply(tenant, claims[name], report)
         return [(here[found.job], found) for found in report.findings if found.job in here]
@@ -73,15 +70,12 @@ class Audit:
 
     def _apply(self, tenant: Tenant, claims: Sequence[Claim], report: AuditReport) -> None:
         held: list[Measured | None] = []
-        usage, now = tenant.usage(), time.monotonic()
         for place, claim in enumerate(claims):
             key = (claim.job, claim.uuid)
             has = report.measured.get(key)
             held.append(has)
             if has is not None:  # else NVML did not report this device
                 tenant.guarded.set_overhead(place, report.overheads[key])
-                control = self._controls.setdefault(key, ShareControl())
-                tenant.guarded.trim(place, control.step(now, usage[place].gpu_s, claim.share, has.busy))
         tenant.count(tuple(held))
 
     async def close(self) -> None:

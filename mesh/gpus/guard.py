@@ -173,7 +173,10 @@ class NodeGuard:
             await self._looked(audit.strangers)
 
     def _act(self, tenant: Tenant, finding: Finding) -> None:
-        """Act by the owner's setting: a program that bypasses the guard ignores the gate."""
+        """Act by the owner's setting on evidence that no honest job gives: a program that bypasses the guard ignores the gate."""
+        if not finding.proves:
+            self._warn(f"job {tenant.job[:8]} may use more than its share: {finding.detail}")
+            return
         done = {"warn": "its node's owner is told", "pause": "it is stopped", "kill": "it is killed"}[self._bypass]
         self._warn(f"job {tenant.job[:8]} bypasses the guard: {finding.detail}: {done}")
         self._found(tenant, f"it bypasses the GPU guard: {finding.detail}: {done}")

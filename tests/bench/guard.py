@@ -2,7 +2,8 @@
 
 The fake driver's own account says what a device did; the guard has no part in it. No other guard runs without a GPU, so the
 peer is the fake driver's time slicing without a guard, and for the cost of a call the direct call. `--seconds`: duration of
-each share measurement (60 in the issue). Takes about four minutes.
+each share measurement (60). `--only WORDS` runs the parts with these words in their names, `--profile` chooses how harsh the
+fake driver is. Takes about an hour; the report is written after each part.
 """
 
 import argparse
@@ -15,150 +16,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from cuda_guard.build import NATIVE, find_compiler, libraries  # noqa: E402
-from cuda_guard.guard import GuardedJob  # noqa: E402
-from cuda_guard.page import ALONE_WINDOW_MS, WINDOW_MS, Pages, Quota  # noqa: E402
-from tests.bench.harness import not_run, row, write  # noqa: E402
+from cuda_guard.page import Pages, Quota  # noqa: E402
+from tests.bench import guard_harsh  # noqa: E402
+from tests.bench.guard_machine import (  # noqa: E402
+    SLICING,
+    Party,
+    Row,
+    Work,
+    at_work,
+    between,
+    machine,
+    observe,
+    percentile,
+    use_profile,
+)
+from tests.bench.harness import not_run, row, save, write  # noqa: E402
 from tests.cuda_guard.allocations import KINDS  # noqa: E402
-from tests.cuda_guard.guests import CONTEXT, MIB, Bench, Guest, bench  # noqa: E402
-from tests.cuda_guard.test_routes import misresolved, pairs  # noqa: E402
+from tests.cuda_guard.guests import CONTEXT, MIB  # noqa: E402
+from tests.cuda_guard.resolution import misresolved, pairs  # noqa: E402
 from tests.cuda_guard.test_time import busy  # noqa: E402
-from tests.fake.build import build  # noqa: E402
 from tests.fake.client import CudaError, Driver  # noqa: E402
+from tests.fake.profiles import PROFILES  # noqa: E402
 
-Work = Callable[[Driver], Any]
-Row = dict[str, Any]
-Party = tuple[float, Work]  # share, workload
-
-SLICING = "time slicing (fake driver)"
-SETTLE_S = 0.5  # until predictions and turns are stable
 IN_FLIGHT_S = (
     0.1  # an allocation granted before the quota fell is made by then: several turns of 8 processes on 2 cores
 )
-TRAINING_US = (50, 100, 200, 500, 1000, 2000)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60.0)
-    seconds = parser.parse_args().seconds
-    rounds = 7 if seconds >= 30 else 3
-    rows = [
-        *shares(seconds),
-        *ratio(min(seconds, 20)),
-        *overhead("training: kernels of 50 us to 2 ms, a wait after each step", training, 0.5, rounds),
-        *overhead("small kernels: 20 us each, one after another", small_kernels, 1, rounds),
-        *calls(rounds),
-        *overshoot(min(seconds, 10)),
-        *recalls(100 if seconds >= 30 else 30),
-        *steps(rounds),
-        *victim(min(seconds, 5), rounds // 2),
-        *closings(WINDOW_MS, 250 if seconds >= 30 else 200),
-        *closings(ALONE_WINDOW_MS, 200),
-        *elastic(min(seconds, 30)),
-        *resolution(),
-    ]
-    write("guard", rows)
-
-
-# --- a machine and its jobs
-
-
-@contextmanager
-def machine(**world: Any) -> Iterator[Bench]:
-    base = Path("/dev/shm")
-    built, fakes = libraries(ROOT / "build" / "guard"), build(ROOT / "build" / "fake")
-    with (
-        tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as name,
-        bench(Path(name), built, fakes, **world) as made,
-    ):
-        yield made
-
-
-@contextmanager
-def at_work(
-    node: Bench, parties: Sequence[Party], guarded: bool = True, window_ms: float = WINDOW_MS
-) -> Iterator[list[tuple[GuardedJob | None, Guest]]]:
-    """Start a job for each party and yield them once all work steadily."""
-    jobs = [node.job(share=share, window_ms=window_ms) if guarded else None for share, _ in parties]
-    guests = [node.start(job, work) for job, (_, work) in zip(jobs, parties, strict=True)]
-    try:
-        while not all(node.world.executed_ns(guest.pid) for guest in guests):
-            time.sleep(0.01)
-        time.sleep(SETTLE_S)
-        yield list(zip(jobs, guests, strict=True))
-    finally:
-        for guest in guests:
-            guest.kill(signal.SIGKILL)
-            guest.wait()
-        for job in jobs:
-            if job:
-                node.end(job)
-
-
-def observe(node: Bench, guests: Sequence[Guest], seconds: float, every_s: float) -> list[tuple[float, list[int]]]:
-    """Return moments, and what the device had executed of each process by then."""
-    seen, begun = [], time.monotonic()
-    for n in range(round(seconds / every_s) + 1):
-        time.sleep(max(0.0, begun + n * every_s - time.monotonic()))
-        seen.append((time.monotonic(), [node.world.executed_ns(guest.pid) for guest in guests]))
-    return seen
-
-
-def between(first: tuple[float, list[int]], last: tuple[float, list[int]]) -> list[float]:
-    """Return each process's share of the device between two moments, in per cent."""
-    return [(b - a) / (last[0] - first[0]) / 1e7 for a, b in zip(first[1], last[1], strict=True)]
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * part))]
 
 
 # --- workloads
-
-
-def training(driver: Driver) -> float:
-    """Return the seconds of steps of fixed length, each with a synchronization at its end."""
-    driver.start()
-    kernels = [driver.kernel(f"k_{us}us") for us in TRAINING_US]
-
-    def step() -> None:
-        for kernel in (*kernels, *reversed(kernels), *kernels[:3]):
-            driver.launch(kernel)
-        driver.cuCtxSynchronize()
-
-    return timed(step, warmup=15, count=30)
-
-
-def small_kernels(driver: Driver) -> float:
-    driver.start()
-    kernel = driver.kernel("k_20us")
-
-    def burst() -> None:
-        for _ in range(5000):
-            driver.launch(kernel)
-        driver.cuCtxSynchronize()
-
-    return timed(burst, warmup=1, count=3)
-
-
-def timed(work: Callable[[], None], warmup: int, count: int) -> float:
-    for _ in range(warmup):
-        work()
-    begun = time.perf_counter()
-    for _ in range(count):
-        work()
-    return time.perf_counter() - begun
 
 
 def on_and_off(seed: int, kernel: str) -> Work:
@@ -180,40 +74,6 @@ def on_and_off(seed: int, kernel: str) -> Work:
 
 
 # --- shares
-
-
-def shares(seconds: float) -> list[Row]:
-    goals = (45.0, 30.0, 15.0)
-    parties = [*zip(goals, (busy("k_100us"), busy("k_300us"), busy("k_50us")), strict=True)]
-
-    def errors(guarded: bool, seconds: float) -> tuple[list[float], list[float]]:
-        with machine() as node, at_work(node, parties, guarded) as there:
-            seen = observe(node, [guest for _, guest in there], seconds, 1)
-        whole = [abs(share - goal) for share, goal in zip(between(seen[0], seen[-1]), goals, strict=True)]
-        each = [between(a, b) for a, b in pairwise(seen)]
-        return whole, [abs(share - goal) for second in each for share, goal in zip(second, goals, strict=True)]
-
-    ours, theirs = errors(True, seconds), errors(False, min(seconds, 5))
-    mean, p95 = statistics.mean(ours[0]), percentile(ours[1], 0.95)
-    found = row(
-        f"shares 45/30/15: mean error over {seconds:g} s",
-        ours[0],
-        "points",
-        goal="<= 0.3 points",
-        met=mean <= 0.3,
-        peer=SLICING,
-        peer_values=[statistics.mean(theirs[0])],
-    )
-    windows = row(
-        "shares 45/30/15: error over 1 s (P95)",
-        ours[1],
-        "points",
-        goal="<= 3 points",
-        met=p95 <= 3,
-        peer=SLICING,
-        peer_values=[percentile(theirs[1], 0.95)],
-    )
-    return [{**found, "value": round(mean, 4)}, {**windows, "value": round(p95, 4)}]
 
 
 def ratio(seconds: float) -> list[Row]:
@@ -315,28 +175,6 @@ def elastic(seconds: float) -> list[Row]:
 # --- costs
 
 
-def overhead(what: str, work: Work, goal: float, rounds: int) -> list[Row]:
-    """Measure the overhead for a job with the whole device, beside the unguarded driver, in many short alternating runs."""
-    guarded, plain = [], []
-    with machine() as node:
-        job = node.job(window_ms=ALONE_WINDOW_MS)
-        for _ in range(5 * rounds):
-            plain.append(node.run(None, work))
-            guarded.append(node.run(job, work))
-    values = [(ours / theirs - 1) * 100 for ours, theirs in zip(guarded, plain, strict=True)]
-    met = statistics.median(values) <= goal
-    found = row(
-        f"overhead at 100 %, {what}",
-        values,
-        "%",
-        goal=f"<= {goal:g} %",
-        met=met,
-        peer="the driver alone, s",
-        peer_values=plain,
-    )
-    return [found]
-
-
 def calls(rounds: int) -> list[Row]:
     """Measure a launch through the guard and directly (guard_call.c)."""
     source = Path(__file__).parent / "guard_call.c"
@@ -380,7 +218,8 @@ def overshoot(seconds: float) -> list[Row]:
         def work(driver: Driver) -> int:
             driver.start()
             os.read(ready[0], 1)
-            rng, held, refused, until = Random(os.getpid()), [], 0, time.monotonic() + seconds
+            held: list[Callable[[], None]] = []
+            rng, refused, until = Random(os.getpid()), 0, time.monotonic() + seconds
             while time.monotonic() < until:
                 if held and rng.random() < 0.5:
                     held.pop(rng.randrange(len(held)))()
@@ -479,45 +318,61 @@ def recalls(count: int) -> list[Row]:
     ]
 
 
-def closings(window_ms: float, count: int) -> list[Row]:
-    """Measure the time from closing the gate until the last launched kernel has ended."""
-    taken, rng = [], Random(1)
-    with machine() as node, at_work(node, [(100, busy("k_100us"))], window_ms=window_ms) as there:
-        job, guest = there[0]
-        assert job is not None
-        for _ in range(count):
-            time.sleep(rng.uniform(0.01, 0.03))
-            begun = time.monotonic()
-            job.set_gate(closed=True)
-            seen = []
-            while not seen or time.monotonic() < begun + (window_ms + 16) / 1000:
-                seen.append((time.monotonic(), node.world.executed_ns(guest.pid)))
-                time.sleep(20e-6)  # reading too often slows down the device's account
-            job.set_gate(closed=False)
-            done = next(moment for moment, executed in seen if executed == seen[-1][1])
-            taken.append((done - begun) * 1000)
-    most = window_ms + 1
-    goal = f"<= window of {window_ms:g} ms + 1 ms"
-    p99 = percentile(taken, 0.99)
-    found = row(
-        f"gate closed -> last kernel done (P99), window {window_ms:g} ms", taken, "ms", goal=goal, met=p99 <= most
-    )
-    return [
-        row(f"gate closed -> last kernel done (P50), window {window_ms:g} ms", taken, "ms", goal="", met=None),
-        {**found, "value": round(p99, 4)},
-    ]
-
-
 def resolution() -> list[Row]:
     wanted = pairs()
     what, goal = "(name, version) pairs resolved correctly", "all of cuda.h's"
     if not wanted:
         return [not_run(what, "pairs", goal, "nvidia-cuda-runtime, which has the header, is not installed")]
-    with machine() as node:
+    with machine(profile="plain") as node:  # whose addresses tell which calls are meant
         fake = node.world.fakes.cuda
         wrong = node.run(node.job(), lambda driver: misresolved(driver, fake))
     good = len(wanted) - len({(name, version) for name, version, *_ in wrong})
     return [row(what, [good], "pairs", goal=f"{goal} ({len(wanted)})", met=good == len(wanted))]
+
+
+# --- the report
+
+Part = Callable[[float], list[Row]]
+
+
+def rounds_of(seconds: float) -> int:
+    return 7 if seconds >= 30 else 3
+
+
+PARTS: dict[str, Part] = {
+    **guard_harsh.PARTS,
+    "ratio": lambda seconds: ratio(min(seconds, 20)),
+    "calls": lambda seconds: calls(rounds_of(seconds)),
+    "overshoot": overshoot,
+    "recalls": lambda seconds: recalls(100 if seconds >= 30 else 30),
+    "steps": lambda seconds: steps(rounds_of(seconds)),
+    "victim": lambda seconds: victim(min(seconds, 5), rounds_of(seconds) // 2),
+    "elastic": lambda seconds: elastic(min(seconds, 30)),
+    "resolution": lambda seconds: resolution(),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--only", action="append", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--profile", choices=sorted(PROFILES), default="harsh")
+    options = parser.parse_args()
+    use_profile(options.profile)
+    todo = [name for name in PARTS if any(words in name for words in options.only or [""])]
+    if not todo:
+        parser.error(f"no part's name contains {' or '.join(options.only)}")
+    rows: list[Row] = []
+    for name in todo:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            rows += PARTS[name](options.seconds)
+        except (AssertionError, CudaError) as error:  # a program failed, which no honest one may
+            rows.append({**not_run(name, "", "", str(error).strip()[-300:]), "met": False})
+        except (OSError, subprocess.SubprocessError) as error:
+            rows.append(not_run(name, "", "", repr(error)[:300]))
+        save("guard", rows, profile=options.profile)
+    write("guard", rows, profile=options.profile)
 
 
 if __name__ == "__main__":

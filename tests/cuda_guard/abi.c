@@ -10,7 +10,8 @@
 /* A wrong prototype does not compile beside the real one. */
 #ifdef REAL_HEADER
 #define HOOK(name, parameters) CUresult CUDAAPI name parameters;
-#define GATE(name)
+#define COPY(name, ...)
+#define PAUSE(name, ...)
 #define DENY(name, error)
 #include "hooks.def"
 #endif

@@ -8,7 +8,7 @@ class Contender(ctypes.Structure):
         ("policy", ctypes.c_void_p),
         ("job", ctypes.c_void_p),
         ("file", ctypes.c_int),
-        *((name, ctypes.c_uint32) for name in ("place", "share_ppm", "limit_ppm", "trim_ppm", "lent_ppm")),
+        *((name, ctypes.c_uint32) for name in ("place", "share_ppm", "limit_ppm", "lent_ppm")),
         ("active_ns", ctypes.c_int64),
         ("seen_ns", ctypes.c_uint64),
         *((name, ctypes.c_int64) for name in ("virtual_ns", "turn_ns", "looked_ns", "credible_ns")),
@@ -29,4 +29,6 @@ class Arbiter(ctypes.Structure):
             for name in ("turn_ns", "idle_ns", "drain_ns", "began_ns", "memory", "memory_foreign")
         ),
         ("contenders", Contender * 32),
+        ("devices", ctypes.c_void_p),
+        ("number", ctypes.c_uint32),
     )

@@ -76,7 +76,7 @@ class Bench:
         self.world.close()
 
 
-def _be_a_guest() -> None:
+def be_a_guest() -> None:
     """End with the test, and leave no core dump of an intended crash."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -94,19 +94,21 @@ class Guest:
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(reading)
-            _be_a_guest()
-            os.environ.update(bench.environment(job, fail))
             status = 1
-            try:
+            try:  # it must never return to pytest: each guest would run, and fork, all tests that follow
+                os.close(reading)
+                be_a_guest()
+                os.environ.update(bench.environment(job, fail))
                 path = bench.libraries.cuda if job else bench.world.fakes.cuda
-                answer: tuple[bool, Any] = (True, work(Driver(path)))
-                status = 0
-            except BaseException:
-                answer = (False, traceback.format_exc())
-            with os.fdopen(writing, "wb") as stream:
-                pickle.dump(answer, stream)
-            os._exit(status)
+                try:
+                    answer: tuple[bool, Any] = (True, work(Driver(path)))
+                    status = 0
+                except BaseException:
+                    answer = (False, traceback.format_exc())
+                with os.fdopen(writing, "wb") as stream:
+                    pickle.dump(answer, stream)
+            finally:
+                os._exit(status)
         os.close(writing)
         self._answer = os.fdopen(reading, "rb")
         self._ended = False

@@ -8,7 +8,7 @@ from cuda_guard.build import NATIVE
 from tests.fake.build import exports, typedefs
 from tests.fake.client import CudaError, Driver
 
-HOOKED = set(re.findall(r"^(?:HOOK|GATE|DENY)\((\w+)", (NATIVE / "hooks.def").read_text(), re.MULTILINE))
+HOOKED = set(re.findall(r"^(?:HOOK|COPY|PAUSE|DENY)\((\w+)", (NATIVE / "hooks.def").read_text(), re.MULTILINE))
 
 
 def pairs() -> set[tuple[str, int]]:

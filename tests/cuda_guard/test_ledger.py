@@ -76,15 +76,18 @@ def die_at(directory: Path, library: Path, point: int, after: int, changes: list
     """Run a process that makes these changes and dies the `after`th time it reaches a crash point; return its exit code."""
     pid = os.fork()
     if pid == 0:
-        native, pages = load(library), Pages(directory)
-        job = address(pages.job)
-        slot = native.ledger_claim(job, pages.job_file, os.getpid())
-        ctypes.c_int.in_dll(native, "guard_crash_after").value = after
-        ctypes.c_int.in_dll(native, "guard_crash_at").value = point
-        for units in changes:
-            native.ledger_change(job, slot, 0, units, LIMIT)
-        native.ledger_sweep(job, pages.job_file, slot)
-        os._exit(0)
+        try:
+            native, pages = load(library), Pages(directory)
+            job = address(pages.job)
+            slot = native.ledger_claim(job, pages.job_file, os.getpid())
+            ctypes.c_int.in_dll(native, "guard_crash_after").value = after
+            ctypes.c_int.in_dll(native, "guard_crash_at").value = point
+            for units in changes:
+                native.ledger_change(job, slot, 0, units, LIMIT)
+            native.ledger_sweep(job, pages.job_file, slot)
+            os._exit(0)
+        finally:  # it must never return to pytest: each child would run, and fork, all tests that follow
+            os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

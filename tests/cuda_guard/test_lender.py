@@ -86,7 +86,7 @@ class Lending(RuleBasedStateMachine):
         ctypes.memset(ctypes.byref(contender), 0, ctypes.sizeof(contender))
         contender.policy, contender.job = ctypes.addressof(tenant.policy), ctypes.addressof(tenant.page)
         contender.memory, contender.memory_most = memory, memory + more
-        contender.share_ppm = contender.limit_ppm = contender.trim_ppm = 1_000_000
+        contender.share_ppm = contender.limit_ppm = 1_000_000
         self.tenants.append(tenant)
         self.arbiter.count += 1
         self.step()

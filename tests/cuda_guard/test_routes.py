@@ -75,6 +75,8 @@ def test_function_unknown_to_the_guard_is_reported(make_bench: Callable[..., Ben
 
 ROUTES = {
     "by soname": "ctypes.CDLL('libcuda.so.1')",
+    "by the name that linkers use": "ctypes.CDLL('libcuda.so')",
+    "by both": "[ctypes.CDLL(f'libcuda.so{end}', mode=ctypes.RTLD_GLOBAL) for end in ('', '.1')][0]",
     "by soname, deep binding": "ctypes.CDLL('libcuda.so.1', mode=os.RTLD_NOW | os.RTLD_DEEPBIND)",
     "global": "ctypes.CDLL(None)",
 }
@@ -92,11 +94,14 @@ print(total.value >> 20)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], route: str) -> None:
-    """The library has the driver's soname, so a later dlopen by that name finds it."""
+def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path, route: str) -> None:
+    """The preloaded libraries have the driver's names, so a later dlopen by one of them finds the guard, wherever it would search."""
     machine = make_bench()
     job = machine.job(memory=777 << 20)
-    env = {**os.environ, **machine.environment(job), **job.process_env()}
+    for name in ("libcuda.so", "libcuda.so.1"):
+        (tmp_path / name).symlink_to(machine.world.fakes.cuda)
+    found = {"LD_LIBRARY_PATH": str(tmp_path)}  # as frameworks and images set it
+    env = {**os.environ, **machine.environment(job), **job.process_env(), **found}
     command = [sys.executable, "-c", PROGRAM.format(route=ROUTES[route])]
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
 

@@ -6,13 +6,15 @@
 
 /* Only addresses, as prototypes are of no use here. */
 #define EXPORT(name) CUresult name();
-#define GATE(name) CUresult name();
+#define COPY(name, ...) CUresult name();
+#define PAUSE(name, ...) CUresult name();
 #define HOOK(name, parameters)
 #define DENY(name, error) CUresult name();
 #include "exports.def"
 #include "hooks.def"
 #undef EXPORT
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef HOOK
 #undef DENY
 
@@ -29,6 +31,44 @@ static const struct row {
 #undef ROW
 };
 
+/* Other addresses of the calls that the guard hooks, as a driver may give them: no export has them. */
+#ifdef __aarch64__
+#define JUMP(name) "b " #name
+#else
+#define JUMP(name) "jmp " #name "@PLT"
+#endif
+#define ALIAS(name)                                                                                                      \
+  __asm__(".text\n.type alias_" #name ", %function\nalias_" #name ": " JUMP(name) "\n.size alias_" #name ", .-alias_" #name "\n"); \
+  extern const char alias_##name[];
+#define HOOK(name, parameters) ALIAS(name)
+#define COPY(name, ...) ALIAS(name)
+#define PAUSE(name, ...) ALIAS(name)
+#define DENY(name, error)
+#include "hooks.def"
+#undef HOOK
+#undef COPY
+#undef PAUSE
+static const struct {
+  void *address;
+  const char *alias;
+} aliases[] = {
+#define HOOK(name, parameters) {(void *)(uintptr_t)name, alias_##name},
+#define COPY(name, ...) {(void *)(uintptr_t)name, alias_##name},
+#define PAUSE(name, ...) COPY(name)
+#include "hooks.def"
+#undef HOOK
+#undef COPY
+#undef PAUSE
+#undef DENY
+};
+
+static void *given(void *address) {
+  if (driver_world == NULL || !driver_world->config.traits.aliases) return address;
+  for (size_t i = 0; i < sizeof aliases / sizeof *aliases; i++)
+    if (aliases[i].address == address) return (void *)(uintptr_t)aliases[i].alias;
+  return address;
+}
+
 static CUdriverProcAddressQueryResult resolve(const char *name, int version, bool per_thread, void **address) {
   const struct row *found = NULL;
   bool known = false, own = false;
@@ -42,7 +82,7 @@ static CUdriverProcAddressQueryResult resolve(const char *name, int version, boo
     bool fits = row->per_thread == (per_thread && own) && (unsigned int)row->since <= (unsigned int)version;
     if (fits && (found == NULL || row->since > found->since)) found = row;
   }
-  *address = found != NULL ? found->address : NULL;
+  *address = found != NULL ? given(found->address) : NULL;
   if (found != NULL) return CU_GET_PROC_ADDRESS_SUCCESS;
   return known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
 }

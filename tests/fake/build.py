@@ -12,8 +12,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "cuda_guard" / "native"
 FLAGS = ["-std=c11", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
-LINK = ["-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,defs"]  # its calls and addresses are its own, whatever is loaded before
-WORLD = ["timeline.c", "world.c"]  # in each library
+LINK = [
+    "-lm",
+    "-Wl,-Bsymbolic",
+    "-Wl,-z,now",
+    "-Wl,-z,defs",
+]  # its calls and addresses are its own, whatever is loaded before
+WORLD = ["chance.c", "timeline.c", "world.c"]  # in each library
 NVML = ["nvml.c", "nvml_stubs.c"]
 PYTHON = ["python.c"]
 TYPEDEFS = ["cudaTypedefs.h", "cudaGLTypedefs.h", "cudaEGLTypedefs.h", "cudaProfilerTypedefs.h", "cudaVDPAUTypedefs.h"]
@@ -63,7 +68,7 @@ def _compile(scratch: Path, name: str, sources: list[str], prefix: str) -> None:
 
 def exports() -> list[str]:
     """All names that the driver exports."""
-    pattern = re.compile(r"^(?:EXPORT|HOOK|GATE|DENY)\((\w+)", re.MULTILINE)
+    pattern = re.compile(r"^(?:EXPORT|HOOK|COPY|PAUSE|DENY)\((\w+)", re.MULTILINE)
     return [name for file in ("exports.def", "hooks.def") for name in pattern.findall((NATIVE / file).read_text())]
 
 

@@ -42,6 +42,7 @@ static CUresult open_context(struct context *context, int device, unsigned int f
       .device = device,
       .flags = flags,
       .number = ++numbers,
+      .part_ppm = WORLD_WHOLE,
       .primary = context->primary,
       .retained = 1,
       .heap = {.device = device, .chunk_size = driver_world->config.granule},
@@ -207,11 +208,25 @@ CUresult cuCtxDestroy_v2(CUcontext handle) {
   struct context *context = (struct context *)handle;
   CALL(cuCtxDestroy_v2);
   REFUSE_IF(!IS(context, CONTEXT) || context->primary, CUDA_ERROR_INVALID_CONTEXT);
-  context_synchronize(context);
   if (context_current() == context) stack.depth--;
+  context_end(context);
+  return CUDA_SUCCESS;
+}
+
+struct context *context_of_part(int device, uint32_t part_ppm) {
+  struct context *context = calloc(1, sizeof *context);
+  if (open_context(context, device, 0) != CUDA_SUCCESS) {
+    free(context);
+    return NULL;
+  }
+  context->part_ppm = part_ppm;
+  return context;
+}
+
+void context_end(struct context *context) {
+  context_synchronize(context);
   LOCKED;
   close_context(context);
-  return CUDA_SUCCESS;
 }
 
 /* Which one a thread works in. */

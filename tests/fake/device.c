@@ -103,6 +103,8 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice number) {
       {102, 1},        /* virtual memory management */
       {103, 1},        /* its handles as file descriptors */
       {115, 1},        /* memory pools */
+      {122, 1},        /* streams wait for values of 64 bits */
+      {123, 1},        /* and by NOR */
   };
   struct device *device;
   CALL(cuDeviceGetAttribute);

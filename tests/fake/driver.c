@@ -21,7 +21,8 @@ static struct {
 static size_t fault_count;
 
 #define HOOK(name, parameters) #name,
-#define GATE(name) #name,
+#define COPY(name, ...) #name,
+#define PAUSE(name, ...) #name,
 #define DENY(name, error) #name,
 #define EXPORT(name) #name,
 static const char *const names[] = {
@@ -29,7 +30,8 @@ static const char *const names[] = {
 #include "exports.def"
 };
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 

@@ -20,7 +20,8 @@
 #define CUDA_ERROR_TIMEOUT 909
 
 #define HOOK(name, parameters) CALL_##name,
-#define GATE(name) CALL_##name,
+#define COPY(name, ...) CALL_##name,
+#define PAUSE(name, ...) CALL_##name,
 #define DENY(name, error) CALL_##name,
 #define EXPORT(name) CALL_##name,
 enum call {
@@ -29,7 +30,8 @@ enum call {
   CALLS
 };
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #undef EXPORT
 _Static_assert((int)CALLS <= (int)WORLD_CALLS, "a counter for each");
@@ -37,11 +39,13 @@ _Static_assert((int)CALLS <= (int)WORLD_CALLS, "a counter for each");
 #ifndef STUBS
 /* A definition that differs from what the guard takes the call to be does not compile. */
 #define HOOK(name, parameters) CUresult name parameters;
-#define GATE(name)
+#define COPY(name, ...)
+#define PAUSE(name, ...)
 #define DENY(name, error)
 #include "hooks.def"
 #undef HOOK
-#undef GATE
+#undef COPY
+#undef PAUSE
 #undef DENY
 #endif
 
@@ -61,6 +65,7 @@ enum magic {
   MAGIC_EXEC,
   MAGIC_EXTERNAL,
   MAGIC_TICKET,
+  MAGIC_GREEN,
 };
 
 /* Whether a handle is one of ours, and lives. */
@@ -145,7 +150,7 @@ struct context {
   enum magic magic;
   int device;
   unsigned int flags, retained;
-  uint32_t number;
+  uint32_t number, part_ppm; /* of the device that it may use */
   bool primary;
   struct heap heap;
   struct stream *streams, *legacy;
@@ -154,6 +159,8 @@ struct context {
 struct context *context_current(void); /* NULL: none. No lock is needed */
 CUresult context_need(struct context **out);
 void context_synchronize(const struct context *context); /* without the lock */
+struct context *context_of_part(int device, uint32_t part_ppm); /* current nowhere; under the lock */
+void context_end(struct context *context);                      /* without it */
 
 /* Nodes of a graph that what is captured next comes after. */
 enum { FRONT = 32 };
@@ -176,6 +183,7 @@ CUresult stream_find(CUstream handle, CUstream implied, struct stream **out);   
 CUresult stream_submit(struct stream *stream, struct item item, uint64_t *mark); /* without the lock; waits for room */
 void stream_await(const struct stream *stream, uint64_t mark);                   /* without the lock */
 void stream_free_all(struct context *context);
+CUresult stream_create(CUstream *out, struct context *context, unsigned int flags, int priority);
 
 struct event {
   enum magic magic;
@@ -193,11 +201,18 @@ struct function {
   enum magic magic;
   char name[64];
   int64_t ns;
-  bool per_block;
+  enum { PER_LAUNCH, PER_BLOCK, PER_THREAD_OF_BLOCK, PER_ARGUMENT } per;
+  uint32_t ranks; /* of a collective */
+  uint32_t width_ppm;
+  _Atomic bool loaded;
   struct module *module;
   struct function *next;
 };
-CUresult function_time(CUfunction function, uint64_t blocks, uint64_t threads, int64_t *ns);
+struct shape {
+  uint64_t blocks, threads;
+  void **params;
+};
+CUresult function_time(CUfunction function, const struct shape *shape, int64_t *ns);
 
 /* Capture: see capture.c. */
 bool capture_forbids(void); /* whether this thread may not make calls that are unsafe during capture; it ends what minds them */

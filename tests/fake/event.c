@@ -46,7 +46,9 @@ static CUresult record(CUevent handle, CUstream stream_handle, CUstream implied)
   TRY(stream_find(stream_handle, implied, &stream));
   TRY(capture_check(stream, &capturing));
   if (capturing) return capture_record(stream, event);
-  TRY(stream_submit(stream, (struct item){.kind = ITEM_RECORD, .stamp = event->stamp}, &event->mark));
+  const struct world_traits *traits = &driver_world->config.traits;
+  world_spend(driver_world, traits->call_ns);
+  TRY(stream_submit(stream, (struct item){.kind = ITEM_RECORD, .left_ns = traits->record_ns, .stamp = event->stamp}, &event->mark));
   event->lane = stream->lane;
   event->recorded = true;
   event->capture = NULL;
@@ -87,6 +89,7 @@ CUresult cuEventQuery(CUevent handle) {
   REFUSE_IF(!IS(event, EVENT), CUDA_ERROR_INVALID_HANDLE);
   REFUSE_IF(capture_forbids(), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
   REFUSE_IF(event->capture != NULL, CUDA_ERROR_CAPTURED_EVENT);
+  world_spend(driver_world, driver_world->config.traits.call_ns);
   return done(event);
 }
 

@@ -248,8 +248,8 @@ static CUresult add_kernel(CUgraphNode *out, CUgraph graph, const CUgraphNode *a
   int64_t ns;
   REFUSE_IF(out == NULL || p == NULL, CUDA_ERROR_INVALID_VALUE);
   TRY(check(graph, after, count));
-  TRY(function_time(later && p->function == NULL ? p->kernel : p->function, (uint64_t)p->gx * p->gy * p->gz,
-                    (uint64_t)p->bx * p->by * p->bz, &ns));
+  const struct shape shape = {(uint64_t)p->gx * p->gy * p->gz, (uint64_t)p->bx * p->by * p->bz, p->params};
+  TRY(function_time(later && p->function == NULL ? p->kernel : p->function, &shape, &ns));
   struct node *node = graph_add((struct graph *)graph, NODE_KERNEL, nodes_of(after), count);
   node->ns = ns;
   *out = (CUgraphNode)node;
@@ -587,7 +587,12 @@ static CUresult launch(CUgraphExec handle, CUstream stream_handle, CUstream impl
     LOCKED;
     TRY(account(exec));
   }
-  TRY(stream_submit(stream, (struct item){.kind = ITEM_WORK, .left_ns = exec->ns}, &exec->mark));
+  world_lock(driver_world);
+  const struct item item = {.kind = ITEM_WORK,
+                            .left_ns = world_chance(driver_world, driver_self, exec->ns),
+                            .width_ppm = driver_world->config.traits.width_least_ppm > 0 ? WORLD_WHOLE : 0};
+  exec->mark = world_submit(driver_world, driver_self, stream->lane, item);
+  world_unlock(driver_world);
   exec->lane = stream->lane;
   return CUDA_SUCCESS;
 }

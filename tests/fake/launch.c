@@ -1,7 +1,9 @@
-/* Kernels. The name of one says how long it runs: k_250us, whatever its grid, or k_10us_per_block. Any image may be loaded, and
- * has every kernel that is named so. */
+/* Kernels. The name of one says how long it runs: k_250us, whatever its grid, or k_10us_per_block, k_1us_per_thread (of a block),
+ * k_5us_per_arg (its first parameter, of 32 bits). k_100us_of4 is a collective of four ranks; its first parameter, if there are any,
+ * says which. Any image may be loaded, and has every kernel that is named so. */
 #include "driver.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,6 +13,16 @@ struct module {
   enum magic magic;
   struct function *functions;
 };
+
+static bool suffix(const char *text, struct function *function) {
+  static const char *const per[] = {[PER_LAUNCH] = "", "_per_block", "_per_thread", "_per_arg"};
+  for (size_t i = 0; i < sizeof per / sizeof *per; i++) {
+    function->per = i;
+    if (strcmp(text, per[i]) == 0) return true;
+  }
+  function->per = PER_LAUNCH;
+  return sscanf(text, "_of%u", &function->ranks) == 1 && function->ranks > 0;
+}
 
 static bool parse(const char *name, struct function *function) {
   static const struct {
@@ -24,9 +36,7 @@ static bool parse(const char *name, struct function *function) {
   for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
     if (strlen(units[i].unit) != length || strncmp(rest, units[i].unit, length) != 0) continue;
     function->ns = number * units[i].ns;
-    function->per_block = strcmp(rest + length, "_per_block") == 0;
-    strcpy(function->name, name);
-    return true;
+    return suffix(rest + length, function) && strcpy(function->name, name) != NULL;
   }
   return false;
 }
@@ -60,6 +70,7 @@ static CUresult function_of(void **out, struct module *module, const char *name)
   if (function == NULL) {
     function = malloc(sizeof *function);
     *function = found;
+    function->width_ppm = world_width_ppm(driver_world, name);
     function->next = module->functions;
     module->functions = function;
   }
@@ -136,23 +147,39 @@ CUresult cuFuncGetModule(void **out, CUfunction function) {
   return CUDA_SUCCESS;
 }
 
-CUresult function_time(CUfunction handle, uint64_t blocks, uint64_t threads, int64_t *ns) {
+static uint32_t first_of(void **params) { return params != NULL && params[0] != NULL ? *(const uint32_t *)params[0] : 0; }
+
+CUresult function_time(CUfunction handle, const struct shape *shape, int64_t *ns) {
   const struct function *function = (const struct function *)handle;
   REFUSE_IF(!IS(function, FUNCTION), CUDA_ERROR_INVALID_HANDLE);
-  REFUSE_IF(blocks == 0 || threads == 0 || threads > BLOCK_THREADS, CUDA_ERROR_INVALID_VALUE);
-  *ns = function->ns * (function->per_block ? (int64_t)blocks : 1);
+  REFUSE_IF(shape->blocks == 0 || shape->threads == 0 || shape->threads > BLOCK_THREADS, CUDA_ERROR_INVALID_VALUE);
+  const uint64_t times[] = {1, shape->blocks, shape->threads, first_of(shape->params)};
+  *ns = function->ns * (int64_t)times[function->per];
   return CUDA_SUCCESS;
 }
 
-static CUresult launch(CUfunction function, uint64_t blocks, uint64_t threads, CUstream handle, CUstream implied) {
+/* The driver loads a kernel's code, or compiles it, when it is first launched. */
+static void load_lazily(struct function *function) {
+  if (!atomic_exchange(&function->loaded, true)) world_spend(driver_world, world_load_ns(driver_world, function->name));
+}
+
+static CUresult launch(CUfunction handle, struct shape shape, CUstream stream_handle, CUstream implied) {
+  struct function *function = (struct function *)handle;
   struct stream *stream;
   int64_t ns;
-  bool capturing;
-  TRY(function_time(function, blocks, threads, &ns));
-  TRY(stream_find(handle, implied, &stream));
+  bool capturing, taken = true;
+  TRY(function_time(handle, &shape, &ns));
+  TRY(stream_find(stream_handle, implied, &stream));
   TRY(capture_check(stream, &capturing));
+  load_lazily(function);
   if (capturing) return capture_work(stream, 0, ns);
-  return stream_submit(stream, (struct item){.kind = ITEM_WORK, .left_ns = ns}, NULL);
+  world_lock(driver_world);
+  struct item item = {.kind = ITEM_WORK, .left_ns = world_chance(driver_world, driver_self, ns), .width_ppm = function->width_ppm};
+  if (function->ranks > 0)
+    taken = world_gather(driver_world, driver_self, stream->context->device, first_of(shape.params), function->ranks, &item);
+  if (taken) world_submit(driver_world, driver_self, stream->lane, item);
+  world_unlock(driver_world);
+  return taken ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 static uint64_t volume(unsigned int x, unsigned int y, unsigned int z) { return (uint64_t)x * y * z; }
@@ -160,22 +187,24 @@ static uint64_t volume(unsigned int x, unsigned int y, unsigned int z) { return 
 STREAM_CALL(cuLaunchKernel,
             (CUfunction function, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, unsigned int by,
              unsigned int bz, unsigned int shared, CUstream stream, void **params, void **extra),
-            ((void)shared, (void)params, (void)extra,
-             launch(function, volume(gx, gy, gz), volume(bx, by, bz), stream, implied)))
+            ((void)shared, (void)extra,
+             launch(function, (struct shape){volume(gx, gy, gz), volume(bx, by, bz), params}, stream, implied)))
 
 STREAM_CALL(cuLaunchCooperativeKernel,
             (CUfunction function, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, unsigned int by,
              unsigned int bz, unsigned int shared, CUstream stream, void **params),
-            ((void)shared, (void)params, launch(function, volume(gx, gy, gz), volume(bx, by, bz), stream, implied)))
+            ((void)shared,
+             launch(function, (struct shape){volume(gx, gy, gz), volume(bx, by, bz), params}, stream, implied)))
 
-static CUresult launch_configured(const CUlaunchConfig *c, CUfunction function, CUstream implied) {
+static CUresult launch_configured(const CUlaunchConfig *c, CUfunction function, void **params, CUstream implied) {
   REFUSE_IF(c == NULL, CUDA_ERROR_INVALID_VALUE);
-  return launch(function, volume(c->gridDimX, c->gridDimY, c->gridDimZ), volume(c->blockDimX, c->blockDimY, c->blockDimZ),
-                c->hStream, implied);
+  const struct shape shape = {volume(c->gridDimX, c->gridDimY, c->gridDimZ), volume(c->blockDimX, c->blockDimY, c->blockDimZ),
+                              params};
+  return launch(function, shape, c->hStream, implied);
 }
 
 STREAM_CALL(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **params, void **extra),
-            ((void)params, (void)extra, launch_configured(config, function, implied)))
+            ((void)extra, launch_configured(config, function, params, implied)))
 
 /* One after another, each on the device of its own stream. */
 CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *list, unsigned int count, unsigned int flags) {
@@ -183,8 +212,9 @@ CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *list, unsigned
   REFUSE_IF(list == NULL || count == 0 || flags > 3, CUDA_ERROR_INVALID_VALUE);
   for (unsigned int i = 0; i < count; i++) {
     const CUDA_LAUNCH_PARAMS *p = &list[i];
-    TRY(launch(p->function, volume(p->gridDimX, p->gridDimY, p->gridDimZ), volume(p->blockDimX, p->blockDimY, p->blockDimZ),
-               p->hStream, CU_STREAM_LEGACY));
+    const struct shape shape = {volume(p->gridDimX, p->gridDimY, p->gridDimZ), volume(p->blockDimX, p->blockDimY, p->blockDimZ),
+                                p->kernelParams};
+    TRY(launch(p->function, shape, p->hStream, CU_STREAM_LEGACY));
   }
   return CUDA_SUCCESS;
 }
@@ -199,17 +229,17 @@ CUresult cuFuncSetBlockShape(CUfunction function, int x, int y, int z) {
 
 CUresult cuLaunch(CUfunction function) {
   CALL(cuLaunch);
-  return launch(function, 1, 1, NULL, CU_STREAM_LEGACY);
+  return launch(function, (struct shape){1, 1, NULL}, NULL, CU_STREAM_LEGACY);
 }
 
 CUresult cuLaunchGrid(CUfunction function, int width, int height) {
   CALL(cuLaunchGrid);
   REFUSE_IF(width <= 0 || height <= 0, CUDA_ERROR_INVALID_VALUE);
-  return launch(function, volume((unsigned int)width, (unsigned int)height, 1), 1, NULL, CU_STREAM_LEGACY);
+  return launch(function, (struct shape){volume((unsigned int)width, (unsigned int)height, 1), 1, NULL}, NULL, CU_STREAM_LEGACY);
 }
 
 CUresult cuLaunchGridAsync(CUfunction function, int width, int height, CUstream stream) {
   CALL(cuLaunchGridAsync);
   REFUSE_IF(width <= 0 || height <= 0, CUDA_ERROR_INVALID_VALUE);
-  return launch(function, volume((unsigned int)width, (unsigned int)height, 1), 1, stream, CU_STREAM_LEGACY);
+  return launch(function, (struct shape){volume((unsigned int)width, (unsigned int)height, 1), 1, NULL}, stream, CU_STREAM_LEGACY);
 }

@@ -281,6 +281,40 @@ nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, struct utilisati
   return NVML_SUCCESS;
 }
 
+enum { HIGHEST_MHZ = 1980, CLOCKS = 4 }; /* as an H200's */
+
+nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t device, int type, unsigned int *out) {
+  NEED_DEVICE(device, out);
+  REFUSE_IF(type < 0 || type >= CLOCKS, NVML_ERROR_INVALID_ARGUMENT);
+  world_lock(world);
+  *out = (unsigned int)((uint64_t)HIGHEST_MHZ * device->clock_ppm / WORLD_WHOLE);
+  world_unlock(world);
+  return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t device, int type, unsigned int *out) {
+  NEED_DEVICE(device, out);
+  REFUSE_IF(type < 0 || type >= CLOCKS, NVML_ERROR_INVALID_ARGUMENT);
+  *out = HIGHEST_MHZ;
+  return NVML_SUCCESS;
+}
+
+static nvmlReturn_t lock_clock(nvmlDevice_t device, uint32_t ppm) {
+  NEED_DEVICE(device, device);
+  world_lock(world);
+  device->locked_ppm = ppm;
+  if (ppm > 0) device->clock_ppm = ppm;
+  world_unlock(world);
+  return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceSetGpuLockedClocks(nvmlDevice_t device, unsigned int least, unsigned int most) {
+  REFUSE_IF(least == 0 || least > most || most > HIGHEST_MHZ, NVML_ERROR_INVALID_ARGUMENT);
+  return lock_clock(device, (uint32_t)((uint64_t)most * WORLD_WHOLE / HIGHEST_MHZ));
+}
+
+nvmlReturn_t nvmlDeviceResetGpuLockedClocks(nvmlDevice_t device) { return lock_clock(device, 0); }
+
 /* NVML's times are microseconds of the calendar; a world's are those of a clock that began elsewhere. */
 static int64_t calendar_us(int64_t ns) {
   struct timespec real;

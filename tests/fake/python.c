@@ -5,7 +5,8 @@
 #include <string.h>
 
 #define HOOK(name, parameters) #name,
-#define GATE(name) #name,
+#define COPY(name, ...) #name,
+#define PAUSE(name, ...) #name,
 #define DENY(name, error) #name,
 #define EXPORT(name) #name,
 static const char *const names[] = {
@@ -41,6 +42,14 @@ int64_t python_executed_ns(struct world *world, int pid, int device) {
   return ns;
 }
 
+int64_t python_last_ns(struct world *world, int pid, int device) {
+  look(world);
+  const struct process *process = world_find(world, pid);
+  int64_t ns = process != NULL ? process->last_ns[device] : 0;
+  world_unlock(world);
+  return ns;
+}
+
 int64_t python_memory(struct world *world, int pid, int device) {
   look(world);
   const struct process *process = world_find(world, pid);
@@ -59,6 +68,13 @@ int64_t python_used(struct world *world, int device) {
 int64_t python_busy_ns(struct world *world, int device) {
   look(world);
   int64_t ns = world->devices[device].busy_ns;
+  world_unlock(world);
+  return ns;
+}
+
+int64_t python_copied_ns(struct world *world, int device) {
+  look(world);
+  int64_t ns = world->devices[device].copied_ns;
   world_unlock(world);
   return ns;
 }

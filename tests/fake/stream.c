@@ -11,6 +11,7 @@ static _Thread_local struct {
 static struct stream *open_stream(struct context *context, enum lane_kind kind, unsigned int flags, int priority) {
   world_lock(driver_world);
   uint32_t lane = world_open_lane(driver_self, context->device, context->number, kind);
+  if (lane < WORLD_LANES) driver_self->lanes[lane].part_ppm = context->part_ppm;
   world_unlock(driver_world);
   struct stream *stream = lane < WORLD_LANES ? calloc(1, sizeof *stream) : NULL;
   if (stream == NULL) return NULL;
@@ -82,10 +83,8 @@ void stream_free_all(struct context *context) {
   context->streams = context->legacy = NULL;
 }
 
-static CUresult create(CUstream *out, unsigned int flags, int priority) {
-  struct context *context;
+CUresult stream_create(CUstream *out, struct context *context, unsigned int flags, int priority) {
   REFUSE_IF(out == NULL || flags > 1, CUDA_ERROR_INVALID_VALUE);
-  TRY(context_need(&context));
   LOCKED;
   struct stream *stream = open_stream(context, flags ? LANE_NON_BLOCKING : LANE_BLOCKING, flags, priority);
   *out = (CUstream)stream;
@@ -93,13 +92,17 @@ static CUresult create(CUstream *out, unsigned int flags, int priority) {
 }
 
 CUresult cuStreamCreate(CUstream *out, unsigned int flags) {
+  struct context *context;
   CALL(cuStreamCreate);
-  return create(out, flags, 0);
+  TRY(context_need(&context));
+  return stream_create(out, context, flags, 0);
 }
 
 CUresult cuStreamCreateWithPriority(CUstream *out, unsigned int flags, int priority) {
+  struct context *context;
   CALL(cuStreamCreateWithPriority);
-  return create(out, flags, priority < -5 ? -5 : priority > 0 ? 0 : priority);
+  TRY(context_need(&context));
+  return stream_create(out, context, flags, priority < -5 ? -5 : priority > 0 ? 0 : priority);
 }
 
 CUresult cuStreamDestroy_v2(CUstream handle) {
@@ -130,6 +133,7 @@ static CUresult query(CUstream handle, CUstream implied) {
   struct stream *stream;
   TRY(stream_find(handle, implied, &stream));
   TRY(capture_touch(stream));
+  world_spend(driver_world, driver_world->config.traits.call_ns);
   return reached(stream->lane, driver_self->lanes[stream->lane].submitted) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 

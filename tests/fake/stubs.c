@@ -9,7 +9,8 @@
     return problem ? problem : CUDA_ERROR_NOT_SUPPORTED; \
   }
 #define HOOK(name, parameters) EXPORT(name)
-#define GATE(name) EXPORT(name)
+#define COPY(name, ...) EXPORT(name)
+#define PAUSE(name, ...) EXPORT(name)
 #define DENY(name, error) EXPORT(name)
 #include "exports.def"
 #include "hooks.def"

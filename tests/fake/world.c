@@ -50,11 +50,13 @@ int world_create(const char *path, const struct world_config *config) {
   world->virtual_ns = config->virtual_ns;
   world->now_ns = world_now(world);
   world->next_sample_ns = world->now_ns + config->sample_ns;
+  world->next_clock_ns = config->traits.clock_ns > 0 ? world->now_ns : WORLD_NEVER;
   for (uint32_t d = 0; d < config->devices; d++) {
     struct device *device = &world->devices[d];
     memcpy(device->name, config->name, sizeof device->name);
     memcpy(device->uuid, config->uuids[d], sizeof device->uuid);
     device->memory = config->memory;
+    device->clock_ppm = WORLD_WHOLE;
   }
   world->magic = MAGIC;
   munmap(world, sizeof *world);
@@ -214,9 +216,27 @@ uint32_t world_open_lane(struct process *process, int device, uint32_t context, 
     lane->kind = kind;
     lane->device = device;
     lane->context = context;
+    lane->part_ppm = WORLD_WHOLE;
     return i;
   }
   return WORLD_LANES;
+}
+
+void world_spend(struct world *world, int64_t ns) {
+  enum { SPUN_NS = 100000 }; /* what is shorter is spun, as sleepers wake up late */
+  if (ns <= 0) return;
+  if (world->config.virtual_ns != 0) {
+    world_lock(world);
+    world->virtual_ns += ns;
+    world_advance(world, world_now(world));
+    world_unlock(world);
+    return;
+  }
+  int64_t end = world_clock() + ns;
+  struct timespec until = {.tv_sec = end / 1000000000, .tv_nsec = end % 1000000000};
+  if (ns > SPUN_NS)
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR) continue;
+  while (world_clock() < end) continue;
 }
 
 void world_sleep(_Atomic uint32_t *word, uint32_t seen, int64_t until_ns) {

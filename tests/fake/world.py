@@ -1,21 +1,38 @@
 """The machine with the fake GPUs: a file that all processes given its name share, made and watched from here."""
 
 import ctypes
+import dataclasses
 import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fake.build import Fakes
+from tests.fake.profiles import PROFILES, Traits
 
 DEVICES = 16
+PROFILE_ENV = "FAKE_GPU_PROFILE"  # for worlds that name no profile
 MIB = 1 << 20
+
+
+class _Traits(ctypes.Structure):
+    """`struct world_traits`."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        *(
+            (field.name, ctypes.c_int64 if field.name.endswith(("_ns", "_bps")) else ctypes.c_uint32)
+            for field in dataclasses.fields(Traits)
+            if field.name != "seed"
+        ),
+    )
 
 
 class _Config(ctypes.Structure):
     """`struct world_config`."""
 
     _fields_ = (
+        ("traits", _Traits),
         *((name, ctypes.c_uint64) for name in ("memory", "granule", "pool_chunk", "context_bytes")),
         *((name, ctypes.c_int64) for name in ("slice_ns", "tick_ns", "sample_ns", "virtual_ns")),
         *((name, ctypes.c_uint32) for name in ("devices", "driver_version", "capability", "queue_depth")),
@@ -26,7 +43,8 @@ class _Config(ctypes.Structure):
 
 class World:
     """Devices of one model, each with `memory` bytes. Times are in nanoseconds of CLOCK_MONOTONIC, or of a clock that only
-    moves by `advance` and when a process waits (`virtual`)."""
+    moves by `advance` and when a process waits (`virtual`). `profile` names what makes the devices less convenient, see
+    profiles.py; further arguments change single traits of it."""
 
     def __init__(
         self,
@@ -47,6 +65,8 @@ class World:
         queue_depth: int = 1024,
         tick_ns: int = 500,
         sample_ns: int = 166_666_667,
+        profile: str | None = None,
+        **traits: int,
     ) -> None:
         self.path = path
         self.fakes = fakes
@@ -54,7 +74,10 @@ class World:
         self.device_memory = memory
         self.uuids = [*uuids, *(uuid.uuid4() for _ in range(devices - len(uuids)))]
         self._library = ctypes.CDLL(str(fakes.world))
+        chosen = PROFILES[profile or os.environ.get(PROFILE_ENV, "plain")]
+        self.traits = dataclasses.replace(chosen, **traits)
         config = _Config(
+            _Traits(*dataclasses.astuple(self.traits)),
             memory, granule, pool_chunk, context_bytes, slice_ns, tick_ns, sample_ns, int(virtual),
             devices, driver_version, capability, queue_depth, name.encode(),
         )  # fmt: skip
@@ -94,8 +117,16 @@ class World:
         """Return the device time of a process, also of an ended one: the measure of shares."""
         return self._ask("executed_ns", pid, device)
 
+    def last_ns(self, pid: int, device: int = 0) -> int:
+        """Return when the device last worked for a process: now, if it does; 0 if it never did."""
+        return self._ask("last_ns", pid, device)
+
     def busy_ns(self, device: int = 0) -> int:
         return self._ask("busy_ns", device)
+
+    def copied_ns(self, device: int = 0) -> int:
+        """Time in which anything was copied between the host and the device."""
+        return self._ask("copied_ns", device)
 
     def pending(self, pid: int) -> int:
         """Kernels and other pieces of work that the process has submitted and that are not done."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cuda_guard.auditor import Finding
 from cuda_guard.driver import find_driver
 from mesh.gpus.guard import Bypass
 from mesh.gpus.tenant import Tenant
@@ -157,6 +158,17 @@ async def test_bypassing_job_is_reported_by_policy(open_lab: OpenLab) -> None:
         await until(lambda: lab.watched.found, "it to be found")
         await lab.beyond(lab.steps + 3)
         assert "its node's owner is told" in lab.watched.found[0] and not tenant_of(lab).gate_closed
+
+
+async def test_utilisation_is_advice(open_lab: OpenLab) -> None:
+    """NVML counts periods in which any kernel ran, so an honest job can be above its share: it is neither stopped nor accused."""
+    async with open_lab() as lab:
+        await lab.program(LAUNCHES)
+        tenant = tenant_of(lab)
+        lab.watched.guard._act(tenant, Finding("utilisation", tenant.name, lab.uuid, 1, "process 1 uses 41 %"))
+        await lab.beyond(lab.steps + 3)
+        assert not tenant.gate_closed and lab.watched.found == []
+        assert "may use more than its share" in lab.watched.warned[0]
 
 
 async def test_honest_job_is_not_disturbed(open_lab: OpenLab) -> None:

@@ -1,17 +1,21 @@
-"""GPU workloads by PyTorch, CuPy or the driver API alone, as a process that `guard_gpu.py` measures.
+"""GPU workloads by PyTorch, JAX, CuPy or the driver API alone, as a process that `guard_gpu.py` measures.
 
-gpu.py WORKLOAD SECONDS   warms up, prints "ready", waits for a line, works that long, prints its result as JSON
-gpu.py hold GIGABYTES     holds this much memory until it reads a line
-gpu.py depth 0            prints how many launches the driver queues
-gpu.py gate 0             launches all the time; at each line, prints when its last work before the closed gate ended
+gpu.py work WORKLOAD   warms up, prints "ready"; for each line with a number of seconds, works that long and prints the result
+gpu.py hold GIGABYTES  holds this much memory until it reads a line
+gpu.py gate            launches all the time; at each line, prints when its last work before the closed gate ended
+gpu.py NAME            prints the result of `depth`, `primitives`, `quota`, `gated` or `first`
 """
 
+import ctypes
 import importlib.util
 import json
+import os
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from spin import Spinner
@@ -19,7 +23,10 @@ from spin import Spinner
 QUIET_S = 0.02  # without a launch, the gate counts as closed
 SLOW_S = 125e-6  # half of the running kernel's time: the launch waited for it
 MOST_LAUNCHES = 4096
-Step = Callable[[], Any]
+CALLS, BATCHES = 200, 15  # primitive calls are timed in batches
+LOADED = 100  # functions of which the first launch is measured
+PAUSE_S = 0.05
+Step = Callable[[], Any]  # does some work and returns how much, or None for one unit
 
 
 class Missing(Exception):
@@ -32,67 +39,122 @@ def torch_steps(workload: str) -> tuple[Step, Step]:
 
     if not torch.cuda.is_available():
         raise Missing("PyTorch finds no GPU (it may be built without CUDA)")
-    x = torch.randn(4096, 1024, device="cuda")
+    if workload == "NCCL":
+        return nccl(torch), torch.cuda.synchronize
+    x = torch.randn(8192, 4096, device="cuda")  # fills an H200: 64 tiles of 128 x 256 for each of its layers' products
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
-    def matmul() -> Step:
-        layers = [torch.nn.Linear(1024, 1024) for _ in range(8)]
-        model = torch.nn.Sequential(*layers).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    def train() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
 
-        def train() -> None:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        return train
-
-    def small() -> Step:
-        y = torch.zeros(1 << 14, device="cuda")
-        return lambda: y.add_(1)
-
-    def graphs() -> Step:
-        one, graph = small(), torch.cuda.CUDAGraph()
+    def graph() -> Step:
+        train()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for _ in range(50):
-                one()
-        return graph.replay
+        made = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(made):
+            for _ in range(4):
+                model(x)
+        return made.replay
 
-    def triton() -> Step:
-        if importlib.util.find_spec("triton") is None:
-            raise Missing("no Triton")
-        return torch.compile(lambda: torch.relu(x * 2 + 1).sum(1))
+    if workload == "CUDA graphs":
+        return graph(), torch.cuda.synchronize
+    if workload == "PyTorch eager":
+        return train, torch.cuda.synchronize
+    if importlib.util.find_spec("triton") is None:
+        raise Missing("no Triton")
+    if workload == "PyTorch compiled":
+        return torch.compile(train), torch.cuda.synchronize
+    if workload == "Triton":
+        return torch.compile(lambda: torch.relu(x * 2 + 1).sum(1)), torch.cuda.synchronize
+    raise Missing(f"PyTorch does no {workload}")
 
-    steps = {"matmul training": matmul, "small kernels": small, "CUDA graphs": graphs, "Triton": triton}
-    return steps[workload](), torch.cuda.synchronize
+
+def nccl(torch: Any) -> Step:
+    """Reduce 256 MiB over all ranks; the environment says which this is."""
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    torch.distributed.init_process_group("nccl")
+    tensor = torch.ones(64 << 20, device="cuda")
+    return lambda: torch.distributed.all_reduce(tensor) and None
+
+
+def jax_steps(workload: str) -> tuple[Step, Step]:
+    import jax
+
+    if workload != "JAX":
+        raise Missing(f"JAX does no {workload}")
+    x = jax.numpy.ones((8192, 8192), dtype="bfloat16")
+    multiply = jax.jit(lambda a: a @ a)
+    last = [multiply(x)]
+
+    def step() -> None:
+        last[0] = multiply(x)
+
+    def wait() -> None:
+        last[0].block_until_ready()
+
+    return step, wait
 
 
 def cupy_steps(workload: str) -> tuple[Step, Step]:
     import cupy
 
-    wait = cupy.cuda.Device().synchronize
-    if workload == "matmul training":
-        a = cupy.ones((4096, 4096), dtype=cupy.float32)
-        return (lambda: a @ a), wait
-    if workload == "small kernels":
-        y = cupy.zeros(1 << 14, dtype=cupy.float32)
-        return (lambda: cupy.add(y, 1, out=y)), wait
-    raise Missing(f"CuPy does no {workload}")
+    if workload != "CuPy":
+        raise Missing(f"CuPy does no {workload}")
+    a = cupy.ones((8192, 8192), dtype=cupy.float32)
+    return (lambda: cupy.add(a, 1, out=a) is None), cupy.cuda.Device().synchronize
+
+
+def mixed(spinner: Spinner, every: int, times: int) -> Step:
+    short, long, rng = spinner.kernel(20), spinner.kernel(20 * times), Random(7)
+
+    def step() -> int:
+        return long() if rng.randrange(every) == 0 else short()
+
+    return step
+
+
+def stepped(spinner: Spinner) -> Step:
+    """Launch 5 ms of work, wait for it by asking, and rest."""
+    launch = spinner.kernel(100)
+
+    def step() -> int:
+        for _ in range(50):
+            launch()
+        while not spinner.is_idle():
+            time.sleep(0.0002)
+        time.sleep(PAUSE_S)
+        return 5000
+
+    return step
 
 
 def driver_steps(workload: str) -> tuple[Step, Step]:
     spinner = Spinner()
-    if workload == "small kernels":
-        return spinner.kernel("k_20us"), spinner.wait
-    if workload == "CUDA graphs":
-        return spinner.graph(), spinner.wait
-    raise Missing(f"the driver alone does no {workload}")
+    steps: dict[str, Callable[[], Step]] = {
+        "small kernels": lambda: spinner.kernel(20),
+        "long kernels": lambda: spinner.kernel(2000),
+        "CUDA graphs": spinner.graph,
+        "fills": spinner.fill,
+        "steps": lambda: stepped(spinner),
+    }
+    if workload.startswith("one of "):  # "one of 8 is 50 times longer"
+        every, times = (int(word) for word in workload.split() if word.isdigit())
+        steps[workload] = lambda: mixed(spinner, every, times)
+    if workload not in steps:
+        raise Missing(f"the driver alone does no {workload}")
+    return steps[workload](), spinner.wait
+
+
+MAKERS = (("torch", torch_steps), ("jax", jax_steps), ("cupy", cupy_steps), ("", driver_steps))
 
 
 def steps_of(workload: str) -> tuple[Step, Step, str]:
     """Return the functions of a workload, and the name of the framework that runs it."""
     why = []
-    for name, make in (("torch", torch_steps), ("cupy", cupy_steps), ("", driver_steps)):
+    for name, make in MAKERS:
         if name and importlib.util.find_spec(name) is None:
             why.append(f"no {name} in {sys.executable}")
             continue
@@ -103,9 +165,28 @@ def steps_of(workload: str) -> tuple[Step, Step, str]:
     raise Missing("; ".join(why))
 
 
+def work(workload: str) -> None:
+    step, wait, by = steps_of(workload)
+    for _ in range(20):
+        step()
+    wait()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        seconds, units, begun = float(line), 0, time.perf_counter()
+        waited = begun
+        while time.perf_counter() - begun < seconds:
+            units += step() or 1
+            if time.perf_counter() - waited > 0.05:  # so that little is queued when the time is over
+                wait()
+                waited = time.perf_counter()
+        wait()
+        took = time.perf_counter() - begun
+        print(json.dumps({"units": units, "took": took, "rate": units / took, "by": by}), flush=True)
+
+
 def gate() -> None:
     spinner, launched = Spinner(), 0
-    launch = spinner.kernel("k_250us")
+    launch = spinner.kernel(250)
 
     def launches() -> None:
         nonlocal launched
@@ -126,10 +207,10 @@ def gate() -> None:
         print(ended, flush=True)
 
 
-def depth() -> int:
+def depth() -> dict[str, Any]:
     """Return how many launches the driver accepts before one has to wait; the maximum tried if none waits."""
     spinner = Spinner()
-    launch, slow, count = spinner.kernel("k_250us"), 0, 0
+    launch, slow, count = spinner.kernel(250), 0, 0
     launch()
     spinner.wait()
     while count < MOST_LAUNCHES and slow < 2:  # a single slow launch may have waited for the CPU
@@ -137,44 +218,111 @@ def depth() -> int:
         launch()
         slow = slow + 1 if time.perf_counter() - begun > SLOW_S else 0
         count += 1
-    return count - slow
+    return {"depth": count - slow}
+
+
+def primitives() -> dict[str, Any]:
+    """Return us of calls that the guard makes, and of an event from its record after a wait until it is ready."""
+    spinner = Spinner()
+    driver, stream = spinner.driver, spinner.stream
+    event, pool = driver.record(stream), driver.out("cuDeviceGetDefaultMemPool", 0)
+    value, pointer = ctypes.c_uint64(), ctypes.c_void_p()
+    spinner.wait()
+    calls: dict[str, Step] = {
+        "nothing (the cost of asking from Python)": lambda: driver.cuDriverGetVersion(ctypes.byref(value)),
+        "cuCtxGetCurrent": lambda: driver.cuCtxGetCurrent(ctypes.byref(pointer)),
+        "cuCtxGetDevice": lambda: driver.cuCtxGetDevice(ctypes.byref(value)),
+        "cuEventRecord": lambda: driver.cuEventRecord(event, stream),
+        "cuEventQuery": lambda: driver.cuEventQuery(event),
+        "cuStreamQuery": lambda: driver.cuStreamQuery(stream),
+        "cuEventElapsedTime": lambda: driver.elapsed_ms(event, event),
+        "cuMemPoolGetAttribute": lambda: driver.cuMemPoolGetAttribute(pool, 5, ctypes.byref(value)),
+        "cuLaunchKernel": spinner.kernel(1),
+    }
+    found: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        for _ in range(BATCHES):
+            spinner.wait()
+            begun = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            found.setdefault(name, []).append((time.perf_counter() - begun) / CALLS * 1e6)
+            spinner.wait()
+    ready, at_once = [], 0
+    for _ in range(CALLS):
+        spinner.kernel(20)()
+        spinner.wait()
+        begun = time.perf_counter()
+        driver.cuEventRecord(event, stream)
+        at_once += driver.code("cuEventQuery", event) == 0
+        while driver.code("cuEventQuery", event):
+            pass
+        ready.append((time.perf_counter() - begun) * 1e6)
+    return {"calls": found, "ready_us": ready, "at_once": at_once / CALLS}
+
+
+def quota() -> dict[str, Any]:
+    """Allocate until the driver or the guard refuses; hold it until a line is read."""
+    spinner, taken = Spinner(calibrate=False), 0
+    pointer = ctypes.c_uint64()
+    for size in (256 << 20, 32 << 20, 2 << 20):
+        while spinner.driver.code("cuMemAlloc_v2", ctypes.byref(pointer), size) == 0:
+            taken += size
+            if taken >= 8 << 30:
+                break
+    print("ready", flush=True)
+    sys.stdin.readline()
+    return {"bytes": taken}
+
+
+def gated() -> dict[str, Any]:
+    """Return the seconds of 40 ms of work queued behind a function that this thread lets return only afterwards."""
+    spinner = Spinner()
+    launch, taken = spinner.kernel(1000), []
+    function_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    for _ in range(10):
+        go = threading.Event()
+        function = function_type(lambda _, go=go: go.wait() and None)
+        begun = time.perf_counter()
+        spinner.driver.cuLaunchHostFunc(spinner.stream, function, None)
+        for _ in range(40):
+            launch()
+        go.set()
+        spinner.wait()
+        taken.append(time.perf_counter() - begun)
+    return {"s": taken}
+
+
+def first() -> dict[str, Any]:
+    """Return the seconds of steps that launch each of many functions once; the first one loads them."""
+    spinner = Spinner()
+    launches, taken = [spinner.kernel(10, spinner.load()) for _ in range(LOADED)], []
+    for _ in range(60):
+        begun = time.perf_counter()
+        for launch in launches:
+            launch()
+        spinner.wait()
+        taken.append(time.perf_counter() - begun)
+    return {"s": taken, "usual_s": statistics.median(taken[-20:])}
 
 
 def main() -> None:
-    workload, seconds = sys.argv[1], float(sys.argv[2])
-    if workload == "gate":
+    what = sys.argv[1]
+    if what == "work":
+        work(sys.argv[2])
+    elif what == "gate":
         gate()
-        return
-    if workload == "hold":
-        Spinner().hold(int(seconds * 2**30))
+    elif what == "hold":
+        Spinner(calibrate=False).hold(int(float(sys.argv[2]) * 2**30))
         print("ready", flush=True)
         sys.stdin.readline()
         print("{}")
-        return
-    if workload == "depth":
-        print(json.dumps({"depth": depth()}))
-        return
-    step, wait, by = steps_of(workload)
-    for _ in range(100):
-        step()
-    wait()
-    begun = time.perf_counter()
-    for _ in range(200):
-        step()
-    latency_us = (time.perf_counter() - begun) / 200 * 1e6
-    wait()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    units, begun = 0, time.perf_counter()
-    while time.perf_counter() - begun < seconds:
-        for _ in range(20):
-            step()
-        units += 20
-        if units % 200 == 0:
-            wait()
-    wait()
-    took = time.perf_counter() - begun
-    print(json.dumps({"rate": units / took, "latency_us": latency_us, "by": by}))
+    else:
+        print(
+            json.dumps(
+                {"depth": depth, "primitives": primitives, "quota": quota, "gated": gated, "first": first}[what]()
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Kernels with a fixed run time, launched by the driver API alone: `k_20us` spins for 20 microseconds.
+"""A kernel whose work is counted in iterations, launched by the driver API alone.
 
-The driver compiles them from PTX. The fake driver knows these names without PTX, so the same code measures both.
+It fills the device, and its time is that of its iterations: unlike a kernel that waits for a clock, it makes no progress while it
+is preempted. The driver compiles it from PTX. The fake driver knows its name without PTX, so the same code measures both.
 """
 
 import ctypes
@@ -12,50 +13,106 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.fake.client import Driver
 
-NAMES = {"k_20us": 20_000, "k_250us": 250_000}
+NAME = "k_1us_per_arg"  # its first parameter: microseconds, once calibrated
+THREADS, BLOCKS_PER_MULTIPROCESSOR = (
+    1024,
+    2,
+)  # 2,048 threads fill a multiprocessor (CUDA Programming Guide, compute capabilities)
+MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 GRAPH_NODES = 50
-HEADER = ".version 6.3\n.target sm_75\n.address_size 64\n"  # the oldest that CUDA 13 supports
-KERNEL = """
-.visible .entry {name}() {{
-  .reg .u64 %begun, %now, %passed;
-  .reg .pred %early;
-  mov.u64 %begun, %globaltimer;
-AGAIN_{name}:
-  mov.u64 %now, %globaltimer;
-  sub.u64 %passed, %now, %begun;
-  setp.lt.u64 %early, %passed, {ns};
-  @%early bra AGAIN_{name};
+GUESS, CALIBRATION_US = 400, 2000  # iterations per microsecond before they are measured; time to measure them
+PTX = f"""
+.version 6.3
+.target sm_75
+.address_size 64
+.visible .entry {NAME}(.param .u32 us, .param .u32 per_us, .param .u64 sink) {{
+  .reg .u32 %count, %scale;
+  .reg .u64 %out;
+  .reg .f32 %x;
+  .reg .pred %more, %odd;
+  ld.param.u32 %count, [us];
+  ld.param.u32 %scale, [per_us];
+  ld.param.u64 %out, [sink];
+  mul.lo.u32 %count, %count, %scale;
+  mov.f32 %x, 0f3F000000;
+AGAIN:
+  fma.rn.f32 %x, %x, %x, 0f3E800000;
+  sub.u32 %count, %count, 1;
+  setp.gt.s32 %more, %count, 0;
+  @%more bra AGAIN;
+  setp.eq.f32 %odd, %x, 0fC0000000;
+  @%odd st.global.f32 [%out], %x;
   ret;
 }}
-"""
-
-
-def ptx() -> str:
-    return HEADER + "".join(KERNEL.format(name=name, ns=ns) for name, ns in NAMES.items())
+"""  # the last store never happens, and keeps the compiler from dropping the loop
 
 
 class Spinner:
-    """The first device with a context, a stream and these kernels."""
+    """The first device with a context, a stream and the kernel, calibrated."""
 
-    def __init__(self) -> None:
+    def __init__(self, calibrate: bool = True) -> None:
         self.driver = Driver("libcuda.so.1")
         self.context = self.driver.start()
-        module = self.driver.out("cuModuleLoadData", ptx().encode() + b"\0")
-        self._functions = {name: self.driver.out("cuModuleGetFunction", module, name.encode()) for name in NAMES}
+        self.function = self.load()
         self.stream = self.driver.out("cuStreamCreate", 1)
+        count = ctypes.c_int()
+        self.driver.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, 0)
+        self._grid = count.value * BLOCKS_PER_MULTIPROCESSOR
+        self._scale, self._sink = ctypes.c_uint32(GUESS), ctypes.c_uint64(self.driver.out("cuMemAlloc_v2", 4))
+        if calibrate:
+            self.elapsed_us(CALIBRATION_US)  # loads it
+            took = self.elapsed_us(CALIBRATION_US)
+            self._scale.value = max(1, round(GUESS * CALIBRATION_US / max(took, 1)))
 
-    def kernel(self, name: str) -> Callable[[], None]:
-        function, stream = self._functions[name], self.stream
-        return lambda: self.driver.launch(function, stream)
+    def load(self) -> int:
+        return self.driver.out(
+            "cuModuleGetFunction", self.driver.out("cuModuleLoadData", PTX.encode() + b"\0"), NAME.encode()
+        )
 
-    def graph(self) -> Callable[[], None]:
-        one, graph = self.kernel("k_20us"), ctypes.c_uint64()
+    def elapsed_us(self, us: int) -> float:
+        start = self.driver.record(self.stream)
+        self.kernel(us)()
+        end = self.driver.record(self.stream)
+        self.driver.cuEventSynchronize(end)
+        return self.driver.elapsed_ms(start, end) * 1000
+
+    def kernel(self, us: int, function: int = 0) -> Callable[[], int]:
+        """Return a function that launches so many microseconds of work and returns them."""
+        number = ctypes.c_uint32(us)
+        params = (ctypes.c_void_p * 3)(*map(ctypes.addressof, (number, self._scale, self._sink)))
+        words = (function or self.function, self._grid, 1, 1, THREADS, 1, 1, 0, self.stream, params, None)
+
+        def launch() -> int:
+            self.driver.cuLaunchKernel(*words)
+            return number.value
+
+        return launch
+
+    def graph(self) -> Callable[[], int]:
+        one, graph = self.kernel(20), ctypes.c_uint64()
         self.driver.cuStreamBeginCapture_v2(self.stream, 0)
         for _ in range(GRAPH_NODES):
             one()
         self.driver.cuStreamEndCapture(self.stream, ctypes.byref(graph))
         executable = self.driver.out("cuGraphInstantiateWithFlags", graph, 0)
-        return lambda: self.driver.cuGraphLaunch(executable, self.stream)
+
+        def launch() -> int:
+            self.driver.cuGraphLaunch(executable, self.stream)
+            return 20 * GRAPH_NODES
+
+        return launch
+
+    def fill(self) -> Callable[[], int]:
+        """Return a function that fills and copies 256 MiB within the device, and returns the MiB moved."""
+        size = 256 << 20
+        one, other = (self.driver.out("cuMemAlloc_v2", size) for _ in range(2))
+
+        def move() -> int:
+            self.driver.cuMemsetD8Async(one, 0, size, self.stream)
+            self.driver.cuMemcpyDtoDAsync_v2(other, one, size, self.stream)
+            return 512
+
+        return move
 
     def wait(self) -> None:
         self.driver.cuStreamSynchronize(self.stream)
