@@ -13,6 +13,7 @@ from sim.protocol.job_checkers import all_job_checkers
 from sim.protocol.jobs import JobsWorld
 from sim.protocol.membership import MembershipWorld
 from sim.protocol.membership_checkers import all_checkers
+from sim.protocol.queue_checkers import all_queue_checkers
 from sim.protocol.revocation_checkers import RevokedNodes
 
 
@@ -46,7 +47,13 @@ def run_membership(seed: int, nodes: int, minutes: float) -> None:
 
 
 def run_jobs(seed: int, nodes: int | None, minutes: float, count: int, unfixed: bool) -> None:
-    checkers = [*all_job_checkers(), *all_checkpoint_checkers(), *all_guest_checkers(), RevokedNodes()]
+    checkers = [
+        *all_job_checkers(),
+        *all_checkpoint_checkers(),
+        *all_guest_checkers(),
+        RevokedNodes(),
+        *all_queue_checkers(),
+    ]
     world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, unfixed=unfixed, job_checkers=checkers)
     print(f"{len(world.nodes)} nodes of {world.mesh}")
     print(f"faults {world.faults}")

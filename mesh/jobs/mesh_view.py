@@ -17,7 +17,7 @@ from mesh.rpc.client import decode_facts
 from mesh.util.boottime import boot_s
 from placement.advert import Advert, AdvertError, decode_advert
 from placement.observed import Caps, capped
-from placement.queue import Patience, Queue
+from placement.queue import Patience
 from placement.zones import Hierarchy, two_level_since
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,8 @@ class MeshView:
         if adverts == self.last.adverts:
             adverts = tuple(self.last.adverts)  # the same object, so that comparisons are fast
         hierarchy = self._hierarchy(members, adverts)
-        job_table, queue = self._job_table, None
-        if job_table.waiting:
-            queue = self._queue(hierarchy)
-        running = tuple(job_table.running) if queue is not None else ()
-        ends, array_ends, disks = job_table.ends, job_table.array_ends, self.disks()
-        self.last = View(self._me, alive, leaving, left, adverts, disks, queue, ends, array_ends, running, hierarchy)
+        view = View(self._me, alive, leaving, left, adverts, self.disks(), hierarchy=hierarchy)
+        self.last = with_jobs(view, self._job_table, self._patience, time.monotonic(), time.time())
         return self.last
 
     def hierarchy(self) -> Hierarchy:
@@ -92,12 +88,18 @@ class MeshView:
         leaving = frozenset(m.node_id for m in members if m.draining)
         return Hierarchy(self._two_level_since, adverts, {m.node_id: m.host for m in members}, leaving)
 
-    def _queue(self, hierarchy: Hierarchy) -> Queue:
-        now = time.monotonic()
-        adverts = hierarchy.adverts
-        queue = self._job_table.queue(adverts, time.time(), self._patience.idle(now), hierarchy.rank)
-        self._patience.saw(queue.kept, now)
-        return queue
+
+def with_jobs(view: View, job_table: JobTable, patience: Patience, now: float, now_unix: float) -> View:
+    """Return the view with what is known of other jobs: their ends and, while any job waits, the queue and who runs.
+
+    `now` is seconds of a monotonic clock.
+    """
+    ends, array_ends = job_table.ends, job_table.array_ends
+    if not job_table.waiting:
+        return replace(view, ends=ends, array_ends=array_ends)
+    queue = job_table.queue(view.adverts, now_unix, patience.idle(now), view.hierarchy.rank)
+    patience.saw(queue.kept, now)
+    return replace(view, ends=ends, array_ends=array_ends, queue=queue, running=tuple(job_table.running))
 
 
 def instant() -> Instant:

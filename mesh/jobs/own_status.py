@@ -7,8 +7,10 @@ from typing import Any
 
 from membership.identity import NodeId, short_id
 from mesh.consensus.effects import StateChanged
+from mesh.consensus.leader import Leader
 from mesh.consensus.participant import Participant
 from mesh.consensus.status import JobStatus, status_of
+from mesh.consensus.view import Instant
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.event_log import EventLog
 from mesh.jobs.job_table import OWN, JobTable
@@ -17,6 +19,7 @@ from mesh.jobs.standby import StandbySync
 from mesh.jobs.status_gossip import StatusGossip, speaks_for
 from mesh.model.events import Kind, describe
 from mesh.model.spec import format_job, waiting_place
+from placement.queue import Waiting
 
 ACTING = {"asking", "preparing", "offered", "waiting"}  # in any other state a leader's text is outdated
 PENDING_EVENT_EVERY_S = 30.0  # a job that waits changes its reason often; one event now and then is enough (own choice)
@@ -106,9 +109,7 @@ class OwnStatus:
         attempt, leader = self._attempts.get(job), self._participant.leaders.get(job)
         acts = runner is not None or self._leader_acts(job)
         state, detail = self.state(job) if acts else ("", "")
-        waiting = None
-        if leader is not None and acts and runner is None and not leader.held_back:
-            waiting = waiting_place(leader.spec, leader.request(leader.witness.witness_record.record, instant()))
+        waiting = queued_by(leader, instant()) if runner is None else None
         if attempt is None:
             return status_of(job, witness, runner, state, detail, None, waiting)
         warm = runner is not None and self._standby_sync.is_warm(
@@ -130,5 +131,16 @@ class OwnStatus:
         )
 
     def _leader_acts(self, job: bytes) -> bool:
-        leader = self._participant.leaders.get(job)
-        return leader is not None and leader.state in ACTING
+        return leader_acts(self._participant.leaders.get(job))
+
+
+def leader_acts(leader: Leader | None) -> bool:
+    """Tell whether this node's leader moves the job on."""
+    return leader is not None and leader.state in ACTING
+
+
+def queued_by(leader: Leader | None, at: Instant) -> Waiting | None:
+    """Return the place in the queue of a job that this leader keeps waiting, None for a job that is held back."""
+    if leader is None or not leader_acts(leader) or leader.held_back:
+        return None
+    return waiting_place(leader.spec, leader.request(leader.witness.witness_record.record, at))

@@ -173,12 +173,16 @@ def draw_mesh(seed: int, without: Collection[str] = UNFIXED) -> MeshPlan:
 
 class WorkPlan(msgspec.Struct, frozen=True):
     """The jobs of one run, as shares: `failing` have guests that fail, `limited` may run for a time or until a deadline only, and
-    the guests of `stubborn` ones do not react to a notice.
+    the guests of `stubborn` ones do not react to a notice. `after` wait for another job, and `arrays` are arrays of jobs. `busy`
+    of the nodes have no place for jobs, and the others have one; jobs have different priorities then.
     """
 
     failing: float = 0.0
     limited: float = 0.0
     stubborn: float = 0.0
+    after: float = 0.0
+    arrays: float = 0.0
+    busy: float = 0.0
 
 
 def draw_work_plan(seed: int) -> WorkPlan:
@@ -187,4 +191,11 @@ def draw_work_plan(seed: int) -> WorkPlan:
     def maybe(high: float) -> float:
         return rng.uniform(0.1, high) if rng.random() < 0.5 else 0.0
 
-    return WorkPlan(failing=maybe(0.7), limited=maybe(0.7), stubborn=maybe(1.0))
+    return WorkPlan(
+        failing=maybe(0.7),
+        limited=maybe(0.7),
+        stubborn=maybe(1.0),
+        after=maybe(0.7),
+        arrays=maybe(0.4),
+        busy=rng.uniform(0.5, 0.9) if rng.random() < 0.4 else 0.0,
+    )

@@ -74,8 +74,8 @@ class Retries(JobChecker):
 
 
 class JustEnds(JobChecker):
-    """A job ends as failed only if its guests failed too often or its time is over by some node's clock, as done only if a guest
-    did all its steps, and as cancelled only if its user cancelled it.
+    """A job ends as failed only if its guests failed too often, its time is over by some node's clock, or a job that it comes
+    after did not succeed; as done only if a guest did all its steps; and as cancelled only if its user cancelled it.
 
     Found by: runners without an error budget, and deadlines that come early.
     """
@@ -86,6 +86,7 @@ class JustEnds(JobChecker):
         self._failed: dict[bytes, dict[int, set[int]]] = defaultdict(dict)  # exit codes of a gang's members by term
         self._done: set[bytes] = set()
         self._runs: dict[bytes, list[Run]] = defaultdict(list)
+        self._unsuccessful: set[bytes] = set()
 
     def exited(self, world: JobsWorld, node: JobNode, job: bytes, guest: Guest, end: GuestExited | GuestFailed) -> None:
         if _failed(guest, end):
@@ -108,9 +109,13 @@ class JustEnds(JobChecker):
         just = {"done": job in self._done, "cancelled": job in world.cancelled, "failed": self._may_fail(world, job)}
         if not just[outcome.kind]:
             raise self.violated(world, job, f"it ended as {outcome.kind} ({outcome.detail}) without cause")
+        if outcome.kind != "done":
+            self._unsuccessful.add(job)
 
     def _may_fail(self, world: JobsWorld, job: bytes) -> bool:
         spec, codes = world.specs[job], self._failed[job].values()
+        if self._unsuccessful & set(spec.after):
+            return True
         if len(codes) > spec.error_budget or any(not _may_retry(spec, code) for code in set().union(*codes)):
             return True
         latest_ms = 1000 * max(node.unix() for node in world.nodes)

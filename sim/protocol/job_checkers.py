@@ -12,7 +12,7 @@ from membership.identity import ID_BYTES
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.messages import Start
 from mesh.model.record import Commit, Config, Voter
-from mesh.model.spec import job_id
+from mesh.model.spec import job_id, waiting_place
 from placement.ranking import rank_nodes
 from sim.protocol.jobs import LIE, JobChecker, JobNode, JobsWorld, decides
 from sim.protocol.lease_checkers import all_lease_checkers
@@ -197,6 +197,8 @@ class SamePlacement(JobChecker):
         assert leader.view is not None
         request = leader.request(start.record, node.instant)
         offers = list(leader.view.offers)
+        if leader.view.queue is not None:
+            offers = leader.view.queue.left_for(waiting_place(leader.spec, request), offers)
         world.streams.get("world", "J11").shuffle(offers)
         open_to = rank_nodes(request, offers).first(1, leader.declined)
         if [candidate.node for candidate in open_to] != [to]:

@@ -7,8 +7,10 @@ take steps, copies that take time, owners who pull the kill switch. One seed det
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from functools import lru_cache, partial
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -75,11 +77,22 @@ from mesh.consensus.runner import Runner
 from mesh.consensus.view import Instant, Timer, View
 from mesh.consensus.witness import Witness
 from mesh.jobs.authority import Authority
+from mesh.jobs.mesh_view import with_jobs
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Outcome, Voter
-from mesh.model.spec import Checkpointing, HomePolicy, JobSpec, SpecError, encode_spec, job_id
+from mesh.model.spec import (
+    JOB_ID_BYTES,
+    ArrayPlace,
+    Checkpointing,
+    HomePolicy,
+    JobSpec,
+    SpecError,
+    encode_spec,
+    job_id,
+)
 from placement.advert import Advert, AdvertError, decode_advert, encode_advert
 from placement.decision import witness_order
+from placement.queue import Patience
 from placement.zones import Hierarchy
 from sim.protocol.backups import COPIED_EVERY_S, Backups, JournalCopy
 from sim.protocol.checkpoints import content, result
@@ -105,13 +118,14 @@ LIE = "lie"  # begins the detail of an outcome that a malicious witness made up
 AGREE_S = 30.0  # for restarted nodes to rejoin before a user recovers a job
 SELDOM_SHARE = 0.2  # of jobs that save once, after their first few steps
 STEPS = (20, 90)  # of a job
+LONG_SHARE, LONG_STEPS = 0.3, (150, 220)  # of jobs where places are few: no job makes room in its first two minutes
+PRIORITIES = (0, 50, 100)
 HOME_SHARE, SETTLE_S = 0.1, 8.0  # share of jobs that migrate back to their first node, once it was free for SETTLE_S
 MIN_WIPE_INTERVAL_S = 60.0  # a group needs time to replace a member that lost its disk
 ECHOES_KEPT = 16  # sent messages of each type that may arrive once more
 
 
-def advert_of(node: bytes, nick: str, user_key: bytes) -> Advert:
-    """Return a node's advert, which never changes, so that a displaced job may soon return."""
+def advert_of(node: bytes, nick: str, user_key: bytes, slots: int, free: int) -> Advert:
     return Advert(
         version=1,
         node=node,
@@ -127,8 +141,8 @@ def advert_of(node: bytes, nick: str, user_key: bytes) -> Advert:
         free_portions=(),
         guards=False,
         gpu_sharing=True,
-        slots=SLOTS,
-        slots_free=SLOTS,
+        slots=slots,
+        slots_free=free,
         cpus=8,
         memory_mib=1 << 16,
         engines=("process",),
@@ -168,6 +182,12 @@ class JobChecker:
 
     def resumed(self, world: "JobsWorld", node: "JobNode", job: bytes, term: int, step: int) -> None:
         """Called when a guest of this term starts at this step."""
+
+    def noticed(self, world: "JobsWorld", node: "JobNode", job: bytes, reason: str) -> None:
+        """Called when a guest is given notice."""
+
+    def killed(self, world: "JobsWorld", node: "JobNode", job: bytes, reason: str) -> None:
+        """Called when a runner or gang member has its guest killed."""
 
     def exited(
         self, world: "JobsWorld", node: "JobNode", job: bytes, guest: Guest, end: GuestExited | GuestFailed
@@ -222,6 +242,9 @@ class JobNode(KeepingNode):
         self.late = drawn.random() < mesh.late and not first
         self.closed = drawn.random() < mesh.closed and not first  # to calls, until the faults stop
         self.old = drawn.random() < mesh.old and not first  # a version that refuses every job
+        plan = world.work_plan
+        self.slots = SLOTS if not plan.busy else int(first or drawn.random() >= plan.busy)
+        self._free = -1  # places, as last published
         self.participant: Participant
         self.guests: dict[bytes, Guest] = {}
         self.attempts: set[bytes] = set()  # jobs whose attempt here has not ended, or is still to be told that it has
@@ -271,8 +294,10 @@ class JobNode(KeepingNode):
             self.authority.warrant,
             self.authority.warrants_group,
         )
+        self._patience = Patience()
         self._worker, rng = Worker(self), self.world.streams.get(self.name, "jobs")
         self.participant = Participant(self.id, self.disk.name, self.name, rules, rng)
+        self.begin_upkeep()
         self.serving = False
         self._serve_when_heard(self.world.kernel.now + HEAR_WITHIN_S)
 
@@ -290,7 +315,6 @@ class JobNode(KeepingNode):
         self._publish()
         self._publish_age(None)
         self._back_up()
-        self.begin_upkeep()
         self._observe_periodically()
 
     def check_disk(self) -> None:
@@ -368,10 +392,19 @@ class JobNode(KeepingNode):
     # --- view of the mesh
 
     def _publish(self) -> None:
-        self.core.publish("advert", encode_advert(advert_of(self.id, self.name, self.world.user_key)), PUBLISH_TTL_S)
+        self._publish_advert(self._places_left)
         for witness_record in self.disk.witness_records.values():
             self._publish_recovery(witness_record)
         self.after(PUBLISH_S, self._publish)
+
+    def _publish_advert(self, free: int) -> None:
+        self._free = free
+        advert = advert_of(self.id, self.name, self.world.user_key, self.slots, free)
+        self.core.publish("advert", encode_advert(advert), PUBLISH_TTL_S)
+
+    @property
+    def _places_left(self) -> int:
+        return max(0, self.slots - len(self.participant.hosted))
 
     def _publish_age(self, last: DiskAge | None) -> None:
         age = self.disk.age
@@ -384,6 +417,8 @@ class JobNode(KeepingNode):
             self.core.publish(RECOVERED + witness_record.job.hex(), witness_record.reconfiguration, PUBLISH_TTL_S)
 
     def _observe_periodically(self) -> None:
+        if self._places_left != self._free:
+            self._publish_advert(self._places_left)
         self.observe()
         self.keep_up_in_turn()
         self.after(OBSERVE_S, self._observe_periodically)
@@ -413,7 +448,7 @@ class JobNode(KeepingNode):
         orders: dict[bytes, list[bytes]] = {}
         for record in self.core.records.section(RECOVERED, unix):
             orders.setdefault(bytes.fromhex(record.section.removeprefix(RECOVERED)), []).append(record.body)
-        return View(
+        view = View(
             self.id,
             alive,
             frozenset(member.node for member in members if member.draining),
@@ -422,6 +457,7 @@ class JobNode(KeepingNode):
             {record.node: disk_of(record.body) for record in self.core.records.section(DISK, unix)},
             recoveries=orders,
         )
+        return with_jobs(view, self._board.table, self._patience, self.boot(), unix)
 
     # --- messages and timers
 
@@ -468,7 +504,7 @@ class JobNode(KeepingNode):
     def _admit(self, job: bytes, spec: JobSpec, order: Start | Enlist) -> str | None:
         if job in self.attempts:
             return STILL_ENDING
-        if len(self.participant.hosted) >= SLOTS:
+        if not self._places_left:
             return "its slots are taken"
         self.attempts.add(job)
         return None
@@ -526,9 +562,13 @@ class JobNode(KeepingNode):
                 for checker in world.job_checkers:
                     checker.committed(world, job, commit)
             case Notify(reason=reason) if guest is not None:
+                for checker in world.job_checkers:
+                    checker.noticed(world, self, job, reason)
                 guest.vacating = True
                 world.returns += reason == GOES_HOME
-            case Kill():
+            case Kill(reason=reason):
+                for checker in world.job_checkers:
+                    checker.killed(world, self, job, reason)
                 self.kill_guest(job)
             case Submitted(problem=problem):
                 world.submitted(job, problem)
@@ -742,6 +782,7 @@ class JobsWorld(MembershipWorld):
         job_checkers: Sequence[JobChecker] = (),
     ) -> None:
         without = () if unfixed else UNFIXED
+        self.work_plan = work or draw_work_plan(seed)
         self.mesh, self._unfixed = mesh or draw_mesh(seed, without), unfixed
         count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes, without)
         super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
@@ -751,13 +792,13 @@ class JobsWorld(MembershipWorld):
         self.given_up: set[bytes] = set()  # abandoned checkpoints
         self.work: dict[bytes, Work] = {}  # what the guests of each submitted job do
         self.cancelled: set[bytes] = set()  # jobs that their user has cancelled
-        self._work_plan = work or draw_work_plan(seed)
         self.seldom: set[bytes] = set()  # jobs that save once
         self.returns = 0  # migrations back to the first node
         self.accepted: set[bytes] = set()
         self.lost: set[bytes] = set()  # jobs that lost the disks of a majority of their witnesses
         self.recovered: set[bytes] = set()  # lost jobs that their user recovered
         self.specs: dict[bytes, JobSpec] = {}
+        self.arrays: dict[bytes, list[bytes]] = {}  # the jobs of each array, in the order of their places
         self.groups: dict[bytes, Config] = {}
         self.revocations: dict[bytes, bytes] = {}  # of nodes, as their founder has signed them
         self.old_copies: Counter[str] = Counter()
@@ -799,7 +840,7 @@ class JobsWorld(MembershipWorld):
     def bound_s(self) -> float:
         """The time within which all jobs must end (J4): agreement of membership, and every step of every job in sequence."""
         # A node where the job failed is not tried for a minute, or for two the second time.
-        shunned_s = 300.0 if self._work_plan.failing else 0.0
+        shunned_s = 300.0 if self.work_plan.failing else 0.0
         return 90.0 + shunned_s + sum(work.steps for work in self.work.values()) * STEP_S
 
     def begin(self, spread_s: float = 5.0) -> None:
@@ -820,14 +861,30 @@ class JobsWorld(MembershipWorld):
         super().heal()
 
     def all_ended(self) -> bool:
-        exempt = self.lost - self.recovered
-        return all(self.outcome(job) is not None for job in self.accepted - exempt if self._has_room(job))
+        return all(self.outcome(job) is not None for job in self.accepted if self._can_end(job))
+
+    def _can_end(self, job: bytes) -> bool:
+        """Tell whether a job must end: it is not lost, a node has room for it, and so it is with the jobs that it waits for."""
+        if job in self.lost - self.recovered or not self._has_room(job):
+            return False
+        others = [other for other in self.waits_for(job) if not self._end_is_kept(other)]
+        return all(other in self.accepted and self._can_end(other) for other in others)
+
+    def _end_is_kept(self, job: bytes) -> bool:
+        there = [node.disk.witness_records.get(job) for node in self.nodes if not node.gone]
+        return any(record is not None and record.final for record in there)
+
+    def waits_for(self, job: bytes) -> list[bytes]:
+        """Return the jobs whose ends another one may have to wait for."""
+        array = self.specs[job].array
+        before = self.arrays[array.array][: array.place] if array is not None and array.limit else ()
+        return [*self.specs[job].after, *before]
 
     def _has_room(self, job: bytes) -> bool:
         """Tell whether as many nodes as the job needs can ever run it. A job whose submitter is revoked stays with the nodes that
         have taken it on.
         """
-        able = [node for node in self.nodes if not node.gone and not node.old]
+        able = [node for node in self.nodes if not node.gone and not node.old and node.slots]
         if self.specs[job].submitter in self.revocations:
             able = [node for node in able if job in node.disk.witness_records]
         return self.specs[job].least_nodes <= len(able)
@@ -893,17 +950,39 @@ class JobsWorld(MembershipWorld):
             home=HomePolicy("first" if homes else "none", settle_s=SETTLE_S),
         )
         drawn = self.streams.get("world", "work")
-        work, limits = draw_work(drawn, self._work_plan, rng.randint(*STEPS), spec.created_unix_ms)
+        steps = rng.randint(*STEPS)
+        if self.work_plan.busy and drawn.random() < LONG_SHARE:
+            steps = drawn.randint(*LONG_STEPS)
+        work, limits = draw_work(drawn, self.work_plan, steps, spec.created_unix_ms)
         spec = msgspec.structs.replace(spec, **limits)
-        payload = encode_spec(spec)
-        job = job_id(payload)
-        self.work[job], self.specs[job] = work, spec
-        if self.streams.get("world", "seldom").random() < SELDOM_SHARE:
-            self.seldom.add(job)
-        submitter.submit(job, payload, spec)
+        for fields in self._draw_order(number, drawn):
+            job = self._submit_one(submitter, msgspec.structs.replace(spec, **fields), work)
         if number == 0 and len(spec.witnesses) > 1:
             # J9: the submitter leaves for good as soon as its job is accepted.
             self._departing_submitter = (job, submitter)
+
+    def _draw_order(self, number: int, rng: Random) -> list[dict[str, Any]]:
+        """Draw the fields of each job of a submission that say when it may start."""
+        plan, fields = self.work_plan, dict[str, Any]()
+        if plan.busy:
+            fields["priority"] = rng.choice(PRIORITIES)
+        if self.accepted and rng.random() < plan.after:
+            fields["after"] = (rng.choice(sorted(self.accepted)),)
+        if number == 0 or rng.random() >= plan.arrays:
+            return [fields]
+        array, of, limit = rng.randbytes(JOB_ID_BYTES), rng.randint(2, 4), rng.randint(0, 2)
+        return [{**fields, "array": ArrayPlace(array, place, place, of, limit)} for place in range(of)]
+
+    def _submit_one(self, submitter: JobNode, spec: JobSpec, work: Work) -> bytes:
+        payload = encode_spec(spec)
+        job = job_id(payload)
+        self.work[job], self.specs[job] = deepcopy(work), spec
+        if spec.array is not None:
+            self.arrays.setdefault(spec.array.array, []).append(job)
+        if self.streams.get("world", "seldom").random() < SELDOM_SHARE:
+            self.seldom.add(job)
+        submitter.submit(job, payload, spec)
+        return job
 
     def submitted(self, job: bytes, problem: str | None) -> None:
         self.log.add(self.kernel.now, "submitted", job, problem or "")

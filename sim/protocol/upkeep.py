@@ -7,6 +7,7 @@ from mesh.checkpoints.pruning import forget_superseded
 from mesh.checkpoints.repair_plan import LOST_S, Kept, RepairPlan, Shortage
 from mesh.consensus.reports import Recopied, RunnerEvent
 from mesh.consensus.status import JobStatus
+from mesh.consensus.view import Instant
 from sim.protocol.checkpoints import FetchProblem, StoringNode
 from sim.protocol.status_board import StatusBoard
 
@@ -23,6 +24,10 @@ class KeepingNode(StoringNode):
     _repairing: bool
     _turn: int
     _tidy_at: float
+
+    @property
+    def instant(self) -> Instant:
+        raise NotImplementedError
 
     def report(self, job: bytes, event: RunnerEvent) -> None:
         raise NotImplementedError
@@ -42,8 +47,9 @@ class KeepingNode(StoringNode):
         members = self.core.swim.table.all()
         alive = frozenset(member.node for member in members if member.present)
         staying = alive - {member.node for member in members if member.draining}
-        self._board.publish(alive)
-        statuses = self._board.all(self.unix())
+        self._board.publish(alive, self.instant)
+        self._board.read(self.unix())
+        statuses = self._board.table.all()
         self._repair_what_is_short(statuses, staying)
         if self.boot() >= self._tidy_at:
             self._tidy_at = self.boot() + TIDY_S

@@ -50,6 +50,7 @@ from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease, StepsInLease
 from sim.protocol.membership import MembershipNode, Violation
 from sim.protocol.memory_store import MemoryStore, Saved
+from sim.protocol.queue_checkers import all_queue_checkers
 from sim.protocol.revocation_checkers import RevokedNodes
 from tests.sim.replay import digests
 
@@ -60,7 +61,13 @@ CONTROL_SEEDS = 200  # within which a broken rule must be detected
 
 def checked(seed: int, **options: Any) -> JobsWorld:
     """Return a world with all checkers."""
-    checkers = [*all_job_checkers(), *all_checkpoint_checkers(), *all_guest_checkers(), RevokedNodes()]
+    checkers = [
+        *all_job_checkers(),
+        *all_checkpoint_checkers(),
+        *all_guest_checkers(),
+        RevokedNodes(),
+        *all_queue_checkers(),
+    ]
     return JobsWorld(seed, job_checkers=checkers, **options)
 
 
