@@ -129,7 +129,18 @@ def compile_one(recipe: Recipe, path: Path, compiler: list[str], flags: tuple[st
     defines = [f"-D{define}" for define in recipe.defines]
     sources = [str(NATIVE / source) for source in recipe.sources]
     needs = ["-Wl,--no-as-needed", str(path.parent / recipe.needs)] if recipe.needs else []
-    command = [*compiler, *options, *flags, *defines, *sources, *needs, *LINK, f"-Wl,-soname,{recipe.name}", "-o", str(path)]
+    command = [
+        *compiler,
+        *options,
+        *flags,
+        *defines,
+        *sources,
+        *needs,
+        *LINK,
+        f"-Wl,-soname,{recipe.name}",
+        "-o",
+        str(path),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         last = "\n".join(result.stderr.splitlines()[-20:])

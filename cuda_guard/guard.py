@@ -248,7 +248,9 @@ class Guard:
         seen = Driver(DRIVER_AT / CUDA, DRIVER_AT / NVML) if in_container else self.driver
         directory = self._directory / name
         pages = Pages.create(directory, quotas, seen.cuda, seen.nvml, time.monotonic_ns(), host_memory)
-        (directory / PRELOAD).write_text("".join(f"{GUARD_AT / library.name}\n" for library in self.libraries.preloaded))
+        (directory / PRELOAD).write_text(
+            "".join(f"{GUARD_AT / library.name}\n" for library in self.libraries.preloaded)
+        )
         job = GuardedJob(pages, quotas, devices, self.libraries, self._host)
         if not self._host.claim(pages, os.getpid()):
             log.warning("another daemon manages the pages of job %s", name)

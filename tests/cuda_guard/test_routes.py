@@ -106,6 +106,19 @@ def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], t
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
 
 
+def test_driver_of_an_image_for_forward_compatibility_is_used(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+    """NVIDIA's images bring a newer driver library than the machine has; here the machine's is missing."""
+    machine = make_bench()
+    job = machine.job(memory=777 << 20)
+    job.pages.policy.driver = b"/nowhere/libcuda.so.1"
+    compat = tmp_path / "cuda" / "compat" / "lib"
+    compat.mkdir(parents=True)
+    (compat / "libcuda.so.1").symlink_to(machine.world.fakes.cuda)
+    env = {**os.environ, **machine.environment(job), **job.process_env(), "LD_LIBRARY_PATH": f"/nowhere:{compat}"}
+    command = [sys.executable, "-c", PROGRAM.format(route=ROUTES["by soname"])]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
+
+
 def test_program_linked_with_the_driver_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
     machine = make_bench()
     job = machine.job(memory=777 << 20)
