@@ -15,6 +15,7 @@ from cuda_guard.build import NATIVE
 
 EXPORTS = NATIVE / "exports.def"
 HOOKS = NATIVE / "hooks.def"
+# ruff: noqa: E501 (patterns)
 # Why a call is only forwarded, by its name. A call of exports.def that fits nothing here, or looks like work or memory, is unclassified.
 FORWARDED = {
     "reads or sets an attribute": r"cu\w*(Get|Set|Query|Info|Attribute|CanAccess|IsCapturing|Advise|Flush|Peer)\w*",

@@ -95,7 +95,7 @@ print(total.value >> 20)
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path, route: str) -> None:
-    """The preloaded libraries have the driver's names, so a later dlopen by one of them finds the guard, wherever it would search."""
+    """The preloaded libraries have the driver's names, so a later dlopen by one of them finds the guard."""
     machine = make_bench()
     job = machine.job(memory=777 << 20)
     for name in ("libcuda.so", "libcuda.so.1"):
