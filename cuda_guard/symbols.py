@@ -1,6 +1,7 @@
 """Symbols: the functions a CUDA driver exports, compared with those the guard knows.
 
-`python -m cuda_guard.symbols [LIBRARY|HEADER ...]` lists the functions of a driver or header that the guard lacks; with
+`python -m cuda_guard.symbols [LIBRARY|HEADER ...]` lists the functions of a driver or header that the guard lacks, and fails if
+there are any, or one that it forwards for no known reason; with
 `--write` it adds them to `native/exports.def`, whose functions are forwarded to the driver.
 """
 
@@ -14,6 +15,21 @@ from cuda_guard.build import NATIVE
 
 EXPORTS = NATIVE / "exports.def"
 HOOKS = NATIVE / "hooks.def"
+# ruff: noqa: E501 (patterns)
+# Why a call is only forwarded, by its name. A call of exports.def that fits nothing here, or looks like work or memory, is unclassified.
+FORWARDED = {
+    "reads or sets an attribute": r"cu\w*(Get|Set|Query|Info|Attribute|CanAccess|IsCapturing|Advise|Flush|Peer)\w*",
+    "loads code, which is charged as overhead": r"cu(Module|Library|Link|Kernel|Func|Param|Launch)\w*(?<!Kernel)",
+    "makes or changes a handle of the driver": r"cu(Init|Ctx|Device|Dev|Stream|Event|Green|User|Thread|Tex|Surf|Tensor|Occupancy)\w*",
+    "builds a graph, which is charged when launched": r"cuGraph[A-Z]\w*",
+    "frees, shares or reserves without memory behind it": r"cu(Mem(Address|Free|Export|Map|Pool)|Multicast|Ipc|LogicalEndpoint)\w*",
+    "debugging and profiling": r"cu(Profiler|Coredump|Logs|Logical)\w*",
+    "memory and events of graphics or other processes": r"cu(Graphics|GL|VDPAU|EGL|Import|Destroy|External|Signal|Wait)\w*",
+    "asks for a process's state, or ends what its owner began": r"cuCheckpoint(ProcessGetState|ProcessGetRestoreThreadId|OperationComplete)",
+}
+LIKE_WORK = (
+    r"cu(Launch(?!HostFunc)|Memcpy|Memset|MemAlloc|MemCreate|MemHostAlloc|ArrayCreate|Array3DCreate|GraphLaunch)\w*"
+)
 SHT_DYNSYM = 11
 STB_LOCAL = 0
 STT_FUNC = 2
@@ -23,6 +39,13 @@ def known() -> set[str]:
     """Return all functions that the guard exports."""
     found = re.compile(r"^(?:EXPORT|HOOK|COPY|PAUSE|DENY)\((\w+)", re.MULTILINE)
     return {name for path in (EXPORTS, HOOKS) for name in found.findall(path.read_text())}
+
+
+def unclassified(forwarded: set[str] | None = None) -> list[str]:
+    """Return the forwarded calls for which no reason is known, or that look like work or memory."""
+    names = set(re.findall(r"^EXPORT\((\w+)", EXPORTS.read_text(), re.MULTILINE)) if forwarded is None else forwarded
+    reasons = list(FORWARDED.values())
+    return sorted(n for n in names if re.fullmatch(LIKE_WORK, n) or not any(re.fullmatch(why, n) for why in reasons))
 
 
 def missing_in_guard(library: Path) -> list[str]:
@@ -85,7 +108,9 @@ def main(arguments: list[str]) -> int:
         text = EXPORTS.read_text()
         comment, lines = text[: text.index("EXPORT(")], text[text.index("EXPORT(") :].splitlines()
         EXPORTS.write_text(comment + "\n".join(sorted({*lines, *(f"EXPORT({name})" for name in missing)})) + "\n")
-    return 0
+    for name in unclassified():
+        print(f"  {name}: why is it only forwarded?")
+    return int(bool(unclassified()) or (bool(missing) and not write))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ CUresult cuDevicePrimaryCtxReset_v2(CUdevice number) { return reset(REAL(cuDevic
     CHARGED(&contexts, device_, context_units(device_), id(*out), REAL(name)(__VA_ARGS__), REAL(cuCtxDestroy_v2)(*out)); \
   } while (0)
 
+CUresult cuCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) { CREATED(cuCtxCreate, out, flags, device); }
+
 CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATED(cuCtxCreate_v2, out, flags, device); }
 
 CUresult cuCtxCreate_v3(CUcontext *out, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device) {

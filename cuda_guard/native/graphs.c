@@ -57,6 +57,12 @@ CUresult cuGraphAddNode_v2(CUgraphNode *out, CUgraph graph, const CUgraphNode *a
   THEN(REAL(cuGraphAddNode_v2)(out, graph, after, edges, count, node), any_node_added(graph, node));
 }
 
+CUresult cuGraphAddNode_v3(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, const CUgraphEdgeData *edges, size_t count,
+                           CUgraphNodeParams *node) {
+  if (is_any_foreign(node)) return CUDA_ERROR_NOT_PERMITTED;
+  THEN(REAL(cuGraphAddNode_v3)(out, graph, after, edges, count, node), any_node_added(graph, node));
+}
+
 CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraph child) {
   THEN(REAL(cuGraphAddChildGraphNode)(out, graph, after, count, child), graph_includes(graph, child));
 }

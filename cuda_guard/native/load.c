@@ -76,9 +76,33 @@ static const struct call *call_at(void *address) {
 
 /* --- loading */
 
+static bool is_driver(void *library) {
+  return dlsym(library, "cuInit") != NULL && dlsym(library, "cuMemAlloc_v2") != (void *)&cuMemAlloc_v2;
+}
+
+/* The newer driver library of an image for forward compatibility, if its directory, /usr/local/cuda/compat or one below it, is where this
+ * program would find it: NVIDIA's images put it into LD_LIBRARY_PATH where it fits the machine (CUDA Compatibility, "Forward
+ * Compatibility"). A program could open it in any case. */
+static void *open_compatible(void) {
+  const char *path = getenv("LD_LIBRARY_PATH");
+  for (size_t length; path != NULL && *path != 0; path += length + (path[length] != 0)) {
+    char name[GUARD_PATH + 32];
+    length = strcspn(path, ":");
+    if (length == 0 || length >= GUARD_PATH) continue;
+    memcpy(name, path, length);
+    name[length] = 0;
+    if (strstr(name, "/cuda/compat") == NULL) continue;
+    strcat(name, "/libcuda.so.1");
+    void *library = access(name, R_OK) == 0 ? dlopen(name, RTLD_NOW | RTLD_LOCAL) : NULL;
+    if (library != NULL && is_driver(library)) return library;
+  }
+  return NULL;
+}
+
 static void *open_driver(void) {
-  void *driver = pages_open(guard_policy->driver);
-  if (driver == NULL || (dlsym(driver, "cuInit") != NULL && dlsym(driver, "cuMemAlloc_v2") != (void *)&cuMemAlloc_v2)) return driver;
+  void *driver = open_compatible();
+  if (driver == NULL) driver = pages_open(guard_policy->driver);
+  if (driver == NULL || is_driver(driver)) return driver;
   pages_say(guard_policy->driver, "is not the driver");
   return NULL;
 }

@@ -232,6 +232,66 @@ def test_garbage_in_a_job_page_neither_crashes_nor_blocks_the_daemon(
     assert (memory.raw[:before], memory.raw[after:]) == edge, "nothing was written outside the page"
 
 
+class Rank:
+    """One device's part of a simulated job that always wants to work, and whose work ends 1 ms after its turn."""
+
+    def __init__(self, job: "Job", place: int) -> None:
+        self.job, self.place, self.went = job, place, False
+        job.policy.allowances[place].rates[0].share_ppm = PPM
+        job.policy.allowances[place].rates[0].t0_ns = START
+
+    @property
+    def turn(self) -> int:
+        return int(self.job.policy.allowances[self.place].turn & 3)
+
+    def work(self, now: int) -> None:
+        use = self.job.page.uses[self.place]
+        goes = self.turn != WAIT
+        self.job.slot.waiting[self.place] = not goes
+        if goes:
+            use.last_launch_ns, self.went = now, True
+            use.busy_ns += MS // 2
+        self.job.slot.under_way[self.place] = MS if goes or now - use.last_launch_ns < MS else 0
+
+
+@settings(max_examples=10)
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=6), st.integers(0, 2**32))
+def test_gangs_go_on_all_their_devices_or_on_none_and_nobody_starves(
+    built: Libraries, jobs: list[set[int]], seed: int
+) -> None:
+    """Jobs on any devices: no two go on one device, a gang goes on all of its devices together, and each goes again and again."""
+    native, rng = load(built.host), random.Random(seed)
+    devices = (Arbiter * 16)(*(Arbiter(0, -1, -1, CAP, TURN, IDLE, DRAIN, 0) for _ in range(16)))
+    gangs: list[dict[int, Rank]] = []
+    for on in jobs:
+        job, ranks = Job(100, 100, MS), {}
+        for place, number in enumerate(sorted(on)):
+            device = devices[number]
+            contender = device.contenders[device.count]
+            contender.policy, contender.job = ctypes.addressof(job.policy), ctypes.addressof(job.page)
+            contender.place, contender.share_ppm, contender.limit_ppm = place, PPM, PPM
+            device.count += 1
+            ranks[number] = Rank(job, place)
+        gangs.append(ranks)
+    for number, device in enumerate(devices):
+        device.devices, device.number = ctypes.addressof(devices), number
+    now = START
+    for _ in range(3):
+        for rank in (rank for ranks in gangs for rank in ranks.values()):
+            rank.went = False
+        for _ in range(1500):
+            now += MS // 4
+            for number in rng.sample(range(4), 4):
+                native.arbiter_step(ctypes.byref(devices[number]), now)
+            for ranks in gangs:
+                assert not {WAIT, GO} <= {rank.turn for rank in ranks.values()}, "a gang goes on a part of its devices"
+                for rank in ranks.values():
+                    rank.work(now)
+            for number in range(4):
+                assert sum(ranks[number].turn == GO for ranks in gangs if number in ranks) <= 1
+        assert all(rank.went for ranks in gangs for rank in ranks.values()), "a job starves"
+
+
 def test_names_from_a_job_page_are_sanitized(make_pages: Callable[..., Pages]) -> None:
     pages = make_pages()
     pages.job.audits = 2**32 - 1

@@ -95,7 +95,7 @@ print(total.value >> 20)
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], tmp_path: Path, route: str) -> None:
-    """The preloaded libraries have the driver's names, so a later dlopen by one of them finds the guard, whatever its path."""
+    """The preloaded libraries have the driver's names, so a later dlopen by one of them finds the guard."""
     machine = make_bench()
     job = machine.job(memory=777 << 20)
     for name in ("libcuda.so", "libcuda.so.1"):
@@ -103,6 +103,19 @@ def test_process_with_the_preload_is_guarded(make_bench: Callable[..., Bench], t
     found = {"LD_LIBRARY_PATH": str(tmp_path)}  # as frameworks and images set it
     env = {**os.environ, **machine.environment(job), **job.process_env(), **found}
     command = [sys.executable, "-c", PROGRAM.format(route=ROUTES[route])]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
+
+
+def test_driver_of_an_image_for_forward_compatibility_is_used(make_bench: Callable[..., Bench], tmp_path: Path) -> None:
+    """NVIDIA's images bring a newer driver library than the machine has; here the machine's is missing."""
+    machine = make_bench()
+    job = machine.job(memory=777 << 20)
+    job.pages.policy.driver = b"/nowhere/libcuda.so.1"
+    compat = tmp_path / "cuda" / "compat" / "lib"
+    compat.mkdir(parents=True)
+    (compat / "libcuda.so.1").symlink_to(machine.world.fakes.cuda)
+    env = {**os.environ, **machine.environment(job), **job.process_env(), "LD_LIBRARY_PATH": f"/nowhere:{compat}"}
+    command = [sys.executable, "-c", PROGRAM.format(route=ROUTES["by soname"])]
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == "777"
 
 

@@ -2,7 +2,9 @@
  * each time, and a minute takes the time of its calls.
  *
  *   virtual LIBWORLD SECONDS SEED KERNEL...   launches kernels at random from the list, which may name one several times, for so
- *                                             many seconds; prints what the device had done, in ns, after each */
+ *                                             many seconds; prints what the device had done, in ns, after each. With VIRTUAL_MIX as
+ *                                             "every times random" in the environment, one launch of so many, in turn or at random,
+ *                                             gets this number as its parameter, and the others 1 */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -53,8 +55,12 @@ int main(int count, char **words) {
   MUST(cuCtxSetCurrent(context));
   MUST(cuModuleLoadData(&module, "image"));
   for (int i = 4; i < count; i++) MUST(cuModuleGetFunction(&kernels[i - 4], module, words[i]));
+  unsigned every = 1, times = 1, at_random = 0, launched = 0;
+  if (getenv("VIRTUAL_MIX") != NULL && sscanf(getenv("VIRTUAL_MIX"), "%u %u %u", &every, &times, &at_random) != 3) return 3;
   for (int64_t second = 1; second <= seconds;) {
-    MUST(cuLaunchKernel(kernels[rand_r(&seed) % (unsigned)(count - 4)], 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
+    unsigned number = (at_random ? (unsigned)rand_r(&seed) : ++launched) % every == 0 ? times : 1;
+    void *params[] = {&number};
+    MUST(cuLaunchKernel(kernels[rand_r(&seed) % (unsigned)(count - 4)], 1, 1, 1, 1, 1, 1, 0, NULL, params, NULL));
     for (; second <= seconds && now_ns() - begun >= second * 1000000000; second++) printf("%lld\n", (long long)world_busy(world, 0));
   }
   return 0;
