@@ -96,8 +96,10 @@ static bool is_unmarked(const struct lane *lane) { return atomic_load_explicit(&
 
 static struct mark *mark_make(struct context *context) {
   struct mark *mark = context->spare;
-  if (mark == NULL && (mark = calloc(1, sizeof *mark)) == NULL) return NULL;
-  context->spare = mark->next;
+  if (mark != NULL)
+    context->spare = mark->next;
+  else if ((mark = calloc(1, sizeof *mark)) == NULL)
+    return NULL;
   CUevent event = mark->event;
   if (event == NULL && DRIVER(cuEventCreate)(&event, CU_EVENT_DEFAULT) != CUDA_SUCCESS) event = NULL;
   *mark = (struct mark){.event = event, .made_ns = now_ns()};
