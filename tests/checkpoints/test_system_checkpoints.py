@@ -41,6 +41,8 @@ def base(tmp_path: Path) -> Path:
         (tmp_path / part).mkdir()
     (tmp_path / "work" / "trace").write_text("1\n2\n")
     (tmp_path / "work" / "away").symlink_to("/etc/shadow")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "work" / "host").symlink_to(tmp_path / "outside")
     os.mkfifo(tmp_path / "work" / "pipe")
     return tmp_path
 
@@ -56,6 +58,7 @@ async def test_dump_has_a_snapshot_of_the_files_and_the_guest_continues(base: Pa
         *system_checkpoints.PARTS,
     }
     assert (dumped.roots["work"] / "away").is_symlink() and not (dumped.roots["work"] / "pipe").exists()
+    assert (dumped.roots["work"] / "host").is_symlink(), "a link to a directory is not followed"
     await made.drop(dumped)
     assert not dumped.directory.exists() and await made.last(None) is None, "a guest that has ended cannot be saved"
 

@@ -2,14 +2,18 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from ckptstore.checker import verify
+from ckptstore.chunker import CHUNK_BYTES
 from ckptstore.cipher import StateCipher
 from ckptstore.errors import CorruptChunk, StoreError
+from ckptstore.restorer import restore
 from ckptstore.store import SavedManifest, Store
 from tests.ckptstore.test_chunker import safetensors
 from tests.ckptstore.worlds import CIPHER, JOB, copy, open_store, read_tree, save, write_tree
@@ -137,3 +141,41 @@ def test_nothing_is_compressed_without_compress(tmp_path: Path) -> None:
     write_tree(tmp_path / "in", {"text": b"the same again. " * 10_000, "noise": os.urandom(1000)})
     plain = save(store, tmp_path / "in", compress=False)
     assert plain.new_bytes > 160_000
+
+
+def test_checkpoint_whose_base_is_gone_is_stored_whole(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    (first,) = train(store, tmp_path, 1)
+    for path in store.packs.glob("*.pack"):
+        path.unlink()
+        store.index.drop_pack(path.stem)
+    write_tree(tmp_path / "in2", {"step-0002/model.safetensors": state(2)})
+    second = save(store, tmp_path / "in2", seq=2, parent=first.id)
+    assert delta_count(store, second) == 0
+    store.restore(second.id, tmp_path / "out", prefix="ckpt")
+    assert read_tree(tmp_path / "out") == read_tree(tmp_path / "in2")
+
+
+def test_chunk_of_another_length_than_its_manifest_says_is_not_restored(tmp_path: Path) -> None:
+    """Its own header may be right: the signer of the manifest lied."""
+    store = open_store(tmp_path / "store")
+    (saved,) = train(store, tmp_path, 1)
+    manifest = saved.manifest
+    longer = msgspec.structs.replace(manifest, lengths=tuple(min(CHUNK_BYTES, n + 1) for n in manifest.lengths))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptChunk, match="length its manifest says"):
+        restore(longer, manifest.open().files, "ckpt/", tmp_path / "out", store.chunk, pool, 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_base_of_a_delta_is_kept_from_a_collection_that_runs(tmp_path: Path) -> None:
+    store, long_ago = open_store(tmp_path / "store"), time.time() - 7200
+    tensor = np.random.default_rng(0).normal(0, 0.02, COUNT)
+    saved: list[SavedManifest] = []
+    for step in (1, 2):
+        for pack in store.packs.iterdir():
+            os.utime(pack, (long_ago, long_ago))
+        moved = tensor + step * np.random.default_rng(1).normal(0, 1e-6, COUNT)
+        write_tree(tmp_path / f"in{step}", {"model.bin": moved.astype("f4").tobytes()})
+        saved.append(save(store, tmp_path / f"in{step}", seq=step, parent=saved[-1].id if saved else None))
+    assert delta_count(store, saved[1]) == 1
+    assert all(pack.stat().st_mtime > long_ago + 60 for pack in store.packs.iterdir())

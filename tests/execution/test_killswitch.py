@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -160,6 +162,23 @@ def test_reused_pid_is_not_killed(bystander: Process) -> None:
     assert struck.left == () and lives(bystander)
     (struck,) = process_killer.run([entry(head=bystander)])
     assert struck.left == () and not lives(bystander)
+
+
+def test_reused_pid_is_not_killed_by_its_number(bystander: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free descriptor, a process is killed by its number."""
+
+    def full(self: Process) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Process, "kill", full)
+    end = select.poll()
+    descriptor = os.pidfd_open(bystander.pid)
+    end.register(descriptor, select.POLLIN)
+    process_killer.run([entry(head=Process(bystander.pid, bystander.started - 1))])
+    assert not end.poll(200), "a signal takes a moment"
+    process_killer.run([entry(head=bystander)])
+    assert end.poll(WAIT_S * 1000)
+    os.close(descriptor)
 
 
 def test_kill_socket_is_private_and_takes_one_order(tmp_path: Path) -> None:

@@ -287,6 +287,19 @@ async def test_system_checkpoint_over_limit_is_refused(tmp_path: Path, monkeypat
     await guest.kill()
 
 
+async def test_gpu_memory_counts_for_a_system_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver copies it to main memory before a dump."""
+    monkeypatch.setattr(cgroups, "memory_of", lambda pid: 0)
+    bench = Bench(ProcessEngine(), tmp_path, None)
+    saves, where = Saves(await bench.shell(LOOP)), tmp_path / "dumps" / "0" / "dump"
+    where.parent.mkdir(parents=True)
+    launch = bench.launch(gpus=(Portion("GPU-1", 50, 9), Portion("GPU-2", 50, 8)))
+    guest = limits.BoundedGuest(saves, launch, limits.Bounds(0, 16 * MIB, 16 * MIB), Writers(), Room())
+    with pytest.raises(EngineError, match=r"takes about 17\.0 MiB"):
+        await guest.dump(where)
+    await guest.kill()
+
+
 def test_reservations_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserve space for two checkpoints on a disk with 10 MiB."""
     one, other = tmp_path / "one", tmp_path / "other"

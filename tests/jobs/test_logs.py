@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,8 @@ from mesh.jobs.log_times import (
     read_piece,
     times_path,
 )
-from mesh.jobs.logs import COPY_MARKS, SENT_BYTES, JobLogs, snapshot_logs
+from mesh.jobs.logs import COPY_MARKS, SENT_BYTES, JobLogs, LogShipping, snapshot_logs
+from mesh.rpc.client import PeerClient
 from tests.consensus.worlds import JOB
 
 
@@ -210,3 +212,67 @@ def test_piece_whose_times_do_not_fit_is_refused(marks: tuple[tuple[int, int], .
         decode_piece(encode_piece(LogPiece(2, b"abc", marks)))
     with pytest.raises(ValueError, match="not a piece"):
         decode_piece(b"rubbish")
+
+
+# --- old logs
+
+
+def aged(logs: JobLogs, job: bytes, days: float, size: int = 1) -> Path:
+    """Write a log of a job that printed last so many days ago; return its directory."""
+    path = logs.prepare(job, 0, b"ada")
+    path.write_bytes(bytes(size))
+    for file in path.parent.iterdir():
+        os.utime(file, (time.time() - days * 86_400,) * 2)
+    return path.parent
+
+
+OLD, NEW = b"\1" * 16, b"\2" * 16
+
+
+def test_log_is_kept_for_a_week(tmp_path: Path) -> None:
+    logs = JobLogs(tmp_path)
+    old, new = aged(logs, OLD, 7.1), aged(logs, NEW, 6.9)
+    logs.trim(set())
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_log_of_a_running_job_is_kept(tmp_path: Path) -> None:
+    logs = JobLogs(tmp_path)
+    old = aged(logs, OLD, 8)
+    logs.trim({OLD})
+    assert old.exists()
+
+
+def test_oldest_logs_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs_module, "KEPT_BYTES", 1500)
+    logs = JobLogs(tmp_path)
+    old, new = aged(logs, OLD, 2, 1000), aged(logs, NEW, 1, 1000)
+    logs.trim(set())
+    assert not old.exists()
+    assert new.exists()
+
+
+# --- copies on witnesses
+
+
+class Witness:
+    """A witness that answers each piece with this offset."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer, self.heard = answer, bytearray()
+
+    async def call(self, node: bytes, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        self.heard += decode_piece(body).data
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [b"1000000", b"3"], ids=["beyond the log", "its end"])
+async def test_witness_gets_what_follows_whatever_it_answers(tmp_path: Path, answer: bytes) -> None:
+    path, witness = tmp_path / "log", Witness(answer)
+    shipping = LogShipping(cast(PeerClient, witness))
+    for text in (b"one", b"two"):
+        with path.open("ab") as file:
+            file.write(text)
+        await shipping.ship({(JOB, 0): (path, [b"w" * 32])})
+    assert witness.heard == b"onetwo"

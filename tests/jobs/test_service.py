@@ -107,6 +107,19 @@ async def test_timer_fires_again_until_the_queue_has_room(caplog: pytest.LogCapt
     assert fired == [1.0]
 
 
+async def test_newer_timer_replaces_the_one_with_its_key() -> None:
+    queue, fired = InputQueue(), list[str]()
+    key = (JOB, "runner", "renew")
+    for name in ("older", "newer"):
+        queue.set_timer(key, 0.0, lambda at, name=name: fired.append(name) or [])  # type: ignore[misc]
+    queue.set_timer((JOB, "runner", "last"), 0.01, lambda at: fired.append("last") or [])
+    async with asyncio.timeout(WAIT_S):
+        while "last" not in fired:
+            for item in await queue.batch():
+                item(Instant(1.0, 1))
+    assert fired == ["newer", "last"]
+
+
 async def test_worker_keeps_messages_to_itself_when_the_queue_is_full() -> None:
     queue, order = InputQueue(), list[str]()
     for _ in range(LIMIT):

@@ -172,3 +172,13 @@ async def test_clock_jump_is_tolerated(journal: Journal) -> None:
 async def test_local_offset_is_this_machine() -> None:
     assert local_offset_s(NOW) == time.localtime(NOW).tm_gmtoff
     assert isinstance(OwnStay(1, 2, "").cause, str)
+
+
+async def test_own_summary_is_not_taken_for_another_nodes(journal: Journal) -> None:
+    """Else this node's own departures would no longer count for the campus here."""
+    world = World(journal)
+    await world.attendance.open(NOW)
+    world.live(NOW, NOW + HOUR_S)
+    world.told = {ME: world.published[-1]}
+    world.live(NOW + HOUR_S, NOW + 2 * HOUR_S)
+    assert world.attendance.estimator.nodes[ME].campus

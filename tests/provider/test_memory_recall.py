@@ -35,12 +35,13 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.problem, self.refusal = "", ""
+        self.frees = True
         self.asked: list[str] = []
 
     async def pause(self, tenant: Tenant, by: PausingHand) -> str:
         self.asked.append("pause")
         tenant.set_gate(True, "test", by)
-        if not self.refusal:
+        if self.frees and not self.refusal:
             tenant.suspended = (1,)
             tenant.guarded.release_memory()
         return self.refusal
@@ -193,20 +194,22 @@ async def test_tenant_without_saves_is_paused_and_resumed(lent: Lent) -> None:
     assert lent.jobs.said[-1] == "goes on" and lent.jobs.notices == lent.jobs.kills == []
 
 
-@pytest.mark.parametrize("why", ["the driver refuses", "the driver cannot", "it saves"])
+@pytest.mark.parametrize("why", ["the driver refuses", "the driver cannot", "it saves", "a pause frees nothing"])
 async def test_recall_gives_notice_to_other_tenants(lent: Lent, why: str) -> None:
     lent.jobs.heeds = True
     if why == "it saves":
         lent.jobs.attempt.spec.checkpointing = "ckpts"
     elif why == "the driver refuses":
         lent.driver.refusal = "lock of process 1: its work did not end in time"
+    elif why == "a pause frees nothing":
+        lent.driver.frees = False
     else:
         lent.driver.problem = "the driver is older than 570"
     await lent.look()
     await lent.look(GIVE_BACK_S)
     await lent.pressed()
     assert lent.jobs.notices == [(0.0, REASON)] and lent.jobs.said == ["memory recalled"]
-    assert lent.driver.asked == (["pause"] if lent.driver.refusal else [])
+    assert lent.driver.asked == (["pause"] if why in {"the driver refuses", "a pause frees nothing"} else [])
     lent.borrower.release()
     await lent.look(1.0)
     assert lent.jobs.kills == [] and not lent.recall._debts

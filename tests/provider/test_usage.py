@@ -41,6 +41,12 @@ def test_lent_borrowed_and_own_are_separate() -> None:
     assert bob.own_gpu_h == bob.lent_slot_h == 0
 
 
+def test_negative_measurement_takes_nothing_from_an_account() -> None:
+    measured = (DeviceUse("GPU-1", 1_800_000_000_000, 0, 1, 0), DeviceUse("GPU-2", -1_800_000_000_000, 0, 1, 0))
+    found = accounts([ran(A, "bob", 10, 4, devices=measured)], 0, lambda one: OWNERS[one.node], lambda one: one.user)
+    assert found["ada"].measured_gpu_h == 0.5
+
+
 def test_attempt_counts_once_within_period() -> None:
     early, late = ran(A, "bob", 10, 2), ran(A, "bob", 10, 6)
     impossible = [ran(A, "x", 1, 2), ran(A, "y", 2, -1), ran(A, "z", 2, 1, -5, job="z")]
