@@ -1,7 +1,9 @@
 """Distribution of job keys to entitled nodes, with real cores, journals and node keys; calls are direct."""
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -289,6 +291,14 @@ async def test_witness_takes_shares_only_from_the_runner_or_the_user(campus: Cam
     )
     assert await store(JOB, campus.credentials("D"), share) and await store(JOB, campus.credentials("A"), share)
     assert await campus.key("D") == campus.cipher.key, "a wrong share does not hide the right one"
+
+
+async def test_share_is_on_disk_when_its_giver_is_told(campus: Campus) -> None:
+    share = Share(b"later...", 1, 1, bytes(32))
+    assert await campus.rings["B"].store_share(JOB, campus.credentials("D"), share)
+    with closing(sqlite3.connect(campus.root / "B.sqlite")) as database:  # at once: no other task has run since
+        ((kept,),) = database.execute("SELECT shares FROM shares WHERE job = ?", [JOB]).fetchall()
+    assert decode_share(msgspec.msgpack.decode(kept, type=list[bytes])[-1]) == share
 
 
 async def test_job_without_encryption_has_no_key(campus: Campus) -> None:
