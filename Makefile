@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 # worker (tests/conftest.py).
 WORKERS ?= 3
 
-.PHONY: demo test adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary clean
+.PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -16,7 +16,11 @@ demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
 	touch $@
 
 test: venv
-	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+# Negative controls of the job simulator: each takes one rule out and plays seeds until a checker notices. Half an hour.
+test-slow: venv
+	$(PYTHON) -m pytest -m slow -n $(WORKERS) --timeout 1800 $(PYTEST_ARGS)
 
 # 100,000 generated requests of a hostile member against real daemons; `make test` sends 3,000. Fifteen minutes.
 adversary: venv

@@ -43,6 +43,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _left_out[reason.partition(LEFT_OUT)[2]] += 1
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    slow = sum(item.get_closest_marker("slow") is not None for item in items)
+    if slow:
+        _left_out["slow: make test-slow runs them"] = slow
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for tier, count in _left_out.items():
         terminalreporter.write_line(f"left out {count} tests of tier {tier}", yellow=True)

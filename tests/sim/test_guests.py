@@ -12,12 +12,12 @@ from mesh.model.record import JobRecord
 from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan, draw_work_plan
 from sim.protocol.guest_checkers import JustEnds, Limits, Retries
 from sim.protocol.jobs import JobsWorld
-from tests.sim.test_jobs import SEEDS, checked, found
+from tests.sim.test_jobs import DRAWN, checked, found
 
 
 def test_every_kind_of_work_is_drawn_by_some_seed() -> None:
     for share in WorkPlan.__struct_fields__:
-        assert SEEDS // 4 < sum(getattr(draw_work_plan(seed), share) > 0 for seed in range(SEEDS)) < SEEDS
+        assert DRAWN // 4 < sum(getattr(draw_work_plan(seed), share) > 0 for seed in range(DRAWN)) < DRAWN
 
 
 def test_jobs_end_as_their_guests_do() -> None:
@@ -31,6 +31,7 @@ def test_jobs_end_as_their_guests_do() -> None:
     assert set(ends) == {(True, "failed"), (False, "failed"), (False, "done")}
 
 
+@pytest.mark.slow
 class TestNegativeControls:
     """Each test removes one rule, which a checker must detect."""
 

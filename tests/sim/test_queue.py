@@ -37,6 +37,7 @@ def test_jobs_make_room_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(checker.notices for checker in checkers) > 0
 
 
+@pytest.mark.slow
 class TestNegativeControls:
     """Each test removes one rule, which a checker must detect."""
 

@@ -32,6 +32,7 @@ def test_jobs_go_on_without_nodes_that_are_revoked() -> None:
     assert revoked > 10 and submitted > 0
 
 
+@pytest.mark.slow
 class TestNegativeControls:
     """Each test removes one rule, which the checker must detect."""
 
