@@ -186,6 +186,21 @@ def test_job_waits_for_away_nodes_as_long_as_the_work_takes_again(here: bool) ->
     assert Abandoned in kinds(effects) and records(world)[0].commit == record.predecessor
 
 
+def ran_for(seconds: float) -> JobRecord:
+    """Return the record of a job that ran so long and saved once."""
+    ended = round(seconds * 1000) + 1
+    attempt = Attempt(0, A, "a", 1, 0, running_unix_ms=1, ended_unix_ms=ended, reason="node lost")
+    return JobRecord(attempts=(attempt,), commit=stored_twice().commit)
+
+
+def test_job_waits_long_enough_for_a_restart() -> None:
+    assert patience_s(ran_for(1.0), False, 15.0) == 60.0
+
+
+def test_job_waits_three_days_at_most() -> None:
+    assert patience_s(ran_for(30 * 86_400.0), False, 15.0) == 3 * 86_400.0
+
+
 def test_fallback_counts_only_once_a_majority_holds_it() -> None:
     record = stored_twice()
     world = RunnerWorld(make_spec(), make_start(term=2, record=record))
@@ -524,6 +539,12 @@ def test_only_the_witnesses_call_a_runner_over() -> None:
     granted = Accepted(JOB, world.runner.term, DISK, 99, cancel_wanted=True)
     assert world.runner.on_accepted(E, granted, at(world.now)) == [], "nor do others say that its user has cancelled it"
     assert kinds(world.runner.on_refused(B, forged, at(world.now))) == [Kill, Ended]
+
+
+def test_users_node_without_a_vote_does_not_answer_for_a_witness() -> None:
+    world = running(submitter=E)
+    granted = Accepted(JOB, world.runner.term, DISK, 99, cancel_wanted=True)
+    assert world.runner.on_accepted(E, granted, at(world.now)) == []
 
 
 def test_one_witness_that_is_not_the_users_cancels_no_running_job() -> None:
