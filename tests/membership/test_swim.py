@@ -110,6 +110,16 @@ def test_own_suspicion_is_refuted_with_a_higher_incarnation() -> None:
     assert me is not None and me.state == "alive" and me.incarnation == 5
 
 
+@pytest.mark.parametrize("kind", [Suspect, Dead])
+def test_accusation_of_the_present_incarnation_is_refuted(kind: type) -> None:
+    swim = core(PEER)
+    accusation = kind(ME, 1, 0)
+    swim.on_evidence(PEER, accusation, sealed(accusation), 1.0)
+    me = swim.table.get(ME)
+    assert me is not None
+    assert (me.epoch, me.incarnation) == (1, 1)
+
+
 @given(st.integers(0, 5), st.integers(0, 50), st.sampled_from([Suspect, Dead]))
 def test_node_never_considers_itself_dead(epoch: int, incarnation: int, kind: type) -> None:
     swim = core(PEER)
