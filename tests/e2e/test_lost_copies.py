@@ -59,6 +59,7 @@ def test_job_whose_last_checkpoint_is_lost_continues_from_the_one_before(make_st
     others = [node for node in stack.nodes if node is not host]
     for node in others:
         ok(node, "pause")
+    until(lambda: job_state(user, job)["checkpoint"]["seq"] >= 3, "a checkpoint with a predecessor")
     killed(host)
     for node in others:
         until(lambda node=node: job_state(node, job)["state"] == "pending", "the job to wait for a node")  # type: ignore[misc]
