@@ -246,7 +246,7 @@ async def test_container_cannot_change_quota(lab: Lab, tmp_path: Path) -> None:
     runtime of NVIDIA's here to ask for one."""
     program = tmp_path / "quota"
     source = Path(__file__).parent / "quota.c"
-    subprocess.run([*find_compiler(), source, "-o", program, "-ldl"], check=True)
+    subprocess.run([*find_compiler(), source, "-o", program, "-ldl", "-Wl,--no-as-needed", "-lm"], check=True)
     (lab.root / "work" / "nothing").touch()
     lab.world.path.rename(lab.root / "work" / "world")
     tenant = lab.watched.guard.admit(lab.launch("true", gpus=(lab.portion(),)), own_root=True)
