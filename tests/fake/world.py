@@ -95,7 +95,9 @@ class World:
 
     def close(self) -> None:
         """Nothing of it can be asked any more."""
-        self._library.python_close(self._world)
+        world, self._world = self._world, None
+        if world:
+            self._library.python_close(world)
 
     def _ask(self, name: str, *words: object) -> int:
         call = getattr(self._library, f"python_{name}")
