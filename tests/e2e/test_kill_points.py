@@ -23,7 +23,8 @@ from tests.e2e.commands import (
 )
 from tests.kill_points import killed_before
 
-pytestmark = [pytest.mark.e2e, pytest.mark.strace]
+pytestmark = [pytest.mark.e2e, pytest.mark.strace, pytest.mark.timeout(900)]
+KILLED_S = 180.0  # a daemon under strace is slow, and the call has to come by itself (own choice)
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def killed(stack: Stack, node: StackNode, call: str, *paths: Path, number: int =
     assert node.process is not None
     with killed_before(node.process.pid, call, *paths, number=number):
         yield
-        until(lambda: not node.running, f"{node.nick} to be killed")
+        until(lambda: not node.running, f"{node.nick} to be killed", KILLED_S)
     assert node.process.returncode == -signal.SIGKILL
     stack.start(node)
     until(lambda: mesh(node, "status").returncode == 0, f"{node.nick} to answer again")
@@ -58,7 +59,7 @@ def test_host_killed_in_a_save_a_commit_a_prune_and_at_the_end(make_stack: Calla
         before = job_state(user, job)
         with killed(stack, node, call, *paths):
             act()
-            until(lambda: not node.running, f"{node.nick} to be killed")
+            until(lambda: not node.running, f"{node.nick} to be killed", KILLED_S)
             seen = job_state(user, job)
         last = seen if len(seen["attempts"]) == len(before["attempts"]) else before
         until(lambda: len(job_state(user, job)["attempts"]) > len(before["attempts"]), "the next attempt")
