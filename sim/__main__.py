@@ -7,14 +7,10 @@ import argparse
 import time
 from collections import Counter
 
-from sim.protocol.checkpoint_checkers import all_checkpoint_checkers
-from sim.protocol.guest_checkers import all_guest_checkers
 from sim.protocol.job_checkers import all_job_checkers
 from sim.protocol.jobs import JobsWorld
 from sim.protocol.membership import MembershipWorld
 from sim.protocol.membership_checkers import all_checkers
-from sim.protocol.queue_checkers import all_queue_checkers
-from sim.protocol.revocation_checkers import RevokedNodes
 
 
 def main() -> None:
@@ -47,14 +43,7 @@ def run_membership(seed: int, nodes: int, minutes: float) -> None:
 
 
 def run_jobs(seed: int, nodes: int | None, minutes: float, count: int, unfixed: bool) -> None:
-    checkers = [
-        *all_job_checkers(),
-        *all_checkpoint_checkers(),
-        *all_guest_checkers(),
-        RevokedNodes(),
-        *all_queue_checkers(),
-    ]
-    world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, unfixed=unfixed, job_checkers=checkers)
+    world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, unfixed=unfixed, job_checkers=all_job_checkers())
     print(f"{len(world.nodes)} nodes of {world.mesh}")
     print(f"faults {world.faults}")
     started = time.monotonic()

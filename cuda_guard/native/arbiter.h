@@ -48,7 +48,7 @@ struct arbiter {
   int64_t began_ns; /* start of the turn, or of the draining */
   int64_t memory, memory_foreign; /* bytes of the device, 0 if unknown; bytes used outside of its jobs */
   struct contender contenders[ARBITER_CONTENDERS];
-  struct arbiter *devices; /* all of the machine, of which this is the one with this number; NULL: there is no other */
+  struct arbiter *devices; /* of all devices of the machine; this is number `number`. NULL: there is no other */
   uint32_t number;
 };
 

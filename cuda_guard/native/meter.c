@@ -404,7 +404,7 @@ static void at_exit_too(void) { (void)atexit(at_exit); }
 
 /* It gets no signals of the program, ends when it has been idle for a while, and runs again when there is work. */
 static void reaper_wake(void) {
-  if (CLOCK_OF_A_TEST) return; /* whoever waits looks himself */
+  if (CLOCK_OF_A_TEST) return; /* a thread that waits looks itself */
   if (atomic_load(&reaper_sleeps) == 0 && atomic_load(&reaper) == REAPER_RUNS) return;
   pthread_t thread;
   sigset_t all, before;
@@ -673,7 +673,7 @@ void meter_context_ends(CUcontext handle) {
 
 void meter_capture_begins(void) {
   atomic_fetch_add(&meter_captures, 1);
-  end_stretches(NULL, false); /* whoever asks about events now has done so when this has had every context's lock */
+  end_stretches(NULL, false); /* once this has had every context's lock, no thread asks about events any more */
 }
 
 void meter_capture_ended(void) { atomic_fetch_sub(&meter_captures, 1); }

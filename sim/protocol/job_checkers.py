@@ -14,8 +14,12 @@ from mesh.consensus.messages import Start
 from mesh.model.record import Commit, Config, Voter
 from mesh.model.spec import job_id, waiting_place
 from placement.ranking import rank_nodes
+from sim.protocol.checkpoint_checkers import all_checkpoint_checkers
+from sim.protocol.guest_checkers import all_guest_checkers
 from sim.protocol.jobs import LIE, JobChecker, JobNode, JobsWorld, decides
 from sim.protocol.lease_checkers import all_lease_checkers
+from sim.protocol.queue_checkers import all_queue_checkers
+from sim.protocol.revocation_checkers import RevokedNodes
 
 
 class OneChain(JobChecker):
@@ -206,6 +210,7 @@ class SamePlacement(JobChecker):
 
 
 def all_job_checkers() -> list[JobChecker]:
+    """Return every checker of a world with jobs."""
     return [
         OneChain(),
         GroupOrder(),
@@ -216,4 +221,8 @@ def all_job_checkers() -> list[JobChecker]:
         SignedSpec(),
         SamePlacement(),
         *all_lease_checkers(),
+        *all_checkpoint_checkers(),
+        *all_guest_checkers(),
+        RevokedNodes(),
+        *all_queue_checkers(),
     ]

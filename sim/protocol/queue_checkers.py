@@ -39,7 +39,7 @@ class InOrder(JobChecker):
 
 
 class ArrayLimit(JobChecker):
-    """Of an array with a limit, no more jobs have started and not ended than the limit says.
+    """No more jobs of an array have started and not ended than its limit allows.
 
     Found by: leaders that ignore the limit.
     """

@@ -1,4 +1,4 @@
-"""What the guard promises for devices that are as inconvenient as real ones: parts of `make bench-guard`."""
+"""Measure the guard's promises on devices that are as inconvenient as real ones: parts of `make bench-guard`."""
 
 import ctypes
 import math
@@ -117,7 +117,7 @@ def mixed(us: int, every: int, times: int, at_random: bool) -> Work:
 
 
 def by_block(driver: Driver) -> None:
-    """Launch one kernel with blocks of several sizes, of which its time depends."""
+    """Launch one kernel with blocks of several sizes, which decide its time."""
     driver.start()
     kernel, rng = driver.kernel("k_2us_per_thread"), Random(7)
     while True:

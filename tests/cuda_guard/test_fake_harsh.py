@@ -1,4 +1,4 @@
-"""What the profile `harsh` of the fake driver adds, each by itself and beside a device without it."""
+"""Traits of the fake driver's profile `harsh`, each by itself and beside a device without it."""
 
 import ctypes
 import dataclasses

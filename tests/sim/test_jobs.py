@@ -30,7 +30,7 @@ from mesh.model.spec import JobSpec, decode_spec
 from placement.advert import Advert
 from placement.ranking import Ranking, rank_nodes
 from placement.request import Request
-from sim.protocol.checkpoint_checkers import ResumesFromCommit, all_checkpoint_checkers
+from sim.protocol.checkpoint_checkers import ResumesFromCommit
 from sim.protocol.checkpoints import StoringNode
 from sim.protocol.faults import (
     CLOCK_INCIDENTS,
@@ -43,15 +43,12 @@ from sim.protocol.faults import (
     draw_job_faults,
     draw_mesh,
 )
-from sim.protocol.guest_checkers import all_guest_checkers
 from sim.protocol.job_checkers import OneGroup, SignedSpec, all_job_checkers
 from sim.protocol.jobs import JobDisk, JobNode, JobsWorld
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.lease_checkers import NoDuplicates, OneEnd, OneLease, StepsInLease
 from sim.protocol.membership import MembershipNode, Violation
 from sim.protocol.memory_store import MemoryStore, Saved
-from sim.protocol.queue_checkers import all_queue_checkers
-from sim.protocol.revocation_checkers import RevokedNodes
 from tests.sim.replay import digests
 
 SEEDS = int(os.environ.get("MESH_SIM_SEEDS", "20"))
@@ -62,14 +59,7 @@ CONTROL_SEEDS = 200  # within which a broken rule must be detected
 
 def checked(seed: int, **options: Any) -> JobsWorld:
     """Return a world with all checkers."""
-    checkers = [
-        *all_job_checkers(),
-        *all_checkpoint_checkers(),
-        *all_guest_checkers(),
-        RevokedNodes(),
-        *all_queue_checkers(),
-    ]
-    return JobsWorld(seed, job_checkers=checkers, **options)
+    return JobsWorld(seed, job_checkers=all_job_checkers(), **options)
 
 
 def play(seed: int) -> tuple[str, int, int, int, int, Counter[str], int]:

@@ -24,7 +24,7 @@ QUIET_S = 0.02  # without a launch, the gate counts as closed
 SLOW_S = 125e-6  # half of the running kernel's time: the launch waited for it
 MOST_LAUNCHES = 4096
 CALLS, BATCHES = 200, 15  # primitive calls are timed in batches
-LOADED = 100  # functions of which the first launch is measured
+LOADED = 100  # functions whose first launch is measured
 PAUSE_S = 0.05
 Step = Callable[[], Any]  # does some work and returns how much, or None for one unit
 
