@@ -59,26 +59,45 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice number) { return release(REAL(cuD
 CUresult cuDevicePrimaryCtxReset(CUdevice number) { return reset(REAL(cuDevicePrimaryCtxReset), number); }
 CUresult cuDevicePrimaryCtxReset_v2(CUdevice number) { return reset(REAL(cuDevicePrimaryCtxReset_v2), number); }
 
-#define CREATED(name, ...)                                                                        \
-  do {                                                                                            \
-    guard_load();                                                                                 \
-    int device_ = guard_device(device);                                                           \
-    if (guard_policy == NULL || out == NULL || device < 0) return REAL(name)(__VA_ARGS__);        \
-    if (device_ < 0) return CUDA_ERROR_NOT_PERMITTED;                                             \
-    meter_moved();                                                                                \
-    CHARGED(&contexts, device_, context_units(device_), id(*out), REAL(name)(__VA_ARGS__), REAL(cuCtxDestroy_v2)(*out)); \
-  } while (0)
+/* Charges for a context to be made. One without a place to charge is the driver's to refuse, or there is no policy. */
+static CUresult before_context(struct charge *charge, const CUcontext *out, CUdevice number) {
+  guard_load();
+  *charge = (struct charge){.place = -1};
+  if (guard_policy == NULL || out == NULL || number < 0) return CUDA_SUCCESS;
+  if ((charge->place = guard_device(number)) < 0) return CUDA_ERROR_NOT_PERMITTED;
+  meter_moved();
+  charge->units = context_units(charge->place);
+  return charge_make(*charge);
+}
 
-CUresult cuCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) { CREATED(cuCtxCreate, out, flags, device); }
+static void destroy_context(uint64_t key) { (void)REAL(cuCtxDestroy_v2)((CUcontext)(uintptr_t)key); }
 
-CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATED(cuCtxCreate_v2, out, flags, device); }
+static CUresult after_context(struct charge charge, const CUcontext *out, CUresult result) {
+  return charge.place < 0 ? result : charge_keep(&contexts, id(*out), charge, result, destroy_context);
+}
+
+CUresult cuCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) {
+  struct charge charge;
+  CUresult result = before_context(&charge, out, device);
+  return result != CUDA_SUCCESS ? result : after_context(charge, out, REAL(cuCtxCreate)(out, flags, device));
+}
+
+CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) {
+  struct charge charge;
+  CUresult result = before_context(&charge, out, device);
+  return result != CUDA_SUCCESS ? result : after_context(charge, out, REAL(cuCtxCreate_v2)(out, flags, device));
+}
 
 CUresult cuCtxCreate_v3(CUcontext *out, CUexecAffinityParam *affinity, int count, unsigned int flags, CUdevice device) {
-  CREATED(cuCtxCreate_v3, out, affinity, count, flags, device);
+  struct charge charge;
+  CUresult result = before_context(&charge, out, device);
+  return result != CUDA_SUCCESS ? result : after_context(charge, out, REAL(cuCtxCreate_v3)(out, affinity, count, flags, device));
 }
 
 CUresult cuCtxCreate_v4(CUcontext *out, CUctxCreateParams *params, unsigned int flags, CUdevice device) {
-  CREATED(cuCtxCreate_v4, out, params, flags, device);
+  struct charge charge;
+  CUresult result = before_context(&charge, out, device);
+  return result != CUDA_SUCCESS ? result : after_context(charge, out, REAL(cuCtxCreate_v4)(out, params, flags, device));
 }
 
 static CUresult destroy(CUresult (*real)(CUcontext), CUcontext context) {
@@ -99,7 +118,9 @@ CUresult cuCtxDestroy_v2(CUcontext context) { return destroy(REAL(cuCtxDestroy_v
 
 /* A context for a part of a device's processors; its allocations belong to the primary context. */
 CUresult cuCtxFromGreenCtx(CUcontext *out, CUgreenCtx green) {
-  THEN(REAL(cuCtxFromGreenCtx)(out, green), (void)table_put(&greens, (struct entry){.key = id(green), .link = id(*out)}));
+  CUresult result = REAL(cuCtxFromGreenCtx)(out, green);
+  if (result == CUDA_SUCCESS) (void)table_put(&greens, (struct entry){.key = id(green), .link = id(*out)});
+  return result;
 }
 
 CUresult cuGreenCtxDestroy(CUgreenCtx green) {

@@ -14,17 +14,19 @@ static void graph_includes(CUgraph graph, CUgraph other) {
   if (part.key != 0) graph_allocates(graph, part.device, part.units);
 }
 
-static void graph_becomes(CUgraphExec exec, CUgraph graph) {
-  struct entry entry = table_get(&graphs, id(graph));
-  if (entry.key == 0) return;
-  entry.key = id(exec);
-  entry.count = 0;
-  (void)table_put(&graphs, entry);
-}
-
 static void node_added(CUgraph graph, const CUDA_MEM_ALLOC_NODE_PARAMS *node) {
   if (node->poolProps.location.type == CU_MEM_LOCATION_TYPE_DEVICE)
     graph_allocates(graph, guard_device(node->poolProps.location.id), units_for(node->bytesize));
+}
+
+/* After a call with this result, which is returned. */
+static CUresult graph_becomes(CUresult result, const CUgraphExec *exec, CUgraph graph) {
+  struct entry entry = result == CUDA_SUCCESS ? table_get(&graphs, id(graph)) : (struct entry){0};
+  if (entry.key == 0) return result;
+  entry.key = id(*exec);
+  entry.count = 0;
+  (void)table_put(&graphs, entry);
+  return result;
 }
 
 static bool is_foreign(const CUDA_MEM_ALLOC_NODE_PARAMS *node) {
@@ -35,58 +37,68 @@ static bool is_any_foreign(const CUgraphNodeParams *node) {
   return node != NULL && node->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC && is_foreign(&node->alloc);
 }
 
-static void any_node_added(CUgraph graph, const CUgraphNodeParams *node) {
+static CUresult any_node_added(CUresult result, CUgraph graph, const CUgraphNodeParams *node) {
+  if (result != CUDA_SUCCESS) return result;
   if (node->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC) node_added(graph, &node->alloc);
   if (node->type == CU_GRAPH_NODE_TYPE_GRAPH) graph_includes(graph, node->graph.graph);
+  return result;
 }
 
 CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count,
                                 CUDA_MEM_ALLOC_NODE_PARAMS *node) {
   if (is_foreign(node)) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(REAL(cuGraphAddMemAllocNode)(out, graph, after, count, node), node_added(graph, node));
+  CUresult result = REAL(cuGraphAddMemAllocNode)(out, graph, after, count, node);
+  if (result == CUDA_SUCCESS) node_added(graph, node);
+  return result;
 }
 
 CUresult cuGraphAddNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraphNodeParams *node) {
   if (is_any_foreign(node)) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(REAL(cuGraphAddNode)(out, graph, after, count, node), any_node_added(graph, node));
+  return any_node_added(REAL(cuGraphAddNode)(out, graph, after, count, node), graph, node);
 }
 
 CUresult cuGraphAddNode_v2(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, const CUgraphEdgeData *edges, size_t count,
                            CUgraphNodeParams *node) {
   if (is_any_foreign(node)) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(REAL(cuGraphAddNode_v2)(out, graph, after, edges, count, node), any_node_added(graph, node));
+  return any_node_added(REAL(cuGraphAddNode_v2)(out, graph, after, edges, count, node), graph, node);
 }
 
 CUresult cuGraphAddNode_v3(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, const CUgraphEdgeData *edges, size_t count,
                            CUgraphNodeParams *node) {
   if (is_any_foreign(node)) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(REAL(cuGraphAddNode_v3)(out, graph, after, edges, count, node), any_node_added(graph, node));
+  return any_node_added(REAL(cuGraphAddNode_v3)(out, graph, after, edges, count, node), graph, node);
 }
 
 CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *after, size_t count, CUgraph child) {
-  THEN(REAL(cuGraphAddChildGraphNode)(out, graph, after, count, child), graph_includes(graph, child));
+  CUresult result = REAL(cuGraphAddChildGraphNode)(out, graph, after, count, child);
+  if (result == CUDA_SUCCESS) graph_includes(graph, child);
+  return result;
 }
 
-CUresult cuGraphClone(CUgraph *out, CUgraph graph) { THEN(REAL(cuGraphClone)(out, graph), graph_includes(*out, graph)); }
+CUresult cuGraphClone(CUgraph *out, CUgraph graph) {
+  CUresult result = REAL(cuGraphClone)(out, graph);
+  if (result == CUDA_SUCCESS) graph_includes(*out, graph);
+  return result;
+}
 
 CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph graph, CUgraphNode *error, char *log, size_t size) {
-  THEN(REAL(cuGraphInstantiate)(out, graph, error, log, size), graph_becomes(*out, graph));
+  return graph_becomes(REAL(cuGraphInstantiate)(out, graph, error, log, size), out, graph);
 }
 
 CUresult cuGraphInstantiate_v2(CUgraphExec *out, CUgraph graph, CUgraphNode *error, char *log, size_t size) {
-  THEN(REAL(cuGraphInstantiate_v2)(out, graph, error, log, size), graph_becomes(*out, graph));
+  return graph_becomes(REAL(cuGraphInstantiate_v2)(out, graph, error, log, size), out, graph);
 }
 
 CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph graph, unsigned long long flags) {
-  THEN(REAL(cuGraphInstantiateWithFlags)(out, graph, flags), graph_becomes(*out, graph));
+  return graph_becomes(REAL(cuGraphInstantiateWithFlags)(out, graph, flags), out, graph);
 }
 
 CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
-  THEN(REAL(cuGraphInstantiateWithParams)(out, graph, params), graph_becomes(*out, graph));
+  return graph_becomes(REAL(cuGraphInstantiateWithParams)(out, graph, params), out, graph);
 }
 
 CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
-  THEN(REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params), graph_becomes(*out, graph));
+  return graph_becomes(REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params), out, graph);
 }
 
 CUresult cuGraphDestroy(CUgraph graph) {

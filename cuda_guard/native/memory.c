@@ -51,44 +51,78 @@ static uint64_t current_context(void) {
   return DRIVER(cuCtxGetCurrent)(&context) == CUDA_SUCCESS ? id(context) : 0;
 }
 
-bool memory_keep(struct table *table, uint64_t key, int device, int64_t units) {
-  return table_put(table, (struct entry){.key = key, .units = units, .link = current_context(), .device = device, .count = 1});
+CUresult charge_make(struct charge charge) {
+  return memory_reserve(charge.place, charge.units) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult charge_current(struct charge *charge, const void *out) {
+  CUresult result = guard_current(&charge->place);
+  if (result != CUDA_SUCCESS) return result;
+  return out == NULL ? CUDA_ERROR_INVALID_VALUE : charge_make(*charge);
+}
+
+CUresult charge_keep(struct table *table, uint64_t key, struct charge charge, CUresult result, void (*undo)(uint64_t key)) {
+  if (result == CUDA_SUCCESS) {
+    struct entry entry = {.key = key, .units = charge.units, .link = current_context(), .device = charge.place, .count = 1};
+    if (table_put(table, entry)) return CUDA_SUCCESS;
+    undo(key);
+    result = CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  memory_give_back(charge.place, charge.units);
+  return result;
+}
+
+CUresult charge_drop(struct table *table, struct entry entry, CUresult result) {
+  if (result == CUDA_SUCCESS)
+    memory_drop(entry);
+  else if (entry.key != 0)
+    (void)table_put(table, entry);
+  return result;
 }
 
 /* --- by address */
 
+static void free_pointer(uint64_t key) { (void)REAL(cuMemFree_v2)(key); }
+
 CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t bytes) {
-  CURRENT(device);
-  CHARGED(&pointers, device, units_for(bytes), *out, REAL(cuMemAlloc_v2)(out, bytes), REAL(cuMemFree_v2)(*out));
+  struct charge charge = {.units = units_for(bytes)};
+  CUresult result = charge_current(&charge, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemAlloc_v2)(out, bytes);
+  return charge_keep(&pointers, *out, charge, result, free_pointer);
 }
 
 CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned int flags) {
-  CURRENT(device);
-  CHARGED(&pointers, device, units_for(bytes), *out, REAL(cuMemAllocManaged)(out, bytes, flags), REAL(cuMemFree_v2)(*out));
+  struct charge charge = {.units = units_for(bytes)};
+  CUresult result = charge_current(&charge, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemAllocManaged)(out, bytes, flags);
+  return charge_keep(&pointers, *out, charge, result, free_pointer);
 }
 
 CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned int element) {
-  CURRENT(device);
   if (pitch == NULL) return CUDA_ERROR_INVALID_VALUE;
   size_t row = (width + GUARD_UNIT - 1) & ~(size_t)(GUARD_UNIT - 1), bytes; /* a driver that pads to more is charged afterwards */
   if (row < width || __builtin_mul_overflow(row, height, &bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-  int64_t units = units_for(bytes);
-  if (!memory_reserve(device, units)) return CUDA_ERROR_OUT_OF_MEMORY;
-  CUresult result = REAL(cuMemAllocPitch_v2)(out, pitch, width, height, element);
-  if (result == CUDA_SUCCESS) {
-    int64_t more = units_for(*pitch * height) - units;
-    bool allowed = more <= 0 || memory_reserve(device, more);
-    if (allowed) units += more;
-    if (allowed && more < 0) memory_give_back(device, -more);
-    if (allowed && memory_keep(&pointers, *out, device, units)) return CUDA_SUCCESS;
-    (void)REAL(cuMemFree_v2)(*out);
+  struct charge charge = {.units = units_for(bytes)};
+  CUresult result = charge_current(&charge, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemAllocPitch_v2)(out, pitch, width, height, element);
+  int64_t more = result == CUDA_SUCCESS ? units_for(*pitch * height) - charge.units : 0;
+  if (more > 0 && !memory_reserve(charge.place, more)) {
+    free_pointer(*out);
     result = CUDA_ERROR_OUT_OF_MEMORY;
+  } else {
+    if (more < 0) memory_give_back(charge.place, -more);
+    charge.units += more;
   }
-  memory_give_back(device, units);
-  return result;
+  return charge_keep(&pointers, *out, charge, result, free_pointer);
 }
 
-CUresult cuMemFree_v2(CUdeviceptr pointer) { FREED(&pointers, pointer, REAL(cuMemFree_v2)(pointer)); }
+CUresult cuMemFree_v2(CUdeviceptr pointer) {
+  struct entry entry = table_take(&pointers, pointer);
+  return charge_drop(&pointers, entry, REAL(cuMemFree_v2)(pointer));
+}
 
 /* --- arrays: their layout is undocumented; rows are assumed to be padded to 64 bytes and their number to 8 */
 
@@ -116,31 +150,47 @@ static int64_t mipmap_units(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int l
   return sum;
 }
 
+static void free_array(uint64_t key) { (void)REAL(cuArrayDestroy)((CUarray)(uintptr_t)key); }
+static void free_mipmap(uint64_t key) { (void)REAL(cuMipmappedArrayDestroy)((CUmipmappedArray)(uintptr_t)key); }
+
 CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *shape) {
-  CURRENT(device);
   if (shape == NULL) return CUDA_ERROR_INVALID_VALUE;
-  CHARGED(&arrays, device, array_units(shape->Width, shape->Height, 0, shape->Format, shape->NumChannels), id(*out),
-          REAL(cuArrayCreate_v2)(out, shape), REAL(cuArrayDestroy)(*out));
+  struct charge charge = {.units = array_units(shape->Width, shape->Height, 0, shape->Format, shape->NumChannels)};
+  CUresult result = charge_current(&charge, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuArrayCreate_v2)(out, shape);
+  return charge_keep(&arrays, id(*out), charge, result, free_array);
 }
 
 CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *shape) {
-  CURRENT(device);
   if (shape == NULL) return CUDA_ERROR_INVALID_VALUE;
-  CHARGED(&arrays, device,
-          shape->Flags & DEFERRED ? 0 : array_units(shape->Width, shape->Height, shape->Depth, shape->Format, shape->NumChannels),
-          id(*out), REAL(cuArray3DCreate_v2)(out, shape), REAL(cuArrayDestroy)(*out));
+  struct charge charge = {0};
+  if (!(shape->Flags & DEFERRED))
+    charge.units = array_units(shape->Width, shape->Height, shape->Depth, shape->Format, shape->NumChannels);
+  CUresult result = charge_current(&charge, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuArray3DCreate_v2)(out, shape);
+  return charge_keep(&arrays, id(*out), charge, result, free_array);
 }
 
 CUresult cuMipmappedArrayCreate(CUmipmappedArray *out, const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int levels) {
-  CURRENT(device);
   if (shape == NULL) return CUDA_ERROR_INVALID_VALUE;
-  CHARGED(&arrays, device, shape->Flags & DEFERRED ? 0 : mipmap_units(shape, levels), id(*out),
-          REAL(cuMipmappedArrayCreate)(out, shape, levels), REAL(cuMipmappedArrayDestroy)(*out));
+  struct charge charge = {.units = shape->Flags & DEFERRED ? 0 : mipmap_units(shape, levels)};
+  CUresult result = charge_current(&charge, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMipmappedArrayCreate)(out, shape, levels);
+  return charge_keep(&arrays, id(*out), charge, result, free_mipmap);
 }
 
-CUresult cuArrayDestroy(CUarray array) { FREED(&arrays, id(array), REAL(cuArrayDestroy)(array)); }
+CUresult cuArrayDestroy(CUarray array) {
+  struct entry entry = table_take(&arrays, id(array));
+  return charge_drop(&arrays, entry, REAL(cuArrayDestroy)(array));
+}
 
-CUresult cuMipmappedArrayDestroy(CUmipmappedArray array) { FREED(&arrays, id(array), REAL(cuMipmappedArrayDestroy)(array)); }
+CUresult cuMipmappedArrayDestroy(CUmipmappedArray array) {
+  struct entry entry = table_take(&arrays, id(array));
+  return charge_drop(&arrays, entry, REAL(cuMipmappedArrayDestroy)(array));
+}
 
 /* --- physical memory: it exists until it has no handle and no mapping */
 
@@ -148,26 +198,29 @@ static void let_go_of_piece(uint64_t piece) {
   if (table_count(&pieces, piece, -1).count == 0) memory_drop(table_take(&pieces, piece));
 }
 
+static bool is_of_piece(const struct entry *entry, const void *what) {
+  const uint64_t *piece = what;
+  return entry->link == *piece;
+}
+
+static void release_piece(uint64_t piece) { (void)REAL(cuMemRelease)(table_take_any(&handles, is_of_piece, &piece).key); }
+
 CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags) {
   static _Atomic uint64_t made;
   guard_load();
   if (out == NULL || prop == NULL || guard_policy == NULL) return REAL(cuMemCreate)(out, bytes, prop, flags);
   int device = memory_place(&prop->location);
   if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
-  int64_t units = units_for(bytes);
-  if (!memory_reserve(device, units)) return CUDA_ERROR_OUT_OF_MEMORY;
-  CUresult result = REAL(cuMemCreate)(out, bytes, prop, flags);
+  struct charge charge = {.place = device, .units = units_for(bytes)};
+  CUresult result = charge_make(charge);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemCreate)(out, bytes, prop, flags);
   uint64_t piece = atomic_fetch_add(&made, 1) + 1;
-  if (result == CUDA_SUCCESS && memory_keep(&pieces, piece, device, units)) {
-    if (table_put(&handles, (struct entry){.key = *out, .link = piece, .count = 1})) return CUDA_SUCCESS;
-    (void)table_take(&pieces, piece);
-  }
-  if (result == CUDA_SUCCESS) {
+  if (result == CUDA_SUCCESS && !table_put(&handles, (struct entry){.key = *out, .link = piece, .count = 1})) {
     (void)REAL(cuMemRelease)(*out);
     result = CUDA_ERROR_OUT_OF_MEMORY;
   }
-  memory_give_back(device, units);
-  return result;
+  return charge_keep(&pieces, piece, charge, result, release_piece);
 }
 
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
@@ -270,34 +323,31 @@ CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice number) {
 
 /* --- memory of other processes */
 
-static void borrowed(void) {
+static CUresult borrowed(CUresult result) {
   int device;
-  if (guard_current(&device) == CUDA_SUCCESS) atomic_fetch_add(&guard_job->uses[device].borrowed, 1);
+  if (result == CUDA_SUCCESS && guard_current(&device) == CUDA_SUCCESS) atomic_fetch_add(&guard_job->uses[device].borrowed, 1);
+  return result;
 }
 
 CUresult cuImportExternalMemory(CUexternalMemory *out, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC *what) {
-  THEN(REAL(cuImportExternalMemory)(out, what), borrowed());
+  return borrowed(REAL(cuImportExternalMemory)(out, what));
 }
 
 /* Memory that this process made and shared itself may come back under its handle, which then needs one more release. */
-static void imported(CUmemGenericAllocationHandle handle) {
-  struct entry entry = table_count(&handles, handle, 1);
-  if (entry.key != 0)
-    (void)table_count(&pieces, entry.link, 1);
-  else
-    borrowed();
-}
-
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *shared, CUmemAllocationHandleType type) {
-  THEN(REAL(cuMemImportFromShareableHandle)(out, shared, type), imported(*out));
+  CUresult result = REAL(cuMemImportFromShareableHandle)(out, shared, type);
+  struct entry own = result == CUDA_SUCCESS ? table_count(&handles, *out, 1) : (struct entry){0};
+  if (own.key == 0) return borrowed(result);
+  (void)table_count(&pieces, own.link, 1);
+  return result;
 }
 
 CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
-  THEN(REAL(cuIpcOpenMemHandle)(out, handle, flags), borrowed());
+  return borrowed(REAL(cuIpcOpenMemHandle)(out, handle, flags));
 }
 
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
-  THEN(REAL(cuIpcOpenMemHandle_v2)(out, handle, flags), borrowed());
+  return borrowed(REAL(cuIpcOpenMemHandle_v2)(out, handle, flags));
 }
 
 void memory_forked(void) {

@@ -14,9 +14,6 @@ bool memory_change(int place, int64_t units, bool whatever_the_limit);
 bool memory_reserve(int place, int64_t units);
 void memory_give_back(int place, int64_t units);
 
-/* Records the charge of `key` in its context; false if there is no memory for the entry. */
-bool memory_keep(struct table *table, uint64_t key, int device, int64_t units);
-
 static inline void memory_drop(struct entry entry) {
   if (entry.key != 0) memory_give_back(entry.device, entry.units);
 }
@@ -34,46 +31,23 @@ static inline int64_t units_for(size_t bytes) { return bytes > INT64_MAX ? INT64
 
 static inline uint64_t id(const void *handle) { return (uint64_t)(uintptr_t)handle; }
 
-/* An allocating call: reserve, call, record; `undo` if it cannot be recorded. */
-#define CHARGED(table, device, size, key, call, undo)      \
-  do {                                                     \
-    int64_t units_ = (size);                               \
-    if (!memory_reserve(device, units_)) return CUDA_ERROR_OUT_OF_MEMORY; \
-    CUresult result_ = (call);                             \
-    if (result_ == CUDA_SUCCESS && memory_keep(table, key, device, units_)) return CUDA_SUCCESS; \
-    if (result_ == CUDA_SUCCESS) {                         \
-      (void)(undo);                                        \
-      result_ = CUDA_ERROR_OUT_OF_MEMORY;                  \
-    }                                                      \
-    memory_give_back(device, units_);                             \
-    return result_;                                        \
-  } while (0)
+/* What an allocating call is charged: charge_make before it, charge_keep after it, with its result. */
+struct charge {
+  int place;
+  int64_t units;
+};
 
-/* A freeing call: the charge is removed after the driver has freed. An unknown address or handle is forwarded. */
-#define FREED(table, handle, call)                           \
-  do {                                                       \
-    struct entry entry_ = table_take(table, handle);         \
-    CUresult result_ = (call);                               \
-    if (result_ == CUDA_SUCCESS) memory_drop(entry_);               \
-    if (result_ != CUDA_SUCCESS && entry_.key != 0) (void)table_put(table, entry_); \
-    return result_;                                          \
-  } while (0)
+/* Charges the device of the calling thread's context for something that will be written to `out`. */
+CUresult charge_current(struct charge *charge, const void *out);
 
-#define CURRENT(device)                        \
-  int device = -1;                             \
-  do {                                         \
-    CUresult current_ = guard_current(&device); \
-    if (current_ != CUDA_SUCCESS) return current_; \
-    if (out == NULL) return CUDA_ERROR_INVALID_VALUE; \
-  } while (0)
+/* The same for a place; one that is not the job's (negative) is not charged. */
+CUresult charge_make(struct charge charge);
 
-/* Calls, and reports success. */
-#define THEN(call, then)                 \
-  do {                                   \
-    CUresult result_ = (call);           \
-    if (result_ == CUDA_SUCCESS) (then); \
-    return result_;                      \
-  } while (0)
+/* Records the charge under `key`; removes it if the call has failed. What cannot be recorded is undone: no memory is left. */
+CUresult charge_keep(struct table *table, uint64_t key, struct charge charge, CUresult result, void (*undo)(uint64_t key));
+
+/* After a freeing call with this result: removes the charge, which was taken from the table before it, or puts it back. */
+CUresult charge_drop(struct table *table, struct entry entry, CUresult result);
 
 void pinned_forked(void);
 void pools_forked(void);

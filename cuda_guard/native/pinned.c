@@ -8,39 +8,60 @@ static struct table pinned = TABLE_EMPTY; /* address -> units, context */
 
 static int64_t pages_for(size_t bytes) { return bytes > SIZE_MAX - PAGE ? INT64_MAX : units_for((bytes + PAGE - 1) & ~(PAGE - 1)); }
 
-/* Returns the error if the thread has no current context. */
-#define PINS                                                       \
-  do {                                                             \
-    int device_;                                                   \
-    CUresult current_ = guard_current(&device_);                   \
-    if (current_ != CUDA_SUCCESS) return current_;                 \
-  } while (0)
+static void free_pinned(uint64_t key) { (void)REAL(cuMemFreeHost)((void *)(uintptr_t)key); }
+static void unregister(uint64_t key) { (void)REAL(cuMemHostUnregister)((void *)(uintptr_t)key); }
+
+/* Needs a current context, of any device. */
+static CUresult charge_pinned(struct charge *charge, size_t bytes, const void *at) {
+  *charge = (struct charge){.place = GUARD_HOST, .units = pages_for(bytes)};
+  int device;
+  CUresult result = guard_current(&device);
+  if (result != CUDA_SUCCESS) return result;
+  return at == NULL ? CUDA_ERROR_INVALID_VALUE : charge_make(*charge);
+}
 
 CUresult cuMemAllocHost_v2(void **out, size_t bytes) {
-  PINS;
-  if (out == NULL) return CUDA_ERROR_INVALID_VALUE;
-  CHARGED(&pinned, GUARD_HOST, pages_for(bytes), id(*out), REAL(cuMemAllocHost_v2)(out, bytes), REAL(cuMemFreeHost)(*out));
+  struct charge charge;
+  CUresult result = charge_pinned(&charge, bytes, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemAllocHost_v2)(out, bytes);
+  return charge_keep(&pinned, id(*out), charge, result, free_pinned);
 }
 
 CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned int flags) {
-  PINS;
-  if (out == NULL) return CUDA_ERROR_INVALID_VALUE;
-  CHARGED(&pinned, GUARD_HOST, pages_for(bytes), id(*out), REAL(cuMemHostAlloc)(out, bytes, flags), REAL(cuMemFreeHost)(*out));
+  struct charge charge;
+  CUresult result = charge_pinned(&charge, bytes, out);
+  if (result != CUDA_SUCCESS) return result;
+  result = REAL(cuMemHostAlloc)(out, bytes, flags);
+  return charge_keep(&pinned, id(*out), charge, result, free_pinned);
 }
 
 /* The program's own memory, already charged to its control group; pinned, it cannot be swapped out. */
-#define REGISTERED(name)                                                                                     \
-  CUresult name(void *pointer, size_t bytes, unsigned int flags) {                                           \
-    PINS;                                                                                                    \
-    CHARGED(&pinned, GUARD_HOST, pages_for(bytes), id(pointer), REAL(name)(pointer, bytes, flags), \
-            REAL(cuMemHostUnregister)(pointer));                                                             \
-  }
-REGISTERED(cuMemHostRegister)
-REGISTERED(cuMemHostRegister_v2)
+static CUresult pin(CUresult (*real)(void *, size_t, unsigned int), void *pointer, size_t bytes, unsigned int flags) {
+  struct charge charge;
+  CUresult result = charge_pinned(&charge, bytes, pointer);
+  if (result != CUDA_SUCCESS) return result;
+  result = real(pointer, bytes, flags);
+  return charge_keep(&pinned, id(pointer), charge, result, unregister);
+}
 
-CUresult cuMemFreeHost(void *pointer) { FREED(&pinned, id(pointer), REAL(cuMemFreeHost)(pointer)); }
+CUresult cuMemHostRegister(void *pointer, size_t bytes, unsigned int flags) {
+  return pin(REAL(cuMemHostRegister), pointer, bytes, flags);
+}
 
-CUresult cuMemHostUnregister(void *pointer) { FREED(&pinned, id(pointer), REAL(cuMemHostUnregister)(pointer)); }
+CUresult cuMemHostRegister_v2(void *pointer, size_t bytes, unsigned int flags) {
+  return pin(REAL(cuMemHostRegister_v2), pointer, bytes, flags);
+}
+
+CUresult cuMemFreeHost(void *pointer) {
+  struct entry entry = table_take(&pinned, id(pointer));
+  return charge_drop(&pinned, entry, REAL(cuMemFreeHost)(pointer));
+}
+
+CUresult cuMemHostUnregister(void *pointer) {
+  struct entry entry = table_take(&pinned, id(pointer));
+  return charge_drop(&pinned, entry, REAL(cuMemHostUnregister)(pointer));
+}
 
 static bool belongs(const struct entry *entry, const void *what) {
   const uint64_t *context = what;

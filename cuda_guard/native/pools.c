@@ -48,6 +48,10 @@ static struct entry pool_entry(uint64_t pool, int device) {
   return entry;
 }
 
+static uint64_t unused_in(uint64_t pool) {
+  return pool_attribute(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) - pool_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
+}
+
 typedef CUresult pool_call(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream);
 
 static CUresult real_async(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
@@ -69,8 +73,6 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
   guard_wait();
   (void)pthread_mutex_lock(&pool_mutex);
   struct entry entry = pool_entry(id(pool), device);
-  uint64_t before = pool_attribute(entry.key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
-  uint64_t unused = before - pool_attribute(entry.key, CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
   size_t most = bytes > SIZE_MAX - pool_step ? SIZE_MAX : (bytes + pool_step - 1) / pool_step * pool_step;
   int64_t held = units_for(most);
   if (entry.device >= 0 && !memory_change(entry.device, held, false)) {
@@ -79,7 +81,7 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
     entry = table_get(&pools, entry.key);
     if (!memory_change(entry.device, held, false)) {
       held = 0;
-      if (unused < bytes) { /* it would have to grow */
+      if (unused_in(entry.key) < bytes) { /* it would have to grow */
         atomic_fetch_add(&guard_job->uses[entry.device].refused, 1);
         (void)pthread_mutex_unlock(&pool_mutex);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -87,9 +89,8 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
     }
   }
   CUresult result = real(out, bytes, pool, stream);
-  uint64_t after = pool_attribute(entry.key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
-  if (after > before) pool_step = divisor(pool_step, after - before);
-  int64_t units = units_for(after);
+  int64_t units = units_for(pool_attribute(entry.key, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
+  if (units > entry.units) pool_step = divisor(pool_step, (size_t)(units - entry.units) * GUARD_UNIT);
   bool allowed = entry.device < 0 || units - entry.units <= held || memory_change(entry.device, units - entry.units - held, false);
   if (allowed && entry.device >= 0 && units - entry.units < held) memory_give_back(entry.device, held - (units - entry.units));
   if (allowed) {
@@ -110,16 +111,22 @@ static CUresult allocate(pool_call *real, CUdeviceptr *out, size_t bytes, CUmemo
 }
 
 static CUresult allocate_from_default(CUdeviceptr *out, size_t bytes, CUstream stream) {
-  CURRENT(device);
   CUdevice number;
   CUmemoryPool pool;
   CUresult result = DRIVER(cuCtxGetDevice)(&number);
-  if (result == CUDA_SUCCESS) result = REAL(cuDeviceGetMemPool)(&pool, number);
+  if (result != CUDA_SUCCESS) return result;
+  if (out == NULL) return CUDA_ERROR_INVALID_VALUE;
+  int device = guard_device(number);
+  if (device < 0) return CUDA_ERROR_NOT_PERMITTED;
+  result = REAL(cuDeviceGetMemPool)(&pool, number);
   return result == CUDA_SUCCESS ? allocate(real_async, out, bytes, pool, stream, device) : result;
 }
 
 static CUresult allocate_from(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) {
-  CURRENT(device);
+  int device = -1;
+  CUresult result = guard_current(&device);
+  if (result != CUDA_SUCCESS) return result;
+  if (out == NULL) return CUDA_ERROR_INVALID_VALUE;
   struct entry known = table_get(&pools, id(pool));
   return allocate(real_from_pool, out, bytes, pool, stream, known.key != 0 ? known.device : device);
 }
@@ -140,17 +147,19 @@ CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmemoryPo
   return allocate_from(out, bytes, pool, own_stream(stream));
 }
 
-static void meet_pool(uint64_t pool, int device) {
+static CUresult meet_pool(CUresult result, const CUmemoryPool *pool, int device) {
+  if (result != CUDA_SUCCESS) return result;
   (void)pthread_mutex_lock(&pool_mutex);
-  (void)pool_entry(pool, device);
+  (void)pool_entry(id(*pool), device);
   (void)pthread_mutex_unlock(&pool_mutex);
+  return result;
 }
 
 /* Registers a device's pool on first use, only for the job's devices. */
 static CUresult pool_of(CUresult (*real)(CUmemoryPool *, CUdevice), CUmemoryPool *out, CUdevice number) {
   int device = guard_device(number);
   if (device < 0 && guard_policy != NULL && number >= 0) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(real(out, number), meet_pool(id(*out), device));
+  return meet_pool(real(out, number), out, device);
 }
 
 typedef CUresult located_call(CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type);
@@ -158,7 +167,7 @@ typedef CUresult located_call(CUmemoryPool *out, CUmemLocation *where, CUmemAllo
 static CUresult pool_at(located_call *real, CUmemoryPool *out, CUmemLocation *where, CUmemAllocationType type) {
   int device = where != NULL ? memory_place(where) : -1;
   if (where != NULL && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(real(out, where, type), meet_pool(id(*out), device));
+  return meet_pool(real(out, where, type), out, device);
 }
 
 CUresult cuDeviceGetMemPool(CUmemoryPool *out, CUdevice device) { return pool_of(REAL(cuDeviceGetMemPool), out, device); }
@@ -178,7 +187,9 @@ CUresult cuMemGetDefaultMemPool(CUmemoryPool *out, CUmemLocation *where, CUmemAl
 CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props) {
   int device = props != NULL ? memory_place(&props->location) : -1;
   if (props != NULL && device < 0 && guard_policy != NULL) return CUDA_ERROR_NOT_PERMITTED;
-  THEN(REAL(cuMemPoolCreate)(out, props), (void)table_put(&pools, (struct entry){.key = id(*out), .device = device}));
+  CUresult result = REAL(cuMemPoolCreate)(out, props);
+  if (result == CUDA_SUCCESS) (void)table_put(&pools, (struct entry){.key = id(*out), .device = device});
+  return result;
 }
 
 CUresult cuMemPoolDestroy(CUmemoryPool pool) {
