@@ -36,7 +36,7 @@ from mesh.execution.process.engine import ProcessEngine  # noqa: E402
 from mesh.model.record import JobRecord  # noqa: E402
 from mesh.model.spec import parse_job, waiting_place  # noqa: E402
 from placement.queue import Queue  # noqa: E402
-from tests.bench.harness import not_run, row, write  # noqa: E402
+from tests.bench.harness import not_run, row, save, write  # noqa: E402
 from tests.bench.training import Beat, Trace  # noqa: E402
 from tests.consensus.worlds import DISK, at, make_advert, make_spec, make_view, make_witness, voters  # noqa: E402
 from tests.e2e.commands import PROJECT, count_digest  # noqa: E402
@@ -60,16 +60,20 @@ def main() -> None:
     parser.add_argument("--queued", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args()
-    rows = [
-        *starts(options.rounds),
-        *departures(options.departures),
-        *ends_of_hosts(options.kills),
-        *commits(options.commits),
-        *returns(options.returns),
-        *moves(options.minutes * 60),
-        *decisions(options.queued),
-        *queue(options.queued),
-    ]
+    parts = (
+        lambda: starts(options.rounds),
+        lambda: departures(options.departures),
+        lambda: ends_of_hosts(options.kills),
+        lambda: commits(options.commits),
+        lambda: returns(options.returns),
+        lambda: moves(options.minutes * 60),
+        lambda: decisions(options.queued),
+        lambda: queue(options.queued),
+    )
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows += part()
+        save("jobs", rows)  # a later part may fail
     write("jobs", rows)
 
 
