@@ -20,13 +20,12 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, help="default: 20; drawn from the seed with jobs")
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--minutes", type=float, help="virtual minutes of the run; default: 30; 10 with jobs")
-    parser.add_argument("--unfixed", action="store_true", help="draw faults with known violations, too (jobs)")
     options = parser.parse_args()
     print(f"SEED={options.seed}", flush=True)
     if options.world == "membership":
         run_membership(options.seed, options.nodes or 20, options.minutes or 30.0)
     else:
-        run_jobs(options.seed, options.nodes, options.minutes or 10.0, options.jobs, options.unfixed)
+        run_jobs(options.seed, options.nodes, options.minutes or 10.0, options.jobs)
 
 
 def run_membership(seed: int, nodes: int, minutes: float) -> None:
@@ -42,8 +41,8 @@ def run_membership(seed: int, nodes: int, minutes: float) -> None:
     print(f"digest {digest}")
 
 
-def run_jobs(seed: int, nodes: int | None, minutes: float, count: int, unfixed: bool) -> None:
-    world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, unfixed=unfixed, job_checkers=all_job_checkers())
+def run_jobs(seed: int, nodes: int | None, minutes: float, count: int) -> None:
+    world = JobsWorld(seed, nodes=nodes, minutes=minutes, jobs=count, job_checkers=all_job_checkers())
     print(f"{len(world.nodes)} nodes of {world.mesh}")
     print(f"faults {world.faults}")
     started = time.monotonic()

@@ -1,6 +1,5 @@
 """Fault plans, drawn from the seed: each fault occurs in about half of the runs (swarm testing, Groce et al. 2012)."""
 
-from collections.abc import Collection
 from random import Random
 
 import msgspec
@@ -107,12 +106,7 @@ STORE_INCIDENTS = ("full store", "small quota")
 CLOCK_INCIDENTS = ("pause",)
 
 
-# Drawn only by `python -m sim jobs --unfixed`, as these find violations whose rules are not fixed yet: meshes of another size
-# or shape (mesh), nodes that refuse jobs (old) or leave for good (retire, scrap), and a much worse network.
-UNFIXED = frozenset({"mesh", "old", "retire", "scrap", "worse network"})
-
-
-def draw_job_faults(seed: int, minutes: float, without: Collection[str] = UNFIXED) -> FaultPlan:
+def draw_job_faults(seed: int, minutes: float) -> FaultPlan:
     """Draw the faults of a jobs run: those of membership, incidents of jobs, and in some runs a much worse network."""
     faults, rng = draw_faults(seed, minutes), Random(f"jobs/{seed}")
     incidents = [*faults.incidents]
@@ -121,11 +115,10 @@ def draw_job_faults(seed: int, minutes: float, without: Collection[str] = UNFIXE
     disk = Random(f"disk/{seed}")
     incidents += [incident for incident in journal_faults.INCIDENTS if disk.random() < 0.5]
     every_s = rng.uniform(4.0, 30.0)
-    if rng.random() < 0.15 and "worse network" not in without:
+    if rng.random() < 0.15:
         faults = msgspec.structs.replace(faults, loss=rng.uniform(0.2, 0.4), duplicate=rng.uniform(0.2, 0.5))
     stores = Random(f"stores/{seed}")
     incidents += [incident for incident in STORE_INCIDENTS if stores.random() < 0.5]
-    incidents = [incident for incident in incidents if incident not in without]
     return msgspec.structs.replace(
         faults,
         incidents=tuple(incidents),
@@ -152,23 +145,20 @@ class MeshPlan(msgspec.Struct, frozen=True):
     gangs: float = 0.25
 
 
-def draw_mesh(seed: int, without: Collection[str] = UNFIXED) -> MeshPlan:
-    """Draw the mesh of a jobs run: 2 to 12 nodes; 12 that join first if that is left out."""
-    if "mesh" in without:
-        return MeshPlan()
+def draw_mesh(seed: int) -> MeshPlan:
+    """Draw the mesh of a jobs run: 2 to 12 nodes."""
     rng = Random(f"mesh/{seed}")
 
     def maybe(high: float) -> float:
         return rng.uniform(0, high) if rng.random() < 0.5 else 0.0
 
-    drawn = MeshPlan(
+    return MeshPlan(
         nodes=rng.randint(2, 12),
         late=maybe(1.0),
         closed=maybe(0.7),
         old=maybe(0.7),
         gangs=rng.choice((0.25, 0.25, 1.0)),
     )
-    return msgspec.structs.replace(drawn, old=0.0) if "old" in without else drawn
 
 
 class WorkPlan(msgspec.Struct, frozen=True):

@@ -79,7 +79,7 @@ from mesh.consensus.witness import Witness
 from mesh.jobs.authority import Authority
 from mesh.jobs.mesh_view import with_jobs
 from mesh.jobs.status_gossip import RECOVERED
-from mesh.model.record import FIRST_TERM, Attempt, Commit, Config, JobRecord, Outcome, Voter
+from mesh.model.record import FIRST_TERM, SHUNNED_S, Attempt, Commit, Config, JobRecord, Outcome, Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
     ArrayPlace,
@@ -97,8 +97,8 @@ from placement.zones import Hierarchy
 from sim.protocol.backups import COPIED_EVERY_S, Backups, JournalCopy
 from sim.protocol.checkpoints import content, result
 from sim.protocol.fakes import USER_NAME, ChecksumSealer
-from sim.protocol.faults import UNFIXED, FaultPlan, MeshPlan, WorkPlan, draw_job_faults, draw_mesh, draw_work_plan
-from sim.protocol.guests import SAVED_EXIT, Guest, Work, draw_work
+from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan, draw_job_faults, draw_mesh, draw_work_plan
+from sim.protocol.guests import MOST_HICCUPS, SAVED_EXIT, Guest, Work, draw_work
 from sim.protocol.journal_faults import INCIDENTS as DISK_INCIDENTS
 from sim.protocol.journal_faults import STARTS_AGAIN_S, JournalFaults
 from sim.protocol.membership import Disk, MembershipNode, MembershipWorld, Violation
@@ -778,13 +778,11 @@ class JobsWorld(MembershipWorld):
         faults: FaultPlan | None = None,
         mesh: MeshPlan | None = None,
         work: WorkPlan | None = None,
-        unfixed: bool = False,
         job_checkers: Sequence[JobChecker] = (),
     ) -> None:
-        without = () if unfixed else UNFIXED
         self.work_plan = work or draw_work_plan(seed)
-        self.mesh, self._unfixed = mesh or draw_mesh(seed, without), unfixed
-        count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes, without)
+        self.mesh = mesh or draw_mesh(seed)
+        count, faults = nodes or self.mesh.nodes, faults or draw_job_faults(seed, minutes)
         super().__init__(seed, nodes=count, minutes=minutes, faults=faults, checkers=())
         self.job_checkers = list(job_checkers)
         self.user_key = self.nodes[0].id  # of the user to whom all nodes and jobs belong
@@ -831,16 +829,14 @@ class JobsWorld(MembershipWorld):
 
     @property
     def replay(self) -> str:
-        options = (
-            f"--nodes {len(self.nodes)} --minutes {self.minutes:g} --jobs {self._wanted}{' --unfixed' * self._unfixed}"
-        )
+        options = f"--nodes {len(self.nodes)} --minutes {self.minutes:g} --jobs {self._wanted}"
         return f"replay: python -m sim jobs --seed {self.seed} {options}"
 
     @property
     def bound_s(self) -> float:
         """The time within which all jobs must end (J4): agreement of membership, and every step of every job in sequence."""
-        # A node where the job failed is not tried for a minute, or for two the second time.
-        shunned_s = 300.0 if self.work_plan.failing else 0.0
+        # A node where the job failed is not tried for a minute, and for twice as long each further time. It may be the only one.
+        shunned_s = SHUNNED_S * (2**MOST_HICCUPS - 1) if self.work_plan.failing else 0.0
         return 90.0 + shunned_s + sum(work.steps for work in self.work.values()) * STEP_S
 
     def begin(self, spread_s: float = 5.0) -> None:

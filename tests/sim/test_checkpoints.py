@@ -9,7 +9,7 @@ from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.consensus.reports import GuestFailed
 from mesh.model.record import Commit, JobRecord
 from sim.protocol.checkpoints import PART_BYTES, FetchProblem, content
-from sim.protocol.faults import FaultPlan, WorkPlan
+from sim.protocol.faults import FaultPlan, MeshPlan, WorkPlan
 from sim.protocol.jobs import JobNode, JobsWorld
 from sim.protocol.memory_store import Saved
 
@@ -20,7 +20,7 @@ POLICY = ReplicaPolicy(0, 1, ())
 @pytest.fixture
 def world() -> JobsWorld:
     """Return a mesh of four nodes that know each other, without jobs and faults."""
-    world = JobsWorld(1, nodes=4, jobs=0, faults=FaultPlan(until_s=60.0, news_every_s=0.0))
+    world = JobsWorld(1, mesh=MeshPlan(nodes=4), jobs=0, faults=FaultPlan(until_s=60.0, news_every_s=0.0))
     world.begin()
     world.kernel.run(60.0)
     return world
@@ -144,7 +144,9 @@ def test_quota_that_is_reached_ends_with_the_fault(world: JobsWorld) -> None:
 
 def played(jobs: int = 3) -> JobsWorld:
     """Return a world whose jobs have run without faults."""
-    world = JobsWorld(3, nodes=5, jobs=jobs, faults=FaultPlan(until_s=120.0, news_every_s=0.0), work=WorkPlan())
+    world = JobsWorld(
+        3, mesh=MeshPlan(nodes=5), jobs=jobs, faults=FaultPlan(until_s=120.0, news_every_s=0.0), work=WorkPlan()
+    )
     world.run()
     return world
 
