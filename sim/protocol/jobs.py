@@ -474,7 +474,18 @@ class JobNode(KeepingNode):
             self.handle_message(sender, message)
 
     def handle_message(self, sender: bytes, message: AnyMessage) -> None:
-        self.take(partial(self._hear_lie if is_lie(message) else self.participant.receive, sender, message))
+        if not self._is_late_theft(sender, message):
+            self.take(partial(self._hear_lie if is_lie(message) else self.participant.receive, sender, message))
+
+    def _is_late_theft(self, sender: bytes, message: AnyMessage) -> bool:
+        """Tell whether a thief has become a witness since it sent this: a hostile witness may take a waiting job."""
+        theft = self.world.thefts.get((sender, message.job))
+        if theft is None or not isinstance(message, Prepare | Accept | Refused):
+            return False
+        if message.term != theft.term and message.config != theft.config:
+            return False
+        witness = self.participant.witnesses.get(message.job)
+        return witness is not None and sender in witness.witness_record.config.nodes
 
     def _hear_lie(self, sender: bytes, message: AnyMessage, at: Instant) -> Sequence[Directed]:
         """Take a lie, unless its teller runs the job by now: a hostile runner may end its job."""
@@ -799,6 +810,7 @@ class JobsWorld(MembershipWorld):
         self.arrays: dict[bytes, list[bytes]] = {}  # the jobs of each array, in the order of their places
         self.groups: dict[bytes, Config] = {}
         self.revocations: dict[bytes, bytes] = {}  # of nodes, as their founder has signed them
+        self.thefts: dict[tuple[bytes, bytes], Accept] = {}  # by thief and job: the last lease and group it asked for
         self.old_copies: Counter[str] = Counter()
         self.commits = self.steps = self.failed_saves = 0
         self._have_group: dict[tuple[bytes, Config], set[Voter]] = defaultdict(set)
@@ -1162,6 +1174,7 @@ class JobsWorld(MembershipWorld):
             attempt = Attempt(record.record.next_attempt, thief.id, thief.name, term, 0)
             stolen, warrant = record.record.with_attempt(attempt), thief.authority.warrant(job, term, thief.id, own)
             voters = {voter.node: voter.disk for voter in config.everyone}
+            self.thefts[thief.id, job] = Accept(job, term, 1, own, stolen, thief.id)
             for node in config.nodes:
                 thief.send(node, Prepare(job, term, joined, (thief.authority.warrant(job, term, thief.id, joined),)))
                 for group in (config, own):
