@@ -22,6 +22,7 @@ FRONT_BYTES = REALM_BYTES + INNER_BYTES + SIGNATURE_BYTES
 ENCRYPTION_BYTES = FRONT_BYTES + NONCE_BYTES + TAG_BYTES  # added to each chunk
 
 _SIGNED = b"campus-mesh sealed chunk\0"
+_PROVED = b"campus-mesh proof of a key\0"
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -89,6 +90,10 @@ class StateCipher:
         except ValueError as error:
             raise ValueError("encrypted with another key, or damaged") from error
 
+    def prove(self, statement: bytes) -> bytes:
+        """Return a proof that the author of `statement` has this key."""
+        return bytes(self._signing.sign(_PROVED + statement).signature)
+
     def _decrypt(self, encrypted: memoryview, associated: bytes) -> bytes:
         from cryptography.exceptions import InvalidTag
 
@@ -96,6 +101,15 @@ class StateCipher:
             return self._aead.decrypt(bytes(encrypted[:NONCE_BYTES]), encrypted[NONCE_BYTES:], associated)
         except InvalidTag as error:
             raise ValueError("the authentication tag is invalid") from error
+
+
+def is_proof(realm: bytes, statement: bytes, proof: bytes) -> bool:
+    """Tell whether the author of `statement` had the key of this realm."""
+    try:
+        VerifyKey(realm).verify(_PROVED + statement, proof)
+    except (BadSignatureError, ValueError, TypeError):
+        return False
+    return True
 
 
 def check_encrypted(identity: bytes, meaning: bytes, stored: Bytes) -> bytes:

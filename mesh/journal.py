@@ -56,6 +56,7 @@ CREATE TABLE IF NOT EXISTS receipts (id INTEGER PRIMARY KEY, job BLOB NOT NULL, 
 CREATE TABLE IF NOT EXISTS requested_outputs (job BLOB PRIMARY KEY, directory TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (realm BLOB PRIMARY KEY, key BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS secrets_shares (job BLOB PRIMARY KEY, shares BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS disk (id INTEGER PRIMARY KEY CHECK (id = 0), name BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS saves (id INTEGER PRIMARY KEY CHECK (id = 0), count INTEGER NOT NULL);
 CREATE TRIGGER IF NOT EXISTS count_saves AFTER INSERT ON witness_records
@@ -67,6 +68,7 @@ CREATE TABLE IF NOT EXISTS paths (
 ) WITHOUT ROWID;
 """
 
+SHARES = {"share": "shares", "secrets-share": "secrets_shares"}  # tables of shares of a job's keys
 _KEEP_EVENT = "INSERT OR IGNORE INTO events (job, actor, seq, sealed) VALUES (?, ?, ?, ?)"
 _KEEP_STAY = "INSERT OR REPLACE INTO stays VALUES (?, ?, ?)"
 _KEEP_DEPARTURE = "INSERT INTO departures (covered) VALUES (?)"
@@ -324,12 +326,13 @@ class Journal:
     async def keys(self) -> list[bytes]:
         return [row[0] for row in await self._do(lambda: self._db.execute("SELECT key FROM keys").fetchall())]
 
-    async def save_shares(self, job: bytes, shares: Sequence[bytes]) -> None:
-        """Save this node's shares of a key, as a witness."""
-        await self._write("INSERT OR REPLACE INTO shares VALUES (?, ?)", (job, msgspec.msgpack.encode(shares)))
+    async def save_shares(self, job: bytes, shares: Sequence[bytes], kind: str = "share") -> None:
+        """Save this node's shares of a key, as a witness. `kind`: `share`, or `secrets-share` of the key of secrets."""
+        statement = f"INSERT OR REPLACE INTO {SHARES[kind]} VALUES (?, ?)"
+        await self._write(statement, (job, msgspec.msgpack.encode(shares)))
 
-    async def shares(self) -> dict[bytes, list[bytes]]:
-        rows = await self._do(lambda: self._db.execute("SELECT job, shares FROM shares").fetchall())
+    async def shares(self, kind: str = "share") -> dict[bytes, list[bytes]]:
+        rows = await self._do(lambda: self._db.execute(f"SELECT job, shares FROM {SHARES[kind]}").fetchall())
         return {job: msgspec.msgpack.decode(shares, type=list[bytes]) for job, shares in rows}
 
     def note_stay(self, stay: OwnStay) -> None:

@@ -29,6 +29,8 @@ def refusals(request: Request, advert: Advert) -> list[str]:
     if "*" not in advert.accepts and request.user not in advert.accepts and not is_own(request, advert):
         reasons.append(f"takes jobs of {', '.join(advert.accepts) or advert.user} only, not of {request.user}")
     reasons += _engine_refusals(request, advert)
+    if request.only and advert.node not in request.only:
+        reasons.append("is not to open the job's secrets (--secret-nodes)")
     if request.interactive and not advert.interactive:
         reasons.append("its owner allows no interactive sessions (interactive = false)")
     if request.zone is not None and advert.zone != request.zone:

@@ -20,7 +20,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the indices of the jobs to make of this one order, of which `array_limit` (0: all) may be under way at a time;
     `out` is where published files are brought to, for an array in a directory for each index. `home` names a node, or is
     `first` or `none`; without it, home is the user's own node that had to send the job away. Without a `gpu_share_limit` a job
-    is held to its share. An `interactive` one runs only where its user may go in."""
+    is held to its share. An `interactive` one runs only where its user may go in. `secrets`: NAME, NAME=VARIABLE or
+    NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the only ones that may open them."""
 
     argv: list[str]
     name: str = ""
@@ -61,6 +62,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     out: AbsolutePath | None = None
     home: str | None = None
     interactive: bool = False
+    secrets: list[str] = []
+    secret_nodes: list[str] = []
 
     def gpu_terms(self) -> dict[str, Any]:
         """Return the GPU fields of a spec."""
@@ -227,6 +230,17 @@ class PushImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alias: str
     nodes: list[str]
     look: bool = False
+
+
+class SetSecret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`value` is bytes, so that no log of orders shows it."""
+
+    name: str
+    value: bytes
+
+
+class RemoveSecrets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    names: list[str]
 
 
 class PullOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

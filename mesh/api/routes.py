@@ -285,6 +285,27 @@ async def push_image(handlers: Handlers, call: Call[requests.PushImage]) -> sche
     return await handlers.images.push(call.asked)
 
 
+# --- secrets
+
+
+@read("secrets", "jobs")
+async def secrets(handlers: Handlers, call: Call[Nothing]) -> schemas.secrets.Secrets:
+    """List the names of the user's secrets on this node."""
+    return await handlers.secrets.all()
+
+
+@order("secrets", "jobs")
+async def set_secret(handlers: Handlers, call: Call[requests.SetSecret]) -> schemas.secrets.SecretSet:
+    """Keep a secret for jobs on this node."""
+    return await handlers.secrets.set(call.asked)
+
+
+@order("secrets/remove", "jobs")
+async def remove_secrets(handlers: Handlers, call: Call[requests.RemoveSecrets]) -> schemas.secrets.SecretsRemoved:
+    """Remove secrets from this node."""
+    return await handlers.secrets.remove(call.asked)
+
+
 # --- the owner's orders
 
 

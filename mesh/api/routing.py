@@ -17,6 +17,7 @@ from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.metrics import Metrics
 from mesh.api.handlers.node import NodeHandlers
 from mesh.api.handlers.placement import PlacementHandlers
+from mesh.api.handlers.secrets import SecretHandlers
 from mesh.api.handlers.submission import SubmissionHandlers
 from mesh.api.handlers.trust import TrustHandlers
 from mesh.api.handlers.tunnels import Tunnels
@@ -44,6 +45,7 @@ class Handlers(msgspec.Struct, frozen=True):
     metrics: Metrics
     checkpoints: CheckpointHandlers
     images: ImageHandlers
+    secrets: SecretHandlers
     lookup: JobLookup
 
 

@@ -15,7 +15,7 @@ import msgspec
 from ckptstore.cipher import KEY_BYTES, StateCipher
 from membership.identity import NodeId, encrypt_to
 from membership.malformed import MALFORMED
-from mesh.model.spec import Lock
+from mesh.model.secrets import Lock
 
 SPLIT_ID_BYTES = 8
 MOST_TRIED = 64  # combinations tried if some shares are wrong (own choice)
@@ -39,9 +39,10 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     key: bytes = b""
 
 
-def seal_shares(cipher: StateCipher, witnesses: Sequence[NodeId]) -> Lock:
+def seal_shares(cipher: StateCipher, witnesses: Sequence[NodeId], author: bytes) -> Lock:
+    """Return the lock of a key for a job of this author (`JobSpec.author`)."""
     sealed = (encrypt_to(node, encode_share(share)) for node, share in split_key(cipher, witnesses).items())
-    return Lock(cipher.realm, tuple(sealed))
+    return Lock(cipher.realm, tuple(sealed), cipher.prove(author))
 
 
 def split_key(cipher: StateCipher, nodes: Sequence[NodeId]) -> dict[NodeId, Share]:

@@ -1,8 +1,11 @@
 """Keyring: keys of jobs on this node, of its user's jobs and of jobs it runs; the latter are collected from witnesses.
 
-A witness gives its share (`key_shares.py`) to the node that holds the lease, to the members of that node's gang, and to the
-nodes of the job's user. A witness that was replaced follows the groups that came after it, each by the answers of a majority of
-the one before, and so finds the present holder. The runner gives shares to witnesses that joined later.
+A job has up to two keys: of what it saves, and of its secrets. A witness gives its share (`key_shares.py`) to the node that
+holds the lease, and to the members of that node's gang; of what the job saves also to the nodes of the job's user. The key of
+secrets is never on a disk, and in memory only while the job runs here.
+
+A witness that was replaced follows the groups that came after it, each by the answers of a majority of the one before, and so
+finds the present holder. The runner gives shares to witnesses that joined later.
 """
 
 import asyncio
@@ -21,7 +24,8 @@ from mesh.consensus.participant import Participant
 from mesh.consensus.runner import Runner
 from mesh.journal import Journal
 from mesh.model.record import Config, JobRecord, Voter
-from mesh.model.spec import JobSpec, Lock, format_job
+from mesh.model.secrets import Lock
+from mesh.model.spec import JobSpec, format_job
 from mesh.rpc.client import PeerClient, PeerError
 
 ANSWER_S = 3.0
@@ -40,6 +44,22 @@ class KeyRules(msgspec.Struct, frozen=True):
     is_user: Callable[[Credentials, bytes], bool]
     runs: Callable[[NodeId, NodeId | None, JobRecord], bool]
     may_give_share: Callable[[Credentials, WitnessRecord, JobSpec], bool]
+    may_read: Callable[[NodeId, JobSpec], bool] = lambda node, spec: True
+
+
+class KeyKind(msgspec.Struct, frozen=True):
+    """One of a job's keys: its lock, and the calls for the key and for a share. `kept`: on the disk of the nodes that have it."""
+
+    lock: Callable[[JobSpec], Lock | None]
+    key_call: str
+    share_call: str
+    kept: bool
+
+
+STATE_KEY = KeyKind(lambda spec: spec.lock, "key", "share", kept=True)
+SECRETS_KEY = KeyKind(
+    lambda spec: None if spec.secrets is None else spec.secrets.lock, "secrets-key", "secrets-share", kept=False
+)
 
 
 class Keyring:
@@ -54,8 +74,9 @@ class Keyring:
         others: Callable[[], Collection[NodeId]],
         rules: KeyRules,
         group: WitnessGroup,
+        kind: KeyKind = STATE_KEY,
     ) -> None:
-        self._rules, self._group = rules, group
+        self._rules, self._group, self._kind = rules, group, kind
         self._identity, self._me = identity, identity.node_id
         self._peers, self._journal, self._participant, self._others = peers, journal, participant, others
         self._ciphers: dict[bytes, StateCipher] = {}
@@ -64,8 +85,10 @@ class Keyring:
         self._sharing: dict[bytes, asyncio.Task[None]] = {}
 
     async def restore(self) -> None:
-        self._ciphers = {cipher.realm: cipher for cipher in map(StateCipher, await self._journal.keys())}
-        self._shares = {job: tuple(map(decode_share, found)) for job, found in (await self._journal.shares()).items()}
+        if self._kind.kept:
+            self._ciphers = {cipher.realm: cipher for cipher in map(StateCipher, await self._journal.keys())}
+        shares = await self._journal.shares(self._kind.share_call)
+        self._shares = {job: tuple(map(decode_share, found)) for job, found in shares.items()}
 
     async def close(self) -> None:
         for task in self._sharing.values():
@@ -81,11 +104,15 @@ class Keyring:
     def known(self, realm: bytes) -> StateCipher | None:
         return self._ciphers.get(realm)
 
+    def forget(self, spec: JobSpec) -> None:
+        """Forget the key of a job that does not run here any more, unless it is kept."""
+        lock = self._kind.lock(spec)
+        if lock is not None and not self._kind.kept:
+            self._ciphers.pop(lock.realm, None)
+
     async def cipher(self, job: bytes, spec: JobSpec, group: Iterable[NodeId] = ()) -> StateCipher | None:
-        """Return the key of what the job saves, None if it saves in plain text; NoKey if too few holders of shares can be
-        reached.
-        """
-        lock = spec.lock
+        """Return the key, None if the job has no such key; NoKey if too few holders of shares can be reached."""
+        lock = self._kind.lock(spec)
         if lock is None:
             return None
         known = self._ciphers.get(lock.realm)
@@ -105,8 +132,9 @@ class Keyring:
     async def _ask(
         self, job: bytes, lock: Lock, nodes: Sequence[NodeId], shares: list[Share], asked: dict[NodeId, str]
     ) -> StateCipher | None:
+        path = f"/v1/jobs/{job.hex()}/{self._kind.key_call}"
         calls = {
-            asyncio.create_task(self._peers.call(node, "GET", f"/v1/jobs/{job.hex()}/key", timeout_s=ANSWER_S)): node
+            asyncio.create_task(self._peers.call(node, "GET", path, timeout_s=ANSWER_S)): node
             for node in nodes
             if node != self._me
         }
@@ -135,7 +163,8 @@ class Keyring:
 
     async def _keep(self, cipher: StateCipher) -> StateCipher:
         if cipher.realm not in self._ciphers:
-            await self._journal.save_key(cipher.realm, cipher.key)
+            if self._kind.kept:
+                await self._journal.save_key(cipher.realm, cipher.key)
             self._ciphers[cipher.realm] = cipher
         return cipher
 
@@ -148,9 +177,10 @@ class Keyring:
         """
         witness, runner = self._participant.witnesses.get(job), self._participant.runners.get(job)
         spec = witness.spec if witness is not None else runner.spec if runner is not None else None
-        if spec is None or spec.lock is None:
+        lock = self._kind.lock(spec) if spec is not None else None
+        if spec is None or lock is None or not self._rules.may_read(caller.node_id, spec):
             return None
-        node, cipher = caller.node_id, self._ciphers.get(spec.lock.realm)
+        node, cipher = caller.node_id, self._ciphers.get(lock.realm)
         whole = Held(tuple(self._own(job)), cipher.key if cipher is not None else b"")
         if self._rules.is_user(caller, spec.user_key):
             return whole
@@ -169,17 +199,18 @@ class Keyring:
         if witness is None or not self._rules.may_give_share(caller, witness.witness_record, witness.spec):
             return False
         kept = (*self._shares.get(job, ()), share)[-SPLITS_KEPT:]
-        await self._journal.save_shares(job, [encode_share(one) for one in kept])
+        await self._journal.save_shares(job, [encode_share(one) for one in kept], self._kind.share_call)
         self._shares[job] = kept
         return True
 
     def share_with_new_witnesses(self, job: bytes, runner: Runner | None) -> None:
         """See to it that the job's present witnesses have shares while the job runs here."""
-        if runner is None or runner.spec.lock is None:
+        lock = self._kind.lock(runner.spec) if runner is not None else None
+        if runner is None or lock is None:
             self._shared.pop(job, None)
             return
         config, before = runner.config, self._shared.get(job, frozenset(runner.spec.witnesses))
-        cipher = self._ciphers.get(runner.spec.lock.realm)
+        cipher = self._ciphers.get(lock.realm)
         if cipher is None or config.previous or job in self._sharing or before == set(config.members):
             return
         task = asyncio.create_task(self.share_with_witnesses(job, cipher, config), name=f"share {format_job(job)[:8]}")
@@ -196,7 +227,8 @@ class Keyring:
         if node == self._me:
             return True  # this node has the whole key
         try:
-            await self._peers.call(node, "PUT", f"/v1/jobs/{job.hex()}/share", encode_share(share), ANSWER_S)
+            path = f"/v1/jobs/{job.hex()}/{self._kind.share_call}"
+            await self._peers.call(node, "PUT", path, encode_share(share), ANSWER_S)
         except PeerError as error:
             log.info("job %s: its new witness has no share of its key yet: %s", format_job(job)[:8], error)
             return False
@@ -205,7 +237,7 @@ class Keyring:
     def _own(self, job: bytes) -> Iterable[Share]:
         """Yield this node's shares: the one in the job's spec, and those it received later."""
         witness = self._participant.witnesses.get(job)
-        lock = witness.spec.lock if witness is not None else None
+        lock = self._kind.lock(witness.spec) if witness is not None else None
         if witness is not None and lock is not None:
             for voter, sealed in zip(witness.spec.witnesses, lock.shares, strict=True):
                 if voter.node == self._me:

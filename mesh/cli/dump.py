@@ -17,10 +17,13 @@ from typing import Any
 
 import click
 
+from membership.identity import Identity, IdentityError
 from mesh.cli.output import print_json, say
 from mesh.cli.progress import waiting_for
 from mesh.cli.terminal import client, json_option, layout
 from mesh.daemon.layout import Layout
+from mesh.jobs.secret_vault import SecretVault
+from mesh.model.secrets import SecretError
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.redaction import redacted, spellings
 from mesh.util.text import plural
@@ -104,7 +107,8 @@ def secrets_of(where: Layout) -> tuple[list[bytes], list[str]]:
             found.append(where.key.read_bytes())
         if where.journal.exists():
             found += _journal_secrets(where.journal)
-    except (OSError, sqlite3.Error) as error:
+        found += _job_secrets(where)
+    except (OSError, sqlite3.Error, IdentityError, SecretError) as error:
         problems.append(str(error))
     return list(dict.fromkeys(found)), problems
 
@@ -114,7 +118,8 @@ def _journal_secrets(path: Path) -> list[bytes]:
 
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as journal:
         keys = [bytes(row[0]) for row in journal.execute("SELECT key FROM keys")]
-        rows = [bytes(row[0]) for row in journal.execute("SELECT shares FROM shares")]
+        tables = [row[0] for row in journal.execute("SELECT name FROM sqlite_master WHERE name GLOB '*shares'")]
+        rows = [bytes(row[0]) for table in tables for row in journal.execute(f"SELECT shares FROM {table}")]
     import msgspec
 
     shares = []
@@ -122,6 +127,14 @@ def _journal_secrets(path: Path) -> list[bytes]:
         with suppress(msgspec.MsgspecError, ValueError):
             shares += [decode_share(share).value for share in msgspec.msgpack.decode(row, type=list[bytes])]
     return keys + shares
+
+
+def _job_secrets(where: Layout) -> list[bytes]:
+    """Return the values of `mesh secret`, should a job have printed one."""
+    if not where.secrets.is_dir():
+        return []
+    vault = SecretVault(where.secrets, Identity.load(where.key))
+    return vault.values([(kept.name, "/") for kept in vault.all()])
 
 
 def collected(where: Layout, get: Callable[[str], Any]) -> Iterator[tuple[str, bytes]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mesh.cli.names import IMAGE, JOB, NODE, NODE_LIST, ZONE
+from mesh.cli.names import IMAGE, JOB, NODE, NODE_LIST, SECRET, ZONE
 from mesh.cli.terminal import ARRAY, DEADLINE, DURATION, EVERY, NODES, SIZE, VERSION
 
 _OPTIONS: list[Callable[[Any], Any]] = [
@@ -51,6 +51,19 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         type=click.Path(dir_okay=False),
         metavar="FILE",
         help="Set environment variables from lines KEY[=VALUE]; --env wins.",
+    ),
+    click.option(
+        "--secret",
+        type=SECRET,
+        multiple=True,
+        metavar="NAME[=VARIABLE|:/run/secrets/FILE]",
+        help="Give it a secret (`mesh secret set`) as a variable or a file in memory. Repeatable.",
+    ),
+    click.option(
+        "--secret-nodes",
+        type=NODE_LIST,
+        metavar="mine|trusted|NODE,...",
+        help="Run it only on these nodes, since the owner of a node can read its secrets (default: all nodes).",
     ),
     click.option("--ckpt", metavar="DIR", help="Directory of checkpoints, inside the working directory."),
     click.option(
@@ -184,6 +197,8 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "priority": options["priority"],
         "after": list(options["after"]),
         "home": options["home"],
+        "secrets": list(options["secret"]),
+        "secret_nodes": [name for name in (options["secret_nodes"] or "").split(",") if name],
     }
 
 

@@ -25,6 +25,7 @@ SECTIONS: dict[str, list[Command]] = {
         ("cancel", "mesh.cli.jobs", "End jobs"),
         ("exec", "mesh.cli.interactive", "Run a command next to a running job"),
         ("cp", "mesh.cli.describe", "Copy files of a job to this machine"),
+        ("secret", "mesh.cli.secret", "Secrets for jobs, as API keys: set, ls, rm"),
         ("job", "mesh.cli.main", "jupyter, attach, forward, migrate, events, rehearse, recover"),
     ],
     "The mesh": [

@@ -80,9 +80,15 @@ def _waiting(answer: Any) -> Iterable[tuple[str, str]]:
         yield row["nick"], f"{row['user']}, {row['node'][:7]}"
 
 
+def _secrets(answer: Any) -> Iterable[tuple[str, str]]:
+    for row in answer["secrets"]:
+        yield row["name"], "a secret"
+
+
 JOB = Name("job", "/v1/jobs", _jobs)
 NODE = Name("node", "/v1/nodes", _nodes)
 NODE_LIST = Name("node", "/v1/nodes", _nodes, parted=True)
 ZONE = Name("zone", "/v1/zones", _zones)
 IMAGE = Name("image", "/v1/images", _images)
+SECRET = Name("name", "/v1/secrets", _secrets)
 WAITING = Name("node", "/v1/pending", _waiting)

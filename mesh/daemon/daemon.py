@@ -40,6 +40,7 @@ from mesh.api.handlers.metrics import Metrics, ReclaimTimes
 from mesh.api.handlers.node import NodeHandlers
 from mesh.api.handlers.peers import PeerHandlers
 from mesh.api.handlers.placement import PlacementHandlers
+from mesh.api.handlers.secrets import SecretHandlers
 from mesh.api.handlers.submission import Defaults, OutputDelivery, SubmissionHandlers
 from mesh.api.handlers.trust import TrustHandlers
 from mesh.api.handlers.tunnels import Tunnels
@@ -71,6 +72,7 @@ from mesh.images.retention import DAY_S, Bounds
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.journal_age import JournalAge
 from mesh.jobs.logs import JobLogs
+from mesh.jobs.secret_vault import SecretVault
 from mesh.jobs.service import JobHooks, JobService
 from mesh.jobs.status_gossip import RECOVERED
 from mesh.jobs.submission_retry import SubmissionRetry
@@ -382,6 +384,7 @@ class Daemon:
         journal, store, jobs, peers = self._journal, self._store, self._jobs, self._peers
         job_handlers = JobHandlers(identity, trust, membership, journal, store, jobs, self._submissions, lookup)
         images = ImageHandlers(self._me, membership, self._library, jobs, peers)
+        secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), membership, settings.trusted)
         self._delivery = OutputDelivery(journal, jobs, job_handlers.pull)
         local = settings.profile == "local"
         lease_s = LOCAL_LEASE_S if local else settings.lease_s
@@ -441,6 +444,7 @@ class Daemon:
                 jobs,
                 self._submissions,
                 images,
+                secrets,
                 self._delivery,
                 lookup,
                 defaults,
@@ -465,6 +469,7 @@ class Daemon:
             ),
             checkpoints=CheckpointHandlers(membership, store, jobs, lookup),
             images=images,
+            secrets=secrets,
             lookup=lookup,
         )
 

@@ -124,6 +124,11 @@ class Layout(NamedTuple):
         return self.root / "store"
 
     @property
+    def secrets(self) -> Path:
+        """The user's secrets, sealed to the node's key."""
+        return self.root / "secrets"
+
+    @property
     def images(self) -> Path:
         return self.root / "images"
 

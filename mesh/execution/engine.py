@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from cuda_guard.guard import Mount
+from mesh.execution.secret_files import GuestSecrets
 from mesh.execution.session import Session
 from mesh.rpc.frames import Order
 from placement.advert import WHOLE, Portion, SystemCheckpoints
@@ -81,6 +82,7 @@ class Launch(msgspec.Struct, frozen=True):
     cpus: float | None = None
     pids: int = 4096
     shm_mib: int = 64
+    secrets: GuestSecrets = GuestSecrets()
     until: float = math.inf
     wanted: Callable[[], bool] = lambda: True
     say: Callable[[str, str], None] = lambda words, about: None

@@ -16,6 +16,7 @@ from cuda_guard.guard import Guard
 from cuda_guard.page import ALONE_WINDOW_MS, Quota
 from cuda_guard.symbols import missing_in_guard
 from mesh.execution.engine import EngineError, Injection, Launch
+from mesh.execution.secret_files import memory_bases
 from mesh.gpus.audit import Audit
 from mesh.gpus.pausing import Pausing
 from mesh.gpus.receipts import DeviceUse
@@ -275,6 +276,5 @@ class NodeGuard:
 
 def page_directory(node: bytes) -> Path:
     """Return this node's page directory: in memory, and unique among this machine's daemons."""
-    bases = [os.environ.get("XDG_RUNTIME_DIR", ""), "/run" if os.getuid() == 0 else "", "/dev/shm"]
-    base = next((base for base in bases if base and os.access(base, os.W_OK | os.X_OK)), "/tmp")
+    base = next((base for base in memory_bases() if base and os.access(base, os.W_OK | os.X_OK)), "/tmp")
     return Path(base) / f"mesh-guard-{node.hex()[:16]}"

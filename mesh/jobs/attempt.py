@@ -47,8 +47,10 @@ from mesh.execution.control_files import put_file, read_file
 from mesh.execution.engine import BadCommand, Engine, EngineError, Guest
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
+from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.logs import snapshot_logs
 from mesh.model.record import Commit, JobRecord
+from mesh.model.secrets import SecretError
 from mesh.model.spec import JobSpec, format_job
 from mesh.util import trees
 from mesh.util.boottime import boot_s
@@ -104,6 +106,7 @@ class Attempt:
         cipher: Callable[[], Awaitable[StateCipher | None]],
         report: Callable[[RunnerEvent], Awaitable[None]],
         disk_limit: Callable[[Path], int],
+        secrets: AttemptSecrets,
         note: Callable[..., None] = lambda text, new="": None,
         have_image: HaveImage | None = None,
     ) -> None:
@@ -117,7 +120,7 @@ class Attempt:
         self.held = ""  # why the guest is frozen, whatever its lease allows
         self.reserve_s = 0.0  # part of a notice's grace that is not the guest's
         self.stages: dict[str, float] = {}  # times of the reclaim stages, CLOCK_BOOTTIME
-        self._nick = nick
+        self._nick, self._secrets = nick, secrets
         self._store, self._replicator = store, replicator
         self._replica_policy, self._open_cipher, self._report, self._note = replica_policy, cipher, report, note
         self._guest: Guest | None = None
@@ -235,6 +238,7 @@ class Attempt:
         self._abandon()
         await self.kill_guest()
         await self._tasks.close()
+        await self._secrets.close()
         await asyncio.to_thread(trees.remove, self.base)
 
     # --- starting
@@ -262,6 +266,11 @@ class Attempt:
         while boot_s() >= self._until:  # fetching files can outlast the lease
             self._allowed.clear()
             await self._allowed.wait()
+        try:
+            secrets = await self._secrets.open()
+        except (NoKey, SecretError, OSError) as error:
+            await self._report(GuestFailed(f"its secrets could not be opened here: {error}", elsewhere=True))
+            return
         launch = GuestLaunch(
             job=format_job(self.job),
             attempt=self.number,
@@ -284,6 +293,7 @@ class Attempt:
             vram_limit_mib=self.spec.vram_limit_mib,
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
+            secrets=secrets,
             until=self._may_run_until,
             wanted=lambda: not self._unwanted,
             say=self._note,
@@ -417,6 +427,7 @@ class Attempt:
     async def _watch_end(self, guest: Guest) -> None:
         end = await guest.wait()
         self.mark("exited")
+        await self._secrets.close()
         self.save_schedule.ended()
         if self.held:
             self._stood_still()

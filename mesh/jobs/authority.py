@@ -59,6 +59,16 @@ def may_give_share(caller: Credentials, known: WitnessRecord, spec: JobSpec) -> 
     return known.holder == caller.node_id or is_user(caller, spec.user_key)
 
 
+def may_give_secrets_share(caller: Credentials, known: WitnessRecord, spec: JobSpec) -> bool:
+    """Tell whether a node may give a witness a share of the key of the job's secrets: it runs the job."""
+    return known.holder == caller.node_id
+
+
+def may_read_secrets(node: NodeId, spec: JobSpec) -> bool:
+    """Tell whether the submitter lets a node read the job's secrets while it runs the job."""
+    return spec.secrets is not None and (not spec.secrets.readers or node in spec.secrets.nodes)
+
+
 def may_write_log(caller: NodeId, known: WitnessRecord) -> bool:
     """Tell whether a node may keep a copy of the job's log with a witness."""
     return known.holder == caller

@@ -22,7 +22,7 @@ from membership.envelope import MeshSealer, seal
 from membership.identity import Identity, NodeId
 from membership.node import MembershipNode
 from membership.trust import TrustStore
-from mesh.checkpoints.keys import Keyring, KeyRules
+from mesh.checkpoints.keys import SECRETS_KEY, Keyring, KeyRules
 from mesh.checkpoints.repair import Repair
 from mesh.checkpoints.repair_plan import LOST_S
 from mesh.checkpoints.replica_policy import ReplicaPolicy, replica_policy_of
@@ -63,10 +63,19 @@ from mesh.consensus.reports import KillWanted, Recopied, RunnerEvent
 from mesh.consensus.view import Instant, Timer
 from mesh.consensus.witness import Witness
 from mesh.execution.engine import Engine
+from mesh.execution.secret_files import SecretFiles
 from mesh.gpus.inventory import Inventory
 from mesh.jobs.archive import Archive
 from mesh.jobs.attempt import Attempt, HaveImage
-from mesh.jobs.authority import Authority, is_user, may_give_share, runs
+from mesh.jobs.attempt_secrets import AttemptSecrets
+from mesh.jobs.authority import (
+    Authority,
+    is_user,
+    may_give_secrets_share,
+    may_give_share,
+    may_read_secrets,
+    runs,
+)
 from mesh.jobs.departure_planner import DeparturePlanner
 from mesh.jobs.event_log import EventLog
 from mesh.jobs.input_queue import Input, InputQueue, Overloaded
@@ -179,6 +188,18 @@ class JobService:
             KeyRules(is_user, runs, may_give_share),
             self._witness_group,
         )
+        self.secrets_keyring = Keyring(
+            identity,
+            peers,
+            journal,
+            self.participant,
+            lambda: self.mesh_view.last.alive,
+            # Not even other nodes of its user: only who runs the job.
+            KeyRules(lambda caller, user_key: False, runs, may_give_secrets_share, may_read_secrets),
+            self._witness_group,
+            SECRETS_KEY,
+        )
+        self._secret_files = SecretFiles(self._me)
         self.vouching = Vouching(self.authority, trust, self.participant, self._witness_group, peers, self.job_table)
         self.status_gossip = StatusGossip(self._me, membership, self.job_table, self.views_changed)
         self._standby_sync = StandbySync(self.replicator)
@@ -232,7 +253,9 @@ class JobService:
 
     async def restore(self) -> None:
         """Restore the witness records of an earlier run; call it before peers can send messages."""
+        await asyncio.to_thread(self._secret_files.clear)
         await self.keyring.restore()
+        await self.secrets_keyring.restore()
         await self._save_schedules.restore()
         await self.replicator.restore()
         await self.archive.restore()
@@ -272,7 +295,9 @@ class JobService:
         self._inputs.stop_timers()
         await asyncio.gather(*(attempt.close() for attempt in self.attempts.values()), return_exceptions=True)
         await asyncio.gather(*self._endings, return_exceptions=True)
-        await asyncio.gather(self.keyring.close(), self._standby_sync.close(), self._repair.close())
+        await asyncio.to_thread(self._secret_files.clear)
+        await asyncio.gather(self.keyring.close(), self.secrets_keyring.close())
+        await asyncio.gather(self._standby_sync.close(), self._repair.close())
         await asyncio.gather(self._deliveries.close(), self._message_sender.close())
 
     async def _work(self) -> None:
@@ -308,6 +333,7 @@ class JobService:
             for job in self.departure_planner.slowest_first({*self.archive.current(time.time()), *runners}):
                 self._standby_sync.follow(job, runners.get(job))
                 self.keyring.share_with_new_witnesses(job, runners.get(job))
+                self.secrets_keyring.share_with_new_witnesses(job, runners.get(job))
                 self.own_status.publish(job)
             guests = [self.attempts[job] for job in runners if job in self.attempts]
             await self._save_schedules.look(guests, instant().now, self.replicator.budget_bps)
@@ -618,6 +644,15 @@ class JobService:
             lambda: self.keyring.cipher(job, spec, self._group(job)),
             lambda event: self._inputs.put(partial(self._reported, attempt, event)),
             self._disk_limit,
+            AttemptSecrets(
+                spec,
+                f"{format_job(job)}-{order.term}",
+                engine.own_root,
+                self._identity,
+                self._secret_files,
+                lambda: self.secrets_keyring.cipher(job, spec, self._group(job)),
+                lambda: self.secrets_keyring.forget(spec),
+            ),
             lambda text, new: self.own_status.note(job, "state", text, new=new),
             self._have_image,
         )

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from ckptstore.cipher import REALM_BYTES
 from membership.malformed import MALFORMED
 from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
+from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
 from placement.advert import MAX_DRIVER_PARTS, WHOLE
 from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
 from placement.request import SHORT_S, Request, expected_s
@@ -84,16 +84,6 @@ class HomePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     settle_s: float = 60.0  # an owner's break is longer, and a move costs seconds (own choice)
 
 
-MOST_SEALED = 256  # bytes of a sealed share
-
-
-class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The key of what a job saves: `realm` names it; each of `shares` is sealed to the witness at its place in the spec."""
-
-    realm: bytes
-    shares: tuple[bytes, ...]
-
-
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
 
@@ -114,7 +104,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     or only those with an exit code in `retry_codes`. `on_partition`: what the guest does while no majority of its witnesses
     answers.
 
-    What it saves is encrypted with the key of `lock`.
+    What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md).
     """
 
     submitter: bytes
@@ -160,6 +150,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     home: HomePolicy = HomePolicy()
     lock: Lock | None = None
     interactive: bool = False
+    secrets: SealedSecrets | None = None
+
+    @property
+    def author(self) -> bytes:
+        """Return what is this job's and its submitter's alone."""
+        return self.submitter + self.nonce
 
     @property
     def saves_from_outside(self) -> bool:
@@ -225,6 +221,7 @@ def placement_request(
         remaining_s=remaining_s,
         system=spec.saves_from_outside,
         platform=platform,
+        only=() if spec.secrets is None else spec.secrets.nodes,
     )
 
 
@@ -333,22 +330,24 @@ def check_spec(spec: JobSpec) -> None:
         raise SpecError("the deadline must lie in the future")
     if spec.array is not None:
         _check_array(spec.array)
-    if spec.lock is not None:
-        _check_lock(spec.lock, len(spec.witnesses))
+    try:
+        if spec.lock is not None:
+            check_lock(spec.lock, len(spec.witnesses))
+        if spec.secrets is not None:
+            check_secrets(spec.secrets, len(spec.witnesses), spec.author)
+    except SecretError as error:
+        raise SpecError(str(error)) from error
     if not 0 <= spec.grace_s <= 86_400:
         raise SpecError("grace must be 0 to 86400 seconds")
     if spec.checkpointing is not None:
         _check_checkpointing(spec.checkpointing)
     if spec.saves_from_outside and (spec.image is None or spec.engine not in {None, "docker"}):
         raise SpecError("a system checkpoint is of a container: add --image NAME, or choose another --ckpt-mode")
+    if spec.saves_from_outside and spec.secrets is not None:
+        raise SpecError(
+            "a system checkpoint would save the secrets too: leave out --secret, or choose another --ckpt-mode"
+        )
     _check_home(spec)
-
-
-def _check_lock(lock: Lock, witnesses: int) -> None:
-    if len(lock.realm) != REALM_BYTES or len(lock.shares) != witnesses:
-        raise SpecError("a job's lock has a share for each witness")
-    if any(len(share) > MOST_SEALED for share in lock.shares):
-        raise SpecError("a share of a job's key is too long")
 
 
 def _check_share(spec: JobSpec) -> None:

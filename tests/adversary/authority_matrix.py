@@ -68,6 +68,20 @@ MATRIX = (
         "mesh/checkpoints/keys.py:store_share",
         call="share",
     ),
+    _row(
+        "Get a part of the key of a job's secrets",
+        (RUNNER, GANG),
+        "runs, may_read_secrets",
+        "mesh/checkpoints/keys.py:held_for",
+        call="secrets key",
+    ),
+    _row(
+        "Bring a witness a share of the key of a job's secrets",
+        (RUNNER,),
+        "may_give_secrets_share",
+        "mesh/checkpoints/keys.py:store_share",
+        call="secrets share",
+    ),
     _row("Keep a copy of the log with a witness", (RUNNER,), "may_write_log", f"{PEERS}:_put_log", call="log copy"),
     _row(
         "Sign a checkpoint or result that a store takes, and move the job's fence",

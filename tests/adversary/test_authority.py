@@ -47,8 +47,9 @@ class Scene:
 
     def __init__(self, town: Town, end: Path) -> None:
         self.town, self.addresses = town, town.addresses()
+        ok(town.node("ada1"), "secret", "set", "KEY", input_text="canary")
         for _ in range(TRIES):
-            self.name = submit_gang(town.node("ada1"), "2", steps=10**6, end=end)
+            self.name = submit_gang(town.node("ada1"), "2", steps=10**6, end=end, options=("--secret", "KEY"))
             state = until(self._running, "the gang to run and save")
             self.runner, (self.mate,), self.witnesses = state["node"], state["gang"], state["witnesses"]
             if set(self.witnesses) - {"ada1", "ada2", self.runner, self.mate}:
@@ -129,9 +130,11 @@ async def call(scene: Scene, row: Row, actor: Actor) -> bool:
             return await actor.admitted(scene.runner, "GET", f"{job}/control/none.json")
         case "key":
             return await actor.admitted(at, "GET", f"{job}/key")
-        case "share":
+        case "secrets key":
+            return await actor.admitted(at, "GET", f"{job}/secrets-key")
+        case "share" | "secrets share":
             share = encode_share(Share(b"12345678", 2, 1, bytes(KEY_BYTES)))
-            return await actor.admitted(at, "PUT", f"{job}/share", share)
+            return await actor.admitted(at, "PUT", f"{job}/{row.call.replace(' ', '-')}", share)
         case "log copy":
             piece = encode_piece(LogPiece(0, b"x", ((1, 1),)))
             return await actor.admitted(at, "PUT", f"{job}/log/63", piece)

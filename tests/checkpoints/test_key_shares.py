@@ -24,7 +24,8 @@ from mesh.checkpoints.key_shares import (
     seal_shares,
     split_key,
 )
-from mesh.model.spec import Lock, SpecError, decode_spec, encode_spec
+from mesh.model.secrets import Lock
+from mesh.model.spec import SpecError, decode_spec, encode_spec
 from tests.consensus.worlds import make_spec
 
 CIPHER = StateCipher(bytes(range(32)))
@@ -96,7 +97,7 @@ def test_key_is_restored_despite_wrong_shares_and_shares_of_other_splits() -> No
 
 def test_lock_has_one_share_per_witness_readable_only_by_that_witness() -> None:
     witnesses = [Identity.generate() for _ in range(3)]
-    lock = seal_shares(CIPHER, [witness.node_id for witness in witnesses])
+    lock = seal_shares(CIPHER, [witness.node_id for witness in witnesses], b"author")
     shares = [decode_share(who.decrypt(box)) for who, box in zip(witnesses, lock.shares, strict=True)]
     assert combine_shares(lock.realm, shares[:2]) is not None and lock.realm == CIPHER.realm
     with pytest.raises(ValueError, match="not encrypted to this node"):
@@ -134,7 +135,7 @@ def test_impossible_shares_are_refused_and_never_combined(share: Share) -> None:
 
 
 def test_job_with_a_malformed_lock_is_refused() -> None:
-    lock = seal_shares(CIPHER, [Identity.generate().node_id for _ in range(3)])
+    lock = seal_shares(CIPHER, [Identity.generate().node_id for _ in range(3)], b"author")
     spec = make_spec(lock=lock)
     assert decode_spec(encode_spec(spec)) == spec
     for wrong in (Lock(b"short", lock.shares), Lock(lock.realm, lock.shares[:2]), Lock(lock.realm, (b"x" * 999,) * 3)):

@@ -15,7 +15,7 @@ from ckptstore.cipher import StateCipher
 from membership.identity import Identity
 from membership.trust import Credentials
 from mesh.checkpoints.key_shares import Held, Share, combine_shares, decode_share, encode_held, seal_shares
-from mesh.checkpoints.keys import SPLITS_KEPT, Keyring, KeyRules, NoKey
+from mesh.checkpoints.keys import SPLITS_KEPT, STATE_KEY, Keyring, KeyRules, NoKey
 from mesh.checkpoints.witness_group import WitnessGroup
 from mesh.consensus.participant import Participant, Rules
 from mesh.consensus.witness import Witness
@@ -34,6 +34,8 @@ USERS = {"A": "ada"}  # A belongs to the job's user; each other node belongs to 
 class Campus:
     """Six nodes. By default the job belongs to A, its witnesses are A, B and C, and D runs it."""
 
+    rules, kind = KEY_RULES, STATE_KEY
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.ids = {name: Identity.generate() for name in NAMES}
@@ -46,7 +48,7 @@ class Campus:
         self.journals: list[Journal] = []
         witnesses = self.nodes("ABC")
         self.spec = make_spec(
-            submitter=witnesses[0], witnesses=voters(*witnesses), lock=seal_shares(self.cipher, witnesses)
+            submitter=witnesses[0], witnesses=voters(*witnesses), lock=seal_shares(self.cipher, witnesses, b"author")
         )
 
     async def start(self) -> None:
@@ -65,7 +67,9 @@ class Campus:
         peers: Any = Hands(self, name)
         part = self.parts[name]
         group = WitnessGroup(identity.node_id, peers, part)
-        ring = self.rings[name] = Keyring(identity, peers, journal, part, lambda: self.names, KEY_RULES, group)
+        ring = self.rings[name] = Keyring(
+            identity, peers, journal, part, lambda: self.names, self.rules, group, self.kind
+        )
         await ring.restore()
 
     def nodes(self, names: str) -> list[bytes]:
@@ -115,7 +119,7 @@ class Hands:
             if witness is None:
                 raise PeerError("no record", 404)
             return msgspec.msgpack.encode(witness.witness_record)
-        if path.endswith("/share"):
+        if path.endswith("share"):
             if not await ring.store_share(JOB, credentials, decode_share(body)):
                 raise PeerError("not yours", 403)
             return b""
@@ -267,9 +271,9 @@ async def test_share_is_on_disk_before_it_is_confirmed(campus: Campus, monkeypat
     ring, written = campus.rings["B"], asyncio.Event()
     save = ring._journal.save_shares
 
-    async def saves_slowly(job: bytes, shares: list[bytes]) -> None:
+    async def saves_slowly(job: bytes, shares: list[bytes], kind: str) -> None:
         await written.wait()
-        await save(job, shares)
+        await save(job, shares, kind)
 
     monkeypatch.setattr(ring._journal, "save_shares", saves_slowly)
     share = Share(b"split...", 1, 1, bytes(32))

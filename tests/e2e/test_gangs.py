@@ -27,9 +27,11 @@ from tests.e2e.commands import (
 pytestmark = pytest.mark.e2e
 
 
-def submit(node: StackNode, nodes: str, *arguments: str, steps: int, end: Path | None = None) -> str:
+def submit(
+    node: StackNode, nodes: str, *arguments: str, steps: int, end: Path | None = None, options: tuple[str, ...] = ()
+) -> str:
     """Submit a gang job and return its id. With `end`, it ends when that file exists."""
-    order = ["submit", "--nodes", nodes, "--ckpt", "ckpts", "--ckpt-mode", "rename", "--grace", "10s"]
+    order = ["submit", "--nodes", nodes, "--ckpt", "ckpts", "--ckpt-mode", "rename", "--grace", "10s", *options]
     order += ["--env", f"UNTIL={end}"] if end is not None else []
     return ok(node, *order, "--", sys.executable, "together.py", str(steps), "0.03", *arguments).strip()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import DiskFull
+from membership.identity import Identity
 from mesh.checkpoints.replica_policy import ReplicaPolicy
 from mesh.checkpoints.replicator import FetchError
 from mesh.consensus.effects import Kill, RunUntil, SaveCheckpoint
@@ -17,8 +18,10 @@ from mesh.consensus.effects import Launch as LaunchGuest
 from mesh.consensus.reports import CheckpointFailed, GuestExited, GuestFailed, GuestStarted, RunnerEvent
 from mesh.execution.engine import Availability, EngineError, Guest, Launch
 from mesh.execution.process.engine import ProcessEngine
+from mesh.execution.secret_files import SecretFiles
 from mesh.execution.wrapped import WrappedGuest
 from mesh.jobs.attempt import Attempt
+from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
@@ -85,9 +88,10 @@ class Place:
 
         replicator: Any = SimpleNamespace(bandwidth=SimpleNamespace(mean_bps=lambda holders: None), fetch=nothing)
 
+        made = make_spec(**{"argv": ("sleep", "600"), "checkpointing": None, **spec})
         self.attempt = Attempt(
             b"j" * 16,
-            make_spec(**{"argv": ("sleep", "600"), "checkpointing": None, **spec}),
+            made,
             0,
             root / "attempt",
             self.log,
@@ -101,6 +105,7 @@ class Place:
             nothing,
             self.events.put,
             lambda place: limit,
+            AttemptSecrets(made, "attempt", False, Identity.generate(), SecretFiles(bytes(32)), nothing, lambda: None),
             lambda text, new="": self.notes.append((text, new)),
         )
 

@@ -18,6 +18,7 @@ from ckptstore.receiver import max_stream_bytes
 from ckptstore.store import Store
 from membership.malformed import MALFORMED
 from membership.node import MembershipNode
+from membership.ratelimit import TokenBuckets
 from membership.trust import Credentials, TrustStore
 from mesh.api.handlers.files import FileHandlers
 from mesh.api.handlers.images import how_far
@@ -26,6 +27,7 @@ from mesh.api.handlers.lookup import JobLookup
 from mesh.api.handlers.tunnels import Tunnels
 from mesh.api.handlers.usage import UsageHandlers
 from mesh.checkpoints.key_shares import decode_share, encode_held
+from mesh.checkpoints.keys import Keyring
 from mesh.consensus.messages import MAX_MESSAGE_BYTES, MessageError
 from mesh.execution.engine import EngineError
 from mesh.images.allowlist import image_hash
@@ -48,6 +50,7 @@ from mesh.util.errors import ExitCode, MeshError
 
 MAX_LOG_PIECE = 1 << 20
 MAX_KEY = 1 << 16  # of a message with shares of a key
+KEY_CALLS_PER_S = 16.0  # of one node, 128 at once: 64 jobs of it may start together (own choice)
 MAX_EVENTS = 4 << 20
 MAX_RECORDS = 2 << 20
 PEER_BYTES = COPIES * MAX_MANIFEST_BYTES  # for the requests of one peer; all peers together have twice that
@@ -87,6 +90,7 @@ class PeerHandlers:
         self._tunnels, self._usage_handlers = tunnels, usage
         self._refusals = jobs.replicator.refusals
         self._counters = self._refusals.counters
+        self._key_calls = TokenBuckets(KEY_CALLS_PER_S)
         self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, 4 * UPLOADS_PER_PEER * UPLOAD_BYTES)
 
     def application(self) -> web.Application:
@@ -103,6 +107,8 @@ class PeerHandlers:
             ("GET", "/v1/jobs/{job}/witness-record", self._witness_record, Bound(answer=MAX_MESSAGE_BYTES)),
             ("GET", "/v1/jobs/{job}/key", self._key, Bound()),
             ("PUT", "/v1/jobs/{job}/share", self._take_share, Bound(MAX_KEY)),
+            ("GET", "/v1/jobs/{job}/secrets-key", self._secrets_key, Bound()),
+            ("PUT", "/v1/jobs/{job}/secrets-share", self._take_secrets_share, Bound(MAX_KEY)),
             ("GET", "/v1/jobs/{job}/tunnel/{way}", self._tunnel, None),
             ("GET", "/v1/jobs/{job}/control/{name}", self._control, Bound(answer=MAX_MESSAGE_BYTES)),
             ("GET", "/v1/jobs/{job}/events", self._events, Bound(answer=MAX_EVENTS)),
@@ -248,17 +254,33 @@ class PeerHandlers:
         return web.Response(body=msgspec.msgpack.encode(witness.witness_record))
 
     async def _key(self, request: web.Request) -> web.Response:
+        return await self._held(request, self._jobs.keyring)
+
+    async def _secrets_key(self, request: web.Request) -> web.Response:
+        return await self._held(request, self._jobs.secrets_keyring)
+
+    async def _held(self, request: web.Request, keyring: Keyring) -> web.Response:
         credentials, _ = await self._admit(request)
-        held = await self._jobs.keyring.held_for(await self._job(request), credentials)
+        if not self._key_calls.allow(credentials.node_id, time.monotonic()):
+            raise web.HTTPServiceUnavailable(text="this node asks for too many keys")
+        held = await keyring.held_for(await self._job(request), credentials)
         if held is None:
             self._refusals.count("foreign", credentials.node_id, "it asked for the key of a job that it does not run")
             raise web.HTTPForbidden(text="a job's key is for its user and for who runs it")
         return web.Response(body=encode_held(held))
 
     async def _take_share(self, request: web.Request) -> web.Response:
+        return await self._store_share(request, self._jobs.keyring)
+
+    async def _take_secrets_share(self, request: web.Request) -> web.Response:
+        return await self._store_share(request, self._jobs.secrets_keyring)
+
+    async def _store_share(self, request: web.Request, keyring: Keyring) -> web.Response:
         credentials, body = await self._admit(request)
+        if not self._key_calls.allow(credentials.node_id, time.monotonic()):
+            raise web.HTTPServiceUnavailable(text="this node brings too many shares of keys")
         share = self._read(decode_share, body)
-        if not await self._jobs.keyring.store_share(await self._job(request), credentials, share):
+        if not await keyring.store_share(await self._job(request), credentials, share):
             self._refusals.count(
                 "foreign", credentials.node_id, "it brought a share of the key of a job that is not its own"
             )

@@ -19,6 +19,7 @@ from membership.trust import USER, TrustStore
 from mesh.api import schemas
 from mesh.api.handlers.images import ImageHandlers
 from mesh.api.handlers.lookup import JobLookup, find_node, require_free
+from mesh.api.handlers.secrets import SecretHandlers
 from mesh.api.requests import SubmitOrder
 from mesh.checkpoints.key_shares import seal_shares
 from mesh.checkpoints.replica_policy import NEED_MIB
@@ -112,6 +113,7 @@ class SubmissionHandlers:
         jobs: JobService,
         submissions: SubmissionRetry,
         images: ImageHandlers,
+        secrets: SecretHandlers,
         delivery: OutputDelivery,
         lookup: JobLookup,
         defaults: Defaults,
@@ -119,6 +121,7 @@ class SubmissionHandlers:
         self._identity, self._trust, self._membership = identity, trust, membership
         self._journal, self._store, self._jobs = journal, store, jobs
         self._submissions, self._images, self._delivery = submissions, images, delivery
+        self._secrets = secrets
         self._lookup, self._defaults = lookup, defaults
 
     async def submit(self, order: SubmitOrder) -> schemas.jobs.Submitted:
@@ -130,6 +133,7 @@ class SubmissionHandlers:
         members = [m for m in self._membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
         specs = [msgspec.structs.replace(self._spec(order, chosen, alive), array=place) for place in _places(order)]
+        specs = await self._secrets.sealed(specs, order)
         for spec in specs:
             check_spec(spec)
         if order.out is not None:
@@ -272,7 +276,7 @@ def _places(order: SubmitOrder) -> list[ArrayPlace | None]:
 
 
 def _with_lock(specs: list[JobSpec], cipher: StateCipher) -> list[JobSpec]:
-    locks = [seal_shares(cipher, [voter.node for voter in spec.witnesses]) for spec in specs]
+    locks = [seal_shares(cipher, [voter.node for voter in spec.witnesses], spec.author) for spec in specs]
     return [msgspec.structs.replace(spec, lock=lock) for spec, lock in zip(specs, locks, strict=True)]
 
 

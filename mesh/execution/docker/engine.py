@@ -28,7 +28,7 @@ from mesh.execution.abandoned_starts import Starts
 from mesh.execution.docker import checkpoint, gpu_visibility
 from mesh.execution.docker.bridges import Bridges
 from mesh.execution.docker.criu import Probe
-from mesh.execution.docker.hardening import Traits, arguments, give_files, traits_of
+from mesh.execution.docker.hardening import Traits, arguments, command_of, give_files, traits_of
 from mesh.execution.docker.session import DockerSession, open_docker_session
 from mesh.execution.docker.socket import EngineSocket, NoContainer, Output, why_silent
 from mesh.execution.docker.sweep import sweep_containers
@@ -264,10 +264,12 @@ class DockerEngine:
             if not isinstance(error, docker.errors.APIError):
                 raise EngineError(f"Docker did not start the container: {error}") from error
             text = str(error.explanation)
-            if no_program(launch.argv[0], text):
+            program = command_of(launch)[0]
+            if no_program(program, text):
                 code = EXIT_NOT_FOUND if "not found" in text or "no such file" in text else EXIT_NOT_EXECUTABLE
+                hint = "" if program == launch.argv[0] else " (variables that are secrets need a shell: use files)"
                 raise BadCommand(
-                    f"command {launch.argv[0]!r} cannot run in image {launch.image}: {text}", code
+                    f"command {program!r} cannot run in image {launch.image}: {text}{hint}", code
                 ) from error
             raise EngineError(f"Docker could not start the container: {text}") from error
         return entry

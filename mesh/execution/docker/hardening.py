@@ -15,6 +15,7 @@ import msgspec
 
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.engine import NO_GPUS, Launch, contract_env
+from mesh.execution.secret_files import VARIABLES
 from mesh.util import trees
 
 GUEST_UID = 65_532  # "nonroot" in distroless images; owns nothing on a normal host
@@ -25,6 +26,7 @@ INITS = {"Docker": ("docker-init",), "Podman": ("catatonit",)}
 INIT_PATH = "/usr/libexec/docker:/usr/libexec/podman"
 CDI, CDI_KIND = "cdi", "nvidia.com/gpu="
 WORK, CKPT, OUT, CTL = "/mesh/work", "/mesh/ckpt", "/mesh/out", "/mesh/ctl"
+SECRETS, SHELL = "/run/secrets", "/bin/sh"
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -69,12 +71,13 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
             NO_GPUS  # or NVIDIA's runtime would add them a second time (the CDI files say so)
         )
     chosen: dict[str, Any] = {
-        "command": list(launch.argv),
+        "command": command_of(launch),
         "entrypoint": "",
         "environment": environment,
         "working_dir": WORK,
         "user": user,
-        "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in _directories(launch).items()},
+        "volumes": {host: {"bind": inside, "mode": "rw"} for host, inside in _directories(launch).items()}
+        | _secrets(launch),
         "mounts": [
             docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
             for mount in launch.injection.mounts
@@ -100,15 +103,33 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
     return chosen
 
 
+def command_of(launch: Launch) -> list[str]:
+    """Return the container's command. The engine keeps it and the environment on a disk, so a shell reads variables that are
+    secrets from a file in memory.
+    """
+    if not launch.secrets.variables:
+        return list(launch.argv)
+    return [SHELL, "-c", f'. {SECRETS}/{VARIABLES} && exec "$@"', "mesh", *launch.argv]
+
+
 def give_files(launch: Launch) -> None:
     """Give the attempt's files to the container's user if the daemon runs as another user."""
     if os.getuid() == 0:
-        for path in (*_directories(launch), *(str(m.source) for m in launch.injection.mounts if not m.read_only)):
+        for path in (
+            *_directories(launch),
+            *_secrets(launch),
+            *(str(m.source) for m in launch.injection.mounts if not m.read_only),
+        ):
             _give(Path(path))
 
 
 def _directories(launch: Launch) -> dict[str, str]:
     return {launch.work_dir: WORK, launch.ckpt_dir: CKPT, launch.out_dir: OUT, launch.ctl_dir: CTL}
+
+
+def _secrets(launch: Launch) -> dict[str, dict[str, str]]:
+    place = launch.secrets.directory
+    return {} if place is None else {place: {"bind": SECRETS, "mode": "ro"}}
 
 
 def traits_of(version: dict[str, Any], info: dict[str, Any]) -> Traits:

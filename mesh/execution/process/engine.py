@@ -23,7 +23,7 @@ from mesh.execution.guest_registry import GuestEntry, boot_id
 from mesh.execution.killswitch import KillSwitch
 from mesh.execution.process.confinement import FILES_FROM, SCOPES_FROM
 from mesh.execution.process.guest_cgroup import GuestGroup, make_group
-from mesh.execution.process.sandbox import HOME, TEMPORARY, Sandbox
+from mesh.execution.process.sandbox import HOME, SECRETS, TEMPORARY, Sandbox
 from mesh.execution.session import Session, SessionError, open_process_session
 from mesh.rpc.frames import Order
 from mesh.util.isolated import isolated
@@ -130,6 +130,8 @@ class ProcessEngine:
         return await self._starts.finish(self._start(launch), launch.job)
 
     async def _start(self, launch: Launch) -> "ProcessGuest":
+        if launch.secrets.directory is not None and not (self._hides and self._kernel and self._kernel.namespaces):
+            raise EngineError(f"a plain process has no {SECRETS} of its own here: name variables, or an image")
         env = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         if (
             self._hides and self._kernel is not None and not self._kernel.namespaces
@@ -137,7 +139,7 @@ class ProcessEngine:
             attempt = Path(launch.work_dir).parent
             env |= {"HOME": str(attempt / HOME), "TMPDIR": str(attempt / TEMPORARY)}
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
-        env |= _injected(launch.injection.env, env)
+        env |= {**_injected(launch.injection.env, env), **launch.secrets.variables}
         await asyncio.to_thread(self._check_command, launch, env)
         spec = {
             "argv": launch.argv,
@@ -186,7 +188,7 @@ class ProcessEngine:
     def _sandboxed(self, launch: Launch) -> dict[str, object] | None:
         if self._sandbox is None:
             return None
-        return self._sandbox.plain(Path(launch.work_dir).parent, _own(launch), launch.shm_mib)
+        return self._sandbox.plain(Path(launch.work_dir).parent, _own(launch), launch.shm_mib, launch.secrets.directory)
 
     async def close(self) -> None:
         await self._starts.close(START_S)

@@ -25,6 +25,7 @@ INTERPRETERS = ("python3", "python")
 
 HOME, TEMPORARY = "home", "tmp"  # the guest's own, in its attempt's directory and removed with it
 TEMPORARY_PLACES = ("/tmp", "/var/tmp")
+SECRETS = "/run/secrets"  # read-only
 SHARED_MEMORY, TERMINALS, GROUPS = "/dev/shm", "/dev/pts", "/sys/fs/cgroup"
 # Sockets of sessions and services stand in /run: agents, buses, container engines; message queues are files of the owner's too.
 IN_DEV = (SHARED_MEMORY, "/dev/mqueue")
@@ -49,8 +50,10 @@ class Sandbox:
         services = (Path("/run", name) for name in SERVICES)
         self._sees = (*(path.expanduser() for path in sees), *services, Path(RESOLVER))
 
-    def plain(self, attempt: Path, own: Iterable[Path], shm_mib: int) -> dict[str, object]:
-        """Return the arguments of `enter`. `attempt`: its directory; `own`: paths that the guest may write."""
+    def plain(self, attempt: Path, own: Iterable[Path], shm_mib: int, secrets: str | None = None) -> dict[str, object]:
+        """Return the arguments of `enter`. `attempt`: its directory; `own`: paths that the guest may write; `secrets`: the
+        directory that stands for SECRETS.
+        """
         kept = dict.fromkeys(map(str, self._programs()), False)
         kept |= {str(path): True for path in (each.resolve() for each in own) if self._can_keep(path)}
         home, temporary = attempt.resolve() / HOME, attempt.resolve() / TEMPORARY
@@ -58,8 +61,12 @@ class Sandbox:
         temporary.mkdir(exist_ok=True)
         temporary.chmod(0o1777)
         stands_for = {str(Path(place).resolve()): str(temporary) for place in TEMPORARY_PLACES}
+        covered = {str(path) for path in self._hidden if path.exists()}
+        if secrets is not None:
+            covered.add(SECRETS)
+            stands_for[SECRETS] = secrets
         return {
-            "hidden": sorted((str(path) for path in self._hidden if path.exists()), key=len),
+            "hidden": sorted(covered, key=len),
             "stands_for": {str(self.home): str(home), **stands_for},
             "kept": kept,
             "shm_mib": shm_mib,
@@ -131,6 +138,8 @@ def enter(hidden: list[str], stands_for: dict[str, str], kept: dict[str, bool], 
         if place in stands_for:
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)  # it may lie in one that is covered already
             _mount(f"/proc/self/fd/{places[stands_for[place]]}", place, None, MS_BIND)
+            if place == SECRETS:
+                _make_read_only(place)
         elif place == SHARED_MEMORY:
             _mount("none", place, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={shm_mib}m")
         elif Path(place).is_dir():
