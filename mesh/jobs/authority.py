@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from ckptstore.cipher import is_proof
 from ckptstore.manifest import Manifest
 from membership.core import Sealer
 from membership.envelope import EnvelopeError
@@ -169,6 +170,15 @@ def _check_may_submit(credentials: Credentials) -> None:
         raise SpecError(f"{credentials.nick} may lend, but not submit")
 
 
+def _check_lock_is_own(spec: JobSpec) -> None:
+    """Raise SpecError for the lock of another job: its witnesses would give that job's key to the user of this one."""
+    if spec.lock is not None and not is_proof(spec.lock.realm, spec.author, spec.lock.proof):
+        raise SpecError(
+            "the job does not prove that its key is its own: it is copied from another job, or its submitter's release is "
+            "too old"
+        )
+
+
 class Warrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A witness's statement that `node` gets this term of the job, with the group of this hash."""
 
@@ -241,6 +251,7 @@ class Authority:
             raise SpecError(f"the job's submitter is not a member of this mesh: {error}") from error
         _check_submitter(credentials, spec)
         _check_may_submit(credentials)
+        _check_lock_is_own(spec)
         return spec
 
     def read_spec(self, job: bytes, sealed: bytes) -> JobSpec:
@@ -279,6 +290,7 @@ class Authority:
         if not credentials.not_before - CLOCK_GRACE_S <= created <= credentials.not_after:
             raise SpecError("the certificate of the job's submitter was not valid when the job was created")
         _check_may_submit(credentials)
+        _check_lock_is_own(spec)
         if holder is not None and holder.key != spec.user_key:
             raise SpecError(f"the name {spec.user!r} belongs to another user now")
         if own is None or is_user(own, spec.user_key):

@@ -16,8 +16,9 @@ from mesh.consensus.messages import Accept, Cancel, EventReport, Prepare
 from mesh.jobs.authority import encode_warrant
 from mesh.jobs.log_times import LogPiece, encode_piece
 from mesh.model.events import Event, encode_event
-from mesh.model.record import Attempt
-from mesh.model.spec import decode_spec, parse_job
+from mesh.model.record import Attempt, Config, JobRecord
+from mesh.model.spec import decode_spec, job_id, parse_job
+from mesh.rpc.client import PeerError
 from tests.adversary.authority_matrix import (
     GANG,
     MATRIX,
@@ -267,6 +268,37 @@ async def test_member_cannot_steal_the_lease_of_a_waiting_job(scene: Scene) -> N
             lock = decode_spec(next(iter(records.values())).spec[97:]).lock
             assert lock is not None and combine_shares(lock.realm, shares) is None and not shares
     ok(ada, "cancel", name)
+
+
+async def test_lock_copied_into_another_job_gives_no_key(scene: Scene) -> None:
+    """A member submitted a job with the lock and the witnesses of another's, and they gave it that job's key as its user."""
+    async with scene.actor("mal") as mal:
+        known = await mal.record(scene.witness_besides("mal"), scene.job)
+        theirs = decode_spec(known.spec[97:])
+        assert theirs.lock is not None
+        own = mal.sealer.open(
+            "job", (await mal.record(scene.town.job(scene.other)["witnesses"][0], parse_job(scene.other))).spec
+        )
+        spec = decode_spec(own[1])
+        copied = msgspec.structs.replace(
+            spec, nonce=b"n" * 16, witnesses=theirs.witnesses, lock=theirs.lock, workdir=None
+        )
+        payload = msgspec.msgpack.encode(copied)
+        job, config = job_id(payload), Config(0, 1, theirs.witnesses)
+        shares, whole = [], []
+        for witness in scene.witnesses:
+            if witness == "mal":
+                continue
+            accept = Accept(job, 1, 1, config, JobRecord(), None, spec=mal.sealer.seal("job", payload))
+            await mal.tell(witness, accept)
+            try:
+                held = decode_held(await mal.call(witness, "GET", f"/v1/jobs/{job.hex()}/key"))
+            except PeerError as error:
+                assert error.status == 403
+                continue
+            shares += held.shares
+            whole.append(held.key)
+        assert combine_shares(theirs.lock.realm, shares) is None and not any(whole)
 
 
 async def test_only_its_user_ends_the_job(scene: Scene) -> None:

@@ -5,10 +5,12 @@ import time
 import msgspec
 import pytest
 
+from ckptstore.cipher import StateCipher
 from ckptstore.manifest import Manifest
 from membership.envelope import MeshSealer, seal
 from membership.identity import Identity
 from membership.trust import PROVIDER, ROLES, USER, TrustStore, admit_node, found_mesh
+from mesh.checkpoints.key_shares import seal_shares
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, encode_reconfiguration
 from mesh.consensus.messages import Accept, Enlist, Start
@@ -104,6 +106,23 @@ def everybody_advertises(town: Town) -> None:
 
 
 # --- descriptions of jobs
+
+
+def test_lock_of_another_job_is_refused(town: Town) -> None:
+    """The witnesses would open their shares for the user of the job that they are asked about."""
+    cipher, nodes = StateCipher.generate(), [town.node(name) for name in ("ada", "bob", "lender")]
+    bare = town.spec("ada")
+    theirs = msgspec.structs.replace(bare, lock=seal_shares(cipher, nodes, bare.author))
+    assert town.authority.open_spec(*town.sealed("ada", theirs)) == theirs
+    assert theirs.lock is not None
+    unproven = msgspec.structs.replace(theirs.lock, proof=b"")
+    for name, lock in (("bob", theirs.lock), ("bob", unproven), ("ada2", theirs.lock), ("ada", unproven)):
+        copied = town.sealed(name, town.spec(name, lock=lock))
+        with pytest.raises(SpecError, match="its key is its own"):
+            town.authority.open_spec(*copied)
+        if name == "bob":  # by the word of its witnesses, as if its certificate had ended
+            with pytest.raises(SpecError, match="its key is its own"):
+                town.authority.read_ended_spec(*copied)
 
 
 def test_description_of_a_member_is_taken(town: Town) -> None:
