@@ -276,6 +276,14 @@ def test_cancel_ends_a_job_without_a_runner() -> None:
     assert (ended.outcome.manifest, ended.outcome.holders) == (b"m" * 32, (D,)), "its last checkpoint is its result"
 
 
+def test_cancel_that_one_witness_of_the_majority_knows_ends_the_job() -> None:
+    leader = make_leader()
+    term = elect(leader, leader.observe(make_view(A, (A, B, C, D, E)), at(0)), 0)
+    leader.handle(A, promise(term), at(0))
+    effects = leader.handle(B, promise(term, cancel=True), at(0))
+    assert sends(effects, Accept) and leader.state == "finishing"
+
+
 def test_deciding_leader_reports_the_end_once_and_then_stays_silent() -> None:
     leader = make_leader()
     won(leader, cancel=True)
