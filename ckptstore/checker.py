@@ -1,12 +1,13 @@
 """Checker: reads and verifies the whole store, salvages damaged packs, and reports damaged manifests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from ckptstore.errors import CorruptChunk, NotFound, StoreError
 from ckptstore.manifest import decode_manifest
-from ckptstore.objects import read_stored
+from ckptstore.objects import ObjectStore, read_stored
 from ckptstore.pack import ObjectHeader, check_stored, open_chunk, scan_pack
 from ckptstore.store import Store
 
@@ -20,16 +21,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 def verify(store: Store) -> VerifyReport:
     """Read everything; damaged packs are salvaged and moved to `quarantine/`, as are damaged manifests."""
-    chunks = bad = 0
-    quarantined: list[str] = []
-    for path in sorted(store.packs.glob("*.pack")):
-        good, wrong, readable = _inspect(store, path)
-        chunks, bad = chunks + good + wrong, bad + wrong
-        if wrong or not readable:
-            quarantined.append(path.name)
-            with store.lock, store.disk_errors():
-                store.salvage(path)
-    damaged = []
+    packs = check_packs(store)
+    quarantined, damaged = list(packs.quarantined), []
     for path in store.manifest_files.iterdir():
         try:
             identity = bytes.fromhex(path.name)
@@ -41,10 +34,27 @@ def verify(store: Store) -> VerifyReport:
         except (ValueError, StoreError):
             path.rename(store.quarantine / path.name)
             quarantined.append(path.name)
-    return VerifyReport(chunks, bad, tuple(quarantined), tuple(damaged))
+    return VerifyReport(packs.chunks, packs.bad_chunks, tuple(quarantined), tuple(damaged))
 
 
-def _is_good(store: Store, header: ObjectHeader, stored: bytes) -> bool:
+def check_packs(store: ObjectStore, tell: Callable[[str], None] = lambda words: None) -> VerifyReport:
+    """Read all packs; damaged ones are salvaged and moved to `quarantine/`. `tell` gets the progress."""
+    chunks = bad = done = 0
+    quarantined: list[str] = []
+    sizes = {path: path.stat().st_size for path in sorted(store.packs.glob("*.pack"))}
+    total = sum(sizes.values())
+    for path, size in sizes.items():
+        tell(f"verified {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
+        good, wrong, readable = _inspect(store, path)
+        chunks, bad, done = chunks + good + wrong, bad + wrong, done + size
+        if wrong or not readable:
+            quarantined.append(path.name)
+            with store.lock, store.disk_errors():
+                store.salvage(path)
+    return VerifyReport(chunks, bad, tuple(quarantined), ())
+
+
+def _is_good(store: ObjectStore, header: ObjectHeader, stored: bytes) -> bool:
     """Return True if an object decodes to the bytes of its id.
 
     Of an encrypted one, and of a delta whose base is not here, only the stored bytes can be verified.
@@ -62,7 +72,7 @@ def _is_good(store: Store, header: ObjectHeader, stored: bytes) -> bool:
     return True
 
 
-def _inspect(store: Store, path: Path) -> tuple[int, int, bool]:
+def _inspect(store: ObjectStore, path: Path) -> tuple[int, int, bool]:
     """Return the numbers of good and bad objects in a pack, and False if the pack could not be read to its end."""
     good = wrong = 0
     try:

@@ -4,7 +4,7 @@ No lock spans the mesh, and none is held here while others save and receive (kop
 existing chunk touches its pack, a recently touched pack is kept, and a manifest is published only if all its chunks are present.
 """
 
-from collections.abc import Collection
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ class CollectReport(msgspec.Struct, frozen=True):
 
 
 def collect(
-    store: ObjectStore, manifests: Path, reachable: Collection[bytes], *, min_age_s: float, now_unix: float
+    store: ObjectStore, manifests: Path, reachable: Container[bytes], *, min_age_s: float, now_unix: float
 ) -> CollectReport:
     """Remove chunks outside `reachable` from packs that were not touched for `min_age_s`.
 

@@ -33,6 +33,8 @@ from ckptstore.pack import (
 class ObjectStore:
     """Thread-safe; all methods block. `quota_bytes` limits all packs, `foreign_quota_bytes` those of other users' jobs."""
 
+    verify_command = "mesh ckpt verify"
+
     def __init__(self, root: Path, *, quota_bytes: int | None, foreign_quota_bytes: int | None) -> None:
         keep_freed_memory()
         self.root = root
@@ -75,7 +77,7 @@ class ObjectStore:
             if filled < where.length or header.id != identity or header.stored_length != where.length - HEADER_BYTES:
                 raise CorruptChunk("the object at this place is not the one in the index")
         except CorruptChunk as error:
-            raise CorruptChunk(f"a chunk in pack {where.pack} is damaged: run `mesh ckpt verify`") from error
+            raise CorruptChunk(f"a chunk in pack {where.pack} is damaged: run `{self.verify_command}`") from error
         return header, view
 
     def _open_pack(self, identity: bytes) -> tuple[Location, int]:

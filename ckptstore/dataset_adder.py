@@ -1,0 +1,489 @@
+"""Adder: reads a directory or file into the store of data sets, and builds its pages.
+
+What has been read is kept in a table that mirrors the directory: size, times and inode of each file, and where its bytes are.
+So a file that has not changed is not read again, and an add that was killed goes on where its last pack was published. Memory
+does not grow with the data set: files are read in pieces, small ones are gathered in bundles, pages are made from the table.
+"""
+
+import errno
+import os
+import sqlite3
+import stat
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptstore.buffers import allocate
+from ckptstore.chunker import CHUNK_BYTES, split
+from ckptstore.codec import choose, encode
+from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Entry, Link, PageMaker, Part, check_place, check_root
+from ckptstore.dataset_store import DataSets
+from ckptstore.encoding import Encoding
+from ckptstore.errors import BadPath, FileChanged, TooLarge
+from ckptstore.manifest import MAX_DEPTH
+from ckptstore.pack import PackWriter, chunk_name, read_at, wrap
+
+THREADS = min(2, os.cpu_count() or 1)  # for hashing and encoding: an add must not take the machine (own choice)
+SMALL_BYTES = 512 << 10  # smaller files share bundles (own choice)
+PACK_BYTES = 256 << 20  # a pack is published at this size: what a kill can lose (own choice)
+PACK_ROWS = 16_384  # or after so many files
+PARTIAL_BYTES = 1 << 30  # a file in progress is noted so often
+MOST_NAMES = 1_000_000  # in one directory: a name takes 60 bytes of memory while it is listed (own choice)
+SLICE = 4096  # names compared with the table at a time
+# A file that changed so short before it was read could change again within the same clock tick (as "racily clean" in git).
+SETTLED_NS = 2_000_000_000
+PART = struct.Struct(">32sIII")
+NOWHERE, UNFINISHED = -1, -2  # instead of a directory's number: a file, and one that is read in part
+
+Report = Callable[["Progress"], None]
+
+
+class Progress(NamedTuple):
+    """Files and bytes seen, and bytes read since they were new or changed."""
+
+    files: int
+    bytes: int
+    read: int
+
+
+class Added(NamedTuple):
+    """`new_bytes`: written to packs."""
+
+    root: Link
+    files: int
+    read_bytes: int
+    new_bytes: int
+
+
+class Stopped(RuntimeError):
+    """The add was stopped; what it has stored stays for the next one."""
+
+
+class Row(NamedTuple):
+    """What the table knows of an entry. `child`: the directory's own number. `parts`: packed `Part`s, or a link's target."""
+
+    name: bytes
+    mode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    child: int
+    parts: bytes
+
+
+Bundled = tuple[int, Row, int]  # a file in a bundle: its directory, its row without parts, its offset
+
+
+class Adder:
+    """Adds one directory or file. `report` is called now and then, in the adder's thread, and may raise Stopped."""
+
+    def __init__(self, store: DataSets, report: Report = lambda progress: None, rehash: bool = False) -> None:
+        self._store, self._report, self._rehash = store, report, rehash
+        self._sources = Sources(store.root / "sources.sqlite")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dataset")
+        self._writer = PackWriter(store.tmp, store.packs)
+        self._rows: list[tuple[int, Row]] = []
+        self._bundle: memoryview | None = None
+        self._bundled: list[Bundled] = []
+        self._filled = 0
+        self._bundles: deque[tuple[Future[bytes] | None, int, list[Bundled]]] = deque()  # being stored
+        self._held: set[str] = set()
+        self._known: set[bytes] = set()
+        self._zeros: dict[int, bytes] = {}
+        self._files = self._bytes = self._read = self._new = 0
+
+    def add(self, path: Path) -> Added:
+        """Return the root of the data set. FileChanged, BadPath, TooLarge, OSError; what was stored stays for the next add."""
+        source = os.fsencode(os.path.realpath(path))
+        with self._store.working(), self._store.disk_errors():
+            try:
+                top = self._sources.top(source)
+                if Path(os.fsdecode(source)).is_dir():
+                    self._scan(top, source, ())
+                else:
+                    directory, name = os.path.split(source)
+                    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    try:
+                        self._scan_slice(top, descriptor, [name], None, None, ())
+                    finally:
+                        os.close(descriptor)
+                self._publish()
+                link = self._build(top, ())
+                check_root(link)
+                self._publish()
+            finally:
+                self._close()
+        return Added(link, self._files, self._read, self._new)
+
+    def _close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._writer.abort()
+        self._sources.close()
+
+    # --- reading
+
+    def _scan(self, directory: int, path: bytes, parts: tuple[bytes, ...]) -> None:
+        """Bring the table up to date with one directory and those in it."""
+        if len(parts) >= MAX_DEPTH:
+            raise BadPath(f"{os.fsdecode(path)} is nested more than {MAX_DEPTH} levels deep")
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            names = sorted(os.fsencode(name) for name in os.listdir(descriptor))  # noqa: PTH208
+            if len(names) > MOST_NAMES:
+                raise TooLarge(f"{os.fsdecode(path)} holds more than {MOST_NAMES} files: use directories in it")
+            inner: list[tuple[bytes, int]] = []
+            for start in range(0, max(1, len(names)), SLICE):
+                some = names[start : start + SLICE]
+                low = names[start - 1] if start else None
+                high = names[start + SLICE - 1] if start + SLICE < len(names) else None
+                inner += self._scan_slice(directory, descriptor, some, low, high, parts)
+            del names
+        finally:
+            os.close(descriptor)
+        for name, child in inner:
+            self._scan(child, path + b"/" + name, (*parts, name))
+
+    def _scan_slice(
+        self,
+        directory: int,
+        descriptor: int,
+        names: Sequence[bytes],
+        low: bytes | None,
+        high: bytes | None,
+        parts: tuple[bytes, ...],
+    ) -> list[tuple[bytes, int]]:
+        """Compare some names with the table, and read what is new; return the directories among them with their numbers."""
+        known = {row.name: row for row in self._sources.between(directory, low, high)}
+        inner: list[tuple[bytes, int]] = []
+        for name in names:
+            info = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            row = known.pop(name, None)
+            if stat.S_ISDIR(info.st_mode):
+                child = row.child if row is not None and stat.S_ISDIR(row.mode) else self._sources.next_child()
+                if row is None or row.mode != info.st_mode:
+                    self._row(directory, Row(name, info.st_mode, 0, 0, 0, 0, child, b""))
+                inner.append((name, child))
+                self._files += 1
+                continue
+            if row is not None and stat.S_ISDIR(row.mode):
+                self._sources.remove(directory, row)
+                row = None
+            if stat.S_ISLNK(info.st_mode):
+                target = os.fsencode(os.readlink(name, dir_fd=descriptor))
+                check_place(parts, Entry(name, info.st_mode, 0, (), (), target))
+                if row is None or (row.mode, row.parts) != (info.st_mode, target):
+                    self._row(directory, Row(name, info.st_mode, 0, 0, 0, 0, NOWHERE, target))
+            elif stat.S_ISREG(info.st_mode):
+                if row is None or not self._is_current(row, info):
+                    self._file(directory, descriptor, name, row)
+                elif row.mode != info.st_mode:
+                    self._row(directory, row._replace(mode=info.st_mode))
+                self._bytes += info.st_size
+            else:
+                raise BadPath(
+                    f"{os.fsdecode(name)} is a socket, pipe or device: only files, directories and links are data"
+                )
+            self._files += 1
+            if self._files > MAX_ENTRIES or self._bytes > MAX_BYTES:
+                raise TooLarge(f"a data set holds at most {MAX_ENTRIES} entries and {MAX_BYTES >> 40} TiB")
+            if self._files % 256 == 0:
+                self._report(Progress(self._files, self._bytes, self._read))
+        for row in known.values():
+            self._sources.remove(directory, row)
+        return inner
+
+    def _is_current(self, row: Row, info: os.stat_result) -> bool:
+        """Tell whether a file is the one in the table and its chunks are still here."""
+        if self._rehash or row.child != NOWHERE or row[2:6] != _times(info):
+            return False
+        return all(self._is_here(part.id) for part in unpack(row.parts))
+
+    def _is_here(self, chunk: bytes) -> bool:
+        if chunk not in self._known:
+            if self._store.hold(chunk, self._held) is None:
+                return False
+            if len(self._known) >= 1 << 17:
+                self._known.clear()
+            self._known.add(chunk)
+        return True
+
+    def _file(self, directory: int, place: int, name: bytes, row: Row | None) -> None:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=place)
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise FileChanged(f"{os.fsdecode(name)} was replaced while it was being added")
+            if info.st_size < SMALL_BYTES:
+                self._small(directory, descriptor, name, info)
+            else:
+                self._large(directory, descriptor, name, info, row)
+        finally:
+            os.close(descriptor)
+
+    def _small(self, directory: int, descriptor: int, name: bytes, info: os.stat_result) -> None:
+        size, times = info.st_size, _settled_times(info)
+        if self._filled + size > CHUNK_BYTES:
+            self._end_bundle()
+            self._publish_if_full()
+        if size:
+            if self._bundle is None:
+                self._bundle = allocate(CHUNK_BYTES)
+            if read_at(descriptor, self._bundle[self._filled : self._filled + size], 0) < size:
+                raise FileChanged(f"{os.fsdecode(name)} was truncated while it was being added")
+            _check_unchanged(descriptor, name, info)
+        self._bundled.append((directory, Row(name, info.st_mode, *times, NOWHERE, b""), self._filled))
+        self._filled += size
+        self._read += size
+        if len(self._bundled) >= PACK_ROWS:
+            self._end_bundle()
+            self._publish_if_full()
+
+    def _end_bundle(self) -> None:
+        """Store the bundle, in a thread; its files get their parts once its id is known."""
+        if not self._bundled:
+            return
+        future: Future[bytes] | None = None
+        if self._bundle is not None and self._filled:
+            future = self._pool.submit(self._put, self._bundle[: self._filled], None)
+        self._bundles.append((future, self._filled, self._bundled))
+        self._bundle, self._bundled, self._filled = None, [], 0
+        if len(self._bundles) > THREADS:
+            self._settle_bundle()
+
+    def _settle_bundle(self) -> None:
+        future, length, bundled = self._bundles.popleft()
+        chunk = future.result() if future is not None else b""
+        for directory, row, offset in bundled:
+            parts = PART.pack(chunk, length, offset, row.size) if row.size else b""
+            self._row(directory, row._replace(parts=parts))
+
+    def _large(self, directory: int, descriptor: int, name: bytes, info: os.stat_result, row: Row | None) -> None:
+        """Read a file chunk by chunk. What a killed add has read of it is not read again unless it changed since."""
+        times = _settled_times(info)
+        pieces = split(lambda length, offset: os.pread(descriptor, length, offset), info.st_size)
+        parts = bytearray()
+        if row is not None and not self._rehash and row.child == UNFINISHED and row[2:6] == _times(info):
+            parts += _whole_prefix(row.parts, [piece.length for piece in pieces], self._is_here)
+        encoding: Encoding | None = None
+        data_at, noted = 0, 0
+        waiting: deque[tuple[int, Future[bytes]]] = deque()
+
+        def take() -> None:
+            length, future = waiting.popleft()
+            parts.extend(PART.pack(future.result(), length, 0, length))
+
+        try:
+            for piece in pieces[len(parts) // PART.size :]:
+                if data_at <= piece.offset:
+                    data_at = _next_data(descriptor, piece.offset, info.st_size)
+                if data_at >= piece.offset + piece.length:
+                    future = self._zero(piece.length)
+                else:
+                    data = allocate(piece.length)
+                    if read_at(descriptor, data, piece.offset) < piece.length:
+                        raise FileChanged(f"{os.fsdecode(name)} was truncated while it was being added")
+                    encoding = encoding or choose(data, None, ())
+                    future = self._pool.submit(self._put, data, encoding)
+                    self._read += piece.length
+                waiting.append((piece.length, future))
+                if len(waiting) > THREADS:
+                    take()
+                self._report(Progress(self._files, self._bytes + piece.offset, self._read))
+                if self._writer.bytes_written >= PACK_BYTES or piece.offset - noted >= PARTIAL_BYTES:
+                    noted = piece.offset
+                    while waiting:
+                        take()
+                    self._row(directory, Row(name, info.st_mode, *times, UNFINISHED, bytes(parts)))
+                    self._publish()
+            while waiting:
+                take()
+        finally:
+            for _, future in waiting:  # no thread may use the buffers after this returns
+                future.cancelled() or future.exception()
+        _check_unchanged(descriptor, name, info)
+        self._row(directory, Row(name, info.st_mode, *times, NOWHERE, bytes(parts)))
+        self._publish_if_full()
+
+    def _zero(self, length: int) -> Future[bytes]:
+        """Return the chunk of zeros of this length, stored once."""
+        future: Future[bytes] = Future()
+        if length not in self._zeros or not self._is_here(self._zeros[length]):
+            self._zeros[length] = self._put(bytes(length), None)
+            self._known.add(self._zeros[length])
+        future.set_result(self._zeros[length])
+        return future
+
+    def _put(self, data: memoryview | bytes, encoding: Encoding | None) -> bytes:
+        """Store a chunk unless it is here; `encoding`: None to choose it."""
+        chunk = chunk_name(data)
+        if self._store.hold(chunk.id, self._held) is None:
+            encoding = encoding or choose(data, None, ())
+            encoded = encode(data, encoding, None)
+            if len(encoded) >= len(data):
+                encoded, encoding = data, Encoding()
+            self._writer.add(*wrap(chunk, encoded, len(data), encoding.codec, encoding.width, None))
+        return chunk.id
+
+    def _row(self, directory: int, row: Row) -> None:
+        self._rows.append((directory, row))
+
+    def _publish_if_full(self) -> None:
+        if self._writer.bytes_written >= PACK_BYTES or len(self._rows) >= PACK_ROWS:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Make what was read durable: first the pack, then the rows that name its chunks."""
+        self._end_bundle()
+        while self._bundles:
+            self._settle_bundle()
+        self._report(Progress(self._files, self._bytes, self._read))
+        self._new += self._writer.bytes_written
+        self._store.check_quota(self._writer.bytes_written)
+        self._store.publish_pack(self._writer)
+        self._sources.write(self._rows)
+        self._rows = []
+        self._writer = PackWriter(self._store.tmp, self._store.packs)
+
+    # --- building
+
+    def _build(self, directory: int, parts: tuple[bytes, ...]) -> Link:
+        """Make the pages of a directory from the table."""
+        maker = PageMaker(self._put_page)
+        for row in self._sources.rows(directory):
+            if stat.S_ISDIR(row.mode):
+                link = self._build(row.child, (*parts, row.name))
+                maker.add(Entry(row.name, row.mode, link.size, (), (link,)))
+            elif stat.S_ISLNK(row.mode):
+                maker.add(Entry(row.name, row.mode, 0, (), (), row.parts))
+            else:
+                check_place(parts, Entry(row.name, row.mode, row.size))
+                maker.file(row.name, row.mode, row.size, list(unpack(row.parts)))
+        return maker.finish()
+
+    def _put_page(self, data: bytes) -> bytes:
+        chunk = self._put(data, None)
+        if self._writer.bytes_written >= PACK_BYTES:
+            self._publish()
+        return chunk
+
+
+class Sources:
+    """The table of what has been read, of every directory that was added from."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute("PRAGMA cache_size=-8000")  # 8 MB
+        self._db.executescript(
+            """
+            CREATE TABLE IF NOT EXISTS tops (path BLOB PRIMARY KEY, directory INTEGER) WITHOUT ROWID;
+            CREATE TABLE IF NOT EXISTS entries (
+                directory INTEGER, name BLOB, mode INTEGER, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, inode INTEGER,
+                child INTEGER, parts BLOB, PRIMARY KEY (directory, name)
+            ) WITHOUT ROWID;
+            CREATE TABLE IF NOT EXISTS numbers (last INTEGER);
+            """
+        )
+        found = self._db.execute("SELECT last FROM numbers").fetchone()
+        if found is None:
+            self._db.execute("INSERT INTO numbers VALUES (0)")
+            self._db.commit()
+        self._last = found[0] if found is not None else 0
+
+    def close(self) -> None:
+        self._db.close()
+
+    def next_child(self) -> int:
+        self._last += 1
+        return self._last
+
+    def top(self, path: bytes) -> int:
+        found = self._db.execute("SELECT directory FROM tops WHERE path = ?", [path]).fetchone()
+        if found is not None:
+            return int(found[0])
+        directory = self.next_child()
+        with self._db:
+            self._db.execute("INSERT INTO tops VALUES (?, ?)", [path, directory])
+            self._db.execute("UPDATE numbers SET last = ?", [self._last])
+        return directory
+
+    def between(self, directory: int, low: bytes | None, high: bytes | None) -> Iterator[Row]:
+        """Yield the entries after `low`, up to `high`."""
+        query = f"SELECT {COLUMNS} FROM entries WHERE directory = ? AND name > ?"
+        bounds: list[object] = [directory, low or b""]
+        if high is not None:
+            query, bounds = query + " AND name <= ?", [*bounds, high]
+        return (Row(*row) for row in self._db.execute(query, bounds).fetchall())
+
+    def rows(self, directory: int) -> Iterator[Row]:
+        query = f"SELECT {COLUMNS} FROM entries WHERE directory = ? ORDER BY name"
+        return (Row(*row) for row in self._db.cursor().execute(query, [directory]))
+
+    def write(self, rows: Sequence[tuple[int, Row]]) -> None:
+        with self._db:
+            self._db.executemany(
+                "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(where, *row) for where, row in rows],
+            )
+            self._db.execute("UPDATE numbers SET last = ?", [self._last])
+
+    def remove(self, directory: int, row: Row) -> None:
+        """Remove an entry and all below it."""
+        left = [row.child] if stat.S_ISDIR(row.mode) else []
+        with self._db:
+            self._db.execute("DELETE FROM entries WHERE directory = ? AND name = ?", [directory, row.name])
+            while left:
+                inner = left.pop()
+                found = self._db.execute("SELECT child FROM entries WHERE directory = ? AND child > 0", [inner])
+                left += [child for (child,) in found]
+                self._db.execute("DELETE FROM entries WHERE directory = ?", [inner])
+
+
+COLUMNS = ", ".join(Row._fields)
+
+
+def unpack(parts: bytes) -> Iterator[Part]:
+    return (Part(*found) for found in PART.iter_unpack(parts))
+
+
+def _times(info: os.stat_result) -> tuple[int, int, int, int]:
+    return (info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
+
+
+def _settled_times(info: os.stat_result) -> tuple[int, int, int, int]:
+    """Return the times of a file that is about to be read; no change time if it changed only now, so that it is read again."""
+    size, mtime_ns, ctime_ns, inode = _times(info)
+    return size, mtime_ns, ctime_ns if ctime_ns < time.time_ns() - SETTLED_NS else 0, inode
+
+
+def _check_unchanged(descriptor: int, name: bytes, before: os.stat_result) -> None:
+    if _times(os.fstat(descriptor)) != _times(before):
+        raise FileChanged(
+            f"{os.fsdecode(name)} changed while it was being added: add it again once nothing writes there"
+        )
+
+
+def _next_data(descriptor: int, offset: int, size: int) -> int:
+    """Return where the next bytes are that are no hole."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return size
+        return offset  # the file system knows no holes
+
+
+def _whole_prefix(packed: bytes, lengths: Sequence[int], is_here: Callable[[bytes], bool]) -> bytes:
+    """Return the known parts from the beginning of a file whose chunks are still here and fit its pieces."""
+    count = 0
+    for part, length in zip(unpack(packed), lengths, strict=False):
+        if part.length != length or not is_here(part.id):
+            break
+        count += 1
+    return packed[: count * PART.size]

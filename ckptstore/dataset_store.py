@@ -1,0 +1,406 @@
+"""Store of data sets on one node: chunks in packs, the sets that need them, and trees of files for guests to read.
+
+ROOT/packs  index.sqlite  tmp  quarantine   as in the store of checkpoints, whose code this is
+    /sets/ID                                the sealed manifest of a data set whose chunks are all here
+    /trees/ID/                              the files of such a set, read-only
+    /members.sqlite                         the chunks of each set; a cache, made again from the pages
+    /sources.sqlite                         what has been read of directories that were added (`dataset_adder`)
+It is apart from the checkpoints', so that nobody gets a chunk of a private data set who may ask for chunks of checkpoints.
+"""
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import stat
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptstore.collector import CollectReport, collect
+from ckptstore.dataset import (
+    MAX_LEVELS,
+    ChunkList,
+    Entry,
+    Link,
+    Page,
+    check_place,
+    check_root,
+    decode_list,
+    decode_page,
+    links_of,
+)
+from ckptstore.encoding import Bytes
+from ckptstore.errors import BadManifest, CorruptChunk, MissingChunks, NotFound, QuotaExceeded
+from ckptstore.objects import ObjectStore
+from ckptstore.pack import write_at
+from ckptstore.receiver import Receiver
+from ckptstore.tree_writer import TreeWriter
+from membership.durable import write_durably
+
+KEEP_PARTIAL_S = (
+    86_400.0  # for what was added or fetched in part, so that it can continue the next day; kopia's default
+)
+FREED_AGE_S = 900.0  # age of a pack that is freed when a data set goes; as for checkpoints
+ROWS = 4096  # of a table in one statement
+PREFIX = "data/"  # of paths for `TreeWriter`, so that a link at the top cannot lead out
+READ_ONLY_FILE, READ_ONLY_DIRECTORY = 0o444, 0o555
+
+Report = Callable[[int], None]  # bytes done
+
+
+class Member(NamedTuple):
+    """A data set that is whole here. `bytes`: of its chunks before encoding."""
+
+    id: bytes
+    chunks: int
+    bytes: int
+
+
+class DataSets(ObjectStore):
+    """The object store with data sets. Thread-safe; all methods block. `quota_bytes`: of packs and trees together."""
+
+    verify_command = "mesh data verify"
+
+    def __init__(self, root: Path, quota_bytes: int | None = None) -> None:
+        super().__init__(root, quota_bytes=quota_bytes, foreign_quota_bytes=None)
+        self.sets, self.trees = root / "sets", root / "trees"
+        with self.disk_errors():
+            for directory in (self.sets, self.trees):
+                directory.mkdir(exist_ok=True)
+            for leftover in self.trees.glob("*.making"):
+                remove_tree(leftover)
+        self._members = Members(root / "members.sqlite")
+        self._busy = 0  # adds and fetches in progress: what they have stored belongs to no set yet
+
+    def close(self) -> None:
+        self._members.close()
+        super().close()
+
+    # --- sets
+
+    def has(self, identity: bytes) -> bool:
+        return (self.sets / identity.hex()).exists()
+
+    def held(self) -> list[bytes]:
+        """Return the sets that are here."""
+        return [bytes.fromhex(path.name) for path in self.sets.iterdir() if len(path.name) == 64]
+
+    def sealed(self, identity: bytes) -> bytes:
+        try:
+            return (self.sets / identity.hex()).read_bytes()
+        except FileNotFoundError as error:
+            raise NotFound(f"data set {identity.hex()[:12]} is not on this node") from error
+
+    def publish(self, identity: bytes, sealed: bytes, root: Link) -> None:
+        """Keep a data set whose chunks are all here; durable on return. MissingChunks, BadManifest."""
+        self.enter(identity, root)
+        with self.disk_errors():
+            write_durably(self.sets / identity.hex(), sealed)
+
+    def enter(self, identity: bytes, root: Link) -> None:
+        """Record the chunks of a data set, after its whole tree is walked."""
+        self._members.replace(identity, self._found(root))
+
+    def measure(self, root: Link) -> int:
+        """Return the bytes of all chunks of a tree, each counted once."""
+        self.enter(root.id, root)
+        try:
+            return self.known()[root.id].bytes
+        finally:
+            self._members.remove(root.id)
+
+    def _found(self, root: Link) -> Iterator[tuple[bytes, int]]:
+        for batch in batches(self.chunks(root), ROWS):
+            missing = self.index.missing(one for one, _ in batch)
+            if missing:
+                raise MissingChunks(f"{len(missing)} chunks of this data set are not here", missing)
+            yield from batch
+
+    def known(self) -> dict[bytes, Member]:
+        return {member.id: member for member in self._members.all()}
+
+    def belongs(self, identity: bytes, chunks: Sequence[bytes]) -> bool:
+        """Tell whether all of these chunks are of a data set that is here."""
+        return self.has(identity) and self._members.have(identity, chunks)
+
+    def missing_of(self, identity: bytes) -> list[tuple[bytes, int]]:
+        """Return the chunks of a known set that are not here any more, with their lengths."""
+        return [row for row in self._members.of(identity) if not self.index.places(row[0])]
+
+    def forget(self, identity: bytes) -> None:
+        """Remove a data set, its tree first; `free` removes the chunks that no other needs."""
+        self.drop_tree(identity)
+        (self.sets / identity.hex()).unlink(missing_ok=True)
+        self._members.remove(identity)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Keep chunks that belong to no set yet from being collected."""
+        with self.lock:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._busy -= 1
+
+    def free(self, now_unix: float, min_age_s: float = FREED_AGE_S) -> CollectReport:
+        """Remove the chunks of no set from packs that were not touched for `min_age_s`, unless something is being added."""
+        with self.lock:
+            if self._busy:
+                return CollectReport(0, 0)
+        with self.disk_errors():
+            return collect(self, self.sets, self._members, min_age_s=min_age_s, now_unix=now_unix)
+
+    # --- walking
+
+    def page(self, link: Link) -> Page:
+        return decode_page(self.chunk(link.id), link)
+
+    def chunk_list(self, link: Link) -> ChunkList:
+        return decode_list(self.chunk(link.id), link)
+
+    def entries(self, link: Link, level: int = 0) -> Iterator[tuple[Page, Entry]]:
+        """Yield the entries of a directory in order, each with its page."""
+        page = self.page(link)
+        if page.children and level >= MAX_LEVELS:  # an honest one has at most 1024 entries a level
+            raise BadManifest("a directory of a data set has too many levels of index pages")
+        for child in page.children:
+            yield from self.entries(child.link, level + 1)
+        for entry in page.entries:
+            yield page, entry
+
+    def walk(self, link: Link) -> Iterator[tuple[tuple[bytes, ...], Page, Entry]]:
+        """Yield every entry below a directory with the directories above it, a directory before what it holds."""
+        check_root(link)
+        stack: list[tuple[tuple[bytes, ...], Iterator[tuple[Page, Entry]]]] = [((), self.entries(link))]
+        while stack:
+            parts, entries = stack[-1]
+            found = next(entries, None)
+            if found is None:
+                stack.pop()
+                continue
+            page, entry = found
+            check_place(parts, entry)
+            yield parts, page, entry
+            if stat.S_ISDIR(entry.mode):
+                stack.append(((*parts, entry.name), self.entries(entry.lists[0])))
+
+    def chunks(self, root: Link) -> Iterator[tuple[bytes, int]]:
+        """Yield every chunk below a link with its length, pages included; some more than once."""
+        check_root(root)
+        stack = [(root, True)]
+        while stack:
+            link, is_page = stack.pop()
+            yield link.id, link.length
+            if is_page:
+                page = self.page(link)
+                yield from page.chunks
+                stack += links_of(page)
+            else:
+                yield from self.chunk_list(link).chunks
+
+    def find(self, root: Link, path: Sequence[bytes]) -> Entry:
+        """Return the entry at a path. NotFound."""
+        link, entry = root, None
+        for name in path:
+            entry = next((entry for _, entry in self.entries(link) if entry.name == name), None)
+            if entry is None or (name is not path[-1] and not stat.S_ISDIR(entry.mode)):
+                raise NotFound(f"{os.fsdecode(b'/'.join(path))} is not in this data set")
+            link = entry.lists[0] if stat.S_ISDIR(entry.mode) else link
+        if entry is None:
+            raise NotFound("no path was named")
+        return entry
+
+    # --- trees
+
+    def tree(self, identity: bytes) -> Path:
+        return self.trees / identity.hex()
+
+    def drop_tree(self, identity: bytes) -> None:
+        path = self.tree(identity)
+        if path.exists():
+            going = path.with_name(f"{path.name}.{os.urandom(4).hex()}.making")
+            path.rename(going)
+            remove_tree(going)
+
+    def make_tree(self, identity: bytes, root: Link, report: Report = lambda done: None) -> Path:
+        """Write the files of a data set, each chunk verified, unless they are there; return their directory.
+
+        It appears as a whole. Nothing is ever written outside, or over another file of it; modes are read-only.
+        """
+        path = self.tree(identity)
+        if path.exists():
+            return path
+        making = path.with_name(f"{path.name}.{os.urandom(4).hex()}.making")
+        with self.disk_errors():
+            making.mkdir(mode=0o700)
+            try:
+                self._write_tree(making, root, report)
+                _read_only(making)
+                _sync(making)
+                making.rename(path)
+            except BaseException:
+                remove_tree(making)
+                raise
+        return path
+
+    def _write_tree(self, making: Path, root: Link, report: Report) -> None:
+        done, last = 0, (b"", memoryview(b""))  # a bundle serves many files in a row
+        with TreeWriter(making, PREFIX) as tree:
+            for parts, page, entry in self.walk(root):
+                path = PREFIX + os.fsdecode(b"/".join((*parts, entry.name)))
+                if stat.S_ISDIR(entry.mode):
+                    tree.directory(path, 0o700)
+                    continue
+                if stat.S_ISLNK(entry.mode):
+                    tree.link(path, os.fsdecode(entry.target))
+                    continue
+                descriptor = tree.file(path, READ_ONLY_FILE | entry.mode & 0o111)
+                try:
+                    os.ftruncate(descriptor, entry.size)
+                    at = 0
+                    for one, chunk_length, offset, length in self._parts(page, entry):
+                        if last[0] != one:
+                            last = (one, memoryview(self.chunk(one)))
+                        data = last[1]
+                        if len(data) != chunk_length:
+                            raise CorruptChunk("a chunk does not have the length that its page says")
+                        if data[offset] or any_set(data[offset : offset + length]):  # one of zeros stays a hole
+                            write_at(descriptor, data[offset : offset + length], at)
+                        at += length
+                        done += length
+                        report(done)
+                finally:
+                    os.close(descriptor)
+
+    def _parts(self, page: Page, entry: Entry) -> Iterator[tuple[bytes, int, int, int]]:
+        for ref in entry.refs:
+            yield page.chunk(ref.number), page.lengths[ref.number], ref.offset, ref.length
+        for link in entry.lists:
+            for one, length in self.chunk_list(link).chunks:
+                yield one, length, 0, length
+
+    # --- space
+
+    def receive(self, max_bytes: int) -> Receiver:
+        """Begin to receive up to `max_bytes` from a peer."""
+        with self.disk_errors():
+            return Receiver(self, max_bytes)
+
+    def check_quota(self, more: int, foreign: bool = False) -> None:
+        if self.quota_bytes is not None and self.stored_bytes() + more > self.quota_bytes:
+            raise QuotaExceeded(
+                f"the {self.quota_bytes / 2**30:.1f} GiB for data sets (data_quota_gib) are full: raise the limit, or remove "
+                "data sets (`mesh data ls`)"
+            )
+
+
+def any_set(data: Bytes) -> bool:
+    """Tell whether any byte is not zero."""
+    import numpy as np
+
+    return bool(np.frombuffer(data, np.uint8).any())
+
+
+class Members(Container[bytes]):
+    """Which chunks the sets here have. A container of all of them, for the collector."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._connection = self._connect(path)
+        except sqlite3.DatabaseError:
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{path}{suffix}").unlink(missing_ok=True)
+            self._connection = self._connect(path)
+
+    @staticmethod
+    def _connect(path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.executescript(
+            """
+            CREATE TABLE IF NOT EXISTS members (chunk BLOB, data BLOB, length INTEGER, PRIMARY KEY (chunk, data)) WITHOUT ROWID;
+            CREATE INDEX IF NOT EXISTS by_data ON members (data);
+            CREATE TABLE IF NOT EXISTS sets (data BLOB PRIMARY KEY, chunks INTEGER, bytes INTEGER) WITHOUT ROWID;
+            """
+        )
+        return connection
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def __contains__(self, chunk: object) -> bool:
+        with self._lock:
+            found = self._connection.execute("SELECT 1 FROM members WHERE chunk = ?", [chunk])
+            return found.fetchone() is not None
+
+    def replace(self, identity: bytes, chunks: Iterable[tuple[bytes, int]]) -> None:
+        self.remove(identity)
+        for batch in batches(chunks, ROWS):
+            rows = [(chunk, identity, length) for chunk, length in batch]
+            with self._lock, self._connection:
+                self._connection.executemany("INSERT OR IGNORE INTO members VALUES (?, ?, ?)", rows)
+        with self._lock, self._connection:
+            self._connection.execute(
+                "INSERT INTO sets SELECT ?, COUNT(*), COALESCE(SUM(length), 0) FROM members WHERE data = ?",
+                [identity, identity],
+            )
+
+    def remove(self, identity: bytes) -> None:
+        with self._lock, self._connection:
+            self._connection.execute("DELETE FROM sets WHERE data = ?", [identity])
+            self._connection.execute("DELETE FROM members WHERE data = ?", [identity])
+
+    def have(self, identity: bytes, chunks: Sequence[bytes]) -> bool:
+        query = "SELECT 1 FROM members WHERE chunk = ? AND data = ?"
+        with self._lock:
+            return all(self._connection.execute(query, [chunk, identity]).fetchone() for chunk in chunks)
+
+    def of(self, identity: bytes) -> list[tuple[bytes, int]]:
+        with self._lock:
+            return self._connection.execute("SELECT chunk, length FROM members WHERE data = ?", [identity]).fetchall()
+
+    def all(self) -> list[Member]:
+        with self._lock:
+            return [Member(*row) for row in self._connection.execute("SELECT data, chunks, bytes FROM sets")]
+
+
+def batches(items: Iterable[tuple[bytes, int]], size: int) -> Iterator[list[tuple[bytes, int]]]:
+    batch: list[tuple[bytes, int]] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) >= size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree whose directories are read-only."""
+    for _, _, _, descriptor in os.fwalk(path):
+        os.fchmod(descriptor, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_only(path: Path) -> None:
+    for _, _, _, descriptor in os.fwalk(path, topdown=False):
+        os.fchmod(descriptor, READ_ONLY_DIRECTORY)
+
+
+def _sync(path: Path) -> None:
+    """Make a tree durable before its name: else a power cut could leave empty files under it."""
+    import ctypes
+
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            os.sync()
+    finally:
+        os.close(descriptor)
