@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 # worker (tests/conftest.py).
 WORKERS ?= 3
 
-.PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary clean
+.PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -93,6 +93,10 @@ bench-slurm: venv
 # first (`make frameworks`). 45 minutes; `BENCH_ARGS="--rounds 1 --on /dev/shm"` is shorter.
 bench-ckptstore: venv frameworks
 	$(PYTHON) tests/bench/ckptstore.py $(BENCH_ARGS)
+
+# Compares with rsync, restic and zstd (Debian) where they are installed. Three minutes; issue-sized: `BENCH_ARGS="--gib 10 --files 100000"`.
+bench-data: venv
+	$(PYTHON) tests/bench/data.py $(BENCH_ARGS)
 
 # Needs a C compiler. An hour; `BENCH_ARGS="--seconds 5"` is shorter, `BENCH_ARGS="--only mixes"` runs one part.
 bench-guard: venv

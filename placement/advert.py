@@ -101,6 +101,7 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     `image_ids`: hash prefixes of the images that the node has and may run; `image_fetches`: of those that it can fetch;
     `image_denials`: names and hexadecimal hash prefixes that the owner denies.
     `interactive`: the owner allows users to enter their guests (exec, forward, Jupyter).
+    `data_ids`: prefixes of the ids of data sets that the node has whole; `data_paths`: names of directories that it offers.
     `accepts`: users whose jobs are accepted, `*` for all; `own_only`: engines that run only the owner's own jobs.
     """
 
@@ -138,6 +139,8 @@ class Advert(msgspec.Struct, frozen=True, dict=True):
     driver: tuple[int, ...] = ()
     system: SystemCheckpoints = SystemCheckpoints()
     user_key: bytes = b""
+    data_ids: tuple[bytes, ...] = ()
+    data_paths: tuple[str, ...] = ()
 
     @cached_property
     def lane(self) -> bytes:
@@ -188,7 +191,8 @@ def decode_advert(node: bytes, data: bytes) -> Advert:
         raise AdvertError("a driver version has up to four numbers, 0 or more")
     numbers = (advert.version, advert.slots, advert.slots_free, advert.cpus, advert.memory_mib, advert.store_free_mib)
     named = (advert.images, advert.image_ids, advert.image_fetches, advert.image_denials)
-    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or max(map(len, named)) > MAX_IMAGES:
+    most = max(len(advert.data_ids), len(advert.data_paths), *map(len, named))
+    if min(*numbers, advert.back_unix) < 0 or len(advert.gpus) > 64 or most > MAX_IMAGES:
         raise AdvertError("an advert's numbers are out of range")
     if not advert.system.valid:
         raise AdvertError("an advert's text on system checkpoints is not one printable line")

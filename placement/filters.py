@@ -41,6 +41,9 @@ def refusals(request: Request, advert: Advert) -> list[str]:
         )
     if request.cpus is not None and advert.cpus < request.cpus:
         reasons.append(f"lends at most {advert.cpus} CPUs to a job, and it asks for {request.cpus}")
+    for wanted in request.data:
+        if not wanted.id and wanted.name not in advert.data_paths:
+            reasons.append(f"does not offer data set {wanted.name} ([data] in its config.toml)")
     reasons += _gpu_refusals(request, advert) if request.gpus else _slot_refusals(advert)
     if request.job and advert.node in request.exclude:
         reasons.append("failed this job a moment ago")
@@ -153,6 +156,18 @@ def image_refusal(request: Request, advert: Advert) -> str | None:
     if short in advert.image_ids or short in advert.image_fetches:
         return None
     return f"image {name} ({wanted.hex()[:12]}) is not on this node, and no node that it can fetch from has it"
+
+
+class DataOffer(msgspec.Struct, frozen=True):
+    """The fields of a node's advert about data sets."""
+
+    data_ids: tuple[bytes, ...] = ()
+    data_paths: tuple[str, ...] = ()
+
+
+def missing_mib(request: Request, advert: Advert) -> int:
+    """Return the MiB of data sets that the node would have to fetch first."""
+    return sum(wanted.mib for wanted in request.data if wanted.id and wanted.id not in advert.data_ids)
 
 
 def lacks_image(request: Request, advert: Advert) -> bool:

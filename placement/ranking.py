@@ -14,12 +14,14 @@ import msgspec
 
 from placement.advert import LOAD_BITS, MAX_WEIGHT, WHOLE, Advert, horizon_of
 from placement.allocation import allocate
-from placement.filters import lacks_image, refusals
+from placement.filters import lacks_image, missing_mib, refusals
 from placement.rendezvous import best_first, draws, rank, weighed
 from placement.request import Request
 
 STEEP = 16  # exponent of the weight in a score: of 3, 5, 8 and 16 fewest departures (docs/decisions/0011)
 STICKY = 13  # 64ths of survival by which another node must be better: a fifth (docs/explanation/placement.md)
+FETCH_MIB_S = 100  # expected speed of a fetch of data sets: 1 GbE
+MOST_LOST = 8  # a node that lacks data sets loses at most one part in so many of its weight (docs/explanation/data.md)
 CROWD = 2  # times the mean load; a node above it comes after the others (Mirrokni et al. 2018, with epsilon 1)
 MAX_SHAPES = 64  # grades cached in an advert (own choice)
 
@@ -90,7 +92,7 @@ class Ranking:
         now = next((ad for ad in offers if ad.node == incumbent), None)
         if now is None or best.node == request.prefer or (now.node in request.avoid and best.node not in request.avoid):
             return best
-        weight = now.weight_for(self._horizon)
+        weight = with_data(now.weight_for(self._horizon), request, now)
         if best.weight >= weight + STICKY:
             return best
         return next(candidate for candidate in self._ordered([now]))
@@ -100,6 +102,8 @@ class Ranking:
         horizon = self._horizon
         found = draws(self._request.key, [advert.lane for advert in tier])
         weights = [advert.weights[horizon] if advert.weights else advert.weight for advert in tier]
+        if self._request.data:
+            weights = [with_data(weight, self._request, ad) for weight, ad in zip(weights, tier, strict=True)]
         for place, score in best_first(found, weights, [advert.node for advert in tier], _WEIGHED):
             advert = tier[place]
             yield Candidate(advert.node, advert.nick, score, weights[place], advert.version)
@@ -131,6 +135,16 @@ def rank_nodes(request: Request, adverts: Collection[Advert], homes: Mapping[byt
     if request.prefer is not None or request.avoid or request.near:
         tiers = _wished(request, tiers)
     return Ranking(request, tiers, refused)
+
+
+def with_data(weight: int, request: Request, advert: Advert) -> int:
+    """Return a node's weight less the part of the job's time that goes into fetching data sets, at most 1 / MOST_LOST of it.
+
+    The bound keeps a fast node from being starved of jobs: a node with the data comes first, and if it is taken the other runs
+    them, has the data from then on, and is equal.
+    """
+    fetch_s = missing_mib(request, advert) // FETCH_MIB_S if request.data else 0
+    return max(1, weight - min(-(-weight // MOST_LOST), weight * fetch_s // max(1, fetch_s + request.remaining_s)))
 
 
 def zone_order(key: bytes, weights: Mapping[str, int]) -> list[str]:

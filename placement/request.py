@@ -20,6 +20,17 @@ def expected_s(ran_s: float, most_s: float = inf) -> int:
     return HORIZONS_S[horizon_of(min(max(SHORT_S, ran_s), most_s))]
 
 
+SHORT_ID = 8  # bytes of a data set's id in a request and in adverts
+
+
+class WantedData(msgspec.Struct, frozen=True):
+    """A data set that the job reads: a prefix of its id, and its size. Without an id only nodes that offer the name have it."""
+
+    name: str
+    id: bytes = b""
+    mib: Mebibytes = 0
+
+
 class Request(msgspec.Struct, frozen=True, dict=True):
     """The requirements and preferences of one attempt.
 
@@ -58,6 +69,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
     platform: str = ""
     user_key: bytes = b""
     only: tuple[bytes, ...] = ()
+    data: tuple[WantedData, ...] = ()
 
     @property
     def is_share(self) -> bool:

@@ -19,6 +19,7 @@ SECTIONS = {
     "gpus": "This node's GPUs, shares of them, and receipts.",
     "checkpoints": "What this node's store keeps.",
     "images": "Container images that may be run.",
+    "data": "Data sets that jobs may read.",
     "trust": "Who belongs to the mesh.",
 }
 IN_PATH = {

@@ -57,6 +57,20 @@ class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timestamps: bool = False
 
 
+class DataQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`name`: of a data set; `path`: of a directory in it."""
+
+    name: str
+    path: str = ""
+
+
+class WorkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kind` and `name`: as the answer to the order had them."""
+
+    kind: str
+    name: str
+
+
 class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`since_s`: so many seconds back; `here`: by this node's own receipts, without asking others."""
 

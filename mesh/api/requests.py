@@ -21,7 +21,8 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `out` is where published files are brought to, for an array in a directory for each index. `home` names a node, or is
     `first` or `none`; without it, home is the user's own node that had to send the job away. Without a `gpu_share_limit` a job
     is held to its share. An `interactive` one runs only where its user may go in. `secrets`: NAME, NAME=VARIABLE or
-    NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the only ones that may open them."""
+    NAME:/run/secrets/FILE; `secret_nodes`: `mine`, `trusted` or names of nodes, the only ones that may open them. `data`: data
+    sets, as `NAME[:/data/x]`."""
 
     argv: list[str]
     name: str = ""
@@ -64,6 +65,7 @@ class SubmitOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interactive: bool = False
     secrets: list[str] = []
     secret_nodes: list[str] = []
+    data: list[str] = []
 
     def gpu_terms(self) -> dict[str, Any]:
         """Return the GPU fields of a spec."""
@@ -194,6 +196,37 @@ class RemoveCheckpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 class CollectOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_age_s: Annotated[float, msgspec.Meta(ge=0)] = 900.0
+
+
+class AddData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Add `path` as the data set `name` of this node's user. `readers`: users, besides the owner; `rehash`: read every file."""
+
+    name: str
+    path: AbsolutePath
+    readers: list[str] = []
+    everybody: bool = False
+    rehash: bool = False
+
+
+class NameData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`name`: `NAME` of this node's user, or `USER/NAME`."""
+
+    name: str
+
+
+class RemoveData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`here`: only from this node; `force`: even if no other node has it."""
+
+    name: str
+    here: bool = False
+    force: bool = False
+
+
+class PinData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`off`: do not keep it any longer."""
+
+    name: str
+    off: bool = False
 
 
 class AllowImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -246,6 +246,51 @@ async def collect(handlers: Handlers, call: Call[requests.CollectOrder]) -> sche
     return await handlers.checkpoints.collect(call.asked.min_age_s)
 
 
+# --- data sets
+
+
+@read("data", "data")
+async def data_sets(handlers: Handlers, call: Call[Nothing]) -> schemas.data.DataSets:
+    """List the data sets of the mesh and the nodes that have them."""
+    return handlers.data.all()
+
+
+@read("data/show", "data")
+async def show_data(handlers: Handlers, call: Call[queries.DataQuery]) -> schemas.data.ShownData:
+    """Return one data set, and the files in one of its directories if it is here."""
+    return await handlers.data.show(call.asked)
+
+
+@read("data/work", "data")
+async def data_work(handlers: Handlers, call: Call[queries.WorkQuery]) -> schemas.data.DataWork:
+    """Return how far an add, a fetch or a verification of a data set is."""
+    return handlers.data.work(call.asked)
+
+
+@order("data/add", "data")
+async def add_data(handlers: Handlers, call: Call[requests.AddData]) -> schemas.data.DataWork:
+    """Start to add a directory or file of this machine as a data set."""
+    return handlers.data.add(call.asked)
+
+
+@order("data/remove", "data")
+async def remove_data(handlers: Handlers, call: Call[requests.RemoveData]) -> schemas.data.RemovedData:
+    """Remove a data set of this node's user from the mesh, or any from this node."""
+    return await handlers.data.remove(call.asked)
+
+
+@order("data/verify", "data")
+async def verify_data(handlers: Handlers, call: Call[requests.NameData]) -> schemas.data.DataWork:
+    """Start to verify a data set on this node; damaged chunks are fetched again."""
+    return await handlers.data.verify(call.asked.name)
+
+
+@order("data/pin", "data")
+async def pin_data(handlers: Handlers, call: Call[requests.PinData]) -> schemas.data.DataWork:
+    """Keep a data set on this node, after fetching it, or let it go again."""
+    return await handlers.data.pin(call.asked)
+
+
 # --- images
 
 

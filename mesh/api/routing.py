@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from mesh.api.handlers.checkpoints import CheckpointHandlers
+from mesh.api.handlers.data import DataHandlers
 from mesh.api.handlers.files import FileHandlers
 from mesh.api.handlers.gpus import GpuHandlers
 from mesh.api.handlers.images import ImageHandlers
@@ -38,6 +39,7 @@ class Handlers(msgspec.Struct, frozen=True):
     gpus: GpuHandlers
     jobs: JobHandlers
     submission: SubmissionHandlers
+    data: DataHandlers
     files: FileHandlers
     logs: LogReader
     tunnels: Tunnels

@@ -354,6 +354,15 @@ class Replicator:
         except ValueError as error:
             raise PeerError(f"node {short_id(peer)} answered nonsense: {error}") from error
 
+    async def bring_data(self, peer: NodeId, data: bytes) -> bool:
+        """Have a node fetch a data set. True if it has it, or refuses to: it fetches it when the job comes."""
+        try:
+            return await self._peers.call(peer, "POST", f"/v1/data/{data.hex()}/fetch") == b"whole"
+        except PeerError as error:
+            if error.status not in {REFUSED, NOT_FOUND}:
+                raise
+            return True
+
     async def send_chunks(self, peer: NodeId, manifest: bytes, transfer: Transfer | None = None) -> None:
         """Send `peer` the chunks that it lacks of a checkpoint; it keeps them for a while without the manifest."""
         whole = await asyncio.to_thread(self._store.manifest, manifest)

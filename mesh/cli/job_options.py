@@ -40,6 +40,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--engine", type=click.Choice(["process", "docker"]), help="Require this engine."),
     click.option("--name", default="", help="Name of the job."),
     click.option(
+        "--data",
+        multiple=True,
+        metavar="NAME[:/data/DIR]",
+        help="Data set that it reads, at $MESH_DATA_NAME (`mesh data`). Repeatable.",
+    ),
+    click.option(
         "-e",
         "--env",
         multiple=True,
@@ -199,6 +205,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "home": options["home"],
         "secrets": list(options["secret"]),
         "secret_nodes": [name for name in (options["secret_nodes"] or "").split(",") if name],
+        "data": list(options["data"]),
     }
 
 

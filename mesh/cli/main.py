@@ -35,6 +35,7 @@ SECTIONS: dict[str, list[Command]] = {
         ("nodes", "mesh.cli.nodes", "List nodes and what they lend"),
         ("top", "mesh.cli.top", "Watch the mesh in this terminal, or --web in a browser"),
         ("ckpt", "mesh.cli.ckpt", "Checkpoints stored here: ls, verify, extract, rm, gc"),
+        ("data", "mesh.cli.data", "Data sets for jobs: add, ls, show, pin, verify, rm"),
         ("image", "mesh.cli.image", "Container images: ls, allow, deny, pull, push, prune"),
         ("debug", "mesh.cli.main", "demo, devstack, sim, survive, dump, api, completion"),
     ],

@@ -75,6 +75,11 @@ def _images(answer: Any) -> Iterable[tuple[str, str]]:
         yield row["name"], ", ".join(row["nodes"])
 
 
+def _data(answer: Any) -> Iterable[tuple[str, str]]:
+    for row in answer["data"]:
+        yield row["name"], "here" if row["here"] else ", ".join(row["nodes"])
+
+
 def _waiting(answer: Any) -> Iterable[tuple[str, str]]:
     for row in answer["pending"]:
         yield row["nick"], f"{row['user']}, {row['node'][:7]}"
@@ -89,6 +94,7 @@ JOB = Name("job", "/v1/jobs", _jobs)
 NODE = Name("node", "/v1/nodes", _nodes)
 NODE_LIST = Name("node", "/v1/nodes", _nodes, parted=True)
 ZONE = Name("zone", "/v1/zones", _zones)
+DATA = Name("data set", "/v1/data", _data)
 IMAGE = Name("image", "/v1/images", _images)
 SECRET = Name("name", "/v1/secrets", _secrets)
 WAITING = Name("node", "/v1/pending", _waiting)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptstore.store import Store
 from membership.node import MembershipNode
+from mesh.data.library import DataLibrary
 from mesh.execution.engine import Availability
 from mesh.gpus.guard import NodeGuard
 from mesh.gpus.guarded_engine import GuardedEngine
@@ -36,6 +37,7 @@ class AdvertPublisher:
         engines: Mapping[str, GuardedEngine],
         guard: NodeGuard,
         library: Library,
+        data: DataLibrary,
         store: Store,
         attendance: Attendance,
         owner: Owner,
@@ -43,7 +45,7 @@ class AdvertPublisher:
         started_unix: float,
     ) -> None:
         self._membership, self._inventory, self._engines, self._guard = membership, inventory, engines, guard
-        self._library, self._store = library, store
+        self._library, self._data, self._store = library, data, store
         self._attendance, self._owner = attendance, owner
         self._root, self._started_unix = root, started_unix
         self._published = (0, 0.0)  # version, when
@@ -81,6 +83,7 @@ class AdvertPublisher:
         inventory, attendance = self._inventory, self._attendance
         if force:
             inventory.image_offer = self._library.offer()
+        inventory.data_offer = self._data.offer()
         attendance.until_unix = self._owner.opens_at() or 0.0
         inventory.weights = attendance.tick(time.time(), inventory.lends)
         inventory.gpu_pauses = bool(inventory.gpus) and not self._guard.pause_problem

@@ -74,6 +74,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image_cache_gib: float = 20.0  # disk for image layers that other nodes can fetch
     image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed
     image_keep_days: float = 30.0  # time for which an unused fetched image stays
+    data_quota_gib: float | None = (
+        None  # disk for data sets; above it, those unused for longest that others have are removed
+    )
+    data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
     upload_mbps: float = 0.0  # bandwidth of background checkpoints, megabits per second; 0: no limit
     # Cut guests off in the kernel (docs/explanation/edge.md), where it can.
     edge: Literal["auto", "off"] = "auto"
@@ -102,6 +106,8 @@ def written_settings(path: Path) -> dict[str, object]:
 def parsed_setting(key: str, words: Sequence[str]) -> object:
     """A setting from words of a command line, as its type reads them."""
     hint = get_type_hints(Settings)[key]
+    if get_origin(hint) is dict:
+        raise ConfigError(f'{key} is a table: write it into the file, as [{key}] and lines NAME = "/path"')
     given: object = words[0]
     if get_origin(hint) is tuple:
         given = () if list(words) == [""] else tuple(words)
@@ -146,6 +152,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         ("store_quota_gib", settings.store_quota_gib),
         ("foreign_quota_gib", settings.foreign_quota_gib),
         ("image_cache_gib", settings.image_cache_gib),
+        ("data_quota_gib", settings.data_quota_gib),
         ("image_keep_gib", settings.image_keep_gib),
     ]:
         if quota is not None and not 0 <= quota < 2**30:
@@ -154,6 +161,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         if not 0 <= days < 2**20:
             raise ConfigError(f"{path}: {label} must be a number of days from 0, not {days:g}")
     _check_ceilings(path, settings)
+    _check_data(path, settings.data)
     if not 0 <= settings.slots <= 1024:
         raise ConfigError(f"{path}: slots must be 0 to 1024, not {settings.slots}")
     if not (math.isfinite(settings.upload_mbps) and settings.upload_mbps >= 0):
@@ -171,6 +179,18 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
             f"{path}: edge_device must be the name of a network interface (`ip link`), not {settings.edge_device!r}"
         )
     return settings
+
+
+def _check_data(path: Path, data: Mapping[str, str]) -> None:
+    from mesh.model.spec import DATA_NAME
+
+    for name, directory in data.items():
+        if not DATA_NAME.fullmatch(name):
+            raise ConfigError(f"{path}: data: {name[:80]!r} does not name a data set: NAME or USER/NAME")
+        if not directory.startswith("/") or "\0" in directory:
+            raise ConfigError(f"{path}: data: {name} must be an absolute path of this machine, not {directory!r}")
+    if len(data) > 64:
+        raise ConfigError(f"{path}: data: at most 64 directories")
 
 
 def _check_ceilings(path: Path, settings: Settings) -> None:

@@ -29,6 +29,7 @@ from membership.node import MembershipNode, PortInUse
 from membership.trust import PROVIDER, TrustStore
 from mesh.api import server
 from mesh.api.handlers.checkpoints import CheckpointHandlers
+from mesh.api.handlers.data import DataHandlers
 from mesh.api.handlers.files import FileHandlers
 from mesh.api.handlers.gpus import GpuHandlers
 from mesh.api.handlers.images import ImageHandlers
@@ -53,6 +54,7 @@ from mesh.daemon.edge_shaping import keep
 from mesh.daemon.layout import Layout
 from mesh.daemon.seeds import checked_seeds, read_seeds
 from mesh.daemon.systemd import notify
+from mesh.data.library import DataLibrary
 from mesh.execution.disk_usage import Writers
 from mesh.execution.engine import Engine
 from mesh.execution.guest_registry import GuestRegistry
@@ -256,6 +258,18 @@ class Daemon:
             lambda node, what: self._jobs.replicator.refusals.count("images", node, what),
             self._advert_changed,
         )
+        self._data = DataLibrary(
+            layout.data,
+            _bytes(settings.data_quota_gib),
+            settings.keep_days * DAY_S,
+            settings.data,
+            self._identity,
+            self.trust,
+            self.membership,
+            self._peers,
+            lambda node, what: self._jobs.replicator.refusals.count("data", node, what),
+            self._data_changed,
+        )
         self._jobs = JobService(
             self._identity,
             self.trust,
@@ -279,6 +293,7 @@ class Daemon:
                 stay_caps=lambda: self._attendance.caps,
                 warn=self._note,
             ),
+            self._data,
         )
         self._accounts = Accounts(self._identity, self.trust.mesh_id, self._journal, self._jobs)
 
@@ -314,6 +329,7 @@ class Daemon:
             self._engines,
             self._guard,
             self._library,
+            self._data,
             self._store,
             self._attendance,
             self._owner,
@@ -336,6 +352,7 @@ class Daemon:
         )
         await self._submissions.restore()
         await self._library.open()
+        await self._data.open()
         if self._journal.moved_aside is not None:
             self._jobs.event_log.add(None, "node", f"damaged journal moved to {self._journal.moved_aside}")
 
@@ -363,6 +380,7 @@ class Daemon:
                 files,
                 self._tunnels,
                 usage,
+                self._data,
             )
         )
         await asyncio.to_thread(self.edge.open)
@@ -382,6 +400,7 @@ class Daemon:
     ) -> Handlers:
         identity, trust, membership, settings = self._identity, self.trust, self.membership, self._settings
         journal, store, jobs, peers = self._journal, self._store, self._jobs, self._peers
+        data = DataHandlers(self._me, trust, membership, self._data)
         job_handlers = JobHandlers(identity, trust, membership, journal, store, jobs, self._submissions, lookup)
         images = ImageHandlers(self._me, membership, self._library, jobs, peers)
         secrets = SecretHandlers(SecretVault(self._layout.secrets, identity), membership, settings.trusted)
@@ -448,7 +467,9 @@ class Daemon:
                 self._delivery,
                 lookup,
                 defaults,
+                data,
             ),
+            data=data,
             files=files,
             logs=logs,
             tunnels=self._tunnels,
@@ -497,6 +518,7 @@ class Daemon:
             "output delivery": self._delivery.run(),
             "guard": self._guard.run(),
             "images": self._library.run(),
+            "data sets": self._data.run(),
             "edge": keep(self.edge, self._wire, self._jobs.replicator.departures, self._note),
             "kill-switch": self._follow_switch(),
             "owner": self._owner.run(),
@@ -513,6 +535,7 @@ class Daemon:
             self._reclaimer.close,
             self._jobs.close,
             self._library.close,
+            self._data.close,
             *(engine.close for engine in self._engines.values()),
             lambda: asyncio.to_thread(self._switch.close),
             self._guard.close,
@@ -600,6 +623,10 @@ class Daemon:
 
     def _advert_changed(self) -> None:
         self._adverts.publish(force=True)
+
+    def _data_changed(self) -> None:
+        if hasattr(self, "_adverts"):  # made after the library, which is opened before anything is published
+            self._adverts.publish()
 
     # Parts that need the job service are made after it.
 

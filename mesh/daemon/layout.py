@@ -129,6 +129,11 @@ class Layout(NamedTuple):
         return self.root / "secrets"
 
     @property
+    def data(self) -> Path:
+        """Data sets: chunks, and trees of files for guests."""
+        return self.root / "data"
+
+    @property
     def images(self) -> Path:
         return self.root / "images"
 

@@ -46,6 +46,14 @@ class Injection(msgspec.Struct, frozen=True):
     mounts: tuple[Mount, ...] = ()
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """A directory of the host that the guest may read: a container sees it at `target`; `variable` tells the path."""
+
+    source: str
+    target: str
+    variable: str
+
+
 class Launch(msgspec.Struct, frozen=True):
     """Everything an engine needs to start one attempt. Directories and `log_path` are on the host.
 
@@ -55,7 +63,7 @@ class Launch(msgspec.Struct, frozen=True):
     `gpu_share_limit` per cent of the time and `vram_limit_mib` of the memory (0: no more than its portions). `pids` limits its
     processes and threads; `shm_mib` limits its /dev/shm, which counts as its memory. `until`: see `Guest.allow_until`. `wanted`
     is called now and then while the start waits; the start is given up when it returns false. `say` reports a text and its topic
-    to the user while the guest runs.
+    to the user while the guest runs. `data`: what it may read and not write.
     """
 
     job: str
@@ -86,6 +94,7 @@ class Launch(msgspec.Struct, frozen=True):
     until: float = math.inf
     wanted: Callable[[], bool] = lambda: True
     say: Callable[[str, str], None] = lambda words, about: None
+    data: tuple[Shown, ...] = ()
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import msgspec
 
 from placement.advert import HORIZONS_S, HOUR, Advert, Gpu, HeldBy, Portion, SystemCheckpoints
 from placement.allocation import FreeGpus, all_free, allocate, subtract
-from placement.filters import ImageOffer, refusals
+from placement.filters import DataOffer, ImageOffer, refusals
 from placement.request import Request
 
 
@@ -77,7 +77,7 @@ class Inventory:
         self.presence = Presence()
         self.gpus = gpus
         self.engines: tuple[str, ...] = ()
-        self.image_offer = ImageOffer()
+        self.image_offer, self.data_offer = ImageOffer(), DataOffer()
         self.system = SystemCheckpoints()
         self.weights = (1,) * len(HORIZONS_S)
         self._driver = driver
@@ -170,6 +170,7 @@ class Inventory:
             store_free_mib=self.store_free_mib,
             system=self.system,
             **msgspec.structs.asdict(self.image_offer),
+            **msgspec.structs.asdict(self.data_offer),
         )
         previous = self._previous
         if previous is None or msgspec.structs.replace(previous, version=0) != msgspec.structs.replace(

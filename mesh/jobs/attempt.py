@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -43,21 +43,23 @@ from mesh.consensus.reports import (
     ResultStored,
     RunnerEvent,
 )
+from mesh.data.library import FetchFailed
 from mesh.execution.control_files import put_file, read_file
-from mesh.execution.engine import BadCommand, Engine, EngineError, Guest
+from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.logs import snapshot_logs
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
-from mesh.model.spec import JobSpec, format_job
+from mesh.model.spec import DataNeed, JobSpec, format_job
 from mesh.util import trees
 from mesh.util.boottime import boot_s
 from mesh.util.task_set import TaskSet
 from placement.advert import Portion
 from placement.allocation import gpu_percent
 
+DATA_NOTED_S = 1.0  # a data set that is ready sooner needs no event (own choice)
 POLL_S = 0.25  # between looks at the checkpoint directory and the progress file (own choice)
 TORN_RETRIES = 5
 HEEDS_EVERY = 8  # looks: a guest may install its signal handler late
@@ -67,6 +69,14 @@ log = logging.getLogger(__name__)
 
 
 HaveImage = Callable[[str, bytes | None, Callable[[str], None]], Awaitable[str]]
+
+
+class HaveData(Protocol):
+    """Brings data sets to this node (`DataLibrary`)."""
+
+    async def bring(self, need: DataNeed, job: bytes, tell: Callable[[str], None]) -> Path: ...
+
+    def release(self, need: DataNeed) -> None: ...
 
 
 class Abandoned(Exception):
@@ -86,7 +96,7 @@ class Attempt:
 
     `report` hands an event to the job cores; `note` writes an event for the user; `replica_policy` tells where replicas may
     go now; `cipher` opens the key of what the job saves; `have_image` gives the id of a container's image once the node has
-    it (`Library.ready`); `disk_limit` gives the bytes that an attempt in a directory may hold.
+    it (`Library.ready`), `data` brings its data sets; `disk_limit` gives the bytes that an attempt in a directory may hold.
     """
 
     def __init__(
@@ -109,6 +119,7 @@ class Attempt:
         secrets: AttemptSecrets,
         note: Callable[..., None] = lambda text, new="": None,
         have_image: HaveImage | None = None,
+        data: HaveData | None = None,
     ) -> None:
         self.job, self.spec, self.number, self.base, self.log_path = job, spec, number, base, log_path
         self.engine = engine
@@ -138,8 +149,9 @@ class Attempt:
         self._exit_was_clean = self._yielded = False
         self._started = self._unwanted = False
         self.began_unix_ms = 0  # start of the guest
-        self._have_image, self._disk_limit = have_image, disk_limit
-        self._fetching: asyncio.Future[str] | None = None
+        self._have_image, self._disk_limit, self._data = have_image, disk_limit, data
+        self._fetching: asyncio.Future[Any] | None = None
+        self._brought: list[tuple[DataNeed, Path]] = []
         self._notices, self._noticing = 0, asyncio.Lock()
         self._closing = False
         self._still_since = 0.0  # start of the freeze for a dump, else 0
@@ -239,6 +251,8 @@ class Attempt:
         await self.kill_guest()
         await self._tasks.close()
         await self._secrets.close()
+        while self._brought and self._data is not None:
+            self._data.release(self._brought.pop()[0])
         await asyncio.to_thread(trees.remove, self.base)
 
     # --- starting
@@ -249,6 +263,7 @@ class Attempt:
             await self._prepare(record)
             self.preparing = ""
             image_id = await self._image()
+            await self._bring_data()
         except (FetchError, NoKey, StoreError, OSError) as error:
             await asyncio.to_thread(trees.remove, self.base)
             await self._report(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
@@ -257,7 +272,7 @@ class Attempt:
             await asyncio.to_thread(trees.remove, self.base)
             await self._report(error.failure)
             return
-        except (EngineError, Abandoned) as error:
+        except (EngineError, FetchFailed, Abandoned) as error:
             await self._report(GuestFailed(str(error), elsewhere=True))
             return
         finally:
@@ -297,6 +312,7 @@ class Attempt:
             until=self._may_run_until,
             wanted=lambda: not self._unwanted,
             say=self._note,
+            data=tuple(Shown(str(path), need.inside, need.variable) for need, path in self._brought),
         )
         if self._unwanted:
             await self._report(GuestFailed("it was stopped before it began", elsewhere=True))
@@ -323,6 +339,32 @@ class Attempt:
         if self._unwanted:  # during the start, which can take seconds
             await self.kill_guest()
 
+    async def _bring_data(self) -> None:
+        """Bring the job's data sets to this node. FetchFailed, Abandoned."""
+        for need in self.spec.data if self._data is not None else ():
+            begun = time.monotonic()
+
+            def tell(words: str, need: DataNeed = need, begun: float = begun) -> None:
+                if not self.preparing and time.monotonic() - begun > DATA_NOTED_S:
+                    self._note(f"data set {need.name} is not ready on this node: it is fetched", "preparing")
+                self.preparing = f"preparing: data set {words}"
+
+            if self._unwanted:
+                raise Abandoned("it was stopped before it began")
+            assert self._data is not None
+            self._fetching = bringing = asyncio.ensure_future(self._data.bring(need, self.job, tell))
+            try:
+                self._brought.append((need, await bringing))
+            except asyncio.CancelledError:
+                if self._unwanted and not self._closing:
+                    raise Abandoned("it was stopped before it began, while its data was fetched") from None
+                raise
+            finally:
+                self._fetching = None
+            if self.preparing:
+                self._note(f"data set {need.name} was ready in {time.monotonic() - begun:.1f} s", "prepared")
+            self.preparing = ""
+
     async def _image(self) -> str | None:
         """Return the engine's id of the image, fetched from other nodes if needed; None if the guest needs no image."""
         if self._unwanted:
@@ -330,9 +372,10 @@ class Attempt:
         if self.spec.image is None or not self.engine.own_root or self._have_image is None:
             return None
         begun = time.monotonic()
-        self._fetching = asyncio.ensure_future(self._have_image(self.spec.image, self.spec.image_id, self._fetches))
+        fetching = asyncio.ensure_future(self._have_image(self.spec.image, self.spec.image_id, self._fetches))
+        self._fetching = fetching
         try:
-            found = await self._fetching
+            found = await fetching
         except asyncio.CancelledError:
             if self._unwanted and not self._closing:
                 raise Abandoned("it was stopped before it began, while its image was fetched") from None

@@ -27,6 +27,7 @@ from membership.trust import (
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, decode_reconfiguration
 from mesh.consensus.messages import Accept, Enlist, Start
+from mesh.data.manifest import DataManifest
 from mesh.model.record import FIRST_TERM, Config, JobRecord
 from mesh.model.spec import JOB_ID_BYTES, JobSpec, SpecError, decode_spec, job_id
 
@@ -47,6 +48,16 @@ def may_enter(caller: Credentials, user_key: bytes) -> bool:
 def may_order_image(caller: Credentials, own: Credentials, accepts: tuple[str, ...]) -> bool:
     """Tell whether a node may have this node fetch an image: its user could submit a job that does."""
     return is_user(caller, own.user_key) or "*" in accepts or caller.user in accepts
+
+
+def may_read_data(caller: Credentials, manifest: DataManifest, identity: bytes, running: JobSpec | None = None) -> bool:
+    """Tell whether a node may have the content of a data set: its user may, or it runs a job of a user who may and who asked for
+    that data set. `running`: the job that the node runs, as its witnesses say."""
+    if manifest.may_read(caller.user_key):
+        return True
+    if running is None or not manifest.may_read(running.user_key):
+        return False
+    return any(need.manifest == identity for need in running.data)
 
 
 def runs(caller: NodeId, holder: NodeId | None, record: JobRecord) -> bool:

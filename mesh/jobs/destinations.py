@@ -11,7 +11,7 @@ from placement.advert import MAX_WEIGHT, WHOLE, Advert
 from placement.allocation import reserve
 from placement.destination import LeavingJob, Plan, Target, plan, stranding, survival
 from placement.filters import lacks_image
-from placement.ranking import STICKY
+from placement.ranking import STICKY, with_data
 from placement.request import Request
 
 AT_HOME = 2.0  # factor: the job would return there soon anyway (own choice)
@@ -96,7 +96,8 @@ def _favour(guest: Guest, advert: Advert) -> float:
     if advert.node == request.prefer:
         return AT_HOME
     known = EXPECTED if advert.node == guest.standby else FAILED_THERE if advert.node in request.avoid else 1.0
-    return known * (FETCHES_IMAGE if lacks_image(request, advert) else 1.0) * stranding(request, advert)
+    data = with_data(MAX_WEIGHT, request, advert) / MAX_WEIGHT
+    return known * data * (FETCHES_IMAGE if lacks_image(request, advert) else 1.0) * stranding(request, advert)
 
 
 def _room(advert: Advert) -> tuple[int, int, int]:

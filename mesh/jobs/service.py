@@ -66,7 +66,7 @@ from mesh.execution.engine import Engine
 from mesh.execution.secret_files import SecretFiles
 from mesh.gpus.inventory import Inventory
 from mesh.jobs.archive import Archive
-from mesh.jobs.attempt import Attempt, HaveImage
+from mesh.jobs.attempt import Attempt, HaveData, HaveImage
 from mesh.jobs.attempt_secrets import AttemptSecrets
 from mesh.jobs.authority import (
     Authority,
@@ -131,8 +131,8 @@ class JobService:
     """The jobs of one node.
 
     `directory` holds the guests' files; `disk_limit` says how many bytes each attempt may hold. `have_image` gives the id of an
-    image once this node has it. What a job has left stays for `keep_s` once it is over. A checkpoint is copied again when one of
-    its holders has been away for `repair_after_s`.
+    image once this node has it, and `data` brings data sets here. What a job has left stays for `keep_s` once it is over. A
+    checkpoint is copied again when one of its holders has been away for `repair_after_s`.
     """
 
     def __init__(
@@ -152,12 +152,14 @@ class JobService:
         keep_s: float = inf,
         repair_after_s: float = LOST_S,
         hooks: JobHooks | None = None,
+        data: HaveData | None = None,
     ) -> None:
         self._hooks = hooks = hooks or JobHooks()
         self._identity, self._trust, self._membership = identity, trust, membership
         self._me, self._nick = identity.node_id, membership.credentials.nick
         self._journal, self._store, self._engines, self._inventory = journal, store, engines, inventory
         self._directory, self.logs, self._have_image = directory, logs, have_image
+        self._data = data
         sealer = MeshSealer(identity, trust.mesh_id)
         self.authority = Authority(sealer, trust, lambda node: membership.record(node, "advert") is not None)
         self._disk_limit = disk_limit
@@ -655,6 +657,7 @@ class JobService:
             ),
             lambda text, new: self.own_status.note(job, "state", text, new=new),
             self._have_image,
+            self._data,
         )
         self._hooks.places_changed()
         return None

@@ -1,4 +1,4 @@
-"""Standby sync: brings a job's standby its working directory, image and last checkpoint, so that a move transfers little.
+"""Standby sync: brings a job's standby its files, image, data sets and last checkpoint, so that a move transfers little.
 
 One copy at a time, in the background.
 """
@@ -29,6 +29,7 @@ class StandbySync:
         self._checkpoints: dict[tuple[bytes, NodeId], bytes] = {}  # the newest manifest that a node is known to have
         self._workdirs: set[tuple[bytes, NodeId]] = set()
         self._images: set[tuple[bytes, NodeId]] = set()  # of jobs with an image hash
+        self._data: set[tuple[bytes, NodeId]] = set()  # that need bring no data sets any more
         self._not_before: dict[tuple[bytes, NodeId], float] = {}
 
     def follow(self, job: bytes, runner: Runner | None) -> None:
@@ -57,6 +58,8 @@ class StandbySync:
             return False
         if spec.image_id is not None and (job, standby) not in self._images:
             return False
+        if spec.data and (job, standby) not in self._data:
+            return False
         return standby in commit.holders or self._checkpoints.get((job, standby)) == commit.manifest
 
     def holders(self, job: bytes, commit: Commit | None) -> frozenset[NodeId]:
@@ -77,6 +80,7 @@ class StandbySync:
         self._checkpoints = {key: known for key, known in self._checkpoints.items() if key[0] != job}
         self._workdirs = {key for key in self._workdirs if key[0] != job}
         self._images = {key for key in self._images if key[0] != job}
+        self._data = {key for key in self._data if key[0] != job}
         self._not_before = {key: until for key, until in self._not_before.items() if key[0] != job}
 
     async def close(self) -> None:
@@ -94,6 +98,12 @@ class StandbySync:
                 if await self._replicator.bring_image(standby, spec.image_id):
                     self._images.add((job, standby))
                 else:  # it fetches the image while files arrive from here
+                    self._not_before[job, standby] = time.monotonic() + IMAGE_S
+            if (job, standby) not in self._data:
+                needs = [need.manifest for need in spec.data if need.manifest]
+                if all([await self._replicator.bring_data(standby, need) for need in needs]):
+                    self._data.add((job, standby))
+                else:  # it fetches them while files arrive from here
                     self._not_before[job, standby] = time.monotonic() + IMAGE_S
             async with self._turn:
                 if spec.workdir is not None and not self._has_workdir(job, spec, standby):

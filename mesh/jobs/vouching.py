@@ -25,6 +25,7 @@ from mesh.jobs.authority import (
     may_keep_workdir,
     may_seek_witness,
     may_start,
+    runs,
 )
 from mesh.jobs.job_table import JobTable
 from mesh.model.record import Config
@@ -147,6 +148,20 @@ class Vouching:
         if present is not None:
             _remember(self._groups, job, present[0])
         return present
+
+    async def read_by_runner(self, job: bytes, node: NodeId) -> JobSpec | None:
+        """Return a job's description if a majority of its witnesses say that this node runs the job; None otherwise."""
+        try:
+            async with self._turns:
+                spec = await self._spec(job, node)
+                present = await self._present(job, spec)
+        except Refused:
+            return None
+        if present is None:
+            return None
+        config, records = present
+        running = sum(runs(node, record.holder, record.record) for record in records)
+        return spec if 2 * running > len(config.nodes) else None
 
     async def describe(self, job: bytes) -> JobSpec | None:
         """Return the description of a job that others report, signed by its submitter; None if nobody gives it."""

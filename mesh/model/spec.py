@@ -5,6 +5,7 @@ submission. Everything that changes later is in the job record (`record.py`).
 """
 
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,7 +18,7 @@ from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
 from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
 from placement.advert import MAX_DRIVER_PARTS, WHOLE
 from placement.queue import DEFAULT_PRIORITY, MAX_PRIORITY, Waiting
-from placement.request import SHORT_S, Request, expected_s
+from placement.request import SHORT_ID, SHORT_S, Request, WantedData, expected_s
 
 JOB_ID_BYTES = 16  # 128 bits: a collision needs ~2^64 jobs
 JOB_ID_LENGTH = 26  # in base32
@@ -84,6 +85,33 @@ class HomePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     settle_s: float = 60.0  # an owner's break is longer, and a move costs seconds (own choice)
 
 
+class DataNeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A data set that the guest reads.
+
+    `name` is `USER/NAME` with the `manifest` of one version, which has `mib` MiB; or the name of a directory that nodes offer,
+    without a manifest. `path` is where a container sees it; empty for the default.
+    """
+
+    name: str
+    manifest: bytes = b""
+    mib: int = 0
+    path: str = ""
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition("/")[2]
+
+    @property
+    def inside(self) -> str:
+        """Return where a container sees it."""
+        return self.path or f"/data/{self.last}"
+
+    @property
+    def variable(self) -> str:
+        """Return the environment variable that tells the guest the path."""
+        return "MESH_DATA_" + re.sub(r"[^A-Z0-9]", "_", self.last.upper())
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One job as submitted. Node ids are 32-byte keys, memory is in MiB, durations are in seconds.
 
@@ -104,7 +132,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     or only those with an exit code in `retry_codes`. `on_partition`: what the guest does while no majority of its witnesses
     answers.
 
-    What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md).
+    What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It
+    reads the data sets in `data`.
     """
 
     submitter: bytes
@@ -150,6 +179,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     home: HomePolicy = HomePolicy()
     lock: Lock | None = None
     interactive: bool = False
+    data: tuple[DataNeed, ...] = ()
     secrets: SealedSecrets | None = None
 
     @property
@@ -222,6 +252,7 @@ def placement_request(
         system=spec.saves_from_outside,
         platform=platform,
         only=() if spec.secrets is None else spec.secrets.nodes,
+        data=tuple(WantedData(need.name, need.manifest[:SHORT_ID], need.mib) for need in spec.data),
     )
 
 
@@ -279,6 +310,9 @@ MAX_NODES = 64
 MAX_MODEL = 100
 MAX_CHAIN_BYTES = 16 * 1024
 MAX_TIME_S = 365 * 86_400.0
+MAX_DATA = 16
+DATA_NAME = re.compile(r"(?:[A-Za-z0-9_.@+-]{1,64}/)?[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
+DATA_PATH = re.compile(r"/data(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,63}){1,8}")
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 3600.0
 
 
@@ -348,6 +382,28 @@ def check_spec(spec: JobSpec) -> None:
             "a system checkpoint would save the secrets too: leave out --secret, or choose another --ckpt-mode"
         )
     _check_home(spec)
+    _check_data(spec)
+
+
+def _check_data(spec: JobSpec) -> None:
+    if len(spec.data) > MAX_DATA:
+        raise SpecError(f"a job reads at most {MAX_DATA} data sets")
+    for need in spec.data:
+        if not DATA_NAME.fullmatch(need.name) or len(need.manifest) not in {0, 32} or not 0 <= need.mib < 2**31:
+            raise SpecError(f"{need.name[:80]!r} does not name a data set: NAME or USER/NAME (`mesh data ls`)")
+        if need.path and spec.image is None:
+            raise SpecError(
+                f"--data {need.name}:{need.path} places the data in a container: add --image NAME, or leave out :{need.path} and "
+                f"read ${need.variable}"
+            )
+        if need.path and (not DATA_PATH.fullmatch(need.path) or ".." in need.path.split("/")):
+            raise SpecError(f"data sets are mounted at a plain path below /data, not at {need.path[:80]!r}")
+    for label, texts in (("variable", [n.variable for n in spec.data]), ("path", [n.inside for n in spec.data])):
+        if len(set(texts)) < len(texts):
+            raise SpecError(f"two data sets would have the same {label}: {max(texts, key=texts.count)}")
+    taken = [need.variable for need in spec.data if need.variable in spec.env]
+    if taken:
+        raise SpecError(f"the variable {taken[0]} is set by --data: leave it out of --env")
 
 
 def _check_share(spec: JobSpec) -> None:

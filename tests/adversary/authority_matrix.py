@@ -185,6 +185,13 @@ MATRIX = (
         "tests/jobs/test_submission_retry.py:test_only_the_submitter_releases_a_submission",
     ),
     _row(
+        "Read the content of a data set",
+        ("its owner, a reader, or the runner of a job of one of them that names it",),
+        "may_read_data",
+        "mesh/api/handlers/data.py:_may_read",
+        f"{ASKED}:test_data_set_is_for_its_readers_and_runners_of_their_jobs",
+    ),
+    _row(
         "Have a node fetch an image",
         ("member whose user it accepts",),
         "may_order_image",

@@ -14,6 +14,7 @@ from mesh.checkpoints.key_shares import seal_shares
 from mesh.consensus.effects import WitnessRecord
 from mesh.consensus.forced_reconfiguration import ForcedReconfiguration, encode_reconfiguration
 from mesh.consensus.messages import Accept, Enlist, Start
+from mesh.data.manifest import DataManifest, Reader
 from mesh.jobs.authority import (
     REMEMBERED,
     Authority,
@@ -23,13 +24,14 @@ from mesh.jobs.authority import (
     may_give_share,
     may_keep_workdir,
     may_order_image,
+    may_read_data,
     may_report,
     may_start,
     may_write_log,
     runs,
 )
 from mesh.model.record import Attempt, Commit, Config, JobRecord, Voter
-from mesh.model.spec import JobSpec, SpecError, encode_spec, job_id
+from mesh.model.spec import DataNeed, JobSpec, SpecError, encode_spec, job_id
 from tests.consensus.worlds import DISK, make_spec, make_witness
 
 NOW = time.time()
@@ -526,6 +528,21 @@ def test_only_the_user_of_a_job_reads_enters_and_orders(town: Town) -> None:
     assert may_enter(ada, adas) and not may_enter(bob, adas) and not may_enter(lender, eves), "eve may only lend"
     assert may_order_image(ada, town.credentials("ada"), ()) and not may_order_image(bob, ada, ("eve",))
     assert may_order_image(bob, ada, ("bob",)) and may_order_image(bob, ada, ("*",))
+
+
+def test_data_set_is_for_its_readers_and_runners_of_their_jobs(town: Town) -> None:
+    ada, bob, lender = (town.credentials(name) for name in ("ada2", "bob", "lender"))
+    named, other = b"d" * 32, b"e" * 32
+    private = DataManifest(1, "pictures", "ada", town.key("ada"), b"", 1, 0)
+    shared = msgspec.structs.replace(private, readers=(Reader(town.key("bob"), "bob"),))
+    assert may_read_data(ada, private, named) and not may_read_data(bob, private, named)
+    assert may_read_data(bob, shared, named) and not may_read_data(lender, shared, named)
+    assert may_read_data(lender, msgspec.structs.replace(private, everybody=True), named)
+    adas, bobs = (town.spec(name, data=(DataNeed(f"{name}/x", named),)) for name in ("ada", "bob"))
+    assert may_read_data(lender, private, named, adas), "it runs a job that the owner gave the data set"
+    assert not may_read_data(lender, private, other, adas), "that job names another data set"
+    assert not may_read_data(lender, private, named, bobs), "a job of somebody who may not read it gives nothing"
+    assert may_read_data(lender, shared, named, bobs)
 
 
 def test_only_the_holder_and_its_gang_run_a_job(town: Town) -> None:

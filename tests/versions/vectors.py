@@ -23,6 +23,7 @@ from mesh.consensus.forced_reconfiguration import ForcedReconfiguration
 from mesh.consensus.messages import AnyMessage
 from mesh.consensus.status import JobStatus
 from mesh.consensus.submission_retry import PendingSubmission
+from mesh.data.manifest import Announced, DataManifest
 from mesh.gpus.receipts import Receipt
 from mesh.images.allowlist import Entry, SignedList
 from mesh.images.catalogue import Shown
@@ -35,7 +36,21 @@ from placement.summary import Summary
 HERE = Path(__file__).parent
 # Statements about a node or about the past. Readers ignore unknown fields.
 STATEMENTS: tuple[Any, ...] = (
-    *(Facts, Advert, Summary, JobStatus, Shown, Event, Receipt, ToldReceipts, Body, JoinAnswer, Decision, Held),
+    *(
+        Facts,
+        Advert,
+        Summary,
+        JobStatus,
+        Shown,
+        Announced,
+        Event,
+        Receipt,
+        ToldReceipts,
+        Body,
+        JoinAnswer,
+        Decision,
+        Held,
+    ),
     *get_args(AnyEvidence),
     *get_args(AnyPacket),
 )
@@ -57,6 +72,7 @@ BINDING: tuple[Any, ...] = (
         Manifest,
     ),
     *(SignedList, Entry),
+    DataManifest,
     *get_args(AnyMessage),
 )
 JOURNAL: tuple[Any, ...] = (WitnessRecord,)

@@ -20,6 +20,7 @@ from membership.malformed import MALFORMED
 from membership.node import MembershipNode
 from membership.ratelimit import TokenBuckets
 from membership.trust import Credentials, TrustStore
+from mesh.api.handlers.data import DataProvider
 from mesh.api.handlers.files import FileHandlers
 from mesh.api.handlers.images import how_far
 from mesh.api.handlers.logs import LogReader, framed
@@ -29,6 +30,7 @@ from mesh.api.handlers.usage import UsageHandlers
 from mesh.checkpoints.key_shares import decode_share, encode_held
 from mesh.checkpoints.keys import Keyring
 from mesh.consensus.messages import MAX_MESSAGE_BYTES, MessageError
+from mesh.data.library import DataLibrary
 from mesh.execution.engine import EngineError
 from mesh.images.allowlist import image_hash
 from mesh.images.library import Library
@@ -82,7 +84,9 @@ class PeerHandlers:
         files: FileHandlers,
         tunnels: Tunnels,
         usage: UsageHandlers,
+        data: DataLibrary,
     ) -> None:
+        self._data = DataProvider(trust, membership, data, jobs, wire, tuple(accepts))
         self._trust, self._membership, self._journal = trust, membership, journal
         self._store, self._jobs, self._submissions = store, jobs, submissions
         self._library, self._wire, self._accepts = library, wire, accepts
@@ -123,6 +127,7 @@ class PeerHandlers:
             ("POST", "/v1/images/{image}/pieces", self._image_pieces, Bound(MAX_RECORDS)),
             ("GET", "/v1/images/{image}/fetch", self._image_fetching, Bound()),
             ("POST", "/v1/images/{image}/fetch", self._fetch_image, Bound()),
+            *self._data.routes(self._admit),
         ]
         bounds = {(method, path): bound for method, path, _, bound in routes}
         app = web.Application(middlewares=[bounded(bounds, Memory(PEER_BYTES, 2 * PEER_BYTES))])

@@ -15,14 +15,16 @@ from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.journal import OwnStay
 from mesh.model.spec import attempt_request, format_job
 from mesh.provider.attendance import Attendance, spans_of
+from mesh.util.byte_text import amount
 from mesh.util.errors import ExitCode, MeshError
 from mesh.util.structs import copy_as
 from mesh.util.text import plural
-from placement.advert import Advert
+from placement.advert import Advert, horizon_of
 from placement.availability import kaplan_meier
 from placement.decision import explain
+from placement.filters import missing_mib, refusals
 from placement.preemption import without_job
-from placement.ranking import Ranking
+from placement.ranking import FETCH_MIB_S, Ranking, with_data
 from placement.request import Request
 from placement.suggestions import NamedJob, suggest
 from placement.summary import UNIT, UNSEEN
@@ -72,7 +74,7 @@ class PlacementHandlers:
             self._job_handlers.show(status),
             placement=self.placing(hierarchy, ranking),
             submitted_by=self._submissions.describe(status.job),
-            explanation=[*self._images.objections(spec), *explain(request, ranking)],
+            explanation=[*self._images.objections(spec), *explain(request, ranking), *_data_lines(request, adverts)],
             candidates=[
                 schemas.jobs.Candidate(
                     nick=c.nick, score=str(c.score), weight=c.weight, advert_version=c.advert_version
@@ -208,6 +210,20 @@ class PlacementHandlers:
             stays=_quartiles(attendance.stays) if mine else [],
             week=[None if share == UNSEEN else share for share in summary.week],
         )
+
+
+def _data_lines(request: Request, adverts: Sequence[Advert]) -> list[str]:
+    """Return what each node that could take the job lacks of its data sets, and what that costs it in the ranking."""
+    lines = []
+    for advert in adverts:
+        missing = missing_mib(request, advert)
+        if missing and not refusals(request, advert):
+            whole = advert.weight_for(horizon_of(request.remaining_s))
+            lines.append(
+                f"{advert.nick} would first fetch {amount(missing << 20)} of data sets (about {missing // FETCH_MIB_S} s): its "
+                f"weight is {with_data(whole, request, advert)} instead of {whole} for that"
+            )
+    return lines
 
 
 def _left_s(status: JobStatus | None, now_unix: float) -> float | None:

@@ -17,6 +17,7 @@ from membership.identity import Identity
 from membership.node import MembershipNode
 from membership.trust import USER, TrustStore
 from mesh.api import schemas
+from mesh.api.handlers.data import DataHandlers
 from mesh.api.handlers.images import ImageHandlers
 from mesh.api.handlers.lookup import JobLookup, find_node, require_free
 from mesh.api.handlers.secrets import SecretHandlers
@@ -117,7 +118,9 @@ class SubmissionHandlers:
         delivery: OutputDelivery,
         lookup: JobLookup,
         defaults: Defaults,
+        data: DataHandlers,
     ) -> None:
+        self._data = data
         self._identity, self._trust, self._membership = identity, trust, membership
         self._journal, self._store, self._jobs = journal, store, jobs
         self._submissions, self._images, self._delivery = submissions, images, delivery
@@ -132,7 +135,9 @@ class SubmissionHandlers:
             await self._lookup.load(name)
         members = [m for m in self._membership.members() if m.state == "alive" and not m.draining]
         alive = [member.node_id for member in members]
-        specs = [msgspec.structs.replace(self._spec(order, chosen, alive), array=place) for place in _places(order)]
+        needs = await self._data.needs(order.data)
+        drawn = [(self._spec(order, chosen, alive), place) for place in _places(order)]
+        specs = [msgspec.structs.replace(spec, array=place, data=needs) for spec, place in drawn]
         specs = await self._secrets.sealed(specs, order)
         for spec in specs:
             check_spec(spec)

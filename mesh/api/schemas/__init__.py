@@ -6,6 +6,6 @@ is given by its nick where a field does not say otherwise. A field that is added
 answers of older daemons; clients ignore fields that they do not know.
 """
 
-from mesh.api.schemas import checkpoints, gpus, images, jobs, mesh, owner, secrets, trust
+from mesh.api.schemas import checkpoints, data, gpus, images, jobs, mesh, owner, secrets, trust
 
-__all__ = ["checkpoints", "gpus", "images", "jobs", "mesh", "owner", "secrets", "trust"]
+__all__ = ["checkpoints", "data", "gpus", "images", "jobs", "mesh", "owner", "secrets", "trust"]

@@ -2,7 +2,7 @@
 
 All capabilities dropped, no new privileges, Docker's default seccomp profile, read-only root, a user other than root, no network
 unless the owner allows it (`egress.py`), no namespace of the host, no engine socket, and nothing of the host but the attempt's
-four directories and the mounts of the node's guard. There is no setting for privileged containers.
+four directories, its data sets (read-only) and the mounts of the node's guard. There is no setting for privileged containers.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import Any
 import docker.types
 import msgspec
 
+from cuda_guard.guard import Mount
 from mesh.execution.docker.watchdog import LABEL_NODE
 from mesh.execution.engine import NO_GPUS, Launch, contract_env
 from mesh.execution.secret_files import VARIABLES
@@ -66,6 +67,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
     """Return the arguments of the SDK's `containers.create`. `network`: the container's own bridge, or "none"."""
     user = f"{GUEST_UID}:{GUEST_UID}" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
     environment, devices = contract_env(launch, WORK, CKPT, OUT, CTL), _devices(launch.gpu_uuids, traits.cdi)
+    environment |= {shown.variable: shown.target for shown in launch.data}
     if any(device.driver == CDI for device in devices):
         environment["NVIDIA_VISIBLE_DEVICES"] = (
             NO_GPUS  # or NVIDIA's runtime would add them a second time (the CDI files say so)
@@ -80,7 +82,7 @@ def arguments(launch: Launch, node: str, network: str, traits: Traits) -> dict[s
         | _secrets(launch),
         "mounts": [
             docker.types.Mount(str(mount.target), str(mount.source), "bind", read_only=mount.read_only)
-            for mount in launch.injection.mounts
+            for mount in (*launch.injection.mounts, *(Mount(Path(s.source), Path(s.target)) for s in launch.data))
         ],
         "labels": {LABEL_NODE: node, LABEL_JOB: launch.job},
         "cap_drop": ["ALL"],

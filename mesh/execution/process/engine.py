@@ -139,6 +139,7 @@ class ProcessEngine:
             attempt = Path(launch.work_dir).parent
             env |= {"HOME": str(attempt / HOME), "TMPDIR": str(attempt / TEMPORARY)}
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
+        env |= {shown.variable: shown.source for shown in launch.data}
         env |= {**_injected(launch.injection.env, env), **launch.secrets.variables}
         await asyncio.to_thread(self._check_command, launch, env)
         spec = {
@@ -150,6 +151,7 @@ class ProcessEngine:
             "namespaces": self._namespaces,
             "network": self._network,
             "sandbox": await asyncio.to_thread(self._sandboxed, launch),
+            "reads": [shown.source for shown in launch.data],
             "groups": {},
             "until": launch.until,
         }
@@ -188,7 +190,8 @@ class ProcessEngine:
     def _sandboxed(self, launch: Launch) -> dict[str, object] | None:
         if self._sandbox is None:
             return None
-        return self._sandbox.plain(Path(launch.work_dir).parent, _own(launch), launch.shm_mib, launch.secrets.directory)
+        reads, own, secrets = [Path(shown.source) for shown in launch.data], _own(launch), launch.secrets.directory
+        return self._sandbox.plain(Path(launch.work_dir).parent, own, launch.shm_mib, reads, secrets)
 
     async def close(self) -> None:
         await self._starts.close(START_S)

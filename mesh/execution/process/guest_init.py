@@ -133,6 +133,7 @@ def be_init(spec: dict, daemon: int, status: int, log: int, isolation: str) -> N
         libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
         if spec["sandbox"] is not None:
             enter_sandbox(spec["sandbox"])
+        show_data(spec["reads"])
     job = os.fork()
     if job == 0:
         become_job(spec, log)
@@ -157,6 +158,14 @@ def enter_sandbox(order: dict) -> None:  # type: ignore[type-arg]
         sandbox.enter(**order)
     except OSError as error:
         os.write(2, f"the owner's files cannot be hidden from it: {error}\n".encode())
+        os._exit(1)
+
+
+def show_data(paths: list) -> None:  # type: ignore[type-arg]
+    try:
+        sandbox.show_read_only(paths)
+    except OSError as error:
+        os.write(2, f"its data sets cannot be made read-only: {error}\n".encode())
         os._exit(1)
 
 

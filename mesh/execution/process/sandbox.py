@@ -50,11 +50,19 @@ class Sandbox:
         services = (Path("/run", name) for name in SERVICES)
         self._sees = (*(path.expanduser() for path in sees), *services, Path(RESOLVER))
 
-    def plain(self, attempt: Path, own: Iterable[Path], shm_mib: int, secrets: str | None = None) -> dict[str, object]:
-        """Return the arguments of `enter`. `attempt`: its directory; `own`: paths that the guest may write; `secrets`: the
-        directory that stands for SECRETS.
+    def plain(
+        self,
+        attempt: Path,
+        own: Iterable[Path],
+        shm_mib: int,
+        reads: Iterable[Path] = (),
+        secrets: str | None = None,
+    ) -> dict[str, object]:
+        """Return the arguments of `enter`. `attempt`: its directory; `own`: paths that the guest may write; `reads`: that it may
+        read; `secrets`: the directory that stands for SECRETS.
         """
         kept = dict.fromkeys(map(str, self._programs()), False)
+        kept |= {str(path): False for path in (each.resolve() for each in reads) if self._can_keep(path)}
         kept |= {str(path): True for path in (each.resolve() for each in own) if self._can_keep(path)}
         home, temporary = attempt.resolve() / HOME, attempt.resolve() / TEMPORARY
         home.mkdir(mode=0o700, exist_ok=True)
@@ -161,6 +169,13 @@ def enter(hidden: list[str], stands_for: dict[str, str], kept: dict[str, bool], 
         place = line.split()[4]
         if Path(place).is_relative_to(GROUPS) and os.path.ismount(place):  # another mount may cover it
             _make_read_only(place)  # or the guest could leave its own
+
+
+def show_read_only(paths: Iterable[str]) -> None:
+    """Mount directories read-only over themselves, in a new mount namespace. OSError if that fails."""
+    for path in paths:
+        _mount(path, path, None, MS_BIND | MS_REC)
+        _make_read_only(path)
 
 
 def _make_read_only(path: str) -> None:

@@ -1,0 +1,373 @@
+"""Data sets: for this machine's user, for jobs that name them, and for other nodes."""
+
+import asyncio
+import os
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from ckptstore.dataset import Entry
+from ckptstore.errors import NotFound, StoreError
+from ckptstore.messages import MAX_IDS_BYTES, decode_chunk_request
+from membership.identity import NodeId
+from membership.node import MembershipNode
+from membership.trust import USER, Credentials, TrustStore
+from mesh.api import schemas
+from mesh.api.handlers.lookup import nick_in, nicks_of
+from mesh.api.queries import DataQuery, WorkQuery
+from mesh.api.requests import AddData, PinData, RemoveData
+from mesh.data.library import DataLibrary, FetchFailed, Work
+from mesh.data.manifest import MAX_READERS, MAX_SEALED, DataError, DataManifest, Reader, check_name
+from mesh.jobs.authority import may_order_image, may_read_data
+from mesh.jobs.service import JobService
+from mesh.model.spec import JOB_ID_BYTES, DataNeed, JobSpec
+from mesh.rpc.pacing import Cargo, Wire
+from mesh.rpc.server import Bound
+from mesh.rpc.streams import given
+from mesh.util.errors import ExitCode, MeshError
+
+MOST_SHOWN = 1000  # entries of a directory
+STREAMS = 16  # of chunks, to all nodes; more are turned away and ask elsewhere (own choice)
+RUNS_S, MOST_RUNS = (
+    30.0,
+    1024,
+)  # for which a witness group's word about a runner counts, and words remembered (own choice)
+MIB = 1 << 20
+
+
+class DataHandlers:
+    def __init__(self, me: NodeId, trust: TrustStore, membership: MembershipNode, library: DataLibrary) -> None:
+        self._me, self._trust, self._membership, self._library = me, trust, membership, library
+
+    # --- for jobs
+
+    async def needs(self, texts: Sequence[str]) -> tuple[DataNeed, ...]:
+        """Return what a job asks for with `NAME[:/data/DIR]`. MeshError if there is no such data set, or it may not be read."""
+        found = []
+        for text in texts:
+            name, _, path = text.partition(":")
+            known = await self._library.resolve(name)
+            if known is not None:
+                identity, manifest = known
+                if not manifest.may_read(self._membership.credentials.user_key):
+                    raise MeshError(
+                        f"data set {manifest.full_name} is not for you: {manifest.user} can add you with "
+                        f"`mesh data add {manifest.name} PATH --reader {self._membership.credentials.user}`",
+                        ExitCode.REFUSED,
+                    )
+                found.append(DataNeed(manifest.full_name, identity, -(-manifest.chunk_bytes // MIB), path))
+            elif "/" not in name:
+                try:
+                    check_name(name)
+                except DataError as error:
+                    raise MeshError(str(error), ExitCode.USAGE) from error
+                found.append(DataNeed(name, path=path))  # a directory that some nodes offer
+            else:
+                raise MeshError(
+                    f"there is no data set {name}, or no node that has it is there: `mesh data ls`", ExitCode.NOT_FOUND
+                )
+        return tuple(found)
+
+    # --- what there is
+
+    def all(self) -> schemas.data.DataSets:
+        library = self._library
+        rows = [schemas.data.DataSet(**self._row(identity, manifest)) for identity, manifest in library.newest()]
+        return schemas.data.DataSets(
+            data=rows,
+            paths={name: path for name, path in library.paths.items() if "/" not in name},
+            used_bytes=library.used_bytes(),
+            quota_bytes=library.store.quota_bytes,
+        )
+
+    def _row(self, identity: bytes, manifest: DataManifest) -> dict[str, Any]:
+        library, own = self._library, self._membership.credentials
+        nicks = nicks_of(self._membership)
+        nodes = [nick_in(nicks, node) for node in library.holders(identity)]
+        here = library.is_here(identity)
+        return {
+            "name": manifest.full_name,
+            "id": identity.hex(),
+            "bytes": manifest.size,
+            "files": manifest.root.entries if manifest.root is not None else 0,
+            "created_unix": manifest.created_unix,
+            "readers": [reader.name for reader in manifest.readers],
+            "everybody": manifest.everybody,
+            "mine": manifest.user_key == own.user_key,
+            "readable": manifest.may_read(own.user_key),
+            "here": here,
+            "pinned": library.pinned(identity),
+            "path": library.path_of(manifest),
+            "fetching": library.fetch_words(identity),
+            "nodes": sorted([*nodes, own.nick] if here else nodes),
+        }
+
+    async def show(self, asked: DataQuery) -> schemas.data.ShownData:
+        identity, manifest = await self._find(asked.name)
+        entries: list[schemas.data.DataFile] | None = None
+        if self._library.is_here(identity):
+            path = [part for part in os.fsencode(asked.path).split(b"/") if part]
+            try:
+                entries = await asyncio.to_thread(self._entries, manifest, path)
+            except NotFound as error:
+                raise MeshError(str(error), ExitCode.NOT_FOUND) from error
+            except StoreError as error:
+                raise MeshError(f"{error}; `mesh data verify {asked.name}` repairs it") from error
+        elif asked.path:
+            raise MeshError(
+                f"{manifest.full_name} is not on this node: `mesh data pin {manifest.full_name}` brings it",
+                ExitCode.NOT_FOUND,
+            )
+        more = entries is not None and len(entries) > MOST_SHOWN
+        return schemas.data.ShownData(
+            **self._row(identity, manifest), entries=None if entries is None else entries[:MOST_SHOWN], more=more
+        )
+
+    def _entries(self, manifest: DataManifest, path: list[bytes]) -> list[schemas.data.DataFile]:
+        store, link = self._library.store, manifest.root
+        assert link is not None
+        if path:
+            entry = store.find(link, path)
+            if not stat.S_ISDIR(entry.mode):
+                return [_file(entry)]
+            link = entry.lists[0]
+        return [_file(entry) for _, entry in islice(store.entries(link), MOST_SHOWN + 1)]
+
+    async def _find(self, name: str) -> tuple[bytes, DataManifest]:
+        found = await self._library.resolve(name)
+        if found is None:
+            raise MeshError(f"there is no data set {name}: `mesh data ls` lists them", ExitCode.NOT_FOUND)
+        return found
+
+    # --- orders
+
+    def add(self, order: AddData) -> schemas.data.DataWork:
+        own = self._membership.credentials
+        if USER not in own.roles:
+            raise MeshError("this node may lend, but own no data sets: its certificate says so", ExitCode.REFUSED)
+        if not Path(order.path).exists():
+            raise MeshError(f"{order.path} does not exist", ExitCode.NOT_FOUND)
+        if len(order.readers) > MAX_READERS:
+            raise MeshError(f"a data set has at most {MAX_READERS} readers: add it for --everybody", ExitCode.USAGE)
+        readers = []
+        for name in dict.fromkeys(order.readers):
+            holder = self._trust.holder(name, time.time())
+            if holder is None:
+                raise MeshError(
+                    f"there is no user {name} in this mesh: `mesh member ls` lists them", ExitCode.NOT_FOUND
+                )
+            readers.append(Reader(holder.key, name))
+        try:
+            work = self._library.add(order.name, Path(order.path), tuple(readers), order.everybody, order.rehash)
+        except DataError as error:
+            raise MeshError(str(error), ExitCode.USAGE) from error
+        return _shown(work)
+
+    def work(self, asked: WorkQuery) -> schemas.data.DataWork:
+        work = self._library.works.get((asked.kind, asked.name))
+        if work is None:
+            raise MeshError(
+                "the daemon was restarted meanwhile: give the order again, it continues", ExitCode.NOT_FOUND
+            )
+        return _shown(work)
+
+    async def remove(self, order: RemoveData) -> schemas.data.RemovedData:
+        identity, manifest = await self._find(order.name)
+        if not order.here:
+            if manifest.user_key != self._membership.credentials.user_key:
+                raise MeshError(
+                    f"{manifest.full_name} is {manifest.user}'s: only they can remove it from the mesh; --here drops it "
+                    "from this node",
+                    ExitCode.REFUSED,
+                )
+            await self._library.remove(manifest)
+            return schemas.data.RemovedData(name=manifest.full_name, here=False)
+        if not self._library.is_here(identity):
+            raise MeshError(f"{manifest.full_name} is not on this node", ExitCode.NOT_FOUND)
+        if not order.force and await self._library.is_last_copy(identity):
+            raise MeshError(
+                f"no other node that is there has {manifest.full_name} whole: --force drops the last copy",
+                ExitCode.REFUSED,
+            )
+        try:
+            await self._library.drop_here(identity)
+        except FetchFailed as error:
+            raise MeshError(str(error), ExitCode.REFUSED) from error
+        return schemas.data.RemovedData(name=manifest.full_name, here=True)
+
+    async def verify(self, name: str) -> schemas.data.DataWork:
+        identity, manifest = await self._find(name)
+        if not self._library.is_here(identity):
+            raise MeshError(
+                f"{manifest.full_name} is not on this node: `mesh data pin {manifest.full_name}` brings it",
+                ExitCode.NOT_FOUND,
+            )
+        return _shown(self._library.verify(identity, manifest))
+
+    async def pin(self, order: PinData) -> schemas.data.DataWork:
+        identity, manifest = await self._find(order.name)
+        own = self._membership.credentials
+        if order.off:
+            self._library.pin(identity, False)
+        elif not manifest.may_read(own.user_key):
+            raise MeshError(f"data set {manifest.full_name} is not for {own.user}", ExitCode.REFUSED)
+        else:
+            self._library.pin(identity, True)
+            if not self._library.is_here(identity):
+                return _shown(self._library.pull(identity, manifest))
+        return schemas.data.DataWork(kind="pin", name=manifest.full_name, over=True)
+
+
+def _file(entry: Entry) -> schemas.data.DataFile:
+    kind = "directory" if stat.S_ISDIR(entry.mode) else "link" if stat.S_ISLNK(entry.mode) else "file"
+    return schemas.data.DataFile(
+        name=_text(entry.name),
+        kind=kind,
+        bytes=entry.size,
+        files=sum(link.entries for link in entry.lists),
+        target=_text(entry.target),
+    )
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="replace")
+
+
+def _shown(work: Work) -> schemas.data.DataWork:
+    over = work.task.done()
+    counts = work.result if over and not work.problem else {}
+    counts = {key: value for key, value in counts.items() if key in schemas.data.DataWork.__struct_fields__}
+    return schemas.data.DataWork(
+        kind=work.kind,
+        name=work.name,
+        over=over,
+        words=work.words,
+        problem=work.problem,
+        **counts,  # type: ignore[arg-type]
+    )
+
+
+Admit = Callable[[web.Request], Awaitable[tuple[Credentials, bytes]]]
+
+
+class DataProvider:
+    """Gives data sets to other nodes: manifests to every member, content to those who may read it."""
+
+    def __init__(
+        self,
+        trust: TrustStore,
+        membership: MembershipNode,
+        library: DataLibrary,
+        jobs: JobService,
+        wire: Wire,
+        accepts: tuple[str, ...],
+    ) -> None:
+        self._trust, self._membership, self._library, self._jobs = trust, membership, library, jobs
+        self._wire, self._accepts = wire, accepts
+        self._streams = 0
+        self._runs = OrderedDict[tuple[bytes, NodeId], tuple[JobSpec, float]]()
+
+    def routes(self, admit: Admit) -> list[tuple[str, str, Handler, Bound | None]]:
+        self._admit = admit
+        return [
+            ("GET", "/v1/data/{id}", self._manifest, Bound(answer=MAX_SEALED)),
+            ("GET", "/v1/data/{id}/held", self._held, Bound()),
+            ("POST", "/v1/data/{id}/fetch", self._fetch, Bound()),
+            ("POST", "/v1/data/{id}/chunks", self._chunks, Bound(MAX_IDS_BYTES)),
+        ]
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        await self._admit(request)
+        sealed = self._library.sealed(_id(request))
+        if sealed is None:
+            raise web.HTTPNotFound(text="this node does not know the data set")
+        return web.Response(body=sealed)
+
+    async def _held(self, request: web.Request) -> web.Response:
+        await self._admit(request)
+        return web.Response(body=b"whole" if self._library.is_here(_id(request)) else b"no")
+
+    async def _fetch(self, request: web.Request) -> web.Response:
+        """Start to fetch a data set for another node, whose job may come here; as far as this node's user may read it."""
+        credentials, _ = await self._admit(request)
+        identity, own = _id(request), self._membership.credentials
+        if not may_order_image(credentials, own, self._accepts):
+            raise web.HTTPForbidden(text=f"this node takes nothing of {credentials.user}")
+        if self._library.is_here(identity):
+            return web.Response(body=b"whole")
+        manifest = self._library.known.get(identity)
+        if manifest is None or manifest.root is None:
+            raise web.HTTPNotFound(text="this node does not know the data set")
+        if not manifest.may_read(own.user_key):
+            raise web.HTTPForbidden(text="the data set is not for this node's user: it comes with the job")
+        self._library.pull(identity, manifest)
+        return web.Response(body=b"fetching")
+
+    async def _chunks(self, request: web.Request) -> web.StreamResponse:
+        credentials, body = await self._admit(request)
+        identity = _id(request)
+        manifest = self._library.known.get(identity)
+        if manifest is None or not self._library.is_here(identity):
+            raise web.HTTPNotFound(text="this node does not have the data set")
+        if not await self._may_read(credentials, manifest, identity, request.query.get("job", "")):
+            self._jobs.replicator.refusals.count(
+                "foreign", credentials.node_id, f"it asked for chunks of data set {manifest.full_name}"
+            )
+            raise web.HTTPForbidden(text=f"data set {manifest.full_name} is not for {credentials.user}")
+        try:
+            order = decode_chunk_request(body)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        if self._streams >= STREAMS:
+            raise web.HTTPServiceUnavailable(text="this node gives to as many as it can")
+        self._streams += 1
+        try:
+            if not await asyncio.to_thread(self._library.store.belongs, identity, order.ids):
+                raise web.HTTPForbidden(text="these are not chunks of the data set")
+            frames = await asyncio.to_thread(self._library.store.stream, order.ids)
+            answer = await given(request, self._wire, frames, Cargo("data", credentials.node_id))
+        except StoreError as error:
+            raise web.HTTPNotFound(text=str(error)) from error
+        finally:
+            self._streams -= 1
+        return answer.response
+
+    async def _may_read(self, caller: Credentials, manifest: DataManifest, identity: bytes, job: str) -> bool:
+        if may_read_data(caller, manifest, identity):
+            return True
+        try:
+            wanted = bytes.fromhex(job)
+        except ValueError:
+            return False
+        if len(wanted) != JOB_ID_BYTES:
+            return False
+        running = await self._running(wanted, caller.node_id)
+        return may_read_data(caller, manifest, identity, running)
+
+    async def _running(self, job: bytes, node: NodeId) -> JobSpec | None:
+        known = self._runs.get((job, node))
+        if known is not None and known[1] > time.monotonic():
+            return known[0]
+        spec = await self._jobs.vouching.read_by_runner(job, node)
+        if spec is not None:
+            self._runs[job, node] = (spec, time.monotonic() + RUNS_S)
+            while len(self._runs) > MOST_RUNS:
+                self._runs.popitem(last=False)
+        return spec
+
+
+def _id(request: web.Request) -> bytes:
+    try:
+        identity = bytes.fromhex(request.match_info["id"])
+    except ValueError as error:
+        raise web.HTTPBadRequest(text="not an id") from error
+    if len(identity) != 32:
+        raise web.HTTPBadRequest(text="not an id")
+    return identity

@@ -1,0 +1,189 @@
+"""`mesh data`: data sets that jobs read, and the copies of them on this node."""
+
+import time
+from typing import Any
+
+import click
+
+from mesh.api.client import Client
+from mesh.cli.listing import listing, show
+from mesh.cli.names import DATA
+from mesh.cli.output import print_json, say, table
+from mesh.cli.progress import progress
+from mesh.cli.terminal import client, json_option, quote
+from mesh.util.byte_text import amount
+from mesh.util.errors import MeshError
+from mesh.util.text import plural
+
+POLL_S = 0.2
+PROGRESS_S = 2.0
+
+
+@click.group()
+def data() -> None:
+    """Share data sets with jobs: directories or files that nodes fetch once and jobs read."""
+
+
+@data.command()
+@click.argument("name")
+@click.argument("path", type=click.Path(exists=True, resolve_path=True))
+@click.option(
+    "--reader", "readers", multiple=True, metavar="USER", help="User whose jobs may read it, too. Repeatable."
+)
+@click.option("--everybody", is_flag=True, help="Jobs of everybody in the mesh may read it.")
+@click.option("--rehash", is_flag=True, help="Read every file again, also those that have not changed.")
+@json_option
+@click.pass_context
+def add(
+    ctx: click.Context,
+    name: str,
+    path: str,
+    readers: tuple[str, ...],
+    everybody: bool,
+    rehash: bool,
+    as_json: bool,
+) -> None:
+    """Add PATH, a directory or file, as your data set NAME; or a new version of it, by reading only what has changed."""
+    daemon = client(ctx)
+    order = {"name": name, "path": path, "readers": list(readers), "everybody": everybody, "rehash": rehash}
+    try:
+        answer = _wait(daemon, daemon.post("/v1/data/add", order), f"{name}: ")
+    except KeyboardInterrupt:
+        say(err=True)
+        say(f"mesh: the daemon goes on adding it: `mesh data add {name} {path}` waits again", err=True)
+        raise
+    if as_json:
+        print_json(answer)
+        return
+    say(
+        f"{name} has {plural(answer['files'], 'entry', 'entries')} with {amount(answer['bytes'])}; read "
+        f"{amount(answer['read_bytes'])}, stored {amount(answer['new_bytes'])} in {answer['seconds']:.1f} s"
+    )
+    who = "everybody in the mesh" if everybody else ", ".join(["you", *readers])
+    say(f"jobs of {who} can read it: mesh run --data {name} -- ...", err=True)
+
+
+@data.command("ls")
+@listing
+@click.pass_context
+def list_(ctx: click.Context, /, **form: bool) -> None:
+    """List the data sets of the mesh, who may read them, and which nodes have them."""
+    daemon = client(ctx)
+    show(form, lambda: daemon.get("/v1/data"), lambda answer: [row["name"] for row in answer["data"]], _draw)
+
+
+def _draw(answer: dict[str, Any]) -> None:
+    table(["NAME", "SIZE", "ENTRIES", "READERS", "HERE", "NODES"], [_row(row) for row in answer["data"]])
+    for name, path in answer["paths"].items():
+        say(f"this node offers {path} to jobs as {name}", err=True)
+    quota = answer["quota_bytes"]
+    limit = "" if quota is None else f" of {amount(quota)} (data_quota_gib)"
+    say(f"data sets use {amount(answer['used_bytes'])}{limit} of this node's disk", err=True)
+
+
+@data.command("show")
+@click.argument("name", type=DATA)
+@click.argument("path", default="")
+@json_option
+@click.pass_context
+def show_(ctx: click.Context, name: str, path: str, as_json: bool) -> None:
+    """Show a data set, and the files in its directory PATH if it is on this node."""
+    answer = client(ctx).get(f"/v1/data/show?name={quote(name)}&path={quote(path)}")
+    if as_json:
+        print_json(answer)
+        return
+    say(f"{answer['name']}  {amount(answer['bytes'])} in {plural(answer['files'], 'entry', 'entries')}")
+    say(f"  version {answer['id'][:12]} of {time.strftime('%Y-%m-%d %H:%M', time.localtime(answer['created_unix']))}")
+    say(f"  readers: {_readers(answer)}")
+    say(f"  nodes: {', '.join(answer['nodes']) or 'none is there'}")
+    if answer["path"]:
+        say(f"  this node offers {answer['path']} for it")
+    if answer["entries"] is None:
+        say(f"mesh: it is not on this node: `mesh data pin {answer['name']}` brings it and lists its files", err=True)
+        return
+    say()
+    table(["NAME", "SIZE", ""], [[row["name"], amount(row["bytes"]), _kind(row)] for row in answer["entries"]])
+    if answer["more"]:
+        say(f"mesh: these are the first {len(answer['entries'])}", err=True)
+
+
+@data.command()
+@click.argument("name", type=DATA)
+@click.option("--off", is_flag=True, help="Let it go again when space is needed and another node has it.")
+@json_option
+@click.pass_context
+def pin(ctx: click.Context, name: str, off: bool, as_json: bool) -> None:
+    """Keep a data set on this node, and fetch it if it is not here."""
+    daemon = client(ctx)
+    try:
+        answer = _wait(daemon, daemon.post("/v1/data/pin", {"name": name, "off": off}), "")
+    except KeyboardInterrupt:
+        say(err=True)
+        say(f"mesh: the daemon goes on fetching it: `mesh data pin {name}` waits again", err=True)
+        raise
+    if as_json:
+        print_json(answer)
+        return
+    say(f"{name} may go when space is needed" if off else f"{name} is here and stays")
+
+
+@data.command()
+@click.argument("name", type=DATA)
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Read every chunk of this node's data sets, and fetch again what is damaged of NAME."""
+    daemon = client(ctx)
+    answer = _wait(daemon, daemon.post("/v1/data/verify", {"name": name}), f"{name}: ")
+    if as_json:
+        print_json(answer)
+        return
+    bad = f"{plural(answer['damaged'], 'damaged chunk')}, {answer['fetched_again']} of {name} fetched again"
+    say(
+        f"{plural(answer['chunks'], 'chunk')} verified; {bad if answer['damaged'] or answer['fetched_again'] else 'all are good'}"
+    )
+
+
+@data.command()
+@click.argument("name", type=DATA)
+@click.option("--here", is_flag=True, help="Only from this node.")
+@click.option("--force", is_flag=True, help="With --here: even if no other node has it.")
+@json_option
+@click.pass_context
+def rm(ctx: click.Context, name: str, here: bool, force: bool, as_json: bool) -> None:
+    """Remove your data set NAME from the mesh, or any data set from this node. Jobs that need it fail to start."""
+    answer = client(ctx).post("/v1/data/remove", {"name": name, "here": here, "force": force}, timeout_s=600)
+    if as_json:
+        print_json(answer)
+        return
+    say(
+        f"{answer['name']} is removed {'from this node' if answer['here'] else 'from the mesh; nodes drop it as they hear of it'}"
+    )
+
+
+def _wait(daemon: Client, answer: dict[str, Any], head: str) -> dict[str, Any]:
+    """Follow something in the background to its end, with progress. MeshError if it failed."""
+    with progress(lambda: f"{head}{answer['words']}" if answer["words"] else "", PROGRESS_S):
+        while not answer["over"]:
+            time.sleep(POLL_S)
+            answer.update(daemon.get(f"/v1/data/work?kind={quote(answer['kind'])}&name={quote(answer['name'])}"))
+    if answer["problem"]:
+        raise MeshError(answer["problem"])
+    return answer
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    here = "yes" if row["here"] else row["fetching"] or "no"
+    here = f"{here}, pinned" if row["pinned"] else here
+    here = row["path"] or here
+    return [row["name"], amount(row["bytes"]), str(row["files"]), _readers(row), here, ", ".join(row["nodes"]) or "-"]
+
+
+def _readers(row: dict[str, Any]) -> str:
+    return "everybody" if row["everybody"] else ", ".join(row["readers"]) or "owner"
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row["kind"] == "directory":
+        return plural(row["files"], "entry", "entries")
+    return f"-> {row['target']}" if row["kind"] == "link" else ""

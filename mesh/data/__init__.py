@@ -1,0 +1,1 @@
+"""Data sets: named trees of files that jobs read, kept by the nodes that need them."""

@@ -1,0 +1,175 @@
+"""Manifests of data sets, signed by their owners, and what nodes publish about them. No I/O.
+
+A data set is named by its owner's key and a name, so no other member can take the name. Each version is a manifest that a node of
+the owner signs, with its certificates; of two versions the one with the higher number counts. A version without a root says that
+the data set is removed.
+"""
+
+import re
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+
+from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Link, check_root
+from ckptstore.errors import BadManifest
+from membership.malformed import MALFORMED
+from membership.records import MAX_BODY_BYTES
+from membership.trust import CLOCK_GRACE_S, USER, Credentials, User
+
+KIND = "data"  # envelope kind of a manifest
+SECTION = "data"  # where a node says what it holds
+FORMAT_VERSION = 1
+MAX_READERS = 256  # own choice
+MAX_SEALED = 64 * 1024  # a sealed manifest with 256 readers and its signer's certificates has less
+MAX_ANNOUNCED = 96  # data sets that one node announces: a section holds 16 KiB
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")  # lower case, so that no two differ in case alone
+OWNED = re.compile(r"[A-Za-z0-9_.@+-]{1,64}/" + NAME.pattern)
+
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class DataError(ValueError):
+    """A manifest, a name or an announcement is not valid; the text says why."""
+
+
+class Reader(msgspec.Struct, frozen=True, array_like=True):
+    """A user who may read a data set. The key decides; the name is for people."""
+
+    key: Key
+    name: str
+
+
+class DataManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One version of a data set. `chain`: the certificates of the node that signed it. `chunk_bytes`: what a node without any of
+    it has to fetch."""
+
+    version: Natural
+    name: str
+    user: str
+    user_key: Key
+    chain: bytes
+    number: Natural
+    created_unix: Natural
+    root: Link | None = None
+    chunk_bytes: Natural = 0
+    readers: Annotated[tuple[Reader, ...], msgspec.Meta(max_length=MAX_READERS)] = ()
+    everybody: bool = False
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.user}/{self.name}"
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        """Return what names the data set, whatever its version."""
+        return self.user_key, self.name
+
+    @property
+    def size(self) -> int:
+        return self.root.size if self.root is not None else 0
+
+    def may_read(self, user_key: bytes) -> bool:
+        """Tell whether a user may have the content."""
+        return self.everybody or user_key == self.user_key or any(reader.key == user_key for reader in self.readers)
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A data set that a node has whole, or whose removal it knows."""
+
+    id: Key
+    user_key: Key
+    user: str
+    name: str
+    number: Natural
+
+
+class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node says of data sets."""
+
+    sets: Annotated[tuple[Held, ...], msgspec.Meta(max_length=MAX_ANNOUNCED)] = ()
+
+
+_decoder, _announced = msgspec.msgpack.Decoder(DataManifest), msgspec.msgpack.Decoder(Announced)
+
+
+def data_id(sealed: bytes) -> bytes:
+    return blake3(sealed).digest()
+
+
+def check_name(name: str) -> str:
+    """Return a valid name of a data set. DataError if it is not valid."""
+    if not NAME.fullmatch(name):
+        raise DataError(
+            f"{name[:80]!r} cannot be a data set's name: up to 64 lower-case letters, digits and . _ - between them"
+        )
+    return name
+
+
+def encode_manifest(manifest: DataManifest) -> bytes:
+    check_manifest(manifest)
+    return msgspec.msgpack.encode(manifest)
+
+
+def decode_manifest(payload: bytes) -> DataManifest:
+    """Decode a manifest whose signature was verified. DataError if it is not valid."""
+    if len(payload) > MAX_SEALED:
+        raise DataError("a data set's manifest is too long")
+    try:
+        manifest = _decoder.decode(payload)
+    except MALFORMED as error:
+        raise DataError(f"not a data set's manifest: {error}") from error
+    check_manifest(manifest)
+    return manifest
+
+
+def check_manifest(manifest: DataManifest) -> None:
+    if manifest.version != FORMAT_VERSION:
+        raise DataError(f"version {manifest.version} of data sets is unknown to this node: upgrade campus-mesh")
+    check_name(manifest.name)
+    if not OWNED.fullmatch(manifest.full_name):
+        raise DataError("the owner's name is not valid")
+    if manifest.chunk_bytes > MAX_BYTES + 1024 * MAX_ENTRIES or any(len(one.name) > 64 for one in manifest.readers):
+        raise DataError("the manifest's numbers or readers are out of range")
+    if manifest.root is not None:
+        try:
+            check_root(manifest.root)
+        except BadManifest as error:
+            raise DataError(str(error)) from error
+
+
+def check_owner(manifest: DataManifest, signer: bytes, credentials: Credentials, holder: User | None) -> None:
+    """Raise DataError unless a node of the named owner signed the manifest while it was a member.
+
+    `credentials`: of the manifest's own chain; `holder`: to whom the owner's name belongs now.
+    """
+    named = (credentials.node_id, credentials.user, credentials.user_key)
+    if named != (signer, manifest.user, manifest.user_key):
+        raise DataError("the data set is signed by another user than its owner")
+    if USER not in credentials.roles:
+        raise DataError(f"{credentials.nick} may lend, but own no data sets")
+    if not credentials.not_before - CLOCK_GRACE_S <= manifest.created_unix <= credentials.not_after + CLOCK_GRACE_S:
+        raise DataError("the certificate of its signer was not valid when the data set was made")
+    if holder is not None and holder.key != manifest.user_key:
+        raise DataError(f"the name {manifest.user!r} belongs to another user now")
+
+
+def encode_announced(held: list[Held]) -> bytes:
+    """Encode the first ones, as many as fit a section."""
+    count = MAX_ANNOUNCED
+    while len(body := msgspec.msgpack.encode(Announced(tuple(held[:count])))) > MAX_BODY_BYTES:
+        count -= 1
+    return body
+
+
+def decode_announced(body: bytes) -> tuple[Held, ...]:
+    """Decode what a node says that it has. DataError if it is not valid."""
+    try:
+        found = _announced.decode(body)
+    except MALFORMED as error:
+        raise DataError(f"not an announcement of data sets: {error}") from error
+    for held in found.sets:
+        if not OWNED.fullmatch(f"{held.user}/{held.name}"):
+            raise DataError("an announced name is not valid")
+    return found.sets

@@ -1,0 +1,238 @@
+"""Data sets through real daemons: adding, adding again, many small files, fetching from three holders, and memory.
+
+Beside rsync and restic, tar with zstd, and rsync, where these are installed. Every subject ends with `sync`, so each figure is
+the time until the bytes are on disk. Writes build/bench/data.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from mesh.daemon.stack import Stack, StackNode  # noqa: E402
+from tests.bench.harness import not_run, row, write  # noqa: E402
+
+MIB = 1 << 20
+FILE_BYTES = 64 * MIB  # of a large file
+SMALL_BYTES = 10_000
+CHANGED = 0.01
+ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0
+HOLDERS = 3
+PARTS = ("add", "small", "fetch", "memory")
+
+
+def timed(do: Callable[[], object], on: Path) -> float:
+    """Return the seconds until something is done and on disk."""
+    begun = time.perf_counter()
+    do()
+    subprocess.run(["sync", "-f", on], check=True)
+    return time.perf_counter() - begun
+
+
+def run(*words: str | Path, **env: str) -> None:
+    subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL, env={**os.environ, **env})
+
+
+def mesh(node: StackNode, *words: str | Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "mesh.cli", "--state", node.where.root, *words, "--json"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
+    return dict(json.loads(done.stdout))
+
+
+def make_large(root: Path, count: int) -> None:
+    """Write files that do not compress, as images and archives do not."""
+    root.mkdir(parents=True)
+    rng = random.Random(1)
+    for number in range(count):
+        with (root / f"{number:05d}.bin").open("wb") as file:
+            for _ in range(FILE_BYTES // MIB):
+                file.write(rng.randbytes(MIB))
+
+
+def change(root: Path, seed: int) -> None:
+    """Change one part in a hundred of the bytes, in whole files where there are many, else within them."""
+    rng, files = random.Random(seed), sorted(root.iterdir())
+    for path in files if len(files) < 1 / CHANGED else rng.sample(files, round(len(files) * CHANGED)):
+        size = path.stat().st_size
+        count = max(1, round(size * CHANGED)) if len(files) < 1 / CHANGED else size
+        with path.open("r+b") as file:
+            file.seek(rng.randrange(max(1, size - count)))
+            file.write(rng.randbytes(count))
+
+
+def settle() -> None:
+    time.sleep(2.5)  # files that changed in the last two seconds are read again
+
+
+def measure_add(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    source, gib = on / "large", options.gib
+    make_large(source, max(1, round(gib * 1024 * MIB / FILE_BYTES)))
+    settle()
+    first: dict[str, list[float]] = {"mesh": [], "rsync": [], "restic": []}
+    again: dict[str, list[float]] = {"mesh": [], "rsync": [], "restic": []}
+    for number in range(options.rounds):
+        with Stack(1, directory=on / f"stack{number}") as stack:
+            stack.start_all()
+            subjects: dict[str, Callable[[], object]] = {
+                "mesh": lambda stack=stack: mesh(stack.nodes[0], "data", "add", "set", source)  # type: ignore[misc]
+            }
+            if shutil.which("rsync"):
+                subjects["rsync"] = lambda: run("rsync", "-a", f"{source}/", on / "copy")
+            if shutil.which("restic"):
+                where = {"RESTIC_PASSWORD": "x", "RESTIC_REPOSITORY": str(on / "restic"), "HOME": str(on)}
+                run("restic", "init", **where)
+                subjects["restic"] = lambda where=where: run("restic", "backup", source, **where)  # type: ignore[misc]
+            for taken in (first, again):
+                for name, do in subjects.items():
+                    taken[name].append(timed(do, on))
+                change(source, number)
+                settle()
+        for leftover in ("copy", "restic"):
+            shutil.rmtree(on / leftover, ignore_errors=True)
+    shutil.rmtree(source)
+    rows = [beside(f"add {gib:g} GiB", first, ADD_GOAL)]
+    ratio = [after / before for after, before in zip(again["mesh"], first["mesh"], strict=True)]
+    rows.append(
+        row("add it again with 1 % changed", ratio, "x", goal=f"<= {AGAIN_GOAL:g} x", met=max(ratio) <= AGAIN_GOAL)
+    )
+    return [*rows, beside("add it again, seconds", again, None)]
+
+
+def beside(measure: str, taken: dict[str, list[float]], goal: float | None) -> dict[str, Any]:
+    """Return a row of mesh beside the fastest of its peers."""
+    ours = taken["mesh"]
+    peers = {name: values for name, values in taken.items() if name != "mesh" and values}
+    if not peers:
+        return row(measure, ours, "s", goal="beside rsync or restic", met=None)
+    best = min(peers, key=lambda name: sorted(peers[name])[len(peers[name]) // 2])
+    met = None
+    if goal is not None:
+        met = sorted(ours)[len(ours) // 2] <= goal * sorted(peers[best])[len(peers[best]) // 2]
+    goal_text = "-" if goal is None else f"<= {goal:g} x the faster"
+    return row(measure, ours, "s", goal=goal_text, met=met, peer=best, peer_values=peers[best])
+
+
+def measure_small(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    source, rng = on / "small", random.Random(2)
+    for number in range(options.files):
+        path = source / f"{number // 1000:04d}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(rng.randbytes(SMALL_BYTES))
+    settle()
+    taken: dict[str, list[float]] = {"mesh": [], "tar | zstd -1": []}
+    unchanged: list[float] = []
+    for number in range(options.rounds):
+        with Stack(1, directory=on / f"stack{number}") as stack:
+            stack.start_all()
+            node = stack.nodes[0]
+            taken["mesh"].append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
+            unchanged.append(timed(lambda node=node: mesh(node, "data", "add", "set", source), on))  # type: ignore[misc]
+        if shutil.which("zstd"):
+            packed = f"tar -C {source} -cf - . | zstd -1 -q -o {on}/small.tar.zst -f"
+            taken["tar | zstd -1"].append(timed(lambda packed=packed: run("sh", "-c", packed), on))  # type: ignore[misc]
+    shutil.rmtree(source)
+    what = f"{options.files} files of 10 KB"
+    return [beside(f"add {what}", taken, SMALL_GOAL), row(f"add {what} again", unchanged, "s", goal="-", met=None)]
+
+
+def measure_fetch(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    source = on / "large"
+    make_large(source, max(1, round(options.gib * 1024 * MIB / FILE_BYTES)))
+    ours: list[float] = []
+    theirs: list[float] = []
+    with Stack(HOLDERS + options.rounds, directory=on / "stack") as stack:
+        stack.start_all()
+        mesh(stack.nodes[0], "data", "add", "set", source)
+        for node in stack.nodes[1:HOLDERS]:
+            wait_known(node, 1)
+            mesh(node, "data", "pin", "set")
+        for node in stack.nodes[HOLDERS:]:
+            wait_known(node, HOLDERS)
+            ours.append(timed(lambda node=node: mesh(node, "data", "pin", "set"), on))  # type: ignore[misc]
+            mesh(node, "data", "rm", "--here", "set")
+            if shutil.which("rsync"):
+                shutil.rmtree(on / "copy", ignore_errors=True)
+                theirs.append(timed(lambda: run("rsync", "-a", f"{source}/", on / "copy"), on))
+    shutil.rmtree(source)
+    shutil.rmtree(on / "copy", ignore_errors=True)
+    measure = f"fetch {options.gib:g} GiB from {HOLDERS} holders, verified"
+    if not theirs:
+        return [row(measure, ours, "s", goal="beside rsync", met=None)]
+    speed = [rsync / mesh for rsync, mesh in zip(theirs, ours, strict=True)]
+    met = sorted(speed)[len(speed) // 2] >= FETCH_GOAL
+    goal = f"rsync's time >= {FETCH_GOAL:g} x"
+    return [row(measure, ours, "s", goal=goal, met=met, peer="rsync from one", peer_values=theirs)]
+
+
+def wait_known(node: StackNode, holders: int) -> None:
+    deadline = time.monotonic() + 60
+    while not any(len(found["nodes"]) >= holders for found in mesh(node, "data", "ls")["data"]):
+        if time.monotonic() > deadline:
+            raise SystemExit("the holders were not heard of")
+        time.sleep(0.5)
+
+
+def measure_memory(options: argparse.Namespace, on: Path) -> list[dict[str, Any]]:
+    source = on / "sparse"
+    with source.open("wb") as file:
+        for at in range(0, options.sparse_gib << 30, 1 << 30):  # a chunk of data in each GiB
+            file.seek(at)
+            file.write(os.urandom(MIB))
+        file.truncate(options.sparse_gib << 30)
+    settle()
+    with Stack(1, directory=on / "stack") as stack:
+        stack.start_all()
+        node = stack.nodes[0]
+        assert node.process is not None
+        before = peak_mib(node.process.pid)
+        begun = time.perf_counter()
+        mesh(node, "data", "add", "sparse", source)
+        took, peak = time.perf_counter() - begun, peak_mib(node.process.pid)
+    source.unlink()
+    met = peak <= MEMORY_GOAL_MIB
+    measure = f"peak memory of the daemon, adding {options.sparse_gib} GiB (sparse)"
+    return [
+        row(measure, [peak], "MiB", goal=f"<= {MEMORY_GOAL_MIB:g}", met=met, peer="before", peer_values=[before]),
+        row(f"add {options.sparse_gib} GiB (sparse)", [took], "s", goal="-", met=None),
+    ]
+
+
+def peak_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise SystemExit("the daemon has ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.0, help="size of what is added and fetched")
+    parser.add_argument("--files", type=int, default=10_000, help="number of small files")
+    parser.add_argument("--sparse-gib", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--on", type=Path, help="directory to work in (default: a temporary one)")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run this part only; repeatable")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for part in options.only or PARTS:
+        with tempfile.TemporaryDirectory(dir=options.on) as name:
+            try:
+                rows += globals()[f"measure_{part}"](options, Path(name))
+            except subprocess.CalledProcessError as error:
+                rows.append(not_run(part, "", "-", f"{error.cmd[0]} failed with {error.returncode}"))
+    write("data", rows, scale=f"{options.gib:g} GiB, {options.files} files")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Manifests of data sets: only their owners make them, and hostile ones are refused."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from ckptstore.dataset import MAX_BYTES, MAX_ENTRIES, Link
+from membership.records import MAX_BODY_BYTES
+from membership.trust import USER, Credentials, User
+from mesh.data.manifest import (
+    MAX_ANNOUNCED,
+    MAX_READERS,
+    MAX_SEALED,
+    DataError,
+    DataManifest,
+    Held,
+    Reader,
+    check_name,
+    check_owner,
+    decode_announced,
+    decode_manifest,
+    encode_announced,
+    encode_manifest,
+)
+
+ADA, EVE, NODE = b"a" * 32, b"e" * 32, b"n" * 32
+GOOD = DataManifest(1, "pictures", "ada", ADA, b"chain", 5, 1000, Link(b"r" * 32, 100, 5, 1), 105)
+SIGNER = Credentials(NODE, "node1", "ada", ADA, 0, (USER,), False, b"", 500, 2000)
+
+
+def test_manifest_survives_its_encoding() -> None:
+    assert decode_manifest(encode_manifest(GOOD)) == GOOD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2},
+        {"name": "../etc"},
+        {"name": "a/b"},
+        {"name": "Pictures"},
+        {"name": "a\0"},
+        {"name": ""},
+        {"name": "n" * 65},
+        {"user": "ada/eve"},
+        {"user": ""},
+        {"root": Link(b"r" * 31, 100, 5, 1)},
+        {"root": Link(b"r" * 32, 1 << 30, 5, 1)},
+        {"root": Link(b"r" * 32, 100, MAX_BYTES + 1, 1)},
+        {"root": Link(b"r" * 32, 100, 5, MAX_ENTRIES + 1)},
+        {"chunk_bytes": 1 << 52},
+        {"user_key": b"short"},
+        {"readers": tuple(Reader(ADA, "x") for _ in range(MAX_READERS + 1))},
+        {"readers": (Reader(ADA, "x" * 65),)},
+        {"number": -1},
+    ],
+)
+def test_hostile_manifest_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(DataError):
+        decode_manifest(msgspec.msgpack.encode(msgspec.structs.replace(GOOD, **changes)))
+
+
+def test_other_bytes_are_refused() -> None:
+    more = msgspec.msgpack.encode({**msgspec.to_builtins(GOOD, builtin_types=(bytes,)), "executable": True})
+    for data in (b"", b"\xc0", b"{}", more, bytes(MAX_SEALED + 1)):
+        with pytest.raises(DataError):
+            decode_manifest(data)
+    for data in (b"", b"\xc0", b"\x81", msgspec.msgpack.encode({"sets": 5}), msgspec.msgpack.encode({"sets": [[1]]})):
+        with pytest.raises(DataError):
+            decode_announced(data)
+
+
+Change = Callable[[], tuple[DataManifest, bytes, Credentials, User | None]]
+REFUSED: dict[str, Change] = {
+    "by a node that the chain does not name": lambda: (GOOD, EVE, SIGNER, None),
+    "by a node of another user": lambda: (GOOD, NODE, msgspec.structs.replace(SIGNER, user_key=EVE), None),
+    "in another's name": lambda: (msgspec.structs.replace(GOOD, user="eve"), NODE, SIGNER, None),
+    "with another's key": lambda: (msgspec.structs.replace(GOOD, user_key=EVE), NODE, SIGNER, None),
+    "by one who may only lend": lambda: (GOOD, NODE, msgspec.structs.replace(SIGNER, roles=("provider",)), None),
+    "before its certificate": lambda: (msgspec.structs.replace(GOOD, created_unix=100), NODE, SIGNER, None),
+    "after its certificate": lambda: (msgspec.structs.replace(GOOD, created_unix=9000), NODE, SIGNER, None),
+    "with a name that is another's now": lambda: (GOOD, NODE, SIGNER, User("ada", EVE, 1)),
+}
+
+
+@pytest.mark.parametrize("made", REFUSED.values(), ids=REFUSED.keys())
+def test_only_a_node_of_the_owner_signs(made: Change) -> None:
+    check_owner(GOOD, NODE, SIGNER, User("ada", ADA, 0))
+    check_owner(GOOD, NODE, SIGNER, None)
+    with pytest.raises(DataError):
+        check_owner(*made())
+
+
+def test_announcement_is_bounded() -> None:
+    rows = [Held(bytes([n]) * 32, ADA, "ada", f"set{n}", 2**50) for n in range(200)]
+    body = encode_announced(rows)
+    assert len(decode_announced(body)) == MAX_ANNOUNCED and len(body) <= MAX_BODY_BYTES
+    longest = encode_announced([msgspec.structs.replace(row, user="u" * 64, name="n" * 64) for row in rows])
+    assert 16_000 < len(longest) <= MAX_BODY_BYTES and len(decode_announced(longest)) < MAX_ANNOUNCED
+    for bad in (msgspec.structs.replace(rows[0], name="../x"), msgspec.structs.replace(rows[0], id=b"x")):
+        with pytest.raises(DataError):
+            decode_announced(encode_announced([bad]))
+
+
+def test_names() -> None:
+    for name in ("a", "imagenet-1k", "v1.2_x"):
+        assert check_name(name) == name
+    for name in ("A", "-a", "a-", "a b", "a/b", "ä", "a\n", "."):
+        with pytest.raises(DataError):
+            check_name(name)
