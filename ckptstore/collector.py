@@ -22,15 +22,21 @@ class CollectReport(msgspec.Struct, frozen=True):
 
 
 def collect(
-    store: ObjectStore, manifests: Path, reachable: Container[bytes], *, min_age_s: float, now_unix: float
+    store: ObjectStore,
+    manifests: Path,
+    reachable: Container[bytes],
+    *,
+    min_age_s: float,
+    now_unix: float,
+    only: Container[str] | None = None,
 ) -> CollectReport:
-    """Remove chunks outside `reachable` from packs that were not touched for `min_age_s`.
+    """Remove chunks outside `reachable` from packs that were not touched for `min_age_s`; `only` from these if they are given.
 
     `manifests` is the directory of the manifests that reach the chunks.
     """
     packs = removed = 0
     sync_directory(manifests)  # else a crash could bring back a manifest whose packs are removed
-    for path in list(store.packs.glob("*.pack")):
+    for path in [path for path in store.packs.glob("*.pack") if only is None or path.stem in only]:
         try:
             before = path.stat()
         except FileNotFoundError:

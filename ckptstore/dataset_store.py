@@ -42,7 +42,7 @@ from membership.durable import write_durably
 KEEP_PARTIAL_S = (
     86_400.0  # for what was added or fetched in part, so that it can continue the next day; kopia's default
 )
-FREED_AGE_S = 900.0  # age of a pack that is freed when a data set goes; as for checkpoints
+FREED_AGE_S = 900.0  # age of a pack that is freed while something else is added or fetched; as for checkpoints
 ROWS = 4096  # of a table in one statement
 PREFIX = "data/"  # of paths for `TreeWriter`, so that a link at the top cannot lead out
 READ_ONLY_FILE, READ_ONLY_DIRECTORY = 0o444, 0o555
@@ -129,11 +129,13 @@ class DataSets(ObjectStore):
         """Return the chunks of a known set that are not here any more, with their lengths."""
         return [row for row in self._members.of(identity) if not self.index.places(row[0])]
 
-    def forget(self, identity: bytes) -> None:
-        """Remove a data set, its tree first; `free` removes the chunks that no other needs."""
+    def forget(self, identity: bytes) -> set[str]:
+        """Remove a data set, its tree first; return the packs with its chunks, for `free`."""
         self.drop_tree(identity)
+        places = [place for chunk, _ in self._members.of(identity) for place in self.index.places(chunk)]
         (self.sets / identity.hex()).unlink(missing_ok=True)
         self._members.remove(identity)
+        return {place.pack for place in places}
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -146,13 +148,16 @@ class DataSets(ObjectStore):
             with self.lock:
                 self._busy -= 1
 
-    def free(self, now_unix: float, min_age_s: float = FREED_AGE_S) -> CollectReport:
-        """Remove the chunks of no set from packs that were not touched for `min_age_s`, unless something is being added."""
+    def free(self, now_unix: float, only: Container[str] | None = None) -> CollectReport:
+        """Remove chunks of no set: from these packs, or from those that were not touched for a day.
+
+        While something is added or fetched, a pack that it may just have come to rely on stays.
+        """
         with self.lock:
-            if self._busy:
-                return CollectReport(0, 0)
+            least_s = FREED_AGE_S if self._busy else 0.0
+        age_s = KEEP_PARTIAL_S if only is None else least_s
         with self.disk_errors():
-            return collect(self, self.sets, self._members, min_age_s=min_age_s, now_unix=now_unix)
+            return collect(self, self.sets, self._members, min_age_s=age_s, now_unix=now_unix, only=only)
 
     # --- walking
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptstore.dataset import Link, links_of
-from ckptstore.dataset_store import KEEP_PARTIAL_S, DataSets
+from ckptstore.dataset_store import DataSets
 from ckptstore.errors import BadManifest, CorruptChunk, StoreError
 from ckptstore.fetch import Fetch, Request
 from ckptstore.messages import ChunkRequest, encode_chunk_request
@@ -27,7 +27,7 @@ from membership.identity import Identity, NodeId, short_id
 from membership.node import MembershipNode
 from membership.records import Record
 from membership.trust import TrustError, TrustStore
-from mesh.data.eviction import Kept, keepers, order
+from mesh.data.eviction import LACKS, PINNED, UNPINNED_S, WHOLE, Kept, keepers, may_rely, order
 from mesh.data.manifest import (
     FORMAT_VERSION,
     KIND,
@@ -60,6 +60,7 @@ LEARNED = 16  # manifests asked for at a look (own choice)
 MAX_KNOWN = 4096  # manifests in memory, and refused ones remembered (own choice)
 TIDY_S = 60.0
 ASK_S = 5.0  # timeout of a short call on a LAN with loaded machines
+ASKED = 16  # holders asked whether they keep a data set (own choice)
 SOURCES = 8  # holders asked at a time (own choice)
 ROUNDS, RETRY_S = (
     4,
@@ -136,6 +137,7 @@ class DataLibrary:
         self._seen: dict[NodeId, tuple[Record, tuple[Held, ...]]] = {}
         self._held: set[bytes] = set()
         self._used: Counter[bytes] = Counter()
+        self._unpinned: dict[bytes, float] = {}  # since when
         self.works: dict[tuple[str, str], Work] = {}
         self._fetches: dict[bytes, Work] = {}
         self._waiting: Counter[bytes] = Counter()
@@ -372,13 +374,14 @@ class DataLibrary:
             work.at(f"{progress.files} files, {amount(progress.bytes)}, {amount(progress.read)} of that read")
 
         begun = time.monotonic()
-        added = await _finished(asyncio.to_thread(lambda: Adder(self.store, tell, rehash).add(path)))
-        work.at("is signed")
-        chunk_bytes = await asyncio.to_thread(self.store.measure, added.root)
-        sealed = self._sign(name, added.root, readers, everybody, chunk_bytes)
-        identity = data_id(sealed)
-        manifest = self._opened(identity, sealed)
-        await asyncio.to_thread(self.store.publish, identity, sealed, added.root)
+        with self.store.working():
+            added = await _finished(asyncio.to_thread(lambda: Adder(self.store, tell, rehash).add(path)))
+            work.at("is signed")
+            chunk_bytes = await asyncio.to_thread(self.store.measure, added.root)
+            sealed = self._sign(name, added.root, readers, everybody, chunk_bytes)
+            identity = data_id(sealed)
+            manifest = self._opened(identity, sealed)
+            await asyncio.to_thread(self.store.publish, identity, sealed, added.root)
         self._arrived(identity, sealed, manifest)
         await asyncio.to_thread(self.pin, identity, True)
         work.result = {
@@ -430,7 +433,6 @@ class DataLibrary:
         for old in [one for one in self._held if self.known[one].key == manifest.key]:
             await self._drop(old)
         self._arrived(identity, sealed, gone)
-        await self.free()
 
     async def drop_here(self, identity: bytes) -> None:
         """Drop a data set on this node only. FetchFailed if a guest uses it."""
@@ -438,22 +440,20 @@ class DataLibrary:
             raise FetchFailed("a guest on this node uses it: wait until its job has left")
         await self._drop(identity)
         self._announce()
-        await self.free()
 
     async def _drop(self, identity: bytes) -> None:
+        """Drop a data set, and free the space of its chunks that no other needs."""
         self._held.discard(identity)
-        await asyncio.to_thread(self.store.forget, identity)
+        packs = await asyncio.to_thread(self.store.forget, identity)
+        await asyncio.to_thread(self.store.free, time.time(), packs)
         self.pin(identity, False)
-
-    async def free(self) -> None:
-        """Free the space of chunks that no data set needs."""
-        await asyncio.to_thread(self.store.free, time.time())
 
     def pin(self, identity: bytes, pinned: bool) -> None:
         mark = self._root / "pinned" / identity.hex()
         if pinned:
             mark.touch()
-        else:
+        elif mark.exists():
+            self._unpinned[identity] = time.monotonic()
             mark.unlink(missing_ok=True)
 
     def verify(self, identity: bytes, manifest: DataManifest) -> Work:
@@ -591,6 +591,8 @@ class DataLibrary:
                 try:
                     with self.store.working():
                         came = await self._round(work, identity, manifest, job, failed, done)
+                        assert manifest.root is not None
+                        await asyncio.to_thread(self.store.publish, identity, self._sealed[identity], manifest.root)
                     break
                 except FetchFailed as error:
                     log.info("data set %s: %s", manifest.full_name, error)
@@ -604,10 +606,7 @@ class DataLibrary:
                 except BadManifest as error:
                     raise FetchFailed(f"data set {manifest.full_name} is not valid: {error}") from error
             log.info("data set %s came: %s", manifest.full_name, amount(came))
-            sealed = self._sealed[identity]
-            assert manifest.root is not None
-            await asyncio.to_thread(self.store.publish, identity, sealed, manifest.root)
-            self._arrived(identity, sealed, manifest)
+            self._arrived(identity, self._sealed[identity], manifest)
 
     async def _round(
         self,
@@ -734,11 +733,12 @@ class DataLibrary:
             if more > self._quota_bytes:
                 quota = amount(self._quota_bytes)
                 raise FetchFailed(f"{what}: {amount(more)} are more than this node keeps ({quota}, data_quota_gib)")
-            for step in (self._drop_one_tree, self._evict_one):
-                while await asyncio.to_thread(self.used_bytes) + more > self._quota_bytes:
-                    if not await step():
+            for step in (self._drop_one_tree, self._evict_one, self._await_unpinned, self._evict_one):
+                used = await asyncio.to_thread(self.used_bytes)
+                while used + more > self._quota_bytes and await step():
+                    before, used = used, await asyncio.to_thread(self.used_bytes)
+                    if used >= before:  # its packs are still relied on: evicting more would not help now
                         break
-            used = await asyncio.to_thread(self.used_bytes)
             if used + more > self._quota_bytes:
                 raise FetchFailed(
                     f"{what}: {amount(more)} are needed; of the {amount(self._quota_bytes)} for data sets (data_quota_gib) "
@@ -776,29 +776,47 @@ class DataLibrary:
     async def _evict_one(self) -> bool:
         """Evict one set that another node keeps; tell whether there was one."""
         for one in order(self.kept()):
+            if self._unpinned.get(one.id, 0.0) > time.monotonic() - UNPINNED_S:
+                continue
             if await self._is_kept_elsewhere(one.id) and not self._used[one.id] and not self.pinned(one.id):
                 log.info("data set %s is evicted: the quota is full", self.known[one.id].full_name)
                 await self._drop(one.id)
                 self._announce()
-                await self.free()
                 return True
         return False
 
-    async def _is_kept_elsewhere(self, identity: bytes) -> bool:
-        """Ask the holders that come before this node whether they have it whole."""
-        for node in keepers(identity, self._me, self.holders(identity))[:SOURCES]:
-            with suppress(PeerError):
-                if await self._peers.call(node, "GET", f"/v1/data/{identity.hex()}/held", timeout_s=ASK_S) == b"whole":
-                    return True
+    async def _await_unpinned(self) -> bool:
+        """Wait until what was unpinned a moment ago may be evicted."""
+        since = [self._unpinned[one.id] for one in order(self.kept()) if one.id in self._unpinned]
+        left = max(since, default=-UNPINNED_S) + UNPINNED_S - time.monotonic()
+        if since and left > 0:
+            await asyncio.sleep(left)
         return False
+
+    async def _is_kept_elsewhere(self, identity: bytes) -> bool:
+        """Ask the holders, those first that come before this node."""
+        holders = self.holders(identity)
+        before = keepers(identity, self._me, holders)
+        for node in [*before, *(node for node in holders if node not in before)][:ASKED]:
+            if may_rely(identity, self._me, node, await self._ask_held(node, identity)):
+                return True
+        return False
+
+    async def _ask_held(self, node: NodeId, identity: bytes) -> bytes:
+        with suppress(PeerError):
+            return await self._peers.call(node, "GET", f"/v1/data/{identity.hex()}/held", timeout_s=ASK_S)
+        return LACKS
+
+    def held_answer(self, identity: bytes) -> bytes:
+        """Return what this node answers about a data set."""
+        if not self.is_here(identity):
+            return LACKS
+        return PINNED if self.pinned(identity) else WHOLE
 
     async def is_last_copy(self, identity: bytes) -> bool:
         """Tell whether no other node confirms that it has a data set whole."""
-        for node in self.holders(identity)[:SOURCES]:
-            with suppress(PeerError):
-                if await self._peers.call(node, "GET", f"/v1/data/{identity.hex()}/held", timeout_s=ASK_S) == b"whole":
-                    return False
-        return True
+        answers = [await self._ask_held(node, identity) for node in self.holders(identity)[:ASKED]]
+        return not any(answer in {WHOLE, PINNED} for answer in answers)
 
     async def _tidy(self) -> None:
         """Drop older versions after some days, and what no set needs."""
@@ -807,7 +825,7 @@ class DataLibrary:
             if one.superseded and not one.pinned and not one.in_use and one.used_unix < now - self._keep_s:
                 log.info("an older version of data set %s is dropped", self.known[one.id].full_name)
                 await self._drop(one.id)
-        await asyncio.to_thread(self.store.free, now, KEEP_PARTIAL_S)
+        await asyncio.to_thread(self.store.free, now)
 
 
 def write_sealed(store: DataSets, identity: bytes, sealed: bytes) -> None:

@@ -46,6 +46,10 @@ ROUTES = (
     ("POST", "/v1/images/{image}/pieces"),
     ("GET", "/v1/images/{image}/fetch"),
     ("POST", "/v1/images/{image}/fetch"),
+    ("GET", "/v1/data/{manifest}"),
+    ("GET", "/v1/data/{manifest}/held"),
+    ("POST", "/v1/data/{manifest}/fetch"),
+    ("POST", "/v1/data/{manifest}/chunks?job={job}"),
     ("GET", "/v1/{name}"),
 )
 

@@ -3,23 +3,24 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.data.eviction import Kept, keepers, order
+from mesh.data.eviction import LACKS, PINNED, WHOLE, Kept, keepers, may_rely, order
 
 NODES = [bytes([number]) * 32 for number in range(1, 8)]
 
 
 @given(st.binary(min_size=32, max_size=32), st.sets(st.sampled_from(NODES), min_size=1), st.data())
 def test_last_copy_stays_in_every_interleaving(data: bytes, first: set[bytes], drawn: st.DataObject) -> None:
-    """Nodes act on any earlier view of the holders; only the confirmation of a keeper is current."""
+    """Nodes act on any earlier view of the holders; only the answer of a holder is current. A pin stays in this time."""
     holders, views = set(first), [set(first)]
+    pinned = drawn.draw(st.sets(st.sampled_from(NODES)))
     for _ in range(drawn.draw(st.integers(0, 20))):
         node = drawn.draw(st.sampled_from(NODES))
         if node not in holders:
             holders.add(node)  # it fetched the data set
         else:
             believed = drawn.draw(st.sampled_from(views))
-            asked = keepers(data, node, believed)
-            if any(keeper in holders for keeper in asked):
+            answers = {one: LACKS if one not in holders else PINNED if one in pinned else WHOLE for one in NODES}
+            if node not in pinned and any(may_rely(data, node, one, answers[one]) for one in believed - {node}):
                 holders.discard(node)
         views.append(set(holders))
         assert holders

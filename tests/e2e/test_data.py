@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from mesh.daemon.stack import Stack, StackNode
-from tests.e2e.commands import finished, mesh, ok, read, until
+from tests.container_images import layered_image
+from tests.dockerd import client_of, dockerd
+from tests.e2e.commands import finished, mesh, ok, read, send, start, until
 
 pytestmark = pytest.mark.e2e
 
@@ -95,3 +98,86 @@ def damage(node: StackNode) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def test_full_quota_evicts_what_another_node_keeps_and_never_the_last_copy(
+    make_stack: Callable[..., Stack], tmp_path: Path
+) -> None:
+    stack = make_stack(2, data_quota_gib=0.1)
+    one, two = stack.nodes
+    rng = random.Random(5)
+    for name in ("first", "second"):
+        (tmp_path / name).write_bytes(rng.randbytes(40 << 20))
+        read(one, "data", "add", name, str(tmp_path / name))
+    user = read(one, "status")["user"]
+    until(lambda: row(two, f"{user}/second"), "both to be known")
+    ok(two, "data", "pin", "first")
+    ok(two, "data", "pin", "second")
+    (tmp_path / "third").write_bytes(rng.randbytes(40 << 20))
+    full = mesh(one, "data", "add", "third", str(tmp_path / "third"))
+    assert full.returncode == 1 and "data_quota_gib" in full.stderr
+    read(two, "data", "rm", "--here", "second")
+    alone = mesh(one, "data", "rm", "--here", "second")
+    assert alone.returncode == 5 and "--force drops the last copy" in alone.stderr
+    ok(two, "data", "pin", "second")
+
+    # Space is needed for the files of a job: of what is not pinned, the longest unused goes, since node1 has it pinned.
+    ok(two, "data", "pin", "--off", "first")
+    ok(one, "pause")
+    until(lambda: any(r["nick"] == "node1" and r["paused"] for r in read(two, "nodes")["nodes"]), "the pause")
+    job = ok(two, "submit", "--no-workdir", "--data", "second", "--", "sh", "-c", 'wc -c "$MESH_DATA_SECOND"/*').strip()
+    assert finished(two, job)["outcome"]["kind"] == "done"
+    assert str(40 << 20) in ok(two, "logs", job)
+    assert row(two, f"{user}/first")["here"] is False and row(one, f"{user}/first")["here"] is True
+    assert row(two, f"{user}/second")["here"] is True
+
+
+@pytest.mark.dockerd
+def test_container_sees_data_sets_and_offered_directories_read_only(pictures: Path, tmp_path: Path) -> None:
+    offered = tmp_path / "offered"
+    offered.mkdir()
+    (offered / "word").write_text("plain directory\n")
+    (pictures / "cats" / "word").write_text("from the set\n")
+    settings = {"engines": ["process", "docker"], "data": {"words": str(offered)}}
+    with dockerd() as engine, client_of(engine.host) as client, Stack(1, overrides=settings) as stack:
+        (node,) = stack.nodes
+        node.within = ("env", f"DOCKER_HOST={engine.host}")
+        image = "lab/tool:1"
+        layered_image(client, image, b"large", b"small")
+        stack.start_all()
+        read(node, "data", "add", "pictures", str(pictures))
+        assert read(node, "data", "ls")["paths"] == {"words": str(offered)}
+        until(lambda: mesh(node, "run", "--no-workdir", "--image", image, "--", "true").returncode == 0, "the image")
+        script = 'cat "$MESH_DATA_WORDS/word" /data/x/cats/word && echo "at $MESH_DATA_PICTURES" && ! touch /data/x/new'
+        options = ("--no-workdir", "--image", image, "--data", "pictures:/data/x", "--data", "words")
+        done = mesh(node, "run", *options, "--", "sh", "-c", script)
+        assert done.returncode == 0, done
+        assert "plain directory\nfrom the set\nat /data/x\n" in done.stdout
+        plain = 'cat "$MESH_DATA_WORDS/word" && ! touch "$MESH_DATA_WORDS/new"'
+        assert mesh(node, "run", "--no-workdir", "--data", "words", "--", "sh", "-c", plain).returncode == 0
+        assert list(offered.iterdir()) == [offered / "word"]
+        for words, arguments in (
+            ("add --image NAME", ("--data", "pictures:/data/x")),
+            ("a plain path below /data", ("--image", image, "--data", "pictures:/etc")),
+            ("two data sets would have the same", ("--data", "pictures", "--data", "pictures")),
+            ("cannot be a data set's name", ("--data", "Pictures")),
+            ("does not offer data set nothing", ("--data", "nothing")),
+        ):
+            refused = mesh(node, "submit", "--no-workdir", *arguments, "--", "true")
+            assert refused.returncode in {1, 2, 6} and words in refused.stderr, refused
+
+
+def test_killed_daemon_continues_an_add(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
+    stack = make_stack(1)
+    (node,) = stack.nodes
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(600 << 20))
+    adding = start(node, "data", "add", "source", str(source))
+    until(lambda: len(list((node.where.data / "packs").glob("*.pack"))) >= 1, "a pack")
+    send(signal.SIGKILL, node)
+    adding.wait()
+    stack.start(node)
+    until(lambda: mesh(node, "status").returncode == 0, "the restarted daemon to answer")
+    added = read(node, "data", "add", "source", str(source))
+    assert added["read_bytes"] <= 400 << 20, "at most a pack is read again"
+    assert "all are good" in ok(node, "data", "verify", "source")

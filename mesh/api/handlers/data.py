@@ -292,7 +292,7 @@ class DataProvider:
 
     async def _held(self, request: web.Request) -> web.Response:
         await self._admit(request)
-        return web.Response(body=b"whole" if self._library.is_here(_id(request)) else b"no")
+        return web.Response(body=self._library.held_answer(_id(request)))
 
     async def _fetch(self, request: web.Request) -> web.Response:
         """Start to fetch a data set for another node, whose job may come here; as far as this node's user may read it."""
