@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from membership.identity import Identity
@@ -68,7 +69,14 @@ def answers_of(node: StackNode, job: str) -> bytes:
     from mesh.api.openapi import answers_of as typed
     from mesh.api.routes import ROUTES
 
-    reads = [route.path for route in ROUTES if route.method == "GET" and "{name}" not in route.path and typed(route)]
+    reads = [
+        route.path
+        for route in ROUTES
+        if route.method == "GET"
+        and "{name}" not in route.path
+        and typed(route)
+        and not any(field.required for field in msgspec.structs.fields(route.asked))  # asks about something else
+    ]
     there = {"job": job, "node": node.nick}
     return b"".join(str(node.client.get(path.format_map(there))).encode() for path in [*reads, "/v1/events?audit=true"])
 
