@@ -71,6 +71,9 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         metavar="mine|trusted|NODE,...",
         help="Run it only on these nodes, since the owner of a node can read its secrets (default: all nodes).",
     ),
+    click.option(
+        "--uv", is_flag=True, help="Run it in the Python environment of uv.lock, or of a script's own lock (PEP 723)."
+    ),
     click.option("--ckpt", metavar="DIR", help="Directory of checkpoints, inside the working directory."),
     click.option(
         "--ckpt-mode",
@@ -203,6 +206,7 @@ def make_order(command: tuple[str, ...], options: dict[str, Any]) -> dict[str, A
         "priority": options["priority"],
         "after": list(options["after"]),
         "home": options["home"],
+        "uv": options["uv"],
         "secrets": list(options["secret"]),
         "secret_nodes": [name for name in (options["secret_nodes"] or "").split(",") if name],
         "data": list(options["data"]),

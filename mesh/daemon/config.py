@@ -78,6 +78,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         None  # disk for data sets; above it, those unused for longest that others have are removed
     )
     data: dict[str, str] = {}  # directories of this machine that stand for data sets, by name (docs/how-to/data.md)
+    # Where `mesh run --uv` gets packages: the address of an index (https://pypi.org/simple), a directory of wheels, or nowhere.
+    uv_index: str = ""
+    env_cache_gib: float = 20.0  # disk for Python environments of jobs; the longest unused are removed
     upload_mbps: float = 0.0  # bandwidth of background checkpoints, megabits per second; 0: no limit
     # Cut guests off in the kernel (docs/explanation/edge.md), where it can.
     edge: Literal["auto", "off"] = "auto"
@@ -154,6 +157,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         ("image_cache_gib", settings.image_cache_gib),
         ("data_quota_gib", settings.data_quota_gib),
         ("image_keep_gib", settings.image_keep_gib),
+        ("env_cache_gib", settings.env_cache_gib),
     ]:
         if quota is not None and not 0 <= quota < 2**30:
             raise ConfigError(f"{path}: {label} must be a number of GiB from 0, not {quota}")
@@ -168,6 +172,8 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         raise ConfigError(
             f"{path}: upload_mbps must be 0 (no limit) or megabits per second, not {settings.upload_mbps:g}"
         )
+    if settings.uv_index and not settings.uv_index.startswith(("https://", "http://", "/")):
+        raise ConfigError(f"{path}: uv_index must be an address or an absolute path, not {settings.uv_index!r}")
     if not (math.isfinite(settings.edge_mbps) and 0 <= settings.edge_mbps <= 1e6):
         raise ConfigError(
             f"{path}: edge_mbps must be 0 (what the card says) or megabits per second, not {settings.edge_mbps:g}"

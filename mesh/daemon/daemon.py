@@ -72,6 +72,7 @@ from mesh.images.catalogue import SECTION as IMAGES
 from mesh.images.library import Library
 from mesh.images.retention import DAY_S, Bounds
 from mesh.jobs.attempt import Attempt
+from mesh.jobs.environments import Environments
 from mesh.jobs.journal_age import JournalAge
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.secret_vault import SecretVault
@@ -281,6 +282,7 @@ class Daemon:
             self._peers,
             layout.jobs,
             JobLogs(layout.logs),
+            Environments(layout.environments, settings.uv_index, _bytes(settings.env_cache_gib) or 0),
             partial(disk_limit, self._ceilings),
             self._library.ready,
             settings.keep_days * DAY_S,

@@ -134,6 +134,11 @@ class Layout(NamedTuple):
         return self.root / "data"
 
     @property
+    def environments(self) -> Path:
+        """Python environments of jobs."""
+        return self.root / "environments"
+
+    @property
     def images(self) -> Path:
         return self.root / "images"
 

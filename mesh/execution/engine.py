@@ -61,7 +61,8 @@ class Launch(msgspec.Struct, frozen=True):
     path relative to `ckpt_dir` ("" is the directory itself), None when there is nothing to resume from. `image` is the job's
     name for its image, `image_id` the engine's (`sha256:...`). `gpus` are the portions that the guest holds; it may use up to
     `gpu_share_limit` per cent of the time and `vram_limit_mib` of the memory (0: no more than its portions). `pids` limits its
-    processes and threads; `shm_mib` limits its /dev/shm, which counts as its memory. `until`: see `Guest.allow_until`. `wanted`
+    processes and threads; `shm_mib` limits its /dev/shm, which counts as its memory. `environment`: a Python environment that
+    the guest may read. `until`: see `Guest.allow_until`. `wanted`
     is called now and then while the start waits; the start is given up when it returns false. `say` reports a text and its topic
     to the user while the guest runs. `data`: what it may read and not write.
     """
@@ -91,6 +92,7 @@ class Launch(msgspec.Struct, frozen=True):
     pids: int = 4096
     shm_mib: int = 64
     secrets: GuestSecrets = GuestSecrets()
+    environment: str | None = None
     until: float = math.inf
     wanted: Callable[[], bool] = lambda: True
     say: Callable[[str, str], None] = lambda words, about: None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -49,7 +49,9 @@ from mesh.execution.engine import BadCommand, Engine, EngineError, Guest, Shown
 from mesh.execution.engine import Launch as GuestLaunch
 from mesh.execution.notice import give_notice
 from mesh.jobs.attempt_secrets import AttemptSecrets
+from mesh.jobs.environments import Environments
 from mesh.jobs.logs import snapshot_logs
+from mesh.model.environment import EnvironmentRefused
 from mesh.model.record import Commit, JobRecord
 from mesh.model.secrets import SecretError
 from mesh.model.spec import DataNeed, JobSpec, format_job
@@ -68,6 +70,7 @@ FULL_BYTES = 1 << 20  # free space below which writes are likely to fail (own ch
 log = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
 HaveImage = Callable[[str, bytes | None, Callable[[str], None]], Awaitable[str]]
 
 
@@ -117,6 +120,7 @@ class Attempt:
         report: Callable[[RunnerEvent], Awaitable[None]],
         disk_limit: Callable[[Path], int],
         secrets: AttemptSecrets,
+        environments: Environments,
         note: Callable[..., None] = lambda text, new="": None,
         have_image: HaveImage | None = None,
         data: HaveData | None = None,
@@ -132,6 +136,7 @@ class Attempt:
         self.reserve_s = 0.0  # part of a notice's grace that is not the guest's
         self.stages: dict[str, float] = {}  # times of the reclaim stages, CLOCK_BOOTTIME
         self._nick, self._secrets = nick, secrets
+        self._environments, self._environment = environments, Path()
         self._store, self._replicator = store, replicator
         self._replica_policy, self._open_cipher, self._report, self._note = replica_policy, cipher, report, note
         self._guest: Guest | None = None
@@ -253,6 +258,8 @@ class Attempt:
         await self._secrets.close()
         while self._brought and self._data is not None:
             self._data.release(self._brought.pop()[0])
+        if self._environment.name:
+            self._environments.release(self._environment)
         await asyncio.to_thread(trees.remove, self.base)
 
     # --- starting
@@ -264,6 +271,7 @@ class Attempt:
             self.preparing = ""
             image_id = await self._image()
             await self._bring_data()
+            await self._make_environment()
         except (FetchError, NoKey, StoreError, OSError) as error:
             await asyncio.to_thread(trees.remove, self.base)
             await self._report(GuestFailed(f"its files could not be brought here: {error}", elsewhere=True))
@@ -271,6 +279,9 @@ class Attempt:
         except CommitNotFetched as error:
             await asyncio.to_thread(trees.remove, self.base)
             await self._report(error.failure)
+            return
+        except EnvironmentRefused as error:
+            await self._report(GuestFailed(str(error), elsewhere=False))
             return
         except (EngineError, FetchFailed, Abandoned) as error:
             await self._report(GuestFailed(str(error), elsewhere=True))
@@ -309,6 +320,7 @@ class Attempt:
             memory_mib=self.spec.memory_mib,
             cpus=self.spec.cpus,
             secrets=secrets,
+            environment=str(self._environment) if self._environment.name else None,
             until=self._may_run_until,
             wanted=lambda: not self._unwanted,
             say=self._note,
@@ -352,15 +364,7 @@ class Attempt:
             if self._unwanted:
                 raise Abandoned("it was stopped before it began")
             assert self._data is not None
-            self._fetching = bringing = asyncio.ensure_future(self._data.bring(need, self.job, tell))
-            try:
-                self._brought.append((need, await bringing))
-            except asyncio.CancelledError:
-                if self._unwanted and not self._closing:
-                    raise Abandoned("it was stopped before it began, while its data was fetched") from None
-                raise
-            finally:
-                self._fetching = None
+            self._brought.append((need, await self._fetched(self._data.bring(need, self.job, tell), "data")))
             if self.preparing:
                 self._note(f"data set {need.name} was ready in {time.monotonic() - begun:.1f} s", "prepared")
             self.preparing = ""
@@ -372,19 +376,33 @@ class Attempt:
         if self.spec.image is None or not self.engine.own_root or self._have_image is None:
             return None
         begun = time.monotonic()
-        fetching = asyncio.ensure_future(self._have_image(self.spec.image, self.spec.image_id, self._fetches))
-        self._fetching = fetching
-        try:
-            found = await fetching
-        except asyncio.CancelledError:
-            if self._unwanted and not self._closing:
-                raise Abandoned("it was stopped before it began, while its image was fetched") from None
-            raise
-        finally:
-            self._fetching = None
+        found = await self._fetched(self._have_image(self.spec.image, self.spec.image_id, self._fetches), "image")
         if self.preparing:
             self._note(f"image {self.spec.image} came in {time.monotonic() - begun:.1f} s", "prepared")
         return found
+
+    async def _make_environment(self) -> None:
+        """Have the Python environment of the job made, unless it is here."""
+        if self.spec.uv is None:
+            return
+        begun, making = time.monotonic(), self._brings("environment")
+        ready = self._environments.ready(self.spec.user_key, self.spec.uv, self.base / "work", making)
+        self._environment = await self._fetched(ready, "environment")
+        if self.preparing:
+            self._note(f"its environment was made in {time.monotonic() - begun:.1f} s", "prepared")
+        self.preparing = ""
+
+    async def _fetched(self, work: Awaitable[T], what: str) -> T:
+        """Wait for something that is needed before the start; Abandoned if it is not wanted any more."""
+        self._fetching = fetching = asyncio.ensure_future(work)
+        try:
+            return await fetching
+        except asyncio.CancelledError:
+            if self._unwanted and not self._closing:
+                raise Abandoned(f"it was stopped before it began, while its {what} was fetched") from None
+            raise
+        finally:
+            self._fetching = None
 
     def _brings(self, what: str) -> Callable[[str], None]:
         def show(text: str) -> None:

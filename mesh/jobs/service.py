@@ -77,6 +77,7 @@ from mesh.jobs.authority import (
     runs,
 )
 from mesh.jobs.departure_planner import DeparturePlanner
+from mesh.jobs.environments import Environments
 from mesh.jobs.event_log import EventLog
 from mesh.jobs.input_queue import Input, InputQueue, Overloaded
 from mesh.jobs.job_table import JobTable
@@ -147,6 +148,7 @@ class JobService:
         peers: PeerClient,
         directory: Path,
         logs: JobLogs,
+        environments: Environments,
         disk_limit: Callable[[Path], int],
         have_image: HaveImage | None = None,
         keep_s: float = inf,
@@ -201,7 +203,7 @@ class JobService:
             self._witness_group,
             SECRETS_KEY,
         )
-        self._secret_files = SecretFiles(self._me)
+        self._secret_files, self._environments = SecretFiles(self._me), environments
         self.vouching = Vouching(self.authority, trust, self.participant, self._witness_group, peers, self.job_table)
         self.status_gossip = StatusGossip(self._me, membership, self.job_table, self.views_changed)
         self._standby_sync = StandbySync(self.replicator)
@@ -256,6 +258,7 @@ class JobService:
     async def restore(self) -> None:
         """Restore the witness records of an earlier run; call it before peers can send messages."""
         await asyncio.to_thread(self._secret_files.clear)
+        await asyncio.to_thread(self._environments.clear)
         await self.keyring.restore()
         await self.secrets_keyring.restore()
         await self._save_schedules.restore()
@@ -655,6 +658,7 @@ class JobService:
                 lambda: self.secrets_keyring.cipher(job, spec, self._group(job)),
                 lambda: self.secrets_keyring.forget(spec),
             ),
+            self._environments,
             lambda text, new: self.own_status.note(job, "state", text, new=new),
             self._have_image,
             self._data,

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from membership.malformed import MALFORMED
+from mesh.model.environment import EnvironmentRefused, UvProject, check_project
 from mesh.model.record import Attempt, Commit, Voter, avoided, shunned
 from mesh.model.secrets import Lock, SealedSecrets, SecretError, check_lock, check_secrets
 from placement.advert import MAX_DRIVER_PARTS, WHOLE
@@ -133,7 +134,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     answers.
 
     What it saves is encrypted with the key of `lock`. `secrets` are given to the guest (docs/explanation/secrets.md). It
-    reads the data sets in `data`.
+    reads the data sets in `data`. `uv` names its Python environment (docs/explanation/environments.md).
     """
 
     submitter: bytes
@@ -181,6 +182,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     interactive: bool = False
     data: tuple[DataNeed, ...] = ()
     secrets: SealedSecrets | None = None
+    uv: UvProject | None = None
 
     @property
     def author(self) -> bytes:
@@ -369,8 +371,12 @@ def check_spec(spec: JobSpec) -> None:
             check_lock(spec.lock, len(spec.witnesses))
         if spec.secrets is not None:
             check_secrets(spec.secrets, len(spec.witnesses), spec.author)
-    except SecretError as error:
+        if spec.uv is not None:
+            check_project(spec.uv)
+    except (SecretError, EnvironmentRefused) as error:
         raise SpecError(str(error)) from error
+    if spec.uv is not None and (spec.image is not None or spec.engine not in {None, "process"}):
+        raise SpecError("an environment by uv is for a plain process: install it in the image, or leave out --uv")
     if not 0 <= spec.grace_s <= 86_400:
         raise SpecError("grace must be 0 to 86400 seconds")
     if spec.checkpointing is not None:

@@ -22,6 +22,7 @@ from mesh.execution.secret_files import SecretFiles
 from mesh.execution.wrapped import WrappedGuest
 from mesh.jobs.attempt import Attempt
 from mesh.jobs.attempt_secrets import AttemptSecrets
+from mesh.jobs.environments import Environments
 from mesh.model.record import Attempt as Attempted
 from mesh.model.record import Commit, JobRecord
 from mesh.model.spec import Checkpointing
@@ -106,6 +107,7 @@ class Place:
             self.events.put,
             lambda place: limit,
             AttemptSecrets(made, "attempt", False, Identity.generate(), SecretFiles(bytes(32)), nothing, lambda: None),
+            Environments(root / "environments", "", 1 << 30),
             lambda text, new="": self.notes.append((text, new)),
         )
 

@@ -20,6 +20,7 @@ from mesh.consensus.participant import STILL_ENDING, Directed
 from mesh.consensus.reports import GuestStarted
 from mesh.consensus.view import Instant
 from mesh.consensus.witness import Witness
+from mesh.jobs.environments import Environments
 from mesh.jobs.input_queue import BATCH, LIMIT, InputQueue, Overloaded
 from mesh.jobs.logs import JobLogs
 from mesh.jobs.message_sender import MessageSender
@@ -51,6 +52,7 @@ async def jobs(tmp_path: Path) -> AsyncIterator[JobService]:
         anything,
         tmp_path / "jobs",
         JobLogs(tmp_path / "logs"),
+        Environments(tmp_path / "environments", "", 0),
         lambda place: 0,
     )
     yield service

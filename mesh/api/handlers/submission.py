@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,6 +30,7 @@ from mesh.jobs.service import JobService
 from mesh.jobs.submission_retry import SubmissionRetry
 from mesh.jobs.workdir import collect_files
 from mesh.journal import Journal
+from mesh.model.environment import UvProject, has_metadata
 from mesh.model.record import Voter
 from mesh.model.spec import (
     JOB_ID_BYTES,
@@ -176,7 +178,7 @@ class SubmissionHandlers:
             user_key=self._membership.credentials.user_key,
             created_unix_ms=time.time_ns() // 1_000_000,
             nonce=os.urandom(16),
-            argv=tuple(order.argv),
+            **_command(order),
             witnesses=self._choose_witnesses(alive),
             name=order.name,
             env=order.env,
@@ -266,6 +268,32 @@ class SubmissionHandlers:
         )
         copies = await self._jobs.replicator.replicate(saved.id, [], order_of_peers, WORKDIR_REPLICAS)
         return saved.id, (self._lookup.me, *copies.holders), saved.manifest.total_bytes
+
+
+def _command(order: SubmitOrder) -> dict[str, Any]:
+    """Return the command, and its environment; MeshError without what describes that."""
+    if not order.uv:
+        return {"argv": tuple(order.argv)}
+    if order.workdir is None:
+        raise MeshError("--uv reads pyproject.toml and uv.lock: leave out --no-workdir", ExitCode.USAGE)
+    here = Path(order.workdir)
+    script = next((word.removeprefix("./") for word in order.argv if word.endswith(".py")), "")
+    described = bool(script) and not script.startswith("/") and _describes(here / script)
+    project = UvProject(script if described else "")
+    for name in (project.source, project.lock):
+        if not (here / name).is_file():
+            hint = "or a script with inline metadata (PEP 723)" if name == "pyproject.toml" else "makes it"
+            command = "uv init" if name == "pyproject.toml" else project.lock_command
+            raise MeshError(f"--uv: {here} has no {name}: `{command}` {hint}", ExitCode.USAGE)
+    runs_itself = order.argv[0].endswith(".py")
+    return {"argv": (*(("python",) if runs_itself else ()), *order.argv), "uv": project}
+
+
+def _describes(script: Path) -> bool:
+    try:
+        return has_metadata(script.read_text())
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _places(order: SubmitOrder) -> list[ArrayPlace | None]:

@@ -138,6 +138,9 @@ class ProcessEngine:
         ):  # nothing stands for the hidden places
             attempt = Path(launch.work_dir).parent
             env |= {"HOME": str(attempt / HOME), "TMPDIR": str(attempt / TEMPORARY)}
+        if launch.environment is not None:
+            env["PATH"] = f"{launch.environment}/bin:{env.get('PATH', os.defpath)}"
+            env["VIRTUAL_ENV"] = launch.environment
         env |= contract_env(launch, launch.work_dir, launch.ckpt_dir, launch.out_dir, launch.ctl_dir)
         env |= {shown.variable: shown.source for shown in launch.data}
         env |= {**_injected(launch.injection.env, env), **launch.secrets.variables}
@@ -173,7 +176,7 @@ class ProcessEngine:
 
     def _check_command(self, launch: Launch, env: Mapping[str, str]) -> None:
         """Raise BadCommand if the guest would not find its command."""
-        command, own = launch.argv[0], _own(launch)
+        command, own = launch.argv[0], [*_own(launch), *map(Path, filter(None, [launch.environment]))]
 
         def hidden(path: Path) -> bool:
             return self._hides and self._sandbox is not None and self._sandbox.hides(path, own)
@@ -190,8 +193,9 @@ class ProcessEngine:
     def _sandboxed(self, launch: Launch) -> dict[str, object] | None:
         if self._sandbox is None:
             return None
-        reads, own, secrets = [Path(shown.source) for shown in launch.data], _own(launch), launch.secrets.directory
-        return self._sandbox.plain(Path(launch.work_dir).parent, own, launch.shm_mib, reads, secrets)
+        reads, own = [Path(shown.source) for shown in launch.data], _own(launch)
+        attempt, secrets = Path(launch.work_dir).parent, launch.secrets.directory
+        return self._sandbox.plain(attempt, own, launch.shm_mib, reads, secrets, launch.environment)
 
     async def close(self) -> None:
         await self._starts.close(START_S)

@@ -57,12 +57,16 @@ class Sandbox:
         shm_mib: int,
         reads: Iterable[Path] = (),
         secrets: str | None = None,
+        environment: str | None = None,
     ) -> dict[str, object]:
         """Return the arguments of `enter`. `attempt`: its directory; `own`: paths that the guest may write; `reads`: that it may
-        read; `secrets`: the directory that stands for SECRETS.
+        read; `secrets`: the directory that stands for SECRETS; `environment`: its Python environment, which it may read.
         """
+        seen = [*reads]
+        if environment is not None:
+            seen += [Path(environment), *prefixes(Path(environment) / "bin" / "python", self.home)]
         kept = dict.fromkeys(map(str, self._programs()), False)
-        kept |= {str(path): False for path in (each.resolve() for each in reads) if self._can_keep(path)}
+        kept |= {str(path): False for path in (each.resolve() for each in seen) if self._can_keep(path)}
         kept |= {str(path): True for path in (each.resolve() for each in own) if self._can_keep(path)}
         home, temporary = attempt.resolve() / HOME, attempt.resolve() / TEMPORARY
         home.mkdir(mode=0o700, exist_ok=True)

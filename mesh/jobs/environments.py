@@ -1,0 +1,308 @@
+"""Environments: the Python environments of jobs on this node, built by uv once for each lock, platform and Python.
+
+environments/<user>/<key>-<build>/env   an environment; `complete` beside it is written last, so one without it is removed
+environments/<user>/cache               uv's cache of this user's packages
+
+A build has a directory of its own: the uv of a daemon that was killed may still write into its own.
+
+Users share nothing here, since a plain process may write what its daemon's user can. uv reads two files of the job and runs
+outside of the guest's sandbox: it builds no packages, reads no settings, and asks no address but the owner's index. Its only look
+at an environment with Python is before the first package is in it, since packages may have code that runs whenever Python starts.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from membership.durable import write_durably
+from mesh.execution.control_files import read_file
+from mesh.execution.disk_usage import BLOCK
+from mesh.model.environment import MOST_LOCK_BYTES, EnvironmentRefused, UvProject, packages_of, python_of
+from mesh.util import trees
+from mesh.util.byte_text import amount
+from mesh.util.redaction import redacted
+
+MARK, ENV, CACHE, INDEX = "complete", "env", "cache", "index"
+ASK_S, BUILD_S = 60.0, 1800.0  # for uv to read a lock, and to fetch and install it (own choice)
+LOOK_S = 2.0  # between looks at the size of what is built (own choice)
+MOST_TEXT = 1 << 16  # of uv's messages
+REMEMBERED = 8  # locks (own choice); the largest have 16 MiB with their project
+QUIET = ("--no-config", "--no-python-downloads", "--no-progress", "--color", "never")
+PASSED = ("PATH", "HOME", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+NO_UV = "uv is not installed on this node: its owner can run `pip install uv`, or see https://docs.astral.sh/uv"
+
+log = logging.getLogger(__name__)
+
+
+class NoEnvironment(OSError):
+    """This node cannot make the environment; another one may."""
+
+
+class Resolved(NamedTuple):
+    """A lock's packages, and this node's Python for it."""
+
+    packages: list[str]
+    python: Path
+    version: str
+    stamp: tuple[int, ...]
+
+
+class Environments:
+    """`index`: where packages come from: the address of an index, a directory with wheels, or empty for the cache alone."""
+
+    def __init__(self, directory: Path, index: str, quota_bytes: int) -> None:
+        self._directory, self._index, self._quota = directory, index, quota_bytes
+        self._building = asyncio.Lock()  # one at a time: it takes the disk and the network
+        self._used = Counter[Path]()
+        self._resolved: dict[tuple[bool, str, str], Resolved] = {}  # uv needs half a second to find a Python
+
+    async def ready(self, user_key: bytes, project: UvProject, work: Path, say: Callable[[str], None]) -> Path:
+        """Return the job's environment once it is here; `release` ends its use.
+
+        NoEnvironment if this node cannot make it, EnvironmentRefused if none can.
+        """
+        source = await asyncio.to_thread(_read, work, project.source, project)
+        lock = await asyncio.to_thread(_read, work, project.lock, project)
+        files = (bool(project.script), source, lock)
+        found = self._resolved.pop(files, None)  # again as the newest
+        if found is None or found.stamp != _stamp(found.python):  # Python was upgraded
+            found = await self._resolve(*files)
+        self._resolved[files] = found
+        while len(self._resolved) > REMEMBERED:
+            del self._resolved[next(iter(self._resolved))]
+        packages, python = found.packages, found.python
+        user = self._directory / blake2b(user_key, digest_size=8).hexdigest()
+        asked = "\0".join([*packages, str(python.resolve()), found.version, os.uname().machine])
+        key = blake2b(asked.encode(), digest_size=16).hexdigest()
+        place = self._found(user, key)
+        if place is None:
+            say(f"{len(packages)} packages by uv")
+            async with self._building:
+                place = self._found(user, key)  # another job may have waited for the same one
+                if place is None:
+                    place = user / f"{key}-{os.urandom(4).hex()}"
+                    await self._build(place, packages, python)
+        self._used[place] += 1
+        os.utime(place / MARK)  # the time of its last use
+        return place / ENV
+
+    def _found(self, user: Path, key: str) -> Path | None:
+        return next((place for place in user.glob(f"{key}-*") if (place / MARK).exists()), None)
+
+    def release(self, environment: Path) -> None:
+        self._used[environment.parent] -= 1
+        self._used += Counter()  # drops zeros
+
+    def clear(self) -> None:
+        """Remove what a crash has left half built."""
+        for place in self._places():
+            if not (place / MARK).exists():
+                trees.remove(place)
+
+    async def _resolve(self, script: bool, source: str, lock: str) -> Resolved:
+        """Return what uv says of these files, which it reads in a directory of their own."""
+        copied = UvProject("script.py" if script else "")  # its own name could be read as an option
+        with tempfile.TemporaryDirectory(prefix="mesh-uv-") as scratch:
+            (Path(scratch) / copied.source).write_text(source)
+            (Path(scratch) / copied.lock).write_text(lock)
+            which = ["--script", copied.script] if script else ["--no-emit-project"]
+            order = ["export", "--frozen", "--offline", "--no-header", "--no-annotate", "--format", "requirements-txt"]
+            exported = await self._uv([*order, *which], ASK_S, scratch)
+            find = ["python", "find", "--offline", "--no-project", python_of(lock)]
+            python = Path((await self._uv(find, ASK_S, scratch)).strip())
+        version = await self._ran([str(python), "-I", "-c", "import sys; print(sys.version, sys.platform)"], ASK_S)
+        return Resolved(packages_of(exported), python, version, _stamp(python))
+
+    async def _build(self, place: Path, packages: Sequence[str], python: Path) -> None:
+        await asyncio.to_thread(trees.remove, place)
+        try:
+            await self._make_room()
+            await asyncio.to_thread(place.mkdir, 0o700, parents=True)
+            target = ["--offline", "--no-project", "--python", str(python), str(place / ENV)]
+            await self._uv(["venv", *target], ASK_S, str(place))
+            if packages:
+                listed = place / "packages.txt"
+                listed.write_text("\n".join(packages) + "\n")
+                order = ["pip", "install", "--no-deps", "--require-hashes", "--no-build", "--requirements", str(listed)]
+                order += ["--python", str(place / ENV / "bin" / "python"), "--cache-dir", str(place.parent / CACHE)]
+                known = place.parent / INDEX
+                source = await asyncio.to_thread(self._source, known)
+                await self._uv([*order, *source], BUILD_S, str(place), bounded=True)
+                if self._index.startswith("http"):
+                    await asyncio.to_thread(write_durably, known, self._index.encode())
+            await asyncio.to_thread(_sync, place)
+            await asyncio.to_thread(write_durably, place / MARK, b"")
+        except BaseException:
+            await asyncio.to_thread(trees.remove, place)
+            raise
+
+    def _source(self, known: Path) -> list[str]:
+        """Return where uv looks for packages; `known`: a file with the index that it has asked last, by which its cache goes."""
+        if not self._index:
+            return ["--offline", *(["--default-index", known.read_text()] if known.exists() else ())]
+        if self._index.startswith("/"):
+            return ["--offline", "--no-index", "--find-links", self._index]
+        return ["--default-index", self._index]
+
+    # --- disk
+
+    def _places(self) -> list[Path]:
+        return [place for place in self._directory.glob("*/*") if place.name != CACHE and place.is_dir()]
+
+    async def _make_room(self) -> None:
+        """Remove environments that nobody uses, the longest unused first, and then caches, until half of the quota is free."""
+
+        def age(place: Path) -> float:
+            with suppress(OSError):
+                return (place / MARK).stat().st_mtime
+            return 0.0
+
+        for old in [*sorted(self._places(), key=age), *self._directory.glob(f"*/{CACHE}")]:
+            if 2 * await asyncio.to_thread(_size, self._directory) <= self._quota:
+                return
+            if not self._used[old]:
+                (old / MARK).unlink(missing_ok=True)  # at once: from now on nobody finds it
+                log.info(
+                    "environment %s is removed: the environments take more than half of env_cache_gib", old.name[:8]
+                )
+                await asyncio.to_thread(trees.remove, old)
+
+    async def _watch_size(self) -> None:
+        """Return once the environments take more than the quota."""
+        while True:
+            if await asyncio.to_thread(_size, self._directory) > self._quota:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    # --- programs
+
+    async def _uv(self, words: Sequence[str], within_s: float, where: str, bounded: bool = False) -> str:
+        program = find_uv()
+        if program is None:
+            raise NoEnvironment(NO_UV)
+        return await self._ran([program, *words, *QUIET], within_s, where, bounded)
+
+    async def _ran(self, words: Sequence[str], within_s: float, where: str = "/", bounded: bool = False) -> str:
+        """Return what a program prints; NoEnvironment if it fails, takes too long, or, if `bounded`, fills the quota."""
+        env = {name: os.environ[name] for name in (*PASSED, *map(str.lower, PASSED)) if name in os.environ}
+        env |= {"UV_NO_BUILD": "1", "NO_COLOR": "1"}
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            cwd=where,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        most = MOST_LOCK_BYTES
+        reading = asyncio.gather(_first(process.stdout, most), _first(process.stderr, MOST_TEXT), process.wait())
+        watching = asyncio.ensure_future(self._watch_size()) if bounded else None
+        try:
+            waited = [future for future in (reading, watching) if future is not None]
+            await asyncio.wait(waited, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                full = watching is not None and watching.done()
+                why = f"more than {amount(self._quota)} (env_cache_gib)" if full else f"more than {within_s:g} s"
+                raise NoEnvironment(f"its environment takes {why} on this node")
+            shown, told, code = reading.result()
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            ending = [future for future in (reading, watching) if future is not None]
+            for future in ending:
+                future.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            await process.wait()
+        if code:
+            text = " ".join(redacted(told, ()).decode(errors="replace").split())
+            raise NoEnvironment(f"its environment cannot be made on this node: {text[-400:]}{self._hint(bounded)}")
+        return shown.decode()
+
+    def _hint(self, bounded: bool) -> str:
+        hint = "; its owner allows no index here (uv_index in config.toml)"
+        return hint if bounded and not self._index else ""
+
+
+def _stamp(python: Path) -> tuple[int, ...]:
+    """Return what changes with the program; empty if it is gone."""
+    with suppress(OSError):
+        found = python.stat()
+        return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+    return ()
+
+
+def find_uv() -> str | None:
+    """Return the program uv: on the PATH, or of the Python package; None if neither is here."""
+    found = shutil.which("uv")
+    if found is None:
+        with suppress(ImportError, FileNotFoundError):
+            from uv import find_uv_bin  # type: ignore[import-not-found,unused-ignore]
+
+            found = str(find_uv_bin())
+    return found
+
+
+def _read(work: Path, name: str, project: UvProject) -> str:
+    """Read a file of the job; its directories may be links that it made."""
+    path = work / name
+    try:
+        if not path.resolve().is_relative_to(work.resolve()):
+            raise EnvironmentRefused(f"{name} is not inside the working directory")
+        data = read_file(path, MOST_LOCK_BYTES)
+        text = data.decode()
+    except FileNotFoundError as error:
+        raise EnvironmentRefused(
+            f"the working directory has no {name}: `{project.lock_command}` makes the lock"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise EnvironmentRefused(f"{name} is not UTF-8") from error
+    if len(data) > MOST_LOCK_BYTES:
+        raise EnvironmentRefused(f"{name} is larger than {amount(MOST_LOCK_BYTES)}")
+    return text
+
+
+async def _first(reader: asyncio.StreamReader, most: int) -> bytes:
+    """Return the first bytes of a stream, and read the rest."""
+    kept = b""
+    while piece := await reader.read(1 << 16):
+        kept += piece[: most - len(kept)]
+    return kept
+
+
+def _size(root: Path) -> int:
+    """Return the bytes on disk of a tree; a file with several links counts once."""
+    seen = set[tuple[int, int]]()
+    total = 0
+    for directory, _, files in trees.walk(root):
+        for name in files:
+            with suppress(OSError):
+                found = os.lstat(f"{directory}/{name}")
+                if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
+                    seen.add((found.st_dev, found.st_ino))
+                    total += found.st_blocks * BLOCK
+    return total
+
+
+def _sync(place: Path) -> None:
+    """Bring what was written to the disk: the mark must not be there before it."""
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), f"syncfs: {place}")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""Environments by uv: built once, whole or not at all, within a quota, by hashes, and from the owner's index only."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.jobs import environments as module
+from mesh.jobs.environments import MARK, Environments, NoEnvironment, find_uv
+from mesh.model.environment import MOST_PACKAGES, EnvironmentRefused, UvProject, packages_of, python_of
+from mesh.model.spec import SpecError, encode_spec
+from tests.consensus.worlds import make_spec
+from tests.wheels import Index, index, make_wheel
+
+ADA, BOB, GIB = b"a" * 32, b"b" * 32, 1 << 30
+HASH = f"--hash=sha256:{'0' * 64}"
+PROJECT, SCRIPT = UvProject(), UvProject("alone.py")
+
+
+def say(text: str) -> None:
+    assert "packages by uv" in text
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Index]:
+    with index(tmp_path / "index") as made:
+        yield made
+
+
+async def version_in(environment: Path) -> str:
+    python = await asyncio.create_subprocess_exec(
+        str(environment / "bin" / "python"),
+        "-c",
+        "import tinypkg; print(tinypkg.VERSION)",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    return (await python.communicate())[0].decode().strip()
+
+
+def places(root: Path) -> list[Path]:
+    return [place for place in root.glob("*/*") if place.name != "cache" and place.is_dir()]
+
+
+async def test_environment_is_built_once_and_used_again(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    made = Environments(root, served.address, GIB)
+    first, again = await asyncio.gather(*(made.ready(ADA, PROJECT, work, say) for _ in range(2)))
+    assert first == again and await version_in(first) == "1.0"
+    assert sum(".whl" in path and "metadata" not in path for path in served.paths) == 1
+    served.close()
+    begun = time.monotonic()
+    assert await made.ready(ADA, PROJECT, work, say) == first
+    print(f"second start: {time.monotonic() - begun:.3f} s")
+    restarted = Environments(root, served.address, GIB)
+    restarted.clear()
+    assert await restarted.ready(ADA, PROJECT, work, say) == first
+    # A script with the same packages has the same environment.
+    assert await restarted.ready(ADA, SCRIPT, work, say) == first
+
+
+async def test_users_share_nothing(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    made = Environments(root, served.address, GIB)
+    ada, bob = [await made.ready(user, PROJECT, work, say) for user in (ADA, BOB)]
+    files = [{path.lstat().st_ino for path in place.parents[1].rglob("*")} for place in (ada, bob)]
+    assert ada.parents[1] != bob.parents[1] and not files[0] & files[1], "not even by links"
+
+
+async def test_no_index_is_asked_unless_the_owner_allows_it(tmp_path: Path, served: Index) -> None:
+    """The lock names the index: that alone has a node ask nobody."""
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    with pytest.raises(NoEnvironment, match="its owner allows no index here"):
+        await Environments(root, "", GIB).ready(ADA, PROJECT, work, say)
+    assert not served.paths and not places(root)
+    allowed = await Environments(root, served.address, GIB).ready(ADA, PROJECT, work, say)
+    (allowed.parent / MARK).unlink()
+    served.paths.clear()
+    cached = await Environments(root, "", GIB).ready(ADA, PROJECT, work, say)
+    assert not served.paths and await version_in(cached) == "1.0", "from uv's cache"
+    wheels = Environments(tmp_path / "others", str(served.wheels), GIB)
+    assert await version_in(await wheels.ready(ADA, PROJECT, work, say)) == "1.0", "from a directory"
+    assert not served.paths
+
+
+async def test_package_with_another_hash_is_refused(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    make_wheel(served.wheels, filler=64)
+    (served.wheels / "index.html").write_text('<a href="tinypkg-1.0-py3-none-any.whl">tinypkg-1.0-py3-none-any.whl</a>')
+    with pytest.raises(NoEnvironment, match=r"(?i)hash"):
+        await Environments(root, served.address, GIB).ready(ADA, PROJECT, work, say)
+    assert not places(root)
+
+
+async def test_stop_in_the_middle_leaves_no_half_environment(tmp_path: Path, served: Index) -> None:
+    work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+    served.going.clear()
+    made = Environments(root, served.address, GIB)
+    building = asyncio.create_task(made.ready(ADA, PROJECT, work, say))
+    await asyncio.to_thread(served.asked.wait, 60)
+    (half,) = places(root)
+    assert (half / "env").exists() and not (half / MARK).exists()
+    building.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await building
+    assert not places(root) and not made._used
+    (half / "env").mkdir(parents=True)  # as a crash leaves it
+    served.going.set()
+    restarted = Environments(root, served.address, GIB)
+    whole = await restarted.ready(ADA, PROJECT, work, say)
+    assert whole.parent != half and await version_in(whole) == "1.0"
+    restarted.clear()
+    assert places(root) == [whole.parent]
+
+
+async def test_quota_bounds_a_build_and_removes_the_longest_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    with index(tmp_path / "index", filler=8 << 20) as served:
+        work, root = served.project(tmp_path / "work"), tmp_path / "environments"
+        served.going.clear()
+        small = Environments(root, served.address, 1 << 14)
+        with pytest.raises(NoEnvironment, match="env_cache_gib"):
+            await small.ready(ADA, PROJECT, work, say)
+        assert not places(root)
+        served.going.set()
+        made = Environments(root, served.address, 30 << 20)
+        ada, bob = [await made.ready(user, PROJECT, work, say) for user in (ADA, BOB)]
+        os.utime(ada.parent / MARK, (1, 1))
+        made.release(bob)
+        await made.ready(b"c" * 32, PROJECT, work, say)
+        assert ada.exists(), "it is in use"
+        assert not bob.exists(), "it is not, and half of the quota was taken"
+
+
+@pytest.mark.parametrize("name", ["uv.lock", "pyproject.toml"])
+async def test_files_of_the_owner_are_not_read(tmp_path: Path, served: Index, name: str) -> None:
+    work = served.project(tmp_path / "work")
+    (tmp_path / "secret").write_text((work / name).read_text())
+    (work / name).unlink()
+    made = Environments(tmp_path / "environments", served.address, GIB)
+    with pytest.raises(EnvironmentRefused, match=f"has no {name}: `uv lock`"):
+        await made.ready(ADA, PROJECT, work, say)
+    (work / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(EnvironmentRefused, match="not inside the working directory"):
+        await made.ready(ADA, PROJECT, work, say)
+
+
+async def test_source_packages_and_addresses_are_refused(tmp_path: Path, served: Index) -> None:
+    work = served.project(tmp_path / "work")
+    made = Environments(tmp_path / "environments", served.address, GIB)
+    lock = (work / "uv.lock").read_text()
+    wheel = "tinypkg-1.0-py3-none-any.whl"
+    (work / "uv.lock").write_text(
+        lock.replace(f'registry = "{served.address}"', f'url = "{served.address}/tinypkg/{wheel}"')
+    )
+    with pytest.raises((EnvironmentRefused, NoEnvironment)):
+        await made.ready(ADA, PROJECT, work, say)
+    assert not served.paths
+
+
+def test_lock_names_packages_of_an_index_with_hashes_only() -> None:
+    marked = "torch==2.5.0+cpu ; sys_platform == 'linux' and python_full_version < '3.13'"
+    assert packages_of(f"# made by uv\n{marked} \\\n    {HASH} \\\n    {HASH}\n") == [f"{marked} {HASH} {HASH}"]
+    assert packages_of(f"a[b,c]==1 {HASH}\n\n") == [f"a[b,c]==1 {HASH}"]
+    for wrong in (
+        "tinypkg==1.0",
+        f"tinypkg {HASH}",
+        f"tinypkg>=1 {HASH}",
+        f"tinypkg @ http://x/y.whl {HASH}",
+        f"-e . {HASH}",
+        f"./here {HASH}",
+        f"--index-url http://x {HASH}",
+        f"a==1 ; --index-url=http://x {HASH}",
+        f"a==1 {HASH} --index-url http://x",
+        f"a==1 --hash=md5:{'0' * 32}",
+    ):
+        with pytest.raises(EnvironmentRefused, match="must come from an index"):
+            packages_of(wrong)
+    with pytest.raises(EnvironmentRefused, match="at most"):
+        packages_of(f"a==1 {HASH}\n" * (MOST_PACKAGES + 1))
+    assert python_of('version = 1\nrequires-python = ">=3.11, <4"\n') == ">=3.11, <4"
+    for lock in ("version = 1\n", 'requires-python = "/tmp/python"\n'):
+        with pytest.raises(EnvironmentRefused, match="requires-python"):
+            python_of(lock)
+
+
+def test_script_is_inside_the_working_directory() -> None:
+    assert encode_spec(make_spec(uv=UvProject("a/b.py")))
+    for script in ("/etc/x.py", "../x.py", "a//b.py", "x" * 1001):
+        with pytest.raises(SpecError, match="plain path inside"):
+            encode_spec(make_spec(uv=UvProject(script)))
+    with pytest.raises(SpecError, match="leave out --uv"):
+        encode_spec(make_spec(uv=UvProject(), image="train"))
+
+
+async def test_error_says_how_to_get_uv(tmp_path: Path, served: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = served.project(tmp_path / "work")
+    monkeypatch.setattr(module, "find_uv", lambda: None)
+    with pytest.raises(NoEnvironment, match="pip install uv"):
+        await Environments(tmp_path / "e", served.address, GIB).ready(ADA, PROJECT, work, say)
+    assert find_uv() is not None
