@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from membership.identity import Identity, IdentityError, format_id
+from membership.identity import Identity, IdentityError, format_id, parse_id
 from mesh.daemon.layout import Layout
 from mesh.execution.docker.sweep import sweep_containers, sweep_networks
 from mesh.execution.docker.watchdog import LABEL_NODE
+from mesh.execution.secret_files import SecretFiles
 from mesh.network.edge import Edge, left_at
 from mesh.network.egress import EgressError, Firewall, Policy, tag_of
 from mesh.util.errors import MeshError
@@ -27,12 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class Leftovers(msgspec.Struct, frozen=True):
-    """`rules`: chains of the host's firewall. `edge`: where the switch of the network edge is."""
+    """`rules`: chains of the host's firewall. `edge`: where the switch of the network edge is. `secrets`: directories."""
 
     containers: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     edge: str = ""
+    secrets: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -42,6 +44,7 @@ class Leftovers(msgspec.Struct, frozen=True):
             _several(len(self.networks), "network"),
             _several(len(self.rules), "chain") + " of firewall rules" if self.rules else "",
             f"the network edge ({self.edge})" if self.edge else "",
+            "secrets of jobs in memory" if self.secrets else "",
         ]
         return ", ".join(filter(None, parts))
 
@@ -64,6 +67,7 @@ def find(where: Layout) -> Leftovers:
         tuple(sorted(found.name for found in networks)),
         tuple(sorted(rules)),
         str(where.edge) if left_at(where.edge) else "",
+        tuple(map(str, SecretFiles(parse_id(node)).left())) if node else (),
     )
 
 
@@ -82,6 +86,7 @@ def remove(where: Layout) -> tuple[Leftovers, Leftovers]:
                     sweep_containers(client, node)
                     sweep_networks(client, node)
             Firewall(Policy(), tag_of(node)).sweep()
+            SecretFiles(parse_id(node)).clear()
         if before.edge:
             Edge(where.edge, wanted=False).open()
         return before, find(where)

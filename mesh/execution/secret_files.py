@@ -48,14 +48,20 @@ class SecretFiles:
                 return Path(base) / self._name
         raise NoMemoryFiles("this machine has no directory in memory for secrets (/dev/shm, $XDG_RUNTIME_DIR)")
 
+    def left(self) -> list[Path]:
+        """Return the directories that are there."""
+        places = [Path(base) / self._name for base in self._bases if base]
+        # In /dev/shm another user could have made a link of that name.
+        return [
+            place
+            for place in places
+            if not place.is_symlink() and place.is_dir() and place.stat().st_uid == os.geteuid()
+        ]
+
     def clear(self) -> None:
-        """Remove what an earlier run has left; a machine without such a place has nothing to remove."""
-        for base in self._bases:
-            place = Path(base) / self._name
-            if base and place.is_symlink():  # another user's, in /dev/shm
-                continue
-            if base and place.is_dir() and place.stat().st_uid == os.geteuid():
-                trees.remove(place)
+        """Remove what an earlier run has left."""
+        for place in self.left():
+            trees.remove(place)
 
     def put(self, attempt: str, files: Mapping[str, bytes]) -> Path:
         """Write an attempt's files, readable for their owner only; return their directory."""

@@ -11,6 +11,8 @@ import pytest
 
 from ckptstore.manifest import MAX_MANIFEST_BYTES, Manifest, encode_manifest, manifest_id, pack_tree
 from ckptstore.manifest import Tree as FileTree
+from membership.ratelimit import BURST_S
+from mesh.api.handlers.peers import SECRETS_CALLS_PER_S
 from mesh.checkpoints.key_shares import KEY_BYTES, Share, combine_shares, decode_held, encode_share
 from mesh.consensus.messages import Accept, Cancel, EventReport, Prepare
 from mesh.jobs.authority import encode_warrant
@@ -299,6 +301,18 @@ async def test_lock_copied_into_another_job_gives_no_key(scene: Scene) -> None:
             shares += held.shares
             whole.append(held.key)
         assert combine_shares(theirs.lock.realm, shares) is None and not any(whole)
+
+
+async def test_calls_for_keys_of_secrets_are_bounded(scene: Scene) -> None:
+    async with scene.actor("eve") as eve:
+        at, answers = scene.witness_besides("eve"), set[int | None]()
+        for _ in range(int(4 * BURST_S * SECRETS_CALLS_PER_S)):
+            with pytest.raises(PeerError) as refused:
+                await eve.call(at, "GET", f"/v1/jobs/{scene.job.hex()}/secrets-key")
+            answers.add(refused.value.status)
+            if 503 in answers:
+                break
+    assert answers >= {503}
 
 
 async def test_only_its_user_ends_the_job(scene: Scene) -> None:

@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import os
+import pty
 import secrets as random
+import signal
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -18,7 +20,18 @@ from mesh.daemon.stack import Stack, StackNode
 from mesh.execution.secret_files import SecretFiles, memory_bases
 from mesh.util.redaction import spellings
 from tests.container_images import busybox_image
-from tests.e2e.commands import end_of, finished, job_state, mesh, ok, read, running_with_checkpoint, until
+from tests.e2e.commands import (
+    command,
+    end_of,
+    finished,
+    job_state,
+    mesh,
+    ok,
+    read,
+    running_with_checkpoint,
+    send,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 MakeStack = Callable[..., Stack]
@@ -154,12 +167,18 @@ def test_killed_daemon_leaves_secrets_in_memory_only_until_its_next_start(make_s
     node.process.kill()
     node.process.wait()
     assert not found_in(stack.directory, canaries("canary-of-one", b"canary-of-one"))
+    assert "secrets of jobs in memory" in mesh(node, "doctor").stdout
     stack.start(node)
     wait_ready(node.where, node.process)
     assert not left.exists()
     ok(node, "cancel", job)
     finished(node, job)
     until(lambda: not list(place.glob("*")), "the end to remove them")
+    (place / "left").mkdir()
+    send(signal.SIGKILL, node)
+    node.process.wait()
+    assert mesh(node, "down").returncode == 0
+    assert not place.exists()
 
 
 @pytest.mark.docker
@@ -197,6 +216,32 @@ def test_container_moves_with_its_secrets(make_stack: MakeStack) -> None:
     searched(stack, job, wanted)
     ok(user, "cancel", job)
     finished(user, job)
+
+
+def typed(node: StackNode, text: bytes, *arguments: str) -> tuple[bytes, int]:
+    """Run a command on a terminal, type a line when it asks, and return what the terminal showed and the exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command(node, *arguments))
+    shown = b""
+    try:
+        while piece := os.read(terminal, 4096):
+            if b"Value of" in piece and b"Value of" not in shown:
+                os.write(terminal, text + b"\n")
+            shown += piece
+    except OSError:  # the command has ended
+        pass
+    os.close(terminal)
+    return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_value_is_asked_for_without_an_echo(shared: Stack) -> None:
+    node = shared.nodes[0]
+    shown, code = typed(node, b"canary-typed", "secret", "set", "TYPED")
+    assert code == 0 and b"TYPED is set" in shown and b"canary" not in shown, shown
+    given = ok(node, "run", "--no-workdir", "--secret", "TYPED", "--", "sh", "-c", 'echo "${#TYPED}"')
+    assert given.splitlines()[-1] == "12"
+    ok(node, "secret", "rm", "TYPED")
 
 
 def test_orders_that_cannot_be_met_say_what_to_do(shared: Stack) -> None:

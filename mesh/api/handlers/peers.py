@@ -52,7 +52,7 @@ from mesh.util.errors import ExitCode, MeshError
 
 MAX_LOG_PIECE = 1 << 20
 MAX_KEY = 1 << 16  # of a message with shares of a key
-KEY_CALLS_PER_S = 16.0  # of one node, 128 at once: 64 jobs of it may start together (own choice)
+SECRETS_CALLS_PER_S = 16.0  # of one node, 128 at once: 64 jobs of it may start together (own choice)
 MAX_EVENTS = 4 << 20
 MAX_RECORDS = 2 << 20
 PEER_BYTES = COPIES * MAX_MANIFEST_BYTES  # for the requests of one peer; all peers together have twice that
@@ -94,7 +94,7 @@ class PeerHandlers:
         self._tunnels, self._usage_handlers = tunnels, usage
         self._refusals = jobs.replicator.refusals
         self._counters = self._refusals.counters
-        self._key_calls = TokenBuckets(KEY_CALLS_PER_S)
+        self._secrets_calls = TokenBuckets(SECRETS_CALLS_PER_S)
         self._uploads = Memory(UPLOADS_PER_PEER * UPLOAD_BYTES, 4 * UPLOADS_PER_PEER * UPLOAD_BYTES)
 
     def application(self) -> web.Application:
@@ -262,12 +262,15 @@ class PeerHandlers:
         return await self._held(request, self._jobs.keyring)
 
     async def _secrets_key(self, request: web.Request) -> web.Response:
+        self._take_turn(request)
         return await self._held(request, self._jobs.secrets_keyring)
+
+    def _take_turn(self, request: web.Request) -> None:
+        if not self._secrets_calls.allow(peer_of(request), time.monotonic()):
+            raise web.HTTPServiceUnavailable(text="this node makes too many calls for keys of secrets")
 
     async def _held(self, request: web.Request, keyring: Keyring) -> web.Response:
         credentials, _ = await self._admit(request)
-        if not self._key_calls.allow(credentials.node_id, time.monotonic()):
-            raise web.HTTPServiceUnavailable(text="this node asks for too many keys")
         held = await keyring.held_for(await self._job(request), credentials)
         if held is None:
             self._refusals.count("foreign", credentials.node_id, "it asked for the key of a job that it does not run")
@@ -278,12 +281,11 @@ class PeerHandlers:
         return await self._store_share(request, self._jobs.keyring)
 
     async def _take_secrets_share(self, request: web.Request) -> web.Response:
+        self._take_turn(request)
         return await self._store_share(request, self._jobs.secrets_keyring)
 
     async def _store_share(self, request: web.Request, keyring: Keyring) -> web.Response:
         credentials, body = await self._admit(request)
-        if not self._key_calls.allow(credentials.node_id, time.monotonic()):
-            raise web.HTTPServiceUnavailable(text="this node brings too many shares of keys")
         share = self._read(decode_share, body)
         if not await keyring.store_share(await self._job(request), credentials, share):
             self._refusals.count(
