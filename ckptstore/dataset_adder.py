@@ -10,6 +10,7 @@ import os
 import sqlite3
 import stat
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,8 @@ class Adder:
         self._store, self._report, self._rehash = store, report, rehash
         self._sources = Sources(store.root / "sources.sqlite")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dataset")
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="dataset packs")
+        self._publishing: Future[None] | None = None
         self._writer = PackWriter(store.tmp, store.packs)
         self._rows: list[tuple[int, Row]] = []
         self._bundle: memoryview | None = None
@@ -113,15 +116,18 @@ class Adder:
                     finally:
                         os.close(descriptor)
                 self._publish()
+                self._await_published()  # the pages are made from the table
                 link = self._build(top, ())
                 check_root(link)
                 self._publish()
+                self._await_published()
             finally:
                 self._close()
         return Added(link, self._files, self._read, self._new)
 
     def _close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._publisher.shutdown()
         self._writer.abort()
         self._sources.close()
 
@@ -337,17 +343,28 @@ class Adder:
             self._publish()
 
     def _publish(self) -> None:
-        """Make what was read durable: first the pack, then the rows that name its chunks."""
+        """Begin to make durable what was read; reading goes on meanwhile, one pack ahead at most."""
         self._end_bundle()
         while self._bundles:
             self._settle_bundle()
+        self._await_published()
         self._report(Progress(self._files, self._bytes, self._read))
         self._new += self._writer.bytes_written
         self._store.check_quota(self._writer.bytes_written)
-        self._store.publish_pack(self._writer)
-        self._sources.write(self._rows)
-        self._rows = []
-        self._writer = PackWriter(self._store.tmp, self._store.packs)
+        writer, rows = self._writer, self._rows
+        self._rows, self._writer = [], PackWriter(self._store.tmp, self._store.packs)
+        self._publishing = self._publisher.submit(self._make_durable, writer, rows)
+
+    def _make_durable(self, writer: PackWriter, rows: Sequence[tuple[int, Row]]) -> None:
+        """Publish the pack, and only then write the rows that name its chunks."""
+        self._store.publish_pack(writer)
+        if rows:
+            self._sources.write(rows)
+
+    def _await_published(self) -> None:
+        if self._publishing is not None:
+            publishing, self._publishing = self._publishing, None
+            publishing.result()
 
     # --- building
 
@@ -376,6 +393,7 @@ class Sources:
     """The table of what has been read, of every directory that was added from."""
 
     def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()  # rows are written in a thread
         self._db = sqlite3.connect(path, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
@@ -419,14 +437,15 @@ class Sources:
         bounds: list[object] = [directory, low or b""]
         if high is not None:
             query, bounds = query + " AND name <= ?", [*bounds, high]
-        return (Row(*row) for row in self._db.execute(query, bounds).fetchall())
+        with self._lock:
+            return (Row(*row) for row in self._db.execute(query, bounds).fetchall())
 
     def rows(self, directory: int) -> Iterator[Row]:
         query = f"SELECT {COLUMNS} FROM entries WHERE directory = ? ORDER BY name"
         return (Row(*row) for row in self._db.cursor().execute(query, [directory]))
 
     def write(self, rows: Sequence[tuple[int, Row]]) -> None:
-        with self._db:
+        with self._lock, self._db:
             self._db.executemany(
                 "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [(where, *row) for where, row in rows],
@@ -436,7 +455,7 @@ class Sources:
     def remove(self, directory: int, row: Row) -> None:
         """Remove an entry and all below it."""
         left = [row.child] if stat.S_ISDIR(row.mode) else []
-        with self._db:
+        with self._lock, self._db:
             self._db.execute("DELETE FROM entries WHERE directory = ? AND name = ?", [directory, row.name])
             while left:
                 inner = left.pop()

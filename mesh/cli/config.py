@@ -152,4 +152,6 @@ def _text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return " ".join(value) or "-"
+    if isinstance(value, dict):
+        return " ".join(f"{name}={path}" for name, path in value.items()) or "-"
     return "-" if value in (None, "") else str(value)

@@ -15,7 +15,7 @@ from mesh.util.byte_text import amount
 from mesh.util.errors import MeshError
 from mesh.util.text import plural
 
-POLL_S = 0.2
+POLL_S = 0.1
 PROGRESS_S = 2.0
 
 

@@ -193,8 +193,10 @@ def _check_data(path: Path, data: Mapping[str, str]) -> None:
     for name, directory in data.items():
         if not DATA_NAME.fullmatch(name):
             raise ConfigError(f"{path}: data: {name[:80]!r} does not name a data set: NAME or USER/NAME")
-        if not directory.startswith("/") or "\0" in directory:
-            raise ConfigError(f"{path}: data: {name} must be an absolute path of this machine, not {directory!r}")
+        if not directory.startswith("/") or "\0" in directory or directory.strip("/.") == "":
+            raise ConfigError(
+                f"{path}: data: {name} must be a directory of this machine by its absolute path, not {directory!r}"
+            )
     if len(data) > 64:
         raise ConfigError(f"{path}: data: at most 64 directories")
 

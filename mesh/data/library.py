@@ -90,6 +90,7 @@ class Work:
         self.words = ""
         self.result: dict[str, object] = {}
         self.stopped = False
+        self.source: object = None
         self.task: asyncio.Task[None]
 
     def at(self, words: str) -> None:
@@ -354,6 +355,12 @@ class DataLibrary:
     def add(self, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool) -> Work:
         """Add a directory or file as the newest version of one of this user's data sets. DataError."""
         check_name(name)
+        source = (path, readers, everybody, rehash)
+        going = self.works.get(("add", name))
+        if going is not None and not going.task.done() and going.source != source:
+            raise DataError(
+                f"data set {name} is being added already, from another path or for other readers: wait for that"
+            )
 
         async def do(work: Work) -> None:
             if self._adding.locked():
@@ -361,7 +368,9 @@ class DataLibrary:
             async with self._adding:
                 await self._add(work, name, path, readers, everybody, rehash)
 
-        return self.begin("add", name, do)
+        work = self.begin("add", name, do)
+        work.source = source
+        return work
 
     async def _add(
         self, work: Work, name: str, path: Path, readers: tuple[Reader, ...], everybody: bool, rehash: bool

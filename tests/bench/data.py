@@ -24,7 +24,7 @@ from mesh.daemon.stack import Stack, StackNode  # noqa: E402
 from tests.bench.harness import not_run, row, write  # noqa: E402
 
 MIB = 1 << 20
-FILE_BYTES = 64 * MIB  # of a large file
+FILE_BYTES = 8 * MIB  # of a large file
 SMALL_BYTES = 10_000
 CHANGED = 0.01
 ADD_GOAL, AGAIN_GOAL, SMALL_GOAL, FETCH_GOAL, MEMORY_GOAL_MIB = 1.0, 0.1, 1.2, 0.9, 150.0

@@ -61,7 +61,6 @@ def source(tmp_path: Path) -> Path:
     (root / "run").chmod(0o755)
     (root / "class0" / "up").symlink_to("../class1/0.jpg")
     Path(os.fsdecode(os.fsencode(root) + b"/\xff\xfe")).write_bytes(b"raw name")
-    age(root)
     return root
 
 
@@ -79,6 +78,7 @@ def same(left: Path, right: Path) -> bool:
 
 
 def test_added_directory_comes_back_and_only_changes_are_read_and_stored(store: DataSets, source: Path) -> None:
+    age(source)
     first = Adder(store).add(source)
     assert first.root.size == sum(p.stat().st_size for p in source.rglob("*") if p.is_file() and not p.is_symlink())
     assert first.read_bytes < 30 << 20, "holes are not read"
@@ -121,6 +121,7 @@ def test_one_file_is_a_data_set(store: DataSets, source: Path) -> None:
 
 def test_stopped_add_continues_where_it_was(store: DataSets, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_adder, "PACK_BYTES", 4 << 20)
+    age(source)
 
     def stop(progress: Progress) -> None:
         if progress.read > 20 << 20:
@@ -133,6 +134,22 @@ def test_stopped_add_continues_where_it_was(store: DataSets, source: Path, monke
     rest = Adder(store).add(source)
     assert rest.read_bytes < 18 << 20
     assert same(source, published(store, rest))
+
+
+def test_rows_are_written_after_the_pack_that_they_name(
+    store: DataSets, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: PackWriter) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "publish_pack", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            Adder(store).add(source)
+    sources = dataset_adder.Sources(store.root / "sources.sqlite")
+    assert list(sources.rows(1)) == []
+    sources.close()
+    assert same(source, published(store, Adder(store).add(source)))
 
 
 def test_file_that_changed_just_before_it_was_read_is_read_again(store: DataSets, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from membership.trust import TrustStore
 from mesh.cli.main import cli
 from mesh.daemon.config import Settings, load_settings
 from mesh.daemon.layout import Layout
+from mesh.util.errors import ConfigError
 
 OWN = '# the lab\'s second desk\nnick = "desk"   # as on its sticker\n\nslots = 2\n'
 
@@ -38,6 +39,16 @@ def test_config_set_keeps_comments_and_order(state: Path) -> None:
     assert run(state, "unset", "slots").output == "slots = 1 (the default)\n"
     assert run(state, "unset", "slots").exit_code == 0, "a second unset has no effect"
     assert load_settings(state / "config.toml", {}) == Settings(nick="desk", accepts=("ada", "lin"), lend=True)
+
+
+@pytest.mark.parametrize("line", ['"a/b/c" = "/srv"', 'x = "srv"', 'x = "/"', 'x = "/./."', '"X" = "/srv"', "x = 5"])
+def test_directories_that_stand_for_data_sets_are_checked(state: Path, line: str) -> None:
+    good = '\n[data]\n"ada/pictures" = "/srv/pictures"\nwords = "/srv/words"\n'
+    (state / "config.toml").write_text(OWN + good)
+    assert run(state, "get", "data").output == "ada/pictures=/srv/pictures words=/srv/words\n"
+    (state / "config.toml").write_text(f"{OWN}{good}{line}\n")
+    with pytest.raises(ConfigError, match="data"):
+        load_settings(state / "config.toml", {})
 
 
 def test_init_uses_nick_from_config_file(state: Path) -> None:
@@ -65,6 +76,7 @@ def test_config_ls_distinguishes_file_values_from_defaults(state: Path) -> None:
         (("set", "upload_mbps", "fast"), "upload_mbps is a number, not 'fast'"),
         (("set", "slots", "1", "2"), "slots has one value, not 2"),
         (("set", "slots", "--", "-1"), "slots must be 0 to 1024, not -1"),
+        (("set", "data", "x"), "data is a table: write it into the file, as [data] and lines NAME ="),
         (("set", "edge_device", "a/b"), "edge_device must be the name of a network interface"),
     ],
 )

@@ -4,12 +4,14 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptstore.dataset_adder import SETTLED_NS
 from mesh.daemon.stack import Stack, StackNode
 from tests.container_images import layered_image
 from tests.dockerd import client_of, dockerd
@@ -172,6 +174,8 @@ def test_killed_daemon_continues_an_add(make_stack: Callable[..., Stack], tmp_pa
     (node,) = stack.nodes
     source = tmp_path / "source"
     source.write_bytes(os.urandom(600 << 20))
+    settled = source.stat().st_ctime_ns + SETTLED_NS
+    until(lambda: time.time_ns() > settled, "the file to count as unchanged")
     adding = start(node, "data", "add", "source", str(source))
     until(lambda: len(list((node.where.data / "packs").glob("*.pack"))) >= 1, "a pack")
     send(signal.SIGKILL, node)

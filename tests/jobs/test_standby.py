@@ -8,7 +8,7 @@ from mesh.checkpoints.replicator import Replicated
 from mesh.jobs import standby as standby_sync_module
 from mesh.jobs.standby import StandbySync
 from mesh.model.record import Commit
-from mesh.model.spec import JobSpec
+from mesh.model.spec import DataNeed, JobSpec
 from mesh.rpc.client import PeerError
 from tests.consensus.worlds import JOB, A, B, C, make_spec
 
@@ -35,6 +35,10 @@ class Copies:
         asked = (peer, image) in self.images
         self.images[peer, image] = asked
         return asked
+
+    async def bring_data(self, peer: bytes, data: bytes) -> bool:
+        """Return True from the second call for this data set on."""
+        return await self.bring_image(peer, data)
 
     async def replicate(self, manifest: bytes, chosen: object, fallback: tuple[bytes, ...], want: int) -> Replicated:
         self.begun.append((fallback[0], manifest))
@@ -82,6 +86,16 @@ async def test_standby_fetches_the_image_and_is_warm_when_it_has_it(
     assert not standby_sync.is_warm(JOB, spec, C, commit(1, holders=(C,)))
     standby_sync.forget(JOB)
     assert not standby_sync.is_warm(JOB, spec, B, commit(1, holders=(B,)))
+
+
+async def test_standby_fetches_data_sets_and_is_warm_when_it_has_them(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby_sync_module, "IMAGE_S", 0.0)
+    needs = (DataNeed("ada/pictures", b"d" * 32), DataNeed("offered"))
+    standby_sync, spec = StandbySync(copies), make_spec(data=needs)  # type: ignore[arg-type]
+    assert not await warm(standby_sync, B, commit(1), spec) and copies.begun == [(B, commit(1).manifest)]
+    assert await warm(standby_sync, B, commit(1), spec) and copies.images == {(B, b"d" * 32): True}
 
 
 async def test_holder_of_the_checkpoint_receives_no_copy(copies: Copies) -> None:
