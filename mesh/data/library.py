@@ -59,6 +59,7 @@ LOOK_S = 2.0  # between looks at what others announce (own choice)
 LEARNED = 16  # manifests asked for at a look (own choice)
 MAX_KNOWN = 4096  # manifests in memory, and refused ones remembered (own choice)
 TIDY_S = 60.0
+REMOVAL_S = 30 * 86_400.0  # for which a removal is announced: longer than machines are usually off (own choice)
 ASK_S = 5.0  # timeout of a short call on a LAN with loaded machines
 ASKED = 16  # holders asked whether they keep a data set (own choice)
 SOURCES = 8  # holders asked at a time (own choice)
@@ -834,6 +835,9 @@ class DataLibrary:
             if one.superseded and not one.pinned and not one.in_use and one.used_unix < now - self._keep_s:
                 log.info("an older version of data set %s is dropped", self.known[one.id].full_name)
                 await self._drop(one.id)
+        for old in [one for one in self._held if self.known[one].root is None]:
+            if self.known[old].created_unix < now - REMOVAL_S:
+                await self._drop(old)
         await asyncio.to_thread(self.store.free, now)
 
 

@@ -81,6 +81,9 @@ def test_data_set_is_added_fetched_and_read_by_jobs(make_stack: Callable[..., St
     until(lambda: len(row(one, name)["nodes"]) == 3, "three holders")
     assert "all are good" in ok(two, "data", "verify", name)
     damage(two)
+    read(three, "data", "rm", "--here", name)
+    ok(three, "data", "pin", name)  # what the damaged holder cannot give comes from the other
+    assert "all are good" in ok(three, "data", "verify", name)
     report = read(two, "data", "verify", name)
     assert report["damaged"] >= 1 and report["fetched_again"] >= 1
     assert "all are good" in ok(two, "data", "verify", name)
