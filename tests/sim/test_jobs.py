@@ -223,7 +223,7 @@ class TestNegativeControls:
             return real(self, sender, message, now)
 
         monkeypatch.setattr(Witness, "_accept", forgetful)
-        assert found(checked).startswith("group")
+        assert found(checked).startswith(("group", "J13"))
 
     def test_witnesses_that_accept_stale_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = Witness._accept
@@ -308,7 +308,9 @@ class TestNegativeControls:
     def test_lost_disk_that_goes_unnoticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(JobNode, "new_disk", lambda self: JobDisk(name=b"the disk"))
         monkeypatch.setattr("sim.protocol.jobs.MIN_WIPE_INTERVAL_S", 0.0)
-        assert found(lambda seed: harsh(seed, incidents=("wipe", *CRASHES), incident_every_s=4.0)).startswith("J4")
+        assert found(lambda seed: harsh(seed, incidents=("wipe", *CRASHES), incident_every_s=4.0)).startswith(
+            ("J4", "restorable")
+        )
 
     def test_lease_counted_from_the_receipt_of_its_grant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = Runner.on_accepted
