@@ -20,27 +20,37 @@ WAIT_S = 60.0
 class Dockerd:
     """A running dockerd; `host` is its DOCKER_HOST. With `live`, its containers continue while it is stopped.
 
-    Containers have no network. The engine has its own network namespace, because without a bridge it would remove `docker0`.
+    Containers have no network. The engine has its own bridge, because without one it would remove `docker0`; it shares the
+    network namespace, to reach registries on loopback.
     """
 
     def __init__(self, live: bool = False, *options: str) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="dk-", dir="/tmp"))
         self._live, self._options = live, options
+        self._bridge = f"dk{os.urandom(5).hex()}"
+        address = f"10.{os.urandom(1)[0]}.{os.urandom(1)[0]}.1/28"
+        subprocess.run(["ip", "link", "add", self._bridge, "type", "bridge"], check=True)
+        subprocess.run(["ip", "address", "add", address, "dev", self._bridge], check=True)
         unmount = f"grep -o ' {self._root}/[^ ]*' /proc/mounts | sort -r | xargs -r umount -l"
-        cleanup().undo("sh", "-c", f"{unmount}; rm -rf {self._root}")
+        cleanup().undo("sh", "-c", f"{unmount}; rm -rf {self._root}; ip link delete {self._bridge}")
         self.host = f"unix://{self._root}/s"
         self.start()
 
     def start(self) -> None:
         root = self._root
         places = ["--data-root", f"{root}/data", "--exec-root", f"{root}/exec", "--pidfile", f"{root}/pid"]
-        alone = ["--bridge=none", "--iptables=false", "--ip6tables=false", *(["--live-restore"] if self._live else ())]
+        alone = [
+            f"--bridge={self._bridge}",
+            "--iptables=false",
+            "--ip6tables=false",
+            *(["--live-restore"] if self._live else ()),
+        ]
         alone += self._options
         temporary = root / "tmp"  # temporary files of the engine, removed with it
         temporary.mkdir(exist_ok=True)
         with (root / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                ["unshare", "--net", "dockerd", "-H", self.host, *places, *alone],
+                ["dockerd", "-H", self.host, *places, *alone],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -78,6 +88,7 @@ class Dockerd:
         _end_shims(self._root)
         _unmount(self._root)
         shutil.rmtree(self._root, ignore_errors=True)
+        subprocess.run(["ip", "link", "delete", self._bridge], check=False)
 
     def _answers(self) -> bool:
         with suppress(OSError), socket.socket(socket.AF_UNIX) as client:

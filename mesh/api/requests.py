@@ -259,7 +259,8 @@ class PruneImages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PushImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`look`: only report the nodes' progress."""
+    """Ask nodes to fetch an image of the list; without nodes, push an image of this node's engine into its registry. `look`:
+    only report the nodes' progress."""
 
     alias: str
     nodes: list[str]

@@ -326,8 +326,14 @@ async def pull_image(handlers: Handlers, call: Call[requests.PullImage]) -> sche
 
 @order("images/push", "images")
 async def push_image(handlers: Handlers, call: Call[requests.PushImage]) -> schemas.images.Pushed:
-    """Ask nodes to fetch an image, or for their progress."""
+    """Push an image into this node's registry, or ask nodes to fetch it, or for their progress."""
     return await handlers.images.push(call.asked)
+
+
+@read("images/registry", "images")
+async def image_registry(handlers: Handlers, call: Call[Nothing]) -> schemas.images.Registry:
+    """Return the address and the password of this node's registry."""
+    return handlers.images.registry()
 
 
 # --- secrets

@@ -18,11 +18,12 @@ from mesh.util.text import plural
 
 POLL_S = 0.5
 PROGRESS_S = 2.0
+ENGINE_S = 3600.0  # for the engine to compress and push a large image (own choice)
 
 
 @click.group()
 def image() -> None:
-    """Manage the container images that jobs may use, and move them between nodes. No registry is asked."""
+    """Manage the container images that jobs may use, and move them between nodes."""
 
 
 @image.command("ls")
@@ -80,7 +81,8 @@ def allow(ctx: click.Context, alias: str, source: str, id_: str, here: bool, as_
     The list holds digests, so moving the tag later changes nothing. `*` allows every image.
     """
     order = {"alias": alias, "source": source, "id": id_, "here": here}
-    answer = client(ctx).post("/v1/images/allow", order)
+    with waiting_for("pushing the image into this node's registry"):
+        answer = client(ctx).post("/v1/images/allow", order, timeout_s=ENGINE_S)
     if as_json:
         print_json(answer)
         return
@@ -152,15 +154,27 @@ def pull(ctx: click.Context, alias: str, as_json: bool) -> None:
 
 @image.command()
 @click.argument("alias", type=IMAGE)
-@click.argument("nodes", type=NODE, nargs=-1, required=True)
+@click.argument("nodes", type=NODE, nargs=-1)
 @json_option
 @click.pass_context
 def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) -> None:
-    """Ask NODES to fetch an image of the mesh's list, and wait until they have it. Their owners may refuse."""
+    """Push the image ALIAS of this node's engine into the node's registry, so that other nodes can fetch it.
+
+    With NODES, ask these to fetch an image of the mesh's list, and wait until they have it. Their owners may refuse.
+    """
     daemon = client(ctx)
     order: dict[str, Any] = {"alias": alias, "nodes": list(nodes)}
-    with waiting_for("asking the nodes"):
-        rows = daemon.post("/v1/images/push", order)["nodes"]
+    with waiting_for("asking the nodes" if nodes else "pushing the image"):
+        answer = daemon.post("/v1/images/push", order, timeout_s=ENGINE_S)
+    if not nodes:
+        if as_json:
+            print_json(answer)
+        else:
+            say(
+                f"{alias} is {answer['manifest']} in this node's registry; `mesh image allow {alias}` puts it on the list"
+            )
+        return
+    rows = answer["nodes"]
 
     def read() -> str:
         text = "; ".join(f"{row['node']}: {row['words']}" for row in rows if row["words"])
@@ -176,12 +190,29 @@ def push(ctx: click.Context, alias: str, nodes: tuple[str, ...], as_json: bool) 
         say("mesh: the transfers continue: `mesh image ls` shows which nodes have it", err=True)
         raise
     if as_json:
-        print_json({"alias": alias, "nodes": rows})
+        print_json({**answer, "nodes": rows})
     else:
         for row in rows:
             say(f"{row['node']} {'has it' if row['here'] else 'does not have it: ' + row['words']}")
     if any(row["failed"] for row in rows):
         raise click.exceptions.Exit(ExitCode.ERROR)
+
+
+@image.command()
+@json_option
+@click.pass_context
+def registry(ctx: click.Context, as_json: bool) -> None:
+    """Show the address of this node's image registry, and the password for pushes into it.
+
+    Engines and tools of this machine can pull allowed images from it: `docker pull ADDRESS/NAME@DIGEST`.
+    """
+    answer = client(ctx).get("/v1/images/registry")
+    if as_json:
+        print_json(answer)
+        return
+    say(f"address   {answer['address']}")
+    say(f"user      {answer['user']}")
+    say(f"password  {answer['password']} (until the daemon ends)")
 
 
 @image.command()

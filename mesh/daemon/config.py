@@ -72,6 +72,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     system_checkpoints: bool = False
     image_fetch: bool = True  # fetch allowed images from other nodes when a job needs them
     image_cache_gib: float = 20.0  # disk for image layers that other nodes can fetch
+    registry_port: int = 0  # port of the node's image registry, on loopback; 0: any free port, kept for later starts
     image_keep_gib: float = 100.0  # disk for fetched images; above it, the longest unused are removed
     image_keep_days: float = 30.0  # time for which an unused fetched image stays
     data_quota_gib: float | None = (
@@ -140,6 +141,7 @@ def check_settings(values: Mapping[str, object], path: Path) -> Settings:
         ("api_port", settings.api_port),
         ("metrics_port", settings.metrics_port),
         ("web_port", settings.web_port),
+        ("registry_port", settings.registry_port),
     ]:
         if not 0 <= port <= 65535:
             raise ConfigError(f"{path}: {label} must be 0 to 65535, not {port}")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from mesh.images.engine_store import StoredImage
-from mesh.images.layer_cache import IDLE_S
+from mesh.images.blobs import IDLE_S
+from mesh.images.engine import StoredImage
 
 DAY_S = 86_400.0
 

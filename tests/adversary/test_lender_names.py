@@ -64,6 +64,7 @@ SHOWN: dict[str, list[list[str]]] = {
     "image pull": [["alias"]],
     "image push": [["alias", "node"]],
     "image prune": [["--dry-run"]],
+    "image registry": [[]],
     "debug survive show": [["node"]],
     "debug dump": [[]],
     "down": [[]],

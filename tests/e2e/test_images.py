@@ -1,12 +1,11 @@
 """The mesh's image list on two real daemons, each with its own Docker engine."""
 
-import asyncio
 import os
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 
 import pytest
-from blake3 import blake3
 
 from membership.identity import Identity
 from membership.trust import TrustStore
@@ -14,8 +13,9 @@ from mesh.daemon.launcher import wait_ready
 from mesh.daemon.stack import Stack, StackNode
 from mesh.images.allowlist import Image
 from mesh.images.catalogue import Catalogue
-from mesh.images.image_manifest import decode_image_manifest
-from mesh.images.messages import decode_answer, decode_offer, encode
+from mesh.images.fetcher import piece_id
+from mesh.images.messages import encode
+from mesh.images.oci import decode_oci, digest_hash
 from tests.container_images import layered_image
 from tests.dockerd import client_of, dockerd
 from tests.e2e.commands import finished, job_state, mesh, ok, read, until
@@ -116,6 +116,11 @@ def test_image_is_allowed_on_one_node_fetched_by_a_peer_and_denied_by_owner(
     until(lambda: row(one).get("nodes") == ["node1", "node2"], "both nodes to report the image")
     with client_of(hosts[1]) as client:
         assert [image.id for image in client.images.list()] == [image_id]
+        manifest = row(two)["manifest"]
+        address = read(two, "image", "registry")["address"]
+        again = client.images.pull(f"{address}/any/name", tag=str(manifest))
+        assert again.id == image_id, "the engine pulls from the registry of its node"
+        client.images.remove(f"{address}/any/name@{manifest}")
 
     # A fetched image stays while it is in use, at most for the owner's retention time.
     assert "fetched from other nodes: 1 image" in mesh(two, "image", "ls").stderr
@@ -221,7 +226,7 @@ def test_owner_without_list_rights_allows_an_image_on_their_node(stack: Stack, h
         ("deny", "../x"),
         ("deny", "nothing", "--mesh"),
         ("pull", "a\x01b"),
-        ("push", "x"),
+        ("push", "x", "nobody"),
     ],
 )
 def test_bad_image_arguments_are_refused_with_a_message(shared: Stack, arguments: tuple[str, ...]) -> None:
@@ -262,23 +267,29 @@ async def test_only_listed_images_are_served_and_fetched(stack: Stack, image_id:
     await insider.peers.open()
     try:
         listed, other = image_id.removeprefix("sha256:"), "ab" * 32
-        for path in (f"/v1/images/{other}", f"/v1/images/{other}/manifest"):
+        manifest = digest_hash(str(row(one)["manifest"]))
+        for path in (f"/v1/images/{other}/blobs/{manifest.hex()}", f"/v1/images/{listed}/blobs/{other}"):
             assert (await insider.refused("GET", path, b""))[0] == 404
         assert (await insider.refused("POST", f"/v1/images/{other}/fetch", b""))[0] == 403
-        assert decode_offer(await insider.call("GET", f"/v1/images/{listed}")).busy == 0
         for wrong in ("zz" * 32, "ab" * 31, listed.upper(), "..", "%2e%2e"):
-            assert (await insider.refused("GET", f"/v1/images/{wrong}", b""))[0] in {400, 403, 404}
-        for body in (b"", b"\xc1", encode([]), encode([b"short"]), encode([b"p" * 32] * 5000), os.urandom(3000)):
+            assert (await insider.refused("GET", f"/v1/images/{wrong}/blobs/{manifest.hex()}", b""))[0] in {
+                400,
+                403,
+                404,
+            }
+            assert (await insider.refused("GET", f"/v1/images/{listed}/blobs/{wrong}", b""))[0] in {400, 403, 404}
+        for body in (b"", b"\xc1", encode([]), encode([b"short"]), encode([b"p" * 36] * 5000), os.urandom(3000)):
             assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", body))[0] == 400
-        while not (answer := decode_answer(await insider.call("GET", f"/v1/images/{listed}/manifest"))).image_manifest:
-            await asyncio.sleep(0.05)
-        image_manifest = decode_image_manifest(answer.image_manifest, bytes.fromhex(listed))
-        first = image_manifest.layers[0].hashes[0]
-        assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", encode([b"p" * 32])))[0] == 404
-        given = await insider.call("POST", f"/v1/images/{listed}/pieces", encode([first]))
-        assert blake3(given).digest() == first
+        data = await insider.call("GET", f"/v1/images/{listed}/blobs/{manifest.hex()}")
+        assert sha256(data).digest() == manifest
+        config = decode_oci(data).blobs[0].hash
+        assert config.hex() == listed
+        path = f"/v1/images/{listed}/pieces"
+        assert (await insider.refused("POST", path, encode([b"p" * 36])))[0] == 404
+        given = await insider.call("POST", path, encode([piece_id(config, 0)]))
+        assert sha256(given).digest() == config
         ok(one, "image", "deny", "tool")
-        assert (await insider.refused("POST", f"/v1/images/{listed}/pieces", encode([first])))[0] == 404
+        assert (await insider.refused("POST", path, encode([piece_id(config, 0)])))[0] == 404
     finally:
         await insider.peers.close()
     assert "Traceback" not in one.where.log.read_text()

@@ -4,23 +4,8 @@ import pytest
 
 from mesh.execution.docker.engine import no_program
 from mesh.execution.docker.hardening import traits_of
-from mesh.images.engine_store import Habits, habits_of
 
 STARTED = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ({"DriverStatus": [["Backing Filesystem", "extfs"], ["userxattr", "false"]]}, Habits()),
-        ({"DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}, Habits(by_manifest=True)),
-        ({"DriverStatus": [["Using metacopy", "false"]], "BuildahVersion": "1.28.2"}, Habits(whole=True)),
-        ({"DriverStatus": None}, Habits()),
-    ],
-)
-def test_habits_follow_engine_info(told: dict[str, object], expected: Habits) -> None:
-    assert habits_of(told) == expected
-    assert bool(expected.problem) == expected.by_manifest
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,14 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import docker
 import pytest
 
 from mesh.execution.docker.engine import DockerEngine
 from mesh.execution.engine import BadImage
 from mesh.execution.guest_registry import GuestRegistry
 from mesh.execution.killswitch import BY_OWNER, open_switch
-from mesh.images.allowlist import Image
-from mesh.images.engine_store import ImageStore
-from mesh.images.layer_cache import LayerStore
 from mesh.network.egress import policy_of
-from tests.container_images import import_busybox, layered_image
+from tests.container_images import import_busybox
 from tests.execution.bench import LOOP, WAIT_S, Bench, processes_with, wait_until
 
 pytestmark = pytest.mark.podman
@@ -133,33 +129,6 @@ async def test_podman_guest_over_memory_limit_ends(bench: Bench) -> None:
     async with asyncio.timeout(60):
         end = await guest.wait()
     assert end.oom or end.code == 137
-
-
-async def test_podman_exchanges_images(
-    podman: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", podman[0])
-    engine, layers = ImageStore(), LayerStore(tmp_path, 1 << 40)
-    client = docker.from_env()
-    try:
-        made = layered_image(client, "lab/tool:1", b"first" * 1000, b"second")
-        stored = await engine.find("lab/tool:1")
-        assert stored is not None and stored.names == ("lab/tool:1",), "the name has the form that Docker uses"
-        image_manifest = await engine.save(stored, layers, lambda read: None)
-        assert await engine.images() and len(image_manifest.layers) == 3
-        assert await engine.layers() == [], (
-            "Podman loads no archive with a layer left out, so no layer counts as present"
-        )
-        client.images.remove(made, force=True)
-        assert await engine.find("lab/tool:1") is None
-        loaded = await engine.load(image_manifest, image_manifest.layers, layers, Image(stored.id))
-        assert loaded.id == stored.id and loaded.fetched and loaded.names == (), (
-            "a fetched image without a name may be removed"
-        )
-        assert await engine.remove(loaded) and await engine.find(made) is None
-    finally:
-        client.close()
-        engine.close()
 
 
 async def test_podman_offers_no_network_without_enforcement(

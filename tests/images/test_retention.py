@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mesh.images.engine_store import StoredImage
-from mesh.images.layer_cache import IDLE_S
+from mesh.images.blobs import IDLE_S
+from mesh.images.engine import StoredImage
 from mesh.images.retention import Bounds, UsageMarks, surplus
 
 sizes, ages = some.integers(0, 1 << 40), some.floats(0, 1e8)
@@ -17,9 +17,7 @@ shelves = some.lists(some.tuples(sizes, ages, some.booleans()), max_size=12)
 
 @given(shelves, some.integers(0, 1 << 42), ages)
 def test_surplus_is_minimal_and_unused(shelf: list[tuple[int, float, bool]], most_bytes: int, unused_s: float) -> None:
-    images = [
-        StoredImage(bytes([number]) * 32, (), (), size, fetched) for number, (size, _, fetched) in enumerate(shelf)
-    ]
+    images = [StoredImage(bytes([number]) * 32, (), size, fetched) for number, (size, _, fetched) in enumerate(shelf)]
     unused = {image.id: shelf[number][1] for number, image in enumerate(images) if image.fetched}
     gone = [one.image for one in surplus(images, unused, Bounds(most_bytes, unused_s))]
     stays = [image for image in images if image.fetched and image not in gone]
@@ -49,5 +47,5 @@ def test_last_use_survives_restart(tmp_path: Path) -> None:
 
 def test_new_image_stays() -> None:
     """A fetch may end while the others' marks are looked at."""
-    old, new = (StoredImage(bytes([number]) * 32, (), (), 1, True) for number in (1, 2))
+    old, new = (StoredImage(bytes([number]) * 32, (), 1, True) for number in (1, 2))
     assert [one.image for one in surplus([old, new], {old.id: 1e9}, Bounds(0, 0.0))] == [old]

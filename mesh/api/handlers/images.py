@@ -13,9 +13,10 @@ from mesh.api.handlers.lookup import find_node, nick_in, nicks_of
 from mesh.api.requests import AllowImage, DenyImage, PruneImages, PushImage
 from mesh.execution.engine import BadImage, EngineError
 from mesh.images.allowlist import ANYTHING, Image, ListedEntry, ListError, check_alias, image_hash
-from mesh.images.engine_store import StoredImage
+from mesh.images.engine import StoredImage
 from mesh.images.library import Library
 from mesh.images.messages import Fetching, decode_fetching
+from mesh.images.oci import digest_text
 from mesh.images.rules import Rules, with_allowed, with_denied, without
 from mesh.jobs.service import JobService
 from mesh.model.spec import JobSpec
@@ -189,6 +190,9 @@ class ImageHandlers:
                 "--id takes sha256: and 64 hex digits, the image id of `docker images --no-trunc`, in place of --from",
                 ExitCode.USAGE,
             )
+        pushed = self._library.pushed(name) if given is None else None
+        if pushed is not None:
+            return pushed
         try:
             found = await self._library.named(name)
         except EngineError as error:
@@ -203,14 +207,16 @@ class ImageHandlers:
         if found is None:
             assert given is not None
             return Image(given)
-        if self._library.problem and not order.here:
-            raise MeshError(
-                f"image {name} cannot be signed from here: {self._library.problem}. Allow it where another engine has it, by its "
-                f"--id, or on this node alone, by --here",
-                ExitCode.REFUSED,
-            )
         self._library.stored[found.id] = found
-        return Image(found.id, found.manifests[0] if found.manifests else b"", found.size)
+        if order.here:
+            return Image(found.id, b"", found.size)
+        return msgspec.structs.replace(await self._push(found), size=found.size)
+
+    async def _push(self, stored: StoredImage) -> Image:
+        try:
+            return await self._library.push(stored)
+        except EngineError as error:
+            raise MeshError(str(error)) from error
 
     async def deny(self, order: DenyImage) -> schemas.images.Denied:
         library, rules = self._library, self._library.rules
@@ -258,17 +264,31 @@ class ImageHandlers:
         )
 
     async def push(self, order: PushImage) -> schemas.images.Pushed:
-        """Ask nodes to fetch it, or how far they are."""
+        """Push an image into this node's registry; or ask nodes to fetch it, or how far they are."""
+        if not order.nodes:
+            return await self._into_registry(order.alias)
         image = self._wanted(order.alias)
         nodes = [find_node(self._membership, name) for name in dict.fromkeys(order.nodes)]
-        if not nodes:
-            raise MeshError("name the nodes that are to have it: `mesh nodes` lists them", ExitCode.USAGE)
         replies = await asyncio.gather(*(self._ask(node, image, order.look) for node in nodes))
         rows: list[schemas.images.Fetching] = [
             schemas.images.Fetching(node=node.nick, here=answer.here, words=answer.words, failed=answer.failed)
             for node, answer in zip(nodes, replies, strict=True)
         ]
-        return schemas.images.Pushed(alias=order.alias, nodes=rows)
+        return schemas.images.Pushed(alias=order.alias, manifest="", nodes=rows)
+
+    async def _into_registry(self, name: str) -> schemas.images.Pushed:
+        try:
+            found = await self._library.named(name)
+            if found is None:
+                raise MeshError(f"image {name} is not on this node's engine: `docker images`", ExitCode.NOT_FOUND)
+            image = await self._library.push(found)
+        except EngineError as error:
+            raise MeshError(str(error)) from error
+        return schemas.images.Pushed(alias=name, manifest=digest_text(image.manifest), nodes=[])
+
+    def registry(self) -> schemas.images.Registry:
+        access = self._library.registry.access
+        return schemas.images.Registry(address=access.address, user="mesh", password=access.password)
 
     async def _ask(self, node: MemberView, image: Image, look: bool) -> Fetching:
         path, method = f"/v1/images/{image.config.hex()}/fetch", "GET" if look else "POST"

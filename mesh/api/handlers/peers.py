@@ -33,9 +33,9 @@ from mesh.consensus.messages import MAX_MESSAGE_BYTES, MessageError
 from mesh.data.library import DataLibrary
 from mesh.execution.engine import EngineError
 from mesh.images.allowlist import image_hash
-from mesh.images.library import Library
+from mesh.images.library import Library, NotGiven
 from mesh.images.messages import decode_pieces, encode
-from mesh.images.provider import NotGiven, TooBusy
+from mesh.images.oci import MAX_MANIFEST_BYTES as MAX_OCI
 from mesh.images.rules import short
 from mesh.jobs.authority import is_user, may_order_image, may_write_log
 from mesh.jobs.log_times import decode_piece
@@ -122,8 +122,7 @@ class PeerHandlers:
             ("GET", "/v1/usage", self._usage, Bound(answer=MAX_RECORDS)),
             ("PUT", "/v1/submissions/{job}", self._keep_submission, Bound(MAX_MESSAGE_BYTES)),
             ("DELETE", "/v1/submissions/{job}", self._release_submission, Bound()),
-            ("GET", "/v1/images/{image}", self._image_offer, Bound()),
-            ("GET", "/v1/images/{image}/manifest", self._image_manifest, Bound(answer=MAX_RECORDS)),
+            ("GET", "/v1/images/{image}/blobs/{digest}", self._image_blob, Bound(answer=MAX_OCI)),
             ("POST", "/v1/images/{image}/pieces", self._image_pieces, Bound(MAX_RECORDS)),
             ("GET", "/v1/images/{image}/fetch", self._image_fetching, Bound()),
             ("POST", "/v1/images/{image}/fetch", self._fetch_image, Bound()),
@@ -387,33 +386,28 @@ class PeerHandlers:
 
     # --- images
 
-    async def _image_offer(self, request: web.Request) -> web.Response:
+    async def _image_blob(self, request: web.Request) -> web.Response:
+        """Give a small blob: a manifest."""
         await self._admit(request)
         try:
-            return web.Response(body=encode(await self._library.provider.offer(_config(request))))
+            (path,) = await self._library.give(_config(request), {_hex(request.match_info["digest"], 32)})
         except NotGiven as error:
             raise web.HTTPNotFound(text=str(error)) from error
-
-    async def _image_manifest(self, request: web.Request) -> web.Response:
-        await self._admit(request)
-        try:
-            return web.Response(body=encode(await self._library.provider.answer(_config(request))))
-        except NotGiven as error:
-            raise web.HTTPNotFound(text=str(error)) from error
+        if path.stat().st_size > MAX_OCI:
+            raise web.HTTPNotFound(text="it comes in pieces")
+        return web.Response(body=await asyncio.to_thread(path.read_bytes))
 
     async def _image_pieces(self, request: web.Request) -> web.StreamResponse:
         credentials, body = await self._admit(request)
-        provider = self._library.provider
         try:
             wanted = decode_pieces(body)
-            with provider.stream():
-                pieces = await provider.pieces(_config(request), wanted)
+            with self._library.stream():
+                await self._library.give(_config(request), {piece[:32] for piece in wanted})
                 cargo = Cargo("image", credentials.node_id)
-                return (await given(request, self._wire, pieces, cargo)).response
+                return (await given(request, self._wire, self._library.pieces(wanted), cargo)).response
         except NotGiven as error:
-            raise web.HTTPNotFound(text=str(error)) from error
-        except TooBusy as error:
-            raise web.HTTPServiceUnavailable(text=str(error)) from error
+            kind = web.HTTPServiceUnavailable if error.busy else web.HTTPNotFound
+            raise kind(text=str(error)) from error
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
 

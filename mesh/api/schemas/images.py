@@ -109,6 +109,14 @@ class ImagePulled(Digests, frozen=True, kw_only=True):
     words: str
 
 
+class Registry(msgspec.Struct, frozen=True, kw_only=True):
+    """The node's registry: its address on this machine, and the user name and password for pushes until the daemon ends."""
+
+    address: str
+    user: str
+    password: str
+
+
 class Fetching(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     here: bool
@@ -117,5 +125,8 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pushed(msgspec.Struct, frozen=True, kw_only=True):
+    """`manifest`: the digest in this node's registry, if the image was pushed into it."""
+
     alias: str
+    manifest: str
     nodes: list[Fetching]
