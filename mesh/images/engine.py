@@ -124,8 +124,7 @@ class ImageEngine:
         self._api.tag(digest_text(image.id), name, tag)
         try:
             parameters = {"tag": tag, "tlsVerify": "false"}  # the latter for Podman
-            destination = f"{name}:{tag}" if self._is_podman else name
-            self._order(self._patient._url("/images/{0}/push", destination), parameters, answers)
+            self._order(self._patient._url("/images/{0}/push", name), parameters, answers)
         finally:
             self._api.remove_image(f"{name}:{tag}", noprune=True)
 

@@ -1,0 +1,268 @@
+"""The registry: the OCI distribution specification 1.1 (its conformance tests of pull and push, made again), and its users."""
+
+import json
+import os
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from mesh.images import blobs as blobs_module
+from mesh.images import registry as registry_module
+from mesh.images.blobs import BlobStore
+from mesh.images.oci import MANIFEST, MAX_MANIFEST_BYTES, digest_hash
+from mesh.images.registry import RegistryServer
+from mesh.util.errors import MeshError
+from tests.images.samples import digest_of, index_of, manifest_of
+
+CONFIG, LAYER = b'{"rootfs":{}}', os.urandom(3 << 20)
+BODY = manifest_of(CONFIG, [LAYER])
+
+
+class Client:
+    """A client with the password, without it, or with a wrong one."""
+
+    def __init__(self, server: RegistryServer, session: aiohttp.ClientSession) -> None:
+        self.server, self._session = server, session
+        self.headers = {"Authorization": f"Bearer {server.access.password}"}
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        owner: bool = True,
+    ) -> tuple[int, dict[str, str], bytes]:
+        every = {**(self.headers if owner else {}), **(headers or {})}
+        url = path if path.startswith("http") else f"http://{self.server.access.address}{path}"
+        async with self._session.request(method, url, data=data, headers=every) as response:
+            body = await response.read()
+            if response.status >= 400 and method != "HEAD":
+                (error,) = json.loads(body)["errors"]
+                assert error["code"].isupper() and error["message"]
+            return response.status, dict(response.headers), body
+
+    async def push(self, data: bytes, name: str = "lab/tool") -> int:
+        status, headers, _ = await self.ask("POST", f"/v2/{name}/blobs/uploads/")
+        assert status == 202
+        status, headers, _ = await self.ask("PUT", f"{headers['Location']}?digest={digest_of(data)}", data)
+        return status
+
+    async def push_image(self, name: str = "lab/tool", tag: str = "1") -> None:
+        assert await self.push(CONFIG, name) == await self.push(LAYER, name) == 201
+        status, headers, _ = await self.ask("PUT", f"/v2/{name}/manifests/{tag}", BODY, {"Content-Type": MANIFEST})
+        assert status == 201 and headers["Docker-Content-Digest"] == digest_of(BODY)
+
+
+class Campus:
+    def __init__(self) -> None:
+        self.allowed: set[bytes] = set()
+        self.aliases: dict[str, bytes] = {}
+        self.awaited: list[bytes] = []
+
+    async def arrival(self, digest: bytes) -> bool:
+        self.awaited.append(digest)
+        return False
+
+
+@pytest.fixture
+def campus() -> Campus:
+    return Campus()
+
+
+@pytest.fixture
+async def client(tmp_path: Path, campus: Campus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
+    monkeypatch.setattr(blobs_module, "SPARE_BYTES", 0)
+    store = BlobStore(tmp_path, 1 << 40)
+    server = RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.arrival)
+    await server.open(0)
+    async with aiohttp.ClientSession() as session:
+        yield Client(server, session)
+    await server.close()
+
+
+async def test_image_is_pushed_and_pulled(client: Client) -> None:
+    await client.push_image()
+    for reference in ("1", digest_of(BODY)):
+        for method, expected in (("GET", BODY), ("HEAD", b"")):
+            status, headers, body = await client.ask(method, f"/v2/lab/tool/manifests/{reference}")
+            assert (status, body, headers["Content-Type"]) == (200, expected, MANIFEST)
+            assert headers["Docker-Content-Digest"] == digest_of(BODY) and int(headers["Content-Length"]) == len(BODY)
+    status, headers, body = await client.ask("GET", f"/v2/lab/tool/blobs/{digest_of(LAYER)}")
+    assert status == 200 and body == LAYER and headers["Docker-Content-Digest"] == digest_of(LAYER)
+    status, headers, body = await client.ask("HEAD", f"/v2/lab/tool/blobs/{digest_of(LAYER)}")
+    assert status == 200 and int(headers["Content-Length"]) == len(LAYER)
+    part = await client.ask("GET", f"/v2/lab/tool/blobs/{digest_of(LAYER)}", headers={"Range": "bytes=5-9"})
+    assert part[0] == 206 and part[2] == LAYER[5:10]
+    unknown = digest_of(b"unknown")
+    for path in (f"blobs/{unknown}", f"manifests/{unknown}", "manifests/2", "blobs/uploads/none"):
+        assert (await client.ask("GET", f"/v2/lab/tool/{path}"))[0] == 404
+    assert (await client.ask("GET", "/v2/other/tags/list"))[0] == 404
+
+
+async def test_blob_is_pushed_in_every_way(client: Client) -> None:
+    status, headers, _ = await client.ask("POST", f"/v2/x/blobs/uploads/?digest={digest_of(CONFIG)}", CONFIG)
+    assert status == 201 and headers["Location"] == f"/v2/x/blobs/{digest_of(CONFIG)}"
+    status, headers, _ = await client.ask("POST", f"/v2/y/blobs/uploads/?mount={digest_of(CONFIG)}&from=x")
+    assert status == 201 and headers["Location"] == f"/v2/y/blobs/{digest_of(CONFIG)}"
+    status, headers, _ = await client.ask("POST", f"/v2/y/blobs/uploads/?mount={digest_of(LAYER)}&from=x")
+    assert status == 202, "without the blob, an upload begins"
+    place = headers["Location"]
+    cut = 1 << 20
+    late = await client.ask("PATCH", place, LAYER[cut:], {"Content-Range": f"{cut}-{len(LAYER) - 1}"})
+    assert late[0] == 416 and late[1]["Location"] == place
+    for wrong in ("1-0", "x", "0-", "-1", "9" * 30 + "-1"):
+        assert (await client.ask("PATCH", place, b"x", {"Content-Range": wrong}))[0] == 416
+    status, headers, _ = await client.ask("PATCH", place, LAYER[:cut], {"Content-Range": f"0-{cut - 1}"})
+    assert (status, headers["Range"]) == (202, f"0-{cut - 1}")
+    status, headers, _ = await client.ask("GET", place)
+    assert (status, headers["Range"], headers["Location"]) == (204, f"0-{cut - 1}", place)
+    last = {"Content-Range": f"{cut}-{len(LAYER) - 1}"}
+    assert (await client.ask("PUT", f"{place}?digest={digest_of(LAYER)}", LAYER[cut:], last))[0] == 201
+    assert (await client.ask("GET", place))[0] == 404, "the upload is over"
+    assert (await client.ask("GET", f"/v2/y/blobs/{digest_of(LAYER)}"))[2] == LAYER
+
+
+async def test_wrong_or_abandoned_upload_leaves_nothing(client: Client, tmp_path: Path) -> None:
+    for wrong in (digest_of(b"other"), "sha256:12", "sha512:" + "0" * 128, "", "../../key"):
+        place = (await client.ask("POST", "/v2/x/blobs/uploads/"))[1]["Location"]
+        assert (await client.ask("PUT", f"{place}?digest={wrong}", CONFIG))[0] == 400
+        await client.ask("DELETE", place)
+    place = (await client.ask("POST", "/v2/x/blobs/uploads/"))[1]["Location"]
+    assert (await client.ask("PATCH", place, CONFIG))[0] == 202 and list((tmp_path / "blobs").iterdir())
+    assert (await client.ask("DELETE", place))[0] == 204 and (await client.ask("DELETE", place))[0] == 404
+    assert not list((tmp_path / "blobs").iterdir())
+
+
+async def test_uploads_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "UPLOADS", 2)
+    answers = [(await client.ask("POST", "/v2/x/blobs/uploads/"))[0] for _ in range(3)]
+    assert answers == [202, 202, 429]
+    monkeypatch.setattr(registry_module, "UPLOAD_IDLE_S", -1)
+    assert (await client.ask("POST", "/v2/x/blobs/uploads/"))[0] == 202, "abandoned ones make room"
+
+
+async def test_manifest_is_taken_only_if_it_is_valid_and_its_blobs_are_here(client: Client) -> None:
+    path = "/v2/lab/tool/manifests/1"
+    assert (await client.ask("PUT", path, BODY))[0] == 400, "its blobs are missing"
+    await client.push_image()
+    assert (await client.ask("PUT", f"/v2/lab/tool/manifests/{digest_of(BODY)}", BODY + b" "))[0] == 400
+    assert (await client.ask("PUT", "/v2/lab/tool/manifests/-no-tag", BODY))[0] == 400
+    deep = b'{"schemaVersion":2,"config":' + b"[" * 100_000
+    for wrong in (b"", b"[]", b'{"schemaVersion":1}', os.urandom(300), deep, BODY.replace(b'"size": ', b'"size": -')):
+        assert (await client.ask("PUT", path, wrong))[0] == 400, wrong[:40]
+    assert (await client.ask("PUT", path, bytes(MAX_MANIFEST_BYTES + 1)))[0] == 413
+    assert (await client.ask("GET", path))[2] == BODY
+    foreign = index_of(riscv64=manifest_of(b"x", ()))
+    assert (await client.ask("PUT", "/v2/lab/tool/manifests/2", foreign))[0] == 400
+    index = index_of(amd64=BODY, riscv64=manifest_of(b"x", ()))
+    assert (await client.ask("PUT", "/v2/lab/tool/manifests/2", index))[0] == 201, "an engine pushes one machine's"
+    for name in ("Upper", "a//b", "a/../b", "-a", "a" * 256):
+        assert (await client.ask("GET", f"/v2/{name}/manifests/1"))[0] in {400, 404}
+
+
+async def test_tags_are_listed_in_pages(client: Client) -> None:
+    await client.push_image()
+    for tag in ("3", "2"):
+        await client.ask("PUT", f"/v2/lab/tool/manifests/{tag}", BODY)
+
+    async def tags(query: str) -> tuple[list[str], str]:
+        status, headers, body = await client.ask("GET", f"/v2/lab/tool/tags/list{query}")
+        answer: dict[str, Any] = json.loads(body)
+        assert status == 200 and answer["name"] == "lab/tool"
+        return answer["tags"], headers.get("Link", "")
+
+    assert await tags("") == (["1", "2", "3"], "")
+    assert await tags("?n=2") == (["1", "2"], '</v2/lab/tool/tags/list?n=2&last=2>; rel="next"')
+    assert await tags("?n=2&last=2") == (["3"], "") and await tags("?n=0") == ([], "")
+    assert (await client.ask("GET", "/v2/lab/tool/tags/list?n=x"))[0] == 400
+
+
+async def test_without_password_only_allowed_images_are_pulled(client: Client, campus: Campus) -> None:
+    await client.push_image()
+    blob, by_tag = f"/v2/any/blobs/{digest_of(LAYER)}", "/v2/lab/tool/manifests/1"
+    place = (await client.ask("POST", "/v2/x/blobs/uploads/"))[1]["Location"]
+    for headers in (
+        {},
+        {"Authorization": "Bearer anonymous"},
+        {"Authorization": "Basic !!"},
+        {"Authorization": "Basic YTpi"},
+    ):
+        for path in (blob, by_tag, "/v2/lab/tool/tags/list"):
+            assert (await client.ask("GET", path, headers=headers, owner=False))[0] == 404
+        for method, path in (
+            ("POST", "/v2/x/blobs/uploads/"),
+            ("PATCH", place),
+            ("PUT", f"{place}?digest={digest_of(b'')}"),
+            ("GET", place),
+            ("DELETE", place),
+            ("PUT", by_tag),
+        ):
+            status, answer, _ = await client.ask(method, path, b"", headers, owner=False)
+            assert status == 401 and answer["WWW-Authenticate"].startswith('Bearer realm="http://127.0.0.1:')
+    assert not campus.awaited, "nobody else makes this node fetch"
+    campus.allowed |= {digest_hash(digest_of(LAYER)), digest_hash(digest_of(BODY))}
+    assert (await client.ask("GET", blob, owner=False))[2] == LAYER
+    campus.aliases["pytorch"] = digest_hash(digest_of(BODY))
+    assert (await client.ask("GET", "/v2/pytorch/manifests/latest", owner=False))[2] == BODY
+
+
+async def test_tokens_follow_password(client: Client) -> None:
+    status, headers, _ = await client.ask("GET", "/v2/", owner=False)
+    assert status == 401 and "/token" in headers["WWW-Authenticate"]
+    status, _, body = await client.ask("GET", "/token?service=campus-mesh", owner=False)
+    nobody = {"Authorization": f"Bearer {json.loads(body)['token']}"}
+    assert status == 200 and (await client.ask("GET", "/v2/", headers=nobody))[0] == 200
+    right = aiohttp.encode_basic_auth("mesh", client.server.access.password)
+    body = (await client.ask("GET", "/token", headers={"Authorization": right}))[2]
+    assert json.loads(body)["token"] == client.server.access.password
+    wrong = aiohttp.encode_basic_auth("mesh", "wrong")
+    assert (await client.ask("GET", "/token", headers={"Authorization": wrong}))[0] == 401
+    assert (await client.ask("GET", "/v2/", headers={"Authorization": "Bearer wrong"}))[0] == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-origin"},
+    ],
+)
+async def test_web_pages_are_refused(client: Client, headers: dict[str, str]) -> None:
+    assert (await client.ask("GET", "/v2/", headers=headers))[0] == 403
+    assert (await client.ask("OPTIONS", "/v2/", headers=headers))[0] in {403, 405}
+    assert (await client.ask("GET", "/v2/"))[0] == 200
+
+
+async def test_port_is_kept_and_only_loopback_listens(tmp_path: Path, campus: Campus) -> None:
+    def server() -> RegistryServer:
+        store = BlobStore(tmp_path, 1)
+        return RegistryServer(store, tmp_path / "port", campus.allowed.__contains__, campus.aliases.get, campus.arrival)
+
+    one = server()
+    await one.open(0)
+    assert one.access.address == f"127.0.0.1:{one.port}"
+    two = server()
+    with pytest.raises(MeshError, match="registry_port"):
+        await two.open(one.port)
+    await two.open(0)
+    assert two.port != one.port and two.access.password != one.access.password
+    kept = two.port
+    for each in (one, two):
+        await each.close()
+    again = server()
+    await again.open(0)
+    assert again.port == kept
+    await again.close()
+
+
+def test_samples_have_their_digests() -> None:
+    assert digest_hash(digest_of(CONFIG)) == sha256(CONFIG).digest()
