@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 # worker (tests/conftest.py).
 WORKERS ?= 3
 
-.PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary clean
+.PHONY: demo test test-slow adversary mutants venv frameworks lint lock audit docs release bench-cli bench-api bench-install bench-membership bench-jobs bench-slurm bench-ckptstore bench-data bench-guard bench-guard-gpu bench-provider bench-placement bench-sim bench-adversary bench-images clean
 
 # A smaller environment than the tests', unless theirs is there.
 demo: $(if $(wildcard .venv/.ready),venv,.venv/.demo)
@@ -125,6 +125,10 @@ bench-adversary: venv
 bench-sim: venv
 	$(PYTHON) -m pip install --quiet "simpy>=4.1"
 	$(PYTHON) -m tests.bench.sim $(BENCH_ARGS)
+
+# Needs root, dockerd, docker-registry and skopeo (Debian). Two minutes; `BENCH_ARGS="--rounds 1"` is shorter.
+bench-images: venv
+	$(PYTHON) -m tests.bench.images $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-frameworks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

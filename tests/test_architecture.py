@@ -69,7 +69,7 @@ CORES = [
     "mesh/execution/session_framing.py",
     "mesh/rpc/frames.py",
     *(f"mesh/network/{name}.py" for name in ("elf", "shaping")),
-    *(f"mesh/images/{name}.py" for name in ("allowlist", "image_manifest", "messages", "rules")),
+    *(f"mesh/images/{name}.py" for name in ("allowlist", "oci", "messages", "rules")),
 ]
 
 

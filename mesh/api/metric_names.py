@@ -56,5 +56,6 @@ METRICS = (
     Metric("mesh_transfer_sent_bytes_total", "counter", "Bytes of such streams that peers acknowledged.", ("urgency",)),
     Metric("mesh_store_bytes", "gauge", "Checkpoints on this disk: all, and those of others' jobs.", ("owner",)),
     Metric("mesh_store_room_bytes", "gauge", "What the store may still take; absent without a quota."),
+    Metric("mesh_image_received_bytes_total", "counter", "Bytes of image blobs that came from other nodes."),
     Metric("mesh_problems", "gauge", "What `mesh status` tells as a problem now."),
 )  # fmt: skip

@@ -488,6 +488,7 @@ class Daemon:
                 self._reclaim_times,
                 self._wire,
                 store,
+                lambda: self._library.fetcher.moved,
                 node.counters,
                 self._started_unix,
             ),

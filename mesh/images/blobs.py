@@ -133,7 +133,7 @@ class BlobStore:
     def manifest(self, digest: bytes) -> Manifest | None:
         """Return a manifest; None if it is not here. ManifestError if the blob is something else."""
         known = self._known.get(digest)
-        if known is None:
+        if known is None or not self.has(digest):
             path = self.use(digest)
             if path is None:
                 return None

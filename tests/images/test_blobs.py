@@ -10,6 +10,7 @@ import pytest
 from mesh.images import blobs as blobs_module
 from mesh.images.blobs import IDLE_S, MAX_TAGS, PIECE_BYTES, BlobStore, NoRoom
 from mesh.images.oci import ManifestError
+from tests.images.samples import manifest_of
 
 DATA = os.urandom(PIECE_BYTES + 1000)
 DIGEST = sha256(DATA).digest()
@@ -101,3 +102,10 @@ def test_blob_that_is_no_manifest_is_refused(store: BlobStore) -> None:
     for data in (b"", b"[]", b"{}", b'{"schemaVersion":2}', DATA):
         with pytest.raises(ManifestError):
             store.manifest(store.keep(data))
+
+
+def test_manifest_that_was_removed_is_not_remembered(store: BlobStore) -> None:
+    digest = store.keep(manifest_of(b"{}", []))
+    assert store.manifest(digest) is not None
+    store.drop([digest])
+    assert store.manifest(digest) is None

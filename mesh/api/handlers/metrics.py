@@ -50,7 +50,9 @@ class ReclaimTimes:
 
 
 class Metrics:
-    """`counters`: of membership, job cores and the API for peers. `started_unix`: start of the daemon."""
+    """`image_bytes`: of images, received from other nodes. `counters`: of membership, job cores and the API for peers.
+    `started_unix`: start of the daemon.
+    """
 
     def __init__(
         self,
@@ -64,12 +66,14 @@ class Metrics:
         reclaims: ReclaimTimes,
         wire: Wire,
         store: Store,
+        image_bytes: Callable[[], int],
         counters: Callable[[], Counter[str]],
         started_unix: float,
     ) -> None:
         self._me, self._membership, self._inventory, self._guard = me, membership, inventory, guard
         self._engines, self._jobs, self._accounts, self._reclaims = engines, jobs, accounts, reclaims
         self._wire, self._store, self._counters, self._started_unix = wire, store, counters, started_unix
+        self._image_bytes = image_bytes
         self._told: tuple[float, str] = (-FRESH_S, "")
         self._asking = asyncio.Lock()
 
@@ -177,6 +181,7 @@ class Metrics:
             else:
                 sheet.put("mesh_gossip_total", count, event=event)
         sheet.put("mesh_clock_offset_seconds", self._membership.clock_offset_s)
+        sheet.put("mesh_image_received_bytes_total", self._image_bytes())
         sheet.put("mesh_problems", len(self._membership.problems))
 
     def _checkpoints(self, sheet: Sheet) -> None:
