@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import docker
+import docker.errors
+
 from mesh.daemon.stack import Stack, StackNode
 from tests.bench.harness import interleave, not_run, row, save
 from tests.container_images import layered_image
@@ -27,6 +30,7 @@ LAYERS, LAYER_BYTES = (
 LEAST = 0.9  # times the speed of the peer
 MOST_MOVED = 1.02  # times the missing layers
 WAIT_S = 120.0
+POLL_S = 0.05  # a hundredth of a pull
 SPEED = f"image of {LAYERS} layers, {LAYERS * LAYER_BYTES >> 20} MiB compressed, from three nodes onto the engine"
 MOVED = "bytes between nodes for a second image that shares layers, by its missing layers"
 
@@ -39,7 +43,7 @@ def until(done: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.01)
+        time.sleep(POLL_S)
 
 
 @contextmanager
@@ -68,6 +72,10 @@ def listed(node: StackNode, alias: str) -> dict[str, Any]:
     return next((found for found in rows if found["alias"] == alias), {})
 
 
+def fetching(node: StackNode, alias: str) -> bool:
+    return bool(listed(node, alias)["fetching"])
+
+
 def clear(node: StackNode, client: Any) -> None:
     """Remove all images from an engine, and all blobs from its node's registry."""
     for image in client.images.list():
@@ -80,10 +88,17 @@ def copied(source: StackNode, target: StackNode) -> None:
     shutil.copytree(source.where.images / "blobs", target.where.images / "blobs", dirs_exist_ok=True)
 
 
+def has(client: Any, image: str) -> bool:
+    try:
+        client.images.get(image)
+    except docker.errors.ImageNotFound:
+        return False
+    return True
+
+
 def pull(node: StackNode, client: Any, alias: str, image: str) -> None:
     node.client.post("/v1/images/pull", {"alias": alias}, timeout_s=WAIT_S)
-    until(lambda: any(one.id == image for one in client.images.list()), f"the image on {node.nick}")
-    until(lambda: not listed(node, alias)["fetching"], "the end of the fetch")
+    until(lambda: has(client, image), f"the image on {node.nick}")
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -115,6 +130,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
             taken: dict[str, list[float]] = {"nodes": [], "peer": []}
             for number in range(1 + rounds):
                 for name, subject in (("nodes", from_nodes), ("peer", from_peer)):
+                    until(lambda: not fetching(last, "bench"), "the end of the fetch")
                     clear(last, target)
                     (seconds,) = interleave({name: subject}, 1, warmup=0)[name]
                     if number:
@@ -131,11 +147,13 @@ def measure(rounds: int) -> list[dict[str, Any]]:
             )
             found["met"] = found["value"] >= LEAST * found["peer_value"]
 
+            until(lambda: not fetching(last, "bench"), "the end of the fetch")
             clear(last, target)
             pull(last, target, "bench", image)
             more = layered_image(source, "bench:2", *layers, content())
             first.client.post("/v1/images/allow", {"alias": "more", "source": "bench:2"}, timeout_s=WAIT_S)
             until(lambda: bool(listed(last, "more").get("nodes")), "a holder of the second image")
+            until(lambda: not fetching(last, "bench"), "the end of the fetch")
             before, sent = blobs(last), received(last)
             pull(last, target, "more", more)
             missing = sum(size for name, size in blobs(last).items() if name not in before)

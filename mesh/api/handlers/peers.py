@@ -390,7 +390,7 @@ class PeerHandlers:
         """Give a small blob: a manifest."""
         await self._admit(request)
         try:
-            (path,) = await self._library.give(_config(request), {_hex(request.match_info["digest"], 32)})
+            (path,) = await self._library.give(_config(request), {_config(request, "digest")})
         except NotGiven as error:
             raise web.HTTPNotFound(text=str(error)) from error
         if path.stat().st_size > MAX_OCI:
@@ -456,8 +456,8 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _config(request: web.Request) -> bytes:
-    found = image_hash(f"sha256:{request.match_info['image']}")
+def _config(request: web.Request, field: str = "image") -> bytes:
+    found = image_hash(f"sha256:{request.match_info[field]}")
     if found is None:
         raise web.HTTPBadRequest(text="not an image's hash")
     return found
